@@ -36,11 +36,12 @@ REMOTE_CODE = "trust_remote_code"
 
 def hints_of(section: Any) -> dict[str, Any]:
     """Resolved types of a dataclass's fields."""
-    return _evaluated(section)
+    # mypy does not accept a class as the argument of a cached function, which has to be hashable.
+    return _cached_hints(section)
 
 
-@functools.cache  # every override looks up its type
-def _evaluated(section: Any) -> dict[str, Any]:
+@functools.cache  # every override looks up the type of its key
+def _cached_hints(section: Any) -> dict[str, Any]:
     return typing.get_type_hints(section)
 
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from automodel_ckpt.data.encode import Truncation, needed, require_choice
+from automodel_ckpt.data.arguments import require_choice, require_tokenizer
 from automodel_ckpt.data.messages import (
     UnusableSample,
     as_rendered,
@@ -32,11 +32,13 @@ from automodel_ckpt.data.messages import (
     with_functions,
 )
 from automodel_ckpt.data.row_stream import DEFAULT_BLOCK, RowStream
+from automodel_ckpt.data.rows import Rows
 from automodel_ckpt.data.samples import samples_of
-from automodel_ckpt.data.source import Rows, Source
+from automodel_ckpt.data.source import Source
 from automodel_ckpt.data.templates import bound_chat_templates
 from automodel_ckpt.data.tokenized import TokenizedDataset, TokenizedSample
 from automodel_ckpt.data.training_templates import model_of, select_template
+from automodel_ckpt.data.truncation import Truncation
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
@@ -461,7 +463,7 @@ def template_of(tokenizer: PreTrainedTokenizerBase, given: str | None) -> str:
     """
     if given in CHOICES:
         try:
-            return select_template(str(needed(tokenizer).get_chat_template()), given)
+            return select_template(str(require_tokenizer(tokenizer).get_chat_template()), given)
         except ValueError as error:
             raise RecipeError(
                 "the tokenizer has no chat template",

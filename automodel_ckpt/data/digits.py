@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 from transformers import LlavaProcessor
 
-from automodel_ckpt.data.encode import require_choice
+from automodel_ckpt.data.arguments import at_most, require_choice
 from automodel_ckpt.data.images import pillow
-from automodel_ckpt.data.limits import at_most
 from automodel_ckpt.data.messages import UnusableSample
 from automodel_ckpt.data.python_docs import train_tokenizer
 from automodel_ckpt.data.vlm import ImageChatTemplate, ImageText, image_text

@@ -2,7 +2,7 @@
 
 A file is ``.jsonl`` (or ``.ndjson``), ``.json``, ``.parquet``, ``.arrow``, ``.csv``, ``.tsv``, or ``.txt`` with a
 document on each line; behind ``.gz``, ``.bz2`` or ``.xz`` it is compressed. For what the files contain, see
-:mod:`.records`.
+:mod:`.row_files`.
 """
 
 from __future__ import annotations

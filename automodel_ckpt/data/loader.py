@@ -12,9 +12,16 @@ from typing import Any
 import numpy as np
 from torch.utils.data import IterableDataset
 
-from automodel_ckpt.data.fetch import Batch, Collate, Request, SampleReader, isolated_rng, read_all
+from automodel_ckpt.data.micro_batches import (
+    Batch,
+    Collate,
+    Request,
+    SampleReader,
+    isolated_rng,
+    read_all,
+)
 from automodel_ckpt.data.sampler import accumulation_steps, permutation, rank_part
-from automodel_ckpt.data.stream import (
+from automodel_ckpt.data.stream_batches import (
     BatchSizes,
     StreamBatch,
     StreamPosition,

@@ -21,9 +21,12 @@ from typing import Literal, NamedTuple
 import tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from automodel_ckpt.data.arguments import require_choice
 from automodel_ckpt.data.cache import cached
-from automodel_ckpt.data.encode import Encoder, Truncation, blocks, prepared, require_choice
+from automodel_ckpt.data.encoder import Encoder, blocks
+from automodel_ckpt.data.samples import prepared
 from automodel_ckpt.data.tokenized import TokenizedDataset
+from automodel_ckpt.data.truncation import Truncation
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)

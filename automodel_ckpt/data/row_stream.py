@@ -11,14 +11,15 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from automodel_ckpt.data.arguments import at_most
 from automodel_ckpt.data.collate import IGNORE_INDEX
-from automodel_ckpt.data.encode import Truncation
 from automodel_ckpt.data.files import UNREADABLE
-from automodel_ckpt.data.limits import at_most
 from automodel_ckpt.data.row_files import RecordStream
+from automodel_ckpt.data.rows import OneRow, Rows
 from automodel_ckpt.data.sampler import derive_seed, permutation
-from automodel_ckpt.data.source import OneRow, Rows, Source
+from automodel_ckpt.data.source import Source
 from automodel_ckpt.data.tokenized import TokenizedSample
+from automodel_ckpt.data.truncation import Truncation
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)

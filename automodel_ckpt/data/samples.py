@@ -1,18 +1,25 @@
-"""Makes a data set of a source and a function that tokenizes its rows: prepared once and cached, or a stream."""
+"""Make a data set of a source and a function that tokenizes its rows: prepared once and cached, or a stream."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
+import tokenizers
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.encode import Truncation, identity, prepared
+from automodel_ckpt.data.cache import cached
 from automodel_ckpt.data.row_stream import Encode, RowStream, row_stream
 from automodel_ckpt.data.source import Source
 from automodel_ckpt.data.tokenized import TokenizedDataset
+from automodel_ckpt.data.truncation import Truncation
 
 log = logging.getLogger(__name__)
+
+_FORMAT = 6
+"""Part of the cache's keys. Increase it when the samples of the same data change."""
 
 
 def samples_of(
@@ -59,3 +66,39 @@ def _report_unused(source: Source, used: Sequence[str]) -> None:
     unused = [field for field in source.fields if field not in used]
     if unused:
         log.info("%s: unused fields: %s", source.path, ", ".join(unused))
+
+
+def prepared(
+    name: str,
+    key: tuple[object, ...],
+    tokenizer: PreTrainedTokenizerBase,
+    build: Callable[[], TokenizedDataset],
+) -> TokenizedDataset:
+    """The data set that *build* returns for *key* and *tokenizer*, read from the cache if it was prepared before.
+
+    A slow tokenizer has no digest of its content, so the cache is not used for it.
+    """
+    fingerprint = _fingerprint(tokenizer)
+    if fingerprint is None:
+        return build()
+
+    def save(directory: Path) -> None:
+        log.info("preparing %s", name)
+        build().save(directory)
+
+    whole_key = (_FORMAT, *key, fingerprint, tokenizers.__version__)
+    return TokenizedDataset.load(cached(name, whole_key, save))
+
+
+def identity(key: tuple[object, ...], tokenizer: PreTrainedTokenizerBase) -> str:
+    """A digest that changes with the samples: *key* contains everything that they depend on besides the tokenizer."""
+    whole_key = repr((key, _fingerprint(tokenizer)))
+    return hashlib.blake2b(whole_key.encode(), digest_size=12).hexdigest()
+
+
+def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(backend, tokenizers.Tokenizer):
+        return None
+    special = f"{tokenizer.bos_token_id} {tokenizer.eos_token_id}"
+    return hashlib.blake2b((special + backend.to_str()).encode(), digest_size=16).hexdigest()

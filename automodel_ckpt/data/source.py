@@ -1,6 +1,6 @@
 """Rows of local data files, of a directory of them, or of a data set of the Hugging Face Hub.
 
-JSON, CSV, TSV and text files are read by :mod:`.records`. Parquet, Arrow and the Hub are read by ``datasets``; so are
+JSON, CSV, TSV and text files are read by :mod:`.row_files`. Parquet, Arrow and the Hub are read by ``datasets``; so are
 directories whose README gives options for reading.
 """
 
@@ -11,17 +11,14 @@ import glob
 import logging
 import os
 import re
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
-from itertools import accumulate
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from automodel_ckpt.data.fields import FieldTemplate, is_template, names_in
 from automodel_ckpt.data.files import (
     LOADERS,
     UNREADABLE,
@@ -35,174 +32,12 @@ from automodel_ckpt.data.files import (
 )
 from automodel_ckpt.data.messages import without_nulls
 from automodel_ckpt.data.row_files import KINDS, RecordStream, RecordTable
+from automodel_ckpt.data.rows import RecordRows, Rows, empty_data
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-
-
-class Rows:
-    """A table of rows that become samples. Each row has a location, which error messages report."""
-
-    path: str
-
-    @property
-    def num_rows(self) -> int:
-        """How many rows there are."""
-        raise NotImplementedError
-
-    @property
-    def fields(self) -> Sequence[str]:
-        """The names of all fields that occur."""
-        raise NotImplementedError
-
-    def read(self, fields: Sequence[str]) -> list[list[Any]]:
-        """The values of each field, row by row; None if a row does not have the field."""
-        raise NotImplementedError
-
-    def place(self, row: int) -> str:
-        """The location of a row: file and line, or the number of the row from 0."""
-        raise NotImplementedError
-
-    def values(self, field: str) -> list[Any]:
-        """The values of one field, row by row."""
-        [values] = self.read([field])
-        return values
-
-    def columns(self, fields: Sequence[str]) -> list[list[Any]]:
-        """The values of each field, row by row. Raises :class:`RecipeError` for no rows, or for an unknown field."""
-        self.require(fields)
-        return self.read(fields)
-
-    def require(self, fields: Sequence[str]) -> None:
-        """Raise :class:`RecipeError` if there are no rows, or if no row has one of *fields*."""
-        if self.num_rows == 0:
-            raise _empty(self.path)
-        missing = [field for field in fields if field not in self.fields]
-        if missing:
-            general = (
-                "set the fields to use in the dataset section, or rename the fields of the data"
-            )
-            raise RecipeError(
-                f"the data has no field {', '.join(missing)}",
-                where=self.path,
-                value=f"its fields are {', '.join(self.fields)}",
-                hint=_known_form(self.fields) or general,
-            )
-
-    def texts(self, fields: Sequence[str]) -> list[list[str]]:
-        """A column of texts for each of *fields*, which are names of fields or templates of several.
-
-        Raises :class:`RecipeError` with the row's location for a value that is not text.
-        """
-        names = _names_in_all(fields)
-        values = dict(zip(names, self.columns(names), strict=True))
-        columns = []
-        for field in fields:
-            if is_template(field):
-                columns.append(self._written(field, values))
-            else:
-                columns.append(self._require_texts(field, values[field]))
-        return columns
-
-    def hold_lists(self, fields: Sequence[str]) -> bool:
-        """Whether one of these fields contains lists of messages.
-
-        Raises :class:`RecipeError` for no rows, or for an unknown field.
-        """
-        self.require(_names_in_all(fields))
-        plain_fields = [field for field in fields if not is_template(field)]
-        for values in self.read(plain_fields):
-            first = next(filter(None, values), None)
-            if isinstance(first, list) and isinstance(first[0], Mapping):
-                return True
-        return False
-
-    def has_field(self, field: str) -> bool:
-        """Whether a row has this field."""
-        return field in self.fields
-
-    def _written(self, field: str, values: Mapping[str, list[Any]]) -> list[str]:
-        template = FieldTemplate(field)
-        texts = []
-        for number in range(self.num_rows):
-            row = {name: values[name][number] for name in template.names}
-            texts.append(template.write(row, partial(self.place, number)))
-        return texts
-
-    def _require_texts(self, field: str, values: list[Any]) -> list[str]:
-        for row, value in enumerate(values):
-            if not isinstance(value, str):
-                what = f"field {field} of a sample is {'missing' if value is None else 'not text'}"
-                hint = "correct or remove this sample"
-                raise RecipeError(what, where=self.place(row), value=value, hint=hint)
-        return values
-
-
-@dataclass(frozen=True)
-class OneRow(Rows):
-    """A table of one row, row *number* of a stream. *known* are the fields of the stream's other rows."""
-
-    path: str
-    number: int
-    content: Mapping[str, Any]
-    location: str | None = None
-    known: Sequence[str] = ()
-
-    @property
-    def num_rows(self) -> int:
-        return 1
-
-    @property
-    def fields(self) -> Sequence[str]:
-        return list(dict.fromkeys([*self.content, *self.known]))
-
-    def read(self, fields: Sequence[str]) -> list[list[Any]]:
-        return [[self.content.get(field)] for field in fields]
-
-    def place(self, row: int) -> str:
-        return self.location or f"{self.path}, row {self.number}"
-
-
-class RecordRows(Rows):
-    """The rows *start* to *stop* of several tables, concatenated."""
-
-    def __init__(self, path: str, parts: Sequence[tuple[RecordTable, int, int]]) -> None:
-        self.path, self.parts = path, list(parts)
-        self._ends = list(accumulate(stop - start for _, start, stop in parts))
-
-    @property
-    def num_rows(self) -> int:
-        return self._ends[-1] if self._ends else 0
-
-    @property
-    def fields(self) -> Sequence[str]:
-        return list(dict.fromkeys(name for table, _, _ in self.parts for name in table.fields))
-
-    def read(self, fields: Sequence[str]) -> list[list[Any]]:
-        columns: list[list[Any]] = [[] for _ in fields]
-        for table, start, stop in self.parts:
-            for number in range(start, stop):
-                row = table.row(number)
-                for field, column in zip(fields, columns, strict=True):
-                    column.append(row.get(field))
-        return columns
-
-    def row(self, number: int) -> dict[str, Any]:
-        """The fields of one row; None for fields that only other rows have."""
-        table, inner = self._find(number)
-        return dict.fromkeys(self.fields) | table.row(inner)
-
-    def place(self, row: int) -> str:
-        table, inner = self._find(row)
-        return table.place(inner)
-
-    def _find(self, number: int) -> tuple[RecordTable, int]:
-        part = bisect_right(self._ends, number)
-        before = self._ends[part - 1] if part else 0
-        table, start, _ = self.parts[part]
-        return table, start + number - before
 
 
 class TableStream:
@@ -326,7 +161,7 @@ class Source(Rows):
             [split] = self._splits()
             stream = RecordStream(self._record_files[split])
             if stream.is_empty:
-                raise _empty(self.path)
+                raise empty_data(self.path)
             return stream
         return TableStream(self._stream_of_datasets())
 
@@ -339,7 +174,7 @@ class Source(Rows):
                 self._report_others(rows.info.builder_name)
                 return rows
             if not self._filled:
-                raise _empty(self.path)
+                raise empty_data(self.path)
             with _quiet(datasets):
                 return datasets.load_dataset(**self._of_files(), split=self.split, streaming=True)
         except (*UNREADABLE, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
@@ -384,7 +219,7 @@ class Source(Rows):
 
     @cached_property
     def _record_files(self) -> dict[str, list[Path]] | None:
-        """The files of each split if :mod:`.records` reads them; None if ``datasets`` does."""
+        """The files of each split if :mod:`.row_files` reads them; None if ``datasets`` does."""
         if self.is_file:
             return {"train": self.files} if kind_of(self.files[0]) in KINDS else None
         directory = Path(self.path).expanduser()
@@ -411,7 +246,7 @@ class Source(Rows):
 
     @cached_property
     def _records(self) -> RecordRows | None:
-        """The rows if :mod:`.records` reads them; None if ``datasets`` does."""
+        """The rows if :mod:`.row_files` reads them; None if ``datasets`` does."""
         if self._record_files is None:
             return None
         tables = {name: RecordTable(self._record_files[name]) for name in self._splits()}
@@ -478,7 +313,7 @@ class Source(Rows):
             return {"path": str(path), "name": self.name}
         if (saved := saved_table(path)) is not None:
             if not saved:
-                raise _empty(self.path)
+                raise empty_data(self.path)
             return {
                 "path": "arrow",
                 "data_files": {"train": [glob.escape(str(file)) for file in saved]},
@@ -586,35 +421,3 @@ def _quiet(datasets: Any) -> Iterator[None]:
         cards.setLevel(cards_level)
         if has_bars:
             datasets.enable_progress_bars()
-
-
-def _known_form(fields: Sequence[str]) -> str:
-    """A hint which builder reads data with these fields; empty if none is known."""
-    forms = (
-        (["messages"], "automodel_ckpt.data.chat.messages"),
-        (
-            ["conversations"],
-            "automodel_ckpt.data.chat.messages, with messages_field: conversations",
-        ),
-        (["prompt", "completion"], "automodel_ckpt.data.text.prompt_completion"),
-        (["text"], "automodel_ckpt.data.text.text"),
-    )
-    fitting = next((builder for needed, builder in forms if set(needed) <= set(fields)), "")
-    return (
-        f"set the fields to use in the dataset section; _target_: {fitting} reads data with these fields"
-        if fitting
-        else ""
-    )
-
-
-def _names_in_all(fields: Sequence[str]) -> list[str]:
-    """The names of all fields that *fields*, names or templates, use; each once."""
-    names: dict[str, None] = {}
-    for field in fields:
-        names.update(dict.fromkeys(names_in(field)))
-    return list(names)
-
-
-def _empty(path: str) -> RecipeError:
-    hint = "give a file with at least one sample"
-    return RecipeError("the data file is empty", where=path, value="0 samples", hint=hint)

@@ -6,11 +6,13 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.encode import Encoder, Truncation
+from automodel_ckpt.data.encoder import Encoder
 from automodel_ckpt.data.row_stream import DEFAULT_BLOCK, RowStream
+from automodel_ckpt.data.rows import Rows
 from automodel_ckpt.data.samples import samples_of
-from automodel_ckpt.data.source import Rows, Source
+from automodel_ckpt.data.source import Source
 from automodel_ckpt.data.tokenized import TokenizedDataset, TokenizedSample
+from automodel_ckpt.data.truncation import Truncation
 from automodel_ckpt.errors import RecipeError
 
 

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from automodel_ckpt.data.arguments import at_most, require_choice
 from automodel_ckpt.data.chat import CHOICES, ChatTemplate, read_template
-from automodel_ckpt.data.encode import require_choice
 from automodel_ckpt.data.images import open_image, pillow
-from automodel_ckpt.data.limits import at_most
 from automodel_ckpt.data.messages import UnusableSample, turns_of
 from automodel_ckpt.data.source import Source
 from automodel_ckpt.data.training_templates import select_template

@@ -15,10 +15,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from automodel_ckpt.data import fetch
+from automodel_ckpt.data import workers
 from automodel_ckpt.data.collate import PadCollator
-from automodel_ckpt.data.fetch import SampleReader
 from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
+from automodel_ckpt.data.micro_batches import SampleReader
 from automodel_ckpt.data.packing import PackedDataset
 from automodel_ckpt.data.tokenized import TokenizedDataset, TokenizedSample
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, RecipeError
@@ -544,7 +544,7 @@ class Blocking(Numbers):
 def test_a_worker_that_is_blocked_in_the_data_sets_code_ends_with_the_iteration(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fetch, "WORKER_END_SECONDS", 0.2)
+    monkeypatch.setattr(workers, "WORKER_END_SECONDS", 0.2)
     batches = iter(make(Blocking(20), shuffle=False, num_workers=1))
     assert next(batches).sample_ids == [0, 1, 2, 3]
     began = time.monotonic()

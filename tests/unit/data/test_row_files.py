@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from automodel_ckpt.data.encode import Truncation
 from automodel_ckpt.data.row_files import RecordStream, RecordTable, header
 from automodel_ckpt.data.row_stream import row_stream
 from automodel_ckpt.data.source import Source
+from automodel_ckpt.data.truncation import Truncation
 from automodel_ckpt.errors import RecipeError
 
 ROWS: list[dict[str, Any]] = [

@@ -13,9 +13,9 @@ import pyarrow  # type: ignore[import-untyped]
 import pytest
 from pyarrow import parquet
 
-from automodel_ckpt.data.encode import Truncation
 from automodel_ckpt.data.row_stream import row_stream
 from automodel_ckpt.data.source import Source
+from automodel_ckpt.data.truncation import Truncation
 from automodel_ckpt.errors import RecipeError
 
 

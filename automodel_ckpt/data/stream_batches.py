@@ -14,15 +14,15 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from automodel_ckpt.data.fetch import (
+from automodel_ckpt.data.micro_batches import (
     Batch,
     Collate,
     Failure,
     collate,
-    run_workers,
     with_location,
 )
 from automodel_ckpt.data.sampler import derive_seed, rank_part
+from automodel_ckpt.data.workers import run_workers
 from automodel_ckpt.errors import AutomodelError
 from automodel_ckpt.seeds import seed_everything
 

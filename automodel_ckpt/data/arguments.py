@@ -1,0 +1,45 @@
+"""Checks of arguments that several builders of data sets have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from automodel_ckpt.errors import RecipeError
+
+
+def at_most(max_samples: int | None, num_samples: int) -> int:
+    """Return the smaller of both numbers; None is no limit. Raises :class:`RecipeError` if *max_samples* is below 1."""
+    if max_samples is None:
+        return num_samples
+    if max_samples < 1:
+        what = "max_samples must be at least 1"
+        raise RecipeError(
+            what,
+            where="dataset.max_samples",
+            value=max_samples,
+            hint="omit it to use all samples",
+        )
+    return min(num_samples, max_samples)
+
+
+def require_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
+    """Return *tokenizer*; raise :class:`RecipeError` if it is None."""
+    if tokenizer is None:
+        raise RecipeError(
+            "text data requires a tokenizer, but the recipe has none",
+            where="tokenizer",
+            value="none",
+            hint="set tokenizer.from_pretrained (a pretrained model provides its own)",
+        )
+    return tokenizer
+
+
+def require_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    """Raise :class:`RecipeError` unless *value*, the data set's argument *name*, is one of *choices*."""
+    if value not in choices:
+        what = f"unknown value for {name}"
+        raise RecipeError(
+            what, where=f"dataset.{name}", value=value, hint=f"use one of: {', '.join(choices)}"
+        )

@@ -1,0 +1,209 @@
+"""Tables of rows: their fields as columns of values or texts, and the location of each row for error messages."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+from automodel_ckpt.data.fields import FieldTemplate, is_template, names_in
+from automodel_ckpt.data.row_files import RecordTable
+from automodel_ckpt.errors import RecipeError
+
+
+class Rows:
+    """A table of rows that become samples. Each row has a location, which error messages report."""
+
+    path: str
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows there are."""
+        raise NotImplementedError
+
+    @property
+    def fields(self) -> Sequence[str]:
+        """The names of all fields that occur."""
+        raise NotImplementedError
+
+    def read(self, fields: Sequence[str]) -> list[list[Any]]:
+        """The values of each field, row by row; None if a row does not have the field."""
+        raise NotImplementedError
+
+    def place(self, row: int) -> str:
+        """The location of a row: file and line, or the number of the row from 0."""
+        raise NotImplementedError
+
+    def values(self, field: str) -> list[Any]:
+        """The values of one field, row by row."""
+        [values] = self.read([field])
+        return values
+
+    def columns(self, fields: Sequence[str]) -> list[list[Any]]:
+        """The values of each field, row by row. Raises :class:`RecipeError` for no rows, or for an unknown field."""
+        self.require(fields)
+        return self.read(fields)
+
+    def require(self, fields: Sequence[str]) -> None:
+        """Raise :class:`RecipeError` if there are no rows, or if no row has one of *fields*."""
+        if self.num_rows == 0:
+            raise empty_data(self.path)
+        missing = [field for field in fields if field not in self.fields]
+        if missing:
+            general = (
+                "set the fields to use in the dataset section, or rename the fields of the data"
+            )
+            raise RecipeError(
+                f"the data has no field {', '.join(missing)}",
+                where=self.path,
+                value=f"its fields are {', '.join(self.fields)}",
+                hint=_known_form(self.fields) or general,
+            )
+
+    def texts(self, fields: Sequence[str]) -> list[list[str]]:
+        """A column of texts for each of *fields*, which are names of fields or templates of several.
+
+        Raises :class:`RecipeError` with the row's location for a value that is not text.
+        """
+        names = _names_in_all(fields)
+        values = dict(zip(names, self.columns(names), strict=True))
+        columns = []
+        for field in fields:
+            if is_template(field):
+                columns.append(self._written(field, values))
+            else:
+                columns.append(self._require_texts(field, values[field]))
+        return columns
+
+    def hold_lists(self, fields: Sequence[str]) -> bool:
+        """Whether one of these fields contains lists of messages.
+
+        Raises :class:`RecipeError` for no rows, or for an unknown field.
+        """
+        self.require(_names_in_all(fields))
+        plain_fields = [field for field in fields if not is_template(field)]
+        for values in self.read(plain_fields):
+            first = next(filter(None, values), None)
+            if isinstance(first, list) and isinstance(first[0], Mapping):
+                return True
+        return False
+
+    def has_field(self, field: str) -> bool:
+        """Whether a row has this field."""
+        return field in self.fields
+
+    def _written(self, field: str, values: Mapping[str, list[Any]]) -> list[str]:
+        template = FieldTemplate(field)
+        texts = []
+        for number in range(self.num_rows):
+            row = {name: values[name][number] for name in template.names}
+            texts.append(template.write(row, partial(self.place, number)))
+        return texts
+
+    def _require_texts(self, field: str, values: list[Any]) -> list[str]:
+        for row, value in enumerate(values):
+            if not isinstance(value, str):
+                what = f"field {field} of a sample is {'missing' if value is None else 'not text'}"
+                hint = "correct or remove this sample"
+                raise RecipeError(what, where=self.place(row), value=value, hint=hint)
+        return values
+
+
+@dataclass(frozen=True)
+class OneRow(Rows):
+    """A table of one row, row *number* of a stream. *known* are the fields of the stream's other rows."""
+
+    path: str
+    number: int
+    content: Mapping[str, Any]
+    location: str | None = None
+    known: Sequence[str] = ()
+
+    @property
+    def num_rows(self) -> int:
+        return 1
+
+    @property
+    def fields(self) -> Sequence[str]:
+        return list(dict.fromkeys([*self.content, *self.known]))
+
+    def read(self, fields: Sequence[str]) -> list[list[Any]]:
+        return [[self.content.get(field)] for field in fields]
+
+    def place(self, row: int) -> str:
+        return self.location or f"{self.path}, row {self.number}"
+
+
+class RecordRows(Rows):
+    """The rows *start* to *stop* of several tables, concatenated."""
+
+    def __init__(self, path: str, parts: Sequence[tuple[RecordTable, int, int]]) -> None:
+        self.path, self.parts = path, list(parts)
+        self._ends = list(accumulate(stop - start for _, start, stop in parts))
+
+    @property
+    def num_rows(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    @property
+    def fields(self) -> Sequence[str]:
+        return list(dict.fromkeys(name for table, _, _ in self.parts for name in table.fields))
+
+    def read(self, fields: Sequence[str]) -> list[list[Any]]:
+        columns: list[list[Any]] = [[] for _ in fields]
+        for table, start, stop in self.parts:
+            for number in range(start, stop):
+                row = table.row(number)
+                for field, column in zip(fields, columns, strict=True):
+                    column.append(row.get(field))
+        return columns
+
+    def row(self, number: int) -> dict[str, Any]:
+        """The fields of one row; None for fields that only other rows have."""
+        table, inner = self._find(number)
+        return dict.fromkeys(self.fields) | table.row(inner)
+
+    def place(self, row: int) -> str:
+        table, inner = self._find(row)
+        return table.place(inner)
+
+    def _find(self, number: int) -> tuple[RecordTable, int]:
+        part = bisect_right(self._ends, number)
+        before = self._ends[part - 1] if part else 0
+        table, start, _ = self.parts[part]
+        return table, start + number - before
+
+
+def _known_form(fields: Sequence[str]) -> str:
+    """A hint which builder reads data with these fields; empty if none is known."""
+    forms = (
+        (["messages"], "automodel_ckpt.data.chat.messages"),
+        (
+            ["conversations"],
+            "automodel_ckpt.data.chat.messages, with messages_field: conversations",
+        ),
+        (["prompt", "completion"], "automodel_ckpt.data.text.prompt_completion"),
+        (["text"], "automodel_ckpt.data.text.text"),
+    )
+    fitting = next((builder for needed, builder in forms if set(needed) <= set(fields)), "")
+    return (
+        f"set the fields to use in the dataset section; _target_: {fitting} reads data with these fields"
+        if fitting
+        else ""
+    )
+
+
+def _names_in_all(fields: Sequence[str]) -> list[str]:
+    """The names of all fields that *fields*, names or templates, use; each once."""
+    names: dict[str, None] = {}
+    for field in fields:
+        names.update(dict.fromkeys(names_in(field)))
+    return list(names)
+
+
+def empty_data(path: str) -> RecipeError:
+    hint = "give a file with at least one sample"
+    return RecipeError("the data file is empty", where=path, value="0 samples", hint=hint)

@@ -1,0 +1,107 @@
+"""The policy for samples that are longer than ``seq_length``: reject or truncate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from automodel_ckpt.data.arguments import require_choice
+from automodel_ckpt.data.tokenized import TokenizedDataset, TokenizedSample
+from automodel_ckpt.errors import RecipeError
+
+_NUM_SHOWN = 3
+
+
+@dataclass
+class Truncation:
+    """The policy for samples of more than *seq_length* tokens: ``error`` rejects them, ``right`` truncates them.
+
+    Counts the truncated samples, the samples that were skipped because no label remained, and the samples with an empty
+    completion.
+    """
+
+    policy: str
+    seq_length: int
+    num_cut: int = field(default=0, init=False)
+    num_left_out: int = field(default=0, init=False)
+    num_empty: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        require_choice("truncation", self.policy, ("error", "right"))
+        if self.seq_length < 2:
+            hint = "give at least 2 (a token and the one it predicts)"
+            raise RecipeError(
+                "seq_length is too small",
+                where="dataset.seq_length",
+                value=self.seq_length,
+                hint=hint,
+            )
+
+    def apply(self, sample: TokenizedSample, where: Callable[[], str]) -> TokenizedSample | None:
+        """The sample, truncated if needed; None if no label remains.
+
+        With the policy ``error``, raises :class:`RecipeError` with the location ``where()`` for a long sample.
+        """
+        if not any(sample.labelled[1:]):
+            self.num_left_out += 1
+            return None
+        if len(sample.tokens) > self.seq_length and self.policy == "error":
+            raise RecipeError(
+                "a sample is longer than seq_length",
+                where=where(),
+                value=f"{len(sample.tokens)} tokens, seq_length {self.seq_length}",
+                hint="increase dataset.seq_length, set dataset.truncation right to truncate such samples, or "
+                "remove them; without dataset.streaming all of them are counted before training",
+            )
+        if not any(sample.labelled[1 : self.seq_length]):
+            self.num_left_out += 1
+            return None
+        self.num_empty += sample.is_empty
+        if len(sample.tokens) <= self.seq_length:
+            return sample
+        self.num_cut += 1
+        return TokenizedSample(sample.tokens[: self.seq_length], sample.labelled[: self.seq_length])
+
+    def apply_to_all(
+        self, samples: Sequence[TokenizedSample], where: Callable[[int], str]
+    ) -> TokenizedDataset:
+        """The data set of the truncated *samples*, without those that have no label left.
+
+        ``where(n)`` is the location of sample n in the data. With the policy ``error``, one :class:`RecipeError`
+        reports all samples that are too long.
+        """
+        if self.policy == "error":
+            self._require_short(samples, where)
+        remaining = []
+        for number, sample in enumerate(samples):
+            truncated = self.apply(sample, partial(where, number))
+            if truncated is not None:
+                remaining.append(truncated)
+        return TokenizedDataset.of(remaining, self.num_cut, self.num_left_out, self.num_empty)
+
+    def _require_short(
+        self, samples: Sequence[TokenizedSample], where: Callable[[int], str]
+    ) -> None:
+        used = [number for number, sample in enumerate(samples) if any(sample.labelled[1:])]
+        lengths = np.array([len(samples[number].tokens) for number in used], dtype=np.int64)
+        too_long = np.flatnonzero(lengths > self.seq_length)
+        if not len(too_long):
+            return
+        first = [f"{where(used[each])} ({lengths[each]} tokens)" for each in too_long[:_NUM_SHOWN]]
+        if len(too_long) > len(first):
+            first.append(f"and {len(too_long) - len(first)} more")
+        longest, percentile = int(lengths.max()), int(np.percentile(lengths, 99, method="higher"))
+        is_one = len(too_long) == 1
+        raise RecipeError(
+            "a sample is longer than seq_length"
+            if is_one
+            else "samples are longer than seq_length",
+            where=", ".join(first),
+            value=f"{len(too_long)} of {len(used)} samples; seq_length {self.seq_length}, "
+            f"the longest sample {longest} tokens, the 99th percentile {percentile}",
+            hint=f"increase dataset.seq_length to {longest}, set dataset.truncation right to truncate such samples, "
+            "or remove them",
+        )
