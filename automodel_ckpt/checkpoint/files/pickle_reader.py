@@ -9,16 +9,16 @@ call the functions listed below, and cannot build what is larger or deeper than 
 from __future__ import annotations
 
 import collections
-import io
 import pickle
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import _utils as rebuilders
 from torch.storage import TypedStorage, UntypedStorage, _get_dtype_from_pickle_storage_type
 
 from automodel_ckpt.checkpoint.files.pickle_values import NUMPY_MARK
+from automodel_ckpt.checkpoint.files.restricted_unpickler import RestrictedUnpickler
 from automodel_ckpt.checkpoint.files.torch_archive_reading import Fault, archive_records
 from automodel_ckpt.errors import CheckpointUnusable
 
@@ -28,40 +28,6 @@ MAX_TUPLES = 30
 _MAX_REPEATED = 2_200_000
 # What a tensor may have more than its storage (a view with stride 0).
 _FREE_BYTES = 64 << 20
-_OPCODES = [
-    "PROTO",
-    "STOP",
-    "MARK",
-    "NONE",
-    "NEWTRUE",
-    "NEWFALSE",
-    "BININT",
-    "BININT1",
-    "BININT2",
-    "LONG1",
-    "LONG4",
-    "BINFLOAT",
-    "BINUNICODE",
-    "EMPTY_LIST",
-    "APPEND",
-    "APPENDS",
-    "EMPTY_TUPLE",
-    "TUPLE",
-    "TUPLE1",
-    "TUPLE2",
-    "TUPLE3",
-    "EMPTY_DICT",
-    "SETITEM",
-    "SETITEMS",
-    "BINPUT",
-    "LONG_BINPUT",
-    "BINGET",
-    "LONG_BINGET",
-    "GLOBAL",
-    "REDUCE",
-    "BINPERSID",
-    "BUILD",
-]
 
 
 def load(data: bytes, where: str) -> Any:
@@ -87,18 +53,17 @@ def load(data: bytes, where: str) -> Any:
 # ---------------------------------------------------------------- the pickle
 
 
-# The one that is written in Python: its opcodes can be taken away.
-_Unpickler: Any = getattr(pickle, "_Unpickler")  # noqa: B009
-
-
-class _Reader(_Unpickler):  # type: ignore[misc]
+class _Reader(RestrictedUnpickler):
     """Builds plain data from a pickle program, its tensors' storages from the archive's other records."""
 
+    extra_opcodes = ("LONG4", "SETITEM", "SETITEMS")
+    rejection = "its pickle has an instruction that torch.save never writes"
+
     def __init__(self, program: bytes, records: Mapping[str, memoryview]) -> None:
-        super().__init__(io.BytesIO(program), encoding="utf-8")
+        super().__init__(program)
         self._records = records
         self._storages: dict[str, UntypedStorage] = {}
-        # By identity, with the tuple, which must live as long as its number is used.
+        # Depth by the tuple's identity. The tuple is kept as well: an identity is unique only while the object lives.
         self._depths: dict[int, tuple[int, object]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
@@ -106,9 +71,22 @@ class _Reader(_Unpickler):  # type: ignore[misc]
         if full in _FUNCTIONS:
             return _FUNCTIONS[full]
         found = getattr(torch, name, None) if module == "torch" else None
-        if isinstance(found, torch.dtype) or (isinstance(found, type) and name.endswith("Storage")):
+        if isinstance(found, torch.dtype):
+            return found
+        if isinstance(found, type) and name.endswith("Storage"):
             return found
         raise Fault(f"it asks for {full!r}")
+
+    def call(self, function: Any, arguments: tuple[Any, ...]) -> Any:
+        if not _is_callable(function):
+            self.reject()
+        return function(*arguments)
+
+    def build(self, target: Any, state: Any) -> None:
+        # The state dict of a module is an OrderedDict with attributes. No other object has a state.
+        if type(target) is not collections.OrderedDict or type(state) is not dict:
+            self.reject()
+        target.__dict__.update(state)
 
     def persistent_load(self, saved_id: Any) -> Any:
         kind, storage_type, key, _, numel = saved_id
@@ -127,12 +105,16 @@ class _Reader(_Unpickler):  # type: ignore[misc]
         return TypedStorage(wrap_storage=self._storages[key], dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
     def note_tuple(self) -> None:
-        """Tuples are hashed as keys, which takes stack for each level of them."""
+        """Check the depth of the tuple that was just built.
+
+        A tuple that is a key is hashed, which takes stack for each level: a deep one would end the process.
+        """
         made = self.stack[-1]
-        depth = 1 + max(
-            (self._depths.get(id(item), (1,))[0] for item in made if isinstance(item, tuple)),
-            default=0,
-        )
+        depth = 1
+        for item in made:
+            if isinstance(item, tuple):
+                inner_depth, _ = self._depths.get(id(item), (1, None))
+                depth = max(depth, 1 + inner_depth)
         if depth > MAX_TUPLES:
             raise Fault(f"its tuples are nested more than {MAX_TUPLES} levels deep")
         self._depths[id(made)] = (depth, made)
@@ -144,31 +126,12 @@ def _storage(record: memoryview) -> UntypedStorage:
     return torch.frombuffer(bytearray(record), dtype=torch.uint8).untyped_storage()
 
 
-def _rejected(_: _Reader) -> NoReturn:
-    raise Fault("its pickle has an instruction that torch.save never writes")
-
-
 def _checked_tuple(build: Callable[[_Reader], None]) -> Callable[[_Reader], None]:
     def checked(reader: _Reader) -> None:
         build(reader)
         reader.note_tuple()
 
     return checked
-
-
-def _build(reader: _Reader) -> None:
-    """Attributes of an OrderedDict (a module's state dict has them); nothing else has its own way to be built."""
-    state, target = reader.stack.pop(), reader.stack[-1]
-    if type(target) is not collections.OrderedDict or type(state) is not dict:
-        _rejected(reader)
-    target.__dict__.update(state)
-
-
-def _reduce(reader: _Reader) -> None:
-    arguments, function = reader.stack.pop(), reader.stack[-1]
-    if not any(function is allowed for allowed in _CALLABLE) or type(arguments) is not tuple:
-        _rejected(reader)
-    reader.stack[-1] = function(*arguments)
 
 
 def _encode(text: str, encoding: str) -> bytes:
@@ -217,11 +180,7 @@ def _bounded(rebuild: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
 
 def _with_attributes(function: Any, kind: type, arguments: Any, state: Any) -> Any:
     """A tensor with attributes of its own (torch.save writes them since 1.9)."""
-    if (
-        not any(function is allowed for allowed in _CALLABLE)
-        or kind is not torch.Tensor
-        or type(state) is not dict
-    ):
+    if not _is_callable(function) or kind is not torch.Tensor or type(state) is not dict:
         raise Fault("it builds a tensor in an unknown way")
     tensor = _instance(function(*arguments), torch.Tensor)
     if NUMPY_MARK in state:
@@ -262,18 +221,18 @@ for _name, _function in {
     "bytearray": _bytearray,
     "bytes": _bytes,
 }.items():
+    # Protocol 2 names the module of Python 2.
     _FUNCTIONS[f"__builtin__.{_name}"] = _FUNCTIONS[f"builtins.{_name}"] = _function
-_CALLABLE = [
-    f
-    for name, f in _FUNCTIONS.items()
-    if name not in ("torch.Tensor", "torch.storage.UntypedStorage")
-]
-_Reader.dispatch = dict.fromkeys(range(256), _rejected) | {
-    getattr(pickle, name)[0]: _Unpickler.dispatch[getattr(pickle, name)[0]] for name in _OPCODES
-}
-_Reader.dispatch |= {pickle.BUILD[0]: _build, pickle.REDUCE[0]: _reduce}
+# Classes that a program may name as an argument, but not call.
+_NOT_CALLABLE = ("torch.Tensor", "torch.storage.UntypedStorage")
+_CALLABLE = [function for name, function in _FUNCTIONS.items() if name not in _NOT_CALLABLE]
 for _opcode in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3):
     _Reader.dispatch[_opcode[0]] = _checked_tuple(_Reader.dispatch[_opcode[0]])
+
+
+def _is_callable(function: Any) -> bool:
+    # By identity: an object of the program must not decide by its own __eq__.
+    return any(function is allowed for allowed in _CALLABLE)
 
 
 def _check_finite(value: Any, budget: int) -> None:

@@ -1,63 +1,28 @@
 """A pickle read as a description: its objects become plain records, and nothing that it names is imported or called.
 
-For pickles whose form is known and of which only the content is wanted: the ``.metadata`` of PyTorch DCP, and the
-program of a tensor in an archive of ``torch.save``. A table lists what a program may name; the opcodes are those
-that Python's pickler writes for such objects; keys are text or records, so that no hash takes stack. What is read takes
-memory in proportion to the program. Imports no torch.
+It reads pickles of a known form: the ``.metadata`` of PyTorch DCP, and the program of a tensor in an archive of
+``torch.save``. A table lists what a program may name. The opcodes are those that Python's pickler writes for such
+objects. Keys are text, integers or records, so that no hash takes stack. The result takes memory in proportion to the
+program. Imports no torch.
 """
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
+from automodel_ckpt.checkpoint.files.restricted_unpickler import RestrictedUnpickler
 from automodel_ckpt.checkpoint.files.torch_archive_reading import Fault
 
-# "record": its state is kept as it is; a function: called with the arguments; anything else stands for the name.
 Names = Mapping[str, Any]
+"""The full names that a program may use. The value is :data:`RECORD` for a class whose objects become records, a
+function that is called with the program's arguments, or any other value, which replaces the name."""
 RECORD = object()
-
-_OPCODES = (
-    "PROTO",
-    "FRAME",
-    "STOP",
-    "MARK",
-    "NONE",
-    "NEWTRUE",
-    "NEWFALSE",
-    "BININT",
-    "BININT1",
-    "BININT2",
-    "LONG1",
-    "BINFLOAT",
-    "BINUNICODE",
-    "SHORT_BINUNICODE",
-    "EMPTY_LIST",
-    "APPEND",
-    "APPENDS",
-    "EMPTY_TUPLE",
-    "TUPLE",
-    "TUPLE1",
-    "TUPLE2",
-    "TUPLE3",
-    "EMPTY_DICT",
-    "BINPUT",
-    "LONG_BINPUT",
-    "MEMOIZE",
-    "BINGET",
-    "LONG_BINGET",
-    "GLOBAL",
-    "STACK_GLOBAL",
-    "BINPERSID",
-)
-# The one that is written in Python: its opcodes can be taken away.
-_Unpickler: Any = getattr(pickle, "_Unpickler")  # noqa: B009
 
 
 class Record:
-    """An object of the pickle: its class's full name, and the state that it would have been given."""
+    """An object of the pickle: the full name of its class, and the state that the pickle assigns to it."""
 
     __slots__ = ("kind", "state")
 
@@ -66,8 +31,10 @@ class Record:
         self.state: Any = None
 
     def get(self, name: str) -> Any:
-        """An attribute; None where the state is no mapping or lacks it."""
-        return self.state.get(name) if type(self.state) is dict else None
+        """Return the attribute *name*, or None if the state is not a mapping or lacks it."""
+        if type(self.state) is not dict:
+            return None
+        return self.state.get(name)
 
 
 class _Kind:
@@ -81,52 +48,57 @@ class _Function:
 
 
 def read_records(program: bytes, names: Names) -> Any:
-    """The value of a pickle. Raises :class:`Fault`, or what a damaged pickle makes Python's reader raise (any
-    Exception)."""
+    """Return the value of the pickle *program*, which may use the *names*.
+
+    Raises :class:`Fault`, or what a damaged pickle makes Python's reader raise (any Exception).
+    """
     return _Reader(program, names).load()
 
 
-class _Reader(_Unpickler):  # type: ignore[misc]
+class _Reader(RestrictedUnpickler):
+    # Protocol 4, with which PyTorch DCP writes .metadata, and the creation of records.
+    extra_opcodes = (
+        "FRAME",
+        "SHORT_BINUNICODE",
+        "MEMOIZE",
+        "STACK_GLOBAL",
+    )
+
     def __init__(self, program: bytes, names: Names) -> None:
-        super().__init__(io.BytesIO(program), encoding="utf-8")
+        super().__init__(program)
         self._names = names
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
         if full not in self._names:
             raise Fault(f"it asks for {full[:200]!r}")
-        meant = self._names[full]
-        if meant is RECORD:
+        meaning = self._names[full]
+        if meaning is RECORD:
             return _Kind(full)
-        return _Function(meant) if callable(meant) else meant
+        if callable(meaning):
+            return _Function(meaning)
+        return meaning
 
     def persistent_load(self, saved_id: Any) -> Any:
         return saved_id
 
+    def call(self, function: Any, arguments: tuple[Any, ...]) -> Any:
+        if type(function) is not _Function:
+            self.reject()
+        return function.function(*arguments)
 
-def _rejected(_: _Reader) -> NoReturn:
-    raise Fault("its pickle has an instruction that such a pickle never contains")
+    def build(self, target: Any, state: Any) -> None:
+        if type(target) is not Record or target.state is not None:
+            self.reject()
+        target.state = state
 
 
 def _new(reader: _Reader) -> None:
-    arguments, kind = reader.stack.pop(), reader.stack[-1]
+    arguments = reader.stack.pop()
+    kind = reader.stack[-1]
     if type(kind) is not _Kind or arguments != ():
-        _rejected(reader)
+        reader.reject()
     reader.stack[-1] = Record(kind.name)
-
-
-def _reduce(reader: _Reader) -> None:
-    arguments, function = reader.stack.pop(), reader.stack[-1]
-    if type(function) is not _Function or type(arguments) is not tuple:
-        _rejected(reader)
-    reader.stack[-1] = function.function(*arguments)
-
-
-def _build(reader: _Reader) -> None:
-    state, target = reader.stack.pop(), reader.stack[-1]
-    if type(target) is not Record or target.state is not None:
-        _rejected(reader)
-    target.state = state
 
 
 def _set_items(reader: _Reader) -> None:
@@ -135,23 +107,21 @@ def _set_items(reader: _Reader) -> None:
 
 
 def _set_item(reader: _Reader) -> None:
-    value, key = reader.stack.pop(), reader.stack.pop()
+    value = reader.stack.pop()
+    key = reader.stack.pop()
     _fill(reader, reader.stack[-1], [key, value])
 
 
 def _fill(reader: _Reader, target: Any, items: list[Any]) -> None:
-    if type(target) is not dict or not all(type(key) in (str, int, Record) for key in items[::2]):
-        _rejected(reader)
-    target.update(zip(items[::2], items[1::2], strict=True))
+    keys = items[::2]
+    if type(target) is not dict:
+        reader.reject()
+    # The hash of a nested tuple would take stack for each of its levels.
+    if not all(type(key) in (str, int, Record) for key in keys):
+        reader.reject()
+    target.update(zip(keys, items[1::2], strict=True))
 
 
-_Reader.dispatch = dict.fromkeys(range(256), _rejected) | {
-    getattr(pickle, name)[0]: _Unpickler.dispatch[getattr(pickle, name)[0]] for name in _OPCODES
-}
-_Reader.dispatch |= {
-    pickle.NEWOBJ[0]: _new,
-    pickle.REDUCE[0]: _reduce,
-    pickle.BUILD[0]: _build,
-    pickle.SETITEM[0]: _set_item,
-    pickle.SETITEMS[0]: _set_items,
-}
+_Reader.dispatch[pickle.NEWOBJ[0]] = _new
+_Reader.dispatch[pickle.SETITEM[0]] = _set_item
+_Reader.dispatch[pickle.SETITEMS[0]] = _set_items

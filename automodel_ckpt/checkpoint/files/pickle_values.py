@@ -1,7 +1,7 @@
 """Plain data as ``torch.save`` writes it; NumPy's arrays and numbers go in as tensors that know what they were.
 
 So such a file still holds nothing but what ``torch.load(weights_only=True)`` takes, where they are tensors; our own
-reader (``plain.py``) makes them again what they were.
+reader (``pickle_reader.py``) converts them back.
 """
 
 from __future__ import annotations
