@@ -20,7 +20,7 @@ from automodel_ckpt.cli.terminal import age_text, coloured, printable, size_text
 from automodel_ckpt.units import values_text
 
 if TYPE_CHECKING:
-    from automodel_ckpt.convert.sources.external import ExternalTree
+    from automodel_ckpt.convert.external import ExternalTree
 
 _UNVERIFIABLE = "external checkpoint, unverifiable: no MANIFEST.json"
 _EXPORT = "export: verify it with `ckpt verify`"
@@ -28,14 +28,14 @@ _EXPORT = "export: verify it with `ckpt verify`"
 
 def is_external(path: Path) -> bool:
     """Whether *path* is a directory, not a link, that another program wrote in a known format."""
-    from automodel_ckpt.convert.sources import external
+    from automodel_ckpt.convert.sources.registry import formats_in
 
-    return not path.is_symlink() and bool(external.kinds_in(path))
+    return not path.is_symlink() and bool(formats_in(path))
 
 
 def row_fields(path: Path) -> dict[str, Any] | None:
     """Return the fields of a row of ``ckpt ls``; None if the directory is in no known format."""
-    from automodel_ckpt.convert.sources import external
+    from automodel_ckpt.convert import external
 
     found = external.read_external(path)
     if found is None:
@@ -56,7 +56,7 @@ def document(path: Path, stats: bool = False) -> dict[str, Any] | None:
     With *stats*, reads the tensors and adds their statistics.
     """
     from automodel_ckpt.checkpoint import layout
-    from automodel_ckpt.convert.sources import external
+    from automodel_ckpt.convert import external
 
     found = external.read_external(path)
     if found is None:
@@ -65,9 +65,9 @@ def document(path: Path, stats: bool = False) -> dict[str, Any] | None:
     trees = {}
     for tree_name, tree in found.trees().items():
         trees[tree_name] = {
-            "format": tree.kind,
+            "format": tree.format.name,
             "problem": tree.problem,
-            "values": tree.num_values,
+            "values": tree.inventory.num_values,
             "tensors": _tensors(path / tree_name, tree, stats),
         }
     return {
@@ -86,15 +86,13 @@ def document(path: Path, stats: bool = False) -> dict[str, Any] | None:
 
 
 def _tensors(directory: Path, tree: ExternalTree, stats: bool) -> dict[str, dict[str, Any]]:
-    from automodel_ckpt.convert.sources import external
-
     entries: dict[str, dict[str, Any]] = {}
-    for fqn, tensor in tree.tensors.items():
+    for fqn, tensor in tree.inventory.tensors.items():
         entries[fqn] = asdict(tensor)
     if stats and not tree.problem:
-        root, tensors = external.stored_tensors(directory, tree.kind)
+        stored = tree.format.stored_tensors(directory)
         for fqn, entry in entries.items():
-            entry.update(statistics(root, tensors[fqn]))
+            entry.update(statistics(stored.root, stored.tensors[fqn]))
     return entries
 
 

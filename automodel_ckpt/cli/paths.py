@@ -83,7 +83,7 @@ def whole_checkpoint(path: Path) -> Path:
     Raises :class:`CheckpointUnusable` if nothing is found, or if the directory is in no known format.
     """
     from automodel_ckpt.checkpoint import layout
-    from automodel_ckpt.convert.sources import external
+    from automodel_ckpt.convert.sources.registry import formats_in
 
     found = find_checkpoint(path)
     for directory in (found, found.parent):
@@ -93,7 +93,7 @@ def whole_checkpoint(path: Path) -> Path:
     is_named_so = (
         layout.parse_checkpoint_name(name) or layout.is_superseded(name) or layout.is_staging(name)
     )
-    if is_named_so or external.kinds_in(found):
+    if is_named_so or formats_in(found):
         return found
     reason = "the directory is not in a known format"
     raise _not_found("no checkpoint found", path, reason, _SPECIFY_ONE)

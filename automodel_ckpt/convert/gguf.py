@@ -25,7 +25,6 @@ from automodel_ckpt.checkpoint.export_manifest import ExportManifest
 from automodel_ckpt.checkpoint.files.ownership import is_abandoned, owned, owner_digits
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.sources.base_maps import maps_of
-from automodel_ckpt.checkpoint.sources.opening import open_source
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.checkpoint.tensors.float_cast import Array, cast, storage_dtype
 from automodel_ckpt.checkpoint.tensors.stored import whole_checked
@@ -39,7 +38,8 @@ from automodel_ckpt.convert.gguf_llama import (
     rotary_order,
 )
 from automodel_ckpt.convert.gguf_tokenizer import tokenizer_keys
-from automodel_ckpt.convert.sources.hugging_face import is_hf_directory, open_hf, read_json
+from automodel_ckpt.convert.open import open_source
+from automodel_ckpt.convert.sources.files import read_json
 from automodel_ckpt.durable_io import fsync_directory, fsync_file
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed, os_problem
 
@@ -84,7 +84,7 @@ def export_gguf(
     started = time.monotonic()
     library = _library()
     cast_code = parse_cast_dtype(cast_dtype)
-    opened = _open(Path(source))
+    opened = open_source(Path(source))
     target = Path(os.path.realpath(output)) if output is not None else _beside(opened.root)
     _check_target(target, overwrite)
     _check_digests(opened, num_threads)
@@ -110,16 +110,6 @@ def _library() -> Any:
             value=str(error),
             hint="pip install 'automodel_ckpt[gguf]'",
         ) from error
-
-
-def _open(path: Path) -> Source:
-    real = Path(os.path.realpath(path))
-    sealed = any(os.path.lexists(place / layout.MANIFEST) for place in (real, real.parent))
-    return (
-        open_hf(real)
-        if not sealed and real.is_dir() and is_hf_directory(real)
-        else open_source(path)
-    )
 
 
 def _beside(root: Path) -> Path:

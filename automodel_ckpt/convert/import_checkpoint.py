@@ -32,7 +32,6 @@ from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.saving.environment import environment
 from automodel_ckpt.checkpoint.slices import Tensor, whole_tensor
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
-from automodel_ckpt.checkpoint.sources.dcp_directory import read_content
 from automodel_ckpt.checkpoint.sources.model_files import is_side_file
 from automodel_ckpt.checkpoint.sources.opening import MODEL
 from automodel_ckpt.checkpoint.sources.source import Tensors
@@ -44,12 +43,11 @@ from automodel_ckpt.checkpoint.writing.rank_manifest import (
     merge_tree,
     readable_bytes,
 )
+from automodel_ckpt.convert.external import losses_in
 from automodel_ckpt.convert.open import open_weights
-from automodel_ckpt.convert.sources.external import DCP, HF, SHARDS, kinds_in, losses_in
-from automodel_ckpt.convert.sources.hugging_face import is_hf_directory
-from automodel_ckpt.convert.sources.unsupported import unsupported_directory
+from automodel_ckpt.convert.sources.format import Format
+from automodel_ckpt.convert.sources.registry import SINGLE_FILE, detect, formats_in
 from automodel_ckpt.errors import CheckpointUnusable
-from automodel_ckpt.units import others_text, values_text
 
 _FORMAT = "hf"
 _CONFIG = "config.json"
@@ -65,7 +63,6 @@ _WEIGHT_FILES = (
     layout.DCP_METADATA,
     layout.EXPORT_MANIFEST,
 )
-SINGLE = "a safetensors file"
 _PLACES = (".", MODEL, f"{MODEL}/{layout.CONSOLIDATED}")
 _REMEDY = "use a directory of *.safetensors or of PyTorch DCP (.metadata and *.distcp), or a checkpoint with model/"
 ABSENT = ("optimizer", "learning-rate schedule", "data position", "random numbers", "counters")
@@ -140,21 +137,23 @@ def _resolved(source: Path) -> Path:
 
 def _prepared(source: Path, run: Path, name: layout.CheckpointName) -> Import:
     if source.is_file():
-        directory, kind, weights = source.parent, SINGLE, open_weights(source).modules[MODEL]
+        directory, known = source.parent, SINGLE_FILE
+        opened = open_weights(source)
     else:
-        directory, kind = _located(source)
-        weights = open_weights(directory).modules[MODEL]
+        directory, known = _located(source)
+        opened = open_weights(directory)
+    weights = opened.modules[MODEL]
     _check_not_sparse(weights)
     _check_name_is_free(run / str(name))
     _check_step_order(run, name)
     plan = make_plan(weights.tensors, {}, BaseMaps(), where=str(directory))
-    place = directory if kind == SINGLE else source
+    place = directory if source.is_file() else source
     side = _side_files(place, directory)
     if _CONFIG in side:
         side[_CONFIG], _ = agreeing_config(side[_CONFIG], plan, BaseMaps(), directory / _CONFIG)
     return Import(
         source,
-        kind,
+        known.name,
         weights,
         plan,
         side,
@@ -162,7 +161,7 @@ def _prepared(source: Path, run: Path, name: layout.CheckpointName) -> Import:
         losses_in(place),
         run,
         name,
-        tuple(_left_out(source, directory, kind, weights)),
+        (*_left_out_nearby(source, directory), *opened.omitted, *_left_out_state(source)),
     )
 
 
@@ -189,12 +188,13 @@ def run_import(planned: Import) -> Path:
 # ---------------------------------------------------------------- what there is
 
 
-def _located(source: Path) -> tuple[Path, str]:
-    """The directory of the weights, and its kind in words. Raises :class:`CheckpointUnusable`."""
+def _located(source: Path) -> tuple[Path, Format]:
+    """Return the directory of the weights, and its format. Raises :class:`CheckpointUnusable`."""
     if not source.is_dir():
         raise _unusable("there is nothing to import", source, "no such file or directory")
-    if unsupported := unsupported_directory(source):
-        raise unsupported.error(source)
+    known = detect(source)
+    if known is not None and not known.is_readable:
+        known.open(source)  # raises an error that names the format
     if os.path.lexists(source / layout.MANIFEST) or os.path.lexists(
         source.parent / layout.MANIFEST
     ):
@@ -206,16 +206,16 @@ def _located(source: Path) -> tuple[Path, str]:
         )
     for place in _PLACES:
         directory = source / place
-        if (
-            not directory.is_symlink()
-            and directory.is_dir()
-            and (kind := _kind(directory)) is not None
-        ):
-            return directory, kind
+        if directory.is_symlink() or not directory.is_dir():
+            continue
+        known = _importable(directory)
+        if known is not None:
+            return directory, known
     raise _unusable("no weights that can be imported were found", source, _found(source))
 
 
-def _kind(directory: Path) -> str | None:
+def _importable(directory: Path) -> Format | None:
+    """Return the format of a directory with weights; None if there are none. Raises :class:`CheckpointUnusable`."""
     if os.path.lexists(directory / layout.ADAPTER_MODEL):
         raise CheckpointUnusable(
             "an adapter cannot be imported without its base, which it does not identify",
@@ -223,12 +223,9 @@ def _kind(directory: Path) -> str | None:
             value=layout.ADAPTER_MODEL,
             hint="use a recipe with the base and the peft section, and set init_from.path to this adapter",
         )
+    # Before detect(), which follows links: they must not lead out of the directory.
     _check_links(directory, lambda file: file.endswith(_WEIGHT_FILES))
-    if os.path.lexists(directory / layout.DCP_METADATA):
-        return DCP
-    if not any(name.endswith(".safetensors") for name in os.listdir(directory)):
-        return None
-    return HF if is_hf_directory(directory, follow_links=True) else SHARDS
+    return detect(directory, follow_links=True, readable_only=True)
 
 
 def _found(source: Path) -> str:
@@ -330,21 +327,20 @@ def _recipe(source: Path) -> Iterator[tuple[str, bytes]]:
         yield layout.CONFIG, _content(path, _MAX_RECIPE_BYTES)
 
 
-def _left_out(source: Path, directory: Path, kind: str, weights: Tensors) -> Iterator[str]:
-    for name, other in kinds_in(source).items() if source.is_dir() else ():
+def _left_out_nearby(source: Path, directory: Path) -> Iterator[str]:
+    """Yield the directories of *source*, other than that of the weights, that have a known format."""
+    if not source.is_dir():
+        return
+    for name, known in formats_in(source).items():
         if (source / name).resolve() != directory.resolve():
-            yield f"{name}: {other}"
-    if kind == DCP:
-        content = read_content(directory)
-        if others := len(content.tensors) - len(weights.tensors):
-            yield others_text(others)
-        if content.values:
-            yield values_text(len(content.values))
-    yield from (
-        name
-        for name in ("dataloader", "rng", "step_scheduler.pt")
-        if os.path.lexists(source / name)
-    )
+            yield f"{name}: {known.name}"
+
+
+def _left_out_state(source: Path) -> Iterator[str]:
+    """Yield the other state that NeMo AutoModel saves, which is not imported."""
+    for name in ("dataloader", "rng", "step_scheduler.pt"):
+        if os.path.lexists(source / name):
+            yield name
 
 
 # ---------------------------------------------------------------- writing

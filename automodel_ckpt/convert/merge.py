@@ -41,10 +41,9 @@ from automodel_ckpt.checkpoint.export.plan import (
 )
 from automodel_ckpt.checkpoint.export.publish import check_target, staged
 from automodel_ckpt.checkpoint.export_leftovers import Log
-from automodel_ckpt.checkpoint.export_manifest import ExportManifest, find_export_manifest
-from automodel_ckpt.checkpoint.files.safetensors_header import read_header
+from automodel_ckpt.checkpoint.export_manifest import find_export_manifest
 from automodel_ckpt.checkpoint.manifest import Manifest
-from automodel_ckpt.checkpoint.slices import Tensor, whole_tensor
+from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.sources.model_files import base_files, is_tokenizer_file
 from automodel_ckpt.checkpoint.sources.source import Source
@@ -52,7 +51,8 @@ from automodel_ckpt.checkpoint.tensors.float_cast import Array, cast
 from automodel_ckpt.checkpoint.tensors.stored import whole_checked
 from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.convert.merge_rules import Change, Naming, changes_by, merged
-from automodel_ckpt.convert.sources.hugging_face import read_json
+from automodel_ckpt.convert.sources.files import read_json
+from automodel_ckpt.convert.sources.hugging_face import tensors_in_file
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 _SINGLE = "model.safetensors"
@@ -175,7 +175,7 @@ def _adapter(checkpoint: Path, name: str, manifest: Manifest) -> Iterator[Adapte
                 / "adapter"
             )
             consolidate(checkpoint / name, directory)
-        tensors = tensors_of_file(directory / layout.ADAPTER_MODEL)
+        tensors = tensors_in_file(directory, layout.ADAPTER_MODEL, follow_links=True)
         config = read_json(directory, layout.ADAPTER_CONFIG)
         if config is None:
             raise CheckpointUnusable(
@@ -185,21 +185,6 @@ def _adapter(checkpoint: Path, name: str, manifest: Manifest) -> Iterator[Adapte
                 hint="restore the file from another copy, or use another checkpoint",
             )
         yield Adapter(directory, tensors, config)
-
-
-def tensors_of_file(path: Path, export: ExportManifest | None = None) -> dict[str, Tensor]:
-    """The tensors of one file, which may be a link into the Hub's cache, with the digests of the *export* that it
-    belongs to."""
-    real = os.path.realpath(path)
-    if export is not None:
-        export.check_header(path.name)
-    found = read_header(real).tensors.items()
-    tensors = {
-        key: whole_tensor(key, dtype, shape, real, start) for key, (dtype, shape, start, _) in found
-    }
-    if export is None:
-        return tensors
-    return {key: export.with_digests(path.name, tensor) for key, tensor in tensors.items()}
 
 
 def _base_tensors(directory: Path) -> tuple[dict[str, Tensor], dict[str, int]]:
@@ -219,7 +204,7 @@ def _base_tensors(directory: Path) -> tuple[dict[str, Tensor], dict[str, int]]:
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, int] = {}
     for number, name in enumerate(names, start=1):
-        found = tensors_of_file(directory / name, export)
+        found = tensors_in_file(directory, name, export, follow_links=True)
         tensors |= found
         numbers |= dict.fromkeys(found, number)
     return tensors, numbers

@@ -1,46 +1,62 @@
-"""Weights to start from, wherever they lie: a checkpoint of ours in any form, bare shards, or Hugging Face files.
+"""Opening weights, whatever their format: the single entry point of everything that reads a model from files.
 
-All of them become slices (``slices.py``), so that a rank reads of them what it needs, as of its own checkpoints.
+:func:`open_source` describes one model for ``export``, ``diff`` and ``gguf``. :func:`open_weights` describes weights to
+start from, for ``init_from`` and ``ckpt import``: it also accepts run directories, pointers, single files, and symbolic
+links as in the Hub's cache. Both return slices (``checkpoint/slices.py``), so that a rank reads only what it needs.
+
+Checkpoints of this program have a manifest. Any other directory or file is opened by the first format in
+``sources/registry.py`` that recognizes it. Only manifests, headers and metadata are read.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.export_manifest import ExportManifest, find_export_manifest
-from automodel_ckpt.checkpoint.files.safetensors_header import read_header
-from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
+from automodel_ckpt.checkpoint.export_manifest import ExportManifest
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.run import resume
-from automodel_ckpt.checkpoint.slices import Tensor, in_one_piece, whole_tensor
-from automodel_ckpt.checkpoint.sources.opening import MODEL, SHARDING_INFO, open_source
-from automodel_ckpt.checkpoint.sources.source import Tensors
+from automodel_ckpt.checkpoint.slices import in_one_piece
+from automodel_ckpt.checkpoint.sources.opening import (
+    MODEL,
+    check_finished,
+    is_checkpoint,
+    open_checkpoint,
+)
+from automodel_ckpt.checkpoint.sources.source import Source, Tensors, unusable
 from automodel_ckpt.checkpoint.verify import Level, verify
-from automodel_ckpt.convert.sources.hugging_face import is_hf_directory
-from automodel_ckpt.convert.sources.unsupported import file_format, unsupported_directory
+from automodel_ckpt.convert.sources.dcp import DATA_SUFFIX
+from automodel_ckpt.convert.sources.files import names_in
+from automodel_ckpt.convert.sources.registry import DCP, detect
 from automodel_ckpt.errors import CheckpointUnusable, Problem
 
-_REMEDY = "name a run directory, a checkpoint, a pointer such as checkpoints/LATEST, or a directory of *.safetensors"
+_HINT = "name a run directory, a checkpoint, a pointer such as checkpoints/LATEST, or a directory of *.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The modules found in *path*, by attribute name. A *checkpoint* and an *export* have manifests, by which they can
-    be verified."""
+    """The modules found in *path*, by attribute name.
+
+    Weights with digests have either *checkpoint*, a directory with a manifest, or *export*, the manifest of an export;
+    *files* are then the names of the files that were opened. *omitted* names, in words, what *path* contains beside the
+    modules.
+    """
 
     path: Path
     modules: Mapping[str, Tensors]
     checkpoint: Path | None = None
     export: ExportManifest | None = None
     files: frozenset[str] = frozenset()
-    """Names of the Hugging Face files that were opened; empty for other sources."""
+    omitted: tuple[str, ...] = ()
 
     def verify(self, level: Level, rank: int, num_ranks: int) -> None:
-        """Compare this rank's share of the files with the manifest, where there is one: :class:`CheckpointUnusable`."""
+        """Compare this rank's share of the files with the manifest, if there is one.
+
+        Raises :class:`CheckpointUnusable`, which lists all damage.
+        """
         problems: list[Problem] = []
         if self.checkpoint is not None:
             manifest = Manifest.read(self.checkpoint)
@@ -52,62 +68,73 @@ class Weights:
             raise CheckpointUnusable.all_of(problems)
 
 
-def open_weights(path: str | os.PathLike[str]) -> Weights:
-    """The weights in *path*: a run directory (its newest complete checkpoint), a checkpoint, a pointer to one, a
-    module's directory in one, bare shards, a directory of Hugging Face files, or a single .safetensors file.
+def open_source(path: Path) -> Source:
+    """Describe the model in *path*: a checkpoint, a module's directory in one, or a directory of another program.
 
-    Reads manifests and headers only. Raises :class:`CheckpointUnusable` where there are none, or not in order.
+    Symbolic links in the directory are not followed. Raises :class:`CheckpointUnusable` if there is no model, the
+    format is not supported, or the files contradict each other.
     """
-    if (whole := Path(path).expanduser()).is_file() and not _is_pointer(whole):
-        return open_file(whole)
-    found = _resolved(whole)
+    if is_checkpoint(path):
+        return open_checkpoint(path)
+    return _open_external(Path(os.path.realpath(path)))
+
+
+def open_weights(path: str | os.PathLike[str]) -> Weights:
+    """Describe the weights in *path*: a run directory (its newest complete checkpoint), a checkpoint, a pointer to one,
+    a module's directory in one, a directory of another program, or a single .safetensors file.
+
+    Symbolic links are followed. Raises :class:`CheckpointUnusable` if there are no weights, the format is not
+    supported, or the files contradict each other.
+    """
+    given = Path(path).expanduser()
+    if given.is_file() and not _is_pointer(given):
+        return _weights_of(given, _open_file(given))
+    found = _resolved(given)
     if os.path.lexists(found / layout.MANIFEST):
         return Weights(found, _modules_of(found), found)
     if os.path.lexists(found.parent / layout.MANIFEST):
         return Weights(found, {MODEL: _module_in(found)}, found.parent)
-    if is_hf_directory(found, follow_links=True):
-        export = find_export_manifest(found, follow_links=True)
-        names = _file_names(found, export)
-        return Weights(
-            found,
-            {MODEL: _hugging_face(found, names, export)},
-            export=export,
-            files=frozenset(names),
-        )
-    if unsupported := unsupported_directory(found):
-        raise unsupported.error(found)
-    return Weights(found, {MODEL: _opened(found)})
+    return _weights_of(found, _open_external(found, follow_links=True))
 
 
-def open_file(path: Path) -> Weights:
-    """The weights in a single .safetensors file, which is a whole model's.
+def _weights_of(path: Path, source: Source) -> Weights:
+    module = Tensors(source.root, source.tensors, source.tied)
+    return Weights(
+        path, {MODEL: module}, export=source.export, files=source.files, omitted=source.omitted
+    )
 
-    Raises :class:`CheckpointUnusable` for a file of another format, by its name, and for a part of a model.
-    """
+
+# ---------------------------------------------------------------- other programs
+
+
+def _open_external(directory: Path, *, follow_links: bool = False) -> Source:
+    check_finished(directory)
+    # A checkpoint of NeMo AutoModel, or of this program without its manifest, has the model in model/.
+    for place in (directory, directory / MODEL):
+        if not place.is_dir():
+            continue
+        known = detect(place, follow_links=follow_links)
+        if known is not None:
+            return known.open(place, follow_links=follow_links)
+        if any(name.endswith(DATA_SUFFIX) for name in names_in(place)):
+            return DCP.open(place)  # raises an error: .metadata is missing
     try:
-        if unsupported := file_format(path):
-            raise unsupported.error(path)
+        os.listdir(directory)
+    except OSError as error:
+        raise unusable("the directory cannot be read", directory, error.strerror) from error
+    raise unusable("there are no shards here", directory, "no *.safetensors file")
+
+
+def _open_file(path: Path) -> Source:
+    try:
+        known = detect(path, follow_links=True)
     except OSError as error:
         raise _unusable("the file cannot be read", path, error.strerror) from error
-    directory = Path(os.path.realpath(path.parent))
-    export = find_export_manifest(directory, follow_links=True)
-    if (directory / layout.HF_INDEX).is_file() and len(names := _file_names(directory, export)) > 1:
-        raise _unusable(
-            "this file is a part of a model", path, f"one of {len(names)}: name the directory"
-        )
-    if SHARDING_INFO in read_header(_real(path)).metadata:
-        raise _unusable(
-            "this file is a rank's shard of a model", path, "name the directory of the shards"
-        )
-    if path.name == layout.ADAPTER_MODEL:
-        raise _unusable("this file is an adapter, not a model", path, "name its directory")
-    names = [path.name]
-    return Weights(
-        path,
-        {MODEL: _hugging_face(directory, names, export)},
-        export=export,
-        files=frozenset(names),
-    )
+    assert known is not None, "the last format recognizes every file"
+    return known.open(path, follow_links=True)
+
+
+# ---------------------------------------------------------------- checkpoints of this program
 
 
 def _is_pointer(path: Path) -> bool:
@@ -115,85 +142,47 @@ def _is_pointer(path: Path) -> bool:
 
 
 def _resolved(path: Path) -> Path:
-    """A pointer's or run directory's checkpoint; any other path as it is."""
+    """Return the checkpoint of a pointer or run directory; any other path without links."""
     path = Path(os.path.realpath(resume.pointed_path(path) or path))
     if not path.is_dir():
-        found = "a file, not a directory" if path.exists() else "no such directory"
-        raise _unusable("there are no weights here", path, found)
+        value = "a file, not a directory" if path.exists() else "no such directory"
+        raise _unusable("there are no weights here", path, value)
     if os.path.lexists(path / layout.MANIFEST):
         return path
     newest = resume.newest(path)
-    return path / newest.name if newest else path
+    if newest is None:
+        return path
+    return path / newest.name
 
 
 def _modules_of(checkpoint: Path) -> dict[str, Tensors]:
+    """Return all modules of a checkpoint. Interleaved slices of a tensor become one, which is read in one go."""
     manifest = Manifest.read(checkpoint)
-    modules = {name for name, record in manifest.state.items() if record.kind == "module"}
-    trees = {name: tree for name, tree in manifest.trees.items() if name in modules}
-    if not trees:
-        raise _unusable(
-            "this checkpoint holds no module", checkpoint, ", ".join(manifest.state) or "no state"
-        )
-    whole = {
-        name: {
+    modules: dict[str, Tensors] = {}
+    for name, tree in manifest.trees.items():
+        if name not in manifest.state or manifest.state[name].kind != "module":
+            continue
+        tensors = {
             fqn: replace(tensor, slices=in_one_piece(tensor))
             for fqn, tensor in tree.tensors.items()
         }
-        for name, tree in trees.items()
-    }
-    return {name: Tensors(checkpoint, whole[name], tree.tied) for name, tree in trees.items()}
+        modules[name] = Tensors(checkpoint, tensors, tree.tied)
+    if not modules:
+        value = ", ".join(manifest.state) or "no state"
+        raise _unusable("this checkpoint holds no module", checkpoint, value)
+    return modules
 
 
 def _module_in(directory: Path) -> Tensors:
-    """The module that a checkpoint keeps in *directory*."""
-    modules = {
-        layout.state_directory(name): module
-        for name, module in _modules_of(directory.parent).items()
-    }
+    """Return the module that a checkpoint stores in *directory*."""
+    modules: dict[str, Tensors] = {}
+    for name, module in _modules_of(directory.parent).items():
+        modules[layout.state_directory(name)] = module
     if directory.name not in modules:
-        raise _unusable(
-            "this directory of a checkpoint holds no module",
-            directory,
-            f"those of it: {sorted(modules)}",
-        )
+        value = f"those of it: {sorted(modules)}"
+        raise _unusable("this directory of a checkpoint holds no module", directory, value)
     return modules[directory.name]
 
 
-def _opened(directory: Path) -> Tensors:
-    source = open_source(directory)
-    return Tensors(source.root, source.tensors, source.tied)
-
-
-def _hugging_face(directory: Path, names: Iterable[str], export: ExportManifest | None) -> Tensors:
-    """The tensors of the files *names*, with the digests of the *export* that they belong to. Links are followed: the
-    Hub's cache is made of them."""
-    tensors: dict[str, Tensor] = {}
-    for name in names:
-        real = _real(directory / name)
-        if not real.is_file():
-            raise _unusable("a file of weights is missing", directory / name, "the index names it")
-        if export is not None:
-            export.check_header(name)
-        for fqn, entry in read_header(real).tensors.items():
-            if fqn in tensors:
-                raise _unusable(f"two files hold the tensor {fqn!r}", directory, name)
-            tensor = whole_tensor(fqn, entry.dtype, entry.shape, str(real).lstrip("/"), entry.start)
-            tensors[fqn] = tensor if export is None else export.with_digests(name, tensor)
-    return Tensors(Path("/"), tensors)
-
-
-def _file_names(directory: Path, export: ExportManifest | None = None) -> list[str]:
-    index = directory / layout.HF_INDEX
-    if not index.is_file():
-        return sorted(path.name for path in directory.glob("*.safetensors"))
-    check_bytes = None if export is None else export.check_bytes
-    weight_map = read_weight_map(index, follow_links=True, check_bytes=check_bytes) or {}
-    return sorted(set(weight_map.values()))
-
-
-def _real(path: Path) -> Path:
-    return Path(os.path.realpath(path))
-
-
 def _unusable(what: str, where: Path, value: object) -> CheckpointUnusable:
-    return CheckpointUnusable(what, where=str(where), value=value, hint=_REMEDY)
+    return CheckpointUnusable(what, where=str(where), value=value, hint=_HINT)

@@ -20,7 +20,6 @@ import torch
 from automodel_ckpt.checkpoint.files import pickle_reader
 from automodel_ckpt.checkpoint.files.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.manifest import Manifest
-from automodel_ckpt.checkpoint.sources.opening import open_source
 from automodel_ckpt.cli.ckpt import main as ckpt
 from automodel_ckpt.cli.launch.launcher import (
     _check_cuda_not_started,
@@ -33,6 +32,7 @@ from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.targets import prepare
 from automodel_ckpt.config.trust import Rejected, Trust, resolve
+from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.data import digits, images, python_docs
 from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.data.row_files import _unique

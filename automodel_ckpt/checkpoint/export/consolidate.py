@@ -1,6 +1,6 @@
 """From the shards of a checkpoint to the files that Hugging Face's loaders read: checked, cast, staged, published.
 
-    report = consolidate("checkpoints/epoch_0_step_20")        # or its model/, or a bare directory of shards
+    report = consolidate("checkpoints/epoch_0_step_20")        # or its model/
     report.output                                              # .../model/consolidated
 
 The order is: open the source, check all of it but the tensors, plan (pure), write everything beside the target and
@@ -15,7 +15,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,7 @@ from automodel_ckpt.checkpoint.export_leftovers import Log
 from automodel_ckpt.checkpoint.files.safe_open import open_safely
 from automodel_ckpt.checkpoint.slices import Slice
 from automodel_ckpt.checkpoint.sources.base_maps import maps_of
-from automodel_ckpt.checkpoint.sources.opening import open_source
+from automodel_ckpt.checkpoint.sources.opening import open_checkpoint
 from automodel_ckpt.checkpoint.sources.shard_header import sealed_by_slices
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.checkpoint.verify import Level, verify
@@ -73,8 +73,12 @@ def consolidate(
     num_procs: int = 1,
     log: Log = log_default.info,
     before_publishing: Check = lambda: None,
+    opener: Callable[[Path], Source] = open_checkpoint,
 ) -> ConsolidationReport:
-    """Export the model in *source* (checkpoint, its ``model/``, or a bare directory of shards) as Hugging Face files.
+    """Export the model in *source*, a checkpoint or its ``model/``, as Hugging Face files.
+
+    *opener* describes the model in *source*. With ``open_source`` of ``convert/open.py``, *source* can also be a
+    directory of another program.
 
     *output* defaults to ``consolidated`` in the model's directory (a model that is Hugging Face files already is only
     checked then); *cast_dtype* is one of bf16, fp16, fp32, fp64 or a long name. *num_procs* greater than 1 forks: only
@@ -88,7 +92,8 @@ def consolidate(
     started = time.monotonic()
     workers = _workers(num_procs, num_threads)
     cast_code = parse_cast_dtype(cast_dtype)
-    opened = open_source(Path(source))
+    opened = opener(Path(source))
+    _check_needs_consolidation(opened)
     if opened.finished and output is None and cast_code is None:
         return _no_need(opened, workers, log)
     target = Path(
@@ -132,6 +137,16 @@ def _workers(num_procs: int, num_threads: int) -> Workers:
                 "not a number of workers", where=name, value=value, hint="give 1 or more"
             )
     return Workers(num_procs, num_threads)
+
+
+def _check_needs_consolidation(source: Source) -> None:
+    if source.finished and source.manifest is None:
+        raise CheckpointUnusable(
+            "these are complete Hugging Face files, not shards: they need no consolidation",
+            where=str(source.model_directory),
+            value=f"{len(source.files)} files",
+            hint="use the directory as it is",
+        )
 
 
 def _no_need(source: Source, workers: Workers, log: Log) -> ConsolidationReport:

@@ -32,7 +32,7 @@ from automodel_ckpt.checkpoint.manifest import Tree
 from automodel_ckpt.checkpoint.saving.side_files import Assets
 from automodel_ckpt.checkpoint.slices import Tensor, in_one_piece
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps, maps_of
-from automodel_ckpt.checkpoint.sources.opening import open_source
+from automodel_ckpt.checkpoint.sources.opening import open_checkpoint
 from automodel_ckpt.checkpoint.writing.jobs import run_all
 from automodel_ckpt.checkpoint.writing.rank_manifest import RankManifest, merge_tree
 from automodel_ckpt.distributed import agree
@@ -97,7 +97,7 @@ def _complete(
     log: Log,
 ) -> None:
     """Write the side files and the manifest of an export, on rank 0, after all weights are written."""
-    source = open_source(directory)
+    source = open_checkpoint(directory)
     plan = Plan(file_layout.files, counted_casts(file_layout.files), file_layout.warnings)
     files, more = side_files(source, plan, maps_of(source))
     for text in [

@@ -1,8 +1,9 @@
-"""Descriptions of stored tensors: of one module, and of the model that an export reads. No tensor is read here."""
+"""Descriptions of stored tensors: those of one module, and a complete model. No tensor is read here."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,11 +25,14 @@ class Tensors:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Slices to export: their files are relative to *root*.
+    """The description of a stored model: slices in files relative to *root*, and what else its directory tells.
 
-    *manifest*, where there is one, names no other files than those that the export reads. A *finished* source is a
-    model directory of Hugging Face files already: its tensors are whole, under the names that they have there. Of one
-    that is an export, *export* is its manifest, and the slices have its digests.
+    *tied* maps tied names to stored names. *notes* are sentences for the user. *omitted* names, in words, what the
+    files contain beside the model, such as optimizer state.
+
+    *manifest* is that of a checkpoint of this program, restricted to the files that an export reads. A *finished*
+    source consists of Hugging Face files: its tensors are whole and have the names of these files. *files* lists them,
+    unless the manifest does. If they are an export, *export* is its manifest, and the slices have its digests.
     """
 
     root: Path
@@ -39,23 +43,38 @@ class Source:
     notes: tuple[str, ...] = ()
     finished: bool = False
     export: ExportManifest | None = None
+    files: frozenset[str] = frozenset()
+    omitted: tuple[str, ...] = ()
 
     @property
     def has_digests(self) -> bool:
-        """Whether there are digests that the files can be compared with."""
+        """Whether the files can be compared with digests."""
         return self.manifest is not None or self.export is not None
 
     @property
     def metadata_directory(self) -> Path | None:
-        """``.hf_metadata``, where the source has one; of a finished one the model's directory."""
+        """The directory of config.json and the tokenizer's files: ``.hf_metadata``, if the source has one.
+
+        A finished source has them beside the weights.
+        """
         if self.finished:
             return self.model_directory
         path = self.model_directory / layout.HF_METADATA
-        return path if path.is_dir() and not path.is_symlink() else None
+        if path.is_symlink() or not path.is_dir():
+            return None
+        return path
+
+
+def check_no_links(root: Path, paths: Iterable[str]) -> None:
+    """Raise :class:`CheckpointUnusable` if one of *paths*, relative to *root*, is a symbolic link."""
+    for path in paths:
+        if (root / path).is_symlink():
+            target = os.readlink(root / path)
+            raise unusable("a checkpoint contains a symbolic link", root / path, target)
 
 
 def unusable(what: str, where: Path, value: object) -> CheckpointUnusable:
-    """What is wrong with the file or directory *where*, and the *value* that shows it."""
+    """Return an error for a damaged file or directory *where*, with the *value* that shows the damage."""
     return CheckpointUnusable(
         what,
         where=str(where),

@@ -96,11 +96,11 @@ def _side(path: Path) -> Side:
     from automodel_ckpt.checkpoint.manifest import Manifest
     from automodel_ckpt.checkpoint.tensors.difference import Held
     from automodel_ckpt.config.changes import saved_recipe
-    from automodel_ckpt.convert.sources.external import open_external
+    from automodel_ckpt.convert.open import open_source
 
     has_manifest = os.path.lexists(path / layout.MANIFEST)
     if not has_manifest and not os.path.lexists(path.parent / layout.MANIFEST):
-        source = open_external(path)
+        source = open_source(path)
         model = Held(source.root, source.tensors)
         return Side(path, trees={"model": model}, recipe=saved_recipe(path / layout.CONFIG))
     if not has_manifest:

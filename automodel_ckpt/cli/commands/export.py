@@ -120,6 +120,7 @@ def export_hf(
     With *print_output*, prints the output directory on standard output.
     """
     from automodel_ckpt.checkpoint.export.consolidate import consolidate
+    from automodel_ckpt.convert.open import open_source
 
     report = consolidate(
         source,
@@ -128,6 +129,7 @@ def export_hf(
         num_threads=num_threads,
         num_procs=num_procs,
         log=_log,
+        opener=open_source,
     )
     _log(_summary(report))
     if print_output:

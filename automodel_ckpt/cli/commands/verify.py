@@ -108,12 +108,12 @@ def _export_problems(export: Path, arguments: argparse.Namespace) -> list[Proble
 def _is_external(target: Path) -> bool:
     """Whether *target* contains files of another program, without a manifest."""
     from automodel_ckpt.checkpoint import layout
-    from automodel_ckpt.convert.sources import external
+    from automodel_ckpt.convert.sources.registry import formats_in
 
     for manifest in (layout.MANIFEST, layout.EXPORT_MANIFEST):
         if os.path.lexists(target / manifest):
             return False
-    return not target.is_symlink() and bool(external.kinds_in(target))
+    return not target.is_symlink() and bool(formats_in(target))
 
 
 def _record(results: Sequence[Result]) -> None:

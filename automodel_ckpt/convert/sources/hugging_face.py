@@ -1,129 +1,156 @@
-"""A directory of whole Hugging Face files, as an export or a download leaves it: its tensors, without reading them."""
+"""Hugging Face files: whole tensors in one or several safetensors files, as an export or a download consists of."""
 
 from __future__ import annotations
 
-import json
 import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.export_manifest import ExportManifest, find_export_manifest
-from automodel_ckpt.checkpoint.files.safe_open import read_safely
-from automodel_ckpt.checkpoint.files.safetensors_header import read_header, read_header_safely
+from automodel_ckpt.checkpoint.files.safetensors_header import (
+    Header,
+    read_header,
+    read_header_safely,
+)
 from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
 from automodel_ckpt.checkpoint.slices import Tensor, whole_tensor
-from automodel_ckpt.checkpoint.sources.opening import SHARDING_INFO
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
+from automodel_ckpt.convert.sources.files import names_in
+from automodel_ckpt.convert.sources.format import Format
+from automodel_ckpt.convert.sources.safetensors_shards import SHARDING_INFO
 from automodel_ckpt.errors import CheckpointUnusable
 
-_MAX_JSON_BYTES = 16 << 20
+UNCHECKED = "these files are unchecked: there is no manifest with their digests"
 
 
-def is_hf_directory(directory: Path, *, follow_links: bool = False) -> bool:
-    """Whether whole safetensors files stand here: an index, or files whose headers do not call them shards.
+class HuggingFaceFiles(Format):
+    """A directory with an index, or with safetensors files whose headers do not describe shards."""
 
-    Where links are not followed a file that is one counts for nothing; the Hub's cache is made of them.
-    """
-    if (directory / layout.HF_INDEX).is_file():
-        return True
-    names = _safetensors(directory)
-    try:
+    name = "Hugging Face files"
+
+    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+        if (path / layout.HF_INDEX).is_file():
+            return True
+        names = safetensors_in(path)
         if not names:
             return False
-        header = (
-            read_header(directory / names[0])
-            if follow_links
-            else read_header_safely(directory, names[0])
-        )
-    except (CheckpointUnusable, OSError):
-        return False
-    return SHARDING_INFO not in header.metadata
+        try:
+            header = _header(path, names[0], follow_links)
+        except (CheckpointUnusable, OSError):
+            return False
+        return SHARDING_INFO not in header.metadata
+
+    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+        """Describe the model. The index and headers of an export are compared with its manifest, and its slices have
+        digests, which are compared when the slices are read."""
+        export = find_export_manifest(path, follow_links=follow_links)
+        weight_map = weight_map_of(path, export, follow_links=follow_links)
+        names = safetensors_in(path)
+        if weight_map is not None:
+            names = sorted(set(weight_map.values()))
+        tensors, files = _tensors_in_files(path, names, export, follow_links)
+        # An index may list a tied name that has no tensor, which transformers accepts. Weights that fill a model
+        # (follow_links) are compared with the model's names later; without that comparison it is an error here.
+        if weight_map is not None and not follow_links:
+            _check_index(path, weight_map, files)
+        return source_of_files(path, names, tensors, export, follow_links=follow_links)
 
 
-def open_hf(directory: Path) -> Source:
-    """The model in a directory of Hugging Face files. Where the directory is an export, its index and headers are
-    compared with its manifest here, and the slices have digests for those who read them.
+def source_of_files(
+    directory: Path,
+    names: Iterable[str],
+    tensors: Mapping[str, Tensor],
+    export: ExportManifest | None,
+    *,
+    follow_links: bool,
+) -> Source:
+    """Return the source of a model whose *tensors* are those of the files *names* of *directory*."""
+    return Source(
+        # Behind a link, a file can be anywhere: in the Hub's cache, in another directory than its siblings.
+        Path("/") if follow_links else directory,
+        directory,
+        tensors,
+        notes=() if export is not None else (UNCHECKED,),
+        finished=True,
+        export=export,
+        files=frozenset(names),
+    )
 
-    Raises :class:`CheckpointUnusable` where files, index and manifest do not fit together.
+
+def weight_map_of(
+    directory: Path, export: ExportManifest | None, *, follow_links: bool
+) -> dict[str, str] | None:
+    """Return {tensor name: file name} from the index in *directory*, or None if there is none.
+
+    The index is compared with the manifest of the *export* that it belongs to. Raises :class:`CheckpointUnusable`.
     """
-    export = find_export_manifest(directory)
-    index = read_weight_map(
-        directory / layout.HF_INDEX, check_bytes=None if export is None else export.check_bytes
-    )
-    names = sorted(set(index.values())) if index is not None else _safetensors(directory)
-    tensors: dict[str, Tensor] = {}
-    for name in names:
-        for fqn, tensor in tensors_in(directory, name, export).items():
-            if fqn in tensors:
-                raise unusable(
-                    f"two files hold the tensor {fqn!r}",
-                    directory / name,
-                    tensors[fqn].slices[0].file,
-                )
-            tensors[fqn] = tensor
-    if index is not None and (
-        missing := [f for f, n in index.items() if f not in tensors or not _in(tensors[f], n)]
-    ):
-        raise unusable(
-            "the index names a tensor that is not in its file",
-            directory / layout.HF_INDEX,
-            missing[0],
-        )
-    notes = (
-        () if export else ("these files are unchecked: there is no manifest with their digests",)
-    )
-    return Source(directory, directory, tensors, notes=notes, finished=True, export=export)
+    check_bytes = None if export is None else export.check_bytes
+    index = directory / layout.HF_INDEX
+    return read_weight_map(index, follow_links=follow_links, check_bytes=check_bytes)
 
 
-def read_json(
-    directory: Path, name: str, export: ExportManifest | None = None
-) -> dict[str, Any] | None:
-    """A JSON mapping in *directory*, compared with the manifest of the *export* that it belongs to; None where there is
-    no such file. Raises :class:`CheckpointUnusable`."""
-    try:
-        content = read_safely(directory, name, limit=_MAX_JSON_BYTES)
-        if export is not None:
-            export.check_bytes(name, content)
-        value = json.loads(content)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RecursionError) as error:
-        raise unusable("this file cannot be read", directory / name, repr(error)[:300]) from error
-    if not isinstance(value, dict):
-        raise unusable("this file is not a JSON mapping", directory / name, type(value).__name__)
-    return value
+def safetensors_in(directory: Path) -> list[str]:
+    """Return the sorted names of the safetensors files in *directory*."""
+    return [name for name in names_in(directory) if name.endswith(".safetensors")]
 
 
-def _safetensors(directory: Path) -> list[str]:
-    try:
-        return sorted(name for name in os.listdir(directory) if name.endswith(".safetensors"))
-    except OSError as error:
-        raise unusable("the directory cannot be read", directory, error.strerror) from error
-
-
-def tensors_in(
-    directory: Path, name: str, export: ExportManifest | None = None
+def tensors_in_file(
+    directory: Path,
+    name: str,
+    export: ExportManifest | None = None,
+    *,
+    follow_links: bool = False,
 ) -> dict[str, Tensor]:
-    """The tensors of one file, with the digests of the *export* that it belongs to. Raises
-    :class:`CheckpointUnusable`."""
+    """Return the tensors of the safetensors file *name* in *directory*, each in one slice.
+
+    The slice's file is *name*, or with *follow_links* the absolute path of the file without the first slash. Slices of
+    an *export* have its digests. Raises :class:`CheckpointUnusable` if the file is missing, damaged, or a shard.
+    """
+    path = directory / name
     try:
         if export is not None:
             export.check_header(name)
-        header = read_header_safely(directory, name)
+        header = _header(directory, name, follow_links)
+    except FileNotFoundError as error:
+        raise unusable("a file of weights is missing", path, "no such file") from error
     except OSError as error:
-        raise unusable(
-            "a file of the model cannot be read", directory / name, error.strerror
-        ) from error
+        raise unusable("a file of weights cannot be read", path, error.strerror) from error
     if SHARDING_INFO in header.metadata:
-        raise unusable("a shard stands among whole files", directory / name, SHARDING_INFO)
-    tensors = {
-        fqn: whole_tensor(fqn, e.dtype, e.shape, name, e.start) for fqn, e in header.tensors.items()
-    }
-    if export is None:
-        return tensors
-    return {fqn: export.with_digests(name, tensor) for fqn, tensor in tensors.items()}
+        raise unusable("a shard is stored among whole files", path, SHARDING_INFO)
+    file = os.path.realpath(path).lstrip("/") if follow_links else name
+    tensors: dict[str, Tensor] = {}
+    for fqn, entry in header.tensors.items():
+        tensor = whole_tensor(fqn, entry.dtype, entry.shape, file, entry.start)
+        tensors[fqn] = tensor if export is None else export.with_digests(name, tensor)
+    return tensors
 
 
-def _in(tensor: Tensor, name: str) -> bool:
-    return tensor.slices[0].file == name
+def _header(directory: Path, name: str, follow_links: bool) -> Header:
+    if follow_links:
+        return read_header(os.path.realpath(directory / name))
+    return read_header_safely(directory, name)
+
+
+def _tensors_in_files(
+    directory: Path, names: Iterable[str], export: ExportManifest | None, follow_links: bool
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors of all files, and {tensor name: file name}."""
+    tensors: dict[str, Tensor] = {}
+    files: dict[str, str] = {}
+    for name in names:
+        found = tensors_in_file(directory, name, export, follow_links=follow_links)
+        for fqn in found:
+            if fqn in files:
+                what = f"two files hold the tensor {fqn!r}"
+                raise unusable(what, directory / name, f"also in {files[fqn]}")
+            files[fqn] = name
+        tensors |= found
+    return tensors, files
+
+
+def _check_index(directory: Path, weight_map: Mapping[str, str], files: Mapping[str, str]) -> None:
+    for fqn, name in weight_map.items():
+        if files.get(fqn) != name:
+            what = "the index names a tensor that is not in its file"
+            raise unusable(what, directory / layout.HF_INDEX, fqn)

@@ -34,6 +34,7 @@ from automodel_ckpt.checkpoint.layout import LOCK_FILE
 from automodel_ckpt.checkpoint.slices import Box
 from automodel_ckpt.checkpoint.sources.base_maps import MAPS
 from automodel_ckpt.checkpoint.writing.writer import Export, SharedMemory
+from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.errors import (
     AutomodelError,
     CheckpointUnusable,
@@ -257,7 +258,7 @@ def test_a_bare_directory_of_torchs_own_shards_is_exported_and_said_to_be_unchec
     writer = dcp.HuggingFaceStorageWriter(str(tmp_path / "s"), save_distributed=True)
     dcp.save(tensors, storage_writer=writer, no_dist=True)
     said: list[str] = []
-    report = consolidate(tmp_path / "s", log=said.append)
+    report = consolidate(tmp_path / "s", log=said.append, opener=open_source)
     assert not report.checked and any("unchecked" in line for line in said)
     assert_same(report.output, tensors)
 
@@ -265,7 +266,7 @@ def test_a_bare_directory_of_torchs_own_shards_is_exported_and_said_to_be_unchec
 def test_shards_without_global_shapes_get_them_from_their_extents(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(7, 3)}
     write_shards(tmp_path, tensors, pieces_of(tensors), global_shape=False)
-    assert_same(consolidate(tmp_path, tmp_path / "out").output, tensors)
+    assert_same(consolidate(tmp_path, tmp_path / "out", opener=open_source).output, tensors)
 
 
 def flip(path: Path, at: int) -> None:
@@ -349,14 +350,14 @@ def test_a_bare_directory_that_is_not_whole_is_refused(
     write_shards(tmp_path / "s", tensors, pieces_of(tensors))
     spoil(tmp_path / "s")
     with pytest.raises(CheckpointUnusable, match=message):
-        consolidate(tmp_path / "s")
+        consolidate(tmp_path / "s", opener=open_source)
     assert not (tmp_path / "s/consolidated").exists()
 
 
 def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path: Path) -> None:
     for path in (tmp_path / "missing", tmp_path):
         with pytest.raises(CheckpointUnusable):
-            consolidate(path)
+            consolidate(path, opener=open_source)
 
 
 @pytest.mark.parametrize(
@@ -627,7 +628,7 @@ def test_a_source_that_cannot_be_read_is_named_and_leaves_nothing(
     for preadv, message in ((ends, "the file ends here"), (fails, "Input/output error")):
         monkeypatch.setattr(os, "preadv", preadv)
         with pytest.raises(CheckpointUnusable, match=message) as caught:
-            consolidate(tmp_path / "c")
+            consolidate(tmp_path / "c", opener=open_source)
         assert "shard-00001" in caught.value.problems[0].where
         assert not (tmp_path / "c/consolidated").exists()
 

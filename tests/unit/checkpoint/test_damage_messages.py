@@ -23,11 +23,10 @@ from automodel_ckpt.checkpoint.run import links
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.saving.host_memory import HostMemory
 from automodel_ckpt.checkpoint.slices import nbytes_of
-from automodel_ckpt.checkpoint.sources.opening import open_source
 from automodel_ckpt.cli.ckpt import main as ckpt
 from automodel_ckpt.consolidate import main as consolidate
 from automodel_ckpt.convert import import_checkpoint
-from automodel_ckpt.convert.open import open_weights
+from automodel_ckpt.convert.open import open_source, open_weights
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable
 from tests.support import ranks, tiny
 from tests.support.shards import checkpoint_in
@@ -244,10 +243,10 @@ def test_a_place_to_import_to_that_is_a_file(tmp_path: Path, capsys: Capture) ->
 
 
 def verify_weights(path: Path) -> object:
-    from automodel_ckpt.convert.sources.hugging_face import tensors_in
+    from automodel_ckpt.convert.sources.hugging_face import tensors_in_file
 
     open_weights(path)
-    return tensors_in(path, "model.safetensors")
+    return tensors_in_file(path, "model.safetensors")
 
 
 def test_headers_that_would_lose_a_tensor() -> None:

@@ -9,7 +9,7 @@ import torch.distributed.checkpoint.metadata as meta
 
 from automodel_ckpt.checkpoint.files.pickle_records import Record
 from automodel_ckpt.checkpoint.files.torch_archive_reading import Fault
-from automodel_ckpt.checkpoint.sources.dcp_directory import _content
+from automodel_ckpt.convert.sources.dcp_directory import _content
 
 META = meta.__name__
 

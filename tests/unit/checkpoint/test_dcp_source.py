@@ -23,7 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
-from automodel_ckpt.checkpoint.sources.dcp_directory import read_content
+from automodel_ckpt.convert.open import open_source
+from automodel_ckpt.convert.sources.dcp_directory import read_content
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support import ranks, tiny
 from tests.support.shards import bits
@@ -41,7 +42,7 @@ def save(directory: Path, state: dict[str, Any]) -> Path:
 
 
 def export(directory: Path) -> dict[str, torch.Tensor]:
-    output = consolidate(directory, output=directory.parent / "out").output
+    output = consolidate(directory, output=directory.parent / "out", opener=open_source).output
     return {fqn: t for file in output.glob("*.safetensors") for fqn, t in load_file(file).items()}
 
 
@@ -109,7 +110,7 @@ def test_our_own_dcp_model_exports_the_same_when_its_manifest_is_gone(tmp_path: 
         tmp_path, made, model_save_format="torch_save", save_consolidated=False
     ).path
     (checkpoint / "MANIFEST.json").unlink()
-    report = consolidate(checkpoint / "model", output=tmp_path / "out")
+    report = consolidate(checkpoint / "model", output=tmp_path / "out", opener=open_source)
     assert not report.checked and "unchecked" in report.warnings[0]
     found = load_file(tmp_path / "out" / "model-00001-of-00001.safetensors")
     assert_same(found, {fqn: t for fqn, t in made.model.state_dict().items() if fqn != "head"})
@@ -202,7 +203,7 @@ def test_what_does_not_fit_together_is_refused(
     (directory / "other.distcp").write_bytes(b"")
     change(directory)
     with pytest.raises(CheckpointUnusable) as caught:
-        consolidate(directory, output=tmp_path / "out")
+        consolidate(directory, output=tmp_path / "out", opener=open_source)
     assert said in str(caught.value) and not (tmp_path / "out").exists()
 
 
@@ -218,7 +219,9 @@ def test_the_paths_of_a_nested_state_dict_are_known(tmp_path: Path) -> None:
 
 def test_nothing_but_optimizer_state_or_values_is_no_model(tmp_path: Path) -> None:
     with pytest.raises(CheckpointUnusable, match="no tensors"):
-        consolidate(save(tmp_path / "dcp", {"step": 5}), output=tmp_path / "out")
+        consolidate(
+            save(tmp_path / "dcp", {"step": 5}), output=tmp_path / "out", opener=open_source
+        )
 
 
 @pytest.mark.parametrize(

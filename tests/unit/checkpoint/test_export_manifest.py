@@ -19,8 +19,7 @@ from automodel_ckpt.checkpoint.layout import RankLayout
 from automodel_ckpt.checkpoint.tensors.stored import whole_checked
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.convert.merge import _base_tensors
-from automodel_ckpt.convert.open import open_weights
-from automodel_ckpt.convert.sources.hugging_face import open_hf
+from automodel_ckpt.convert.open import open_source, open_weights
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.recipes.init_from import verify_base, verify_side_files
 from tests.support.shards import bits, cut, raw_bytes, write_checkpoint
@@ -64,7 +63,7 @@ def damage(export: Path, tensor: str) -> None:
 
 
 def test_an_intact_export_has_the_digests_of_all_tensors(export: Path) -> None:
-    source = open_hf(export)
+    source = open_source(export)
     assert len(source.tensors["a"].slices) == 3 and source.has_digests and source.notes == ()
     for name, tensor in TENSORS.items():
         assert all(
@@ -214,7 +213,7 @@ def test_files_that_do_not_fit_the_manifest_are_not_opened(
     export: Path, change: Callable[[Path], Any]
 ) -> None:
     change(export)
-    for open_it in (open_hf, open_weights):
+    for open_it in (open_source, open_weights):
         with pytest.raises(CheckpointUnusable) as raised:
             open_it(export)
         assert "export" in str(raised.value)
@@ -231,7 +230,7 @@ def test_a_side_file_is_compared_when_it_is_read(export: Path) -> None:
 
 def test_a_part_of_a_row_is_a_slice_too(export: Path) -> None:
     """Rank 2 holds columns 16..24 of the only row of "b"."""
-    piece = open_hf(export).tensors["b"].slices[2]
+    piece = open_source(export).tensors["b"].slices[2]
     assert (piece.offsets, piece.sizes) == ((0, 16), (1, 8))
     data = weights_of(export).read_bytes()[piece.start : piece.start + piece.nbytes]
     assert data == raw_bytes(TENSORS["b"], piece.box)

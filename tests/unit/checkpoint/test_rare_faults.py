@@ -21,14 +21,15 @@ from automodel_ckpt.checkpoint import commit, layout, module_tensors
 from automodel_ckpt.checkpoint.export import files as export_files
 from automodel_ckpt.checkpoint.files import pickle_reader
 from automodel_ckpt.checkpoint.files.torch_archive_reading import Fault, archive_ranges
-from automodel_ckpt.checkpoint.sources import base_maps, dcp_directory
-from automodel_ckpt.checkpoint.sources import dcp as dcp_source
+from automodel_ckpt.checkpoint.sources import base_maps
 from automodel_ckpt.checkpoint.sources import opening as export_source
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.writing import shared_file
 from automodel_ckpt.consolidate import main as consolidate
 from automodel_ckpt.convert import gguf, gguf_llama, import_checkpoint
-from automodel_ckpt.convert.sources import hugging_face
+from automodel_ckpt.convert.open import open_source
+from automodel_ckpt.convert.sources import dcp_directory
+from automodel_ckpt.convert.sources.registry import DCP
 from automodel_ckpt.data.loader import GlobalBatchLoader
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, SaveFailed
 from tests.support.llamas import llama_checkpoint
@@ -150,12 +151,12 @@ def test_an_item_of_dcp_whose_record_is_not_that_of_the_tensor(
     place.offset, place.length = 0, len(item)
     (directory / layout.DCP_METADATA).write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointUnusable, match=rf"the stored chunk at \[0\] of 'w'[\s\S]*{said}"):
-        dcp_source.open_dcp(directory)
+        DCP.open(directory)
 
 
 def links_to_itself(directory: Path) -> object:
     (directory / layout.DCP_METADATA).symlink_to("elsewhere")
-    return dcp_source.open_dcp(directory)
+    return DCP.open(directory)
 
 
 def broken_map(directory: Path) -> object:
@@ -192,7 +193,7 @@ def full(directory: Path) -> object:
             "no.* file numbers from 1|not give file numbers",
         ),
         (lambda d: export_source._shards(d / "gone"), "directory of the shards cannot be read"),
-        (lambda d: hugging_face._safetensors(d / "gone"), "the directory cannot be read"),
+        (lambda d: open_source(d / "gone"), "there is no such checkpoint directory"),
         (lambda d: export_files.agreeing_config(b"[1]", None, BaseMaps(), d), "not a JSON mapping"),  # type: ignore[arg-type]
         (of_another_config, "the tensors are not those of the config"),
         (broken_template, "the chat template cannot be read"),

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.convert.sources.hugging_face import open_hf
+from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.shards import checkpoint_in
 
@@ -120,7 +120,7 @@ def test_an_index_that_does_not_fit_is_refused(tmp_path: Path, index: Any, said:
     text = index if isinstance(index, str) else json.dumps(index)
     (path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(CheckpointUnusable) as caught:
-        open_hf(path)
+        open_source(path)
     assert said in str(caught.value)
 
 
@@ -129,10 +129,10 @@ def test_a_tensor_in_two_files_and_a_shard_among_whole_files_are_refused(tmp_pat
     (path / "model.safetensors.index.json").unlink()
     shutil.copy(path / "a.safetensors", path / "c.safetensors")
     with pytest.raises(CheckpointUnusable, match="two files"):
-        open_hf(path)
+        open_source(path)
     save_file({"x": torch.ones(1)}, path / "c.safetensors", {"DCP_SHARDING_INFO": "{}"})
-    with pytest.raises(CheckpointUnusable, match="shard stands among"):
-        open_hf(path)
+    with pytest.raises(CheckpointUnusable, match="shard is stored among"):
+        open_source(path)
 
 
 def test_no_torch_is_needed() -> None:

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
+from automodel_ckpt.convert.open import open_source
 from tests.support import ranks, tiny
 from tests.support.shards import bits
 
@@ -53,7 +54,9 @@ def quietly() -> Iterator[None]:
 @pytest.mark.parametrize("form", ["safetensors", "torch_save"])
 @pytest.mark.parametrize("inner", [".", "model"])
 def test_what_automodel_saved_is_exported_as_it_was(tmp_path: Path, form: str, inner: str) -> None:
-    report = consolidate(FIXTURES / form / "epoch_0_step_1" / inner, output=tmp_path / "out")
+    report = consolidate(
+        FIXTURES / form / "epoch_0_step_1" / inner, output=tmp_path / "out", opener=open_source
+    )
     assert not report.checked and any("unchecked" in warning for warning in report.warnings)
     assert_same(exported(tmp_path / "out"), load_file(FIXTURES / "expected.safetensors"))
 
@@ -64,7 +67,7 @@ def test_an_automodel_checkpoint_with_a_shard_missing_is_refused(tmp_path: Path)
     shutil.copytree(FIXTURES / "safetensors" / "epoch_0_step_1", tmp_path / "c")
     next((tmp_path / "c" / "model").glob("shard-00001*")).unlink()
     with pytest.raises(CheckpointUnusable, match=r"slices|tensors"):
-        consolidate(tmp_path / "c", output=tmp_path / "out")
+        consolidate(tmp_path / "c", output=tmp_path / "out", opener=open_source)
 
 
 def shards_by_torch(directory: Path) -> dict[str, torch.Tensor]:
@@ -92,7 +95,7 @@ def shards_by_torch(directory: Path) -> dict[str, torch.Tensor]:
 
 def test_what_pytorchs_hf_writer_saved_is_exported_as_it_was(tmp_path: Path) -> None:
     whole = shards_by_torch(tmp_path / "torch")
-    consolidate(tmp_path / "torch", output=tmp_path / "out")
+    consolidate(tmp_path / "torch", output=tmp_path / "out", opener=open_source)
     assert_same(exported(tmp_path / "out"), whole)
 
 

@@ -18,7 +18,8 @@ from automodel_ckpt.checkpoint.hf_assets import tensor_specs
 from automodel_ckpt.checkpoint.module_tensors import module_state
 from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.convert.merge import Adapter, MergedModel, tensors_of_file
+from automodel_ckpt.convert.merge import Adapter, MergedModel
+from automodel_ckpt.convert.sources.hugging_face import tensors_in_file
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from automodel_ckpt.models.adapter import Lora, add_adapters
 from automodel_ckpt.models.signature import ModelSignature, outline
@@ -255,7 +256,9 @@ def test_what_cannot_be_merged_is_refused_by_name(
     save_file(
         {f"base_model.model.{name}": torch.ones(shape) for name, shape in adapter.items()}, file
     )
-    merge = Adapter(tmp_path, tensors_of_file(file), {"lora_alpha": 2})
+    merge = Adapter(
+        tmp_path, tensors_in_file(file.parent, file.name, follow_links=True), {"lora_alpha": 2}
+    )
     with pytest.raises(CheckpointUnusable, match=said):
         MergedModel(merge, tmp_path, ModelSignature({}, {}, frozenset())).value("x.weight", "F32")
 

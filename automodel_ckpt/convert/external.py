@@ -1,0 +1,110 @@
+"""Descriptions of directories of other programs for display: nothing in them can be verified. Imports no torch.
+
+A directory can contain several formats, such as a checkpoint of NeMo AutoModel (``model/``, ``optim/``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.files.safe_open import read_safely
+from automodel_ckpt.convert.sources.format import Format, Inventory
+from automodel_ckpt.convert.sources.registry import formats_in
+from automodel_ckpt.errors import CheckpointUnusable
+
+_MAX_LOSSES_BYTES = 1 << 20
+_MAX_FILES = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class ExternalTree:
+    """A directory with tensors: its format and their inventory, or the reason why it cannot be read."""
+
+    format: Format
+    inventory: Inventory
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ExternalDirectory:
+    """A directory of another program.
+
+    *formats* maps relative paths (``.``: itself) to formats, and *files* relative paths to sizes in bytes. *losses* is
+    the content of losses.json, and *written* the time of the last change (seconds since 1970).
+    """
+
+    path: Path
+    formats: Mapping[str, Format]
+    files: Mapping[str, int]
+    losses: Mapping[str, Any]
+    written: float
+
+    @property
+    def kind(self) -> str:
+        """The formats in words: ``model: safetensors shards, optim: PyTorch DCP``."""
+        words: list[str] = []
+        for name, known in self.formats.items():
+            words.append(known.name if name == "." else f"{name}: {known.name}")
+        return ", ".join(words)
+
+    def trees(self) -> dict[str, ExternalTree]:
+        """Return the tensors of each directory, from headers and metadata: no tensor is read."""
+        return {name: _tree(self.path / name, known) for name, known in self.formats.items()}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.files.values())
+
+
+def read_external(directory: Path) -> ExternalDirectory | None:
+    """Return the content of *directory*; None if it has no known format or is a checkpoint of this program."""
+    if os.path.lexists(directory / layout.MANIFEST):
+        return None
+    formats = formats_in(directory)
+    if not formats:
+        return None
+    written = directory.stat().st_mtime
+    return ExternalDirectory(
+        directory, formats, dict(_files(directory)), losses_in(directory), written
+    )
+
+
+def losses_in(directory: Path) -> Mapping[str, Any]:
+    """Return the content of losses.json; empty if there is none, or none that can be read."""
+    try:
+        value = json.loads(read_safely(directory, layout.LOSSES, limit=_MAX_LOSSES_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _tree(directory: Path, known: Format) -> ExternalTree:
+    try:
+        return ExternalTree(known, known.inventory(directory))
+    except CheckpointUnusable as error:
+        problem = error.problems[0]
+        reason = f"{problem.what}: {problem.value}"
+    except OSError as error:
+        reason = str(error.strerror)
+    return ExternalTree(known, Inventory({}), reason)
+
+
+def _files(directory: Path) -> Iterator[tuple[str, int]]:
+    """Yield relative paths and sizes in bytes. The size of a link is its own."""
+    count = 0
+    for parent, directories, names in os.walk(directory):
+        directories.sort()
+        for name in sorted(names):
+            count += 1
+            if count > _MAX_FILES:
+                return
+            path = os.path.join(parent, name)
+            with contextlib.suppress(FileNotFoundError):  # a file that is being written or removed
+                yield os.path.relpath(path, directory), os.lstat(path).st_size

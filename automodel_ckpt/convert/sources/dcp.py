@@ -1,0 +1,93 @@
+"""PyTorch DCP: a directory of ``.metadata`` and ``.distcp`` files, in which another program saved a state dict."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.slices import Tensor
+from automodel_ckpt.checkpoint.sources.source import Source, check_no_links
+from automodel_ckpt.convert.sources.dcp_directory import DcpContent, read_content, read_tensors
+from automodel_ckpt.convert.sources.files import check_regular_files, names_in
+from automodel_ckpt.convert.sources.format import Format, Inventory, StoredTensors, TensorSummary
+from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.units import left_out, others_text, values_text
+
+DATA_SUFFIX = ".distcp"
+_UNCHECKED = "the .distcp files are unchecked: there is no manifest with their digests"
+# The keys under which programs nest the state dict of the model in the one that they save.
+_MODEL_KEYS = ("model", "module", "model_state_dict", "state_dict")
+
+
+class PyTorchDcp(Format):
+    """A directory with ``.metadata``. The state dict can contain more than the model, such as optimizer state."""
+
+    name = "PyTorch DCP"
+
+    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+        return os.path.lexists(path / layout.DCP_METADATA)
+
+    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+        """Describe the model. Links are never followed: torch writes all files to one directory."""
+        data_files = [name for name in names_in(path) if name.endswith(DATA_SUFFIX)]
+        check_no_links(path, (*data_files, layout.DCP_METADATA, layout.HF_METADATA))
+        check_regular_files(path, data_files)
+        content = read_content(path)
+        names = model_names(content)
+        model = DcpContent({stored: content.tensors[stored] for stored in names}, ())
+        tensors: dict[str, Tensor] = {}
+        for tensor in read_tensors(path, model):
+            name = names[tensor.fqn]
+            tensors[name] = replace(tensor, fqn=name)
+        if not tensors:
+            raise CheckpointUnusable(
+                "there are no tensors here",
+                where=str(path),
+                value=f"{len(content.values)} other values",
+                hint="name the directory that the model was saved to",
+            )
+        num_others = len(content.tensors) - len(tensors)
+        num_values = len(content.values)
+        notes = [_UNCHECKED]
+        omitted: list[str] = []
+        if num_others:
+            omitted.append(others_text(num_others))
+            notes.append(left_out(others_text(num_others), num_others))
+        if num_values:
+            omitted.append(values_text(num_values))
+            notes.append(left_out(values_text(num_values), num_values))
+        return Source(path, path, tensors, notes=tuple(notes), omitted=tuple(omitted))
+
+    def stored_tensors(self, path: Path) -> StoredTensors:
+        tensors = {tensor.fqn: tensor for tensor in read_tensors(path, read_content(path))}
+        return StoredTensors(path, tensors)
+
+    def inventory(self, path: Path) -> Inventory:
+        content = read_content(path)
+        summaries = {
+            fqn: TensorSummary(entry.dtype, entry.shape, len(entry.chunks))
+            for fqn, entry in content.tensors.items()
+        }
+        return Inventory(summaries, len(content.values))
+
+
+def model_names(content: DcpContent) -> Mapping[str, str]:
+    """Return {stored name: name in the model's own state dict} for each tensor that belongs to the model.
+
+    If the saved state dict was nested and has a mapping under ``model`` (or a similar key), that mapping is the model.
+    Otherwise all tensors are.
+    """
+    paths = {fqn: path for fqn, path in content.paths.items() if fqn in content.tensors}
+    for key in _MODEL_KEYS:
+        found = {
+            fqn: ".".join(map(str, path[1:]))
+            for fqn, path in paths.items()
+            if path[0] == key and len(path) > 1
+        }
+        is_unique = len(set(found.values())) == len(found)
+        if found and is_unique:
+            return found
+    return {fqn: fqn for fqn in content.tensors}

@@ -1,0 +1,108 @@
+"""The interface of an external format: what a module of this package implements. Imports no torch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+from automodel_ckpt.checkpoint.slices import Tensor
+from automodel_ckpt.checkpoint.sources.source import Source
+from automodel_ckpt.errors import CheckpointUnusable
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSummary:
+    """A tensor for display: safetensors dtype code, global shape, and the number of slices that it is stored in."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    slices: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """All tensors of a path, by name, and the number of other values (for example the options of an optimizer)."""
+
+    tensors: Mapping[str, TensorSummary]
+    num_values: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensors:
+    """All tensors of a path, those of an optimizer included: slices in files relative to *root*, by name."""
+
+    root: Path
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class Format(ABC):
+    """A format in which other programs save models. Instances are listed in ``registry.py``.
+
+    A format describes, and never reads, the data of tensors: :meth:`open` returns a :class:`Source`, whose slices are
+    byte ranges of files. Nothing in the files is executed, and a file that is damaged, too large or outside of *path*
+    raises :class:`CheckpointUnusable`.
+    """
+
+    name: ClassVar[str]
+    """The name in reports, for example ``PyTorch DCP``."""
+    is_readable: ClassVar[bool] = True
+    """False for a format that is only recognized, so that the error can name it and the way to convert it."""
+
+    @abstractmethod
+    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+        """Return whether the directory or file *path* has this format, by its file names and first bytes.
+
+        A directory is only inspected itself, not its subdirectories, unless they are part of the format. Symbolic links
+        count only with *follow_links*: for directories that the user chose as weights, such as the Hub's cache.
+        Returns False if *path* cannot be read.
+        """
+
+    @abstractmethod
+    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+        """Return the model in *path*: its tensors, tied names, notes for the user, and what is not part of the model.
+
+        Raises :class:`CheckpointUnusable` if the files are damaged or contradict each other.
+        """
+
+    def stored_tensors(self, path: Path) -> StoredTensors:
+        """Return all tensors in *path* for reading. By default these are the tensors of the model.
+
+        A format that stores other tensors in the same files, such as optimizer state, overrides this method.
+        """
+        source = self.open(path)
+        return StoredTensors(source.root, source.tensors)
+
+    def inventory(self, path: Path) -> Inventory:
+        """Return the names, dtypes and shapes of all tensors in *path* for display.
+
+        A format whose metadata is enough, without a look into each file of tensors, overrides this method.
+        """
+        stored = self.stored_tensors(path).tensors
+        summaries = {
+            fqn: TensorSummary(tensor.dtype, tensor.shape, len(tensor.slices))
+            for fqn, tensor in stored.items()
+        }
+        return Inventory(summaries)
+
+
+class UnsupportedFormat(Format):
+    """A format that is recognized and not read. :meth:`open` raises an error with *hint*, the way to convert it."""
+
+    is_readable = False
+    hint: ClassVar[str]
+
+    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+        """Raise :class:`CheckpointUnusable`, which names the format and the way to convert it."""
+        raise CheckpointUnusable(
+            f"this format cannot be read: {self.describe(path)}",
+            where=str(path),
+            value=path.name,
+            hint=self.hint,
+        )
+
+    def describe(self, path: Path) -> str:
+        """Return the format's name for the error. A format with variants overrides this method."""
+        return self.name

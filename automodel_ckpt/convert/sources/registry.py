@@ -1,0 +1,85 @@
+"""The external formats, in order of precedence. A new format is a module of this package and an entry in FORMATS."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.convert.sources.dcp import PyTorchDcp
+from automodel_ckpt.convert.sources.files import names_in
+from automodel_ckpt.convert.sources.format import Format
+from automodel_ckpt.convert.sources.hugging_face import HuggingFaceFiles
+from automodel_ckpt.convert.sources.megatron import MegatronCore, MegatronRanks, MegatronRun, Nemo2
+from automodel_ckpt.convert.sources.peft_adapter import PeftAdapter
+from automodel_ckpt.convert.sources.safetensors_file import SafetensorsFile
+from automodel_ckpt.convert.sources.safetensors_shards import SafetensorsShards
+from automodel_ckpt.convert.sources.unsupported_files import (
+    GgufFile,
+    Hdf5File,
+    NumpyArchive,
+    Pickle,
+    TarArchive,
+    TorchArchive,
+    UnknownFile,
+    ZipArchive,
+)
+
+MEGATRON: tuple[Format, ...] = (MegatronCore(), MegatronRun(), MegatronRanks(), Nemo2())
+DCP = PyTorchDcp()
+ADAPTER = PeftAdapter()
+HUGGING_FACE = HuggingFaceFiles()
+SHARDS = SafetensorsShards()
+SINGLE_FILE: Format = SafetensorsFile()
+
+FORMATS: tuple[Format, ...] = (
+    # Directories. Megatron-Core's also contain .metadata, like those of PyTorch DCP.
+    *MEGATRON,
+    ADAPTER,
+    DCP,
+    # Both are recognized by *.safetensors: first the one that looks into a header.
+    HUGGING_FACE,
+    SHARDS,
+    # Single files. The first bytes count more than the suffix .safetensors.
+    GgufFile(),
+    NumpyArchive(),
+    TorchArchive(),
+    ZipArchive(),
+    TarArchive(),
+    Pickle(),
+    Hdf5File(),
+    SINGLE_FILE,
+    UnknownFile(),
+)
+
+
+def detect(path: Path, *, follow_links: bool = False, readable_only: bool = False) -> Format | None:
+    """Return the first format that recognizes the directory or file *path*; None if there is none.
+
+    With *readable_only*, formats that are only recognized are skipped. Raises OSError for a file that cannot be read.
+    """
+    for known in FORMATS:
+        if readable_only and not known.is_readable:
+            continue
+        if known.detect(path, follow_links=follow_links):
+            return known
+    return None
+
+
+def formats_in(directory: Path) -> dict[str, Format]:
+    """Return the readable formats of *directory* (``.``) and its subdirectories, by relative path.
+
+    Symbolic links are not followed, and a checkpoint of this program is not an external format. Empty if no format is
+    recognized.
+    """
+    found: dict[str, Format] = {}
+    for name in (".", *names_in(directory)):
+        path = directory / name
+        if name != "." and (path.is_symlink() or not path.is_dir()):
+            continue
+        if os.path.lexists(path / layout.MANIFEST):
+            continue
+        known = detect(path, readable_only=True)
+        if known is not None:
+            found[name] = known
+    return found

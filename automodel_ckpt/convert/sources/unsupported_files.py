@@ -1,0 +1,115 @@
+"""Single files of other programs that are recognized by their first bytes, and not read. Imports no torch.
+
+Nothing is unpickled or unpacked. A .safetensors file is a format of its own (``safetensors_file.py``).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from automodel_ckpt.convert.sources.files import first_bytes
+from automodel_ckpt.convert.sources.format import UnsupportedFormat
+
+_HEAD_BYTES = 512
+_UNPICKLE = (
+    "it is a pickle, which can run code when it is loaded, so it is not read here. If you trust it: torch.load(path, "
+    "weights_only=True), then model.load_state_dict and model.save_pretrained, or safetensors.torch.save_file; then "
+    "import that"
+)
+_TORCH_RECORDS = ("data.pkl", "byteorder", ".format_version", "version", ".storage_alignment")
+
+
+class _FileByContent(UnsupportedFormat):
+    """A file that is recognized by its first bytes. Raises OSError in :meth:`detect` if it cannot be read."""
+
+    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+        return path.is_file() and self.matches(first_bytes(path, _HEAD_BYTES))
+
+    def matches(self, head: bytes) -> bool:
+        """Return whether a file that begins with *head* has this format."""
+        raise NotImplementedError
+
+
+class GgufFile(_FileByContent):
+    name = "GGUF, a file for llama.cpp"
+    hint = (
+        "import the Hugging Face files that it was made from; or load it with transformers "
+        "(from_pretrained(..., gguf_file=...)), save_pretrained, and import that"
+    )
+
+    def matches(self, head: bytes) -> bool:
+        return head[:4] == b"GGUF"
+
+
+class NumpyArchive(_FileByContent):
+    name = "an archive of NumPy arrays"
+    hint = "save its arrays with safetensors.numpy.save_file, and import that"
+
+    def matches(self, head: bytes) -> bool:
+        return _first_zip_entry(head).endswith((".npy", ".npz"))
+
+
+class TorchArchive(_FileByContent):
+    name = "an archive of torch.save (.pt, .pth, .bin, .ckpt)"
+    hint = _UNPICKLE
+
+    def matches(self, head: bytes) -> bool:
+        return _first_zip_entry(head).rpartition("/")[2] in _TORCH_RECORDS
+
+
+class ZipArchive(_FileByContent):
+    name = "a zip archive"
+    hint = "unpack it, and import the directory of the model's files"
+
+    def matches(self, head: bytes) -> bool:
+        return _is_zip(head)
+
+
+class TarArchive(_FileByContent):
+    name = "a tar archive, such as a .nemo file"
+    hint = (
+        "if it is a .nemo file: convert it to Hugging Face files with NeMo's own scripts; otherwise unpack it "
+        "(tar), and import the directory"
+    )
+
+    def matches(self, head: bytes) -> bool:
+        is_gzip = head[:2] == b"\x1f\x8b"
+        return is_gzip or head[257:262] == b"ustar"
+
+
+class Pickle(_FileByContent):
+    name = "a pickle, such as torch.save wrote before PyTorch 1.6"
+    hint = _UNPICKLE
+
+    def matches(self, head: bytes) -> bool:
+        return head[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+
+
+class Hdf5File(_FileByContent):
+    name = "HDF5, as Keras writes"
+    hint = "load it with the program that wrote it, and save it as safetensors"
+
+    def matches(self, head: bytes) -> bool:
+        return head[:8] == b"\x89HDF\r\n\x1a\n"
+
+
+class UnknownFile(_FileByContent):
+    """Any other file. Register it last."""
+
+    name = "unknown"
+    hint = "use a directory of *.safetensors or of PyTorch DCP, or a .safetensors file"
+
+    def matches(self, head: bytes) -> bool:
+        return True
+
+
+def _is_zip(head: bytes) -> bool:
+    return head[:4] == b"PK\x03\x04"
+
+
+def _first_zip_entry(head: bytes) -> str:
+    """Return the name of a zip archive's first entry (source: the format's local file header), or an empty string."""
+    if not _is_zip(head):
+        return ""
+    length = int.from_bytes(head[26:28], "little")
+    return head[30 : 30 + length].decode(errors="replace")
