@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 
 from automodel_ckpt.checkpoint.export.base_identity import BaseIdentity, identify_base
 from automodel_ckpt.checkpoint.hf_assets import TensorSpec, tensor_specs
+from automodel_ckpt.checkpoint.module_tensors import StoredLayout, set_stored_layout
 from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets
 from automodel_ckpt.config.schema import PeftConfig, RecipeConfig
 from automodel_ckpt.data.cache import cache_directory
@@ -23,7 +24,7 @@ from automodel_ckpt.models.adapter import Adapted, Lora, add_adapters, copy_save
 from automodel_ckpt.models.build import base_directory
 from automodel_ckpt.models.fresh_base import make_base
 from automodel_ckpt.models.quantize import quantized_loading
-from automodel_ckpt.recipes.blueprint import Blueprint
+from automodel_ckpt.recipes.deferred_model import DeferredModel
 from automodel_ckpt.units import size_text
 
 log = logging.getLogger("automodel_ckpt")
@@ -75,22 +76,22 @@ def adapt(
     model: nn.Module, section: PeftConfig, num_base_rows: int | None, task_type: str | None
 ) -> Adapted:
     """The model with the adapters of a ``peft`` section; *num_base_rows* is its base's number of embeddings."""
-    # An adapter's file has peft's names.
-    model.names_in_files = model.parts_in_files = {}  # type: ignore[assignment]
+    # Checkpoints store only the adapters, under peft's names.
+    set_stored_layout(model, StoredLayout())
     return add_adapters(model, lora_of(section), task_type=task_type, num_base_rows=num_base_rows)
 
 
-def with_copies(blueprint: Blueprint, model: nn.Module) -> Blueprint:
-    """The blueprint of a base, for its adapted *model*: what is trained as a whole begins as a copy of the base's."""
-    materialise = blueprint.materialise
+def with_copies(base: DeferredModel, model: nn.Module) -> DeferredModel:
+    """The adapted *model* of *base*; ``modules_to_save`` begin as copies of the base's modules."""
+    materialise = base.materialise
     if materialise is None:
-        return Blueprint(model)
+        return DeferredModel(model)
 
     def materialise_both(shared: nn.Module, device: torch.device) -> None:
         materialise(shared, device)
         copy_saved_modules(shared)
 
-    return Blueprint(model, materialise_both)
+    return DeferredModel(model, materialise_both)
 
 
 def adapter_assets(

@@ -26,7 +26,9 @@ from automodel_ckpt.distributed.mesh_sizes import Sizes, choose_strategy
 from automodel_ckpt.distributed.parallelize import decoder_layers
 from automodel_ckpt.models.loss_head import CHUNK_ELEMENTS
 from automodel_ckpt.models.pipeline_stage import parameters_of_stages
-from automodel_ckpt.recipes.base import FinetuneRecipe
+from automodel_ckpt.recipes.exports import check_export
+from automodel_ckpt.recipes.recipe import Recipe
+from automodel_ckpt.recipes.trainable import parallelism
 from automodel_ckpt.training.metrics import PeakMemory
 from automodel_ckpt.training.rng import StatefulRNG
 from automodel_ckpt.training.step_scheduler import planned_end
@@ -83,9 +85,9 @@ class Plan:
     end: str = ""
 
 
-def plan(recipe: FinetuneRecipe, sizes: Sizes) -> Plan:
+def plan(recipe: Recipe, sizes: Sizes) -> Plan:
     """Build *recipe* for a grid of ranks without weights. Raises :class:`RecipeError` for what could not train."""
-    recipe.only_planned = True
+    recipe.is_dry_run = True
     recipe.layout = RankLayout(0, sizes, 0, torch.device("cpu"), None)  # type: ignore[arg-type]
     recipe.build()
     parameters = list(recipe.model.parameters())
@@ -105,11 +107,11 @@ def plan(recipe: FinetuneRecipe, sizes: Sizes) -> Plan:
     )
 
 
-def _checkpoint_bytes(recipe: FinetuneRecipe, sizes: Sizes, assets: Mapping[str, Assets]) -> int:
+def _checkpoint_bytes(recipe: Recipe, sizes: Sizes, assets: Mapping[str, Assets]) -> int:
     """Expected bytes of one checkpoint of this run. Raises :class:`RecipeError` where it could not be read back."""
     recipe.rng = StatefulRNG(recipe.config.seed, recipe.layout.random_stream, sizes.grid)
     assets = recipe.build_assets()
-    recipe.check_export(assets)
+    check_export(recipe.config.checkpoint, assets)
     items, num_shards = classify(discover(recipe)), _num_shards(recipe, sizes)
     save_optimizer = recipe.config.checkpoint.save_optimizer
     check_manifest_size(
@@ -124,7 +126,7 @@ def _checkpoint_bytes(recipe: FinetuneRecipe, sizes: Sizes, assets: Mapping[str,
     )
 
 
-def _num_shards(recipe: FinetuneRecipe, sizes: Sizes) -> int:
+def _num_shards(recipe: Recipe, sizes: Sizes) -> int:
     """Into how many parts a stage's parameters are cut."""
     strategy = choose_strategy(recipe.config.distributed.strategy, sizes)
     return sizes.tp * (sizes.dp_shard * sizes.cp if strategy == "fsdp2" else 1)
@@ -137,7 +139,7 @@ def _length(loader: Any) -> int | None:
         return None
 
 
-def memory_of(recipe: FinetuneRecipe, sizes: Sizes) -> Memory:
+def memory_of(recipe: Recipe, sizes: Sizes) -> Memory:
     """An estimate: exact for what is kept per parameter, traced for activations, a layer's worth for the rest.
 
     Of pipeline stages it is that of the largest, which holds as many micro-batches' activations as the schedule has
@@ -194,7 +196,7 @@ def _largest_stage(model: nn.Module, num_stages: int) -> list[nn.Parameter]:
     return max(parameters_of_stages(model, num_stages), key=nbytes)
 
 
-def _under_way(recipe: FinetuneRecipe, sizes: Sizes) -> int:
+def _under_way(recipe: Recipe, sizes: Sizes) -> int:
     """Micro-batches whose activations a stage holds at once, at most."""
     if sizes.pp == 1:
         return 1
@@ -210,14 +212,14 @@ def nbytes(tensors: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def row_tokens(recipe: FinetuneRecipe) -> tuple[int, int] | None:
+def row_tokens(recipe: Recipe) -> tuple[int, int] | None:
     """(rows, tokens per row) of a full micro-batch; None where the recipe does not tell how long samples are."""
     packed, rows = recipe.config.packed_sequence, recipe.config.step_scheduler.local_batch_size
     length = packed.size if packed is not None else recipe.config.dataset.kwargs.get("seq_length")
     return None if length is None else (rows, int(length))
 
 
-def micro_batch_shape(recipe: FinetuneRecipe) -> tuple[int, int, Mapping[str, torch.Tensor]]:
+def micro_batch_shape(recipe: Recipe) -> tuple[int, int, Mapping[str, torch.Tensor]]:
     """(rows, tokens per row, what comes beside tokens) of a micro-batch: a full one, or that of the first samples where
     the recipe does not tell how long they are, or has images; 0 rows where neither can be known."""
     known = row_tokens(recipe)
@@ -238,7 +240,7 @@ def micro_batch_shape(recipe: FinetuneRecipe) -> tuple[int, int, Mapping[str, to
 
 
 def traced_activations(
-    recipe: FinetuneRecipe, rows: int, length: int, images: Mapping[str, torch.Tensor]
+    recipe: Recipe, rows: int, length: int, images: Mapping[str, torch.Tensor]
 ) -> int | None:
     """Bytes that a forward pass keeps for the backward one, from a pass over tensors without values, and the logits'.
 
@@ -247,9 +249,9 @@ def traced_activations(
     backbone = getattr(recipe.model, "base_model", recipe.model)
     tokens = {"input_ids": torch.zeros(1, length, dtype=torch.long)}
     try:
-        kept = _kept_bytes(backbone, tokens, recipe.forward_options)
+        kept = _kept_bytes(backbone, tokens, recipe.trainable.forward_options)
         with _remembering(recipe.model):
-            whole = _kept_bytes(backbone, tokens, recipe.forward_options)
+            whole = _kept_bytes(backbone, tokens, recipe.trainable.forward_options)
         seen = _kept_bytes(_Seeing(backbone), images, {}) if images else 0
     except Exception as error:
         log.debug("the activations cannot be traced: %r", error)
@@ -259,7 +261,7 @@ def traced_activations(
         min(rows * length * head.out_features, CHUNK_ELEMENTS) if isinstance(head, nn.Linear) else 0
     )
     layers = max(len(decoder_layers(recipe.model)), 1)
-    computed = recipe.parallelism.compute_dtype
+    computed = parallelism(recipe.config.distributed).compute_dtype
     narrower = (
         computed.itemsize / next(recipe.model.parameters()).element_size()
         if computed is not None

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
+from transformers import PreTrainedConfig
 
+from automodel_ckpt.config.schema import Target
+from automodel_ckpt.config.targets import build
 from automodel_ckpt.data.packing import IS_TOKEN, longest_sample
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.build import check_context
 from automodel_ckpt.models.loss_head import loss_in
 from automodel_ckpt.models.probe import logits_of
 from automodel_ckpt.recipes.records import AUX_LOSS, BatchSize, LossSum
@@ -18,11 +23,14 @@ from automodel_ckpt.recipes.trainable import Trainable
 from automodel_ckpt.training.loss import (
     WHOLE,
     LossFn,
+    check_labels,
+    cross_entropy_sum,
     in_numpy,
     labelled_positions,
     next_token_loss,
     num_label_tokens,
 )
+from automodel_ckpt.training.step_scheduler import StepScheduler
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -34,6 +42,9 @@ class Objective:
     over label tokens. The loop divides the sum over the global batch by the count of the global batch.
     """
 
+    check_length: ContextCheck | None = None
+    """Raises for samples that are longer than the model's context; None: nothing is known about the context."""
+
     def __init__(
         self,
         trainable: Trainable,
@@ -41,13 +52,10 @@ class Objective:
         loss_fn: LossFn,
         *,
         sequence_parallel: bool = False,
-        check_length: Callable[[int], None] = lambda num_tokens: None,
     ) -> None:
-        """*loss_fn* is the loss of full logits, where the output layer does not compute it. *check_length* raises
-        :class:`RecipeError` for a sample of too many tokens."""
+        """*loss_fn* is the loss of full logits, if the output layer does not compute it."""
         self.trainable, self.layout, self.loss_fn = trainable, layout, loss_fn
         self.model, self.router_loss = trainable.model, trainable.router_loss
-        self._check_length = check_length
         self._num_row_parts = layout.num_row_parts(sequence_parallel=sequence_parallel)
 
     def size_of(self, micro_batch: Tensors) -> BatchSize:
@@ -73,10 +81,19 @@ class Objective:
             return LossSum(loss)
         return LossSum(loss, {AUX_LOSS: self.router_loss.share()})
 
+    def losses(self, micro_batches: Sequence[Tensors]) -> Iterable[torch.Tensor]:
+        """Compute the summed loss of each micro-batch for validation; with stages, only the last one returns losses."""
+        stage = self.trainable.stage
+        if stage is None:
+            return (self.loss(micro_batch).loss for micro_batch in micro_batches)
+        rows = [self.rows_of(micro_batch) for micro_batch in micro_batches]
+        return stage.evaluate(rows, self.stage_output)
+
     def rows_of(self, micro_batch: Tensors) -> Tensors:
         """The rows of *micro_batch* as the model sees them. Raises :class:`RecipeError` for samples that are too
         long."""
-        self._check_length(longest_sample(micro_batch))
+        if self.check_length is not None:
+            self.check_length(longest_sample(micro_batch))
         row_layout = self.trainable.row_layout
         return row_layout(micro_batch) if row_layout is not None else micro_batch
 
@@ -97,7 +114,8 @@ class Objective:
         trainable = self.trainable
         part = self._part_of_row(rows["labels"].shape[1])
         inputs = self._inputs(rows, hidden)
-        if trainable.loss_of is None:
+        head = trainable.loss_head
+        if head is None:
             with trainable.compute():
                 output = self.model(**inputs, **trainable.forward_options)
                 self._note_routing(output, rows, part)
@@ -106,7 +124,7 @@ class Objective:
             )
         positions, targets = labelled_positions(rows["labels"], part, all_up_to=trainable.all_up_to)
         places = self._on_device(positions) if positions is not None else None
-        with trainable.compute(), trainable.loss_of(places, self._on_device(targets)):
+        with trainable.compute(), head.loss_of(places, self._on_device(targets)):
             output = self.model(**inputs, **trainable.forward_options)
             self._note_routing(output, rows, part)
         return loss_in(output)
@@ -150,6 +168,46 @@ class Objective:
                 hint=f"let your collate_fn pad to a multiple of {num_parts}, or leave {key} out",
             )
         return WHOLE if context is None else context.slice_of(length)
+
+
+def build_loss_fn(section: Target | None, device: torch.device) -> LossFn:
+    """Build the ``loss_fn`` section (its contract: :data:`~automodel_ckpt.training.loss.LossFn`), else cross-entropy.
+
+    Raises :class:`RecipeError` for a loss that is not a sum, or that does not take class labels.
+    """
+    if section is None:
+        return cross_entropy_sum
+    loss_fn = build(section, reduction="sum")
+    if getattr(loss_fn, "reduction", "sum") != "sum":
+        raise RecipeError(
+            "a loss has to be the sum over the labels: the recipe divides by those of the whole global batch",
+            where="loss_fn.reduction",
+            value=loss_fn.reduction,
+            hint="leave reduction out",
+        )
+    check_labels(loss_fn)
+    if isinstance(loss_fn, nn.Module):
+        loss_fn = loss_fn.to(device)
+        # A module without parameters has nothing to save, and would be state as an attribute; its method is not.
+        return loss_fn if loss_fn.state_dict() else loss_fn.forward
+    return loss_fn  # type: ignore[no-any-return]
+
+
+class ContextCheck:
+    """Checks that samples, padding included, are not longer than a model's context."""
+
+    def __init__(self, model_config: PreTrainedConfig, scheduler: StepScheduler) -> None:
+        self._model_config = model_config
+        self._scheduler = scheduler
+        self._longest = 0
+
+    def __call__(self, num_tokens: int) -> None:
+        """Raise :class:`RecipeError` if a sample of *num_tokens* does not fit."""
+        if num_tokens <= self._longest:
+            return
+        where = f"a sample of step {self._scheduler.step + 1}"
+        check_context(self._model_config, num_tokens, where)
+        self._longest = num_tokens
 
 
 def _num_tokens(micro_batch: Tensors) -> int:

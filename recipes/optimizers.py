@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from automodel_ckpt.checkpoint.module_tensors import name_in_files, unwrap
+from automodel_ckpt.checkpoint.module_tensors import stored_layout, unwrap
 from automodel_ckpt.checkpoint.state.optimizer_names import trained_by_all
 from automodel_ckpt.config.schema import (
     OptimizerConfig,
@@ -69,10 +69,11 @@ def trained_parameters(model: nn.Module) -> list[Trained]:
         {id(p) for p in output_layer.parameters()} if isinstance(output_layer, nn.Module) else set()
     )
     owners = {id(p): module for module in inner.modules() for p in module.parameters(recurse=False)}
+    layout = stored_layout(inner)
     names: dict[int, list[str]] = {}
     for fqn, parameter in inner.named_parameters(remove_duplicate=False):
         plain = fqn.removeprefix(_PEFT_PREFIX)
-        names.setdefault(id(parameter), []).extend([fqn, plain, name_in_files(inner, fqn)])
+        names.setdefault(id(parameter), []).extend([fqn, plain, layout.name_of(fqn)])
     found = []
     for parameter in inner.parameters():
         if not parameter.requires_grad:

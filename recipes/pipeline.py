@@ -1,4 +1,4 @@
-"""A recipe's model in pipeline stages: cutting it, asking a stage about itself, taking steps through all of them."""
+"""A model in pipeline stages: dividing it, probing one stage, and running micro-batches through all stages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from automodel_ckpt.checkpoint.discovery import classify
-from automodel_ckpt.checkpoint.module_tensors import Whole
+from automodel_ckpt.checkpoint.module_tensors import record_complete_tensors
 from automodel_ckpt.checkpoint.state.optimizer_names import Owners
 from automodel_ckpt.distributed.agree import gather_objects
 from automodel_ckpt.distributed.mesh import RankLayout, build_mesh
@@ -27,69 +27,77 @@ from automodel_ckpt.distributed.pipeline import (
 from automodel_ckpt.distributed.tensor_parallel import Plan, plan_for
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.pipeline_stage import PassThrough, has_tied_ends, keep_stage
-from automodel_ckpt.recipes.objective import Objective
 
 log = logging.getLogger("automodel_ckpt")
 
-Outcome = Callable[[Mapping[str, torch.Tensor], "torch.Tensor | None"], torch.Tensor]
-"""From the rows of a micro-batch, and hidden states on all stages but the first, to the hidden states for the next
-stage, or on the last to the summed loss."""
+StageOutput = Callable[[Mapping[str, torch.Tensor], "torch.Tensor | None"], torch.Tensor]
+"""From the rows of a micro-batch, and the hidden states [B, T, H] of the previous stage (None on the first), to the
+hidden states for the next stage, or on the last stage to the summed loss."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """What is known of the whole model when one stage of it is left; *tp_plan* is what of the plan is left."""
+class Stages:
+    """Facts about all stages of a model, of which one is left on this rank."""
 
     mesh: DeviceMesh
     tp_plan: Plan | None
+    """The part of the tensor parallel plan that concerns this rank's stage."""
     has_tied_ends: bool
-    wire: StageTensorSpec
+    """Whether the first and the last stage share the embedding's weight."""
+    hidden_states: StageTensorSpec
+    """The width and dtype of the hidden states between stages."""
 
 
-def cut(
+def split_stages(
     model: nn.Module, layout: RankLayout, tp_plan: Plan | None, compute_dtype: torch.dtype | None
-) -> Cut:
-    """Leave of *model* this rank's stage, in place; names and shapes of all the rest stay known (its attribute
-    ``whole``). Hidden states have the type *compute_dtype*, or that of the model. A collective."""
+) -> Stages:
+    """Remove all stages but this rank's from *model*, in place. A collective.
+
+    The names and shapes of all tensors stay in the model's stored layout. Hidden states have the dtype *compute_dtype*,
+    or that of the model.
+    """
     transformers_model: Any = model
     plan = plan_for(model, tp_plan, layout.sizes.tp) if layout.sizes.tp > 1 else None
     embedding = transformers_model.get_input_embeddings()
-    wire = StageTensorSpec(embedding.embedding_dim, compute_dtype or embedding.weight.dtype)
+    hidden_states = StageTensorSpec(
+        embedding.embedding_dim, compute_dtype or embedding.weight.dtype
+    )
     tied = has_tied_ends(model)
-    transformers_model.whole = Whole.of(model)
+    record_complete_tensors(model)
     keep_stage(model, layout.pp_rank, layout.sizes.pp)
     left = {name for name, module in model.named_modules() if not isinstance(module, PassThrough)}
     if plan is not None:
         plan = {name: style for name, style in plan.items() if name in left}
-    return Cut(build_mesh(layout), plan, tied, wire)
+    return Stages(build_mesh(layout), plan, tied, hidden_states)
 
 
-class Staged:
-    """This rank's stage of a recipe's model, shared out, among the others."""
+class PipelineStage:
+    """This rank's stage of a pipeline, sharded, with its connections to the other stages."""
 
-    def __init__(self, model: nn.Module, layout: RankLayout, made: Cut, kind: Kind) -> None:
-        """A collective: every rank does it once."""
-        self.pipeline = Pipeline(model, layout, made.mesh["pp"].get_group(), made.wire, kind)
-        self.width = made.wire.width
-        self._tied = _tied_ends(model, layout) if made.has_tied_ends else None
+    def __init__(self, model: nn.Module, layout: RankLayout, stages: Stages, kind: Kind) -> None:
+        """Connect the stages; *kind* is the schedule. A collective."""
+        group = stages.mesh["pp"].get_group()
+        self.pipeline = Pipeline(model, layout, group, stages.hidden_states, kind)
+        self.width = stages.hidden_states.width
+        self._tied = _tied_ends(model, layout) if stages.has_tied_ends else None
 
     def train(
-        self, rows: Sequence[Mapping[str, torch.Tensor]], outcome: Outcome, weight: float
+        self, rows: Sequence[Mapping[str, torch.Tensor]], output: StageOutput, weight: float
     ) -> list[torch.Tensor]:
         """Forward and backward of all micro-batches; see :meth:`.Pipeline.train`."""
         losses = self.pipeline.train(
-            lambda number, hidden: outcome(rows[number], hidden), _shapes(rows), weight
+            lambda number, hidden: output(rows[number], hidden), _shapes(rows), weight
         )
         if self._tied is not None:
             self._tied.sum_gradients()
         return losses
 
     def evaluate(
-        self, rows: Sequence[Mapping[str, torch.Tensor]], outcome: Outcome
+        self, rows: Sequence[Mapping[str, torch.Tensor]], output: StageOutput
     ) -> list[torch.Tensor]:
         """Forward of all micro-batches; the losses on the last stage."""
         return self.pipeline.evaluate(
-            lambda number, hidden: outcome(rows[number], hidden), _shapes(rows)
+            lambda number, hidden: output(rows[number], hidden), _shapes(rows)
         )
 
     @property
@@ -146,24 +154,6 @@ def log_idle_share(num_micro_batches: int, layout: RankLayout) -> None:
     )
 
 
-def check_single_step_optimizer(recipe: Any, base: Any) -> None:
-    """Raise :class:`RecipeError` for a *recipe* (derived from *base*) whose loss or step a pipeline would not call."""
-    own = [
-        f"{type(recipe).__name__}.{name}"
-        for name in ("build_objective", "train_step")
-        if getattr(type(recipe), name) is not getattr(base, name)
-    ]
-    if recipe.objective_class.loss is not Objective.loss:
-        own.append(f"{recipe.objective_class.__name__}.loss")
-    if own:
-        raise RecipeError(
-            "a pipeline computes the loss stage by stage, and this recipe computes it in its own way",
-            where="distributed.pp_size",
-            value=own[0],
-            hint="leave pp_size out, or override Objective.row_loss instead, which the last stage calls",
-        )
-
-
 def check_no_idle_stages(trained: Sequence[nn.Parameter], layout: RankLayout) -> None:
     """:class:`RecipeError` where a stage has nothing to be trained. A collective."""
     counts = gather_objects(layout.gloo_group, len(trained))[
@@ -178,7 +168,7 @@ def check_no_idle_stages(trained: Sequence[nn.Parameter], layout: RankLayout) ->
         )
 
 
-def add_up_stages(layout: RankLayout, counts: list[int]) -> list[int]:
+def sum_over_stages(layout: RankLayout, counts: list[int]) -> list[int]:
     """The sums of *counts* over the pipeline stages. A collective."""
     stages = gather_objects(layout.gloo_group, counts)[:: layout.world_size // layout.sizes.pp]
     return [sum(each) for each in zip(*stages, strict=True)]

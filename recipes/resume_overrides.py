@@ -1,4 +1,4 @@
-"""What an optimizer and its schedule go on with after a resume: their saved options and rates, or the recipe's."""
+"""What changed between a checkpoint's recipe and this one, and which of both values a resumed run uses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,20 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from automodel_ckpt.config.changes import Change, override_problem
+from automodel_ckpt.checkpoint.discovery import left_out
+from automodel_ckpt.checkpoint.layout import CONFIG
+from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.state.loading import first_lines
+from automodel_ckpt.config.changes import (
+    Change,
+    changed_keys,
+    check_overrides,
+    ignored_by_resume,
+    override_problem,
+    recipe_of,
+    saved_recipe,
+)
+from automodel_ckpt.config.yaml_tree import DEFAULT
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.training.lr import current_rate, fast_forward, follow_schedule
 from automodel_ckpt.training.step_scheduler import StepScheduler
@@ -19,6 +32,45 @@ log = logging.getLogger("automodel_ckpt")
 
 OPTIMIZER, SCHEDULE = "optimizer", "lr_scheduler"
 """The attributes of a recipe that are compared."""
+
+
+def compare_recipes(
+    checkpoint: Path,
+    manifest: Manifest,
+    *,
+    config_yaml: str,
+    origins: Mapping[str, str],
+    overridden: Collection[str],
+    on_resume: str,
+) -> None:
+    """Log which settings changed since *checkpoint* was saved. Called on rank 0.
+
+    *config_yaml* is the recipe of this run, *origins* where its values come from, *overridden* the keys that the
+    command line gives, *on_resume* the setting of that name. Raises :class:`RecipeError` for overrides on the command
+    line that the resume would ignore.
+    """
+    saved = saved_recipe(checkpoint / CONFIG)
+    if not saved or not config_yaml:
+        return  # imported from another program, or run by a script without a recipe file
+    given = {key for key, origin in origins.items() if origin != DEFAULT}
+    changes = changed_keys(saved, recipe_of(config_yaml), given)
+    ignored = ignored_by_resume(changes, manifest.saved, on_resume)
+    check_overrides(ignored, overridden, checkpoint)
+    lines = []
+    for change in changes:
+        note = " (not applied: the checkpoint has it)" if change in ignored else ""
+        lines.append(f"{change}{note}")
+    if lines:
+        log.warning("settings changed since %s was saved:%s", checkpoint.name, first_lines(lines))
+
+
+def log_omitted_state(recipe: object, untracked: Collection[str]) -> None:
+    """Log which attributes of *recipe* have state that is not saved, and why."""
+    omitted = dict(left_out(recipe))
+    for name, why in omitted.items():
+        log.info("not saved, since %s: %s", why, name)
+    for name in sorted(set(untracked) - omitted.keys()):
+        log.warning("untracked names %r, but the recipe has no such attribute", name)
 
 
 _APPLY = " (optimizer.on_resume: recipe applies it)"

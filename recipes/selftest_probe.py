@@ -21,7 +21,8 @@ from automodel_ckpt.checkpoint.discovery import Item, classify, discover, raw_by
 from automodel_ckpt.checkpoint.module_tensors import unwrap
 from automodel_ckpt.checkpoint.state.storable import check_safe
 from automodel_ckpt.data.loader import GlobalBatch
-from automodel_ckpt.recipes.base import FinetuneRecipe
+from automodel_ckpt.recipes.loop import TrainingLoop
+from automodel_ckpt.recipes.recipe import Recipe
 from automodel_ckpt.recipes.records import Control
 from automodel_ckpt.training.lr import current_rate
 from automodel_ckpt.training.step_scheduler import Due
@@ -29,31 +30,40 @@ from automodel_ckpt.training.step_scheduler import Due
 _OF_THE_CLOCK = {"elapsed_seconds"}
 
 
-def observed(
-    recipe_class: type[FinetuneRecipe], directory: Path, *, stop_after: int | None = None
-) -> Any:
+def observed(recipe_class: type[Recipe], directory: Path, *, stop_after: int | None = None) -> Any:
     """*recipe_class*, writing a line of JSON per step to ``rank_{r}.jsonl`` in *directory* (for its fields see
     :func:`observation`); with *stop_after* it asks itself to stop after that step, as by a signal."""
 
-    class Observed(recipe_class):  # type: ignore[misc,valid-type]
+    class ObservedLoop(recipe_class.loop_class):  # type: ignore[name-defined,misc]
+        recipe: Recipe
+
         def step(self, batch: GlobalBatch, control: Control) -> Due:
             due: Due = super().step(batch, control)
             with (directory / f"rank_{self.layout.rank}.jsonl").open("a") as lines:
-                lines.write(json.dumps(observation(self, batch)) + "\n")
+                lines.write(json.dumps(observation(self.recipe, batch)) + "\n")
             if self.step_scheduler.step == stop_after and not due.last:
                 self.stop_request.note(signal.SIGTERM)
             return due
 
+    class Observed(recipe_class):  # type: ignore[misc,valid-type]
+        loop_class = ObservedLoop
+
+        def build_loop(self) -> TrainingLoop:
+            loop: TrainingLoop = super().build_loop()
+            assert isinstance(loop, ObservedLoop)
+            loop.recipe = self
+            return loop
+
     return Observed
 
 
-def observation(recipe: FinetuneRecipe, batch: GlobalBatch) -> dict[str, Any]:
+def observation(recipe: Recipe, batch: GlobalBatch) -> dict[str, Any]:
     """What a step left on this rank: numbers as exact text (``float.hex``), and a digest of each piece of state.
 
     ``state`` holds ``attribute/tensor`` for modules and optimizers, ``attribute`` for the rest; of sharded tensors the
     rank's own part counts.
     """
-    result = recipe.last_step
+    result = recipe.loop.last_step
     assert result is not None
     return {
         "step": recipe.step_scheduler.step,
@@ -66,7 +76,7 @@ def observation(recipe: FinetuneRecipe, batch: GlobalBatch) -> dict[str, Any]:
     }
 
 
-def _digests(recipe: FinetuneRecipe) -> Iterator[tuple[str, str]]:
+def _digests(recipe: Recipe) -> Iterator[tuple[str, str]]:
     items = classify(discover(recipe))
     names = {
         id(p): f"{i.name}.{n}"

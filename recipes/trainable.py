@@ -1,21 +1,90 @@
-"""A model that is ready for training, with what its forward pass needs besides the rows."""
+"""Building a model for training or for inference next to one: from files or a configuration to this rank's shards."""
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
-from automodel_ckpt.distributed.context_parallel import ContextParallel
-from automodel_ckpt.models.loss_head import LossOf
+from automodel_ckpt.checkpoint.module_tensors import (
+    StoredLayout,
+    record_complete_tensors,
+    set_stored_layout,
+    stored_layout,
+)
+from automodel_ckpt.config.schema import (
+    CompileConfig,
+    DistributedConfig,
+    ModelConfig,
+    RecipeConfig,
+    Target,
+)
+from automodel_ckpt.config.targets import build
+from automodel_ckpt.distributed.agree import sum_over_ranks
+from automodel_ckpt.distributed.context_parallel import (
+    ContextParallel,
+    check_context_heads,
+    check_context_parallel,
+)
+from automodel_ckpt.distributed.mesh import RankLayout
+from automodel_ckpt.distributed.mesh_sizes import choose_strategy
+from automodel_ckpt.distributed.parallelize import (
+    Parallelism,
+    compute_context,
+    decoder_layers,
+    parallelize,
+    reshard,
+)
+from automodel_ckpt.distributed.tensor_parallel import check_heads
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.adapter import Adapted, why_whole
+from automodel_ckpt.models.build import (
+    base_directory,
+    check_attention,
+    check_complete,
+    check_context,
+    check_task,
+    check_trained_types,
+    check_vocabulary,
+    checkpoint_activations,
+    freeze,
+    load_model_config,
+)
+from automodel_ckpt.models.compiling import compile_layers
+from automodel_ckpt.models.loss_head import LossHead, ModuleLossHead, install_loss_head
+from automodel_ckpt.models.pipeline_stage import check_stages
+from automodel_ckpt.models.probe import forward_parameters
+from automodel_ckpt.models.quantize import check_not_quantized
+from automodel_ckpt.models.routers import (
+    RouterSettings,
+    check_router_loss,
+    check_stages_with_routers,
+    router_settings,
+)
+from automodel_ckpt.models.vocabulary import (
+    num_embeddings,
+    resize_vocabulary,
+    set_size,
+    vocabulary_names,
+    wanted_size,
+)
+from automodel_ckpt.recipes.adapters import adapt, fresh_base, lora_of, quantization, with_copies
+from automodel_ckpt.recipes.context_parallel import cut_rows
+from automodel_ckpt.recipes.deferred_model import DeferredModel, build_deferred, layout_in_files
+from automodel_ckpt.recipes.init_from import verify_base
+from automodel_ckpt.recipes.pipeline import FromTokens, PipelineStage, log_idle_share, split_stages
+from automodel_ckpt.recipes.row_sharing import Rows, choose_row_layout
 from automodel_ckpt.training.router_loss import RouterLoss
 
-Rows = Callable[[Mapping[str, torch.Tensor]], dict[str, torch.Tensor]]
-"""From a collated micro-batch to the rows that the model sees, with the same sum of losses over labels."""
+log = logging.getLogger("automodel_ckpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,17 +92,458 @@ class Trainable:
     """This rank's shards of a model, or of one pipeline stage, and how its forward pass is called."""
 
     model: nn.Module
-    forward_options: Mapping[str, Any]
+    forward_options: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of each forward pass besides the rows."""
-    compute: Callable[[], AbstractContextManager[Any]]
-    """The context of each forward pass, which sets the type that all ranks compute in."""
+    compute: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """The context of each forward pass, which sets the dtype that all ranks compute in."""
     row_layout: Rows | None = None
     """How samples share rows; None: each sample is padded to the longest."""
-    loss_of: LossOf | None = None
-    """Lets the output layer compute the loss; None: the loss is computed from full logits."""
+    loss_head: LossHead | ModuleLossHead | None = None
+    """The output layer, if it computes the loss; None: the loss is computed from full logits."""
     all_up_to: int = 0
-    """Number of positions in a micro-batch up to which the output layer takes those without a label too."""
+    """Number of positions in a micro-batch up to which the loss head takes those without a label too."""
     context: ContextParallel | None = None
-    """How context parallel ranks divide rows; None: rows are whole."""
+    """How context parallel ranks divide rows; None: rows are not divided."""
+    stage: PipelineStage | None = None
+    """This rank's stage of a pipeline; None: the model is complete."""
     router_loss: RouterLoss | None = None
     """The load balancing loss of a mixture of experts; None: the model has none, or the recipe switches it off."""
+    adapted: Adapted | None = None
+    """The adapters and their description; None without a ``peft`` section."""
+    resized: tuple[str, ...] = ()
+    """Names in files of the parameters that ``model.vocab_size`` gives another number of rows."""
+    summary: str = ""
+    """The class and size of the model and how ranks share it, for the log."""
+
+    @property
+    def stored_layout(self) -> StoredLayout:
+        """How checkpoints store the tensors of the model."""
+        return stored_layout(self.model)
+
+    def forward(self, inputs: Mapping[str, torch.Tensor]) -> Any:
+        """Call the model with *inputs* on its device, in the dtype that all ranks compute in; returns its output."""
+        with self.compute():
+            return self.model(**inputs, **self.forward_options)
+
+
+def build_trainable(
+    config: RecipeConfig,
+    layout: RankLayout,
+    *,
+    auto_class: Any,
+    task_type: str | None = None,
+    preprocessor: Any = None,
+    model_config: PreTrainedConfig | None = None,
+    shares_rows: bool = False,
+    is_trained: bool = True,
+    is_dry_run: bool = False,
+) -> Trainable:
+    """Build the model that the sections ``model``, ``peft``, ``distributed`` and ``compile`` of *config* describe.
+
+    A collective. Call it once for each model of a run: for another one (a reference, a teacher, a reward model) pass
+    ``dataclasses.replace(config, model=..., peft=...)``. A model that is not trained is frozen and in evaluation mode.
+
+    Args:
+        config: The recipe; it is not changed.
+        layout: The ranks that share the model.
+        auto_class: The class of transformers whose ``from_pretrained`` and ``from_config`` make the model.
+        task_type: peft's name of the task; None if peft has no class of models for it.
+        preprocessor: The tokenizer or processor; None if there is none.
+        model_config: What :func:`read_model_config` returned for ``config.model``; None: it is read here.
+        shares_rows: Whether samples may share rows without padding, if the model supports it.
+        is_trained: Whether the parameters get gradients, as far as ``model.freeze`` and ``peft`` allow.
+        is_dry_run: Whether the model stays on the meta device, complete and without values, to be counted.
+
+    Raises :class:`RecipeError` for what the model or the ranks do not support, on all ranks, and
+    :class:`CheckpointUnusable` for damaged files of the base.
+    """
+    if model_config is None:
+        model_config = read_model_config(
+            config, layout, auto_class=auto_class, preprocessor=preprocessor
+        )
+    builder = _TrainableBuilder(
+        config,
+        layout,
+        auto_class=auto_class,
+        task_type=task_type,
+        preprocessor=preprocessor,
+        model_config=model_config,
+        shares_rows=shares_rows,
+        is_trained=is_trained,
+        is_dry_run=is_dry_run,
+    )
+    return builder.build()
+
+
+def read_model_config(
+    config: RecipeConfig, layout: RankLayout, *, auto_class: Any, preprocessor: Any
+) -> PreTrainedConfig | None:
+    """Read the transformers configuration of ``config.model``; None for a model by ``_target_``.
+
+    Raises :class:`RecipeError` if it does not fit the tokenizer, the data or the device mesh.
+    """
+    section = config.model
+    if isinstance(section, Target):
+        return None
+    tokenizer = text_tokenizer(preprocessor)
+    found = load_model_config(
+        from_pretrained=section.from_pretrained,
+        from_config=section.from_config,
+        tokenizer=tokenizer,
+        processor=preprocessor,
+    )
+    check_task(found, auto_class)
+    size = wanted_size(section.vocab_size, tokenizer)
+    if size is not None and section.from_config is not None:
+        set_size(found, size)
+    check_vocabulary(found, tokenizer, size=size)
+    sizes = layout.sizes
+    check_heads(found, sizes.tp)
+    check_context_heads(found, sizes.cp, sizes.tp)
+    for name in ("dataset", "validation_dataset"):
+        dataset = getattr(config, name)
+        seq_length = dataset.kwargs.get("seq_length") if dataset is not None else None
+        if seq_length is not None:
+            check_context(found, int(seq_length), f"{name}.seq_length")
+    return found
+
+
+def text_tokenizer(preprocessor: Any) -> Any:
+    """The tokenizer, also of a processor; None if there is none."""
+    return getattr(preprocessor, "tokenizer", preprocessor)
+
+
+def parallelism(section: DistributedConfig) -> Parallelism:
+    """The ``distributed`` section without the sizes of the mesh and the plan."""
+    dtype = getattr(torch, section.mixed_precision) if section.mixed_precision else None
+    return Parallelism(
+        strategy=section.strategy,
+        reshard_after_forward=section.reshard_after_forward,
+        compute_dtype=dtype,
+        cpu_offload=section.cpu_offload,
+        sequence_parallel=section.sequence_parallel,
+    )
+
+
+def row_multiple(config: RecipeConfig, layout: RankLayout) -> int:
+    """Rows are padded to a multiple of this many tokens, so that ranks can divide them along the sequence."""
+    num_parts = layout.num_row_parts(sequence_parallel=config.distributed.sequence_parallel)
+    return math.lcm(config.dataloader.pad_to_multiple_of or 1, num_parts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Changed:
+    """An unsharded model after the changes that the recipe makes to it."""
+
+    deferred: DeferredModel
+    adapted: Adapted | None = None
+    resized: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Sharded:
+    """A model with this rank's values, the context of its forward pass, and its pipeline stage if it has one."""
+
+    model: nn.Module
+    compute: Callable[[], AbstractContextManager[Any]]
+    stage: PipelineStage | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _TrainableBuilder:
+    """The inputs of :func:`build_trainable`. No method changes them."""
+
+    config: RecipeConfig
+    layout: RankLayout
+    auto_class: Any
+    task_type: str | None
+    preprocessor: Any
+    model_config: PreTrainedConfig | None
+    shares_rows: bool
+    is_trained: bool
+    is_dry_run: bool
+
+    def build(self) -> Trainable:
+        """Build the model, change it, shard it, and probe what it supports."""
+        changed = self._change(self._unsharded())
+        model = changed.deferred.model
+        if self.is_trained:
+            check_trained_types(model)
+        options = self._forward_options(model)
+        router = self._router_settings(model)
+        if router is None and router_settings(model) is not None:
+            options["output_router_logits"] = False
+        if self.layout.in_stages:
+            check_stages(model, self.layout.sizes.pp)
+        if self.layout.sizes.cp > 1:
+            check_context_parallel(model)
+        built = Trainable(
+            model,
+            options,
+            adapted=changed.adapted,
+            resized=changed.resized,
+            summary=self._summary(model),
+        )
+        if self.is_dry_run:
+            return built
+        check_attention(model, self.layout.device)
+        sharded = shard(changed.deferred, self.config, self.layout)
+        built = replace(built, model=sharded.model, compute=sharded.compute, stage=sharded.stage)
+        # The unsharded object is probed: sharding changed it in place, and a DDP wrapper would reduce gradients.
+        return self._probed(built, model, router)
+
+    # ---------------------------------------------------------------- the unsharded model
+
+    def _unsharded(self) -> DeferredModel:
+        section = self.config.model
+        if isinstance(section, Target):
+            made = build(section)
+            check_complete(made)
+            return DeferredModel(made)
+        assert self.model_config is not None
+        base = self._base()
+        if base is not None:
+            level = "size" if self.is_dry_run else self.config.checkpoint.verify
+            verify_base(base, level, self.layout, self.layout.gloo_group)
+        peft = self.config.peft
+        return build_deferred(
+            replace(section, from_pretrained=base),
+            self.model_config,
+            auto_class=self.auto_class,
+            seed=self.config.seed,
+            group=self.layout.gloo_group,
+            vocab_size=wanted_size(section.vocab_size, text_tokenizer(self.preprocessor)),
+            needs_values=why_whole(lora_of(peft)) if peft is not None else "",
+            loading=quantization(self.config, self.layout),
+        )
+
+    def _base(self) -> str | None:
+        """The directory or Hub name of the pretrained weights; ``peft.base_dir`` is filled first if it is empty. None
+        for fresh weights."""
+        section, peft = self.config.model, self.config.peft
+        assert not isinstance(section, Target)
+        if peft is None or peft.base_dir is None:
+            return section.from_pretrained
+        assert self.model_config is not None
+        fresh_base(
+            self.config,
+            self.model_config,
+            auto_class=self.auto_class,
+            preprocessor=self.preprocessor,
+            layout=self.layout,
+        )
+        return peft.base_dir
+
+    def _change(self, deferred: DeferredModel) -> _Changed:
+        """Resize the vocabulary, record the stored layout, and add adapters or freeze parameters."""
+        section, model = self.config.model, deferred.model
+        if isinstance(section, Target):
+            if self.is_trained:
+                freeze(model, [])  # raises if the model has nothing to train
+            else:
+                _freeze_all(model)
+            return _Changed(deferred)
+        num_base_rows = self._num_base_rows(model)
+        resized = self._resize(model, section)
+        directory = base_directory(section.from_pretrained) if section.from_pretrained else None
+        names = layout_in_files(model, directory)
+        set_stored_layout(model, names)
+        resized = tuple(names.name_of(name) for name in resized)
+        adapted = None
+        if self.config.peft is not None:
+            adapted = adapt(model, self.config.peft, num_base_rows, self.task_type)
+            deferred = with_copies(deferred, adapted.model)
+        else:
+            check_not_quantized(model)
+            if self.is_trained:
+                freeze(model, section.freeze)
+            if names.rows:
+                # Each rank stores its own experts; with this, all ranks know the names of all experts.
+                record_complete_tensors(model)
+        if not self.is_trained:
+            _freeze_all(deferred.model)
+        elif section.activation_checkpointing:
+            checkpoint_activations(deferred.model)
+        return _Changed(deferred, adapted, resized)
+
+    def _num_base_rows(self, model: nn.Module) -> int | None:
+        """Rows of the embedding before ``model.vocab_size`` changes it."""
+        assert self.model_config is not None
+        configured = getattr(self.model_config.get_text_config(), "vocab_size", None)
+        return configured or num_embeddings(model)
+
+    def _resize(self, model: nn.Module, section: ModelConfig) -> tuple[str, ...]:
+        """Apply ``model.vocab_size``; returns the FQNs of the parameters that it concerns."""
+        size = wanted_size(section.vocab_size, text_tokenizer(self.preprocessor))
+        if size is None:
+            return ()
+        names = tuple(vocabulary_names(model))
+        if section.from_pretrained is not None:
+            # A model on the meta device has this size already; one with values has that of its files.
+            resize_vocabulary(model, size, section.new_tokens)
+        return names
+
+    def _forward_options(self, model: nn.Module) -> dict[str, Any]:
+        # A cache of keys and values serves generation only, and costs time and memory in each step.
+        return {"use_cache": False} if "use_cache" in forward_parameters(model) else {}
+
+    def _router_settings(self, model: nn.Module) -> RouterSettings | None:
+        """The settings of the router's loss; None for a model without one, or if the recipe switches it off.
+
+        Raises :class:`RecipeError` for pipeline stages, and for ``micro_batch`` with a model that has no such loss.
+        """
+        settings, section = router_settings(model), self.config.model
+        over = section.router_aux_loss if isinstance(section, ModelConfig) else True
+        if settings is None:
+            if over == "micro_batch":
+                raise RecipeError(
+                    "router_aux_loss has no effect: this model computes no router logits",
+                    where="model.router_aux_loss",
+                    value=over,
+                    hint="set output_router_logits: true in the model's config, or remove the key",
+                )
+            return None
+        if not over or not self.is_trained:
+            return None
+        check_stages_with_routers(self.layout.sizes.pp)
+        return settings
+
+    def _summary(self, model: nn.Module) -> str:
+        num_all = sum(p.numel() for p in model.parameters())
+        num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        trained = "" if num_trained == num_all else f", {num_trained:,} of them trained"
+        sizes = self.layout.sizes
+        ranks = "1 rank" if sizes.world == 1 else f"{sizes.world} ranks"
+        strategy = choose_strategy(self.config.distributed.strategy, sizes)
+        has_mesh = max(sizes.dp_replicate, sizes.tp, sizes.pp, sizes.cp) > 1
+        mesh = f" ({sizes})" if has_mesh else ""
+        name = type(model).__name__
+        return f"{name} with {num_all:,} parameters{trained}; {ranks}, {strategy}{mesh}"
+
+    # ---------------------------------------------------------------- probing
+
+    def _probed(
+        self, built: Trainable, model: nn.Module, router: RouterSettings | None
+    ) -> Trainable:
+        """Find out what the sharded *model* supports by forward passes of a few tokens. A collective."""
+        if router is not None:
+            router_loss = self._build_router_loss(model, router, built.forward_options)
+            built = replace(built, router_loss=router_loss)
+        probe_model = _probe_model(model, built.stage, self.layout)
+        if self.shares_rows:
+            row_layout = choose_row_layout(
+                model,
+                probe_model,
+                self.config,
+                self.layout,
+                built.forward_options,
+                row_multiple=row_multiple(self.config, self.layout),
+                hidden_size=self._hidden_size(),
+                marks_tokens=router is not None,
+            )
+            built = replace(built, row_layout=row_layout)
+        if self.config.loss_fn is None and self.layout.is_last_stage:
+            head = install_loss_head(
+                probe_model,
+                built.forward_options,
+                row_multiple(self.config, self.layout),
+                self.layout.device,
+            )
+            if head is not None:
+                # Read here: its value depends on the weight's type, which sharding changes back after the probes.
+                built = replace(built, loss_head=head, all_up_to=head.all_up_to)
+        if self.layout.sizes.cp > 1:
+            context = cut_rows(model, self.layout, built.forward_options)
+            built = replace(built, context=context)
+        # The probes left the parameters gathered.
+        reshard(built.model)
+        if not self.is_trained:
+            built.model.eval()
+        return built
+
+    def _build_router_loss(
+        self, model: nn.Module, settings: RouterSettings, options: Mapping[str, Any]
+    ) -> RouterLoss:
+        section = self.config.model
+        over = section.router_aux_loss if isinstance(section, ModelConfig) else True
+        router_loss = RouterLoss(
+            settings.coefficient,
+            settings.top_k,
+            "micro_batch" if over == "micro_batch" else "global_batch",
+            sum_over_ranks=partial(sum_over_ranks, self.layout.gloo_group),
+            counts_here=self.layout.reports_loss,
+        )
+        multiple = row_multiple(self.config, self.layout)
+        check_router_loss(model, router_loss.of_logits, options, multiple, self.layout.device)
+        log.info(
+            "the router's load balancing loss is added with the coefficient %g, over each %s (model.router_aux_loss)",
+            settings.coefficient,
+            router_loss.over.replace("_", " "),
+        )
+        return router_loss
+
+    def _hidden_size(self) -> int:
+        text = self.model_config and self.model_config.get_text_config()
+        return getattr(text, "hidden_size", 1024)
+
+
+def shard(deferred: DeferredModel, config: RecipeConfig, layout: RankLayout) -> Sharded:
+    """Leave this rank's shards of a model in place, with their values, as the section ``distributed`` asks.
+
+    Decoder layers are compiled before, as ``compile`` asks. A collective. Raises :class:`RecipeError` for what this
+    model does not support.
+    """
+    model, section = deferred.model, config.distributed
+    plan = build(section.tp_plan, model=model) if section.tp_plan is not None else None
+    how = replace(parallelism(section), tp_plan=plan)
+    strategy = choose_strategy(how.strategy, layout.sizes)
+    _log_dtypes(model, strategy, how.compute_dtype)
+    compute = compute_context(strategy, layout.device, how.compute_dtype)
+    stages = None
+    if layout.in_stages:
+        hidden_dtype = how.compute_dtype if strategy == "fsdp2" else None
+        stages = split_stages(model, layout, plan, hidden_dtype)
+        how = replace(how, tp_plan=stages.tp_plan)
+    if config.compile.enabled:
+        _compile(model, config.compile, layout.device)
+    mesh = stages.mesh if stages is not None else None
+    sharded = parallelize(model, layout, how, deferred.materialise, mesh)
+    if stages is None:
+        return Sharded(sharded, compute)
+    stage = PipelineStage(sharded, layout, stages, section.pp_schedule)
+    steps = config.step_scheduler
+    num_micro_batches = steps.global_batch_size // (steps.local_batch_size * layout.dp_size)
+    log_idle_share(num_micro_batches, layout)
+    return Sharded(sharded, compute, stage)
+
+
+def _compile(model: nn.Module, section: CompileConfig, device: torch.device) -> None:
+    compile_layers(
+        decoder_layers(model),
+        backend=section.backend,
+        mode=section.mode,
+        fullgraph=section.fullgraph,
+        dynamic=section.dynamic,
+        device=device,
+    )
+
+
+def _probe_model(model: nn.Module, stage: PipelineStage | None, layout: RankLayout) -> nn.Module:
+    """A model that takes token ids, for probes: a later pipeline stage, which takes hidden states, is wrapped."""
+    if stage is None or layout.pp_rank == 0:
+        return model
+    return FromTokens(model, stage.width)
+
+
+def _freeze_all(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+
+
+def _log_dtypes(model: nn.Module, strategy: str, compute_dtype: torch.dtype | None) -> None:
+    if compute_dtype is None:
+        return
+    means = "the parameters gathered in it" if strategy == "fsdp2" else "autocast"
+    kept = str(next(model.parameters()).dtype).removeprefix("torch.")
+    computed = str(compute_dtype).removeprefix("torch.")
+    log.info("computing in %s (%s); weights and optimizer in %s", computed, means, kept)

@@ -1,10 +1,10 @@
 """Supervised fine-tuning of a vision-language model on conversations with images.
 
-Reads from top to bottom: :meth:`VLMFinetune.build` makes the attributes; the loop over global batches, the step and all
-that is not a vision-language model's own come from :class:`~automodel_ckpt.recipes.base.FinetuneRecipe`.
+:meth:`VLMFinetune.build` creates the attributes. Everything that is not specific to vision-language models, from the
+process groups to the training loop, is in :class:`~automodel_ckpt.recipes.recipe.Recipe`.
 
-Needs what the extra ``vision`` brings. Without torchvision images are prepared with Pillow, and a processor's part for
-videos is left out (:mod:`automodel_ckpt.models.processor`).
+Needs the packages of the extra ``vision``. Without torchvision images are prepared with Pillow, and a processor's part
+for videos is left out (:mod:`automodel_ckpt.models.processor`).
 """
 
 from __future__ import annotations
@@ -12,59 +12,57 @@ from __future__ import annotations
 import os
 from typing import Any, ClassVar
 
+from torch import nn
 from transformers import AutoModelForImageTextToText
 
-from automodel_ckpt.config.schema import Target
+from automodel_ckpt.config.schema import RecipeConfig, Target
 from automodel_ckpt.config.targets import build
 from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.errors import Problem, RecipeError
 from automodel_ckpt.models.build import first_line
 from automodel_ckpt.models.processor import read_processor
 from automodel_ckpt.models.vision import image_token_ids
-from automodel_ckpt.recipes.base import FinetuneRecipe
+from automodel_ckpt.recipes.loop import TrainingLoop
+from automodel_ckpt.recipes.preprocessors import find_preprocessor
+from automodel_ckpt.recipes.recipe import Recipe
+from automodel_ckpt.recipes.trainable import row_multiple
 
 
-class VLMFinetune(FinetuneRecipe):
-    """Trains ``model`` on the conversations of ``dataset`` to say what the assistant says."""
+class VLMLoop(TrainingLoop):
+    """Checks in the first step that every trained parameter takes part in the model's output."""
+
+    _checked_gradients = False
+
+    def clip_gradients(self) -> float:
+        """Scale the gradients; the first time, raise :class:`RecipeError` for trained parameters without a gradient.
+
+        Such parameters (the last layers of a LLaVA vision tower, whose features are not used) would make the ranks of
+        ddp wait forever, and take memory for nothing elsewhere.
+        """
+        if not self._checked_gradients:
+            check_all_trained(self.model, has_adapters=self.config.peft is not None)
+            self._checked_gradients = True
+        return super().clip_gradients()
+
+
+class VLMFinetune(Recipe):
+    """Trains ``model`` on the conversations of ``dataset`` to give the assistant's answers."""
 
     auto_class: ClassVar[Any] = AutoModelForImageTextToText
+    loop_class = VLMLoop
 
     def build(self) -> None:
-        """The processor, the data, the model, and what updates it."""
-        self.check_sections_for_text()
+        """Create the processor, the data, the model, and what updates it."""
+        check_sections(self.config)
         self.processor = self.preprocessor = self.build_processor()
         self.build_training()
-        self._checked_gradients = False
-
-    def check_sections_for_text(self) -> None:
-        """:class:`RecipeError` for what acts in a recipe for text alone."""
-        config = self.config
-        tokenizer = config.tokenizer
-        if (
-            tokenizer is None
-            or isinstance(tokenizer, Target)
-            or tokenizer.from_pretrained is not None
-        ):
-            raise RecipeError(
-                "a vision-language model's tokenizer is part of its processor",
-                where="tokenizer",
-                value="a tokenizer section",
-                hint="give a processor section instead",
-            )
-        if config.packed_sequence is not None:
-            raise RecipeError(
-                "samples with images are not packed: each is padded to the longest",
-                where="packed_sequence",
-                value="a packed_sequence section",
-                hint="leave packed_sequence out",
-            )
 
     def build_processor(self) -> Any:
-        """The ``processor`` section, else the pretrained model's own."""
+        """Build the ``processor`` section, else the pretrained model's own. Raises :class:`RecipeError`."""
         section = self.config.processor
         if isinstance(section, Target):
-            return self.checked_processor(build(section), "processor")
-        name, where = self.named_or_the_models("processor")
+            return check_processor(build(section), "processor")
+        name, where = find_preprocessor(self.config, "processor")
         if name is None:
             raise RecipeError(
                 "there is no processor",
@@ -74,7 +72,7 @@ class VLMFinetune(FinetuneRecipe):
             )
         try:
             processor = read_processor(os.path.expanduser(name))
-        except Exception as error:  # what damaged files make transformers raise
+        except Exception as error:  # damaged files make transformers raise anything
             raise RecipeError(
                 "the processor cannot be read",
                 where=where,
@@ -82,62 +80,77 @@ class VLMFinetune(FinetuneRecipe):
                 hint="name a directory with processor files, and install the libraries that its processor asks for "
                 "(pip install 'automodel_ckpt[vision]', and torchvision where it is named)",
             ) from error
-        return self.checked_processor(processor, where)
-
-    def checked_processor(self, processor: Any, where: str) -> Any:
-        """*processor*, which has to take both text and images."""
-        if hasattr(processor, "image_processor") and hasattr(processor, "tokenizer"):
-            return processor
-        raise RecipeError(
-            "this processor does not take both text and images",
-            where=where,
-            value=type(processor).__name__,
-            hint="name a vision-language model's processor; a language model is trained by recipe: llm_finetune",
-        )
+        return check_processor(processor, where)
 
     def build_dataset(self, section: Target) -> Any:
-        """The data set that a section names."""
+        """Build the data set that a section names."""
         return build(section, processor=self.processor, tokenizer=self.processor.tokenizer)
 
     def build_collate_fn(self) -> Any:
-        """The function from samples to a micro-batch."""
-        config = self.config.dataloader
-        if config.collate_fn is not None:
-            return build(
-                config.collate_fn, processor=self.processor, tokenizer=self.processor.tokenizer
-            )
+        """Build the ``dataloader.collate_fn`` section, else a collator for conversations with images."""
+        section = self.config.dataloader.collate_fn
+        if section is not None:
+            return build(section, processor=self.processor, tokenizer=self.processor.tokenizer)
         ids = image_token_ids(self.model_config, self.processor)
-        return ImageTextCollator(self.processor, ids, self.row_multiple)
+        return ImageTextCollator(self.processor, ids, row_multiple(self.config, self.layout))
 
-    def clip_gradients(self) -> float:
-        """As for any recipe; the first time, what is to be trained but takes no part in the model's output is refused.
 
-        Such parameters (a LLaVA vision tower's last layers, whose features are not used) would leave ddp's ranks
-        waiting, and take memory for nothing elsewhere.
-        """
-        if not self._checked_gradients:
-            unused = [
-                name
-                for name, p in self.model.named_parameters()
-                if p.requires_grad and p.grad is None
-            ]
-            if unused:
-                raise RecipeError.all_of([_unused(unused, adapters=self.config.peft is not None)])
-            self._checked_gradients = True
-        return super().clip_gradients()
+def check_sections(config: RecipeConfig) -> None:
+    """Raise :class:`RecipeError` for sections that only a recipe for text has."""
+    tokenizer = config.tokenizer
+    has_tokenizer = isinstance(tokenizer, Target) or (
+        tokenizer is not None and tokenizer.from_pretrained is not None
+    )
+    if tokenizer is None or has_tokenizer:
+        raise RecipeError(
+            "a vision-language model's tokenizer is part of its processor",
+            where="tokenizer",
+            value="a tokenizer section",
+            hint="give a processor section instead",
+        )
+    if config.packed_sequence is not None:
+        raise RecipeError(
+            "samples with images are not packed: each is padded to the longest",
+            where="packed_sequence",
+            value="a packed_sequence section",
+            hint="leave packed_sequence out",
+        )
+
+
+def check_processor(processor: Any, where: str) -> Any:
+    """Return *processor*, which the key *where* gives. Raises :class:`RecipeError` unless it takes text and images."""
+    if hasattr(processor, "image_processor") and hasattr(processor, "tokenizer"):
+        return processor
+    raise RecipeError(
+        "this processor does not take both text and images",
+        where=where,
+        value=type(processor).__name__,
+        hint="name a vision-language model's processor; a language model is trained by recipe: llm_finetune",
+    )
+
+
+def check_all_trained(model: nn.Module, *, has_adapters: bool) -> None:
+    """Raise :class:`RecipeError` if a parameter of *model* that needs a gradient has none after a backward pass."""
+    unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    if unused:
+        raise RecipeError.all_of([_unused(unused, adapters=has_adapters)])
 
 
 def _unused(names: list[str], *, adapters: bool) -> Problem:
     plain = [name.removeprefix("module.") for name in names]
     if adapters:
         plain = [name.removeprefix("base_model.model.").partition(".lora_")[0] for name in plain]
-        key, hint, found = "peft.exclude_modules", "leave them out", sorted(set(plain))
+        key, hint = "peft.exclude_modules", "leave them out"
+        found = sorted(set(plain))
     else:
         key, hint = "model.freeze", "freeze them"
         found = sorted({f"{name.rpartition('.')[0]}.*" for name in plain})
+    shown = ", ".join(plain[:5])
+    more = " ..." if len(plain) > 5 else ""
+    patterns = ", ".join(map(repr, found))
     return Problem(
         "parameters are to be trained that take no part in the model's output",
         key,
-        f"{len(plain)} of them: {', '.join(plain[:5])}{' ...' if len(plain) > 5 else ''}",
-        f"{hint}: {key}: [{', '.join(map(repr, found))}]",
+        f"{len(plain)} of them: {shown}{more}",
+        f"{hint}: {key}: [{patterns}]",
     )

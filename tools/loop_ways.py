@@ -236,13 +236,9 @@ def ours(
     from automodel_ckpt.config.load import load_recipe
     from automodel_ckpt.config.overrides import parse
     from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+    from automodel_ckpt.recipes.loop import TrainingLoop
 
-    class Timed(LLMFinetune):
-        def setup(self) -> None:
-            super().setup()
-            if num_ranks == 1:  # so that another recipe can make its own; nothing is saved here
-                dist.destroy_process_group()
-
+    class TimedLoop(TrainingLoop):
         def step(self, batch: Any, control: Any) -> Any:
             due = super().step(batch, control)
             steps.note(control.num_tokens)
@@ -251,6 +247,14 @@ def ours(
         def end(self) -> None: ...
 
         def validate_and_save(self, **due: Any) -> None: ...
+
+    class Timed(LLMFinetune):
+        loop_class = TimedLoop
+
+        def setup(self) -> None:
+            super().setup()
+            if num_ranks == 1:  # so that another recipe can make its own; nothing is saved here
+                dist.destroy_process_group()
 
     gc.freeze()  # as the command does after its imports: collections search the modules' objects no more
     directory = Path(os.environ["BENCH_LOOP_DIRECTORY"])  # shared by the ranks

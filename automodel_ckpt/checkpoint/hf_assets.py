@@ -52,11 +52,11 @@ def tensor_specs(model: Any) -> dict[str, TensorSpec]:
     """The tensors that a checkpoint holds of a model, shared out already or not."""
     from torch import Tensor
 
-    from automodel_ckpt.checkpoint.module_tensors import whole_state
+    from automodel_ckpt.checkpoint.module_tensors import complete_state
 
     return {
         fqn: TensorSpec(dtype_code(str(value.dtype)), tuple(value.shape))
-        for fqn, value in whole_state(model)[0].items()
+        for fqn, value in complete_state(model)[0].items()
         if isinstance(value, Tensor)
     }
 
@@ -102,10 +102,10 @@ class HFAssets:
         declared: Iterable[str] = (),
     ) -> HFAssets:
         """The assets of a transformers model, shared out or not; *base_dir* None: not from a local directory."""
-        from automodel_ckpt.checkpoint.module_tensors import unwrap, whole_state
+        from automodel_ckpt.checkpoint.module_tensors import complete_state, unwrap
 
         inner: Any = unwrap(model)
-        _, tied = whole_state(inner)
+        _, tied = complete_state(inner)
         return cls(
             inner.config,
             generation_config=getattr(inner, "generation_config", None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,106 +27,137 @@ def unwrap(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, DistributedDataParallel) else module
 
 
-def module_state(module: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
-    """A module's persistent state by FQN (tensors are the live ones), each memory once; and what was left out as tied.
-
-    Returns (state dict, {left-out name: kept name}). Of names that share a tensor the first in the module's own order
-    is kept, unless the module says otherwise (transformers' ``_tied_weights_keys``). A module whose tensors have other
-    names in files says so in its attribute ``names_in_files``; those are the names here. Rows that are in files tensors
-    of their own (experts) are here too, as the attribute ``parts_in_files`` says; each rank has those that it holds. Of
-    a PEFT model it is only what its adapter file holds, under the names it has there: the base is not the checkpoint's.
-    """
-    state = dict(get_model_state_dict(module))
-    kept, tied = stored_names(module, state)
-    return stored_values(module, state, kept), tied
+RowPart = tuple[int, tuple[slice, ...]]
+"""The number of a row of a tensor, and an index into that row."""
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
-    """The tensors that ranks with different parts of a module (pipeline stages, experts) store together.
+class CompleteTensors:
+    """All tensors that the ranks store together of a module whose parts are on different ranks (stages, experts).
 
-    *tensors* are without memory, by stored name and in the module's own order; *tied* maps left-out names to kept
-    names. Such a module has it in its attribute ``whole``, so that names, shapes and dtypes are compared without
-    communication.
+    *tensors* have no memory; they are by stored name and in the module's own order. *tied* maps the names that are left
+    out to the names that are stored. With it each rank compares names, shapes and dtypes without communication.
     """
 
     tensors: Mapping[str, torch.Tensor]
     tied: Mapping[str, str]
 
-    @classmethod
-    def of(cls, module: nn.Module) -> Whole:
-        """The tensors of a complete *module*, from which no part has been removed yet."""
-        state, tied = module_state(module)
-        return cls(
-            {
-                name: outline(value)
-                for name, value in state.items()
-                if isinstance(value, torch.Tensor)
-            },
-            tied,
-        )
+
+@dataclass(frozen=True, slots=True)
+class StoredLayout:
+    """How files store a module's tensors, where that differs from memory."""
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    """{FQN: name in files}; tensors that are not here are stored under their FQN."""
+    rows: Mapping[str, Mapping[str, RowPart]] = field(default_factory=dict)
+    """{FQN: {name in files: part}} of tensors whose rows are separate tensors in files (experts)."""
+    complete: CompleteTensors | None = None
+    """The tensors of all ranks; None if each rank has (a shard of) every tensor."""
+
+    def name_of(self, fqn: str) -> str:
+        """The name that checkpoints store the tensor *fqn* under."""
+        return self.names.get(fqn, fqn)
 
 
-def keep_whole(module: nn.Module) -> None:
-    """Record all tensors of a module before its shards hold different tensors of files."""
-    if _parts_in_files(module):
-        module.whole = Whole.of(module)  # type: ignore[assignment]
+_UNCHANGED = StoredLayout()
 
 
-def outline(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape and dtype without memory."""
+def set_stored_layout(module: nn.Module, layout: StoredLayout) -> None:
+    """Make :func:`stored_layout` return *layout* for *module*.
+
+    A checkpointer gets modules by attribute name from any user's recipe, so the layout has to travel with the module:
+    this attribute, which only these two functions access, is the one place where it is recorded.
+    """
+    module._stored_layout = layout  # type: ignore[assignment]
+
+
+def stored_layout(module: nn.Module) -> StoredLayout:
+    """How files store the tensors of *module*; as in memory unless :func:`set_stored_layout` recorded otherwise."""
+    layout: StoredLayout = getattr(unwrap(module), "_stored_layout", _UNCHANGED)
+    return layout
+
+
+def record_complete_tensors(module: nn.Module) -> None:
+    """Record all tensors of a *module* in its layout, before it is divided among the ranks."""
+    state, tied = module_state(module)
+    tensors = {
+        name: without_memory(value)
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }
+    layout = replace(stored_layout(module), complete=CompleteTensors(tensors, tied))
+    set_stored_layout(module, layout)
+
+
+def module_state(
+    module: nn.Module, layout: StoredLayout | None = None
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """A module's persistent state by stored name, each memory once: (state dict of the live tensors, {tied name that is
+    left out: stored name}).
+
+    *layout* replaces the module's :func:`stored_layout`. Of names that share a tensor the first in the module's own
+    order is stored, unless the module declares otherwise (transformers' ``_tied_weights_keys``). Of rows that are
+    separate tensors in files (experts), a rank has those of its shard. Of a PEFT model only the content of its adapter
+    file is state, under the names in that file.
+    """
+    layout = layout or stored_layout(module)
+    state = dict(get_model_state_dict(module))
+    kept, tied = stored_names(module, state, layout=layout)
+    return stored_values(state, kept, layout), tied
+
+
+def without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape and dtype on the meta device."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def whole_of(module: nn.Module) -> Whole | None:
-    """The tensors that all ranks store of a module; None where each rank has all of them."""
-    whole: Whole | None = getattr(unwrap(module), "whole", None)
-    return whole
-
-
-def whole_state(module: nn.Module) -> tuple[Mapping[str, Any], Mapping[str, str]]:
+def complete_state(module: nn.Module) -> tuple[Mapping[str, Any], Mapping[str, str]]:
     """(state, tied names) of a module on all ranks, as in :func:`module_state`; other ranks' tensors have no memory."""
-    (state, tied), whole = module_state(module), whole_of(module)
-    return (state, tied) if whole is None else ({**whole.tensors, **state}, whole.tied)
-
-
-RowPart = tuple[int, tuple[slice, ...]]
-"""A row of a tensor, and what of that row."""
+    state, tied = module_state(module)
+    complete = stored_layout(module).complete
+    if complete is None:
+        return state, tied
+    return {**complete.tensors, **state}, complete.tied
 
 
 def stored_names(
-    module: nn.Module, state: Mapping[str, Any], tensors: Iterable[tuple[str, Any]] | None = None
+    module: nn.Module,
+    state: Mapping[str, Any],
+    tensors: Iterable[tuple[str, Any]] | None = None,
+    layout: StoredLayout | None = None,
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """({name it is stored under: its FQN}, {left-out name: kept name}) of a module's *state*; see above.
+    """({stored name: FQN}, {left-out name: stored name}) of a module's *state*, as in :func:`module_state`.
 
-    *tensors*: the module's own, by name, where they are at hand; looking for them takes longer than all else.
+    *tensors* are the module's own by name, if the caller has them; collecting them takes longer than everything else.
     """
     keys = adapter_keys(unwrap(module), state)
     if keys is not None:
         return {key: fqn for fqn, key in keys.items()}, {}
+    layout = layout or stored_layout(module)
     tied = tied_names(unwrap(module), state) if tensors is None else _tied(unwrap(module), tensors)
-    named = _names_in_files(module)
-    parts = _parts_in_files(module)
-    kept = {named.get(fqn, fqn): fqn for fqn in state if fqn not in tied and fqn not in parts}
-    kept.update(
-        (name, fqn)
-        for fqn in state
-        if fqn in parts
-        for name in _rows_here(fqn, state[fqn], parts[fqn])
-    )
-    return kept, {named.get(fqn, fqn): named.get(to, to) for fqn, to in tied.items()}
+    kept: dict[str, str] = {}
+    for fqn in state:
+        if fqn not in tied and fqn not in layout.rows:
+            kept[layout.name_of(fqn)] = fqn
+    for fqn in state:
+        if fqn in layout.rows:
+            for name in _rows_here(fqn, state[fqn], layout.rows[fqn]):
+                kept[name] = fqn
+    return kept, {layout.name_of(fqn): layout.name_of(to) for fqn, to in tied.items()}
 
 
 def stored_values(
-    module: nn.Module, state: Mapping[str, Any], kept: Mapping[str, str]
+    state: Mapping[str, Any], kept: Mapping[str, str], layout: StoredLayout
 ) -> dict[str, Any]:
-    """What a module's *state* has for each stored name (of :func:`stored_names`); of rows a view."""
-    parts = _parts_in_files(module)
-    rows = {fqn: _local_rows(state[fqn]) for fqn in parts if fqn in state}
-    return {
-        name: state[fqn] if fqn not in rows else _view(*rows[fqn], parts[fqn][name])
-        for name, fqn in kept.items()
-    }
+    """The value of a module's *state* for each stored name (of :func:`stored_names`); rows are views."""
+    local_rows = {fqn: _local_rows(state[fqn]) for fqn in layout.rows if fqn in state}
+    values: dict[str, Any] = {}
+    for name, fqn in kept.items():
+        if fqn in local_rows:
+            values[name] = _view(*local_rows[fqn], layout.rows[fqn][name])
+        else:
+            values[name] = state[fqn]
+    return values
 
 
 def _rows_here(fqn: str, value: torch.Tensor, parts: Mapping[str, RowPart]) -> Iterator[str]:
@@ -192,21 +223,6 @@ def adapter_keys(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str] 
     }
 
 
-def name_in_files(module: nn.Module, fqn: str) -> str:
-    """What checkpoints call the tensor *fqn* of a module."""
-    return _names_in_files(module).get(fqn, fqn)
-
-
-def _names_in_files(module: nn.Module) -> Mapping[str, str]:
-    names: Mapping[str, str] = getattr(unwrap(module), "names_in_files", {})
-    return names
-
-
-def _parts_in_files(module: nn.Module) -> Mapping[str, Mapping[str, RowPart]]:
-    parts: Mapping[str, Mapping[str, RowPart]] = getattr(unwrap(module), "parts_in_files", {})
-    return parts
-
-
 def tied_names(module: nn.Module, state: Iterable[str]) -> dict[str, str]:
     """{name: the name it is tied to} for all but one of the names under which the module holds the same tensor."""
     present = set(state)
@@ -234,19 +250,31 @@ def _tied(module: nn.Module, tensors: Iterable[tuple[str, Any]]) -> dict[str, st
 
 
 def set_module_state(
-    module: nn.Module, state: Mapping[str, Any], tied: Mapping[str, str], *, strict: bool
+    module: nn.Module,
+    state: Mapping[str, Any],
+    tied: Mapping[str, str],
+    *,
+    strict: bool,
+    layout: StoredLayout | None = None,
 ) -> None:
-    """Hand a loaded state (of :func:`module_state`'s form) to the module."""
-    whole = {**state, **{name: state[kept] for name, kept in tied.items() if kept in state}}
-    present, parts = get_model_state_dict(module), _parts_in_files(module)
-    # They are views, and filled.
-    rows = {name for its in parts.values() for name in its}
+    """Load a state that :func:`module_state` returned, with the same *layout*, into the module."""
+    layout = layout or stored_layout(module)
+    loaded = dict(state)
+    for name, kept in tied.items():
+        if kept in state:
+            loaded[name] = state[kept]
+    present = get_model_state_dict(module)
     keys = adapter_keys(unwrap(module), present)
     if keys is not None:
-        # The base's tensors are not there.
-        own, strict = {fqn: whole[key] for fqn, key in keys.items() if key in whole}, False
+        own = {fqn: loaded[key] for fqn, key in keys.items() if key in loaded}
+        # The tensors of the base are not in the state.
+        strict = False
     else:
-        fqns = {name: fqn for fqn, name in _names_in_files(module).items()}
-        own = {fqns.get(name, name): value for name, value in whole.items() if name not in rows}
-        own.update((fqn, present[fqn]) for fqn in parts if fqn in present)
+        # Rows are views into the module's own tensors: their values were written in place.
+        row_names = {name for parts in layout.rows.values() for name in parts}
+        fqns = {name: fqn for fqn, name in layout.names.items()}
+        own = {
+            fqns.get(name, name): value for name, value in loaded.items() if name not in row_names
+        }
+        own.update((fqn, present[fqn]) for fqn in layout.rows if fqn in present)
     set_model_state_dict(module, own, options=StateDictOptions(strict=strict))

@@ -150,16 +150,16 @@ def _observed(
     """Prepare the recipe with a class that records its samples and states. Raises :class:`RecipeError`."""
     from automodel_ckpt.config.targets import prepare
     from automodel_ckpt.config.trust import Trust
-    from automodel_ckpt.recipes.base import FinetuneRecipe
+    from automodel_ckpt.recipes.recipe import Recipe
     from automodel_ckpt.recipes.selftest_probe import observed
 
     loaded, recipe = prepare(loaded, Trust(line.flags.trust))
-    if not issubclass(recipe, FinetuneRecipe):
+    if not issubclass(recipe, Recipe):
         raise RecipeError(
-            "the selftest requires a recipe derived from FinetuneRecipe",
+            "the selftest requires a recipe derived from Recipe",
             where="--selftest-resume",
             value=f"{recipe.__module__}.{recipe.__qualname__}",
-            hint="derive the recipe from automodel_ckpt.recipes.base.FinetuneRecipe",
+            hint="derive the recipe from automodel_ckpt.recipes.recipe.Recipe",
         )
     return loaded, observed(recipe, notes, stop_after=stop_after)
 

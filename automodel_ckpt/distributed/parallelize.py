@@ -93,7 +93,8 @@ def parallelize(
     model = model.to(device)
     if how.cpu_offload:
         _move_buffers(model, layout.device)  # fsdp2 moves parameters to and fro, and nothing else
-    if strategy == "ddp":
+    # DDP only reduces gradients, and raises for a model without any (a frozen reference model).
+    if strategy == "ddp" and _is_trained(model):
         device_ids = [layout.device] if layout.device.type == "cuda" else None
         return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
     return model
@@ -117,8 +118,12 @@ def _shard(model: nn.Module, mesh: DeviceMesh, how: Parallelism) -> None:
     }
     for layer in untied_layers(model):
         fully_shard(layer, reshard_after_forward=how.reshard_after_forward, **options)
-    # The root is needed again at once by the backward pass: gathering it twice would only cost.
-    fully_shard(model, reshard_after_forward=False, **options)
+    # The backward pass needs the root first: gathering it twice would only cost. A frozen model has no backward pass.
+    fully_shard(model, reshard_after_forward=not _is_trained(model), **options)
+
+
+def _is_trained(model: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in model.parameters())
 
 
 def compute_context(

@@ -7,6 +7,7 @@ from torch import nn
 from automodel_ckpt.checkpoint.module_tensors import unwrap
 from automodel_ckpt.config.schema import FRACTION, RecipeConfig, setting
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.recipes.loop import TrainingLoop
 
 
 @dataclass
@@ -25,13 +26,11 @@ class Average(nn.Module):
 
     def __init__(self, model):
         super().__init__()
-        self.pairs = [
-            (weight.detach().clone(), weight.detach()) for weight in unwrap(model).parameters()
-        ]
-        for (name, _), (average, _) in zip(
-            unwrap(model).named_parameters(), self.pairs, strict=True
-        ):
+        self.pairs = []
+        for name, weight in unwrap(model).named_parameters():
+            average = weight.detach().clone()
             self.register_buffer(name.replace(".", "_"), average)
+            self.pairs.append((average, weight.detach()))
 
     def update(self, decay):
         for average, weight in self.pairs:
@@ -44,14 +43,8 @@ class Average(nn.Module):
             average.copy_(before)
 
 
-class EmaFinetune(LLMFinetune):
-    Config = EmaConfig
-
-    def build(self):
-        super().build()
-        self.average = Average(
-            self.model
-        )  # all that it takes: found, saved, checked and restored with the others
+class EmaLoop(TrainingLoop):
+    average: Average
 
     def step(self, batch, control):
         due = super().step(batch, control)
@@ -63,3 +56,18 @@ class EmaFinetune(LLMFinetune):
         validation = super().validate()
         self.average.exchange()
         return validation
+
+
+class EmaFinetune(LLMFinetune):
+    Config = EmaConfig
+    loop_class = EmaLoop
+
+    def build(self):
+        super().build()
+        # Being an attribute is enough: it is found, saved, verified and restored with the others.
+        self.average = Average(self.model)
+
+    def build_loop(self):
+        loop = super().build_loop()
+        loop.average = self.average
+        return loop

@@ -51,10 +51,16 @@ from automodel_ckpt.distributed.mesh_sizes import Sizes, choose_strategy
 from automodel_ckpt.distributed.pipeline import Pipeline, StageTensorSpec
 from automodel_ckpt.errors import AutomodelError, RecipeError
 from automodel_ckpt.recipes.adapters import adapt, quantization
+from automodel_ckpt.recipes.deferred_model import DeferredModel
+from automodel_ckpt.recipes.exports import check_export
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.recipes.loop import TrainingLoop
 from automodel_ckpt.recipes.memory_estimate import _under_way
+from automodel_ckpt.recipes.objective import Objective
+from automodel_ckpt.recipes.recipe import cadence_of
 from automodel_ckpt.recipes.records import Control, StepResult
 from automodel_ckpt.recipes.run_log import RunLog
+from automodel_ckpt.recipes.trainable import Trainable, read_model_config, row_multiple, shard
 from automodel_ckpt.training.step_scheduler import StepScheduler, total_steps
 from tests.support import ranks, tiny
 from tests.unit.checkpoint.test_background import AdapterFiles
@@ -125,7 +131,7 @@ def opened(directory: Path, words: Iterable[str]) -> Subject:
     recipe = LLMFinetune(loaded.config, config_yaml=loaded.to_yaml())
     recipe.layout = RankLayout(0, Sizes(), 0, torch.device("cpu"), None)  # type: ignore[arg-type]
     recipe.tokenizer = recipe.preprocessor = None
-    recipe.step_scheduler = StepScheduler(recipe.cadence, planned_steps=12)
+    recipe.step_scheduler = StepScheduler(cadence_of(loaded.config), planned_steps=12)
     return Subject(loaded, recipe, directory)
 
 
@@ -147,14 +153,22 @@ def validation(it: Subject) -> bool:
 
 
 def packs(it: Subject) -> int:
-    return len(it.recipe.packed(samples()))
+    return len(it.recipe.build_dataset(it.config.dataset))
 
 
 def built(it: Subject) -> nn.Module:
     """The model without the values of its weights, as a dry run builds it."""
-    it.recipe.only_planned = True
-    it.recipe.model_config = it.recipe.check_model_config()
-    return it.recipe.build_model()
+    it.recipe.is_dry_run = True
+    read_config(it)
+    return it.recipe.build_trainable().model
+
+
+def read_config(it: Subject) -> Any:
+    """The configuration of the model, which the recipe gets too."""
+    it.recipe.model_config = read_model_config(
+        it.config, it.recipe.layout, auto_class=LLMFinetune.auto_class, preprocessor=None
+    )
+    return it.recipe.model_config
 
 
 def model(it: Subject) -> Any:
@@ -176,9 +190,8 @@ def model(it: Subject) -> Any:
 
 def rows(it: Subject) -> Any:
     """Shapes of the rows that the model sees of three samples."""
-    it.recipe.model_config = it.recipe.check_model_config()
-    made = it.recipe.build_model()
-    it.recipe.model = made
+    read_config(it)
+    it.recipe.trainable = it.recipe.build_trainable()
     micro_batch = it.recipe.build_collate_fn()([samples()[index] for index in (0, 1, 3)])
     it.recipe.loss_fn = it.recipe.build_loss_fn()
     rows_of = it.recipe.build_objective().rows_of
@@ -188,10 +201,8 @@ def rows(it: Subject) -> Any:
 def adapters(it: Subject) -> Any:
     """The layers of an adapted model with their values, what of it is trained, and what its description says."""
     torch.manual_seed(1)
-    it.recipe.model_config = it.recipe.check_model_config()
-    base = LLMFinetune.auto_class.from_config(it.recipe.model_config).to(
-        it.recipe.model_config.dtype
-    )
+    model_config = read_config(it)
+    base = LLMFinetune.auto_class.from_config(model_config).to(model_config.dtype)
     assert it.config.peft is not None
     adapted = adapt(base, it.config.peft, 24, "CAUSAL_LM")
     values = [
@@ -216,10 +227,26 @@ def updated(it: Subject) -> Any:
     for parameter in it.recipe.model.parameters():
         nn.init.ones_(parameter)
     optimizer = it.recipe.optimizer = it.recipe.build_optimizer()
+    unused: Any = None
+    loop = TrainingLoop(
+        config=it.config,
+        layout=it.recipe.layout,
+        stop_request=unused,
+        objective=Objective(Trainable(it.recipe.model), it.recipe.layout, unused),
+        optimizer=optimizer,
+        lr_scheduler=None,
+        dataloader=unused,
+        validation_batches=None,
+        step_scheduler=it.recipe.step_scheduler,
+        rng=unused,
+        checkpointer=None,
+        saves=unused,
+        run_log=unused,
+    )
     for size in (3.0, -0.1):
         for parameter in it.recipe.model.parameters():
             parameter.grad = torch.full_like(parameter, size)
-        it.recipe.clip_gradients()
+        loop.clip_gradients()
         optimizer.step()
     return [parameter.tolist() for parameter in it.recipe.model.parameters()]
 
@@ -248,7 +275,9 @@ def timeline(it: Subject) -> list[Any]:
     every third validation is the best."""
     now = [0.0]
     scheduler = StepScheduler(
-        it.recipe.cadence, planned_steps=total_steps(it.recipe.cadence, 5), clock=lambda: now[0]
+        cadence_of(it.config),
+        planned_steps=total_steps(cadence_of(it.config), 5),
+        clock=lambda: now[0],
     )
     seen: list[Any] = []
     while not scheduler.is_finished() and scheduler.step < 40:
@@ -282,13 +311,12 @@ def stop_signals(it: Subject) -> Any:
 def parts_of_rows(it: Subject) -> int:
     """Into how many parts a row is cut between two tensor parallel ranks."""
     it.recipe.layout = dataclasses.replace(it.recipe.layout, sizes=Sizes(tp=2))
-    return it.recipe.row_multiple
+    return row_multiple(it.config, it.recipe.layout)
 
 
 def base(it: Subject) -> list[Any]:
     """The files after the base of adapters was made."""
-    it.recipe.model_config = it.recipe.check_model_config()
-    it.recipe.prepare_base()
+    built(it)
     return tree(it.directory)
 
 
@@ -306,7 +334,8 @@ def compiled(it: Subject) -> Any:
         def compile(self, **options: Any) -> None:
             asked.append(options)
 
-    it.recipe.parallelize(nn.Sequential(nn.ModuleList([Layer()]), nn.Linear(1, 1)))
+    model = nn.Sequential(nn.ModuleList([Layer()]), nn.Linear(1, 1))
+    shard(DeferredModel(model), it.config, it.recipe.layout)
     return asked
 
 
@@ -315,7 +344,7 @@ def step_line(it: Subject) -> list[str]:
     run_log = RunLog(it.recipe.config.logging, it.recipe.layout)
     try:
         run_log.open(it.directory, lambda: None)
-        scheduler = StepScheduler(it.recipe.cadence)
+        scheduler = StepScheduler(cadence_of(it.config))
         run_log.log_step(scheduler, [1, 2], Control(1, 1, 1, False), StepResult(1.0, 1.0, 1.0), 1.0)
         run_log.flush()
     finally:
@@ -427,9 +456,8 @@ def joined(it: Subject) -> Any:
     """What a process is set to once it has joined its ranks."""
     it.recipe.layout = it.recipe.join_ranks()
     log = logging.getLogger("automodel_ckpt")
-    sharded = it.recipe.parallelize(
-        nn.Sequential(nn.ModuleList([nn.Linear(2, 2)]), nn.Linear(2, 2))
-    )
+    model = nn.Sequential(nn.ModuleList([nn.Linear(2, 2)]), nn.Linear(2, 2))
+    sharded = shard(DeferredModel(model), it.config, it.recipe.layout).model
     groups = [
         m._get_fsdp_state()._fsdp_param_group
         for m in sharded.modules()
@@ -943,9 +971,9 @@ def test_an_export_of_a_model_that_has_none_is_rejected(directory: Path, key: st
         directory,
         [f"--model={{_target_: {__name__}.some_model}}", f"--checkpoint.{key}=true", *VALIDATED],
     )
-    it.recipe.model_config = it.recipe.check_model_config()
+    it.recipe.trainable = Trainable(built(it))
     with pytest.raises(RecipeError, match=f"there is nothing to export[\\s\\S]*checkpoint.{key}"):
-        it.recipe.check_export(it.recipe.build_assets())
+        check_export(it.config.checkpoint, it.recipe.build_assets())
 
 
 def test_a_loss_of_the_router_for_a_model_without_one_is_rejected(directory: Path) -> None:

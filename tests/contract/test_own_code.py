@@ -23,6 +23,7 @@ import sys
 import torch
 
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.recipes.loop import TrainingLoop
 
 
 def rows(fault: str):
@@ -47,14 +48,22 @@ class BuildFails(LLMFinetune):
         self.rows = self.nothing
 
 
-class StepFails(LLMFinetune):
+class FailingLoop(TrainingLoop):
     def step(self, batch, control):
         assert batch is None, "a batch came"
 
 
-class StepMisled(LLMFinetune):
+class StepFails(LLMFinetune):
+    loop_class = FailingLoop
+
+
+class MisledLoop(TrainingLoop):
     def step(self, batch, control):
         return super().step(None, control)
+
+
+class StepMisled(LLMFinetune):
+    loop_class = MisledLoop
 """
 BUILDER = "--dataset={_target_: own.rows, fault: %s}"
 CASES = {

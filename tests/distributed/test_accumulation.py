@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from automodel_ckpt.recipes.loop import TrainingLoop
 from tests.distributed.test_training import run
-from tests.support.training import Recipe
+from tests.support.training import Recipe, with_loop
 
 
 class Reductions(TorchDispatchMode):
@@ -29,17 +29,16 @@ class Reductions(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Counted(Recipe):
+class CountingLoop(TrainingLoop):
     """Notes how many reductions of gradients each step makes."""
 
     buckets = 0
 
-    def build_model(self) -> nn.Module:
-        model = super().build_model()
-        if isinstance(model, DistributedDataParallel):
+    def run(self) -> None:
+        if isinstance(self.model, DistributedDataParallel):
             # A lambda, since DDP looks at annotations.
-            model.register_comm_hook(None, lambda state, bucket: self.reduce(bucket))
-        return model
+            self.model.register_comm_hook(None, lambda state, bucket: self.reduce(bucket))
+        super().run()
 
     def reduce(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         self.buckets += 1
@@ -52,6 +51,9 @@ class Counted(Recipe):
         counts = Path(self.config.checkpoint.checkpoint_dir) / f"counts_{self.layout.rank}.json"
         counts.write_text(json.dumps(scattered.count + self.buckets - before))
         return result
+
+
+Counted = with_loop(Recipe, CountingLoop)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])

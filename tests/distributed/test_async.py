@@ -19,6 +19,7 @@ from automodel_ckpt.checkpoint import Manifest, commit, discover
 from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.errors import SaveFailed
+from automodel_ckpt.recipes.loop import TrainingLoop
 from automodel_ckpt.recipes.records import Control
 from automodel_ckpt.recipes.saves import Saves
 from automodel_ckpt.training.step_scheduler import Due
@@ -57,14 +58,14 @@ def test_asynchronous_saves_change_nothing_and_a_killed_run_resumes_exactly(tmp_
 def run_killed(recipe: Path, directory: Path) -> dict[str, str]:
     """Killed three steps after a save, a second after it was written."""
 
-    class Killed(training.Recipe):
+    class Killed(TrainingLoop):
         def step(self, batch: GlobalBatch, control: Control) -> Due:
             if self.step_scheduler.step == 7:
                 time.sleep(1)
                 os.kill(os.getpid(), signal.SIGKILL)
             return super().step(batch, control)
 
-    return run(recipe, directory, *ASYNC, recipe_class=Killed)
+    return run(recipe, directory, *ASYNC, recipe_class=training.with_loop(training.Recipe, Killed))
 
 
 def saves(directory: Path) -> list[int]:

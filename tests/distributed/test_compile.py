@@ -13,8 +13,9 @@ from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models import attention
 from automodel_ckpt.models.compiling import compile_layers
+from automodel_ckpt.recipes.loop import TrainingLoop
 from tests.distributed.test_training import lines_of_steps, run
-from tests.support.training import Recipe
+from tests.support.training import Recipe, with_loop
 
 # Raised inside torch._dynamo, about its own question.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -23,13 +24,16 @@ COMPILED = ("--compile.enabled", "--compile.backend=eager")
 STILL = "--model.from_config.attention_dropout=0"
 
 
-class Compiled(Recipe):
+class CompiledLoop(TrainingLoop):
     """Fails unless graphs of the model were compiled, for rows of any documents."""
 
     def end(self) -> None:
         assert not any(config is self.model.config for config in attention._asked.values())
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
         super().end()
+
+
+Compiled = with_loop(Recipe, CompiledLoop)
 
 
 def test_a_compiled_run_trains_and_saves_like_any_other_and_goes_on_without(tmp_path: Path) -> None:

@@ -18,7 +18,13 @@ from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Q
 
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.hf_assets import HFAssets
-from automodel_ckpt.checkpoint.module_tensors import keep_whole, module_state
+from automodel_ckpt.checkpoint.module_tensors import (
+    StoredLayout,
+    module_state,
+    record_complete_tensors,
+    set_stored_layout,
+    stored_layout,
+)
 from automodel_ckpt.checkpoint.state.fill_modules import Filling, fill_module
 from automodel_ckpt.convert.open import open_weights
 from automodel_ckpt.errors import RecipeError
@@ -43,8 +49,8 @@ CONFIGS = {
 def made(seed: int, base: Path | None = None) -> Any:
     torch.manual_seed(seed)
     model: Any = AutoModelForCausalLM.from_config(CONFIGS["mixtral"])
-    model.names_in_files, model.parts_in_files = names_in_files(model, base)
-    keep_whole(model)
+    set_stored_layout(model, StoredLayout(*names_in_files(model, base)))
+    record_complete_tensors(model)
     return model
 
 
@@ -61,7 +67,7 @@ def test_experts_have_the_names_and_the_values_that_transformers_saves(
 ) -> None:
     model: Any = AutoModelForCausalLM.from_config(CONFIGS[family])
     model.save_pretrained(tmp_path)
-    model.names_in_files, model.parts_in_files = names_in_files(model, tmp_path)
+    set_stored_layout(model, StoredLayout(*names_in_files(model, tmp_path)))
     expected = load_file(tmp_path / "model.safetensors")
     state, _ = module_state(model)
     assert state.keys() == expected.keys()
@@ -137,7 +143,8 @@ def cut_across() -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     kept = torch.nn.Parameter(distribute_tensor(experts.down_proj.data, mesh, [Replicate()]))
     experts.down_proj = kept
-    assert len(module_state(model)[0]) == len(model.whole.tensors)
+    complete = stored_layout(model).complete
+    assert complete is not None and len(module_state(model)[0]) == len(complete.tensors)
     experts.down_proj = torch.nn.Parameter(
         distribute_tensor(kept.full_tensor().data, mesh, [Shard(1)])
     )

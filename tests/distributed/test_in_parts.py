@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from automodel_ckpt.config.schema import ModelConfig
 from automodel_ckpt.distributed.parallelize import Parallelism, parallelize
-from automodel_ckpt.recipes.blueprint import draw_up
+from automodel_ckpt.recipes.deferred_model import build_deferred
 from tests.support import ranks
 from tests.support.parallel import config_of, layout_here
 
@@ -34,14 +34,14 @@ LAYOUTS: dict[str, tuple[Parallelism, dict[str, int]]] = {
 def shared_out(name: str, section: ModelConfig, config: Any, **options: Any) -> nn.Module:
     """A model of the layout *name*; of ``single`` all of it, without any cut."""
     how, sizes = LAYOUTS[name]
-    blueprint = draw_up(
+    deferred = build_deferred(
         section, config, auto_class=AutoModelForCausalLM, seed=5, group=dist.group.WORLD, **options
     )
     if name == "single":
-        if blueprint.materialise is not None:
-            blueprint.materialise(blueprint.model, torch.device("cpu"))
-        return blueprint.model
-    model = parallelize(blueprint.model, layout_here(**sizes), how, blueprint.materialise)
+        if deferred.materialise is not None:
+            deferred.materialise(deferred.model, torch.device("cpu"))
+        return deferred.model
+    model = parallelize(deferred.model, layout_here(**sizes), how, deferred.materialise)
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 

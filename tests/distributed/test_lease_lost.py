@@ -11,6 +11,7 @@ import pytest
 from automodel_ckpt.checkpoint.layout import LOCK_FILE
 from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.errors import LeaseLost
+from automodel_ckpt.recipes.loop import TrainingLoop
 from automodel_ckpt.recipes.records import Control
 from automodel_ckpt.recipes.saves import Saves
 from automodel_ckpt.training.step_scheduler import Due
@@ -29,12 +30,12 @@ def another_run_takes_over(directory: Path) -> None:
     (directory / "log").write_bytes((directory / "training.jsonl").read_bytes())
 
 
-def directory_of(recipe: training.Recipe) -> Path:
-    assert recipe.checkpointer is not None
-    return recipe.checkpointer.directory
+def directory_of(owner: training.Recipe | TrainingLoop) -> Path:
+    assert owner.checkpointer is not None
+    return owner.checkpointer.directory
 
 
-class InAStep(training.Recipe):
+class LostInAStep(TrainingLoop):
     """It happens during the eighth step, after the save of step 5."""
 
     def train_step(self, batch: GlobalBatch, control: Control) -> tuple[float, float]:
@@ -59,7 +60,7 @@ class InASave(training.Recipe):
         return super().build_saves()
 
 
-class InTheLastStep(training.Recipe):
+class LostInTheLastStep(TrainingLoop):
     """It happens after the last log line of a run that saves nothing at its end."""
 
     def step(self, batch: GlobalBatch, control: Control) -> Due:
@@ -72,6 +73,10 @@ class InTheLastStep(training.Recipe):
     def validate_and_save(self, *, validate: bool, save: bool, last: bool = False) -> None:
         if not last:
             super().validate_and_save(validate=validate, save=save, last=last)
+
+
+InAStep = training.with_loop(training.Recipe, LostInAStep)
+InTheLastStep = training.with_loop(training.Recipe, LostInTheLastStep)
 
 
 def ended(

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.recipes.trainable import Trainable
 from tests.distributed.test_training import lines_of_steps
 from tests.support import ranks
 from tests.support.training import train, write_recipe
@@ -22,19 +24,21 @@ LINEAR = ("--lr_scheduler.decay_steps=3", "--step_scheduler.max_steps=3")
 class Watched(LLMFinetune):
     """Fails unless each projection computes in bfloat16 while the weights and their moments are float32."""
 
-    def build_model(self) -> nn.Module:
+    def build_trainable(
+        self, config: RecipeConfig | None = None, *, is_trained: bool = True
+    ) -> Trainable:
         self.seen: set[torch.dtype] = set()
-        model = super().build_model()
-        for name, module in model.named_modules():
+        trainable = super().build_trainable(config, is_trained=is_trained)
+        for name, module in trainable.model.named_modules():
             if name.endswith("q_proj"):
                 module.register_forward_hook(self.note)
-        return model
+        return trainable
 
     def note(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
         self.seen.add(output.dtype)
 
     def close(self) -> None:
-        if self.last_step is not None:
+        if self.loop.last_step is not None:
             assert self.seen == {torch.bfloat16}
             kept = [
                 *self.model.parameters(),

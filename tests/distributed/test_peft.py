@@ -17,9 +17,10 @@ from transformers import AutoModelForCausalLM
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from automodel_ckpt.recipes.loop import TrainingLoop
 from tests.distributed.test_training import lines_of_steps, run
 from tests.support import ranks
-from tests.support.training import RECIPE, Recipe, build, steps_of, train, write_recipe
+from tests.support.training import RECIPE, Recipe, build, steps_of, train, with_loop, write_recipe
 
 TEXT = RECIPE.replace("\ntokenizer:", "\npeft:\n  base_dir: BASE\n  dropout: 0.1\ntokenizer:", 1)
 SHORT = (
@@ -49,7 +50,7 @@ VARIANTS = {
 TOKENS = torch.arange(3, 19).reshape(1, 16)
 
 
-class WithLogits(Recipe):
+class WithLogitsLoop(TrainingLoop):
     """At the end rank 0 keeps what the trained model answers."""
 
     def end(self) -> None:
@@ -59,6 +60,9 @@ class WithLogits(Recipe):
             logits = self.model(input_ids=TOKENS).logits
         if self.layout.is_rank0:
             torch.save(logits, Path(self.config.checkpoint.checkpoint_dir) / "logits.pt")
+
+
+WithLogits = with_loop(Recipe, WithLogitsLoop)
 
 
 def alone(recipe: Path, *overrides: str) -> BaseException | None:

@@ -14,9 +14,10 @@ from typing import Any, NoReturn
 import pytest
 
 from automodel_ckpt.errors import Stopped
+from automodel_ckpt.recipes.loop import TrainingLoop
 from tests.distributed.test_training import installed, saved
 from tests.support import ranks
-from tests.support.training import RECIPE, Recipe, write_recipe
+from tests.support.training import RECIPE, Recipe, with_loop, write_recipe
 
 SECONDS = 5.0
 
@@ -44,7 +45,7 @@ def stopped_in(training: Any, delay: float, signalled: tuple[int, ...]) -> tuple
     """Train; the ranks *signalled* get SIGTERM *delay* seconds after step 2. (message, seconds since, children left)"""
     sent: list[float] = []
 
-    class Waits(Recipe):
+    class Waits(TrainingLoop):
         def step(self, *arguments: Any) -> Any:
             due = super().step(*arguments)
             if self.step_scheduler.step == 2:
@@ -61,7 +62,7 @@ def stopped_in(training: Any, delay: float, signalled: tuple[int, ...]) -> tuple
             super().stop()
 
     try:
-        training(recipe_class=Waits)
+        training(recipe_class=with_loop(Recipe, Waits))
     except Stopped as stop:
         return str(stop), sent[1] - sent[0], len(multiprocessing.active_children())
     raise AssertionError("it was not stopped")

@@ -17,6 +17,7 @@ import torch
 from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.errors import RecipeError, Stopped
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.recipes.loop import TrainingLoop
 from tests.support import ranks
 from tests.support.training import (
     RECIPE,
@@ -25,6 +26,7 @@ from tests.support.training import (
     killed_after,
     steps_of,
     train,
+    with_loop,
     write_recipe,
 )
 from tests.support.training_parts import Signalled, SignalledInStep, SignalledInValidation, WithMore
@@ -121,14 +123,17 @@ def test_the_logs_hold_each_step_each_save_and_each_validation(tmp_path: Path) -
         assert content["train_loss"] == steps[record["step"] - 1]["loss"]
 
 
-class RandomInValidation(Recipe):
+class RandomInValidationLoop(TrainingLoop):
     """Draws a random number from each generator for every validation batch."""
 
-    def validation_sums(self, batch: GlobalBatch) -> tuple[float, int]:
+    def validation_sums(self, batch: GlobalBatch) -> tuple[float, int, int]:
         torch.rand(1)
         numpy.random.random()
         random.random()
         return super().validation_sums(batch)
+
+
+RandomInValidation = with_loop(Recipe, RandomInValidationLoop)
 
 
 def test_validation_leaves_no_trace_in_the_training_even_if_it_draws_random_numbers(

@@ -22,7 +22,7 @@ from automodel_ckpt.distributed.parallelize import (
     parallelize,
 )
 from automodel_ckpt.distributed.pipeline import Kind
-from automodel_ckpt.recipes.pipeline import Staged, cut, train_stages
+from automodel_ckpt.recipes.pipeline import PipelineStage, split_stages, train_stages
 
 VOCABULARY = 37  # divisible by nothing
 GLOBAL_BATCH = 8
@@ -76,9 +76,9 @@ def train_steps_in_stages(
     model: nn.Module, layout: RankLayout, how: Parallelism, num_steps: int = 2, kind: Kind = "1f1b"
 ) -> list[tuple[float, float]]:
     """The same with this rank's stage of a whole *model*; the loss counts on the last stage, as in a recipe."""
-    made = cut(model, layout, None, None)
+    made = split_stages(model, layout, None, None)
     shared = parallelize(model, layout, replace(how, tp_plan=made.tp_plan), mesh=made.mesh)
-    staged = Staged(shared, layout, made, kind)
+    staged = PipelineStage(shared, layout, made, kind)
     optimizer = torch.optim.AdamW(
         [p for p in shared.parameters() if p.requires_grad], lr=1e-2, fused=True
     )

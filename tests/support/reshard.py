@@ -18,7 +18,7 @@ from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, discover
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.parallelize import Parallelism, parallelize
 from automodel_ckpt.models.meta_init import put
-from automodel_ckpt.recipes.pipeline import cut, train_stages
+from automodel_ckpt.recipes.pipeline import split_stages, train_stages
 from tests.support.parallel import layout_here, model_of
 
 LR = 0.123
@@ -97,7 +97,7 @@ class Shared:
         if self.layout.sizes.pp == 1:
             return parallelize(built, self.layout, self.way.how)
         # Of four stages two have no layer; one of these holds nothing but what every stage has.
-        made = cut(built, self.layout, None, None)
+        made = split_stages(built, self.layout, None, None)
         return parallelize(
             built, self.layout, replace(self.way.how, tp_plan=made.tp_plan), mesh=made.mesh
         )

@@ -19,8 +19,10 @@ from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.config.targets import check_targets
 from automodel_ckpt.config.trust import Trust
 from automodel_ckpt.data.loader import GlobalBatch
-from automodel_ckpt.recipes.base import Control, FinetuneRecipe
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.recipes.loop import TrainingLoop
+from automodel_ckpt.recipes.recipe import Recipe as AnyRecipe
+from automodel_ckpt.recipes.records import Control
 from automodel_ckpt.training.step_scheduler import Due
 
 # What each rank would otherwise do for itself after the fork: 0.1 s of regular expressions, and some imports.
@@ -75,20 +77,14 @@ validation_dataset:
 """
 
 
-class Killable(FinetuneRecipe):
-    """Kills its process right after the steps in ``kill_after``; mixed into a recipe."""
-
-    kill_after: frozenset[int] = frozenset()
-
-    def step(self, batch: GlobalBatch, control: Control) -> Due:
-        due = super().step(batch, control)
-        if self.step_scheduler.step in self.kill_after:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return due
-
-
-class Recipe(Killable, LLMFinetune):
+class Recipe(LLMFinetune):
     """The recipe itself."""
+
+
+def with_loop(recipe_class: type[AnyRecipe], mixin: type[TrainingLoop]) -> Any:
+    """*recipe_class* with a loop whose methods *mixin* extends."""
+    loop_class = type(mixin.__name__, (mixin, recipe_class.loop_class), {})
+    return type(recipe_class.__name__, (recipe_class,), {"loop_class": loop_class})
 
 
 def write_recipe(directory: Path, text: str = RECIPE) -> Path:
@@ -97,9 +93,7 @@ def write_recipe(directory: Path, text: str = RECIPE) -> Path:
     return path
 
 
-def build(
-    recipe_file: Path, *overrides: str, recipe_class: type[FinetuneRecipe] = Recipe
-) -> FinetuneRecipe:
+def build(recipe_file: Path, *overrides: str, recipe_class: type[AnyRecipe] = Recipe) -> AnyRecipe:
     """The recipe object of a file and command-line overrides, not set up."""
     line = parse(overrides)
     loaded = load_recipe(recipe_file, line.overrides, problems=line.problems)
@@ -111,7 +105,7 @@ def build(
 
 
 def train(
-    recipe_file: Path, *overrides: str, recipe_class: type[FinetuneRecipe] = Recipe
+    recipe_file: Path, *overrides: str, recipe_class: type[AnyRecipe] = Recipe
 ) -> dict[str, str]:
     """Set up, run and close in this process, as the rank that RANK says; the digests of the state at the end."""
     recipe = build(recipe_file, *overrides, recipe_class=recipe_class)
@@ -123,13 +117,21 @@ def train(
         recipe.close()
 
 
-def killed_after(
-    *steps: int, recipe_class: type[FinetuneRecipe] = LLMFinetune
-) -> type[FinetuneRecipe]:
-    return type("Killed", (Killable, recipe_class), {"kill_after": frozenset(steps)})
+def killed_after(*steps: int, recipe_class: type[AnyRecipe] = LLMFinetune) -> type[AnyRecipe]:
+    """*recipe_class*, which kills its process right after each of *steps*."""
+
+    class Killed(TrainingLoop):
+        def step(self, batch: GlobalBatch, control: Control) -> Due:
+            due = super().step(batch, control)
+            if self.step_scheduler.step in steps:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return due
+
+    killed: type[AnyRecipe] = with_loop(recipe_class, Killed)
+    return killed
 
 
-def digests(recipe: FinetuneRecipe) -> dict[str, str]:
+def digests(recipe: AnyRecipe) -> dict[str, str]:
     """A digest of this rank's weights, optimizer, schedule, random state and counters."""
     counters = {
         k: v for k, v in recipe.step_scheduler.state_dict().items() if k != "elapsed_seconds"

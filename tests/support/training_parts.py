@@ -15,10 +15,10 @@ from torch.utils.data import IterableDataset
 from transformers import LlamaConfig
 
 from automodel_ckpt.data.loader import GlobalBatch
-from automodel_ckpt.recipes.base import Control
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.recipes.loop import TrainingLoop
 from automodel_ckpt.recipes.objective import Objective
-from automodel_ckpt.recipes.records import LossSum
+from automodel_ckpt.recipes.records import Control, LossSum
 from automodel_ckpt.training.step_scheduler import Due
 
 
@@ -79,7 +79,7 @@ def explodes_at(call: int) -> Any:
     return loss_fn
 
 
-class Signalled(LLMFinetune):
+class SignalledLoop(TrainingLoop):
     """Rank 1 (or the only one) gets SIGTERM after step 3."""
 
     def step(self, batch: GlobalBatch, control: Control) -> Due:
@@ -89,7 +89,13 @@ class Signalled(LLMFinetune):
         return due
 
 
-class SignalledInValidation(LLMFinetune):
+class Signalled(LLMFinetune):
+    """A run with SignalledLoop."""
+
+    loop_class = SignalledLoop
+
+
+class SignalledInValidationLoop(TrainingLoop):
     """The last rank gets SIGTERM when a validation starts."""
 
     def validate(self) -> Any:
@@ -98,13 +104,25 @@ class SignalledInValidation(LLMFinetune):
         return super().validate()
 
 
-class SignalledInStep(LLMFinetune):
+class SignalledInValidation(LLMFinetune):
+    """A run with SignalledInValidationLoop."""
+
+    loop_class = SignalledInValidationLoop
+
+
+class SignalledInStepLoop(TrainingLoop):
     """The last rank gets SIGTERM in step 5."""
 
     def train_step(self, batch: GlobalBatch, control: Control) -> tuple[float, float]:
         if self.step_scheduler.step == 4 and self.layout.rank == self.layout.world_size - 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return super().train_step(batch, control)
+
+
+class SignalledInStep(LLMFinetune):
+    """A run with SignalledInStepLoop."""
+
+    loop_class = SignalledInStepLoop
 
 
 class Counter:
@@ -130,10 +148,21 @@ class WithValueLoss(Objective):
         return replace(result, loss=result.loss + self.value_loss())
 
 
+class CountingLoop(TrainingLoop):
+    """Adds ten to a counter in each step."""
+
+    latest_eval: Counter
+
+    def step(self, batch: GlobalBatch, control: Control) -> Due:
+        self.latest_eval.count += 10
+        return super().step(batch, control)
+
+
 class WithMore(LLMFinetune):
     """A value head beside the model, trained by the same optimizer, and a counter."""
 
     objective_class = WithValueLoss
+    loop_class = CountingLoop
 
     def build_optimizer(self) -> torch.optim.Optimizer:
         torch.manual_seed(3)
@@ -142,9 +171,11 @@ class WithMore(LLMFinetune):
         parameters = [*self.model.parameters(), *self.value_head.parameters()]
         return torch.optim.AdamW(parameters, lr=1e-2)
 
-    def step(self, batch: GlobalBatch, control: Control) -> Due:
-        self.latest_eval.count += 10
-        return super().step(batch, control)
+    def build_loop(self) -> TrainingLoop:
+        loop = super().build_loop()
+        assert isinstance(loop, CountingLoop)
+        loop.latest_eval = self.latest_eval
+        return loop
 
     def build_objective(self) -> Objective:
         objective = super().build_objective()

@@ -312,4 +312,4 @@ def test_only_recipes_with_steps_of_ours_can_be_tried_for_their_resume(
     monkeypatch.setattr("automodel_ckpt.config.targets.prepare", lambda *_: (None, dict))
     line: Any = SimpleNamespace(flags=SimpleNamespace(trust=()))
     loaded: Any = None
-    refused(lambda: _observed(line, loaded, tmp_path, None), "derived from FinetuneRecipe")
+    refused(lambda: _observed(line, loaded, tmp_path, None), "derived from Recipe")

@@ -17,10 +17,10 @@ from automodel_ckpt.checkpoint import Checkpointer
 from automodel_ckpt.checkpoint.saving.async_saves import AsyncSaves
 from automodel_ckpt.checkpoint.saving.planner import SaveReport
 from automodel_ckpt.data.loader import GlobalBatch
-from automodel_ckpt.recipes.base import Control
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.recipes.loop import TrainingLoop
 from automodel_ckpt.recipes.objective import Objective
-from automodel_ckpt.recipes.records import LossSum
+from automodel_ckpt.recipes.records import Control, LossSum
 from automodel_ckpt.recipes.saves import Saves
 from automodel_ckpt.training.step_scheduler import StepScheduler
 
@@ -109,17 +109,8 @@ class MarkedObjective(Objective):
         return super().loss(micro_batch)
 
 
-class Marked(LLMFinetune):
-    """The language model recipe, each phase a little longer than its work takes."""
-
-    objective_class = MarkedObjective
-    saves_class = MarkedSaves
-
-    def build_checkpointer(self) -> Checkpointer | None:
-        checkpointer = super().build_checkpointer()
-        for owner, name in ((checkpointer, "_with_export"), (AsyncSaves, "_export_in_background")):
-            setattr(owner, name, _between("export", "exported", getattr(owner, name)))
-        return checkpointer
+class MarkedLoop(TrainingLoop):
+    """Marks waiting for data, the end of a step, and a stop."""
 
     def batches(self, source: Iterable[GlobalBatch]) -> Iterator[GlobalBatch | None]:
         name = "data" if source is self.dataloader else "batch"
@@ -136,15 +127,29 @@ class Marked(LLMFinetune):
         mark("finish")
         return result
 
+    def stop(self) -> NoReturn:
+        mark("stop", self.step_scheduler.step)
+        super().stop()
+
+
+class Marked(LLMFinetune):
+    """The language model recipe, each phase a little longer than its work takes."""
+
+    objective_class = MarkedObjective
+    saves_class = MarkedSaves
+    loop_class = MarkedLoop
+
+    def build_checkpointer(self) -> Checkpointer | None:
+        checkpointer = super().build_checkpointer()
+        for owner, name in ((checkpointer, "_with_export"), (AsyncSaves, "_export_in_background")):
+            setattr(owner, name, _between("export", "exported", getattr(owner, name)))
+        return checkpointer
+
     def build_objective(self) -> Objective:
         objective = super().build_objective()
         assert isinstance(objective, MarkedObjective)
         objective.scheduler = self.step_scheduler
         return objective
-
-    def stop(self) -> NoReturn:
-        mark("stop", self.step_scheduler.step)
-        super().stop()
 
 
 def _between(begun: str, ended: str, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.discovery import Item
 from automodel_ckpt.checkpoint.manifest import MAX_BYTES
-from automodel_ckpt.checkpoint.module_tensors import module_state, whole_of
+from automodel_ckpt.checkpoint.module_tensors import module_state, stored_layout
 from automodel_ckpt.checkpoint.state.optimizer_names import trained_by_all
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.units import size_text
@@ -105,10 +105,13 @@ def forecast_manifest_bytes(
 def _module_tensors(
     item: Item, states: Mapping[str, Mapping[str, Any]] | None
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a module's state by name; where this rank has a stage of it, those of the whole module."""
-    whole = whole_of(item.value)
-    mine = (states or {}).get(item.name) or module_state(item.value)[0]
-    state = mine if whole is None else whole.tensors
+    """The tensors of a module's state by name; where this rank has a stage of it, those of all stages."""
+    complete = stored_layout(item.value).complete
+    state: Mapping[str, Any] | None = (states or {}).get(item.name)
+    if complete is not None:
+        state = complete.tensors
+    elif state is None:
+        state, _ = module_state(item.value)
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 

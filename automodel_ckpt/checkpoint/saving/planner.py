@@ -23,7 +23,7 @@ from automodel_ckpt.checkpoint.discovery import Item, classify
 from automodel_ckpt.checkpoint.formats import hf, safetensors, torch_save
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
 from automodel_ckpt.checkpoint.manifest import NOT_SAVED, Manifest, StateRecord, Tree
-from automodel_ckpt.checkpoint.module_tensors import module_state, whole_of
+from automodel_ckpt.checkpoint.module_tensors import module_state, stored_layout
 from automodel_ckpt.checkpoint.options import ModelFormat, ModelLayout, Options
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
@@ -202,8 +202,9 @@ class Planner:
         owners = Owners(snapshot.items)
         for item in snapshot.items:
             if item.kind == "module":
-                (tree, tied), whole = module_state(item.value), whole_of(item.value)
-                snapshot.tied[item.name] = tied if whole is None else dict(whole.tied)
+                tree, tied = module_state(item.value)
+                complete = stored_layout(item.value).complete
+                snapshot.tied[item.name] = tied if complete is None else dict(complete.tied)
                 snapshot.trees[item.name] = TreePlan(
                     item.name, layout.state_directory(item.name), tree, nested=False
                 )

@@ -14,7 +14,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from automodel_ckpt.checkpoint.formats.planning import DTYPES
 from automodel_ckpt.checkpoint.formats.reading import read_tree
 from automodel_ckpt.checkpoint.manifest import Tree
-from automodel_ckpt.checkpoint.module_tensors import module_state, set_module_state, whole_state
+from automodel_ckpt.checkpoint.module_tensors import (
+    StoredLayout,
+    complete_state,
+    module_state,
+    set_module_state,
+)
 from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor, intersection, nbytes_of
 from automodel_ckpt.checkpoint.sources.source import Tensors
 
@@ -41,21 +46,26 @@ def module_shapes(module: nn.Module) -> tuple[dict[str, tuple[int, ...]], dict[s
 
 def whole_shapes(module: nn.Module) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
     """(global shapes of the stored tensors of *module* on all ranks by FQN, {tied name: stored name})."""
-    state, tied = whole_state(module)
+    state, tied = complete_state(module)
     return {
         fqn: tuple(value.shape) for fqn, value in state.items() if isinstance(value, torch.Tensor)
     }, dict(tied)
 
 
-def fill_module(module: nn.Module, fillings: Mapping[str, Filling], new_rows: NewRows) -> None:
-    """Read the stored tensors of *fillings* (by FQN) into the module; other tensors keep their values.
+def fill_module(
+    module: nn.Module,
+    fillings: Mapping[str, Filling],
+    new_rows: NewRows,
+    layout: StoredLayout | None = None,
+) -> None:
+    """Read the stored tensors of *fillings* (by stored name) into the module; other tensors keep their values.
 
-    Tensors may be sharded and on any device; values are cast to the parameter's dtype. Of a resized tensor the common
-    rows are read; with *new_rows* ``mean`` the others become the mean of all stored rows, with ``init`` they are
-    unchanged. Tensors that only other ranks hold are skipped; no collective. Raises :class:`CheckpointUnusable` naming
-    the file.
+    *layout* replaces the module's own stored layout. Tensors may be sharded and on any device; values are cast to the
+    parameter's dtype. Of a resized tensor the common rows are read; with *new_rows* ``mean`` the others become the mean
+    of all stored rows, with ``init`` they are unchanged. Tensors that only other ranks have are skipped; no collective.
+    Raises :class:`CheckpointUnusable` naming the file.
     """
-    state, tied = module_state(module)
+    state, tied = module_state(module, layout)
     sources = {id(filling.source): filling.source for filling in fillings.values()}
     for source in sources.values():
         # All tensors of one source are read together, so that each of its files is opened once.
@@ -71,7 +81,7 @@ def fill_module(module: nn.Module, fillings: Mapping[str, Filling], new_rows: Ne
                 unresized[fqn] = _renamed(stored, fqn)
                 targets[fqn] = state[fqn]
         read_tree(source.root, Tree("", unresized, {}), targets)
-    set_module_state(module, state, tied, strict=True)
+    set_module_state(module, state, tied, strict=True, layout=layout)
 
 
 def _renamed(tensor: Tensor, fqn: str) -> Tensor:

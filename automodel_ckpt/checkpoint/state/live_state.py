@@ -16,7 +16,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.checkpoint.discovery import Item
-from automodel_ckpt.checkpoint.module_tensors import stored_names, stored_values, unwrap
+from automodel_ckpt.checkpoint.module_tensors import (
+    stored_layout,
+    stored_names,
+    stored_values,
+    unwrap,
+)
 from automodel_ckpt.checkpoint.state.optimizer_names import trained_by_all
 
 _SCALARS = (type(None), bool, int, float, complex, str)
@@ -55,8 +60,9 @@ def look(items: Iterable[Item], *, save_optimizer: bool) -> LiveState:
         found.outline.append((item.name, item.kind, item.scope, item.aliases, item.owner))
         if item.kind == "module":
             state = unwrap(item.value).state_dict(keep_vars=True)
-            kept, tied = stored_names(item.value, state, state.items())
-            found.trees[item.name] = stored_values(item.value, state, kept)
+            layout = stored_layout(item.value)
+            kept, tied = stored_names(item.value, state, state.items(), layout)
+            found.trees[item.name] = stored_values(state, kept, layout)
             found.outline += (kept, tied, [_spec(value) for value in state.values()])
             for key, value in state.items():
                 names.setdefault(id(value), f"{item.name.replace('.', '%')}.{key}")

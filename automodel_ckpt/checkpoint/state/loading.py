@@ -19,7 +19,7 @@ from automodel_ckpt.checkpoint.formats.reading import (
     read_value,
 )
 from automodel_ckpt.checkpoint.manifest import NOT_SAVED, Manifest, StateRecord, Tree
-from automodel_ckpt.checkpoint.module_tensors import module_state, set_module_state, whole_state
+from automodel_ckpt.checkpoint.module_tensors import complete_state, module_state, set_module_state
 from automodel_ckpt.checkpoint.state.optimizer_names import Owners, optimizer_tree, trained_by_all
 from automodel_ckpt.checkpoint.state.optimizer_state import (
     FORMS,
@@ -73,7 +73,7 @@ class Loader:
         }
         for item in matched:
             if item.kind == "module":
-                self._check_differences(item, trees[item.name], whole_state(item.value)[0])
+                self._check_differences(item, trees[item.name], complete_state(item.value)[0])
         # Before modules are read: an optimizer's state is made by a step of it, which may change weights.
         made = {
             i.name: optimizer_tree(i, items, owners, create=True)
@@ -99,7 +99,7 @@ class Loader:
         modules = [item for item in items if item.kind == "module" and item.name in matched]
         for item in modules:
             tree = self._manifest.trees[matched[item.name][0]]
-            lines += differences(tree, whole_state(item.value)[0])
+            lines += differences(tree, complete_state(item.value)[0])
         return lines
 
     def _match(self, items: list[Item]) -> dict[str, tuple[str, StateRecord]]:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from automodel_ckpt.checkpoint.discovery import Item
-from automodel_ckpt.checkpoint.module_tensors import outline
+from automodel_ckpt.checkpoint.module_tensors import without_memory
 from automodel_ckpt.checkpoint.state.optimizer_state import FORMS, forms_of
 from automodel_ckpt.errors import RecipeError
 
@@ -63,7 +63,8 @@ class Owners:
         """What each parameter group of this rank's optimizer trains."""
         fqns = {id(parameter): fqn for fqn, parameter in self.roof.named_parameters()}
         return [
-            {fqns[id(p)]: outline(p) for p in group["params"]} for group in item.value.param_groups
+            {fqns[id(p)]: without_memory(p) for p in group["params"]}
+            for group in item.value.param_groups
         ]
 
     def parameters(self, item: Item, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -24,8 +24,8 @@ from automodel_ckpt.errors import CheckpointUnusable
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.manifest import Manifest
-    from automodel_ckpt.recipes.base import FinetuneRecipe
     from automodel_ckpt.recipes.memory_estimate import Plan
+    from automodel_ckpt.recipes.recipe import Recipe
 
 Rows = Iterator[tuple[str, str]]
 _MOST_CHANGES = 12
@@ -36,11 +36,11 @@ def report(loaded: LoadedRecipe, recipe: type, flags: LaunchFlags, sizes: Sizes 
 
     Raises :class:`RecipeError` for what could not train: data or a model that cannot be read, sizes that do not fit.
     """
-    from automodel_ckpt.recipes.base import FinetuneRecipe
     from automodel_ckpt.recipes.memory_estimate import plan
+    from automodel_ckpt.recipes.recipe import Recipe
 
     rows, made, planned = [*_what_runs(loaded, recipe, flags, sizes)], None, None
-    if issubclass(recipe, FinetuneRecipe):
+    if issubclass(recipe, Recipe):
         planned = recipe(loaded.config, config_yaml=loaded.to_yaml())
         made = plan(planned, sizes or Sizes())
         rows += [*_what_it_takes(loaded, made)]
@@ -160,7 +160,7 @@ def _what_it_goes_on_from(
     yield "resume", "no: this is a new run"
 
 
-def _what_it_starts_from(loaded: LoadedRecipe, planned: FinetuneRecipe | None) -> Rows:
+def _what_it_starts_from(loaded: LoadedRecipe, planned: Recipe | None) -> Rows:
     """The weights of ``init_from``, opened as far as their headers, and how they match the model.
 
     Raises :class:`RecipeError` and :class:`CheckpointUnusable` as the start would.
@@ -179,7 +179,7 @@ def _what_it_starts_from(loaded: LoadedRecipe, planned: FinetuneRecipe | None) -
     modules = {
         name: value for name, value in discover(planned).items() if isinstance(value, nn.Module)
     }
-    found = inspect_start(section, modules, resizable=planned.vocabulary)
+    found = inspect_start(section, modules, resizable=planned.trainable.resized)
     if found is None:
         yield (
             "init_from",

@@ -18,13 +18,16 @@ from automodel_ckpt.config.schema import (
     StepSchedulerConfig,
 )
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.recipes.lifecycle import Lifecycle
-from automodel_ckpt.recipes.resume_overrides import RecipeOptions
+from automodel_ckpt.recipes import recipe as recipe_module
+from automodel_ckpt.recipes.extension_checks import check_moved_methods
+from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.recipes.resume_overrides import RecipeOptions, compare_recipes
 from automodel_ckpt.recipes.saves import Saves
+from automodel_ckpt.recipes.vlm_finetune import VLMFinetune
 from automodel_ckpt.training.step_scheduler import Cadence, StepScheduler
 
 
-class Recipe(Lifecycle):
+class Recipe(recipe_module.Recipe):
     untracked = frozenset({"cache"})
 
 
@@ -47,8 +50,8 @@ def test_a_class_may_say_what_is_untracked_and_an_object_add_to_it() -> None:
 
 def test_an_attribute_that_hides_a_method_is_refused_before_training() -> None:
     hiding = recipe()
-    vars(hiding)["losses"] = {"state": 1}
-    with pytest.raises(RecipeError, match=r"hides a method of the recipe[\s\S]*losses"):
+    vars(hiding)["build_assets"] = {"state": 1}
+    with pytest.raises(RecipeError, match=r"hides a method of the recipe[\s\S]*build_assets"):
         hiding.resume()
 
 
@@ -60,7 +63,12 @@ def test_an_override_of_a_method_that_moved_to_another_object_is_rejected() -> N
     with pytest.raises(
         RecipeError, match=r"another object has now[\s\S]*micro_batch_loss[\s\S]*objective_class"
     ):
-        Former(recipe().config, config_yaml="").check_moved_methods()
+        check_moved_methods(Former)
+
+
+def test_no_method_of_a_recipe_counts_as_moved() -> None:
+    for recipe_class in (LLMFinetune, VLMFinetune):
+        check_moved_methods(recipe_class)
 
 
 def test_a_metric_that_nothing_measures_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -102,11 +110,14 @@ def test_settings_that_changed_since_the_checkpoint_are_logged_with_both_values(
     (tmp_path / "config.yaml").write_text(
         "seed: 1\nclip_grad_norm: 1.0\nstep_scheduler: {global_batch_size: 8}\n"
     )
-    resumed = recipe()
-    resumed.config_yaml = (
-        "seed: 1\nclip_grad_norm: 0.5\nstep_scheduler: {global_batch_size: 16}\nnew_default: 1\n"
+    compare_recipes(
+        tmp_path,
+        cast(Manifest, SimpleNamespace(saved={"optimizer"})),
+        config_yaml="seed: 1\nclip_grad_norm: 0.5\nstep_scheduler: {global_batch_size: 16}\nnew_default: 1\n",
+        origins={},
+        overridden=(),
+        on_resume="saved",
     )
-    resumed._compare_recipes(tmp_path, cast(Manifest, SimpleNamespace(saved={"optimizer"})))
     (record,) = caplog.records
     assert record.getMessage().splitlines()[1:] == [
         "    clip_grad_norm: 1.0 -> 0.5",

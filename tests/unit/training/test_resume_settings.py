@@ -13,12 +13,12 @@ from automodel_ckpt.cli.checks import dry_run
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
-from automodel_ckpt.recipes.base import FinetuneRecipe
+from automodel_ckpt.recipes.recipe import Recipe
 from automodel_ckpt.training.lr import build_schedule
 from tests.support import training
 
 
-def resumed(recipe_file: Path, *overrides: str) -> FinetuneRecipe:
+def resumed(recipe_file: Path, *overrides: str) -> Recipe:
     """The recipe, set up and closed again without a step."""
     recipe = training.build(recipe_file, *overrides)
     try:

@@ -1,4 +1,4 @@
-"""The model before it is shared out: without memory where that can be, and how each rank then gets its part."""
+"""A model before it is sharded: on the meta device where possible, with a function that fills this rank's shards."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,12 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from transformers import GenerationConfig, PreTrainedConfig
 
-from automodel_ckpt.checkpoint.module_tensors import name_in_files, unwrap
+from automodel_ckpt.checkpoint.module_tensors import (
+    StoredLayout,
+    set_stored_layout,
+    stored_layout,
+    unwrap,
+)
 from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.checkpoint.state.fill_modules import Filling, fill_module, module_shapes
 from automodel_ckpt.config.schema import ModelConfig
@@ -24,7 +29,7 @@ from automodel_ckpt.distributed.agree import gather_objects, raise_on_all_ranks
 from automodel_ckpt.distributed.parallelize import Materialise
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.models.build import build_model, fetched_directory, fresh_dtype
-from automodel_ckpt.models.hf_names import InFiles, names_in_files
+from automodel_ckpt.models.hf_names import names_in_files
 from automodel_ckpt.models.meta_init import (
     InitialValues,
     allocate,
@@ -52,18 +57,21 @@ _CANNOT_BUILD = (
 
 
 @dataclass(frozen=True, slots=True)
-class Blueprint:
-    """A model, on the meta device unless *materialise* is None: then it has its values, the same on all ranks."""
+class DeferredModel:
+    """A model on the meta device, and the function that fills what is left of it on this rank after sharding.
+
+    If *materialise* is None, the model has its values, which are the same on all ranks.
+    """
 
     model: nn.Module
     materialise: Materialise | None = None
 
 
-class NotInParts(Exception):
-    """Why a model has to be built whole on each rank."""
+class NotDeferrable(Exception):
+    """The reason why each rank has to build the complete model."""
 
 
-def draw_up(
+def build_deferred(
     section: ModelConfig,
     config: PreTrainedConfig,
     *,
@@ -73,27 +81,29 @@ def draw_up(
     vocab_size: int | None = None,
     needs_values: str = "",
     loading: Mapping[str, Any] | None = None,
-) -> Blueprint:
-    """The model that a recipe's *section* describes. Called on all ranks, which do alike.
+) -> DeferredModel:
+    """Build the model that a recipe's *section* describes. A collective; all ranks return the same kind of model.
 
-    A model of files gets room for *vocab_size* tokens, None: for as many as it has. Built whole on each rank, with the
-    reason in the log, and then with the size it has, where its values cannot be had in parts: files with other names
-    than the model's tensors, *needs_values* (a reason), *loading* (further arguments of ``from_pretrained``). Raises
-    :class:`RecipeError` as :func:`~automodel_ckpt.models.build.build_model`.
+    A pretrained model has an embedding of *vocab_size* rows; None: as many as its files have. Each rank builds the
+    complete model, with the number of rows of the files, if shards of it cannot be filled separately: if the files have
+    other names than the model's tensors, or because of *needs_values* (a reason) or *loading* (further arguments of
+    ``from_pretrained``). The reason is logged. Raises :class:`RecipeError` as
+    :func:`~automodel_ckpt.models.build.build_model` does.
     """
-    blueprint, reason = None, ""
+    deferred, reason = None, ""
     try:
         if needs_values or loading:
-            raise NotInParts(needs_values or "its weights are changed while they are read")
-        blueprint = _in_parts(section, _resized(config, vocab_size), auto_class, seed, group)
-    except NotInParts as error:
+            raise NotDeferrable(needs_values or "its weights are changed while they are read")
+        deferred = _on_meta(section, _resized(config, vocab_size), auto_class, seed, group)
+    except NotDeferrable as error:
         reason = str(error)
+    # If one rank cannot read the files (another cache), all ranks build the complete model.
     reasons = gather_objects(group, reason)
-    if blueprint is not None and not any(reasons):
-        return blueprint
+    if deferred is not None and not any(reasons):
+        return deferred
     if len(reasons) > 1:
         log.info("each rank builds the whole model first: %s", next(filter(None, reasons)))
-    return Blueprint(_whole(section, config, auto_class, loading))
+    return DeferredModel(_complete(section, config, auto_class, loading))
 
 
 def _resized(config: PreTrainedConfig, vocab_size: int | None) -> PreTrainedConfig:
@@ -103,7 +113,7 @@ def _resized(config: PreTrainedConfig, vocab_size: int | None) -> PreTrainedConf
     return resized
 
 
-def _whole(
+def _complete(
     section: ModelConfig,
     config: PreTrainedConfig,
     auto_class: Any,
@@ -121,13 +131,13 @@ def _whole(
     )
 
 
-def _in_parts(
+def _on_meta(
     section: ModelConfig,
     config: PreTrainedConfig,
     auto_class: Any,
     seed: int,
     group: ProcessGroup | None,
-) -> Blueprint:
+) -> DeferredModel:
     options: dict[str, Any] = {
         "dtype": fresh_dtype(config, section.dtype),
         "trust_remote_code": False,
@@ -141,15 +151,17 @@ def _in_parts(
     try:
         model, values = build(), InitialValues(build(), seed)
         if not values.are_complete():
-            raise NotInParts(f"{type(model).__name__} has values that only its constructor knows")
+            raise NotDeferrable(
+                f"{type(model).__name__} has values that only its constructor knows"
+            )
     except _CANNOT_BUILD as error:
-        raise NotInParts(
+        raise NotDeferrable(
             f"it cannot be built without memory ({type(error).__name__}: {error})"
         ) from error
     source = None
     if section.from_pretrained is not None:
         source = _Source(section.from_pretrained, model, config, section)
-    return Blueprint(model.train(), _materialiser(model, values, source, group))
+    return DeferredModel(model.train(), _materialiser(model, values, source, group))
 
 
 def _materialiser(
@@ -178,16 +190,15 @@ def _materialiser(
     return materialise
 
 
-def hold_names(model: Any, directory: Path | None) -> InFiles:
-    """Tell checkpoints how files hold the tensors of *model*, of the base in *directory* where there is one. Call it
-    before the model is shared out."""
+def layout_in_files(model: nn.Module, directory: Path | None) -> StoredLayout:
+    """How Hugging Face files store the tensors of *model*, which is not sharded yet; *directory* has the files of a
+    pretrained model."""
     found = names_in_files(model, directory)
-    model.names_in_files, model.parts_in_files = found
-    return found
+    return StoredLayout(names=found.names, rows=found.parts)
 
 
 class _Source:
-    """The files of a pretrained model, whose tensors are those of *model* one to one: :class:`NotInParts` if not.
+    """The files of a pretrained model, whose tensors are those of *model* one to one: :class:`NotDeferrable` if not.
 
     Those of the vocabulary may have another number of rows.
     """
@@ -198,22 +209,23 @@ class _Source:
         dtype, self._new_rows = section.dtype, section.new_tokens
         directory = fetched_directory(os.path.expanduser(name))
         if directory is None:
-            raise NotInParts("its files cannot be fetched, or are no safetensors")
+            raise NotDeferrable("its files cannot be fetched, or are no safetensors")
         if getattr(config, "quantization_config", None) is not None:
-            raise NotInParts("it is quantized")
+            raise NotDeferrable("it is quantized")
         if dtype == "auto" and not isinstance(config.dtype, torch.dtype):
-            raise NotInParts("its configuration does not say its dtype")
+            raise NotDeferrable("its configuration does not say its dtype")
         if model.dtype != torch.float32 and (
             model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict
         ):
-            raise NotInParts("parts of it stay in float32")
+            raise NotDeferrable("parts of it stay in float32")
         try:
             self._tensors: Tensors = open_weights(directory).modules[MODEL]
         except (CheckpointUnusable, OSError, KeyError) as error:
-            raise NotInParts(f"its files cannot be read in parts ({error})") from error
-        self._names, self._parts = hold_names(model, directory)
+            raise NotDeferrable(f"its files cannot be read in parts ({error})") from error
+        self._layout = layout_in_files(model, directory)
+        set_stored_layout(model, self._layout)
         self._verdict = self._compared(model)
-        fqns = {stored: fqn for fqn, stored in self._names.items()}
+        fqns = {stored: fqn for fqn, stored in self._layout.names.items()}
         self._resized = {
             fqns.get(name, name): shapes for name, shapes in self._verdict.resized.items()
         }
@@ -229,27 +241,32 @@ class _Source:
         shapes, tied = module_shapes(model)
         there = {fqn: tensor.shape for fqn, tensor in self._tensors.tensors.items()}
         if set(tied) & set(there) and set(tied.values()) & set(there):
-            raise NotInParts("its files hold tied tensors twice")
-        resizable = {self._names.get(name, name) for name in vocabulary_names(model)}
+            raise NotDeferrable("its files hold tied tensors twice")
+        resizable = {self._layout.name_of(name) for name in vocabulary_names(model)}
         verdict = compare(
             Names(shapes, tied), Names(there), prefix=model.base_model_prefix, resizable=resizable
         )
         if different := verdict.lines(allowed=False):
-            raise NotInParts(
+            raise NotDeferrable(
                 f"its files name other tensors ({different[0]}, {len(different)} in all)"
             )
         return verdict
 
     def fill(self, model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
-        """Read this rank's share. *modules* are those of the model as it was built that are left of it; they may be
-        inside others now."""
+        """Read the values of this rank's shards from the files.
+
+        *modules* are those of the unsharded model, by name, that are left on this rank; adapters may wrap them now.
+        """
         model = unwrap(model)
-        # Of a model with adapters a checkpoint is no more than those; the files are the base's.
+        # The files are those of the base that the adapters are in.
         adapted: Any = getattr(model, "get_base_model", None)
         model = adapted() if adapted is not None else model
         now = {id(module): name for name, module in model.named_modules()}
-        fqns, fillings = {stored: fqn for fqn, stored in self._names.items()}, {}
-        rows = {name: fqn for fqn, its in self._parts.items() for name in its}
+        # A model with adapters has an empty layout: its checkpoints contain no experts, but its base is read with them.
+        layout = replace(stored_layout(model), rows=self._layout.rows)
+        fqns = {stored: fqn for fqn, stored in self._layout.names.items()}
+        rows = {name: fqn for fqn, parts in layout.rows.items() for name in parts}
+        fillings: dict[str, Filling] = {}
         for name, (there, here) in self._resized.items():
             log_resized(name, there, here, self._new_rows)
         for name, stored in self._verdict.matches.items():
@@ -258,9 +275,6 @@ class _Source:
                 continue
             outer = now[id(modules[parent])]
             fqn = f"{outer}.{key}" if outer else key
-            filled = name if name in rows else name_in_files(model, fqn)
+            filled = name if name in rows else layout.name_of(fqn)
             fillings[filled] = Filling(self._tensors, stored, name in self._verdict.resized)
-        # With adapters its checkpoints hold no experts, but they are read.
-        held, model.parts_in_files = model.parts_in_files, self._parts
-        fill_module(model, fillings, self._new_rows)
-        model.parts_in_files = held
+        fill_module(model, fillings, self._new_rows, layout)

@@ -1,0 +1,68 @@
+"""What exports and adapter checkpoints contain besides weights, and which layout model files have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from automodel_ckpt.checkpoint.hf_assets import HFAssets
+from automodel_ckpt.checkpoint.saving.side_files import Assets
+from automodel_ckpt.config.schema import CheckpointConfig, RecipeConfig, Target
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.build import base_directory
+from automodel_ckpt.recipes.adapters import adapter_assets
+from automodel_ckpt.recipes.trainable import Trainable
+
+
+def model_layout(config: RecipeConfig) -> Literal["shards", "hf", "adapter"]:
+    """``checkpoint.model_layout``; by default ``adapter`` for adapters in safetensors, otherwise ``shards``."""
+    section = config.checkpoint
+    if section.model_layout:
+        return section.model_layout
+    has_adapter_file = config.peft is not None and section.model_save_format == "safetensors"
+    return "adapter" if has_adapter_file else "shards"
+
+
+def export_assets(
+    config: RecipeConfig, trainable: Trainable, *, preprocessor: Any, reads_base: bool
+) -> dict[str, Assets]:
+    """What an export of the module ``model`` needs besides its weights; empty for a model by ``_target_``.
+
+    *reads_base*: this rank computes the digest of the base that adapters belong to. Raises :class:`RecipeError` for
+    what transformers could not write.
+    """
+    section, peft = config.model, config.peft
+    if isinstance(section, Target):
+        return {}
+    if peft is not None:
+        assert trainable.adapted is not None
+        adapters = adapter_assets(
+            trainable.model,
+            trainable.adapted,
+            section.from_pretrained or peft.base_dir or "",
+            run=Path(config.checkpoint.checkpoint_dir),
+            preprocessor=preprocessor,
+            reads_base=reads_base,
+        )
+        return {"model": adapters}
+    base_dir = base_directory(section.from_pretrained) if section.from_pretrained else None
+    declared = (*section.allow_missing, *section.allow_unexpected, *trainable.resized)
+    assets = HFAssets.from_model(
+        trainable.model, tokenizer=preprocessor, base_dir=base_dir, declared=declared
+    )
+    assets.validate()
+    return {"model": assets}
+
+
+def check_export(section: CheckpointConfig, assets: Mapping[str, Assets]) -> None:
+    """Raise :class:`RecipeError` if the ``checkpoint`` section wants exports and there are no *assets* to make them."""
+    for key in ("save_consolidated", "export_best"):
+        value = getattr(section, key)
+        if value and not assets:
+            raise RecipeError(
+                "there is nothing to export: only models of transformers have Hugging Face files",
+                where=f"checkpoint.{key}",
+                value=str(value).lower(),
+                hint="remove the key; or give your recipe a build_assets method that describes the export",
+            )

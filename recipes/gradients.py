@@ -1,0 +1,93 @@
+"""The gradient of one global batch, accumulated over its micro-batches or over the stages of a pipeline."""
+
+from __future__ import annotations
+
+import torch
+
+from automodel_ckpt.data.loader import GlobalBatch
+from automodel_ckpt.distributed.mesh import RankLayout
+from automodel_ckpt.distributed.parallelize import gradient_sync
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.recipes.objective import Objective
+from automodel_ckpt.recipes.records import AUX_LOSS, LossSum
+from automodel_ckpt.training.rng import StatefulRNG
+from automodel_ckpt.training.router_loss import RouterLoss
+
+
+class GradientAccumulation:
+    """Computes the gradient of the summed loss of a global batch, with one reduction over the ranks."""
+
+    def __init__(self, objective: Objective, layout: RankLayout, rng: StatefulRNG) -> None:
+        self._objective = objective
+        self._model = objective.trainable.model
+        self._stage = objective.trainable.stage
+        self._router_loss = objective.trainable.router_loss
+        self._layout = layout
+        self._rng = rng
+
+    def accumulate(self, batch: GlobalBatch, weight: float) -> torch.Tensor:
+        """Add the gradient of the summed loss times *weight*; returns this rank's summed loss, 0-dim.
+
+        Called on all ranks.
+        """
+        micro_batches = batch.micro_batches
+        if self._stage is not None:
+            rows = [self._objective.rows_of(micro_batch) for micro_batch in micro_batches]
+            return sum_losses(self._stage.train(rows, self._objective.stage_output, weight))
+        if self._router_loss is not None and self._router_loss.needs_counts(len(micro_batches)):
+            self._count_routed(batch, self._router_loss)
+        losses = []
+        for number, micro_batch in enumerate(micro_batches, start=1):
+            is_last = number == len(micro_batches)
+            with gradient_sync(self._model, enabled=is_last):
+                result = self._objective.loss(micro_batch)
+                self._backward(result, weight)
+            losses.append(result.loss.detach())
+        return sum_losses(losses)
+
+    def _backward(self, result: LossSum, weight: float) -> None:
+        """Add the gradient of a micro-batch's summed loss times *weight*, and that of its share of the router's loss.
+
+        Raises :class:`RecipeError` where the model has a router's loss, and the objective left it out.
+        """
+        loss = result.loss
+        if self._router_loss is None:
+            torch.autograd.backward(loss, torch.full_like(loss, weight))
+            return
+        share = result.metrics.get(AUX_LOSS)
+        if share is None:
+            raise RecipeError(
+                "the objective leaves out the router's load balancing loss",
+                where=f"{type(self._objective).__name__}.loss",
+                value=f"metrics without {AUX_LOSS}",
+                hint="return what super().loss(micro_batch) or with_aux_loss(loss) returns, or set "
+                "model.router_aux_loss: false",
+            )
+        # DDP and FSDP2 average gradients over the ranks, and this loss is a sum over the ranks.
+        share_weight = self._layout.sizes.token_parts * self._router_loss.coefficient
+        torch.autograd.backward(
+            [loss, share], [torch.full_like(loss, weight), torch.full_like(share, share_weight)]
+        )
+
+    def _count_routed(self, batch: GlobalBatch, router_loss: RouterLoss) -> None:
+        """Route all micro-batches once without gradients. A collective.
+
+        The router's loss needs the choices of the whole global batch before the first backward pass.
+        """
+        counted = []
+        # The training passes must draw the same random numbers as these, or dropout would change the routing.
+        with torch.no_grad(), self._rng.preserved():
+            for micro_batch in batch.micro_batches:
+                self._objective.loss(micro_batch)
+                counted.append(router_loss.take_noted())
+        router_loss.count(counted)
+
+
+def sum_losses(losses: list[torch.Tensor]) -> torch.Tensor:
+    """Add up the losses of micro-batches in float64; a single loss keeps its dtype. 0-dim."""
+    if len(losses) == 1:
+        return losses[0]
+    total = torch.zeros((), dtype=torch.float64)
+    for loss in losses:
+        total = total + loss.double()
+    return total

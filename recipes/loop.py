@@ -1,0 +1,440 @@
+"""The training loop: epochs of global batches, the optimizer step of each, validation, and how a run ends."""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
+from itertools import chain
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from automodel_ckpt.checkpoint import Checkpointer
+from automodel_ckpt.checkpoint.module_tensors import unwrap
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
+from automodel_ckpt.distributed.agree import sum_over_ranks
+from automodel_ckpt.distributed.mesh import RankLayout
+from automodel_ckpt.distributed.parallelize import clip_gradients, reshard
+from automodel_ckpt.distributed.stop import StoppedWaiting, StopRequest
+from automodel_ckpt.errors import Stopped
+from automodel_ckpt.models.vocabulary import check_token_ids, num_embeddings
+from automodel_ckpt.recipes.gradients import GradientAccumulation
+from automodel_ckpt.recipes.objective import Objective
+from automodel_ckpt.recipes.records import Control, StepResult, Validation
+from automodel_ckpt.recipes.run_log import RunLog
+from automodel_ckpt.recipes.saves import Saves
+from automodel_ckpt.training.lr import current_rate
+from automodel_ckpt.training.optim import check_sharding_support
+from automodel_ckpt.training.rng import StatefulRNG
+from automodel_ckpt.training.step_scheduler import Due, StepScheduler, planned_end
+
+log = logging.getLogger("automodel_ckpt")
+
+_NO_BATCH = GlobalBatch(0, 0, 0, [], [], last_of_epoch=True)
+
+
+class TrainingLoop:
+    """Trains a model with the parts that a recipe built.
+
+    The attributes are the recipe's objects of the same names. The loop has no state that a checkpoint stores: what has
+    to be stored belongs to the recipe. To change a step or the validation, derive from this class and name the class in
+    the recipe's ``loop_class``. Every method is called on all ranks.
+    """
+
+    last_step: StepResult | None
+    """The newest step of this process; None before its first step."""
+
+    def __init__(
+        self,
+        *,
+        config: RecipeConfig,
+        layout: RankLayout,
+        stop_request: StopRequest,
+        objective: Objective,
+        optimizer: Optimizer,
+        lr_scheduler: LRScheduler | None,
+        dataloader: GlobalBatchLoader,
+        validation_batches: Callable[[], Iterator[GlobalBatch]] | None,
+        step_scheduler: StepScheduler,
+        rng: StatefulRNG,
+        checkpointer: Checkpointer | None,
+        saves: Saves,
+        run_log: RunLog,
+    ) -> None:
+        """*validation_batches* reads the validation set from its start; None if there is none."""
+        self.config = config
+        self.layout = layout
+        self.stop_request = stop_request
+        self.objective = objective
+        self.trainable = objective.trainable
+        self.model: nn.Module = objective.trainable.model
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.dataloader = dataloader
+        self.validation_batches = validation_batches
+        self.step_scheduler = step_scheduler
+        self.rng = rng
+        self.checkpointer = checkpointer
+        self.saves = saves
+        self.run_log = run_log
+        self.gradients = GradientAccumulation(objective, layout, rng)
+        self.last_step = None
+
+    # ---------------------------------------------------------------- epochs
+
+    def run(self) -> None:
+        """Train from the present step to the end of the run. Raises :class:`Stopped` after a stop request."""
+        scheduler = self.step_scheduler
+        self.make_up_validation()
+        if scheduler.is_finished():
+            self.already_complete()
+            return
+        if self.layout.rank == 0:
+            self.stop_request.on_request = self.acknowledge_stop
+        log.info("%s", planned_end(scheduler.cadence, steps_per_epoch(self.dataloader)))
+        while not scheduler.is_finished():
+            self.run_epoch()
+        self.stop_request.on_request = None
+        if self.last_step is None and self.saves.resumed is not None:
+            # The checkpoint was in the last epoch, of which no full batch is left.
+            self.already_complete()
+        else:
+            self.end()
+
+    def run_epoch(self) -> None:
+        """Train on the rest of the current epoch, or until the run is over."""
+        for batch in self.batches(self.dataloader):
+            if batch is not None and self.step_scheduler.is_beyond_last_epoch(batch.epoch):
+                self._end_early()
+                return
+            control = self.agree_on(batch)
+            if control.save_failed:
+                self.saves.wait()
+            if control.stop or batch is None:
+                self.stop()
+            try:
+                due = self.step(batch, control)
+            except (IndexError, RuntimeError) as error:
+                self.explain(error, batch)
+                raise
+            if due.stop:
+                self.stop()
+            if due.validate or due.save:
+                self.validate_and_save(validate=due.validate, save=due.save, last=due.last)
+            if due.last:
+                return
+
+    def _end_early(self) -> None:
+        """End a run whose stream of samples had fewer steps in its last epoch than planned."""
+        self.step_scheduler.end_early()
+        if self.step_scheduler.unsaved:
+            has_validation = self.validation_batches is not None
+            self.validate_and_save(validate=has_validation, save=True, last=True)
+
+    def batches(self, source: Iterable[GlobalBatch]) -> Iterator[GlobalBatch | None]:
+        """Yield the batches of *source*, then None if this rank receives a stop request while it waits for one."""
+        with closing(iter(source)) as batches:  # type: ignore[type-var]
+            while True:
+                try:
+                    with self.stop_request.interrupting():
+                        batch = next(batches, None)
+                except StoppedWaiting:
+                    yield None
+                    return
+                if batch is None:
+                    return
+                yield batch
+
+    def agree_on(self, batch: GlobalBatch | None) -> Control:
+        """Sum the sizes of *batch* over the ranks, with the flags to stop and of failed saves. One small reduction.
+
+        None means that this rank received a stop request while it waited for the batch.
+        """
+        micro_batches = batch.micro_batches if batch is not None else []
+        sizes = [self.objective.size_of(micro_batch) for micro_batch in micro_batches]
+        count = sum(size.count for size in sizes)
+        num_labels = sum(size.num_label_tokens for size in sizes)
+        num_tokens = sum(size.num_tokens for size in sizes)
+        if not self.layout.reports:
+            # Ranks that have the same rows (tensor or context parallel, stages) must count them once.
+            count = num_labels = num_tokens = 0
+        failed = self.checkpointer is not None and self.checkpointer.upload_failed
+        self.step_scheduler.enter_step()
+        stop = batch is None or self.stop_request.wanted
+        return Control(count, num_labels, num_tokens, stop, failed).summed(self.layout.gloo_group)
+
+    # ---------------------------------------------------------------- step
+
+    def step(self, batch: GlobalBatch, control: Control) -> Due:
+        """Train on one global batch, count it and log it; returns what is due after it."""
+        started = time.perf_counter()
+        self.step_scheduler.start_step()
+        lr = current_rate(self.optimizer)
+        loss_sum, grad_norm = self.train_step(batch, control)
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        total, aux_loss, due = self.finish_step(batch, control, loss_sum)
+        loss = total / control.count if control.count else math.nan
+        has_router_loss = self.trainable.router_loss is not None
+        self.last_step = StepResult(loss, grad_norm, lr, aux_loss if has_router_loss else None)
+        seconds = time.perf_counter() - started
+        self.run_log.log_step(
+            self.step_scheduler, batch.sample_ids, control, self.last_step, seconds
+        )
+        return due
+
+    def train_step(self, batch: GlobalBatch, control: Control) -> tuple[float, float]:
+        """Forward, backward, clip, update. Returns this rank's summed loss and the global gradient norm.
+
+        The gradient is that of the mean over the count of the global batch, by default its label tokens. A batch
+        without labels, or with a gradient that is not finite, changes no weight.
+        """
+        step = self.step_scheduler.step + 1
+        if self.trainable.router_loss is not None:
+            self.trainable.router_loss.start_step(control.num_tokens)
+        if control.count == 0:
+            log.warning("step %d: no label in the whole global batch, no update", step)
+            # Without gradients this changes nothing; a learning-rate schedule warns if it is left out.
+            self.optimizer.step()
+            return 0.0, 0.0
+        # DDP and FSDP2 average gradients over the ranks; times this factor they are sums.
+        scale = self.layout.sizes.token_parts / control.count
+        loss_sum = self.gradients.accumulate(batch, scale)
+        grad_norm = self.clip_gradients()
+        if not math.isfinite(grad_norm):
+            log.warning("step %d: the gradient norm is %s, no update", step, grad_norm)
+            self.optimizer.zero_grad(set_to_none=True)
+        if self.checkpointer is not None:
+            # An asynchronous save may still be copying the weights that the optimizer changes now.
+            self.checkpointer.await_copies()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss_sum.item(), grad_norm
+
+    def clip_gradients(self) -> float:
+        """Scale all gradients together to ``clip_grad_norm``; returns their 2-norm before that. A collective.
+
+        An optimizer with ``divide_in_step`` scales them as it reads them.
+        """
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        stage = self.trainable.stage
+        counted_elsewhere = stage.counted_elsewhere if stage is not None else frozenset[int]()
+        return clip_gradients(
+            parameters,
+            self.config.clip_grad_norm,
+            in_step=getattr(self.optimizer, "divide_in_step", None),
+            in_stages=self.layout.in_stages,
+            counted_elsewhere=counted_elsewhere,
+        )
+
+    def finish_step(
+        self, batch: GlobalBatch, control: Control, loss_sum: float
+    ) -> tuple[float, float, Due]:
+        """Count a step; returns the loss summed over the global batch, the router's loss, and what is due.
+
+        Only rank 0's clock counts, so that all ranks save and end at the same step. The stop request is read here too,
+        because the next chance is after what is due, which may be a long export.
+        """
+        scheduler = self.step_scheduler
+        is_rank0 = self.layout.is_rank0
+        router_loss = self.trainable.router_loss
+        total, aux_loss, elapsed, save, end, stop = sum_over_ranks(
+            self.layout.gloo_group,
+            loss_sum if self.layout.reports_loss else 0.0,
+            router_loss.value_here if router_loss is not None else 0.0,
+            scheduler.measured_seconds() if is_rank0 else 0.0,
+            is_rank0 and scheduler.save_is_wanted(),
+            is_rank0 and scheduler.time_is_up(),
+            self.stop_request.wanted,
+        )
+        self.dataloader.mark_consumed(batch)
+        due = scheduler.finish_step(
+            epoch=batch.epoch,
+            epochs_done=self.dataloader.epoch,
+            num_samples=len(batch.sample_ids),
+            num_tokens=control.num_tokens,
+            elapsed_seconds=elapsed,
+            save_is_wanted=save > 0,
+            time_is_up=end > 0,
+            stop=stop > 0,
+        )
+        return total, aux_loss, due
+
+    def explain(self, error: Exception, batch: GlobalBatch) -> None:
+        """Raise :class:`RecipeError` if a step failed because *batch* has tokens that the model does not have, or
+        because the optimizer does not support sharded parameters.
+
+        torch reports only that an index is out of range, on a GPU not even that. Checking after the failure costs
+        nothing in other steps.
+        """
+        check_sharding_support(self.optimizer, error)
+        where = f"the global batch of samples {batch.sample_ids[:16]}"
+        check_token_ids(batch.micro_batches, num_embeddings(unwrap(self.model)), where)
+
+    # ---------------------------------------------------------------- validation
+
+    def validate(self) -> Validation | None:
+        """Compute the mean loss over the validation set; None if a stop was requested meanwhile.
+
+        It leaves no trace in the training: no gradients, and random states are restored.
+        """
+        assert self.validation_batches is not None
+        self.model.eval()
+        try:
+            with torch.no_grad(), self.rng.preserved():
+                totals = self.validation_totals(self.validation_batches())
+        finally:
+            self.model.train()
+            reshard(self.model)
+        if totals is None:
+            return None
+        loss, count, num_labels = totals
+        return Validation(loss / count if count else math.nan, int(num_labels))
+
+    def validation_totals(
+        self, batches: Iterable[GlobalBatch]
+    ) -> tuple[float, float, float] | None:
+        """The summed loss, its count, and the label tokens of all batches and ranks; None if a stop was requested.
+
+        The sums of a batch are reduced before the next forward pass, with the stop flags: if a rank is stopped while it
+        waits for data, the others must learn of it before they enter a collective of the model without that rank.
+        """
+        loss, count, num_labels = 0.0, 0.0, 0.0
+        mine = (0.0, 0, 0)
+        for batch in chain(self.batches(batches), [_NO_BATCH]):
+            wants_stop = batch is None or self.stop_request.wanted
+            sums = sum_over_ranks(self.layout.gloo_group, *mine, wants_stop)
+            if sums[3] > 0:
+                return None
+            loss += sums[0]
+            count += sums[1]
+            num_labels += sums[2]
+            mine = self.validation_sums(batch or _NO_BATCH)
+        return loss, count, num_labels
+
+    def validation_sums(self, batch: GlobalBatch) -> tuple[float, int, int]:
+        """This rank's summed loss, its count, and the label tokens of *batch*; zeros if another rank reports them."""
+        try:
+            loss = sum(loss.double().item() for loss in self.objective.losses(batch.micro_batches))
+        except (IndexError, RuntimeError) as error:
+            self.explain(error, batch)
+            raise
+        count, num_labels = 0, 0
+        if self.layout.reports:
+            sizes = [self.objective.size_of(micro_batch) for micro_batch in batch.micro_batches]
+            count = sum(size.count for size in sizes)
+            num_labels = sum(size.num_label_tokens for size in sizes)
+        return loss if self.layout.reports_loss else 0.0, count, num_labels
+
+    def validate_and_save(self, *, validate: bool, save: bool, last: bool = False) -> None:
+        """Validate first, so that the checkpoint contains the validation of its own step, then save.
+
+        *last*: the run ends with this step. Raises :class:`Stopped` if a stop was requested during the validation.
+        """
+        started = time.monotonic()
+        validation = self._validated() if validate else None
+        if validate and validation is None:
+            self.stop()
+        losses = self.losses(validation)
+        is_best = validation is not None and self.saves.note_if_best(losses)
+        if (save or is_best) and self.step_scheduler.unsaved:
+            self.saves.save(losses, validated=validation is not None, started=started, last=last)
+
+    def _validated(self) -> Validation | None:
+        validation = self.validate()
+        if validation is None:
+            return None
+        scheduler = self.step_scheduler
+        scheduler.note_validated()
+        log.info("step %d: validation loss %.4f", scheduler.step, validation.loss)
+        self.run_log.log_validation(scheduler, validation)
+        return validation
+
+    def make_up_validation(self) -> None:
+        """Run the validation that a stop prevented before the present start; the step's checkpoint exists already.
+
+        Afterwards the best value so far, and its checkpoint, are those of a run that was not stopped.
+        """
+        scheduler = self.step_scheduler
+        if not scheduler.validation_is_missing:
+            return
+        log.info("validating step %d, which a signal had prevented", scheduler.step)
+        validation = self._validated()
+        if validation is None:
+            self.stop()
+        self.saves.note_late_validation(self.losses(validation))
+
+    def losses(self, validation: Validation | None) -> dict[str, Any]:
+        """The content of ``losses.json`` at the present step; null for what was not measured at this step."""
+        return {
+            "step": self.step_scheduler.step,
+            "epoch": self.step_scheduler.epoch,
+            "train_loss": self.last_step.loss if self.last_step else None,
+            "val_loss": validation.loss if validation else None,
+        }
+
+    # ---------------------------------------------------------------- the end
+
+    def acknowledge_stop(self, number: int) -> None:
+        """Log that a signal was received, and what follows; a thread calls it while the step continues.
+
+        *number* is the number of the signal, 0 if another rank received it.
+        """
+        name = signal.Signals(number).name if number else "a signal to another rank"
+        again = "press Ctrl-C again" if number == signal.SIGINT else "send it again"
+        saves = "saving"
+        if self.checkpointer is None:
+            saves = "nothing is saved, checkpoint.enabled is false"
+        code = self.stop_request.exit_code
+        then = f"{saves}, then exit {code}" if code else f"{saves}, then exit"
+        step = self.step_scheduler.stops_after
+        self.run_log.progress.write_above(
+            f"{name}: stopping after step {step} at the latest: {then}; {again} to stop now without saving"
+        )
+
+    def stop(self) -> NoReturn:
+        """Save the last completed step unless it is saved. Raises :class:`Stopped`."""
+        scheduler = self.step_scheduler
+        self.saves.stop(self.losses(None))
+        saved = self.checkpointer is not None and scheduler.step > 0
+        number = self.stop_request.requested
+        by = signal.Signals(number).name if number else "a signal to another rank"
+        outcome = ", which is saved" if saved else "; nothing was saved"
+        last_save = self.saves.last_save
+        raise Stopped(
+            f"stopped by {by} after step {scheduler.step}{outcome}",
+            where=str(self.checkpointer.directory) if self.checkpointer else "",
+            value=last_save.path.name if last_save else "",
+            hint="the same command goes on from there" if saved else "the same command starts over",
+        )
+
+    def end(self) -> None:
+        """Log the end of a complete run. Raises the failure of the last save if training continued after it."""
+        self.saves.wait()
+        scheduler = self.step_scheduler
+        loss = f"training loss {self.last_step.loss:.4f}" if self.last_step else "no step was made"
+        log.info("done: step %d, %s", scheduler.step, loss)
+        log.info("%s", scheduler.reason_of_end())
+        self.saves.end()
+
+    def already_complete(self) -> None:
+        """Log that the run was complete when it was started, and make exports that a kill or a signal prevented."""
+        scheduler = self.step_scheduler
+        log.info("already complete at step %d: %s", scheduler.step, scheduler.reason_of_end())
+        self.saves.export_finished()
+
+
+def steps_per_epoch(loader: GlobalBatchLoader) -> int | None:
+    """Optimizer steps of a complete epoch; None for a stream, whose length is unknown."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None

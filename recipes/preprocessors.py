@@ -1,0 +1,26 @@
+"""Where a recipe's tokenizer or processor is read from."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from automodel_ckpt.config.schema import ModelConfig, RecipeConfig
+from automodel_ckpt.models.build import require_local
+from automodel_ckpt.recipes.init_from import verify_side_files
+
+
+def find_preprocessor(
+    config: RecipeConfig, key: Literal["tokenizer", "processor"]
+) -> tuple[str | None, str]:
+    """(directory or Hub name, dotted key that gives it) of the section *key*, else of the pretrained model.
+
+    The name is None if neither gives one. Raises :class:`RecipeError` for a path that does not exist, and
+    :class:`CheckpointUnusable` for an export whose files are damaged.
+    """
+    name, where = getattr(config, key).from_pretrained, f"{key}.from_pretrained"
+    if name is None and isinstance(config.model, ModelConfig):
+        name, where = config.model.from_pretrained, "model.from_pretrained"
+    if name is not None:
+        require_local(name, where)
+        verify_side_files(name, config.checkpoint.verify)
+    return name, where

@@ -1,0 +1,486 @@
+"""The base of all recipes: what :meth:`Recipe.setup` builds, in which order, and what is saved.
+
+The parts are in modules of their own: :mod:`.trainable` builds a model, :mod:`.objective` computes its loss,
+:mod:`.loop` takes the steps, :mod:`.saves` decides about checkpoints, :mod:`.run_log` writes logs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import PreTrainedConfig
+
+from automodel_ckpt.checkpoint import Checkpointer, discover
+from automodel_ckpt.checkpoint.saving.side_files import Assets
+from automodel_ckpt.config.bind import unused_without_checkpoints
+from automodel_ckpt.config.schema import ModelConfig, RecipeConfig, Target
+from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
+from automodel_ckpt.distributed.mesh import RankLayout, close_distributed, init_distributed
+from automodel_ckpt.distributed.parallelize import check_parallelism
+from automodel_ckpt.distributed.stop import PeerStop, StopRequest, stop_request
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.recipes.exports import check_export, export_assets, model_layout
+from automodel_ckpt.recipes.extension_checks import (
+    check_hidden_methods,
+    check_moved_methods,
+    check_pipeline_extensions,
+)
+from automodel_ckpt.recipes.init_from import start_from
+from automodel_ckpt.recipes.loop import TrainingLoop, steps_per_epoch
+from automodel_ckpt.recipes.objective import ContextCheck, Objective, build_loss_fn
+from automodel_ckpt.recipes.optimizers import build_optimizer, log_groups
+from automodel_ckpt.recipes.pipeline import check_no_idle_stages, sum_over_stages, train_stages
+from automodel_ckpt.recipes.rank_consistency import (
+    validate_equal_lengths,
+    validate_equal_on_all_ranks,
+)
+from automodel_ckpt.recipes.resume_overrides import (
+    RecipeOptions,
+    compare_recipes,
+    log_omitted_state,
+)
+from automodel_ckpt.recipes.run_log import RunLog
+from automodel_ckpt.recipes.saves import Saves
+from automodel_ckpt.recipes.trainable import (
+    Trainable,
+    build_trainable,
+    parallelism,
+    read_model_config,
+)
+from automodel_ckpt.seeds import seed_everything
+from automodel_ckpt.training.loss import LossFn
+from automodel_ckpt.training.lr import build_schedule
+from automodel_ckpt.training.optim import trainable as trained_parameters
+from automodel_ckpt.training.rng import StatefulRNG
+from automodel_ckpt.training.step_scheduler import Cadence, StepScheduler, total_steps
+from automodel_ckpt.training.tracker_process import require_trackers
+
+log = logging.getLogger("automodel_ckpt")
+
+
+class Recipe:
+    """Builds the parts of a run and owns its state. A subclass defines what is trained on what.
+
+    Every attribute with ``state_dict`` and ``load_state_dict`` is saved and restored, whatever its name, unless its
+    name is in the set ``untracked``. To add your own, extend :meth:`build`.
+    """
+
+    Config = RecipeConfig
+    """The dataclass of the recipe file."""
+    auto_class: ClassVar[Any]
+    """The class of transformers whose ``from_pretrained`` and ``from_config`` make the model."""
+    task_type: ClassVar[str | None] = None
+    """peft's name of the task; None if peft has no class of models for it."""
+    shares_rows: ClassVar[bool] = False
+    """Whether samples may share rows without padding, if the model supports it."""
+    objective_class: type[Objective] = Objective
+    """What computes the loss of a micro-batch."""
+    loop_class: type[TrainingLoop] = TrainingLoop
+    """What takes the steps, validates, and ends the run."""
+    saves_class: type[Saves] = Saves
+    """What saves and exports, and handles failed saves."""
+    untracked: Collection[str] = ()
+    """Names of attributes with state that is not saved; a class may set it, and so may :meth:`build`."""
+
+    # Set by join_ranks.
+    layout: RankLayout
+    stop_request: StopRequest
+    run_log: RunLog
+    # Set by build.
+    preprocessor: Any
+    """The tokenizer or processor, whose files are part of exports; None if there is none."""
+    model_config: PreTrainedConfig | None
+    """The transformers configuration; None for a model by ``_target_``."""
+    dataloader: GlobalBatchLoader
+    validation_batches: Callable[[], Iterator[GlobalBatch]] | None
+    step_scheduler: StepScheduler
+    trainable: Trainable
+    model: nn.Module
+    """The model of :attr:`trainable`, under which name checkpoints store it."""
+    optimizer: Optimizer
+    lr_scheduler: LRScheduler | None
+    loss_fn: LossFn
+    """The loss of full logits, if the output layer does not compute it."""
+    # Set by setup after build.
+    rng: StatefulRNG
+    objective: Objective
+    saves: Saves
+    loop: TrainingLoop
+
+    def __init__(self, config: RecipeConfig, *, config_yaml: str) -> None:
+        """*config_yaml* is the text of the resolved recipe, which each checkpoint contains."""
+        self.config = config
+        self.config_yaml = config_yaml
+        self.untracked: set[str] = set(self.untracked)
+        self.checkpointer: Checkpointer | None = None
+        self.is_dry_run = False
+        """Whether the model is only counted, for ``--dry-run``: its weights have no values."""
+        self.origins: Mapping[str, str] = {}
+        """Where each value of the recipe comes from, by dotted key; set by ``ckpt-train``."""
+        self.overridden: Collection[str] = ()
+        """The dotted keys that the command line gives; set by ``ckpt-train``."""
+        # Closes in the reverse order; each resource is registered where it is opened.
+        self._resources = ExitStack()
+
+    # ---------------------------------------------------------------- the life of a run
+
+    def setup(self) -> None:
+        """Join the ranks, build everything, and load the checkpoint to resume from.
+
+        Mistakes in the recipe are raised as early as possible, most of them before the model's weights are read.
+        """
+        check_moved_methods(type(self))
+        self.layout = self.join_ranks()
+        check_parallelism(parallelism(self.config.distributed), self.layout)
+        if self.layout.in_stages:
+            check_pipeline_extensions(type(self), Recipe, self.objective_class, self.loop_class)
+        self.checkpointer = self.build_checkpointer()
+        self.build()
+        self._check_model()
+        self.run_log.progress.total_steps = self.step_scheduler.planned_steps
+        # Random numbers drawn above are the same on all ranks, so that fresh weights are. From here each data-parallel
+        # rank has its own, and nothing is drawn before the first step. Tensor parallel ranks, which compute the same
+        # values, go on drawing the same.
+        self.rng = StatefulRNG(self.config.seed, self.layout.random_stream, self.layout.sizes.grid)
+        if self.checkpointer is not None:
+            self.checkpointer.assets.update(self.build_assets())
+            check_export(self.config.checkpoint, self.checkpointer.assets)
+        self.objective = self.build_objective()
+        self.saves = self.build_saves()
+        self.loop = self.build_loop()
+        self.resume()
+
+    def run(self) -> None:
+        """Train until the end of the run. Raises :class:`Stopped` after a stop request. Call :meth:`setup` before."""
+        self.loop.run()
+
+    def close(self) -> None:
+        """Close the logs, the checkpointer and the process groups; safe after a failed or missing ``setup``."""
+        self._resources.close()
+
+    def join_ranks(self) -> RankLayout:
+        """Open the process groups and the log; seed all ranks equally, so that they draw the same fresh weights."""
+        config = self.config
+        section = config.distributed
+        require_trackers(config.logging.trackers, has_logs=config.checkpoint.enabled)
+        self._resources.callback(close_distributed)
+        layout = init_distributed(
+            backend=section.backend,
+            timeout_minutes=section.timeout_minutes,
+            dp_size=section.dp_size,
+            dp_replicate_size=section.dp_replicate_size,
+            tp_size=section.tp_size,
+            pp_size=section.pp_size,
+            cp_size=section.cp_size,
+        )
+        validate_equal_on_all_ranks(self.config_yaml, layout.gloo_group)
+        self.stop_request = stop_request()
+        if layout.world_size > 1:
+            peer_stop = PeerStop(self.stop_request, dist.distributed_c10d._get_default_store())
+            self._resources.callback(peer_stop.close)
+        self.run_log = RunLog(config.logging, layout)
+        self._resources.callback(self.run_log.close)
+        if unused := unused_without_checkpoints(config):
+            log.info(
+                "nothing is saved, because checkpoint.enabled is false; no effect: %s",
+                ", ".join(unused),
+            )
+        if config.deterministic:
+            # cuBLAS reads it when it is initialized; without it, deterministic algorithms raise on GPUs.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(config.deterministic)
+        seed_everything(config.seed)
+        return layout
+
+    # ---------------------------------------------------------------- build
+
+    def build(self) -> None:
+        """Create the attributes that training needs, the same on all ranks. Each recipe defines it."""
+        raise NotImplementedError
+
+    def build_training(self) -> None:
+        """Create the data, the model and what updates it from the recipe's sections.
+
+        :attr:`preprocessor` exists already. The order is that of their failures: configuration and data are checked
+        before weights are read.
+        """
+        self.model_config = read_model_config(
+            self.config, self.layout, auto_class=self.auto_class, preprocessor=self.preprocessor
+        )
+        self.dataloader = self.build_dataloader(self.config.dataset)
+        self.validation_batches = self.build_validation()
+        self.step_scheduler = self.build_step_scheduler()
+        self.trainable = self.build_trainable()
+        self.model = self.trainable.model
+        planned_steps = self.step_scheduler.planned_steps
+        steps = "unknown" if planned_steps is None else planned_steps
+        log.info("%s; %s steps", self.trainable.summary, steps)
+        self.optimizer = self.build_optimizer()
+        self.lr_scheduler = self.build_lr_scheduler()
+        self.loss_fn = self.build_loss_fn()
+
+    def build_dataset(self, section: Target) -> Any:
+        """Build the data set that a section names. Each recipe defines it."""
+        raise NotImplementedError
+
+    def build_collate_fn(self) -> Any:
+        """Build the function from samples to a micro-batch. Each recipe defines it."""
+        raise NotImplementedError
+
+    def build_dataloader(self, section: Target, *, validation: bool = False) -> GlobalBatchLoader:
+        """Build a loader of this rank's part of the global batches; for validation in order, without accumulation."""
+        config, steps, layout = self.config.dataloader, self.config.step_scheduler, self.layout
+        global_batch_size = steps.global_batch_size
+        if validation:
+            # As many micro-batches as pipeline stages keep all stages busy.
+            global_batch_size = steps.local_batch_size * layout.dp_size * layout.sizes.pp
+        loader = GlobalBatchLoader(
+            self.build_dataset(section),
+            global_batch_size=global_batch_size,
+            local_batch_size=steps.local_batch_size,
+            collate_fn=self.build_collate_fn(),
+            dp_rank=layout.dp_rank,
+            dp_size=layout.dp_size,
+            seed=self.config.seed,
+            shuffle=config.shuffle and not validation,
+            drop_last=config.drop_last and not validation,
+            num_workers=0 if validation else config.num_workers,
+        )
+        name = "validation_dataset" if validation else "dataset"
+        validate_equal_lengths(name, loader.num_samples, layout.gloo_group)
+        return loader
+
+    def build_validation(self) -> Callable[[], Iterator[GlobalBatch]] | None:
+        """Build a function that reads the validation set from its start; its position is not state of the run."""
+        if self.config.validation_dataset is None:
+            return None
+        return partial(iter, self.build_dataloader(self.config.validation_dataset, validation=True))
+
+    def build_step_scheduler(self) -> StepScheduler:
+        """Build the counters, and plan the number of steps as far as it is known."""
+        cadence = cadence_of(self.config)
+        planned = total_steps(cadence, steps_per_epoch(self.dataloader))
+        return StepScheduler(cadence, planned_steps=planned)
+
+    def build_trainable(
+        self, config: RecipeConfig | None = None, *, is_trained: bool = True
+    ) -> Trainable:
+        """Build the model that a recipe's sections describe, by default those of this recipe. A collective.
+
+        A recipe with several models calls it once for each. Only attributes of the recipe are saved, so assign the
+        module of a :class:`Trainable` to an attribute if it has to be saved.
+        """
+        return build_trainable(
+            config or self.config,
+            self.layout,
+            auto_class=self.auto_class,
+            task_type=self.task_type,
+            preprocessor=self.preprocessor,
+            model_config=self.model_config if config is None else None,
+            shares_rows=self.shares_rows,
+            is_trained=is_trained,
+            is_dry_run=self.is_dry_run,
+        )
+
+    def build_optimizer(self) -> Optimizer:
+        """Build the ``optimizer`` section over all parameters that need gradients."""
+        layout = self.layout
+        if layout.in_stages:
+            check_no_idle_stages(trained_parameters([self.model]), layout)
+        optimizer, labels = build_optimizer(
+            self.config.optimizer,
+            self.model,
+            add_up=partial(sum_over_stages, layout) if layout.in_stages else list,
+            takes_own_steps=self.loop_class.train_step is not TrainingLoop.train_step,
+        )
+        if layout.in_stages and not self.is_dry_run:
+            train_stages(optimizer, self.model, layout)
+        log_groups(optimizer, labels)
+        return optimizer
+
+    def build_lr_scheduler(self) -> LRScheduler | None:
+        """Build the ``lr_scheduler`` section over the planned steps; None for a constant rate."""
+        section = self.config.lr_scheduler
+        if section is None:
+            return None
+        return build_schedule(
+            self.optimizer,
+            section.name,
+            total_steps=self.step_scheduler.planned_steps,
+            warmup_steps=section.warmup_steps,
+            warmup_ratio=section.warmup_ratio,
+            decay_steps=section.decay_steps,
+            kwargs=section.kwargs,
+        )
+
+    def build_loss_fn(self) -> LossFn:
+        """Build the ``loss_fn`` section; cross-entropy without it."""
+        return build_loss_fn(self.config.loss_fn, self.layout.device)
+
+    def build_checkpointer(self) -> Checkpointer | None:
+        """Build the ``checkpoint`` section and take the lease of its directory; None if it is not enabled."""
+        section = self.config.checkpoint
+        if not section.enabled:
+            return None
+        checkpointer = Checkpointer(
+            section.checkpoint_dir,
+            self.layout,
+            self.layout.gloo_group,
+            replace(section, model_layout=model_layout(self.config)),
+            timeout_seconds=60 * self.config.distributed.timeout_minutes,
+        )
+        checkpointer.open()
+        self._resources.callback(checkpointer.close)
+        # Registered after it, and so called before it: the last log lines must be written while the lease is held.
+        self._resources.callback(self._close_log_files, checkpointer)
+        return checkpointer
+
+    def build_assets(self) -> dict[str, Assets]:
+        """Describe what an export of ``model`` needs beside its weights; empty for a model by ``_target_``."""
+        return export_assets(
+            self.config,
+            self.trainable,
+            preprocessor=self.preprocessor,
+            reads_base=self.layout.is_rank0 and not self.is_dry_run,
+        )
+
+    def build_objective(self) -> Objective:
+        """Build the object that computes the loss of a micro-batch."""
+        objective = self.objective_class(
+            self.trainable,
+            self.layout,
+            self.loss_fn,
+            sequence_parallel=self.config.distributed.sequence_parallel,
+        )
+        if self.model_config is not None:
+            objective.check_length = ContextCheck(self.model_config, self.step_scheduler)
+        return objective
+
+    def build_saves(self) -> Saves:
+        """Build the object that saves the state of the run."""
+        return self.saves_class(
+            self.config,
+            self.checkpointer,
+            self.step_scheduler,
+            self.run_log,
+            partial(discover, self),
+            config_yaml=self.config_yaml,
+            num_ranks=self.layout.world_size,
+        )
+
+    def build_loop(self) -> TrainingLoop:
+        """Build the object that takes the steps. Give a loop of your own what else it needs by extending this."""
+        return self.loop_class(
+            config=self.config,
+            layout=self.layout,
+            stop_request=self.stop_request,
+            objective=self.objective,
+            optimizer=self.optimizer,
+            lr_scheduler=self.lr_scheduler,
+            dataloader=self.dataloader,
+            validation_batches=self.validation_batches,
+            step_scheduler=self.step_scheduler,
+            rng=self.rng,
+            checkpointer=self.checkpointer,
+            saves=self.saves,
+            run_log=self.run_log,
+        )
+
+    # ---------------------------------------------------------------- resume
+
+    def resume(self) -> None:
+        """Load the newest usable checkpoint if there is one, otherwise the weights that ``init_from`` names.
+
+        It is the end of :meth:`setup`: nothing may draw random numbers between it and the first step.
+        """
+        check_hidden_methods(self)
+        state = discover(self)
+        if self.checkpointer is not None:
+            self._load_checkpoint(self.checkpointer, state)
+        section, model = self.config.init_from, self.config.model
+        if self.saves.resumed is not None or section is None:
+            return
+        start_from(
+            section,
+            {name: value for name, value in state.items() if isinstance(value, nn.Module)},
+            ranks=self.layout,
+            group=self.layout.gloo_group,
+            resizable=self.trainable.resized,
+            new_rows=model.new_tokens if isinstance(model, ModelConfig) else "mean",
+            verify=self.config.checkpoint.verify,
+        )
+
+    def _load_checkpoint(self, checkpointer: Checkpointer, state: Mapping[str, Any]) -> None:
+        log_omitted_state(self, self.untracked)
+        checkpointer.check(state)
+        # Made before the checkpoint's options are loaded into the optimizer: it records those of the recipe.
+        recipe_options = RecipeOptions(
+            self.optimizer,
+            self.lr_scheduler,
+            from_recipe=self.config.optimizer.on_resume == "recipe",
+            overridden=self.overridden,
+        )
+        report_changes = partial(
+            compare_recipes,
+            config_yaml=self.config_yaml,
+            origins=self.origins,
+            overridden=self.overridden,
+            on_resume=self.config.optimizer.on_resume,
+        )
+        resumed = checkpointer.load(state, before_loading=report_changes)
+        self.saves.resumed = resumed
+        self.run_log.open(checkpointer.directory, checkpointer.check_lease)
+        if resumed is not None:
+            seconds_since_save = time.time() - resumed.manifest.created
+            self.run_log.progress.note_saved(resumed.step, seconds_since_save)
+            recipe_options.compare(self.step_scheduler, resumed.manifest.saved, resumed.path)
+        self.saves.check_space(state, steps_per_epoch(self.dataloader))
+        if not self.step_scheduler.is_finished():
+            checkpointer.prepare(state)
+        self.run_log.resume(self.step_scheduler, resumed.path.name if resumed is not None else None)
+        self.saves.make_missing_export()
+
+    def _check_model(self) -> None:
+        """Raise :class:`RecipeError` if ``build`` replaced ``model`` alone: the loop would train the former one."""
+        if self.model is not self.trainable.model:
+            raise RecipeError(
+                "the recipe replaces model after build_trainable, and the loop trains trainable.model",
+                where=f"{type(self).__name__}.build",
+                value=type(self.model).__name__,
+                hint="extend build_trainable to return dataclasses.replace(trainable, model=...)",
+            )
+
+    def _close_log_files(self, checkpointer: Checkpointer) -> None:
+        lease_is_lost = checkpointer.lease_is_lost
+        checkpointer.wait()
+        self.run_log.close_files(lease_is_lost=lease_is_lost)
+
+
+def cadence_of(config: RecipeConfig) -> Cadence:
+    """The ``step_scheduler`` section as intervals: when to save, validate and end."""
+    steps = config.step_scheduler
+    is_automatic = steps.ckpt_every_steps == "auto"
+    return Cadence(
+        max_steps=steps.max_steps,
+        num_epochs=steps.effective_num_epochs,
+        ckpt_every_steps=None if steps.ckpt_every_steps == "auto" else steps.ckpt_every_steps,
+        mtbf_seconds=3600 * steps.mtbf_hours if is_automatic else None,
+        ckpt_every_epochs=steps.ckpt_every_epochs,
+        ckpt_every_minutes=steps.ckpt_every_minutes,
+        ckpt_on_best=steps.ckpt_on_best,
+        val_every_steps=steps.val_every_steps,
+        max_time_seconds=steps.max_time_seconds,
+        has_validation=config.validation_dataset is not None,
+    )
