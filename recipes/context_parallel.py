@@ -12,7 +12,7 @@ from torch import nn
 from automodel_ckpt.distributed.agree import gather_objects
 from automodel_ckpt.distributed.context_parallel import ContextParallel, cannot_be_cut
 from automodel_ckpt.distributed.mesh import RankLayout
-from automodel_ckpt.models.probe import logits_of, undisturbed
+from automodel_ckpt.models.forward import logits_of, side_effect_free
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -43,7 +43,7 @@ def _difference(
     length = cut.size * _TOKENS_PER_SLICE
     tokens = torch.arange(length, device=device).remainder(5).unsqueeze(0)
     try:
-        with undisturbed(model):
+        with side_effect_free(model):
             whole = logits_of(model(input_ids=tokens, **options)).float()
             alone = logits_of(model(input_ids=tokens[:, -_TOKENS_PER_SLICE:], **options)).float()
             cut.start()

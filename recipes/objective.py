@@ -16,8 +16,8 @@ from automodel_ckpt.data.packing import IS_TOKEN, longest_sample
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.build import check_context
+from automodel_ckpt.models.forward import logits_of
 from automodel_ckpt.models.loss_head import loss_in
-from automodel_ckpt.models.probe import logits_of
 from automodel_ckpt.recipes.records import AUX_LOSS, BatchSize, LossSum
 from automodel_ckpt.recipes.trainable import Trainable
 from automodel_ckpt.training.loss import (

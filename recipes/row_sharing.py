@@ -15,7 +15,8 @@ from automodel_ckpt.distributed.agree import on_all_ranks
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.attention import attend_by_document, attend_by_mask
-from automodel_ckpt.models.probe import attention_of, keeps_samples_apart
+from automodel_ckpt.models.forward import attention_of
+from automodel_ckpt.models.packing_probe import keeps_samples_apart
 
 log = logging.getLogger("automodel_ckpt")
 

@@ -59,9 +59,9 @@ from automodel_ckpt.models.build import (
     load_model_config,
 )
 from automodel_ckpt.models.compiling import compile_layers
+from automodel_ckpt.models.forward import forward_parameters
 from automodel_ckpt.models.loss_head import LossHead, ModuleLossHead, install_loss_head
 from automodel_ckpt.models.pipeline_stage import check_stages
-from automodel_ckpt.models.probe import forward_parameters
 from automodel_ckpt.models.quantize import check_not_quantized
 from automodel_ckpt.models.routers import (
     RouterSettings,

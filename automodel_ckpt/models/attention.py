@@ -1,12 +1,11 @@
-"""Attention of each document by itself, where several share a row.
+"""Attention computed separately for each document of a row (packing) on a CPU.
 
-transformers keeps the documents of a row apart by a mask over all pairs of the row's tokens, and sdpa then works on
-all of them. Here what stands in the mask's place are the documents' lengths, and sdpa is called for each of them,
-causal and without a mask, as for a document that has the row for itself.
+transformers separates the documents of a row by a mask over all pairs of the row's tokens, and sdpa then computes all
+pairs. Here, the lengths of the documents (:class:`Documents`) take the place of the mask, and sdpa is called for each
+document, causal and without a mask.
 
-It is done under the name ``sdpa``, for models that were asked to (:func:`attend_by_document`): models look at that
-name, and no configuration has to know another. Wherever something other is wanted than causal attention within
-documents, or pairs have to be looked at, it is the mask.
+This happens under the name ``sdpa``, for models that were enabled with :func:`attend_by_document`. The mask is still
+used for any other pattern than causal attention within documents, and for options that need pairs.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import chain, groupby, pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -25,22 +24,23 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from automodel_ckpt.models.probe import attention_of, logits_of, rows_to_ask, undisturbed
+from automodel_ckpt.models.forward import attention_of, logits_of, side_effect_free
+from automodel_ckpt.models.packing_probe import probe_rows
 
 log = logging.getLogger(__name__)
 
 _NAME = "sdpa"
 _NEEDS_PAIRS = ("position_bias", "softcap", "cache", "output_attentions", "s_aux")
-"""Options of attention that need the mask where they are given."""
-_asked: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""The configurations of the models that attend so, by id: they cannot be hashed."""
+"""Options of attention that require the mask if they are not None."""
+_enabled: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""The configurations of the enabled models, by id, because configurations cannot be hashed."""
 
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """Causal attention within the documents of one row, over the last *window* tokens if there is one.
+    """Causal attention within the documents of one row, limited to the last *window* tokens if that is not None.
 
-    *runs*: (length, how many) of documents of equal length that follow each other, in the row's order.
+    *runs* are pairs (length, count): consecutive documents of equal length, in the row's order.
     """
 
     runs: tuple[tuple[int, int], ...]
@@ -49,31 +49,33 @@ class Documents:
 
     @property
     def sizes(self) -> list[int]:
-        """Tokens of each run."""
+        """Number of tokens of each run."""
         return [length * count for length, count in self.runs]
 
     @functools.cached_property
     def mask(self) -> torch.Tensor:
         """Attention mask of all pairs of a row: bool [1, 1, T, T], true where a query (row) sees a key (column)."""
-        lengths = list(chain.from_iterable([length] * count for length, count in self.runs))
+        lengths = []
+        for length, count in self.runs:
+            lengths += [length] * count
         numbers = torch.repeat_interleave(torch.tensor(lengths, device=self.device))
         return (numbers[:, None] == numbers) & _causal(len(numbers), self.window, self.device)
 
     def mask_of(self, length: int) -> torch.Tensor | None:
-        """The mask of a document of *length* tokens alone, where causal does not say all of it."""
-        return (
-            None
-            if self.window is None or length <= self.window
-            else _causal(length, self.window, self.device)
-        )
+        """The mask of one document of *length* tokens, bool [1, 1, T, T]; None if causal is the same."""
+        if self.window is None or length <= self.window:
+            return None
+        return _causal(length, self.window, self.device)
 
 
 def _causal(length: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """bool [1, 1, T, T]."""
-    places = torch.arange(length, device=device)
-    distances = places[:, None] - places
+    """The causal mask of one document, limited to *window* tokens: bool [1, 1, T, T]."""
+    positions = torch.arange(length, device=device)
+    distances = positions[:, None] - positions
     seen = distances >= 0
-    return (seen if window is None else seen & (distances < window))[None, None]
+    if window is not None:
+        seen &= distances < window
+    return seen[None, None]
 
 
 def attend_by_document(
@@ -82,54 +84,60 @@ def attend_by_document(
     multiple: int = 1,
     device: torch.device | None = None,
 ) -> bool:
-    """Have *model* attend to each document by itself, if it then computes what it computes by masks; whether it does.
+    """Enable attention per document for *model* if its outputs stay those of the mask. Returns whether it is enabled.
 
-    For models with sdpa attention on the CPU. Runs *model*, on *device* (its parameters') and with *options*, on a few
-    tokens, a number of them divisible by *multiple*, without a trace.
+    Only for sdpa attention on the CPU. Runs *model* with *options* on a few tokens, on *device* (default: that of its
+    parameters), without side effects. *multiple* divides the number of tokens.
     """
     device = device or next(model.parameters()).device
     if attention_of(model) != _NAME or device.type != "cpu":
         return False
-    tokens, restarted, continued = rows_to_ask(multiple, device)
+    tokens, restarted, continued = probe_rows(multiple, device)
     try:
-        with undisturbed(model):
-            by_masks, crossed = (
-                _logits(model, tokens, each, options) for each in (restarted, continued)
-            )
-            _ask(model)
+        with side_effect_free(model):
+            by_masks = _logits(model, tokens, restarted, options)
+            crossed = _logits(model, tokens, continued, options)
+            _enable(model)
             by_document = _logits(model, tokens, restarted, options)
     except Exception as error:
         log.debug("attention cannot be limited to each sample: %s: %s", type(error).__name__, error)
         attend_by_mask(model)
         return False
-    # What crossing attention does is the measure: rounding is far below it in every dtype.
-    agrees = bool((by_document - by_masks).abs().max() <= 0.1 * (crossed - by_masks).abs().max())
-    if not agrees:
+    # The effect of crossing attention is the scale: rounding is far below it in every dtype.
+    difference = (by_document - by_masks).abs().max()
+    is_equal = bool(difference <= 0.1 * (crossed - by_masks).abs().max())
+    if not is_equal:
         attend_by_mask(model)
-    return agrees
+    return is_equal
 
 
 def attend_by_mask(model: nn.Module) -> None:
     """Undo :func:`attend_by_document`."""
     for config in _configs_of(model):
-        _asked.pop(id(config), None)
+        _enabled.pop(id(config), None)
 
 
-def _logits(model: nn.Module, *row_and_options: Any) -> torch.Tensor:
-    tokens, positions, options = row_and_options
-    return logits_of(model(input_ids=tokens, position_ids=positions, **options)).float()
+def _logits(
+    model: nn.Module, tokens: torch.Tensor, positions: torch.Tensor, options: Mapping[str, Any]
+) -> torch.Tensor:
+    output = model(input_ids=tokens, position_ids=positions, **options)
+    return logits_of(output).float()
 
 
-def _ask(model: nn.Module) -> None:
+def _enable(model: nn.Module) -> None:
     _register()
     for config in _configs_of(model):
-        _asked[id(config)] = config
+        _enabled[id(config)] = config
 
 
-def _configs_of(model: Any) -> list[Any]:
-    """The configurations by which the parts of *model* make their masks."""
-    configs = (getattr(part, "config", None) for part in model.modules())
-    return [config for config in configs if isinstance(config, PreTrainedConfig)]
+def _configs_of(model: nn.Module) -> list[Any]:
+    """The configurations that the parts of *model* pass to transformers' mask functions."""
+    configs = []
+    for part in model.modules():
+        config = getattr(part, "config", None)
+        if isinstance(config, PreTrainedConfig):
+            configs.append(config)
+    return configs
 
 
 @functools.cache
@@ -142,12 +150,12 @@ def _register() -> None:
     AttentionInterface.register(_NAME, functools.partial(_attention, attention))
 
 
-def _mask(by_pairs: Callable[..., Any], *args: Any, **wanted: Any) -> Any:
-    """What transformers calls to make a mask: *by_pairs*, or the documents where they say the same."""
-    config = wanted.get("config")
-    if args or config is None or _asked.get(id(config)) is not config:
-        return by_pairs(*args, **wanted)
-    return documents_of(**wanted) or by_pairs(**wanted)
+def _mask(by_pairs: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Replace transformers' mask function *by_pairs*: returns documents if possible, else the mask of *by_pairs*."""
+    config = options.get("config")
+    if args or config is None or _enabled.get(id(config)) is not config:
+        return by_pairs(*args, **options)
+    return documents_of(**options) or by_pairs(**options)
 
 
 def documents_of(
@@ -163,49 +171,57 @@ def documents_of(
     device: Any = "cpu",
     **others: Any,
 ) -> Documents | None:
-    """The documents of the mask that transformers asks for with these arguments; None where it is another one.
+    """Find the documents of the mask that transformers requests with these arguments of ``sdpa_mask``.
 
-    What the mask is, is asked of *mask_function* at the places where it has to change.
+    Returns None if the mask is not causal attention within documents of one row. The mask is read off *mask_function*
+    at the positions where it must change.
     """
-    one_row = batch_size == 1 and q_length == kv_length >= 2 and attention_mask is None
-    # Asked for without documents, or with another pattern over it: blocks that see each other join it by "or".
-    narrowed = getattr(mask_function, "__name__", "") == "and_mask" and not others.get(
-        "use_vmap", False
-    )
-    other_kind = others.get("allow_is_causal_skip", True) or not narrowed
-    if not one_row or other_kind or (q_offset, kv_offset) != (0, 0):
+    is_one_row = batch_size == 1 and q_length == kv_length >= 2 and attention_mask is None
+    has_offset = (q_offset, kv_offset) != (0, 0)
+    # transformers allows the skip if there are no documents. It combines documents with the causal pattern by "and",
+    # and other patterns, such as blocks of images that see each other, by "or".
+    has_documents = not others.get("allow_is_causal_skip", True)
+    is_narrowed = getattr(mask_function, "__name__", "") == "and_mask"
+    if not is_one_row or has_offset or not has_documents:
+        return None
+    if not is_narrowed or others.get("use_vmap", False):
         return None
     row = torch.zeros(1, dtype=torch.long, device=device)
 
     def sees(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         return mask_function(row, row, queries, keys).expand(queries.shape)
 
-    places = torch.arange(q_length, device=device)
-    first = torch.ones(q_length, dtype=torch.bool, device=device)
-    first[1:] = ~sees(places[1:], places[:-1])
-    starts = torch.where(first, places, 0).cummax(0).values
-    if not _is_causal_within(sees, places, starts, local_size):
+    positions = torch.arange(q_length, device=device)
+    is_first = torch.ones(q_length, dtype=torch.bool, device=device)
+    is_first[1:] = ~sees(positions[1:], positions[:-1])
+    starts = torch.where(is_first, positions, 0).cummax(0).values
+    if not _is_causal_within(sees, positions, starts, local_size):
         return None
-    begins = [*torch.nonzero(first).flatten().tolist(), q_length]
-    lengths = [end - start for start, end in pairwise(begins)]
+    borders = [*torch.nonzero(is_first).flatten().tolist(), q_length]
+    lengths = [end - start for start, end in pairwise(borders)]
     runs = tuple((length, len(list(same))) for length, same in groupby(lengths))
     return Documents(runs, local_size, torch.device(device))
 
 
 def _is_causal_within(
     sees: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    places: torch.Tensor,
+    positions: torch.Tensor,
     starts: torch.Tensor,
     window: int | None,
 ) -> bool:
-    """Whether each place sees what is from its start (or the window's) to itself, at both ends and between them."""
-    lowest = starts if window is None else torch.maximum(starts, places - window + 1)
-    later, earlier = places < len(places) - 1, lowest > 0
-    seen = sees(places.repeat(3), torch.cat([places, lowest, (places + lowest) // 2]))
-    hidden = sees(
-        torch.cat([places[later], places[earlier]]),
-        torch.cat([places[later] + 1, lowest[earlier] - 1]),
-    )
+    """Whether each position sees exactly the range from the start of its document (or window) to itself.
+
+    Tested at both ends of the range, in its middle, and one position outside of each end.
+    """
+    lowest = starts
+    if window is not None:
+        lowest = torch.maximum(starts, positions - window + 1)
+    inside = torch.cat([positions, lowest, (positions + lowest) // 2])
+    seen = sees(positions.repeat(3), inside)
+    has_next = positions < len(positions) - 1
+    has_previous = lowest > 0
+    outside = torch.cat([positions[has_next] + 1, lowest[has_previous] - 1])
+    hidden = sees(torch.cat([positions[has_next], positions[has_previous]]), outside)
     return bool(seen.all() & ~hidden.any())
 
 
@@ -218,25 +234,29 @@ def _attention(
     attention_mask: Any,
     **options: Any,
 ) -> Any:
-    """What models call for attention, of [1, heads, T, D]: *attention*, of each document where they are known."""
+    """Replace transformers' sdpa function *attention*: call it for each run of documents.
+
+    *query*, *key*, *value*: [1, heads, T, D]. Returns (output [1, T, heads, D], None).
+    """
     if not isinstance(attention_mask, Documents):
         return attention(module, query, key, value, attention_mask, **options)
-    whole = [each.shape[2] for each in (query, key, value)] == [sum(attention_mask.sizes)] * 3
-    if len(query) > 1 or not whole or any(options.get(name) is not None for name in _NEEDS_PAIRS):
+    tensors = (query, key, value)
+    num_tokens = sum(attention_mask.sizes)
+    is_complete = all(tensor.shape[2] == num_tokens for tensor in tensors)
+    needs_pairs = any(options.get(name) is not None for name in _NEEDS_PAIRS)
+    if len(query) > 1 or not is_complete or needs_pairs:
         return attention(module, query, key, value, attention_mask.mask, **options)
     options["is_causal"] = True
     outputs = []
-    parts = zip(
-        *(torch.split(each, attention_mask.sizes, dim=2) for each in (query, key, value)),
-        strict=True,
-    )
-    for (length, count), run in zip(attention_mask.runs, parts, strict=True):
-        alone = (_a_row_each(part, length) if count > 1 else part for part in run)
-        output, _ = attention(module, *alone, attention_mask.mask_of(length), **options)
+    parts = [torch.split(tensor, attention_mask.sizes, dim=2) for tensor in tensors]
+    for (length, count), run in zip(attention_mask.runs, zip(*parts, strict=True), strict=True):
+        if count > 1:
+            run = tuple(_one_row_each(part, length) for part in run)
+        output, _ = attention(module, *run, attention_mask.mask_of(length), **options)
         outputs.append(output.reshape(1, length * count, *output.shape[2:]))
     return torch.cat(outputs, dim=1), None
 
 
-def _a_row_each(part: torch.Tensor, length: int) -> torch.Tensor:
-    """[1, heads, n * length, D] as [n, heads, length, D]."""
+def _one_row_each(part: torch.Tensor, length: int) -> torch.Tensor:
+    """View *part* [1, heads, n * length, D] of n documents as [n, heads, length, D]."""
     return part.view(part.shape[1], -1, length, part.shape[3]).transpose(0, 1)

@@ -29,7 +29,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from automodel_ckpt.errors import Problem, RecipeError
-from automodel_ckpt.models.probe import attention_of
+from automodel_ckpt.models.forward import attention_of
 from automodel_ckpt.models.quantize import cast_to, dequantized
 from automodel_ckpt.models.vision import PARTS, image_settings, parameters_of
 from automodel_ckpt.models.weight_matching import Verdict

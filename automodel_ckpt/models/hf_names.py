@@ -1,8 +1,8 @@
-"""What a model's tensors are called in Hugging Face files, where that differs from their names in memory.
+"""The names of a model's tensors in Hugging Face files, where they differ from the names in memory.
 
-transformers renames while it loads: a LLaVA file's ``language_model.model.embed_tokens.weight`` is
-``model.language_model.embed_tokens.weight`` in memory, and the experts of a layer, each a tensor in files, are one.
-Its ``save_pretrained`` undoes it, since that is what other readers of such files expect; so do checkpoints.
+transformers renames tensors while it loads: ``language_model.model.embed_tokens.weight`` of a LLaVA file is
+``model.language_model.embed_tokens.weight`` in memory, and the experts of a layer, which are separate tensors in files,
+are one tensor. ``save_pretrained`` and checkpoints write the names of the files, because other programs expect them.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ log = logging.getLogger(__name__)
 
 
 RowPart = tuple[int, tuple[slice, ...]]
-"""A row of a tensor, and what of that row."""
+"""(index into the first dimension, slices of the other dimensions)."""
 
 
 class InFiles(NamedTuple):
-    """How Hugging Face files hold the tensors of a model where it is not as memory does: ``{name in memory: name in
-    files}``, and of tensors whose rows are in files tensors of their own ``{name in memory: {name in files: part}}``.
+    """How Hugging Face files store those tensors of a model that differ from memory.
+
+    *names*: ``{name in memory: name in files}`` of renamed tensors. *parts*: ``{name in memory: {name in files:
+    part}}`` of tensors whose rows are separate tensors in files.
     """
 
     names: dict[str, str]
@@ -40,80 +42,95 @@ class InFiles(NamedTuple):
 
 
 def names_in_files(model: nn.Module, base_dir: Path | None = None) -> InFiles:
-    """What transformers would write, by its own reversal; call it before the model is sharded.
+    """Find the names that ``save_pretrained`` would write, by transformers' own conversion of small marker tensors.
 
-    A name that stands in the base model's own files, in *base_dir*, is kept. Tensors have their names of memory all of
-    them where transformers would change any but by renaming it, or by taking it apart row by row (experts).
+    Call it before the model is sharded. Names that the files in *base_dir* contain stay unchanged. If transformers
+    converts any tensor by more than renaming it or splitting it into rows (experts), all names stay those of memory.
     """
     if not isinstance(model, PreTrainedModel):
         return InFiles({}, {})
-    shapes = {
-        name: tuple(tensor.shape) for name, tensor in model.state_dict(keep_vars=True).items()
-    }
+    tensors = model.state_dict(keep_vars=True)
+    markers = _Markers({name: tuple(tensor.shape) for name, tensor in tensors.items()})
     try:
-        names, parts = _read_off(
-            _Markers(shapes), lambda markers: revert_weight_conversion(model, markers)
-        )
-    except Exception as error:  # an operation on tensors, which markers are too small for
+        names, parts = _read_off(markers, lambda small: revert_weight_conversion(model, small))
+    except (
+        Exception
+    ) as error:  # such as an arithmetic operation, for which the markers are too small
         log.debug(
             "tensors keep their names of memory in files: %s: %s", type(error).__name__, error
         )
         return InFiles({}, {})
-    kept = _names_of(base_dir) if base_dir is not None else set()
-    renamed = {fqn: name for fqn, name in names.items() if name != fqn and fqn not in kept}
-    return InFiles(renamed, {fqn: its for fqn, its in parts.items() if fqn not in kept})
+    unchanged = _names_of(base_dir) if base_dir is not None else set()
+    for fqn, name in list(names.items()):
+        if name == fqn or fqn in unchanged:
+            del names[fqn]
+    return InFiles(names, {fqn: part for fqn, part in parts.items() if fqn not in unchanged})
 
 
 class _Markers:
-    """For each tensor a small one of as many dimensions, and of as many rows if these may be tensors; every element is
-    another number, which says after any cutting where it comes from."""
+    """A small integer tensor for each tensor, whose elements identify their origin after any slicing.
+
+    A marker has as many dimensions as its tensor, and as many rows if these may become separate tensors (three or more
+    dimensions). All elements of all markers are different numbers: 0 to *total* - 1.
+    """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self.shapes, self.tensors, self._starts = shapes, dict[str, torch.Tensor](), list[int]()
-        self._names, total = list(shapes), 0
+        self.shapes = shapes
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.total = 0
+        self._names = list(shapes)
+        self._starts: list[int] = []
         for name, shape in shapes.items():
-            small = tuple(n if len(shape) > 2 and not d else _small(n) for d, n in enumerate(shape))
-            count = math.prod(small)
-            self._starts.append(total)
-            self.tensors[name] = torch.arange(total, total + count).reshape(small)
-            total += count
-        self.total = total
+            small = [_small(extent) for extent in shape]
+            if len(shape) > 2:
+                small[0] = shape[0]
+            end = self.total + math.prod(small)
+            self._starts.append(self.total)
+            self.tensors[name] = torch.arange(self.total, end).reshape(small)
+            self.total = end
 
     def origin(self, value: torch.Tensor) -> tuple[str, RowPart | None]:
-        """Which tensor *value* comes from, and which part of it is its own; None: all. ValueError for anything else."""
-        found = bisect_right(self._starts, int(value.flatten()[0])) - 1
-        name = self._names[found]
+        """The name of the tensor that *value* was sliced from, and the part; None for the complete tensor.
+
+        Raises ValueError if *value* is not a slice of one row of one marker.
+        """
+        numbers = value.flatten()
+        index = bisect_right(self._starts, int(numbers[0])) - 1
+        name, start = self._names[index], self._starts[index]
         marker = self.tensors[name]
         if torch.equal(value, marker):
             return name, None
-        where = [
-            torch.unravel_index(value.flatten()[end] - self._starts[found], marker.shape)
-            for end in (0, -1)
-        ]
-        (row, *first), (_, *last) = ([int(index) for index in corner] for corner in where)
-        factors = [n // m for n, m in zip(self.shapes[name][1:], marker.shape[1:], strict=True)]
-        small = tuple(slice(a, b + 1) for a, b in zip(first, last, strict=True))
-        if marker.dim() < 2 or not torch.equal(value, marker[row][small]):
-            raise ValueError(f"{name} is not only taken apart row by row")
-        return name, (
-            row,
-            tuple(slice(s.start * f, s.stop * f) for s, f in zip(small, factors, strict=True)),
-        )
+        row, *first = (int(i) for i in torch.unravel_index(numbers[0] - start, marker.shape))
+        _, *last = (int(i) for i in torch.unravel_index(numbers[-1] - start, marker.shape))
+        in_marker = tuple(slice(low, high + 1) for low, high in zip(first, last, strict=True))
+        if marker.dim() < 2 or not torch.equal(value, marker[row][in_marker]):
+            raise ValueError(f"{name} is not only split row by row")
+        in_tensor = []
+        extents = zip(self.shapes[name][1:], marker.shape[1:], strict=True)
+        for part, (extent, small) in zip(in_marker, extents, strict=True):
+            factor = extent // small
+            in_tensor.append(slice(part.start * factor, part.stop * factor))
+        return name, (row, tuple(in_tensor))
 
 
 def _small(extent: int) -> int:
-    """The greatest divisor up to 8; 0 of 0."""
-    return extent and next((size for size in range(8, 0, -1) if extent % size == 0), 1)
+    """The greatest divisor of *extent* up to 8; 0 for 0."""
+    if extent == 0:
+        return 0
+    return max(size for size in range(1, 9) if extent % size == 0)
 
 
 def _read_off(
     markers: _Markers, revert: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 ) -> tuple[dict[str, str], dict[str, dict[str, RowPart]]]:
-    """Names and parts; ValueError where the outcome is not all of the markers, each once."""
+    """Convert the markers with *revert*, and read the names and parts of :class:`InFiles` off the result.
+
+    Raises ValueError if the result does not contain every element of the markers exactly once.
+    """
     reverted = revert(dict(markers.tensors))
     everything = torch.cat([value.flatten() for value in reverted.values()]).sort().values
     if not torch.equal(everything, torch.arange(markers.total)):
-        raise ValueError("not every element is there once")
+        raise ValueError("the conversion drops, repeats or changes elements")
     names, parts = dict[str, str](), dict[str, dict[str, RowPart]]()
     for name, value in reverted.items():
         if value.numel() == 0:
@@ -127,6 +144,7 @@ def _read_off(
 
 
 def _names_of(base_dir: Path) -> set[str]:
+    """The names of all tensors in the Hugging Face files of *base_dir*."""
     index, single = base_dir / "model.safetensors.index.json", base_dir / "model.safetensors"
     weight_map = read_weight_map(index, follow_links=True, kind=RecipeError)
     if weight_map is not None:

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
-from automodel_ckpt.models.probe import described, logits_of, undisturbed
+from automodel_ckpt.models.forward import class_and_message, logits_of, side_effect_free
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -345,10 +345,9 @@ def install_loss_head(
         )
     except Exception as error:
         log.debug("the model cannot be asked about its output layer", exc_info=True)
-        vocabulary, why = (
-            0,
-            f"could not be probed for its output layer; a forward pass of a few tokens raised {described(error)}",
-        )
+        reason = class_and_message(error)
+        vocabulary = 0
+        why = f"could not be probed for its output layer; a forward pass of a few tokens raised {reason}"
     if not vocabulary:
         log.info("computing the loss from full logits: %s %s", _name(model), why)
         return None
@@ -391,7 +390,7 @@ def _num_logits(
 
     hook = layer.register_forward_hook(look)
     try:
-        with undisturbed(model):
+        with side_effect_free(model):
             output = model(input_ids=tokens, **options)
     finally:
         hook.remove()

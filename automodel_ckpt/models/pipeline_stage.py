@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.probe import logits_of
+from automodel_ckpt.models.forward import logits_of
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.probe import undisturbed
+from automodel_ckpt.models.forward import side_effect_free
 
 WHERE = "model.router_aux_loss"
 _OFF = "set model.router_aux_loss: false to train without it"
@@ -49,7 +49,7 @@ def check_router_loss(
     where the model is sharded.
     """
     tokens = torch.tensor([[1, 2, 3, 1, 0] * multiple], device=device)
-    with undisturbed(model):
+    with side_effect_free(model):
         output = model(input_ids=tokens, **options)
     router_logits, expected = (
         getattr(output, "router_logits", None),

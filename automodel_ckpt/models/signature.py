@@ -1,4 +1,4 @@
-"""What a model's files do not say: its tensors' names in memory, which of them are tied, which stand transposed."""
+"""What the files of a model do not contain: its tensors' names in memory, which are tied, and which are transposed."""
 
 from __future__ import annotations
 
@@ -19,24 +19,28 @@ _TRANSPOSED = (Conv1D, nn.Embedding)
 
 
 class ModelSignature(NamedTuple):
-    """*files* maps each name in memory to that in the files, *tied* each further name of a tensor (in memory) to its
-    first; the weights of the modules *transposed* have one row for each input."""
+    """The names of a transformers model's tensors.
+
+    *files* maps each name in memory to the name in the files, and *tied* each alias of a tensor to its first name (both
+    in memory). The weights of the modules *transposed* have one row per input: shape [in, out].
+    """
 
     files: Mapping[str, str]
     tied: Mapping[str, str]
     transposed: frozenset[str]
 
 
-def outline(directory: Path) -> ModelSignature:
-    """The outline of the transformers model in *directory*, built without memory. Raises :class:`CheckpointUnusable`
-    where it is none of the library's own."""
+def read_signature(directory: Path) -> ModelSignature:
+    """Build the transformers model in *directory* without memory, and read its signature from it.
+
+    Raises :class:`CheckpointUnusable` if its class is not part of transformers.
+    """
     model = _empty_model(directory)
-    renamed, stored = names_in_files(model, directory).names, _stored_names(directory)
-    prefix: str = model.base_model_prefix
-    files = {
-        name: _spelled(renamed.get(name, name), prefix, stored)
-        for name in model.state_dict(keep_vars=True)
-    }
+    renamed = names_in_files(model, directory).names
+    stored = _stored_names(directory)
+    files = {}
+    for name in model.state_dict(keep_vars=True):
+        files[name] = _spelling_in_files(renamed.get(name, name), model.base_model_prefix, stored)
     transposed = {name for name, module in model.named_modules() if isinstance(module, _TRANSPOSED)}
     return ModelSignature(files, dict(model.all_tied_weights_keys), frozenset(transposed))
 
@@ -45,12 +49,10 @@ def _empty_model(directory: Path) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
         model_class = getattr(transformers, (config.architectures or ["?"])[0])
-        if not (
-            isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)
-        ):
-            raise ValueError(
-                f"{config.architectures} is not a model"
-            )  # the file may name any function
+        # The file may name any attribute of transformers, also a function.
+        is_class = isinstance(model_class, type)
+        if not is_class or not issubclass(model_class, transformers.PreTrainedModel):
+            raise ValueError(f"{config.architectures} is not a model")
         with torch.device("meta"):
             return model_class(config)
     except (OSError, ValueError, AttributeError) as error:
@@ -70,7 +72,9 @@ def _stored_names(directory: Path) -> set[str]:
     return found
 
 
-def _spelled(name: str, prefix: str, stored: set[str]) -> str:
-    """The name as the files have it: they may be without the *prefix* of the model inside, or have it in addition."""
-    candidates = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
-    return next((candidate for candidate in candidates if candidate in stored), name)
+def _spelling_in_files(name: str, prefix: str, stored: set[str]) -> str:
+    """The name as the files spell it: without or with the *prefix* of the inner model (base_model_prefix)."""
+    for candidate in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"):
+        if candidate in stored:
+            return candidate
+    return name

@@ -28,7 +28,7 @@ class CompiledLoop(TrainingLoop):
     """Fails unless graphs of the model were compiled, for rows of any documents."""
 
     def end(self) -> None:
-        assert not any(config is self.model.config for config in attention._asked.values())
+        assert not any(config is self.model.config for config in attention._enabled.values())
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
         super().end()
 

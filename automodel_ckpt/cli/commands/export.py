@@ -158,14 +158,14 @@ def _to_merged_hf(arguments: argparse.Namespace, source: Path) -> dict[str, Any]
     from automodel_ckpt.convert.merge import merge
     from automodel_ckpt.data.cache import cache_directory
     from automodel_ckpt.models.build import base_directory
-    from automodel_ckpt.models.signature import outline
+    from automodel_ckpt.models.signature import read_signature
 
     report = merge(
         source,
         arguments.output,
         base=arguments.base,
         directory_of=base_directory,
-        naming_of=outline,
+        naming_of=read_signature,
         cast_dtype=arguments.cast_dtype,
         cache=cache_directory(),
         log=_log,

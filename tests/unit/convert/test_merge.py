@@ -22,7 +22,7 @@ from automodel_ckpt.convert.merge import Adapter, MergedModel
 from automodel_ckpt.convert.sources.hugging_face import tensors_in_file
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from automodel_ckpt.models.adapter import Lora, add_adapters
-from automodel_ckpt.models.signature import ModelSignature, outline
+from automodel_ckpt.models.signature import ModelSignature, read_signature
 from tests.support.shards import cut, write_assets, write_checkpoint
 
 LLAMA = {
@@ -266,7 +266,7 @@ def test_what_cannot_be_merged_is_refused_by_name(
 def test_a_base_of_pickles_or_of_another_library_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["MyLlama"]}')
     with pytest.raises(CheckpointUnusable, match="not a model of the transformers library"):
-        outline(tmp_path)
+        read_signature(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     with pytest.raises(RecipeError, match="not in safetensors files"):
         MergedModel(Adapter(tmp_path, {}, {}), tmp_path, ModelSignature({}, {}, frozenset()))

@@ -31,8 +31,8 @@ from automodel_ckpt.models.attention import (
     documents_of,
 )
 from automodel_ckpt.models.build import checkpoint_activations
-from automodel_ckpt.models.probe import attention_of
-from tests.unit.models.test_probe import APART, build, loss_and_gradients, samples
+from automodel_ckpt.models.forward import attention_of
+from tests.unit.models.test_packing_probe import APART, build, loss_and_gradients, samples
 
 OPTIONS = {"use_cache": False}
 
@@ -137,7 +137,7 @@ def test_a_model_that_computes_something_else_so_keeps_its_masks(
     monkeypatch.setattr(Documents, "mask_of", lambda *_: torch.ones(1, dtype=torch.bool))
     model = build("llama", "sdpa")
     assert not attend_by_document(model, OPTIONS)
-    assert not any(config is model.config for config in attention._asked.values())
+    assert not any(config is model.config for config in attention._enabled.values())
 
 
 def test_a_model_that_works_on_the_mask_keeps_its_masks(monkeypatch: pytest.MonkeyPatch) -> None:

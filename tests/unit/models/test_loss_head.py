@@ -19,7 +19,7 @@ from automodel_ckpt.models.loss_head import (
     linear_cross_entropy,
 )
 from automodel_ckpt.training.loss import labelled_positions, next_token_loss
-from tests.unit.models.test_probe import build
+from tests.unit.models.test_packing_probe import build
 
 OPTIONS = {"use_cache": False}
 
@@ -167,11 +167,11 @@ def test_a_model_that_does_more_to_the_logits_keeps_its_layer() -> None:
 def test_scaled_and_capped_logits_of_transformers_are_noticed(
     model_type: str, setting: str
 ) -> None:
-    from tests.unit.models import test_probe
+    from tests.unit.models import test_packing_probe
 
     sizes = {"num_key_value_heads": 2, "head_dim": 8, setting: 0.5}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(test_probe._SIZES, model_type, sizes)
+        patch.setitem(test_packing_probe._SIZES, model_type, sizes)
         model = build(model_type, "eager")
     assert install_loss_head(model, OPTIONS) is None
 

@@ -16,7 +16,7 @@ from automodel_ckpt.models.pipeline_stage import (
     parameters_of_stages,
 )
 from tests.support.parallel import VOCABULARY, model_of
-from tests.unit.models.test_probe import build
+from tests.unit.models.test_packing_probe import build
 
 SLIDING = {
     "use_sliding_window": True,

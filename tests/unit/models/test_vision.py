@@ -92,10 +92,10 @@ def test_what_is_no_transformers_model_keeps_its_names() -> None:
 @pytest.mark.parametrize(
     ("revert", "said"),
     [
-        (lambda tensors: {"a": tensors["a"]}, "not every element is there once"),
+        (lambda tensors: {"a": tensors["a"]}, "the conversion drops, repeats or changes elements"),
         (
             lambda tensors: {"a": tensors["a"].t(), "b": tensors["b"]},
-            "a is not only taken apart row by row",
+            "a is not only split row by row",
         ),
     ],
 )

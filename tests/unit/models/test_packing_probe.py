@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.data.packing import PackedDataset, RowLayout
-from automodel_ckpt.models.probe import attention_of, keeps_samples_apart
+from automodel_ckpt.models.forward import attention_of
+from automodel_ckpt.models.packing_probe import keeps_samples_apart
 from automodel_ckpt.training.loss import next_token_loss
 
 _SIZES = {

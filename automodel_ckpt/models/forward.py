@@ -1,0 +1,61 @@
+"""Helpers for calling a model's forward: its parameters and attention, its logits, and calls without side effects."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def attention_of(model: nn.Module) -> str:
+    """The name of the attention implementation; ``its own`` for a model that is not of transformers."""
+    config = getattr(model, "config", None)
+    return getattr(config, "_attn_implementation", None) or "its own"
+
+
+def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """The parameters of the model's forward; those of the base if the model has adapters, which pass everything on."""
+    get_base_model: Any = getattr(model, "get_base_model", None)
+    base = get_base_model() if get_base_model is not None else model
+    return inspect.signature(base.forward).parameters
+
+
+def logits_of(output: Any) -> torch.Tensor:
+    """The logits in what a model returned: an object or a mapping with ``logits``, or the tensor itself."""
+    logits: torch.Tensor
+    if isinstance(output, Mapping) and not hasattr(output, "logits"):
+        logits = output.get("logits", output)
+    else:
+        logits = getattr(output, "logits", output)
+    return logits
+
+
+def class_and_message(error: Exception) -> str:
+    """The class of an exception and the first line of its message, at most 200 characters."""
+    name = type(error).__name__
+    for line in str(error).splitlines():
+        if line.strip():
+            return f"{name}: {line.strip()}"[:200]
+    return name
+
+
+@contextmanager
+def side_effect_free(model: nn.Module) -> Iterator[None]:
+    """Run *model* in evaluation mode without gradients; on exit, restore its modes and the random state of the CPU."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        # A few tokens are not worth compiling for.
+        with (
+            torch.no_grad(),
+            torch.random.fork_rng(devices=[]),
+            torch.compiler.set_stance("force_eager"),
+        ):
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
