@@ -1,4 +1,4 @@
-"""Conversations: rows of ``messages``, rendered by a chat template, with labels on the assistant's turns.
+"""Tokenize conversations with a chat template, with labels on the assistant's turns.
 
 The template's ``{% generation %}`` markers determine which tokens are the assistant's. Without markers, they are
 located by rendering the conversation up to each assistant turn, with and without the turn.
@@ -27,7 +27,7 @@ from automodel_ckpt.data.messages import (
     calls_of,
     is_empty,
     is_trained_on,
-    plain,
+    parsed,
     turns_of,
     with_functions,
 )
@@ -44,9 +44,9 @@ from automodel_ckpt.errors import RecipeError
 log = logging.getLogger(__name__)
 
 _Span = tuple[int, int]
-"""The first character, and the one after the last."""
+"""The first character of a part of a text, and the one after the last."""
 _MARK = "__shown__"
-"""A text that no conversation contains; its presence in the output shows that a template wrote it."""
+"""A text that no conversation contains. Its presence in the output shows that the template wrote it."""
 _WATCHED = "{% macro strftime_now(form) %}" + _MARK + "{% endmacro %}"
 CHOICES = (None, "original", "training")
 """Values of ``chat_template`` that mean the tokenizer's own, or the shipped template that replaces it."""
@@ -69,7 +69,7 @@ def messages(
     streaming: bool = False,
     shuffle_block: int = DEFAULT_BLOCK,
 ) -> TokenizedDataset | RowStream:
-    """A sample per conversation, with labels on what the assistant says, its end of turn included.
+    """Make one sample per conversation, with labels on the assistant's text and the end of its turns.
 
     A conversation is a list of ``{"role", "content", ...}`` as transformers' ``apply_chat_template`` takes it, or that
     as JSON text; *tools_field* may contain tools in the same formats. Both are passed to the template unchanged, with
@@ -89,7 +89,8 @@ def messages(
     or the assistant's tokens cannot be located, and if it has no token to train on.
     """
     require_choice("learn", learn, ("all", "last"))
-    policy, source = Truncation(truncation, seq_length), Source.of(path, name, split)
+    policy = Truncation(truncation, seq_length)
+    source = Source.of(path, name, split)
     template = ChatTemplate(
         tokenizer,
         template_of(tokenizer, chat_template),
@@ -137,16 +138,15 @@ class ChatTemplate:
     @property
     def method(self) -> str:
         """A description of how the assistant's tokens are located, for the log."""
-        if (model := model_of(self.template)) is not None:
+        model = model_of(self.template)
+        if model is not None:
             return (
                 f"the generation markers of the training template for {model}, which replaces the tokenizer's "
                 "(dataset.chat_template original keeps that one)"
             )
-        return (
-            "the template's generation markers"
-            if self.has_markers
-            else "rendering the conversation up to each assistant turn"
-        )
+        if self.has_markers:
+            return "the template's generation markers"
+        return "rendering the conversation up to each assistant turn"
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -158,12 +158,16 @@ class ChatTemplate:
 
         Raises :class:`UnusableSample` if the template cannot render it or if no token has a label.
         """
-        turns = self._with_arguments(self._as_taken(conversation))
-        offered = plain(tools) or None
+        turns = self._with_text_contents(conversation)
+        turns = self._with_arguments(turns)
+        offered = parsed(tools) or None
         self._check_calls_rendered(turns, offered)
-        locate = self._marked if self.has_markers else self._compared
+        locate = self._by_markers if self.has_markers else self._by_prefixes
         sample = locate(turns, offered)
-        labelled = _last_run(sample.labelled) if self.last_only else sample.labelled
+        labelled = sample.labelled
+        if self.last_only:
+            labelled = _last_run(labelled)
+        # The first token is never predicted, so its label does not count.
         if not any(labelled[1:]):
             raise _no_labels(turns)
         return TokenizedSample(sample.tokens, labelled)
@@ -171,10 +175,10 @@ class ChatTemplate:
     @property
     def writes_the_date(self) -> bool:
         """Whether the template writes the current time, so that samples depend on it."""
-        watched = replace(self, template=_WATCHED + self.template)
-        question = [{"role": "user", "content": "probe"}]
         if "strftime_now" not in self.template:
             return False
+        watched = replace(self, template=_WATCHED + self.template)
+        question = [{"role": "user", "content": "probe"}]
         with suppress(UnusableSample):
             return _MARK in watched._apply(question, None, tokenize=False)
         return False
@@ -184,13 +188,14 @@ class ChatTemplate:
         """Whether the template writes the text of a content that is a list of parts, rather than the list itself."""
         parts = [{"role": "user", "content": [{"type": "text", "text": "probe"}]}]
         try:
-            shown = str(self._apply(parts, None, tokenize=False))
+            text = str(self._apply(parts, None, tokenize=False))
         except UnusableSample:
             return False
-        return "probe" in shown and not re.search(r"['\"]type['\"]", shown)
+        writes_list = re.search(r"['\"]type['\"]", text) is not None
+        return "probe" in text and not writes_list
 
-    def _as_taken(self, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The messages with text instead of lists of parts, if the template supports only text."""
+    def _with_text_contents(self, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Replace lists of parts by their text, if the template supports only text."""
         has_parts = any(isinstance(turn.get("content"), list) for turn in turns)
         if not has_parts or self.takes_parts:
             return turns
@@ -205,10 +210,10 @@ class ChatTemplate:
     def needs_objects(self) -> bool:
         """Whether the arguments of calls have to be objects: the template fails for JSON text, or puts it in quotes."""
         try:
-            shown = self._apply(_calling('{"probe": 1}'), None, tokenize=False)
+            text = self._apply(_calling('{"probe": 1}'), None, tokenize=False)
         except UnusableSample:
             return self._renders(_calling({"probe": 1}))
-        return '{\\"probe' in str(shown)
+        return '{\\"probe' in str(text)
 
     def _renders(self, turns: list[dict[str, Any]]) -> bool:
         try:
@@ -218,10 +223,9 @@ class ChatTemplate:
         return True
 
     def _with_arguments(self, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The messages with objects instead of JSON text as arguments of calls, if the template requires objects."""
-        has_text = any(
-            isinstance(call.get("arguments"), str) for turn in turns for call in calls_of(turn)
-        )
+        """Parse the arguments of calls that are JSON text, if the template requires objects."""
+        arguments = [call.get("arguments") for turn in turns for call in calls_of(turn)]
+        has_text = any(isinstance(each, str) for each in arguments)
         if not has_text or not self.needs_objects:
             return turns
         return [with_functions(turn, _with_arguments_read) for turn in turns]
@@ -237,15 +241,16 @@ class ChatTemplate:
         # A mark behind each name, because the name alone may occur elsewhere in the text.
         marked = [with_functions(turn, _with_marked_name) for turn in turns]
         text = str(self._apply(marked, tools, tokenize=False))
-        lost = sorted(name for name in names if name + _MARK not in text)
-        if lost:
+        omitted = sorted(name for name in names if name + _MARK not in text)
+        if omitted:
             raise UnusableSample(
                 "the chat template omits the tool calls in this conversation",
-                ", ".join(lost),
+                ", ".join(omitted),
                 "set dataset.chat_template to a template that writes tool calls, or remove such conversations",
             )
 
-    def _marked(self, turns: list[dict[str, Any]], tools: Any) -> TokenizedSample:
+    def _by_markers(self, turns: list[dict[str, Any]], tools: Any) -> TokenizedSample:
+        """Tokenize a conversation. The generation markers of the template determine the labels."""
         text, labeled_spans = self._marks(turns, tools)
         try:
             encoded: Any = self.tokenizer(
@@ -261,9 +266,10 @@ class ChatTemplate:
         return TokenizedSample(list(encoded["input_ids"]), _within(spans, labeled_spans))
 
     def _marks(self, turns: list[dict[str, Any]], tools: Any) -> tuple[str, list[_Span]]:
-        """The text of a conversation, and the spans inside the markers of the turns that have labels."""
+        """Render a conversation. Returns the text and the spans inside the markers of the turns that have labels."""
         text, spans = self._with_marks(turns, tools)
-        if all(is_trained_on(turn) for turn in turns if turn["role"] == "assistant"):
+        answers = [turn for turn in turns if turn["role"] == "assistant"]
+        if all(is_trained_on(turn) for turn in answers):
             return text, spans
         labeled: list[_Span] = []
         num_before = 0
@@ -285,7 +291,7 @@ class ChatTemplate:
         return text, labeled
 
     def _with_marks(self, turns: list[dict[str, Any]], tools: Any) -> tuple[str, list[_Span]]:
-        """The text of a conversation, and all spans inside the template's markers."""
+        """Render a conversation. Returns the text and all spans inside the template's markers."""
         render: Any = render_jinja_template
         rendered = [as_rendered(turn) for turn in turns]
         variables = {**self._special_tokens, **self.variables}
@@ -299,7 +305,8 @@ class ChatTemplate:
             )
         return texts[0], [(start, end) for start, end in marks[0]]
 
-    def _compared(self, turns: list[dict[str, Any]], tools: Any) -> TokenizedSample:
+    def _by_prefixes(self, turns: list[dict[str, Any]], tools: Any) -> TokenizedSample:
+        """Tokenize a conversation. Rendering it up to each assistant turn determines the labels."""
         whole = self._apply(turns, tools, tokenize=False)
         tokens = self._encode(whole)
         labelled = [False] * len(tokens)
@@ -317,84 +324,79 @@ class ChatTemplate:
     def _prefixes(
         self, turns: list[dict[str, Any]], tools: Any, number: int, whole: str
     ) -> tuple[str, str]:
-        """The conversation's text up to the start of the assistant's answer in turn *number*, and up to its end."""
+        """Render the conversation up to the start of the assistant's text in turn *number*, and up to its end.
+
+        *whole* is the text of the whole conversation. Raises :class:`UnusableSample` if one of the returned texts is
+        not a prefix of it.
+        """
         if number == 0:
-            what = "without generation markers, the first message must not be the assistant's: its header is unknown"
             raise UnusableSample(
-                what, self.method, "begin the conversation with a user or system message"
+                "without generation markers, the first message must not be the assistant's: its header is unknown",
+                self.method,
+                "begin the conversation with a user or system message",
             )
         before = self._apply(turns[:number], tools, tokenize=False, add_generation_prompt=True)
         if self._header and whole.startswith(before + self._header):
-            before += (
-                self._header
-            )  # some templates write a header without a prompt, for example after a tool's result
-        after = (
-            self._apply(turns[: number + 1], tools, tokenize=False)
-            if number + 1 < len(turns)
-            else whole
-        )
+            # Some templates write a header without a generation prompt, for example after a tool's result.
+            before += self._header
+        after = whole
+        if number + 1 < len(turns):
+            after = self._apply(turns[: number + 1], tools, tokenize=False)
         end = getattr(self.tokenizer, "eos_token", None) or ""
         if not whole.startswith(after) and whole.startswith(after.removesuffix(end)):
-            after = after.removesuffix(
-                end
-            )  # for example Phi's template ends the conversation with it, not each turn
+            # For example, Phi's template writes the end token after the conversation, not after each turn.
+            after = after.removesuffix(end)
         if calls_of(turns[number]):
             after = self._without_header_of_tool(after, turns[: number + 1], tools)
-        for text, part in (
-            (before, f"the first {number} messages"),
-            (after, f"the first {number + 1} messages"),
-        ):
-            if not whole.startswith(text):
-                same = _num_equal(text, whole)
-                raise UnusableSample(
-                    f"the chat template writes {part} differently when more messages follow, so the "
-                    "assistant's tokens cannot be located",
-                    f"{text[same : same + 40]!r} becomes {whole[same : same + 40]!r}",
-                    "set dataset.chat_template to a template with {% generation %} markers, or dataset.learn last",
-                )
+        _require_prefix(before, whole, number)
+        _require_prefix(after, whole, number + 1)
         return before, after
 
     @cached_property
     def _header(self) -> str:
-        """The header that the template writes before the assistant's text, as a generation prompt."""
+        """The header that the template writes before the assistant's text: its generation prompt."""
         question = [{"role": "user", "content": "probe"}]
         with suppress(UnusableSample):
             asked = str(self._apply(question, None, tokenize=False))
             prompted = str(self._apply(question, None, tokenize=False, add_generation_prompt=True))
-            return prompted.removeprefix(asked) if prompted.startswith(asked) else ""
+            if prompted.startswith(asked):
+                return prompted.removeprefix(asked)
         return ""
 
     def _without_header_of_tool(self, text: str, turns: list[dict[str, Any]], tools: Any) -> str:
-        """*text*, the rendered *turns*, without the header of a tool's result at its end.
+        """Remove the header of a tool's result, or its beginning, from the end of *text*.
 
-        The last turn calls the tool.
+        *text* is the rendered *turns*, whose last turn calls the tool.
         """
         header = self._header_of_tool(turns, tools)
         for length in range(len(header), 0, -1):
             start = header[:length]
-            if text.endswith(start) and start.strip() and not self._end_of_turn.startswith(start):
+            ends_turn = self._end_of_turn.startswith(start)
+            if text.endswith(start) and start.strip() and not ends_turn:
                 return text.removesuffix(start)
         return text
 
     def _header_of_tool(self, turns: list[dict[str, Any]], tools: Any) -> str:
-        """The header that the template writes before each result of the tool that the last of *turns* calls."""
-        name = calls_of(turns[-1])[0].get("name")
+        """Find the header that the template writes before each result of the tool that the last of *turns* calls."""
+        called = calls_of(turns[-1])[0]
         calls = turns[-1].get("tool_calls") or [{}]
-        number = calls[0].get("id", "probe0000")
-        result = {"role": "tool", "name": name, "tool_call_id": number}
-        first, second = "first probe", "second probe"
+        call_id = calls[0].get("id", "probe0000")
+        result = {"role": "tool", "name": called.get("name"), "tool_call_id": call_id}
+        first = "first probe"
+        second = "second probe"
         results = [result | {"content": first}, result | {"content": second}]
+        text = ""
         with suppress(UnusableSample):
-            shown = str(self._apply([*turns, *results], tools, tokenize=False))
-            if first in shown and second in shown:
-                before_first, _, rest = shown.partition(first)
-                before_second, _, _ = rest.partition(second)
-                return self._common_end(before_first, before_second)
-        return ""
+            text = str(self._apply([*turns, *results], tools, tokenize=False))
+        if first not in text or second not in text:
+            return ""
+        before_first, _, rest = text.partition(first)
+        before_second, _, _ = rest.partition(second)
+        return self._common_end(before_first, before_second)
 
     def _common_end(self, first: str, second: str) -> str:
-        """The longest common suffix of both texts that consists of whole special tokens and the texts between them."""
-        tokenizer = getattr(self.tokenizer, "tokenizer", self.tokenizer)  # a processor has one
+        """Find the longest common suffix of both texts that consists of special tokens and the texts between them."""
+        tokenizer = getattr(self.tokenizer, "tokenizer", self.tokenizer)  # the one of a processor
         added = tokenizer.get_added_vocab()
         if not added:
             return ""
@@ -409,9 +411,11 @@ class ChatTemplate:
     def _end_of_turn(self) -> str:
         """The text that the template writes after the assistant's text."""
         answer = "answer of the probe"
+        turns = [{"role": "user", "content": "probe"}, {"role": "assistant", "content": answer}]
         with suppress(UnusableSample):
-            talk = [{"role": "user", "content": "probe"}, {"role": "assistant", "content": answer}]
-            return str(self._apply(talk, None, tokenize=False)).partition(answer)[2]
+            text = str(self._apply(turns, None, tokenize=False))
+            _, _, end = text.partition(answer)
+            return end
         return ""
 
     @property
@@ -432,7 +436,7 @@ class ChatTemplate:
         bound_chat_templates()
         try:
             yield
-        except Exception as error:  # a template computes: it may divide by zero
+        except Exception as error:  # a template can raise anything, for example divide by zero
             value = f"{type(error).__name__}: {error}"
             hint = "correct the conversation, the template, or dataset.template_kwargs"
             raise UnusableSample(
@@ -441,6 +445,19 @@ class ChatTemplate:
 
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def _require_prefix(text: str, whole: str, num_messages: int) -> None:
+    """Raise :class:`UnusableSample` unless *text*, the first messages of a conversation, begins the *whole* text."""
+    if whole.startswith(text):
+        return
+    same = _num_equal(text, whole)
+    raise UnusableSample(
+        f"the chat template writes the first {num_messages} messages differently when more messages follow, so the "
+        "assistant's tokens cannot be located",
+        f"{text[same : same + 40]!r} becomes {whole[same : same + 40]!r}",
+        "set dataset.chat_template to a template with {% generation %} markers, or dataset.learn last",
+    )
 
 
 def _no_labels(turns: list[dict[str, Any]]) -> UnusableSample:
@@ -454,7 +471,7 @@ def _no_labels(turns: list[dict[str, Any]]) -> UnusableSample:
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase, given: str | None) -> str:
-    """The chat template for *given*, the value of ``dataset.chat_template``.
+    """Return the chat template for *given*, the value of ``dataset.chat_template``.
 
     A template or the path of a template file gives that template. None, ``original`` and ``training`` select between
     the tokenizer's template and the one that is shipped to replace it
@@ -475,7 +492,7 @@ def template_of(tokenizer: PreTrainedTokenizerBase, given: str | None) -> str:
 
 
 def read_template(given: str) -> str:
-    """The chat template *given*, or the content of the file with this path.
+    """Return the chat template *given*, or the content of the file with this path.
 
     Raises :class:`RecipeError` if the file cannot be read.
     """
@@ -499,26 +516,31 @@ def conversations(
 ) -> list[TokenizedSample]:
     """Make a sample of each row: *turns* makes a conversation of the row's values of *fields*.
 
-    Raises :class:`RecipeError` with the row's location for a row that is no usable conversation.
+    Raises :class:`RecipeError` with the row's location for a row that cannot be used as a conversation.
     """
     columns = rows.columns(fields)
-    tools = rows.values(tools_field) if rows.has_field(tools_field) else [None] * len(columns[0])
+    num_rows = len(columns[0])
+    tools: list[Any] = [None] * num_rows
+    if rows.has_field(tools_field):
+        tools = rows.values(tools_field)
     samples = []
-    for row, (values, offered) in enumerate(zip(zip(*columns, strict=True), tools, strict=True)):
+    for row in range(num_rows):
+        values = [column[row] for column in columns]
         try:
             conversation = turns(*values)
-            sample = template.sample(conversation, offered)
+            sample = template.sample(conversation, tools[row])
         except UnusableSample as error:
             where = f"sample {row} ({rows.place(row)})"
             raise RecipeError(
                 error.what, where=where, value=error.value, hint=error.hint
             ) from error
-        samples.append(sample._replace(is_empty=any(map(is_empty, conversation))))
+        has_empty_answer = any(is_empty(turn) for turn in conversation)
+        samples.append(sample._replace(is_empty=has_empty_answer))
     return samples
 
 
 def _calling(arguments: str | dict[str, Any]) -> list[dict[str, Any]]:
-    """A conversation with a tool call, to test how a template writes it."""
+    """Make a conversation with a tool call, to test how a template writes it."""
     call = {
         "id": "probe0000",
         "type": "function",
@@ -535,7 +557,7 @@ def _with_marked_name(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_arguments_read(call: dict[str, Any]) -> dict[str, Any]:
-    """*call* with its arguments parsed if they are JSON text; otherwise unchanged."""
+    """Parse the arguments of a call if they are JSON text; other calls are returned unchanged."""
     try:
         return call | {"arguments": json.loads(call["arguments"])}
     except (KeyError, TypeError, ValueError):
@@ -543,23 +565,22 @@ def _with_arguments_read(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text_of(content: Any) -> Any:
-    """The text of a content that is a list of parts; other contents unchanged.
+    """Join the texts of a content that is a list of parts; other contents are returned unchanged.
 
     Raises :class:`UnusableSample` for a part that is not text.
     """
     if not isinstance(content, list):
         return content
-    given = [part.get("text") if isinstance(part, dict) else part for part in content]
-    texts = [text for text in given if isinstance(text, str)]
-    if len(texts) < len(given):
-        odd = next(
-            part for part, text in zip(content, given, strict=True) if not isinstance(text, str)
-        )
-        raise UnusableSample(
-            "a message has a part that is not text, but the chat template supports only text",
-            repr(odd)[:80],
-            "remove the part; images require a vision-language model and automodel_ckpt.data.vlm.conversations",
-        )
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, dict) else part
+        if not isinstance(text, str):
+            raise UnusableSample(
+                "a message has a part that is not text, but the chat template supports only text",
+                repr(part)[:80],
+                "remove the part; images require a vision-language model and automodel_ckpt.data.vlm.conversations",
+            )
+        texts.append(text)
     return "".join(texts)
 
 
@@ -568,7 +589,7 @@ def _starts(spans: Sequence[_Span]) -> list[int]:
 
 
 def _within(spans: Sequence[_Span], labeled_spans: Sequence[_Span]) -> list[bool]:
-    """Whether each of *spans* overlaps one of *labeled_spans*; both are in the order of the text."""
+    """Return for each of *spans* whether it overlaps one of *labeled_spans*. Both are in the order of the text."""
     rest = list(reversed(labeled_spans))
     overlaps = []
     for start, end in spans:
@@ -583,7 +604,7 @@ def _within(spans: Sequence[_Span], labeled_spans: Sequence[_Span]) -> list[bool
 
 
 def _num_equal(prefix: Sequence[object], whole: Sequence[object]) -> int:
-    """The length of the common prefix of both sequences.
+    """Return the length of the common prefix of both sequences.
 
     For tokens it may be shorter than *prefix*, because the last token of *prefix* may merge with the text after it.
     """
@@ -592,7 +613,7 @@ def _num_equal(prefix: Sequence[object], whole: Sequence[object]) -> int:
 
 
 def _last_run(labelled: Sequence[bool]) -> list[bool]:
-    """*labelled* with only its last uninterrupted run of True."""
+    """Copy *labelled* with only its last uninterrupted run of True."""
     end = len(labelled)
     while end > 0 and not labelled[end - 1]:
         end -= 1

@@ -1,7 +1,6 @@
-"""The messages of a conversation, from the forms that data has them in: ``{"role", "content", ...}`` each.
+"""Parse and check the messages of a conversation: ``{"role", "content", ...}``, or ShareGPT's ``{"from", "value"}``.
 
-An optional ``weight`` follows OpenAI's format: an assistant message with weight 0 gets no labels. ``{"from", "value"}``
-is ShareGPT's form of a message.
+An optional ``weight`` follows OpenAI's format: an assistant message with weight 0 gets no labels.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _SHAREGPT = {
     "system": "system",
     "tool": "tool",
 }
-"""Who speaks, and the role of that."""
+"""ShareGPT's speaker -> role."""
 
 
 class UnusableSample(Exception):
@@ -27,14 +26,19 @@ class UnusableSample(Exception):
 
     def __init__(self, what: str, value: object, hint: str) -> None:
         super().__init__(what)
-        self.what, self.value, self.hint = what, value, hint
+        self.what = what
+        self.value = value
+        self.hint = hint
 
 
 def turns_of(conversation: Any) -> list[dict[str, Any]]:
-    """The messages of a conversation, or of its JSON text; :class:`UnusableSample` when it is none."""
-    given = plain(conversation)
-    turns = [_without_absent(_in_roles(turn)) for turn in given] if isinstance(given, list) else []
-    if not turns or not all(isinstance(turn, dict) and "role" in turn for turn in turns):
+    """Return the messages of a conversation, or of its JSON text. Raises :class:`UnusableSample` if it is not one."""
+    given = parsed(conversation)
+    turns = []
+    if isinstance(given, list):
+        turns = [_without_nulls(_in_roles(turn)) for turn in given]
+    are_messages = all(isinstance(turn, dict) and "role" in turn for turn in turns)
+    if not turns or not are_messages:
         raise UnusableSample(
             "this is not a conversation",
             repr(conversation)[:80],
@@ -49,30 +53,39 @@ def turns_of(conversation: Any) -> list[dict[str, Any]]:
 def prompt_and_completion(prompt: Any, completion: Any) -> list[dict[str, Any]]:
     """Join two lists of messages to one conversation with labels only on the assistant messages of *completion*.
 
-    Raises :class:`UnusableSample` if one of them is not a list, or if both parts of one answer are separated.
+    Raises :class:`UnusableSample` if one of them is not a list, or if one answer is divided between them.
     """
-    asked, answered = prompt, completion
-    if not isinstance(asked, list) or not isinstance(answered, list):
-        odd, other = (
-            ("prompt", "completion") if isinstance(answered, list) else ("completion", "prompt")
-        )
-        raise UnusableSample(
-            f"the {odd} is not a list of messages, but the {other} is",
-            repr(prompt if odd == "prompt" else completion)[:80],
-            "provide both as lists of messages, or both as text",
-        )
-    before, after = ([_in_roles(turn) for turn in part] for part in (asked, answered))
-    if [turn.get("role") for turn in (*before[-1:], *after[:1]) if isinstance(turn, dict)] == [
-        "assistant"
-    ] * 2:
+    _require_lists(prompt, completion)
+    before = [_in_roles(turn) for turn in prompt]
+    after = [_in_roles(turn) for turn in completion]
+    if _is_assistant(before[-1:]) and _is_assistant(after[:1]):
         raise UnusableSample(
             "the completion continues the assistant's message in the prompt",
             repr(before[-1])[:80],
             "move the whole message into the completion",
         )
-    return turns_of(
-        [turn | {_WEIGHT: 0} if isinstance(turn, dict) else turn for turn in before] + after
+    turns = []
+    for turn in before:
+        turns.append(turn | {_WEIGHT: 0} if isinstance(turn, dict) else turn)
+    return turns_of(turns + after)
+
+
+def _require_lists(prompt: Any, completion: Any) -> None:
+    if isinstance(prompt, list) and isinstance(completion, list):
+        return
+    invalid, other, value = "completion", "prompt", completion
+    if isinstance(completion, list):
+        invalid, other, value = "prompt", "completion", prompt
+    raise UnusableSample(
+        f"the {invalid} is not a list of messages, but the {other} is",
+        repr(value)[:80],
+        "provide both as lists of messages, or both as text",
     )
+
+
+def _is_assistant(turns: list[Any]) -> bool:
+    """Whether *turns* is one message of the assistant."""
+    return len(turns) == 1 and isinstance(turns[0], dict) and turns[0].get("role") == "assistant"
 
 
 def is_trained_on(turn: Mapping[str, Any]) -> bool:
@@ -88,12 +101,12 @@ def is_empty(turn: Mapping[str, Any]) -> bool:
 
 
 def as_rendered(turn: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as it is passed to the chat template, without its weight."""
+    """Copy a message for the chat template, without its weight."""
     return {key: value for key, value in turn.items() if key != _WEIGHT}
 
 
-def plain(value: Any) -> Any:
-    """*value*, parsed if it is JSON text. Raises :class:`UnusableSample` for text that is not JSON."""
+def parsed(value: Any) -> Any:
+    """Parse *value* if it is JSON text. Raises :class:`UnusableSample` for text that is not JSON."""
     if not isinstance(value, str):
         return value
     try:
@@ -103,15 +116,19 @@ def plain(value: Any) -> Any:
 
 
 def calls_of(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The functions, with name and arguments, that a message calls, in any of the formats for calls."""
+    """List the functions, with name and arguments, that a message calls, in any of the formats for calls."""
     calls = [turn.get("function_call"), *(turn.get("tool_calls") or [])]
-    return [call.get("function") or call for call in calls if isinstance(call, dict)]
+    functions = []
+    for call in calls:
+        if isinstance(call, dict):
+            functions.append(call.get("function") or call)
+    return functions
 
 
 def with_functions(
     turn: dict[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]]
 ) -> dict[str, Any]:
-    """A copy of a message in which *change* replaced each function call."""
+    """Copy a message, with each function call replaced by *change*."""
     changed = dict(turn)
     if isinstance(turn.get("function_call"), dict):
         changed["function_call"] = change(turn["function_call"])
@@ -123,22 +140,20 @@ def with_functions(
 def _changed(call: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
     if not isinstance(call, dict):
         return call
-    return (
-        call | {"function": change(call["function"])}
-        if isinstance(call.get("function"), dict)
-        else change(call)
-    )
+    if isinstance(call.get("function"), dict):
+        return call | {"function": change(call["function"])}
+    return change(call)
 
 
-def _without_absent(turn: Any) -> Any:
-    """A message without its null keys. They mean the same as absent ones; transformers drops them, too."""
+def _without_nulls(turn: Any) -> Any:
+    """Copy a message without null values, which mean that a key is missing; transformers drops them, too."""
     if not isinstance(turn, dict):
         return turn
     return {key: value for key, value in turn.items() if value is not None}
 
 
 def _in_roles(turn: Any) -> Any:
-    """A message of ShareGPT's form with role and content; anything else as it is."""
+    """Convert a message in ShareGPT's format; any other value is returned unchanged."""
     if not isinstance(turn, dict) or "role" in turn or "from" not in turn:
         return turn
     speaker = turn["from"]
@@ -148,17 +163,18 @@ def _in_roles(turn: Any) -> Any:
             f"from: {speaker!r}",
             f"use one of {', '.join(_SHAREGPT)}; or write the conversation with role and content",
         )
-    rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
-    said = {"content": turn["value"]} if "value" in turn else {}
-    return {"role": _SHAREGPT[speaker], **said, **rest}
+    converted = {"role": _SHAREGPT[speaker]}
+    if "value" in turn:
+        converted["content"] = turn["value"]
+    for key, value in turn.items():
+        if key not in ("from", "value"):
+            converted[key] = value
+    return converted
 
 
 def _require_content(turn: dict[str, Any]) -> None:
-    if turn.keys() <= {
-        "role",
-        "name",
-        _WEIGHT,
-    }:  # templates write nothing for it, or the word None, to be learned
+    # Templates write nothing for such a message, or the word None, which the model would be trained on.
+    if turn.keys() <= {"role", "name", _WEIGHT}:
         raise UnusableSample(
             "a message has no content",
             repr(turn)[:80],
@@ -175,21 +191,23 @@ def _require_content(turn: dict[str, Any]) -> None:
 def _require_weight(turn: dict[str, Any]) -> None:
     weight = turn.get(_WEIGHT, 0)
     if weight not in (0, 1):
-        hint = (
-            "use 0 for assistant messages to exclude from training, 1 (or no weight) for the others"
-        )
         raise UnusableSample(
-            "a message's weight is neither 0 nor 1", f"{_WEIGHT}: {weight!r}", hint
+            "a message's weight is neither 0 nor 1",
+            f"{_WEIGHT}: {weight!r}",
+            "use 0 for assistant messages to exclude from training, 1 (or no weight) for the others",
         )
     if weight and turn["role"] != "assistant":
-        hint = "remove the weight or set it to 0: only assistant messages are trained on"
         raise UnusableSample(
-            "a message that is not the assistant's has a weight", f"role: {turn['role']}", hint
+            "a message that is not the assistant's has a weight",
+            f"role: {turn['role']}",
+            "remove the weight or set it to 0: only assistant messages are trained on",
         )
 
 
 def without_nulls(value: Any) -> Any:
-    """*value* without the nulls with which a typed table fills the keys that only other rows have."""
+    """Copy *value* without nulls: typed tables such as Parquet contain them for keys that only other rows have."""
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value

@@ -21,7 +21,7 @@ class Rows:
 
     @property
     def num_rows(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
         raise NotImplementedError
 
     @property
@@ -53,14 +53,11 @@ class Rows:
             raise empty_data(self.path)
         missing = [field for field in fields if field not in self.fields]
         if missing:
-            general = (
-                "set the fields to use in the dataset section, or rename the fields of the data"
-            )
             raise RecipeError(
                 f"the data has no field {', '.join(missing)}",
                 where=self.path,
                 value=f"its fields are {', '.join(self.fields)}",
-                hint=_known_form(self.fields) or general,
+                hint=_hint_for(self.fields),
             )
 
     def texts(self, fields: Sequence[str]) -> list[list[str]]:
@@ -78,7 +75,7 @@ class Rows:
                 columns.append(self._require_texts(field, values[field]))
         return columns
 
-    def hold_lists(self, fields: Sequence[str]) -> bool:
+    def contain_messages(self, fields: Sequence[str]) -> bool:
         """Whether one of these fields contains lists of messages.
 
         Raises :class:`RecipeError` for no rows, or for an unknown field.
@@ -106,9 +103,13 @@ class Rows:
     def _require_texts(self, field: str, values: list[Any]) -> list[str]:
         for row, value in enumerate(values):
             if not isinstance(value, str):
-                what = f"field {field} of a sample is {'missing' if value is None else 'not text'}"
-                hint = "correct or remove this sample"
-                raise RecipeError(what, where=self.place(row), value=value, hint=hint)
+                reason = "missing" if value is None else "not text"
+                raise RecipeError(
+                    f"field {field} of a sample is {reason}",
+                    where=self.place(row),
+                    value=value,
+                    hint="correct or remove this sample",
+                )
         return values
 
 
@@ -141,8 +142,10 @@ class RecordRows(Rows):
     """The rows *start* to *stop* of several tables, concatenated."""
 
     def __init__(self, path: str, parts: Sequence[tuple[RecordTable, int, int]]) -> None:
-        self.path, self.parts = path, list(parts)
-        self._ends = list(accumulate(stop - start for _, start, stop in parts))
+        self.path = path
+        self.parts = list(parts)
+        lengths = [stop - start for _, start, stop in parts]
+        self._ends = list(accumulate(lengths))
 
     @property
     def num_rows(self) -> int:
@@ -150,7 +153,10 @@ class RecordRows(Rows):
 
     @property
     def fields(self) -> Sequence[str]:
-        return list(dict.fromkeys(name for table, _, _ in self.parts for name in table.fields))
+        names: dict[str, None] = {}
+        for table, _, _ in self.parts:
+            names.update(dict.fromkeys(table.fields))
+        return list(names)
 
     def read(self, fields: Sequence[str]) -> list[list[Any]]:
         columns: list[list[Any]] = [[] for _ in fields]
@@ -177,27 +183,25 @@ class RecordRows(Rows):
         return table, start + number - before
 
 
-def _known_form(fields: Sequence[str]) -> str:
-    """A hint which builder reads data with these fields; empty if none is known."""
-    forms = (
-        (["messages"], "automodel_ckpt.data.chat.messages"),
+def _hint_for(fields: Sequence[str]) -> str:
+    """Suggest the builder that reads data with these fields, if there is one."""
+    builders = (
+        ({"messages"}, "automodel_ckpt.data.chat.messages"),
         (
-            ["conversations"],
+            {"conversations"},
             "automodel_ckpt.data.chat.messages, with messages_field: conversations",
         ),
-        (["prompt", "completion"], "automodel_ckpt.data.text.prompt_completion"),
-        (["text"], "automodel_ckpt.data.text.text"),
+        ({"prompt", "completion"}, "automodel_ckpt.data.text.prompt_completion"),
+        ({"text"}, "automodel_ckpt.data.text.text"),
     )
-    fitting = next((builder for needed, builder in forms if set(needed) <= set(fields)), "")
-    return (
-        f"set the fields to use in the dataset section; _target_: {fitting} reads data with these fields"
-        if fitting
-        else ""
-    )
+    for needed, builder in builders:
+        if needed <= set(fields):
+            return f"set the fields to use in the dataset section; _target_: {builder} reads data with these fields"
+    return "set the fields to use in the dataset section, or rename the fields of the data"
 
 
 def _names_in_all(fields: Sequence[str]) -> list[str]:
-    """The names of all fields that *fields*, names or templates, use; each once."""
+    """List the fields that *fields*, names or templates, use, without repetitions."""
     names: dict[str, None] = {}
     for field in fields:
         names.update(dict.fromkeys(names_in(field)))

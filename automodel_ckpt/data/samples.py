@@ -34,7 +34,7 @@ def samples_of(
     shuffle_block: int,
     fields: Sequence[str] | None = None,
 ) -> TokenizedDataset | RowStream:
-    """The samples that *encode* makes of the rows of *source*, truncated by *policy*, at most *max_samples* of them.
+    """Tokenize the rows of *source* with *encode*, and truncate the samples by *policy*; at most *max_samples*.
 
     They are cached under *key*: the builder's name, and everything that the samples depend on besides the other
     arguments. When they are prepared, the data's fields that are not in *fields* are logged as unused. With
@@ -45,7 +45,7 @@ def samples_of(
     policy_key = (*key, policy.seq_length, policy.policy)
     if streaming:
         stream = row_stream(source, encode, policy, block=shuffle_block, max_samples=max_samples)
-        stream.identity = identity((source.outline(), *policy_key), tokenizer)
+        stream.identity = identity((source.files_signature(), *policy_key), tokenizer)
         return stream
 
     def build() -> TokenizedDataset:
@@ -74,7 +74,7 @@ def prepared(
     tokenizer: PreTrainedTokenizerBase,
     build: Callable[[], TokenizedDataset],
 ) -> TokenizedDataset:
-    """The data set that *build* returns for *key* and *tokenizer*, read from the cache if it was prepared before.
+    """Return the data set of *build* for *key* and *tokenizer*, read from the cache if it was prepared before.
 
     A slow tokenizer has no digest of its content, so the cache is not used for it.
     """
@@ -91,7 +91,7 @@ def prepared(
 
 
 def identity(key: tuple[object, ...], tokenizer: PreTrainedTokenizerBase) -> str:
-    """A digest that changes with the samples: *key* contains everything that they depend on besides the tokenizer."""
+    """Return a digest of *key* and the tokenizer. *key* contains everything else that the samples depend on."""
     whole_key = repr((key, _fingerprint(tokenizer)))
     return hashlib.blake2b(whole_key.encode(), digest_size=12).hexdigest()
 
@@ -101,4 +101,5 @@ def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str | None:
     if not isinstance(backend, tokenizers.Tokenizer):
         return None
     special = f"{tokenizer.bos_token_id} {tokenizer.eos_token_id}"
-    return hashlib.blake2b((special + backend.to_str()).encode(), digest_size=16).hexdigest()
+    content = special + backend.to_str()
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()

@@ -86,21 +86,24 @@ class Source(Rows):
             several = (path,) if is_pattern(path) else ()
             return cls(path, name, split, several)
         if not path:
-            hint = "list at least one file"
             raise RecipeError(
-                "the list of data files is empty", where="dataset.path", value="[]", hint=hint
+                "the list of data files is empty",
+                where="dataset.path",
+                value="[]",
+                hint="list at least one file",
             )
-        shown = ", ".join(path) if len(path) < 3 else f"{path[0]} and {len(path) - 1} more"
+        shown = ", ".join(path)
+        if len(path) > 2:
+            shown = f"{path[0]} and {len(path) - 1} more"
         return cls(shown, name, split, tuple(path))
 
     @property
     def is_file(self) -> bool:
         """Whether *path* is one or several local files, existing or not, rather than a directory or Hub name."""
         path = Path(self.path).expanduser()
-        is_named = os.path.isdir(path) or _HUB_NAME.fullmatch(self.path)
-        return (
-            bool(self.several) or kind_of(path) in LOADERS or os.path.isfile(path) or not is_named
-        )
+        if self.several or kind_of(path) in LOADERS or os.path.isfile(path):
+            return True
+        return not (os.path.isdir(path) or _HUB_NAME.fullmatch(self.path))
 
     @cached_property
     def files(self) -> list[Path]:
@@ -130,18 +133,18 @@ class Source(Rows):
     def fingerprint(self) -> str:
         """A text that changes with the content of the rows. Raises :class:`RecipeError` if they cannot be read."""
         if self.is_file:
-            digests = " ".join(map(digest, self.files))
-            return f"{digests} {self.split}"
+            of_files = " ".join(map(digest, self.files))
+            return f"{of_files} {self.split}"
         prefix = f"{self.path} {self.name} {self.split}"
         if self._record_files is None:
             return f"{prefix} {self._table._fingerprint}"
-        digests = " ".join(
-            digest(file) for name in self._splits() for file in self._record_files[name]
-        )
-        return f"{prefix} {digests}"
+        digests = []
+        for name in self._splits():
+            digests += [digest(file) for file in self._record_files[name]]
+        return f"{prefix} {' '.join(digests)}"
 
-    def outline(self) -> str:
-        """A text that changes if files are added, removed, or change their size; computed without reading them."""
+    def files_signature(self) -> str:
+        """Return a text that changes if files are added, removed, or change their size. Does not read them."""
         parts = [self.path]
         if self.is_file:
             parts = [f"{file.name} {file.stat().st_size}" for file in self.files]
@@ -182,19 +185,26 @@ class Source(Rows):
 
     @property
     def num_rows(self) -> int:
-        return self._records.num_rows if self._records else int(self._table.num_rows)
+        if self._records:
+            return self._records.num_rows
+        return int(self._table.num_rows)
 
     @property
     def fields(self) -> Sequence[str]:
-        return self._records.fields if self._records else list(self._table.column_names)
+        if self._records:
+            return self._records.fields
+        return list(self._table.column_names)
 
     def read(self, fields: Sequence[str]) -> list[list[Any]]:
         if self._records:
             return self._records.read(fields)
+        columns = []
         try:
-            return [[without_nulls(value) for value in self._table[field]] for field in fields]
-        except UnicodeDecodeError as error:  # readers of tables take any bytes for UTF-8
+            for field in fields:
+                columns.append([without_nulls(value) for value in self._table[field]])
+        except UnicodeDecodeError as error:  # Parquet's reader does not check that text is UTF-8
             raise self.unreadable(error) from error
+        return columns
 
     def row(self, number: int) -> dict[str, Any]:
         """The fields of one row, with decoded images. Raises :class:`RecipeError` if a row cannot be read."""
@@ -232,16 +242,16 @@ class Source(Rows):
                 builder = datasets.load_dataset_builder(**self._of_name())
         except (*UNREADABLE, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
             raise self._cannot_read(error) from error
+        reader = builder.info.builder_name
         splits: dict[str, list[Path]] = {}
+        kinds: set[str] = set()
         for split, names in (builder.config.data_files or {}).items():
-            paths = [Path(name) for name in names]
-            splits[str(split)] = [
-                path for path in paths if LOADERS.get(kind_of(path)) == builder.info.builder_name
-            ]
-        kinds = {kind_of(file) for files in splits.values() for file in files}
+            files = [Path(name) for name in names]
+            splits[str(split)] = [file for file in files if LOADERS.get(kind_of(file)) == reader]
+            kinds.update(kind_of(file) for file in splits[str(split)])
         if not kinds or not kinds <= KINDS or _has_reading_options(builder.config, kinds):
             return None
-        self._report_others(builder.info.builder_name)
+        self._report_others(reader)
         return splits
 
     @cached_property
@@ -251,7 +261,8 @@ class Source(Rows):
             return None
         tables = {name: RecordTable(self._record_files[name]) for name in self._splits()}
         if self.split in tables:
-            return RecordRows(self.path, [(tables[self.split], 0, len(tables[self.split]))])
+            table = tables[self.split]
+            return RecordRows(self.path, [(table, 0, len(table))])
         import datasets
 
         sizes = {name: len(table) for name, table in tables.items()}
@@ -272,9 +283,8 @@ class Source(Rows):
         known = list(self._record_files or ())
         for name in names:
             if name not in known:
-                raise self._cannot_read(
-                    ValueError(f'Unknown split "{name}". Should be one of {known}.')
-                )
+                error = ValueError(f'Unknown split "{name}". Should be one of {known}.')
+                raise self._cannot_read(error)
         return names
 
     def unreadable(self, error: Exception) -> RecipeError:
@@ -289,17 +299,18 @@ class Source(Rows):
         """Make the error for a file with fields that the first file lacks; None if the *reason* is another one."""
         if "column names" not in reason:
             return None
-        fields = {file: Source(str(file)).fields for file in self._filled}
-        first, *others = fields
-        odd = next((file for file in others if not set(fields[file]) <= set(fields[first])), None)
-        if odd is None:
-            return None
-        return RecipeError(
-            "a data file has fields that the first one does not have",
-            where=str(odd),
-            value=f"{', '.join(fields[odd])}; {first} has {', '.join(fields[first])}",
-            hint="give all files the same fields, or list the file that has all of them first",
-        )
+        first, *others = self._filled
+        expected = Source(str(first)).fields
+        for file in others:
+            fields = Source(str(file)).fields
+            if not set(fields) <= set(expected):
+                return RecipeError(
+                    "a data file has fields that the first one does not have",
+                    where=str(file),
+                    value=f"{', '.join(fields)}; {first} has {', '.join(expected)}",
+                    hint="give all files the same fields, or list the file that has all of them first",
+                )
+        return None
 
     @cached_property
     def _filled(self) -> list[Path]:
@@ -311,22 +322,24 @@ class Source(Rows):
         path = Path(self.path).expanduser()
         if not path.is_dir():
             return {"path": str(path), "name": self.name}
-        if (saved := saved_table(path)) is not None:
-            if not saved:
-                raise empty_data(self.path)
-            return {
-                "path": "arrow",
-                "data_files": {"train": [glob.escape(str(file)) for file in saved]},
-            }
-        return {"path": str(path.resolve()), "name": self.name}  # it needs a name for a directory
+        saved = saved_table(path)
+        if saved is None:
+            # Resolved, because load_dataset names the data set after the directory, and "." is not a name.
+            return {"path": str(path.resolve()), "name": self.name}
+        if not saved:
+            raise empty_data(self.path)
+        # Escaped, because load_dataset parses a name with brackets as a pattern.
+        files = [glob.escape(str(file)) for file in saved]
+        return {"path": "arrow", "data_files": {"train": files}}
 
     def _in_directory(self) -> list[Path]:
-        found = sorted(each for each in Path(self.path).expanduser().rglob("*") if each.is_file())
-        return [file for file in found if kind_of(file) in LOADERS and not is_about_data(file)]
+        found = sorted(Path(self.path).expanduser().rglob("*"))
+        files = [path for path in found if path.is_file()]
+        return [file for file in files if kind_of(file) in LOADERS and not is_about_data(file)]
 
     @cached_property
     def _table(self) -> Any:
-        # Imported here because it takes half a second and is not needed when the samples of a file are prepared.
+        # Imported here because it takes half a second, and cached samples do not need it.
         import datasets
 
         with _quiet(datasets):
@@ -349,11 +362,9 @@ class Source(Rows):
 
     def _of_files(self) -> dict[str, Any]:
         """The arguments of ``load_dataset`` for the files."""
-        # Unescaped, it would take a name with brackets for a pattern.
-        return {
-            "path": LOADERS[kind_of(self.files[0])],
-            "data_files": [glob.escape(str(file)) for file in self._filled],
-        }
+        # Escaped, because load_dataset parses a name with brackets as a pattern.
+        files = [glob.escape(str(file)) for file in self._filled]
+        return {"path": LOADERS[kind_of(self.files[0])], "data_files": files}
 
     def _read_named(self, datasets: Any) -> Any:
         try:
@@ -365,21 +376,27 @@ class Source(Rows):
 
     def _report_others(self, reader: str) -> None:
         """Warn about files that are ignored: only those of the most common format in a directory are read."""
-        others = [file.name for file in self._in_directory() if LOADERS[kind_of(file)] != reader]
-        if others and reader in LOADERS.values():
-            shown = ", ".join(others[:3])
-            if len(others) > 3:
-                shown += f" and {len(others) - 3} more"
-            log.warning("%s: ignoring files of other formats: %s", self.path, shown)
+        if reader not in LOADERS.values():
+            return
+        others = []
+        for file in self._in_directory():
+            if LOADERS[kind_of(file)] != reader:
+                others.append(file.name)
+        if not others:
+            return
+        shown = ", ".join(others[:3])
+        if len(others) > 3:
+            shown += f" and {len(others) - 3} more"
+        log.warning("%s: ignoring files of other formats: %s", self.path, shown)
 
     def _cannot_read(self, error: Exception) -> RecipeError:
         if Path(self.path).expanduser().is_dir() and not self._in_directory():
-            hint = f"put files named {', '.join('*' + kind for kind in LOADERS)} there, or use another directory"
+            patterns = ", ".join(f"*{kind}" for kind in LOADERS)
             return RecipeError(
                 "the directory contains no data file",
                 where="dataset.path",
                 value=self.path,
-                hint=hint,
+                hint=f"put files named {patterns} there, or use another directory",
             )
         reason: BaseException = error
         if type(error).__name__ == "DatasetGenerationError" and error.__cause__ is not None:
@@ -396,12 +413,16 @@ class Source(Rows):
 
 def _has_reading_options(config: Any, kinds: set[str]) -> bool:
     """Whether a directory's README has options for reading its files, which only ``datasets`` supports."""
-    options = {field.name for field in dataclasses.fields(config)}
-    options -= {"name", "version", "data_dir", "data_files", "description"}
+    not_options = {"name", "version", "data_dir", "data_files", "description"}
     if kinds == {".tsv"}:
-        options -= {"sep", "delimiter"}
+        not_options |= {"sep", "delimiter"}
     default = type(config)()
-    return any(getattr(config, name) != getattr(default, name) for name in options)
+    for field in dataclasses.fields(config):
+        if field.name in not_options:
+            continue
+        if getattr(config, field.name) != getattr(default, field.name):
+            return True
+    return False
 
 
 @contextmanager

@@ -1,7 +1,7 @@
-"""Documents, and prompts with their completions, of a data file, a directory or the Hugging Face Hub.
+"""Builders for documents, and for prompts with completions, from data files, directories or the Hugging Face Hub.
 
-Tokenized once and kept in the cache under a digest of the rows (see :class:`~automodel_ckpt.data.source.Source`), or
-with ``streaming`` while they are used (see :func:`~automodel_ckpt.data.samples.samples_of`).
+Samples are tokenized once and cached under a digest of the rows (:class:`~automodel_ckpt.data.source.Source`), or with
+``streaming`` tokenized during training (:func:`~automodel_ckpt.data.samples.samples_of`).
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def text(
     streaming: bool = False,
     shuffle_block: int = DEFAULT_BLOCK,
 ) -> TokenizedDataset | RowStream:
-    """One sample per document, with labels on all tokens, including the end token.
+    """Make one sample per document, with labels on all tokens, including the end token.
 
-    *field* names the column that holds the text (of ``.txt`` it is ``text``), or is a template as for
-    :func:`prompt_completion`. A document of more than *seq_length*
-    tokens is rejected with its location, or with *truncation* ``right`` truncated and counted in the log.
+    *field* is the field that contains the text (``text`` in ``.txt`` files), or a template of several fields, such as
+    ``"{{ title }}: {{ body }}"``. A document of more than *seq_length* tokens is rejected with its location. With
+    *truncation* ``right`` it is truncated, and the number of truncated documents is logged.
     """
     encoder = Encoder(tokenizer)
 
@@ -79,15 +79,14 @@ def prompt_completion(
     streaming: bool = False,
     shuffle_block: int = DEFAULT_BLOCK,
 ) -> TokenizedDataset | RowStream:
-    """A sample per row: the prompt without labels, then the completion and the end token with them.
+    """Make one sample per row: the prompt without labels, then the completion and the end token with labels.
 
-    Prompt and completion are text that is concatenated unchanged: one of them has to contain the space or line break
-    between them. Instead of the name of a field, a Jinja template of fields is possible,
-    ``"{{ question }}\\nAnswer: "``. Or both are lists of messages (TRL's conversational format), rendered by
-    *chat_template* with *template_kwargs* as in :func:`~automodel_ckpt.data.chat.messages`, with labels on the
-    assistant messages of the completion; a field ``tools`` is passed to the template, too. A sample of more than
-    *seq_length* tokens is rejected with its location. With *truncation* ``right`` it is truncated, or skipped if the
-    prompt alone is as long; the numbers are logged.
+    Prompt and completion are concatenated unchanged, so one of them has to contain the space or line break between
+    them. Each is a field, or a Jinja template of fields, such as ``"{{ question }}\\nAnswer: "``. Both may also be
+    lists of messages (TRL's conversational format). These are rendered by *chat_template* with *template_kwargs*
+    (:func:`~automodel_ckpt.data.chat.messages`), with labels on the assistant messages of the completion; a field
+    ``tools`` is passed to the template. A sample of more than *seq_length* tokens is rejected with its location. With
+    *truncation* ``right`` it is truncated, or skipped if the prompt alone has that many tokens; the numbers are logged.
     """
     encoder = Encoder(tokenizer)
     fields = [prompt_field, completion_field]
@@ -100,7 +99,7 @@ def prompt_completion(
         log.info("%s: the assistant's tokens are found by %s", path, template.method)
 
     def encode(rows: Rows) -> list[TokenizedSample]:
-        if rows.hold_lists(fields):
+        if rows.contain_messages(fields):
             template_of(tokenizer, chat_template)
             report_method()
             return conversations(template, rows, fields, "tools", prompt_and_completion)
@@ -119,7 +118,7 @@ def prompt_completion(
         tokenizer,
         encode,
         Truncation(truncation, seq_length),
-        fields=[name for field in (*fields, "tools") for name in names_in(field)],
+        fields=[*names_in(prompt_field), *names_in(completion_field), "tools"],
         key=("prompt_completion", *fields, *template.key),
         max_samples=max_samples,
         streaming=streaming,
@@ -128,5 +127,7 @@ def prompt_completion(
 
 
 def _template_text(tokenizer: PreTrainedTokenizerBase, given: str | None) -> str:
-    """The chat template, or an empty text where there is none: texts need none."""
-    return template_of(tokenizer, given) if given is not None or tokenizer.chat_template else ""
+    """Return the chat template; empty text if neither the recipe nor the tokenizer has one: plain text needs none."""
+    if given is None and not tokenizer.chat_template:
+        return ""
+    return template_of(tokenizer, given)

@@ -230,12 +230,12 @@ def test_the_files_of_a_list_or_a_pattern_are_read_in_order(parts: Path) -> None
 
 def test_a_file_more_or_another_content_shows_in_the_outline(parts: Path) -> None:
     source = Source.of(f"{parts}/*.jsonl")
-    before, rows = source.outline(), source.fingerprint()
+    before, rows = source.files_signature(), source.fingerprint()
     (parts / "part-9.jsonl").write_text('{"text": "f"}\n')
-    assert Source.of(f"{parts}/*.jsonl").outline() != before
+    assert Source.of(f"{parts}/*.jsonl").files_signature() != before
     (parts / "part-9.jsonl").unlink()
     assert (
-        Source.of(f"{parts}/*.jsonl").outline(),
+        Source.of(f"{parts}/*.jsonl").files_signature(),
         Source.of(f"{parts}/*.jsonl").fingerprint(),
     ) == (before, rows)
     (parts / "part-2.jsonl").write_text('{"text": "x"}\n')
@@ -343,9 +343,11 @@ def test_a_damaged_parquet_file_in_a_directory_is_reported_with_the_reason(direc
 def test_a_field_that_a_table_does_not_have_is_named(tmp_path: Path) -> None:
     as_parquet(tmp_path / "a.parquet", messages=[[{"role": "user", "content": "Hi"}]])
     source = Source(str(tmp_path / "a.parquet"))
-    assert source.hold_lists(["messages"]) and source.hold_lists(["messages", "{{ messages }}"])
+    assert source.contain_messages(["messages"]) and source.contain_messages(
+        ["messages", "{{ messages }}"]
+    )
     with pytest.raises(RecipeError, match=r"the data has no field talk[\s\S]*data.chat.messages"):
-        source.hold_lists(["talk"])
+        source.contain_messages(["talk"])
 
 
 def test_values_between_tabs_are_texts_too(tmp_path: Path) -> None:
