@@ -87,7 +87,7 @@ class Saves:
             or 1
         )
         num_exports = 0
-        if forecast.export_bytes and checkpointer.exports_at_end:
+        if forecast.export_bytes and checkpointer.exports.only_at_end:
             num_exports = 1 + self._section.export_best
         needed = num_more * forecast.nbytes + num_exports * forecast.export_bytes
         if needed <= forecast.free_bytes:
@@ -113,7 +113,7 @@ class Saves:
         if self.checkpointer is None or self.resumed is None or self._scheduler.is_finished():
             return
         try:
-            self.checkpointer.export_if_missing(self.resumed, last=False)
+            self.checkpointer.exports.export_if_missing(self.resumed.path, last=False)
         except SaveFailed as failure:
             self._handle(failure)
 
@@ -216,7 +216,7 @@ class Saves:
             return
         self.checkpointer.check_lease_on_all_ranks()
         try:
-            if self.checkpointer.settle():
+            if self.checkpointer.wait_for_save():
                 self.failure = None
         except SaveFailed as failure:
             if not isinstance(failure, ExportFailed):
@@ -236,7 +236,7 @@ class Saves:
     def stop(self, losses: Mapping[str, Any]) -> None:
         """Save the last completed step unless it is saved, without an export. Raises the failure of that save."""
         if self.checkpointer is not None:
-            self.checkpointer.leave_out_exports()
+            self.checkpointer.disable_exports()
         if self._scheduler.unsaved:
             self.save(losses, validated=False, started=time.monotonic(), last=False)
         self.wait()
@@ -248,8 +248,8 @@ class Saves:
         newest = self.last_save or self.resumed
         if self.checkpointer is None or newest is None:
             return
-        command = self.checkpointer.export_command(newest.path)
-        if command is not None and not self.checkpointer.is_exported(newest.path):
+        command = self.checkpointer.exports.command(newest.path)
+        if command is not None and not self.checkpointer.exports.is_exported(newest.path):
             log.info("not exported, since a signal leaves little time; to export it: %s", command)
 
     def end(self) -> None:
@@ -265,12 +265,12 @@ class Saves:
     def export_finished(self) -> None:
         """Make the exports of a finished run that a kill or a signal had prevented. Raises :class:`SaveFailed`."""
         if self.checkpointer is not None and self.resumed is not None:
-            self.checkpointer.export_if_missing(self.resumed, last=True)
+            self.checkpointer.exports.export_if_missing(self.resumed.path, last=True)
             self._export_best()
 
     def _export_best(self) -> None:
         if self.checkpointer is not None and self._section.export_best:
-            self.checkpointer.export_best()
+            self.checkpointer.exports.export_best()
 
 
 def saving_view(saving: Saving | None, num_ranks: int) -> SavingView | None:

@@ -187,7 +187,7 @@ class Bench:
             for row in rows:
                 self.once(row, directory, record=True)
         for saver in self.savers.values():
-            saver.settle()
+            saver.wait_for_save()
             saver.close()
         return rows
 

@@ -6,9 +6,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from automodel_ckpt.checkpoint.checkpointer import Checkpointer, Resumed
+    from automodel_ckpt.checkpoint.checkpointer import Checkpointer
     from automodel_ckpt.checkpoint.discovery import discover
     from automodel_ckpt.checkpoint.hf_assets import HFAssets
+    from automodel_ckpt.checkpoint.loader import Resumed
     from automodel_ckpt.checkpoint.manifest import Manifest
     from automodel_ckpt.checkpoint.options import CheckpointOptions
     from automodel_ckpt.checkpoint.saving.planner import SaveReport
@@ -26,7 +27,7 @@ __all__ = [
 _HOMES = {
     "CheckpointOptions": "options",
     "Checkpointer": "checkpointer",
-    "Resumed": "checkpointer",
+    "Resumed": "loader",
     "SaveReport": "saving.planner",
     "HFAssets": "hf_assets",
     "Manifest": "manifest",

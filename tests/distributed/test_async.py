@@ -156,12 +156,12 @@ def changed_on_one_rank(directory: Path) -> list[tuple[bool, list[str]]]:
     for step in (1, 2, 3):
         if step == 3 and saver.is_rank0:
             made.optimizer.param_groups[0]["note"] = "long" * 100
-        kept = getattr(saver._async, "_kept", None)
+        kept = getattr(saver._async, "_plan", None)
         saver.save(discover(made), step=step, epoch=0, config_yaml="", losses={}, progress={})
-        saver.settle()
+        saver.wait_for_save()
         newest = directory / "LATEST"
         found.append(
-            (saver._async._kept is kept, [str(p) for p in verify(newest, Manifest.read(newest))])
+            (saver._async._plan is kept, [str(p) for p in verify(newest, Manifest.read(newest))])
         )
     saver.close()
     return found

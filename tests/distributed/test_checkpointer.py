@@ -230,7 +230,7 @@ def staging_left_by_failed_plans(root: Path) -> list[str]:
                 saver.save(
                     discover(made), step=step, epoch=0, config_yaml="", losses={}, progress={}
                 )
-                saver.settle()
+                saver.wait_for_save()
             except (SaveFailed, RecipeError) as failure:
                 error = failure.problems[0].what.partition(":")[0]
             dist.barrier()

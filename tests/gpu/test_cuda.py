@@ -191,7 +191,7 @@ def test_an_asynchronous_save_holds_the_state_of_its_call_though_the_optimizer_g
     saver.await_copies()
     for parameter in made.model.parameters():
         parameter.data.zero_()
-    assert saver.settle()
+    assert saver.wait_for_save()
     saver.close()
     other = tiny.recipe(2)
     other.model.register_parameter("large", torch.nn.Parameter(torch.zeros(64 << 20)))

@@ -84,6 +84,7 @@ CHECKPOINT_ORDER = (
     {"module_tensors"},
     {"hf_assets", "state"},
     {"saving"},
+    {"loader"},
     {"checkpointer"},
 )
 """The packages and modules of checkpoint/, lowest layer first. Each imports its own line and the lines before it."""

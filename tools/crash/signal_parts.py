@@ -15,6 +15,7 @@ import torch
 
 from automodel_ckpt.checkpoint import Checkpointer
 from automodel_ckpt.checkpoint.saving.async_saves import AsyncSaves
+from automodel_ckpt.checkpoint.saving.exports import Exports
 from automodel_ckpt.checkpoint.saving.planner import SaveReport
 from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
@@ -141,7 +142,11 @@ class Marked(LLMFinetune):
 
     def build_checkpointer(self) -> Checkpointer | None:
         checkpointer = super().build_checkpointer()
-        for owner, name in ((checkpointer, "_with_export"), (AsyncSaves, "_export_in_background")):
+        owners: tuple[tuple[Any, str], ...] = (
+            (Exports, "export_save"),
+            (AsyncSaves, "_export_in_background"),
+        )
+        for owner, name in owners:
             setattr(owner, name, _between("export", "exported", getattr(owner, name)))
         return checkpointer
 

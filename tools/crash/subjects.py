@@ -142,7 +142,7 @@ class OursSession:
             progress={"consumed_samples": step},
             validated=True,
         )
-        self._checkpointer.settle()
+        self._checkpointer.wait_for_save()
 
     def close(self) -> None:
         self._checkpointer.close()

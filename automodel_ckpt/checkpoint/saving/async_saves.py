@@ -9,7 +9,7 @@ import contextlib
 import logging
 import pickle
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,9 +27,8 @@ from automodel_ckpt.checkpoint.files.pickle_values import saved
 from automodel_ckpt.checkpoint.saving.background import Background, Cancelled
 from automodel_ckpt.checkpoint.saving.forecast import Forecast, free_bytes
 from automodel_ckpt.checkpoint.saving.host_memory import MemoryLayout, lay_out
-from automodel_ckpt.checkpoint.saving.planner import Planner, Proposal, Save, SaveReport, Snapshot
-from automodel_ckpt.checkpoint.saving.staging import Staging
-from automodel_ckpt.checkpoint.state.live_state import LiveState, look
+from automodel_ckpt.checkpoint.saving.planner import Planner, Proposal, Save, SaveReport
+from automodel_ckpt.checkpoint.state.live_state import LiveState, inspect_state
 from automodel_ckpt.checkpoint.state.storable import check_safe, check_safe_values
 from automodel_ckpt.checkpoint.writing.jobs import Job
 from automodel_ckpt.checkpoint.writing.rank_manifest import (
@@ -46,11 +45,11 @@ _POLL_SECONDS = 0.02
 
 
 @dataclass(slots=True)
-class _Again:
-    """What a rank reports to the others before a save with the plan of the save before.
+class _ReuseProposal:
+    """What a rank reports to the others before a save with the plan of the previous save.
 
-    *digests* of its small state, None where the plan does not fit that rank's state; *staging*, the path of the
-    directory that rank 0 created; *failed*, whether rank 0 could not create it.
+    *digests* are those of its small state, None where the plan does not match that rank's state; *staging* is the path
+    of the directory that rank 0 created; *failed*, whether rank 0 could not create it.
     """
 
     digests: dict[str, str] | None
@@ -59,15 +58,15 @@ class _Again:
 
 
 @dataclass(slots=True)
-class _Kept:
-    """The plan of a save, for reuse by later saves: it applies while the state has the signature *outline*.
+class _Plan:
+    """The plan of *save*, for reuse by later saves: it applies while the state has the same *signature*.
 
     *layout* is that of the trees in the writer's memory; *values* are its pickled values that are not tensors;
     *written* is the rank manifest of the trees before anything is written; *nbytes* is what a save takes on disk.
     """
 
-    outline: list[Any]
-    snapshot: Snapshot
+    signature: list[Any]
+    save: Save
     dp_ranks: list[int]
     layout: MemoryLayout
     written: RankManifest
@@ -78,7 +77,7 @@ class _Kept:
 class AsyncSaves:
     """The asynchronous saves of all ranks of *group*, one at a time.
 
-    A save fails when its writer makes no progress for *patience_seconds* while the ranks wait for it. Raises
+    A save fails when its writer makes no progress for *timeout_seconds* while the ranks wait for it. Raises
     :class:`OSError` or :class:`AttributeError` where this system does not support asynchronous saves.
     """
 
@@ -87,14 +86,14 @@ class AsyncSaves:
         planner: Planner,
         group: ProcessGroup | None,
         *,
-        patience_seconds: float,
+        timeout_seconds: float,
         on_cuda: bool,
     ) -> None:
         self._planner, self._group = planner, group
-        self._patience_seconds = patience_seconds
+        self._timeout_seconds = timeout_seconds
         self._background = Background(on_cuda=on_cuda)
         self._in_flight: Save | None = None
-        self._kept: _Kept | None = None
+        self._plan: _Plan | None = None
 
     def reserve(self, nbytes: int) -> None:
         """Allocate the host memory for saves of *nbytes* on this rank. Raises OSError."""
@@ -114,21 +113,21 @@ class AsyncSaves:
         try:
             with raise_on_all_ranks(self._group, f"saving {save.name}", self._planner.run.path):
                 written, jobs, objects = self._planner.plan(save, proposals)
-                live = self._live(save.snapshot)
+                live = self._live_state(save)
                 trees = lay_out(jobs)
                 self._upload(save, written, trees, objects)
         except AutomodelError:
             self._abandon(save)
             raise
-        if all(agree.gather_objects(self._group, live is not None)) and live is not None:
+        is_reusable = agree.gather_objects(self._group, live is not None)
+        if live is not None and all(is_reusable):
             dp_ranks = [proposal.dp_rank for proposal in proposals]
-            self._kept = _Kept(
-                live.outline, save.snapshot, dp_ranks, trees, written, self._planner.expected_bytes
-            )
-        return self._under_way(save)
+            nbytes = self._planner.expected_bytes
+            self._plan = _Plan(live.signature, save, dp_ranks, trees, written, nbytes)
+        return self._report_started(save)
 
-    def _under_way(self, save: Save) -> SaveReport:
-        for tree in save.snapshot.trees.values():
+    def _report_started(self, save: Save) -> SaveReport:
+        for tree in save.trees.values():
             tree.release_values()
         save.stall_seconds = time.monotonic() - save.started
         path = self._planner.run.path / str(save.name)
@@ -139,108 +138,103 @@ class AsyncSaves:
     ) -> None:
         """Copy the state, then write the copy in the background."""
         self._in_flight = save
-        staged = self._background.stage(
-            [trees, lay_out(list(objects), trees.end)], at_once=_buffers(save.snapshot.items)
-        )
+        layouts = [trees, lay_out(list(objects), trees.end)]
+        staged = self._background.stage(layouts, copy_now=_buffers(save.items))
         # From here on the state may change.
-        then = partial(self._complete, save) if self._is_rank0 else None
+        complete = partial(self._complete, save) if self._is_rank0 else None
         self._background.start(
-            save.staging.path, written, staged, then=then, doing=f"saving {save.name}"
+            save.staging.path, written, staged, then=complete, doing=f"saving {save.name}"
         )
 
-    def _live(self, snapshot: Snapshot) -> LiveState | None:
+    def _live_state(self, save: Save) -> LiveState | None:
         """The live state that a later save can compare; None where it differs from what was planned."""
-        with contextlib.suppress(
-            Exception
-        ):  # a custom state_dict may do anything: it has succeeded otherwise
-            live = look(snapshot.items, save_optimizer=self._planner.save_optimizer)
-            if live.is_what({name: tree.flat() for name, tree in snapshot.trees.items()}):
+        # A custom state_dict may do anything. The save itself has succeeded with it: only the plan is not reused.
+        with contextlib.suppress(Exception):
+            live = inspect_state(save.items, save_optimizer=self._planner.save_optimizer)
+            planned = {name: tree.flat() for name, tree in save.trees.items()}
+            if live.matches(planned):
                 return live
         return None
 
-    # ---------------------------------------------------------------- the plan of the save before
+    # ---------------------------------------------------------------- the plan of the previous save
 
-    def save_again(
-        self, state: Mapping[str, Any], make: Callable[..., Save], staging: Staging
-    ) -> SaveReport | None:
+    def save_with_previous_plan(self, save: Save, state: Mapping[str, Any]) -> SaveReport | None:
         """Save with the plan of the previous save; return None, with no effect, where it does not match on some rank.
 
-        Collective. *make* creates a save from its *staging* directory and snapshot. Raises on all ranks what prevented
-        rank 0 from creating the staging directory. Later failures are raised by :meth:`settle` on all ranks.
+        Collective. Raises on all ranks what prevented rank 0 from creating the staging directory. Later failures are
+        raised by :meth:`wait_for_save` on all ranks.
         """
-        kept = self._kept
-        if kept is None:
+        plan = self._plan
+        if plan is None:
             return None
-        before = kept.snapshot
-        snapshot = Snapshot(
-            classify(state), before.trees, before.tied, before.file_layouts, before.metadata
-        )
-        save, live = make(staging=staging, snapshot=snapshot), LiveState()
-        with contextlib.suppress(
-            Exception
-        ):  # the new plan, made instead, meets the same and reports it
-            live = look(snapshot.items, save_optimizer=self._planner.save_optimizer)
-        answer, failure = self._again(kept, live, save)
-        answers = agree.gather_objects(self._group, answer)
-        if answers[0].failed:
+        save.items = classify(state)
+        save.reuse_plan(plan.save)
+        live = LiveState()
+        # Whatever fails here fails again, and is reported, when the save is planned anew.
+        with contextlib.suppress(Exception):
+            live = inspect_state(save.items, save_optimizer=self._planner.save_optimizer)
+        proposal, failure = self._propose_reuse(plan, live, save)
+        proposals = agree.gather_objects(self._group, proposal)
+        if proposals[0].failed:
             agree.all_or_nothing(self._group, failure)
-        agreed = [answer.digests for answer in answers if answer.digests is not None]
-        if len(agreed) < len(answers):
-            self._kept = None
-            staging.remove()
+        digests = [proposal.digests for proposal in proposals if proposal.digests is not None]
+        if len(digests) < len(proposals):
+            self._plan = None
+            save.staging.remove()
             return None
-        staging.path = Path(answers[0].staging)
-        self._in_flight = save  # from here on, a failure is found by settle
+        save.staging.path = Path(proposals[0].staging)
+        self._in_flight = save  # from here on, wait_for_save reports failures
         try:
-            for name, tree in before.trees.items():
+            for name, tree in save.trees.items():
                 tree.set_values(live.trees[name])
-            objects = self._planner.object_plans(save, agreed, kept.dp_ranks)
-            self._upload(save, kept.written, kept.layout, objects)
+            objects = self._planner.object_plans(save, digests, plan.dp_ranks)
+            self._upload(save, plan.written, plan.layout, objects)
         except Exception as error:
             self._background.fail(as_failure(error, f"saving {save.name}", self._planner.run.path))
-        return self._under_way(save)
+        return self._report_started(save)
 
-    def _again(
-        self, kept: _Kept, live: LiveState, save: Save
-    ) -> tuple[_Again, AutomodelError | None]:
+    def _propose_reuse(
+        self, plan: _Plan, live: LiveState, save: Save
+    ) -> tuple[_ReuseProposal, AutomodelError | None]:
         """Check whether the plan matches the state of this rank; if so, rank 0 creates the staging directory.
 
-        Returns this rank's answer, and the failure on rank 0 or None.
+        Returns this rank's proposal, and the failure on rank 0 or None.
         """
-        digests = self._fitting(kept, live, save.snapshot)
+        digests = self._matching_digests(plan, live, save)
         if digests is None or not self._is_rank0:
-            return _Again(digests), None
+            return _ReuseProposal(digests), None
         try:
-            forecast = Forecast(kept.nbytes, free_bytes(self._planner.run.path))
-            staging = self._planner.reserve(save.snapshot, save.name, forecast, save.staging)
+            forecast = Forecast(plan.nbytes, free_bytes(self._planner.run.path))
+            staging = self._planner.reserve(save, forecast)
         except Exception as error:
-            return _Again(digests, failed=True), as_failure(
-                error, f"saving {save.name}", self._planner.run.path
-            )
-        return _Again(digests, staging), None
+            failure = as_failure(error, f"saving {save.name}", self._planner.run.path)
+            return _ReuseProposal(digests, failed=True), failure
+        return _ReuseProposal(digests, staging), None
 
-    def _fitting(self, kept: _Kept, live: LiveState, snapshot: Snapshot) -> dict[str, str] | None:
-        """The digests of this rank's small state, which is stored in *snapshot*; None where the plan does not match."""
-        with contextlib.suppress(
-            Exception
-        ):  # the new plan, made instead, meets the same and reports it
-            if live.outline == kept.outline and self._refreshed(kept, live):
-                snapshot.objects = {
-                    i.name: i.value.state_dict() for i in snapshot.items if i.kind == "object"
-                }
-                return {key: check_safe(key, value) for key, value in snapshot.objects.items()}
+    def _matching_digests(self, plan: _Plan, live: LiveState, save: Save) -> dict[str, str] | None:
+        """The digests of this rank's small state, which is read into *save*; None where the plan does not match."""
+        # Whatever fails here fails again, and is reported, when the save is planned anew.
+        with contextlib.suppress(Exception):
+            if live.signature != plan.signature or not self._update_values(plan, live):
+                return None
+            for item in save.items:
+                if item.kind == "object":
+                    save.objects[item.name] = item.value.state_dict()
+            return {key: check_safe(key, value) for key, value in save.objects.items()}
         return None
 
-    def _refreshed(self, kept: _Kept, live: LiveState) -> bool:
+    def _update_values(self, plan: _Plan, live: LiveState) -> bool:
         """Update the values that are not tensors in the layout; return False where one no longer has its size."""
-        for name in kept.layout.values:
-            value = live.trees[name[0]][name[1]]
-            now = pickle.dumps(value)
-            if kept.values.get(name) != now:
-                check_safe_values(name[0], {name[1]: value})
-                if not kept.layout.replace(name, bytes(saved(value))):
-                    return False
-                kept.values[name] = now
+        for name in plan.layout.values:
+            tree_name, key = name
+            value = live.trees[tree_name][key]
+            pickled = pickle.dumps(value)
+            if plan.values.get(name) == pickled:
+                continue
+            check_safe_values(tree_name, {key: value})
+            if not plan.layout.replace(name, bytes(saved(value))):
+                return False
+            plan.values[name] = pickled
         return True
 
     # ---------------------------------------------------------------- in rank 0's thread
@@ -252,29 +246,25 @@ class AsyncSaves:
         Work that grows with the number of tensors is done in the writer process: in this thread it would contend with
         training for the GIL.
         """
-        planner, common = self._planner, RankManifest(self._planner.ranks.rank)
-        planner.write_common(save, common)
-        self._await_rank_manifests(save.staging.path)
+        planner = self._planner
+        staging = save.staging.path
         num_ranks = planner.ranks.world_size
-        common.files.update(
-            planner.write_metadata(save, lambda: read_rank_manifests(save.staging.path, num_ranks))
-        )
+        common = RankManifest(planner.ranks.rank)
+        planner.write_common(save, common)
+        for path in rank_manifest_paths(staging, num_ranks):
+            while not path.exists():
+                self._background.pause(_POLL_SECONDS)
+        read_all = partial(read_rank_manifests, staging, num_ranks)
+        common.files.update(planner.write_metadata(save, read_all))
         if save.before_publishing is not None:
             save.before_publishing()
-        nbytes = self._background.finalize(
-            save.staging.path, planner.partial_manifest(save), common
-        )
+        nbytes = self._background.finalize(staging, planner.partial_manifest(save), common)
         report = planner.publish(save, nbytes)
         save.is_published = True
         if save.on_saved is not None:
             save.on_saved(report)
         if planner.exports(save.last):
             self._export_in_background(save)
-
-    def _await_rank_manifests(self, staging: Path) -> None:
-        for path in rank_manifest_paths(staging, self._planner.ranks.world_size):
-            while not path.exists():
-                self._background.pause(_POLL_SECONDS)
 
     def _export_in_background(self, save: Save) -> None:
         path = self._planner.run.root / str(save.name)
@@ -297,11 +287,11 @@ class AsyncSaves:
             log.info("%s", line)
         log.info("Hugging Face export of %s: %s", save.name, output)
 
-    def leave_out_exports(self) -> None:
-        """Disable exports from now on, and stop the one in progress."""
-        self._background.leave_out_exports()
+    def disable_exports(self) -> None:
+        """Make no exports from now on, and stop the one in progress."""
+        self._background.disable_exports()
 
-    # ---------------------------------------------------------------- until it has ended
+    # ---------------------------------------------------------------- waiting
 
     @property
     def progress(self) -> tuple[int, int, int] | None:
@@ -313,14 +303,14 @@ class AsyncSaves:
 
     @property
     def has_failed(self) -> bool:
-        """Whether this rank knows of a failure: all ranks should then call :meth:`settle`."""
+        """Whether this rank knows of a failure: all ranks should then call :meth:`wait_for_save`."""
         return self._background.state == "failed"
 
     def await_copies(self) -> None:
         """Call this before state on the device is changed: its copy may not be complete yet."""
         self._background.await_copies()
 
-    def settle(self) -> bool:
+    def wait_for_save(self) -> bool:
         """Wait for the save in progress; return True if there was one. Collective.
 
         Raises :class:`SaveFailed` on all ranks where it failed or made no progress on any rank; its files are then
@@ -330,15 +320,16 @@ class AsyncSaves:
         if save is None:
             return False
         while True:
-            mine = (background.state, background.still_seconds(), background.is_at_work)
+            mine = (background.state, background.idle_seconds(), background.is_writing)
             reports = agree.gather_objects(self._group, mine)
             states = [state for state, _, _ in reports]
             if "failed" in states:
                 self._abandon(save)
             if "busy" not in states:
                 break
-            if all(still > self._patience_seconds for _, still, _ in reports):
-                background.give_up(anyhow=not any(is_at_work for _, _, is_at_work in reports))
+            if all(seconds > self._timeout_seconds for _, seconds, _ in reports):
+                any_writes = any(is_writing for _, _, is_writing in reports)
+                background.give_up(also_waiting=not any_writes)
             background.wait(_POLL_SECONDS)
         self._in_flight = None
         return True
@@ -346,19 +337,19 @@ class AsyncSaves:
     def _abandon(self, save: Save) -> None:
         """Stop a failed save on all ranks, remove its staging directory, and raise its failure."""
         failure = self._background.abandon()
-        self._in_flight, self._kept = None, None
+        self._in_flight, self._plan = None, None
         try:
             agree.all_or_nothing(self._group, failure)
         finally:
             save.staging.remove()
 
     def wait(self) -> None:
-        """Wait until this rank has no upload in progress."""
+        """Wait until this rank has no upload in progress. Not collective."""
         self._background.wait()
 
     def close(self) -> None:
         """Wait, then release the memory and the writer process."""
-        self._kept = None
+        self._plan = None
         self._background.close()
 
 
@@ -370,9 +361,5 @@ def on_cuda(state: Mapping[str, Any]) -> bool:
 
 def _buffers(items: Iterable[Item]) -> set[int]:
     """The data pointers of module buffers, which a forward pass may change."""
-    return {
-        buffer.data_ptr()
-        for item in items
-        if item.kind == "module"
-        for buffer in item.value.buffers()
-    }
+    modules = [item.value for item in items if item.kind == "module"]
+    return {buffer.data_ptr() for module in modules for buffer in module.buffers()}

@@ -40,9 +40,9 @@ class Background:
         self._failure: AutomodelError | None = None
         self._cancelled = threading.Event()
         self._where = Path()
-        self.is_at_work = False
+        self.is_writing = False
         self._moved: tuple[float, tuple[bytes, ...]] = (0.0, ())
-        self._no_export = threading.Event()
+        self._exports_disabled = threading.Event()
         self._exporting = threading.Lock()
         self._staged_bytes = 0
 
@@ -68,12 +68,12 @@ class Background:
     # ---------------------------------------------------------------- copy
 
     def stage(
-        self, layouts: Sequence[MemoryLayout], *, at_once: Collection[int] = ()
+        self, layouts: Sequence[MemoryLayout], *, copy_now: Collection[int] = ()
     ) -> list[bytes]:
         """Copy the state that *layouts* describe; return their pickled jobs for :meth:`start`.
 
         On CUDA the copies may still be in progress on return: the state may change only after :meth:`await_copies`.
-        Tensors whose data pointer is in *at_once* are copied before the return. Raises :class:`OSError` where memory
+        Tensors whose data pointer is in *copy_now* are copied before the return. Raises :class:`OSError` where memory
         is short.
         """
         self._staged_bytes = max(layout.end for layout in layouts)
@@ -82,22 +82,22 @@ class Background:
         if self._stream is None:
             _copy(pairs)
         else:
-            self._copy_from_device(pairs, at_once)
+            self._copy_from_device(pairs, copy_now)
         return [layout.packed() for layout in layouts]
 
     def _copy_from_device(
-        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], at_once: Collection[int]
+        self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], copy_now: Collection[int]
     ) -> None:
         """Copy on a separate CUDA stream, concurrently with the next forward and backward pass.
 
-        Tensors that those passes change (their data pointers are in *at_once*) are copied on the current stream.
+        Tensors that those passes change (their data pointers are in *copy_now*) are copied on the current stream.
         """
         assert self._stream is not None
-        _copy([pair for pair in pairs if not pair[1].is_cuda or pair[1].data_ptr() in at_once])
+        _copy([pair for pair in pairs if not pair[1].is_cuda or pair[1].data_ptr() in copy_now])
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             later = [
-                pair for pair in pairs if pair[1].is_cuda and pair[1].data_ptr() not in at_once
+                pair for pair in pairs if pair[1].is_cuda and pair[1].data_ptr() not in copy_now
             ]
             _copy(later)
             for _, source in later:
@@ -150,11 +150,11 @@ class Background:
                 self._failure = as_failure(error, doing, Path(command.staging))
 
     def _do(self, command: Command, where: Path) -> Any:
-        self._where, self.is_at_work = where, True
+        self._where, self.is_writing = where, True
         try:
             return self._writer.do(command)
         finally:
-            self.is_at_work = False
+            self.is_writing = False
 
     def finalize(self, staging: Path, partial_manifest: Manifest, common: RankManifest) -> int:
         """Merge all rank manifests of *staging* into the manifest in the writer process; return the checkpoint's
@@ -171,23 +171,23 @@ class Background:
         """Export the model directories *sources* in the writer process; return (last output directory, log lines).
 
         Called during an upload. *lease* is (lock file, token) of the run. Raises :class:`Cancelled` after
-        :meth:`leave_out_exports`.
+        :meth:`disable_exports`.
         """
         with self._exporting:
             try:
-                if self._no_export.is_set():
+                if self._exports_disabled.is_set():
                     raise Cancelled
                 command = Export([str(source) for source in sources], lease)
                 answer: tuple[str, list[str]] = self._do(command, sources[0])
                 return answer
             except Exception as error:
-                if self._no_export.is_set():
+                if self._exports_disabled.is_set():
                     raise Cancelled from error
                 raise
 
-    def leave_out_exports(self) -> None:
+    def disable_exports(self) -> None:
         """Make no more exports, and stop one in progress. Its checkpoint is already published."""
-        self._no_export.set()
+        self._exports_disabled.set()
         if self._exporting.locked():
             self._writer.kill()
 
@@ -196,29 +196,29 @@ class Background:
         if self._cancelled.wait(seconds):
             raise Cancelled
 
-    def still_seconds(self) -> float:
+    def idle_seconds(self) -> float:
         """Seconds since the writer process last made progress, as observed by calls of this method."""
         sign = self._writer.sign_of_life()
         if sign != self._moved[1]:
             self._moved = (time.monotonic(), sign)
         return time.monotonic() - self._moved[0]
 
-    def give_up(self, *, anyhow: bool) -> None:
+    def give_up(self, *, also_waiting: bool) -> None:
         """Mark the upload as failed because it made no progress for too long.
 
-        Applies where this rank's writer is working; with *anyhow*, also where the upload waits for other ranks.
+        Applies where this rank's writer is working; with *also_waiting*, also where the upload waits for other ranks.
         """
-        if self.is_at_work or (anyhow and self.state == "busy"):
+        if self.is_writing or (also_waiting and self.state == "busy"):
             kind = ExportFailed if self._exporting.locked() else SaveFailed
             who = (
                 "the process that writes this rank's checkpoints"
-                if self.is_at_work
+                if self.is_writing
                 else "publishing"
             )
             self._failure = kind(
                 f"{who} made no progress",
                 where=str(self._where),
-                value=f"process {self.writer_pid}: none for {self.still_seconds():.0f} s (distributed.timeout_minutes)",
+                value=f"process {self.writer_pid}: none for {self.idle_seconds():.0f} s (distributed.timeout_minutes)",
                 hint="check for a disk that does not respond or a stopped process, then run the same command",
             )
 

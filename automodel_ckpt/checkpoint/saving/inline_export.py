@@ -37,7 +37,7 @@ from automodel_ckpt.checkpoint.writing.jobs import run_all
 from automodel_ckpt.checkpoint.writing.rank_manifest import RankManifest, merge_tree
 from automodel_ckpt.distributed import agree
 
-Together = Callable[[], contextlib.AbstractContextManager[object]]
+RaiseOnAllRanks = Callable[[], contextlib.AbstractContextManager[object]]
 
 
 def export_from_memory(
@@ -48,21 +48,21 @@ def export_from_memory(
     *,
     rank: int,
     group: ProcessGroup | None,
-    together: Together,
+    raise_on_all_ranks: RaiseOnAllRanks,
     log: Log,
     before_publishing: Check = lambda: None,
 ) -> Path:
-    """Export the module of a settled *plan*, whose state is what the published *checkpoint* holds; returns where.
+    """Export the module of a partitioned *plan*, whose state is that of the published *checkpoint*. Collective.
 
-    Called on all ranks; rank 0's *assets* and *tied* names count, and *log* is called there. *together* makes a
-    block whose failure on one rank is raised on all; the export is then absent. What *before_publishing*, called on the
-    leader, raises is raised on all too. No collective waits for data.
+    Returns the directory of the export. Rank 0's *assets* and *tied* names count, and *log* is called there.
+    *raise_on_all_ranks* makes a block whose failure on one rank is raised on all ranks; there is then no export. Rank 0
+    calls *before_publishing*; its exception is raised on all ranks. No collective waits for data.
     """
     directory = checkpoint / plan.directory
     target = directory / layout.CONSOLIDATED
     name, maps = "", BaseMaps()
     with contextlib.ExitStack() as stack:
-        with together():
+        with raise_on_all_ranks():
             if rank == 0:
                 check_target(target)
                 staging = stack.enter_context(
@@ -71,9 +71,9 @@ def export_from_memory(
                 name, maps = staging.name, assets.maps
         name, maps, tied = agree.broadcast_object(group, (name, maps, tied))
         written = RankManifest(rank)
-        with together():
+        with raise_on_all_ranks():
             file_layout = hf.lay_out(plan, name, maps, tied)
-        with together():
+        with raise_on_all_ranks():
             jobs = hf.shared_file_jobs(plan, rank, file_layout)
             agree.while_working(group, partial(run_all, jobs, directory, written))
         rank_manifests = agree.gather_objects(group, written)
@@ -84,7 +84,7 @@ def export_from_memory(
                 _complete(directory, file_layout, tree, rank_manifests, log)
                 stack.close()
 
-        with together():
+        with raise_on_all_ranks():
             agree.while_working(group, finish)
     return target
 

@@ -39,8 +39,8 @@ from automodel_ckpt.checkpoint.saving.staging import Staging
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.state.objects import ObjectPlanner
 from automodel_ckpt.checkpoint.state.optimizer_names import Owners, optimizer_tree, trained_by_all
-from automodel_ckpt.checkpoint.state.optimizer_state import check_consistent, digests_of_own
-from automodel_ckpt.checkpoint.state.storable import check_safe, check_safe_values
+from automodel_ckpt.checkpoint.state.optimizer_state import check_consistent, digests_of_own, places
+from automodel_ckpt.checkpoint.state.storable import check_safe, check_safe_values, check_storable
 from automodel_ckpt.checkpoint.writing.jobs import FileJob, Job
 from automodel_ckpt.checkpoint.writing.rank_manifest import RankManifest, RankTree
 from automodel_ckpt.errors import AutomodelError, SaveFailed
@@ -74,21 +74,6 @@ class SaveReport:
 
 
 @dataclass(slots=True)
-class Snapshot:
-    """The state of one rank at a save: a plan per tree, a value per other object.
-
-    *metadata* is what torch's reader asks of a tree in its format, once it is known: it is the plan's, not the bytes'.
-    """
-
-    items: list[Item]
-    trees: dict[str, TreePlan] = field(default_factory=dict)
-    tied: dict[str, dict[str, str]] = field(default_factory=dict)
-    file_layouts: dict[str, hf.FileLayout] = field(default_factory=dict)
-    metadata: dict[str, bytes] = field(default_factory=dict)
-    objects: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
 class Proposal:
     """What a rank sends to the others before a save.
 
@@ -106,11 +91,16 @@ class Proposal:
 
 @dataclass(slots=True)
 class Save:
-    """One save, from its plan to its publication; *records* describes how each attribute is stored."""
+    """One save, from its request to its publication. The first fields are the arguments of :meth:`Checkpointer.save`.
+
+    The others are the state of this rank: *items*; a plan per tree (module or optimizer); the value of each other
+    object; *tied* names by module; *file_layouts* of the modules whose files all ranks write together; *metadata*,
+    the bytes of DCP's ``.metadata`` by tree, which depend on the plan only; *records*, how each attribute is stored.
+    While a synchronous save is written, *total_bytes* is about what this rank writes, and *bytes_before* the value of
+    ``METER.nbytes`` at the start.
+    """
 
     name: layout.CheckpointName
-    staging: Staging
-    snapshot: Snapshot
     config_yaml: str
     losses: dict[str, Any]
     progress: dict[str, Any]
@@ -119,9 +109,23 @@ class Save:
     before_publishing: Callable[[], None] | None
     on_saved: Callable[[SaveReport], None] | None
     started: float
+    staging: Staging = field(default_factory=Staging)
+    items: list[Item] = field(default_factory=list)
+    trees: dict[str, TreePlan] = field(default_factory=dict)
+    tied: dict[str, dict[str, str]] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+    file_layouts: dict[str, hf.FileLayout] = field(default_factory=dict)
+    metadata: dict[str, bytes] = field(default_factory=dict)
+    records: dict[str, StateRecord] = field(default_factory=dict)
+    bytes_before: int = 0
+    total_bytes: int | None = None
     stall_seconds: float | None = None
     is_published: bool = False
-    records: dict[str, StateRecord] = field(default_factory=dict)
+
+    def reuse_plan(self, previous: Save) -> None:
+        """Take the plan of a previous save, whose state has the same names, shapes, dtypes and placements."""
+        self.trees, self.tied = previous.trees, previous.tied
+        self.file_layouts, self.metadata = previous.file_layouts, previous.metadata
 
 
 class Planner:
@@ -194,67 +198,75 @@ class Planner:
                 "or another checkpoint.checkpoint_dir",
             )
 
+    def check_state(self, items: Sequence[Item]) -> None:
+        """Raise :class:`RecipeError` for state of *items* that cannot be stored safely."""
+        owners = Owners(items)
+        for item in items:
+            if item.kind in ("object", "lr_scheduler"):
+                check_safe(item.name, item.value.state_dict())
+            elif item.kind == "module":
+                tree, _ = module_state(item.value)
+                check_storable(item.name, tree)
+                check_safe_values(item.name, tree)
+            elif self.save_optimizer:
+                owners.check_parameters(item)
+                for index, group in enumerate(item.value.param_groups):
+                    options = _group_options(index, group)
+                    check_safe_values(item.name, options)
+                    places(options)
+
     # ---------------------------------------------------------------- plan
 
-    def snapshot(self, state: Mapping[str, Any]) -> Snapshot:
-        """The state of this rank, ready to be planned. Raises :class:`RecipeError` for state that cannot be stored."""
-        snapshot = Snapshot(classify(state))
-        owners = Owners(snapshot.items)
-        for item in snapshot.items:
+    def read_state(self, save: Save, state: Mapping[str, Any]) -> None:
+        """Read the *state* of this rank into *save*. Raises :class:`RecipeError` for state that cannot be stored."""
+        save.items = classify(state)
+        save.trees, save.tied, save.objects = {}, {}, {}
+        save.file_layouts, save.metadata = {}, {}
+        owners = Owners(save.items)
+        for item in save.items:
+            directory = layout.state_directory(item.name)
             if item.kind == "module":
                 tree, tied = module_state(item.value)
                 complete = stored_layout(item.value).complete
-                snapshot.tied[item.name] = tied if complete is None else dict(complete.tied)
-                snapshot.trees[item.name] = TreePlan(
-                    item.name, layout.state_directory(item.name), tree, nested=False
-                )
+                save.tied[item.name] = tied if complete is None else dict(complete.tied)
+                save.trees[item.name] = TreePlan(item.name, directory, tree, nested=False)
             elif item.kind == "optimizer" and self.save_optimizer:
-                tree = optimizer_tree(item, snapshot.items, owners)
-                snapshot.trees[item.name] = TreePlan(
-                    item.name, layout.state_directory(item.name), tree, nested=True
-                )
+                tree = optimizer_tree(item, save.items, owners)
+                save.trees[item.name] = TreePlan(item.name, directory, tree, nested=True)
             elif item.kind == "object":
-                snapshot.objects[item.name] = item.value.state_dict()
-        return snapshot
+                save.objects[item.name] = item.value.state_dict()
 
-    def propose(
-        self, snapshot: Snapshot, name: layout.CheckpointName, staging: Staging
-    ) -> Proposal:
-        """Plan what this rank saves; rank 0 also creates the *staging* directory, which the caller removes on failure.
+    def propose(self, save: Save) -> Proposal:
+        """Plan what this rank saves. Rank 0 also creates the staging directory, which the caller removes on failure.
 
         Raises OSError, and :class:`SaveFailed` where the disk is too full."""
-        plans = {tree.name: tree.local() for tree in snapshot.trees.values()}
-        for tree in snapshot.trees.values():
+        plans = {tree.name: tree.local() for tree in save.trees.values()}
+        for tree in save.trees.values():
             check_safe_values(tree.name, tree.flat())
-        digests = {key: check_safe(key, value) for key, value in snapshot.objects.items()}
-        for item in snapshot.items:
-            if (
-                item.kind == "optimizer"
-                and self.save_optimizer
-                and trained_by_all(item.value) is None
-            ):
+        digests = {key: check_safe(key, value) for key, value in save.objects.items()}
+        for item in save.items:
+            is_saved_optimizer = item.kind == "optimizer" and self.save_optimizer
+            if is_saved_optimizer and trained_by_all(item.value) is None:
                 digests |= digests_of_own(item.name, item.value)
         reserved = None
         if self.ranks.rank == 0:
-            states = {tree.name: tree.state_dict for tree in snapshot.trees.values()}
-            forecast = self.forecast(snapshot.items, states)
+            states = {tree.name: tree.state_dict for tree in save.trees.values()}
+            forecast = self.forecast(save.items, states)
             self.expected_bytes = forecast.nbytes
-            reserved = self.reserve(snapshot, name, forecast, staging)
-        maps = self._maps(snapshot)
-        return Proposal(plans, digests, self.ranks.dp_rank, reserved, maps, snapshot.tied)
+            reserved = self.reserve(save, forecast)
+        maps = self._maps(save)
+        return Proposal(plans, digests, self.ranks.dp_rank, reserved, maps, save.tied)
 
-    def reserve(
-        self, snapshot: Snapshot, name: layout.CheckpointName, forecast: Forecast, staging: Staging
-    ) -> str:
-        """Create the *staging* directory for a checkpoint; only rank 0 calls this. Returns its path.
+    def reserve(self, save: Save, forecast: Forecast) -> str:
+        """Create the staging directory of *save*; only rank 0 calls this. Returns its path.
 
         Raises OSError, and :class:`SaveFailed` where the disk is too full."""
         self.run.hold()
         self.check_fits(forecast)
-        directories = [tree.directory for tree in snapshot.trees.values()]
-        return str(staging.reserve(self.run.root, str(name), directories))
+        directories = [tree.directory for tree in save.trees.values()]
+        return str(save.staging.reserve(self.run.root, str(save.name), directories))
 
-    def _maps(self, snapshot: Snapshot) -> dict[str, BaseMaps]:
+    def _maps(self, save: Save) -> dict[str, BaseMaps]:
         """How the files that all ranks write together are named and split, by module.
 
         All modules have such files in layout hf, only adapters in layout adapter, none in layout shards.
@@ -262,7 +274,7 @@ class Planner:
         found: dict[str, BaseMaps] = {}
         if self._layout == "shards":
             return found
-        for name in snapshot.tied:
+        for name in save.tied:
             assets = self.assets.get(name)
             # Without dtypes: a checkpoint stores each tensor in its own dtype, only an export casts.
             maps = BaseMaps() if assets is None else replace(assets.maps, dtype=None)
@@ -280,16 +292,16 @@ class Planner:
         check_consistent([proposal.digests for proposal in proposals])
         written = RankManifest(self.ranks.rank)
         jobs: list[Job] = []
-        for tree in save.snapshot.trees.values():
+        for tree in save.trees.values():
             tree.partition([proposal.plans[tree.name] for proposal in proposals], self.ranks.rank)
             written.trees[tree.name] = RankTree()
-            jobs += self._tree_jobs(tree, save.snapshot, proposals[0], written.trees[tree.name])
+            jobs += self._tree_jobs(tree, save, proposals[0], written.trees[tree.name])
         digests = [proposal.digests for proposal in proposals]
         dp_ranks = [proposal.dp_rank for proposal in proposals]
         return written, jobs, self.object_plans(save, digests, dp_ranks)
 
     def _tree_jobs(
-        self, tree: TreePlan, snapshot: Snapshot, of_rank0: Proposal, written: RankTree
+        self, tree: TreePlan, save: Save, of_rank0: Proposal, written: RankTree
     ) -> list[Job]:
         """The jobs of this rank for a tree, in the tree's format."""
         rank = self.ranks.rank
@@ -297,9 +309,9 @@ class Planner:
         if maps is not None:
             tied = of_rank0.tied[tree.name]
             file_layout = hf.lay_out(tree, tree.directory, maps, tied)
-            snapshot.file_layouts[tree.name] = file_layout
+            save.file_layouts[tree.name] = file_layout
             return list(hf.plan_jobs(tree, rank, file_layout))
-        is_module = tree.name in snapshot.tied
+        is_module = tree.name in save.tied
         if is_module and self._format == "safetensors":
             assets = self.assets.get(tree.name)
             file_mapping = None if assets is None else assets.file_index_mapping
@@ -312,14 +324,12 @@ class Planner:
     ) -> list[FileJob]:
         """The jobs of objects, which are planned anew at each save; also sets the records of *save*."""
         objects = ObjectPlanner(self.ranks, digests, dp_ranks)
-        save.records = {
-            item.name: self._record(item, save.snapshot, objects) for item in save.snapshot.items
-        }
+        save.records = {item.name: self._record(item, save, objects) for item in save.items}
         return objects.jobs
 
-    def _record(self, item: Item, snapshot: Snapshot, objects: ObjectPlanner) -> StateRecord:
+    def _record(self, item: Item, save: Save, objects: ObjectPlanner) -> StateRecord:
         if item.kind == "object":
-            return objects.plan(item, snapshot.objects[item.name])
+            return objects.plan(item, save.objects[item.name])
         saved = item.kind == "module" or self.save_optimizer
         return StateRecord(
             item.kind, item.scope if saved else NOT_SAVED, item.path, aliases=item.aliases
@@ -333,12 +343,12 @@ class Planner:
         files = {layout.CONFIG: save.config_yaml.encode(), layout.LOSSES: losses.encode()}
         for file, data in files.items():
             written.files[file] = commit.write_file(save.staging.path / file, data)
-        file_layouts = save.snapshot.file_layouts
+        file_layouts = save.file_layouts
         for name, file_layout in file_layouts.items():
             write_finished(self.assets.get(name), file_layout, save.staging.path, written)
         for name, assets in self.assets.items():
             if name not in file_layouts:
-                directory = save.snapshot.trees[name].directory
+                directory = save.trees[name].directory
                 write_for_export(assets, save.staging.path, written, directory)
 
     def write_metadata(
@@ -349,8 +359,8 @@ class Planner:
         *read_all* returns the rank manifests of all ranks; it is called only where the metadata is new.
         """
         written: dict[str, FileRecord] = {}
-        metadata, formats = save.snapshot.metadata, self._formats(save)
-        for name, tree in save.snapshot.trees.items():
+        metadata, formats = save.metadata, self._formats(save)
+        for name, tree in save.trees.items():
             if formats[name] != torch_save.NAME:
                 continue
             if name not in metadata:
@@ -363,7 +373,7 @@ class Planner:
         """The manifest without what the ranks wrote: no files, and of each tree only its format and tied names."""
         trees: dict[str, Tree] = {}
         for name, tree_format in self._formats(save).items():
-            trees[name] = Tree(tree_format, {}, {}, save.snapshot.tied.get(name, {}))
+            trees[name] = Tree(tree_format, {}, {}, save.tied.get(name, {}))
         return Manifest(
             step=save.name.step,
             epoch=save.name.epoch,
@@ -383,10 +393,10 @@ class Planner:
     def _formats(self, save: Save) -> dict[str, str]:
         """The format of each tree, by its name."""
         formats: dict[str, str] = {}
-        for name in save.snapshot.trees:
-            if name in save.snapshot.file_layouts:
+        for name in save.trees:
+            if name in save.file_layouts:
                 formats[name] = hf.NAME
-            elif name in save.snapshot.tied:  # modules only
+            elif name in save.tied:  # modules only
                 formats[name] = self._format
             else:
                 formats[name] = torch_save.NAME
@@ -442,6 +452,11 @@ class Planner:
         return bool(self.assets) and (
             self.export_when == "every" or (self.export_when == "final" and last)
         )
+
+
+def _group_options(index: int, group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a parameter group by the names that a checkpoint gives them."""
+    return {f"param_groups.{index}.{key}": value for key, value in group.items() if key != "params"}
 
 
 def _export_when(save_consolidated: bool | str | None, model_format: str, model_layout: str) -> str:

@@ -2,7 +2,7 @@
 
 PyTorch makes a state dict in milliseconds per hundred tensors, and planning a save takes as long again. Both depend
 only on names, shapes, dtypes and placements, which rarely change in a run. A save therefore inspects the live objects
-first: where their signature (the outline) is unchanged, the plan of the previous save is valid for their present
+first: where their signature (the signature) is unchanged, the plan of the previous save is valid for their present
 values.
 """
 
@@ -29,13 +29,13 @@ _SCALARS = (type(None), bool, int, float, complex, str)
 
 @dataclass(slots=True)
 class LiveState:
-    """*trees*: by tree, every value under the flat name that it has in DCP's plan; *outline*: what a plan depends on,
+    """*trees*: by tree, every value under the flat name that it has in DCP's plan; *signature*: what a plan depends on,
     to be compared with ``==``."""
 
     trees: dict[str, dict[str, Any]] = field(default_factory=dict)
-    outline: list[Any] = field(default_factory=list)
+    signature: list[Any] = field(default_factory=list)
 
-    def is_what(self, trees: Mapping[str, Mapping[str, Any]]) -> bool:
+    def matches(self, trees: Mapping[str, Mapping[str, Any]]) -> bool:
         """Whether the live state equals *trees*, the planned flat state dicts, in names, values and memory."""
         if self.trees.keys() != trees.keys():
             return False
@@ -48,7 +48,7 @@ class LiveState:
 
 
 @torch.no_grad()
-def look(items: Iterable[Item], *, save_optimizer: bool) -> LiveState:
+def inspect_state(items: Iterable[Item], *, save_optimizer: bool) -> LiveState:
     """Inspect the present state of *items* without copying.
 
     Raises what their state dicts raise, and :class:`KeyError` where an optimizer trains parameters of no module in
@@ -57,20 +57,20 @@ def look(items: Iterable[Item], *, save_optimizer: bool) -> LiveState:
     found, names = LiveState(), dict[int, str]()
     items = list(items)
     for item in items:
-        found.outline.append((item.name, item.kind, item.scope, item.aliases, item.owner))
+        found.signature.append((item.name, item.kind, item.scope, item.aliases, item.owner))
         if item.kind == "module":
             state = unwrap(item.value).state_dict(keep_vars=True)
             layout = stored_layout(item.value)
             kept, tied = stored_names(item.value, state, state.items(), layout)
             found.trees[item.name] = stored_values(state, kept, layout)
-            found.outline += (kept, tied, [_spec(value) for value in state.values()])
+            found.signature += (kept, tied, [_spec(value) for value in state.values()])
             for key, value in state.items():
                 names.setdefault(id(value), f"{item.name.replace('.', '%')}.{key}")
     for item in items:
         if item.kind == "optimizer" and save_optimizer:
             tree = dict(_optimizer_tree(item, names)) | dict(_schedules(item, items))
             found.trees[item.name] = tree
-            found.outline.append(
+            found.signature.append(
                 [(name, _spec(value, nested=True)) for name, value in tree.items()]
             )
     return found

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from automodel_ckpt.checkpoint import Manifest, Resumed, SaveReport, commit, discover, layout
+from automodel_ckpt.checkpoint import Manifest, SaveReport, commit, discover, layout
 from automodel_ckpt.checkpoint.formats import torch_save
 from automodel_ckpt.checkpoint.manifest import Summary
 from automodel_ckpt.checkpoint.saving import background, host_memory
@@ -136,7 +136,7 @@ def test_many_saves_under_a_fast_optimizer_hold_the_state_of_their_call_and_take
         tensors = tiny.tensors_of(saver.made)
         saver.save(step)
         tiny.train(saver.made, 3)
-        saver.checkpointer.settle()
+        saver.checkpointer.wait_for_save()
         found = stored(tmp_path / "LATEST")
         expected = {
             "model." + name.removeprefix("model."): bytes(
@@ -170,7 +170,7 @@ def test_a_save_returns_when_the_state_is_copied_and_the_next_one_waits_for_it(
     saver.save(2)
     assert time.monotonic() - started > 0.4
     assert [report.step for report in saver.reports] == [1] and first.path.is_dir()
-    saver.checkpointer.settle()
+    saver.checkpointer.wait_for_save()
     first, second = saver.reports
     assert first.published and first.nbytes and first.total_seconds > 0.5 > first.stall_seconds
     assert second.stall_seconds < 0.5
@@ -197,20 +197,20 @@ def wait_until_it_failed(saver: Saver) -> None:
 
 def test_a_writer_that_is_killed_fails_its_save_only(saver: Saver) -> None:
     root = saver.save(1).path.parent
-    saver.checkpointer.settle()
+    saver.checkpointer.wait_for_save()
     saver.pause()
     saver.save(2)
     os.kill(saver.writer, signal.SIGKILL)
     wait_until_it_failed(saver)
     with pytest.raises(SaveFailed, match=r"process \d+: signal 9 \(SIGKILL\)") as caught:
-        saver.checkpointer.settle()
+        saver.checkpointer.wait_for_save()
     assert caught.value.exit_code == 4 and "epoch_0_step_2" in str(caught.value)
     assert names(root) == ["LATEST", "epoch_0_step_1"]
     assert (
         commit.pointed(root, "LATEST") == "epoch_0_step_1" and not saver.checkpointer.upload_failed
     )
     saver.save(3)
-    assert saver.checkpointer.settle() and commit.pointed(root, "LATEST") == "epoch_0_step_3"
+    assert saver.checkpointer.wait_for_save() and commit.pointed(root, "LATEST") == "epoch_0_step_3"
 
 
 def test_a_writer_that_stands_still_fails_its_save_when_it_was_waited_for_long_enough(
@@ -224,10 +224,13 @@ def test_a_writer_that_stands_still_fails_its_save_when_it_was_waited_for_long_e
         SaveFailed,
         match=rf"made no progress[\s\S]*epoch_0_step_1[\s\S]*process {writer}: none for 1 s",
     ) as caught:
-        saver.checkpointer.settle()
+        saver.checkpointer.wait_for_save()
     assert caught.value.exit_code == 4 and names(tmp_path) == [] and not is_there(writer)
     saver.save(2)
-    assert saver.checkpointer.settle() and commit.pointed(tmp_path, "LATEST") == "epoch_0_step_2"
+    assert (
+        saver.checkpointer.wait_for_save()
+        and commit.pointed(tmp_path, "LATEST") == "epoch_0_step_2"
+    )
     saver.checkpointer.close()
 
 
@@ -244,7 +247,7 @@ def test_a_disk_that_is_full_when_the_writer_comes_to_write_is_reported_with_pat
     saver = Saver(mount / "run")
     try:
         saver.save(1)
-        saver.checkpointer.settle()
+        saver.checkpointer.wait_for_save()
         saver.pause()
         saver.save(2)
         (mount / "filler").write_bytes(bytes(os.statvfs(mount).f_bavail * 4096))
@@ -272,7 +275,7 @@ def test_a_publication_that_fails_in_the_background_is_reported(
     with pytest.raises(
         SaveFailed, match=r"saving epoch_0_step_1 failed[\s\S]*the directory[\s\S]*EIO"
     ):
-        saver.checkpointer.settle()
+        saver.checkpointer.wait_for_save()
 
 
 def test_what_grows_with_the_number_of_tensors_is_no_work_of_the_training_process(
@@ -280,7 +283,7 @@ def test_what_grows_with_the_number_of_tensors_is_no_work_of_the_training_proces
 ) -> None:
     saver = Saver(tmp_path, keep_last=1, best_metric_key="step", model_save_format="torch_save")
     saver.save(1, validated=True)
-    assert saver.checkpointer.settle()
+    assert saver.checkpointer.wait_for_save()
     for owner, name in (
         (RankManifest, "parse"),
         (Manifest, "to_bytes"),
@@ -290,7 +293,7 @@ def test_what_grows_with_the_number_of_tensors_is_no_work_of_the_training_proces
         monkeypatch.setattr(owner, name, refuse)
     saver.save(2, validated=True)
     saver.save(3, validated=True)
-    assert saver.checkpointer.settle()
+    assert saver.checkpointer.wait_for_save()
     monkeypatch.undo()
     saver.checkpointer.close()
     assert [report.pruned for report in saver.reports] == [(), (), ("epoch_0_step_2",)]
@@ -386,7 +389,7 @@ def test_a_large_file_is_written_from_where_it_stands_and_read_back_alike(tmp_pa
         "large", torch.arange(3 << 20, dtype=torch.float64)
     )  # 24 MiB, past O_DIRECT
     saver.save(1)
-    saver.checkpointer.settle()
+    saver.checkpointer.wait_for_save()
     assert verify(tmp_path / "LATEST", Manifest.read(tmp_path / "LATEST")) == []
     assert stored(tmp_path / "LATEST")["model.large"] == bytes(
         saver.made.model.large.view(torch.uint8).numpy()
@@ -469,16 +472,16 @@ def test_whatever_changes_between_saves_is_seen_and_the_plan_is_kept_where_it_ca
     step = 0
     for change, keeps in [(lambda _: None, False), (lambda _: None, True), *CHANGES.items()]:
         change(saver.made)
-        kept, step = getattr(saver.checkpointer._async, "_kept", None), step + 1
+        kept, step = getattr(saver.checkpointer._async, "_plan", None), step + 1
         expected, rate = tiny.tensors_of(saver.made), saver.made.optimizer.param_groups[0]["lr"]
         saver.save(step)
-        assert (saver.checkpointer._async._kept is kept) is keeps, change
+        assert (saver.checkpointer._async._plan is kept) is keeps, change
         twin = copy.deepcopy(saver.made)  # loading into what is saved would change it
         for value in twin.model.state_dict().values():
             value.zero_()
         twin.optimizer.param_groups[0]["lr"] = 0.0
         tiny.train(saver.made, 1)
-        saver.checkpointer.settle()
+        saver.checkpointer.wait_for_save()
         assert verify(tmp_path / "LATEST", Manifest.read(tmp_path / "LATEST")) == []
         saver.checkpointer.load(discover(twin))
         found = tiny.tensors_of(twin)
@@ -493,7 +496,7 @@ def test_a_staging_directory_that_cannot_be_created_under_a_kept_plan_is_a_faile
     saver: Saver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = saver.save(1).path.parent
-    saver.checkpointer.settle()
+    saver.checkpointer.wait_for_save()
 
     def cannot(directory: Path, *_: Any) -> None:
         if directory.name == "optim":
@@ -511,14 +514,14 @@ def test_a_staging_directory_that_cannot_be_created_under_a_kept_plan_is_a_faile
     monkeypatch.undo()
     assert names(root) == ["LATEST", "epoch_0_step_1"] and attempts == ["once"]
     saver.save(3)
-    assert saver.checkpointer.settle() and commit.pointed(root, "LATEST") == "epoch_0_step_3"
+    assert saver.checkpointer.wait_for_save() and commit.pointed(root, "LATEST") == "epoch_0_step_3"
 
 
 def test_a_failure_between_the_agreement_and_the_copy_is_reported_and_leaves_nothing(
     saver: Saver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = saver.save(1).path.parent
-    saver.checkpointer.settle()
+    saver.checkpointer.wait_for_save()
 
     def broken(*_: Any) -> None:
         raise ValueError("broken")
@@ -526,7 +529,7 @@ def test_a_failure_between_the_agreement_and_the_copy_is_reported_and_leaves_not
     monkeypatch.setattr(Planner, "object_plans", broken)
     saver.save(2)
     with pytest.raises(SaveFailed, match="saving epoch_0_step_2"):
-        saver.checkpointer.settle()
+        saver.checkpointer.wait_for_save()
     assert names(root) == ["LATEST", "epoch_0_step_1"]
 
 
@@ -534,7 +537,7 @@ def test_a_copy_that_fails_under_a_kept_plan_is_reported_by_the_next_settling(
     saver: Saver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saver.save(1)
-    saver.checkpointer.settle()
+    saver.checkpointer.wait_for_save()
 
     def fails(*_: Any) -> None:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
@@ -543,11 +546,11 @@ def test_a_copy_that_fails_under_a_kept_plan_is_reported_by_the_next_settling(
     root = saver.save(2).path.parent
     assert saver.checkpointer.upload_failed
     with pytest.raises(SaveFailed, match=r"saving epoch_0_step_2[\s\S]*ENOMEM"):
-        saver.checkpointer.settle()
+        saver.checkpointer.wait_for_save()
     monkeypatch.undo()
     assert names(root) == ["LATEST", "epoch_0_step_1"]
     saver.save(3)
-    assert saver.checkpointer.settle() and commit.pointed(root, "LATEST") == "epoch_0_step_3"
+    assert saver.checkpointer.wait_for_save() and commit.pointed(root, "LATEST") == "epoch_0_step_3"
 
 
 @pytest.fixture
@@ -608,8 +611,8 @@ def test_with_adapter_files_nothing_more_is_exported(
         validated=True,
         last=True,
     )
-    saver.export_best()
-    saver.export_if_missing(Resumed(report.path, 1, 0, Manifest.read(report.path)), last=True)
+    saver.exports.export_best()
+    saver.exports.export_if_missing(report.path, last=True)
     saver.close()
     assert (report.export, report.export_failure) == (None, None)
     assert (report.path / "model/adapter_model.safetensors").is_file()
@@ -625,7 +628,7 @@ def test_export_best_warns_where_no_checkpoint_was_validated(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     saver = tiny.checkpointer(tmp_path)
-    saver.export_best()
+    saver.exports.export_best()
     saver.close()
     assert "export_best: no checkpoint was validated" in caplog.text
     assert list(tmp_path.iterdir()) == []
@@ -644,7 +647,7 @@ def test_an_export_in_the_background_that_fails_says_that_the_checkpoint_is_safe
     with pytest.raises(
         ExportFailed, match=r"the checkpoint itself is safe\)[\s\S]*EMFILE[\s\S]*ulimit -n"
     ):
-        exporter.checkpointer.settle()
+        exporter.checkpointer.wait_for_save()
     assert not export_of(exporter.reports[0]).exists() and commit.pointed(
         exporter.reports[0].path.parent, "LATEST"
     )
@@ -657,9 +660,9 @@ def test_a_stop_ends_an_export_in_the_background_and_the_next_save_works(exporte
         time.sleep(0.01)
     leftover = exporter.reports[0].path / f"model/.consolidated.staging-{'0' * 32}"
     leftover.mkdir()
-    exporter.checkpointer.leave_out_exports()
+    exporter.checkpointer.disable_exports()
     exporter.save(2)
-    assert exporter.checkpointer.settle() and not leftover.exists()
+    assert exporter.checkpointer.wait_for_save() and not leftover.exists()
     assert [report.step for report in exporter.reports] == [1, 2]
     assert [export_of(report).exists() for report in exporter.reports] == [False, False]
 
@@ -669,7 +672,7 @@ def test_settling_without_a_save_under_way_is_nothing(tmp_path: Path) -> None:
         tiny.checkpointer(tmp_path, is_async=True),
         tiny.checkpointer(tmp_path),
     ):
-        assert checkpointer.settle() is False and not checkpointer.upload_failed
+        assert checkpointer.wait_for_save() is False and not checkpointer.upload_failed
         checkpointer.await_copies()
         checkpointer.close()
 
@@ -696,23 +699,23 @@ def test_a_command_that_the_writer_cannot_read_ends_it_and_fails_the_save(
     assert "ValueError" in capfd.readouterr().err
 
 
-def test_a_writer_that_makes_no_progress_is_still_for_longer_and_longer(saver: Saver) -> None:
+def test_a_writer_that_makes_no_progress_is_idle_for_longer_and_longer(saver: Saver) -> None:
     saver.pause()
     saver.save(1)
     background = saver.checkpointer._async._background  # type: ignore[union-attr]
-    background.still_seconds()
+    background.idle_seconds()
     time.sleep(0.2)
-    assert background.still_seconds() >= 0.2
+    assert background.idle_seconds() >= 0.2
     saver.go_on()
-    saver.checkpointer.settle()
-    assert background.still_seconds() < 0.2
+    saver.checkpointer.wait_for_save()
+    assert background.idle_seconds() < 0.2
 
 
 def test_a_recipe_that_leaves_out_its_exports_has_none_at_its_end(tmp_path: Path) -> None:
     assets = {"model": SimpleNamespace(nbytes=0)}
     for when, at_end in (("final", True), ("every", False), ("never", False)):
         saver = tiny.checkpointer(tmp_path, save_consolidated=when, assets=assets)
-        assert saver.exports_at_end == at_end
-        saver.leave_out_exports()
-        assert not saver.exports_at_end
+        assert saver.exports.only_at_end == at_end
+        saver.disable_exports()
+        assert not saver.exports.only_at_end
         saver.close()

@@ -874,7 +874,7 @@ def test_how_far_a_save_is_can_be_seen_from_elsewhere(tmp_path: Path, layout: An
         before_publishing=lambda: seen.append(checkpointer.saving()),
         on_saved=lambda _: after.append(checkpointer.saving()),
     )
-    checkpointer.settle()
+    checkpointer.wait_for_save()
     (saving,) = seen
     assert after == [None], "an export may follow"
     assert saving is not None and saving.step == 20

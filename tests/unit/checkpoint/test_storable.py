@@ -222,7 +222,7 @@ def test_an_option_that_becomes_unsafe_is_refused_before_anything_is_written(
     saver = tiny.checkpointer(tmp_path, is_async=asynchronous)
     common = {"epoch": 0, "config_yaml": "", "losses": {}, "progress": {}}
     saver.save(discover(made), step=1, **common)
-    saver.settle()
+    saver.wait_for_save()
     made.optimizer.param_groups[0]["where"] = Path("/")
     with pytest.raises(RecipeError, match=r"'optimizer.param_groups.0.where'(.|\n)*PosixPath"):
         saver.save(discover(made), step=2, **common)

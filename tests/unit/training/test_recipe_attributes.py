@@ -136,7 +136,9 @@ def test_a_disk_with_space_for_one_checkpoint_and_not_for_all_of_the_run_is_repo
     )
     forecast = Forecast(100, free_bytes, export_bytes=25)
     saver = SimpleNamespace(
-        directory=tmp_path, exports_at_end=True, check_disk_space=lambda state: forecast
+        directory=tmp_path,
+        exports=SimpleNamespace(only_at_end=True),
+        check_disk_space=lambda state: forecast,
     )
     saves(config, saver).check_space({}, steps_per_epoch=100)
     said = "3 more checkpoints of about 100 B and 2 exports of about 25 B take 350 B, and 340 B are free"

@@ -1,0 +1,172 @@
+"""Choose the checkpoint to load, check that it belongs to this model, and load it on all ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import ProcessGroup
+
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.collective_errors import raise_on_all_ranks
+from automodel_ckpt.checkpoint.discovery import classify
+from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.options import Options
+from automodel_ckpt.checkpoint.run.directory import RunDirectory
+from automodel_ckpt.checkpoint.run.selection import Chooser
+from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets
+from automodel_ckpt.checkpoint.saving.planner import Planner
+from automodel_ckpt.checkpoint.state.loading import Loader, first_lines
+from automodel_ckpt.checkpoint.state.model_config import (
+    CONFIG,
+    ConfigChanges,
+    model_changes,
+    require_same_function,
+)
+from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, RecipeError
+
+log = logging.getLogger("automodel_ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What was loaded: the checkpoint's path, its step and epoch, and its manifest."""
+
+    path: Path
+    step: int
+    epoch: int
+    manifest: Manifest
+
+
+class CheckpointLoader:
+    """Loads checkpoints of *planner*'s run on all ranks of *group*.
+
+    With ``on_incompatible: sibling`` it may replace the planner's run directory by a sibling of it.
+    """
+
+    def __init__(self, planner: Planner, options: Options, group: ProcessGroup | None) -> None:
+        self._planner, self._options, self._group = planner, options, group
+        self._chooser = Chooser(options.verify, planner.ranks, group)
+
+    @property
+    def _run(self) -> RunDirectory:
+        return self._planner.run
+
+    @property
+    def _is_rank0(self) -> bool:
+        return self._planner.ranks.rank == 0
+
+    def load(
+        self,
+        state: Mapping[str, Any],
+        before_loading: Callable[[Path, Manifest], None] | None,
+    ) -> Resumed | None:
+        """See :meth:`Checkpointer.load`."""
+        restore_from = self._options.restore_from
+        found = self._chooser.choose(self._run, restore_from)
+        while found is not None and (differences := self._incompatible(*found, state)):
+            self._move_to_sibling(found[0], differences)
+            found = self._chooser.choose(self._run, restore_from)
+        if found is None:
+            return None
+        path, manifest = found
+        if self._is_rank0:
+            log.info("Loading checkpoint from %s", self._run.display_path(path))
+        with self._raise_on_all_ranks(f"loading {path.name}", CheckpointUnusable):
+            if before_loading is not None and self._is_rank0:
+                before_loading(path, manifest)
+            self._load(path, manifest, state)
+        self._run.went_back_to = manifest.step
+        self._planner.resumed_from = path.name
+        return Resumed(path, manifest.step, manifest.epoch, manifest)
+
+    def _load(self, path: Path, manifest: Manifest, state: Mapping[str, Any]) -> None:
+        """Load the checkpoint into this rank's *state*. Raises :class:`CheckpointUnusable` where it does not match."""
+        self._check_base(path)
+        items = classify(state)
+        loader = self._loader(path, manifest)
+        if manifest.left_out and not self._planner.save_optimizer and self._is_rank0:
+            message = "checkpoint.save_optimizer is false: %s was saved without %s, which start with new state"
+            log.warning(message, path.name, ", ".join(sorted(manifest.left_out)))
+        # Where tensors do not fit, load() raises with their names, which says more than the model's config.
+        if not loader.incompatibilities(items):
+            self._check_same_model(path)
+        loader.load(items)
+
+    def _loader(self, path: Path, manifest: Manifest) -> Loader:
+        """A loader that allows the state to be missing which the checkpoint was saved without.
+
+        Applies with ``save_optimizer: false``: otherwise the same command could not resume.
+        """
+        allowed = set(self._options.allow_missing_state)
+        if not self._planner.save_optimizer:
+            allowed |= manifest.left_out
+        return Loader(path, manifest, self._planner.ranks, frozenset(allowed))
+
+    # ---------------------------------------------------------------- another model
+
+    def _incompatible(self, path: Path, manifest: Manifest, state: Mapping[str, Any]) -> list[str]:
+        """The differences for which the run continues in a sibling directory; empty where it does not. Collective."""
+        options = self._options
+        if options.on_incompatible != "sibling" or options.restore_from is not None:
+            return []
+        with self._raise_on_all_ranks(f"comparing with {path.name}", CheckpointUnusable):
+            lines = self._loader(path, manifest).incompatibilities(classify(state))
+            if not lines and not options.allow_changed_model:
+                lines = list(self._model_changes(path).function)
+            return lines
+
+    def _move_to_sibling(self, path: Path, differences: list[str]) -> None:
+        """Continue in the next sibling directory (``checkpoints.sibling-1``, -2, ...); the current one is unchanged."""
+        previous = self._run
+        self._planner.run = previous.sibling()
+        if self._is_rank0:
+            message = (
+                "THE CHECKPOINTS IN %s BELONG TO A DIFFERENT MODEL and are not changed: continuing in %s. "
+                "Differences from %s:%s"
+            )
+            lines = first_lines(differences)
+            log.warning(message, previous.path, self._run.path, path.name, lines)
+        doing = "opening a sibling of checkpoint.checkpoint_dir"
+        with self._raise_on_all_ranks(doing, RecipeError):
+            previous.release()
+            if self._is_rank0:
+                self._run.hold()
+
+    def _check_base(self, path: Path) -> None:
+        """Raise :class:`CheckpointUnusable` where adapters in the checkpoint belong to another base model."""
+        for name, assets in self._planner.assets.items():
+            if isinstance(assets, AdapterAssets):
+                assets.check_base(path, layout.state_directory(name))
+
+    def _model_changes(self, path: Path) -> ConfigChanges:
+        """How the models differ from those saved in *path*; the base of adapters is compared by its digests instead."""
+        configs: dict[str, bytes] = {}
+        for name, assets in self._planner.assets.items():
+            if not isinstance(assets, AdapterAssets) and CONFIG in assets.files:
+                configs[name] = assets.files[CONFIG]
+        return model_changes(path, configs)
+
+    def _check_same_model(self, path: Path) -> None:
+        """Raise :class:`CheckpointUnusable` where the model would compute another function with the saved weights."""
+        changes = self._model_changes(path)
+        if self._is_rank0 and changes.training:
+            message = "the model's config changed since %s was saved:%s"
+            log.warning(message, path.name, first_lines(list(changes.training)))
+        if not self._options.allow_changed_model:
+            require_same_function(path, changes)
+        elif self._is_rank0 and changes.function:
+            message = (
+                "checkpoint.allow_changed_model: the model computes "
+                "a different function than the one saved in %s:%s"
+            )
+            log.warning(message, path.name, first_lines(list(changes.function)))
+
+    def _raise_on_all_ranks(
+        self, doing: str, kind: type[AutomodelError]
+    ) -> AbstractContextManager[None]:
+        return raise_on_all_ranks(self._group, doing, self._run.path, kind)

@@ -1,0 +1,148 @@
+"""Exports of a run's checkpoints as Hugging Face files: from memory after a save, and from their files."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+
+from torch.distributed import ProcessGroup
+
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.collective_errors import raise_on_all_ranks
+from automodel_ckpt.checkpoint.saving.inline_export import export_from_memory
+from automodel_ckpt.checkpoint.saving.planner import Planner, Save, SaveReport
+from automodel_ckpt.distributed import agree
+from automodel_ckpt.errors import AutomodelError, ExportFailed, LeaseLost
+
+log = logging.getLogger("automodel_ckpt")
+
+
+class Exports:
+    """The exports of the checkpoints of *planner*'s run, on all ranks of *group*.
+
+    *wait_for_save* is called before a checkpoint is exported from its files: it may still be in progress.
+    """
+
+    def __init__(
+        self, planner: Planner, group: ProcessGroup | None, wait_for_save: Callable[[], object]
+    ) -> None:
+        self._planner, self._group = planner, group
+        self._wait_for_save = wait_for_save
+
+    @property
+    def only_at_end(self) -> bool:
+        """Whether the last checkpoint of a run is exported, and not each one."""
+        return self._planner.exports(last=True) and not self._planner.exports(last=False)
+
+    def command(self, checkpoint: Path) -> str | None:
+        """The shell command that exports a checkpoint as Hugging Face files; None where there is nothing to export."""
+        return self._planner.export_command(checkpoint)
+
+    def is_exported(self, checkpoint: Path) -> bool:
+        """Whether a checkpoint has its Hugging Face export."""
+        for attribute in self._planner.assets:
+            export = checkpoint / layout.state_directory(attribute) / layout.CONSOLIDATED
+            if not export.is_dir():
+                return False
+        return True
+
+    def export_if_missing(self, checkpoint: Path, *, last: bool) -> None:
+        """Export a checkpoint whose export was prevented by a kill, a signal or a failure. Collective.
+
+        Does nothing where the options ask for no export of this checkpoint (*last*: the last one of a run), or where it
+        belongs to another run. Raises :class:`ExportFailed` on all ranks.
+        """
+        if self._planner.exports(last) and checkpoint.parent == self._planner.run.root:
+            self._export_once(checkpoint.name)
+
+    def export_best(self) -> None:
+        """Export the checkpoint that LOWEST_VAL points to, unless it is already exported. Collective.
+
+        Raises :class:`ExportFailed` on all ranks. In the layouts hf and adapter nothing is written: the checkpoint's
+        model files are the export.
+        """
+        name = self._planner.run.best() if self._is_rank0 else None
+        if self._is_rank0 and name is None:
+            log.warning("export_best: no checkpoint was validated, so there is no best one")
+        if not self._planner.model_files_are_the_export:
+            self._export_once(name)
+        elif name is not None:
+            log.info(
+                "export_best: nothing to export, the model files of %s are already in Hugging Face format",
+                self._planner.run.path / name,
+            )
+
+    @property
+    def _is_rank0(self) -> bool:
+        return self._planner.ranks.rank == 0
+
+    def _export_once(self, name: str | None) -> None:
+        """Export the checkpoint *name* (rank 0's value), unless it is None or already exported."""
+        self._wait_for_save()
+        if name is not None and self.is_exported(self._planner.run.root / name):
+            name = None
+        name = agree.broadcast_object(self._group, name)
+        parsed = layout.parse_checkpoint_name(name) if name else None
+        if parsed is None:
+            return
+        export = self._export_from_files(parsed)
+        if export is not None:
+            log.info("Hugging Face export of %s: %s", parsed, export)
+
+    def _export_from_files(self, name: layout.CheckpointName) -> Path | None:
+        """Export a published checkpoint on rank 0. Returns the directory there, None elsewhere."""
+        from automodel_ckpt.checkpoint.export.consolidate import consolidate
+
+        run = self._planner.run
+
+        def export() -> Path | None:
+            if not self._is_rank0:
+                return None
+            run.check_lease()
+            output = None
+            for attribute in self._planner.assets:
+                directory = run.root / str(name) / layout.state_directory(attribute)
+                done = consolidate(directory, log=log.info, before_publishing=run.check_lease)
+                output = done.output
+            return output
+
+        with self._raise_on_all_ranks(name):
+            return agree.while_working(self._group, export)
+
+    def export_save(self, save: Save, report: SaveReport) -> SaveReport:
+        """Export the model of a published *save* from memory; return *report* with the result. Collective.
+
+        Every rank writes its slices. If the export fails, the published checkpoint is unchanged and the failure is in
+        the report. Raises :class:`LeaseLost` on all ranks where another run took over the directory.
+        """
+        run = self._planner.run
+        try:
+            with self._raise_on_all_ranks(save.name):
+                run.check_lease()
+            for attribute, assets in self._planner.assets.items():
+                export = export_from_memory(
+                    save.trees[attribute],
+                    run.root / str(save.name),
+                    assets,
+                    save.tied[attribute],
+                    rank=self._planner.ranks.rank,
+                    group=self._group,
+                    raise_on_all_ranks=lambda: self._raise_on_all_ranks(save.name),
+                    log=log.info,
+                    before_publishing=run.check_lease,
+                )
+                report = replace(report, export=export)
+        except LeaseLost:
+            raise
+        except AutomodelError as failure:
+            report = replace(report, export_failure=failure)
+        seconds = time.monotonic() - save.started
+        return replace(report, stall_seconds=seconds, total_seconds=seconds)
+
+    def _raise_on_all_ranks(self, name: layout.CheckpointName) -> AbstractContextManager[None]:
+        doing = f"exporting {name} (the checkpoint itself is safe)"
+        return raise_on_all_ranks(self._group, doing, self._planner.run.path, ExportFailed)
