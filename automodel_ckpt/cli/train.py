@@ -13,7 +13,7 @@ from shutil import get_terminal_size
 import automodel_ckpt
 from automodel_ckpt.cli.checks.selftest import check_selftest_options, selftest
 from automodel_ckpt.cli.launch.limits import raise_file_limit
-from automodel_ckpt.cli.launch.topology import num_joined
+from automodel_ckpt.cli.launch.topology import started_world_size
 from automodel_ckpt.cli.terminal import (
     coloured,
     leave_reader,
@@ -52,15 +52,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if _is_local_rank_0():
             print_error(message)
     except Exception as error:  # raised by user code, or a defect
-        from automodel_ckpt.cli.launch.failures import record_of, text_of
+        from automodel_ckpt.cli.launch.failures import failure_record, failure_text
 
-        record = record_of(error, 0)
+        record = failure_record(error, 0)
         code = record.code
-        print_error(text_of(record, several_ranks=False))
+        print_error(failure_text(record, several_ranks=False))
     if argv is None and "torch" in sys.modules:
-        from automodel_ckpt.cli.launch.launcher import leave
+        from automodel_ckpt.cli.launch.launcher import exit_process
 
-        leave(code)
+        exit_process(code)
     return code
 
 
@@ -195,7 +195,7 @@ def _is_local_rank_0() -> bool:
 
 def known_ranks(flags: LaunchFlags) -> int | None:
     """The number of ranks, if the command line or the environment determines it; otherwise None."""
-    if joined := num_joined(os.environ, flags):
+    if joined := started_world_size(os.environ, flags):
         return joined
     if flags.nproc_per_node.isdecimal() and flags.nnodes.isdecimal():
         return int(flags.nproc_per_node) * int(flags.nnodes)

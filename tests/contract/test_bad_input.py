@@ -384,7 +384,7 @@ def test_a_place_to_meet_that_is_none_is_told_also_where_nobody_is_met(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe.write_text(RECIPE)
-    assert "this is not a place to meet" in say(
+    assert "invalid rendezvous endpoint" in say(
         capsys, str(recipe), "--rdzv-endpoint=localhost:99999"
     )
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from automodel_ckpt.cli.launch.failures import FailureRecord, text_of
+from automodel_ckpt.cli.launch.failures import FailureRecord, failure_text
 from automodel_ckpt.cli.launch.worker import run_rank
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.overrides import parse
@@ -105,7 +105,7 @@ def said_of(override: str) -> tuple[int, str]:
         code = run_rank(*prepare(loaded, Trust(["own", "own.py"])), records.append)
     except AutomodelError as error:
         return describe(error)
-    return code, text_of(records[0], several_ranks=False)
+    return code, failure_text(records[0], several_ranks=False)
 
 
 @pytest.fixture(scope="module")

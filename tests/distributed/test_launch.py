@@ -20,7 +20,7 @@ import pytest
 
 from automodel_ckpt.cli.launch.failures import FailureDirectory
 from automodel_ckpt.cli.launch.launcher import STORE_SECONDS, _elastic, _stop_signals
-from automodel_ckpt.cli.launch.topology import rendezvous
+from automodel_ckpt.cli.launch.topology import choose_rendezvous
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.errors import AutomodelError
 from tests.support.command_server import CommandServer
@@ -395,7 +395,7 @@ def test_a_second_signal_stops_at_once_even_in_a_collective(
     assert done.code == 128 + signal.SIGTERM
     assert (
         done.err
-        == "stopped at once by a second SIGTERM; the last complete checkpoint is as it was\n"
+        == "stopped immediately by a second SIGTERM; the last complete checkpoint is unchanged\n"
     )
     assert not any(is_alive(pid) for pid in command.pids())
 
@@ -428,9 +428,13 @@ def test_a_system_that_lets_no_rank_start_is_told(
     monkeypatch.setattr(api, "elastic_launch", lambda config, entry: no_process)
     failure_dir = FailureDirectory(tmp_path / "launch_1")
     failure_dir.attempt = 0
-    with pytest.raises(AutomodelError, match="the system did not let the ranks start"):
+    with pytest.raises(AutomodelError, match="the system could not start the ranks"):
         _elastic(
-            SimpleNamespace(), SimpleNamespace, rendezvous(LaunchFlags(), {}), None, failure_dir
+            SimpleNamespace(),
+            SimpleNamespace,
+            choose_rendezvous(LaunchFlags(), {}),
+            None,
+            failure_dir,
         )
 
 
@@ -547,7 +551,7 @@ def test_machines_that_contradict_each_other_are_refused(
     for waiting in filter(None, (other, master)):
         waiting.process.terminate()
         assert waiting.wait(20).code == 75
-        assert waiting.err == "stopped by SIGTERM while waiting for the other machines\n"
+        assert waiting.err == "stopped by SIGTERM while waiting for the other nodes\n"
 
 
 def test_a_machine_that_joins_or_goes_restarts_the_others(start: Start) -> None:
@@ -570,7 +574,7 @@ def test_a_machine_that_joins_or_goes_restarts_the_others(start: Start) -> None:
     done = first.wait(30)
     assert done.code == 75
     said = done.err.splitlines()
-    assert said[0] == "machines came, or came back: started again with 2 ranks"
+    assert said[0] == "nodes joined: restarted with 2 ranks"
     assert said[-3:] == ["restart 1 of 3", "stopped by SIGTERM", "  hint:   run it again"]
 
 
@@ -657,7 +661,7 @@ def test_under_srun_a_first_machine_that_nobody_knows_is_refused_at_once(start: 
     done = start("ok", ranks=0, **step, SLURM_PROCID="0").wait(30)
     assert (done.code, done.err.splitlines()[0]) == (
         2,
-        "error: the name of the machine of rank 0 leads nowhere",
+        "error: the host name of rank 0 cannot be resolved",
     )
 
 

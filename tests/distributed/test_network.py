@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from automodel_ckpt.cli.launch.failures import FailureDirectory, lost_node
-from automodel_ckpt.cli.launch.nodes import LauncherRendezvous, StoppedRendezvous
+from automodel_ckpt.cli.launch.failures import FailureDirectory, unreachable_node_record
+from automodel_ckpt.cli.launch.nodes import RendezvousHost, RendezvousInterrupted
 from automodel_ckpt.cli.launch.topology import Rendezvous
 from automodel_ckpt.distributed.network import (
     address_towards,
@@ -143,7 +143,7 @@ def test_machines_whose_cable_is_cut_end_on_both_sides(
     finally:
         ip("-n", hosts[0], "link", "set", link, "up")
     assert [machine.returncode for machine in machines] == [1, 1]
-    said = "error: the machine of rank {} does not answer\n  where:  network\n"
+    said = "error: the node of rank {} does not respond\n  where:  network\n"
     assert sorted(text[: len(said) - 1] for text in ended) == [said.format(0), said.format(1)]
 
 
@@ -158,19 +158,19 @@ def lines_held(host: str) -> bool:
 def test_a_long_wait_for_machines_is_told_and_a_signal_ends_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    meetings = LauncherRendezvous(Rendezvous("c10d", "nowhere.invalid:29400", "x", 2, 3))
-    meetings.tell()
+    host = RendezvousHost(Rendezvous("c10d", "nowhere.invalid:29400", "x", 2, 3))
+    host.report_wait()
     assert capfd.readouterr().err == (
         "waiting for other nodes at nowhere.invalid:29400 (run x): 2 to 3 nodes are required; "
         "the host name nowhere.invalid cannot be resolved\n"
     )
-    meetings.failure_dir = FailureDirectory(tmp_path / "launch_1")
-    meetings.failure_dir.write(0, lost_node(1, 20))
-    meetings.tell()
-    assert capfd.readouterr().err.startswith("error: the machine of rank 1 does not answer\n")
-    with pytest.raises(StoppedRendezvous), meetings.waiting():
-        meetings.stop(15)
-    with pytest.raises(StoppedRendezvous), meetings.meeting():
+    host.failure_dir = FailureDirectory(tmp_path / "launch_1")
+    host.failure_dir.write(0, unreachable_node_record(1, 20))
+    host.report_wait()
+    assert capfd.readouterr().err.startswith("error: the node of rank 1 does not respond\n")
+    with pytest.raises(RendezvousInterrupted), host.waiting():
+        host.stop(15)
+    with pytest.raises(RendezvousInterrupted), host.meeting():
         pytest.fail("a later meeting does not begin")
 
 

@@ -120,7 +120,8 @@ def test_a_save_that_waits_for_a_stopped_rank_fails_in_time_and_names_it(tmp_pat
         assert time.monotonic() - since < 30
         assert trainer.orphans() == []
     assert (
-        "error: rank 1 did not answer in time\n  where:  distributed.timeout_minutes" in trainer.log
+        "error: rank 1 did not respond in time\n  where:  distributed.timeout_minutes"
+        in trainer.log
     )
     assert "Traceback" not in trainer.log and chain.newest() == 0
 
@@ -134,7 +135,8 @@ def test_a_rank_that_hangs_in_its_data_set_is_named_when_the_others_have_waited_
         assert trainer.wait(33) and trainer.code == 1, trainer.log
         assert trainer.orphans() == []
     assert (
-        "error: rank 1 did not answer in time\n  where:  distributed.timeout_minutes" in trainer.log
+        "error: rank 1 did not respond in time\n  where:  distributed.timeout_minutes"
+        in trainer.log
     )
     assert "Traceback" not in trainer.log
 
@@ -142,17 +144,17 @@ def test_a_rank_that_hangs_in_its_data_set_is_named_when_the_others_have_waited_
 def test_a_rank_that_was_stopped_is_told_of_once(capfd: pytest.CaptureFixture[str]) -> None:
     with subprocess.Popen(["sleep", "60"]) as peer:
         os.kill(peer.pid, signal.SIGSTOP)
-        while not failures.is_stopped(peer.pid):
+        while not failures.is_suspended(peer.pid):
             time.sleep(0.01)
         processes, seen = (
             {0: os.getpid(), 1: peer.pid, 2: os.getpid()},
             [Counter[int](), Counter[int]()],
         )
-        for _ in range(worker.STOPPED_POLLS + 2):
+        for _ in range(worker.SUSPENDED_POLLS + 2):
             for rank, mine in zip((0, 2), seen, strict=True):
-                worker._log_stopped(processes, rank, mine)
+                worker._warn_suspended(processes, rank, mine)
         peer.kill()
-    assert capfd.readouterr().err.count(f"warning: rank 1 (process {peer.pid}) is stopped") == 1
+    assert capfd.readouterr().err.count(f"warning: rank 1 (process {peer.pid}) is suspended") == 1
 
 
 def test_a_rank_in_the_models_collectives_ends_soon_after_its_peer_was_killed(

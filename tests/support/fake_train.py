@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from automodel_ckpt.cli.launch.launcher import launch, leave
+from automodel_ckpt.cli.launch.launcher import exit_process, launch
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.schema import StepSchedulerConfig
 from automodel_ckpt.distributed.stop import stop_request
@@ -234,4 +234,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    leave(main())
+    exit_process(main())

@@ -23,7 +23,7 @@ from automodel_ckpt.cli.checks.compare_runs import (
     compare_exactly,
     compare_loosely,
 )
-from automodel_ckpt.cli.launch.topology import num_joined
+from automodel_ckpt.cli.launch.topology import started_world_size
 from automodel_ckpt.config.bind import is_number
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.load import LoadedRecipe
@@ -74,7 +74,7 @@ def plan_of(line: CommandLine) -> Plan:
         )
     if not is_number(ranks) or int(ranks) < 1:
         _fail("invalid number of ranks", "--selftest-nproc", ranks, "set it to 1 or more")
-    if line.flags.nnodes != "1" or num_joined(os.environ, line.flags):
+    if line.flags.nnodes != "1" or started_world_size(os.environ, line.flags):
         _fail(
             "the selftest runs on a single node and starts its own ranks",
             "--selftest-resume",

@@ -19,14 +19,17 @@ from typing import Any
 
 from automodel_ckpt.cli.launch.failures import FailureRecord
 
-KEY = "automodel_ckpt/failure"
-KEEPALIVE = "automodel_ckpt/keepalive"
+FAILURE_KEY = "automodel_ckpt/failure"
+KEEPALIVE_KEY = "automodel_ckpt/keepalive"
 ANSWER_SECONDS = 5.0
-"""So long the store may take; one that is gone answers never."""
+"""How long to wait for the store. If its process has ended, it never answers."""
 
 
 class FailureChannel:
-    """To the store at *address* (host, port); connects when it is first used. Raises nothing."""
+    """A connection to the ranks' store at *address* (host, port), opened when it is first used.
+
+    Its methods raise nothing: a store that does not answer is treated as empty.
+    """
 
     def __init__(self, address: tuple[str, int]) -> None:
         self._address = address
@@ -34,60 +37,66 @@ class FailureChannel:
 
     @classmethod
     def of_this_rank(cls, environment: Mapping[str, str]) -> FailureChannel | None:
-        """None where all ranks are on this machine."""
+        """Return the channel to the store in the environment; None if all ranks are on this node."""
         if environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE"):
             return None
         return cls((environment["MASTER_ADDR"], int(environment["MASTER_PORT"])))
 
-    def tell(self, record: FailureRecord) -> None:
-        """The first record of all stays."""
-        self._ask(lambda store: store.compare_set(KEY, "", json.dumps(asdict(record))))
+    def report(self, record: FailureRecord) -> None:
+        """Store the record, unless a rank has already stored one: the first one is kept."""
+        text = json.dumps(asdict(record))
+        self._query(lambda store: store.compare_set(FAILURE_KEY, "", text))
 
-    def heard(self) -> FailureRecord | None:
-        """What was told; None while there is nothing, and where nobody answers."""
-        told = self._read(KEY)
-        return FailureRecord(**json.loads(told)) if told else None
+    def receive(self) -> FailureRecord | None:
+        """Return the record that a rank has stored; None if there is none, or the store does not answer."""
+        text = self._read(FAILURE_KEY)
+        return FailureRecord(**json.loads(text)) if text else None
 
-    def offer_keepalive(self, port: int) -> bool:
+    def publish_keepalive(self, port: int) -> bool:
         """Publish the port on which node 0 accepts the connections of :mod:`automodel_ckpt.distributed.keepalive`.
 
         Returns False if the store does not answer: rank 0 may serve it later.
         """
         done: list[None] = []
-        self._ask(lambda store: done.append(store.set(KEEPALIVE, str(port))))
+        self._query(lambda store: done.append(store.set(KEEPALIVE_KEY, str(port))))
         return bool(done)
 
-    def keepalive(self) -> tuple[str, int] | None:
-        """Where that is; None while there is nothing, and where nobody answers."""
-        port = self._read(KEEPALIVE)
+    def keepalive_address(self) -> tuple[str, int] | None:
+        """Return the published host and port; None if there are none, or the store does not answer."""
+        port = self._read(KEEPALIVE_KEY)
         return (self._address[0], int(port)) if port else None
 
     def _read(self, key: str) -> str:
-        answers: list[str] = []
-        self._ask(
-            lambda store: answers.append(store.get(key).decode() if store.check([key]) else "")
-        )
-        return answers[0] if answers else ""
+        """Return the value of a key; empty if it is not set, or the store does not answer."""
+        values: list[str] = []
 
-    def _ask(self, question: Callable[[Any], Any]) -> None:
-        """In a thread that is left behind when the answer does not come: the network may be down."""
-        asking = threading.Thread(target=self._try, args=(question,), daemon=True)
-        asking.start()
-        asking.join(ANSWER_SECONDS)
+        def read(store: Any) -> None:
+            if store.check([key]):  # get() would wait for a key that is not set
+                values.append(store.get(key).decode())
 
-    def _try(self, question: Callable[[Any], Any]) -> None:
-        with contextlib.suppress(
-            RuntimeError, OSError
-        ):  # the base of torch's store and network errors
+        self._query(read)
+        return values[0] if values else ""
+
+    def _query(self, query: Callable[[Any], Any]) -> None:
+        """Run a query in a thread, and abandon the thread after ANSWER_SECONDS.
+
+        torch's store cannot be interrupted: without a network, its calls take much longer than their timeout.
+        """
+        thread = threading.Thread(target=self._try, args=(query,), daemon=True)
+        thread.start()
+        thread.join(ANSWER_SECONDS)
+
+    def _try(self, query: Callable[[Any], Any]) -> None:
+        # RuntimeError is the base class of torch's store and network errors
+        with contextlib.suppress(RuntimeError, OSError):
             if self._store is None:
-                self._store = self._connected()
-            question(self._store)
+                self._store = self._connect()
+            query(self._store)
 
-    def _connected(self) -> Any:
+    def _connect(self) -> Any:
         distributed = importlib.import_module("torch.distributed")
-        socket.create_connection(
-            self._address, ANSWER_SECONDS
-        ).close()  # fails without a word of torch's
+        # TCPStore logs warnings when it cannot connect: test the connection first, silently.
+        socket.create_connection(self._address, ANSWER_SECONDS).close()
         timeout = timedelta(seconds=ANSWER_SECONDS)
         return distributed.TCPStore(
             *self._address, is_master=False, timeout=timeout, wait_for_workers=False

@@ -32,26 +32,26 @@ from automodel_ckpt.cli.launch.failure_channel import FailureChannel
 from automodel_ckpt.cli.launch.failures import (
     FailureDirectory,
     FailureRecord,
-    death_of,
-    is_gone,
-    lost_connection,
-    naming_the_silent,
-    record_of,
-    text_of,
-    verdict,
+    death_record,
+    failure_record,
+    failure_text,
+    has_ended,
+    lost_connection_record,
+    name_silent_ranks,
+    root_cause,
 )
-from automodel_ckpt.cli.launch.nodes import LauncherRendezvous, StoppedRendezvous
+from automodel_ckpt.cli.launch.nodes import RendezvousHost, RendezvousInterrupted
 from automodel_ckpt.cli.launch.shared_directory import scratch_directory
 from automodel_ckpt.cli.launch.topology import (
     C10D,
     LOCAL,
     Rendezvous,
+    choose_rendezvous,
     cores,
     count_ranks,
-    forget_ranks,
-    rendezvous,
+    remove_leftover_ranks,
     set_threads,
-    slurm_ranks,
+    slurm_environment,
     started_by,
     visible_gpus,
 )
@@ -62,8 +62,8 @@ from automodel_ckpt.cli.launch.worker import (
     flush,
     joined_rank,
     launched_rank,
+    print_message,
     run_rank,
-    say,
 )
 from automodel_ckpt.cli.terminal import forgiving_streams
 from automodel_ckpt.config.flags import LaunchFlags
@@ -94,17 +94,17 @@ SHUTDOWN_SECONDS = 10
 CONNECT_ATTEMPTS = 3
 STORE_SECONDS = 5.0
 READ_SECONDS = 20
-"""So long the rendezvous may take to answer: its agent asks it twice, blind to its ranks, before it gives up."""
+"""How long the rendezvous may take to answer. torch's agent tries twice, and does not watch its ranks meanwhile."""
 NOISY_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
 
 Prepare = Callable[[], tuple[Loaded, RecipeClass]]
 
 
 def launch(loaded: Loaded, flags: LaunchFlags, prepare: Prepare) -> int:
-    """Run a loaded recipe as the flags and the environment say; what went wrong is printed last, once.
+    """Run a loaded recipe with the ranks that the flags and the environment describe; return the exit code.
 
-    ``prepare`` imports what the ranks need and returns the checked recipe and its class. It is called once in this
-    process, after the environment that torch reads at import is set. Raises nothing.
+    Raises nothing: a failure is printed once, as the last output. *prepare* imports what the ranks need and returns the
+    checked recipe and its class. It is called once, after the variables that torch reads at its import are set.
     """
     with forgiving_streams():
         return _launch(loaded, flags, prepare)
@@ -113,45 +113,50 @@ def launch(loaded: Loaded, flags: LaunchFlags, prepare: Prepare) -> int:
 def _launch(loaded: Loaded, flags: LaunchFlags, prepare: Prepare) -> int:
     try:
         stop_request().signals = _stop_signals(loaded)
-        started = started_by(os.environ, flags)
-        if started == "srun":
-            os.environ.update(slurm_ranks(os.environ, flags))
-        if started != "nobody":
-            return _join(prepare, serve=started == "srun")
-        if found := forget_ranks(os.environ):
-            say(
-                f"{' and '.join(found)} in the environment: without MASTER_ADDR they make no rank, and are ignored"
-            )
-        meet = rendezvous(flags, os.environ)  # where nobody is met it refuses what makes no sense
+        program = started_by(os.environ, flags)
+        if program == "srun":
+            os.environ.update(slurm_environment(os.environ, flags))
+        if program is not None:
+            return _run_joined(prepare, serve=program == "srun")
+        leftover = remove_leftover_ranks(os.environ)
+        if leftover:
+            names = " and ".join(leftover)
+            print_message(f"ignoring {names} in the environment: MASTER_ADDR is not set")
+        # Raises RecipeError for contradictory flags, also if no rendezvous is needed.
+        rendezvous = choose_rendezvous(flags, os.environ)
         if flags.nproc_per_node == "1" and flags.nnodes == "1" and not flags.max_restarts:
-            return _run_here(prepare)
-        return _run_forked(flags, meet, prepare)
+            return _run_in_this_process(prepare)
+        return _run_forked(flags, rendezvous, prepare)
     except StoppedWaiting:
         return _stopped(stop_request().requested, "before training began")
     except Exception as error:
-        record = record_of(error, 0)
-        say(text_of(record, several_ranks=False))
+        record = failure_record(error, 0)
+        print_message(failure_text(record, several_ranks=False))
         return record.code
 
 
 def _stopped(number: int, when: str) -> int:
-    say(f"stopped by {signal.Signals(number).name} {when}")
+    print_message(f"stopped by {signal.Signals(number).name} {when}")
     return EXIT_STOPPED
 
 
 def _stop_signals(loaded: Loaded) -> Sequence[signal.Signals]:
-    """What the recipe says; a foreign configuration need not. A hangup that nohup has this process ignore stays so."""
-    numbers: Sequence[signal.Signals] = getattr(
-        getattr(loaded.config, "step_scheduler", None), "stop_signal_numbers", SIGNALS
-    )
-    ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
-    return [number for number in numbers if number not in ignored]
+    """Return the signals that stop the run: those of the recipe, or the defaults if it has no such key.
+
+    SIGHUP is left out if this process ignores it, because nohup started it.
+    """
+    section = getattr(loaded.config, "step_scheduler", None)
+    numbers: Sequence[signal.Signals] = getattr(section, "stop_signal_numbers", SIGNALS)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        return [number for number in numbers if number != signal.SIGHUP]
+    return list(numbers)
 
 
-def _imported(prepare: Prepare) -> tuple[Loaded, RecipeClass]:
-    """Call ``prepare`` without the garbage collector, which would search the modules' objects again and again.
+def _import_recipe(prepare: Prepare) -> tuple[Loaded, RecipeClass]:
+    """Call *prepare* without garbage collection, which would traverse the objects of the modules again and again.
 
-    They live as long as the process: freezing them spares later collections, and the ranks' copies of their pages.
+    These objects live as long as the process. Freezing them also prevents that a collection in a rank copies the memory
+    pages that the ranks share.
     """
     gc.disable()
     try:
@@ -161,60 +166,68 @@ def _imported(prepare: Prepare) -> tuple[Loaded, RecipeClass]:
         gc.enable()
 
 
-def leave(code: int) -> NoReturn:
-    """End the process of a command with this code, past the interpreter's teardown.
+def exit_process(code: int) -> NoReturn:
+    """Run the exit handlers, and end the process without the interpreter's teardown.
 
-    After distributed work that teardown sometimes aborts in a library's threads; a finished run must not fail there.
+    After distributed work, that teardown sometimes aborts in a library's threads, and a finished run must not fail.
     """
     # atexit offers no public way to run its callbacks, and exit_now() skips them.
     atexit._run_exitfuncs()
     exit_now(code)
 
 
-def _run_here(prepare: Prepare) -> int:
+def _run_in_this_process(prepare: Prepare) -> int:
+    """Run the only rank in this process."""
     stop_request().install()
-    _hush(os.environ)
+    _configure_torch(os.environ)
     with stop_request().interrupting():
-        loaded, recipe_class = _imported(prepare)
-    return run_rank(loaded, recipe_class, lambda record: say(text_of(record, several_ranks=False)))
+        loaded, recipe_class = _import_recipe(prepare)
+
+    def on_failure(record: FailureRecord) -> None:
+        print_message(failure_text(record, several_ranks=False))
+
+    return run_rank(loaded, recipe_class, on_failure)
 
 
-def _join(prepare: Prepare, *, serve: bool) -> int:
+def _run_joined(prepare: Prepare, *, serve: bool) -> int:
+    """Run a rank that torchrun or srun started. With *serve* (srun), rank 0 serves the ranks' store."""
     stop_request().install()
-    _hush(os.environ)
+    _configure_torch(os.environ)
     store = _serve_store() if serve else None
-    # torchrun knows only success and failure, and a rank that saved for a signal did not fail.
-    exit_stopped = EXIT_DONE if "TORCHELASTIC_RUN_ID" in os.environ and not serve else EXIT_STOPPED
-    claims: list[bool] = []
+    # torchrun distinguishes only success and failure, and a rank that saved because of a signal did not fail.
+    is_under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and not serve
+    exit_stopped = EXIT_DONE if is_under_torchrun else EXIT_STOPPED
+    has_asked = False
 
-    def claim() -> bool:
-        claims.append(claim_final_report())
-        return claims[-1]
+    def is_first() -> bool:
+        nonlocal has_asked
+        has_asked = True
+        return is_first_to_report()
 
     try:
-        loaded, recipe_class = _imported(prepare)
+        loaded, recipe_class = _import_recipe(prepare)
     except AutomodelError as error:
-        if claim():
-            say(describe(error)[1])
+        if is_first():
+            print_message(describe(error)[1])
         code = error.exit_code
     else:
-        code = joined_rank(loaded, recipe_class, claim, exit_stopped)
+        code = joined_rank(loaded, recipe_class, is_first, exit_stopped)
     if store is not None:
-        if claims:  # other ranks ask this store which of them prints its failure
+        if has_asked:  # the other ranks also ask this store whether they print their failure
             time.sleep(STORE_SECONDS)
         return code
     return exit_stopped if code == EXIT_STOPPED else code
 
 
 def _serve_store() -> Any:
-    """Under srun rank 0 serves the ranks' store, as torchrun's agent does; None elsewhere."""
+    """Serve the ranks' store on rank 0 under srun, as torchrun's agent does; return None on other ranks."""
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     if not is_known(os.environ["MASTER_ADDR"]):
         raise RecipeError(
-            "the name of the machine of rank 0 leads nowhere",
+            "the host name of rank 0 cannot be resolved",
             where="MASTER_ADDR",
             value=os.environ["MASTER_ADDR"],
-            hint="give --master-addr a name or an address that all machines of the job know",
+            hint="set --master-addr to a host name or an address that all nodes of the job can resolve",
         )
     if os.environ["RANK"] != "0":
         return None
@@ -223,158 +236,163 @@ def _serve_store() -> Any:
     return distributed.TCPStore(host, port, is_master=True, wait_for_workers=False)
 
 
-def claim_final_report() -> bool:
-    """Whether this rank is the first of its run to ask; the store that outlives the ranks knows. True without one."""
+def is_first_to_report() -> bool:
+    """Whether this rank is the first of its run that calls this function, and so prints its failure.
+
+    The store of torchrun's agent, or of rank 0 under srun, counts the calls. True if there is no store.
+    """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return True
     distributed = importlib.import_module("torch.distributed")
     timeout = timedelta(seconds=STORE_SECONDS)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    key = f"automodel_ckpt/last_word/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
         store = distributed.TCPStore(
             host, port, is_master=False, timeout=timeout, wait_for_workers=False
         )
-        return bool(store.add(key, 1) == 1)
-    except RuntimeError:  # the base of torch's store and network errors
+        return bool(store.add(f"automodel_ckpt/failure_reports/{restart}", 1) == 1)
+    except RuntimeError:  # the base class of torch's store and network errors
         return True
 
 
-def _run_forked(flags: LaunchFlags, meet: Rendezvous, prepare: Prepare) -> int:
-    asked = flags.nproc_per_node
-    guess = (
-        int(asked)
-        if asked.isdigit()
-        else cores()
-        if asked == "cpu"
-        else visible_gpus(os.environ) or cores()
-    )
-    meetings = LauncherRendezvous(meet)
+def _run_forked(flags: LaunchFlags, rendezvous: Rendezvous, prepare: Prepare) -> int:
+    """Fork the ranks of this node, again if they cannot connect, and return the exit code of the run."""
+    host = RendezvousHost(rendezvous)
     with (
         scratch_directory() as directory,
-        _Forwarder(FailureDirectory(directory), meetings) as signals,
+        _SignalForwarder(FailureDirectory(directory), host) as signals,
     ):
-        set_threads(os.environ, guess)
-        _hush(os.environ)
+        # torch reads the number of threads at its import, before it can count the GPUs.
+        set_threads(os.environ, _estimated_ranks(flags.nproc_per_node))
+        _configure_torch(os.environ)
         with stop_request().interrupting():
-            loaded, recipe_class = _imported(prepare)
+            loaded, recipe_class = _import_recipe(prepare)
         torch = importlib.import_module("torch")
-        on_gpu = getattr(getattr(loaded.config, "distributed", None), "backend", None) != "gloo"
-        num_ranks = count_ranks(asked, torch.cuda.device_count(), on_gpu=on_gpu)
+        section = getattr(loaded.config, "distributed", None)
+        on_gpu = getattr(section, "backend", None) != "gloo"
+        num_ranks = count_ranks(flags.nproc_per_node, torch.cuda.device_count(), on_gpu=on_gpu)
         _check_cuda_not_started(torch)
         _validate_no_autograd_threads()
         if signals.received:
             raise StoppedWaiting
+        max_restarts = rendezvous.max_restarts(flags.max_restarts)
         for attempt in range(1, CONNECT_ATTEMPTS + 1):
-            failure_dir = signals.failure_dir = meetings.failure_dir = FailureDirectory(
-                directory / f"launch_{attempt}", is_elastic=meet.is_elastic
+            failure_dir = FailureDirectory(
+                directory / f"launch_{attempt}", is_elastic=rendezvous.is_elastic
             )
+            signals.failure_dir = host.failure_dir = failure_dir
             try:
-                config = _launch_config(
-                    meet, num_ranks, meet.restarts(flags.max_restarts), failure_dir, meetings
-                )
-                codes, deaths = _elastic(loaded, recipe_class, meet, config, failure_dir)
-            except StoppedRendezvous:
-                return _stopped(signals.received, "while waiting for the other machines")
-            again = (
-                meet.rdzv_backend == LOCAL and attempt < CONNECT_ATTEMPTS and not signals.received
-            )
-            if not (again and _never_connected(failure_dir)):
+                config = _launch_config(rendezvous, num_ranks, max_restarts, failure_dir, host)
+                codes, deaths = _elastic(loaded, recipe_class, rendezvous, config, failure_dir)
+            except RendezvousInterrupted:
+                return _stopped(signals.received, "while waiting for the other nodes")
+            is_last = attempt == CONNECT_ATTEMPTS
+            is_local = rendezvous.rdzv_backend == LOCAL
+            may_repeat = is_local and not is_last and not signals.received
+            if not (may_repeat and _never_connected(failure_dir)):
                 break
-            say("the ranks could not connect to each other: starting them again")
-        return _conclude(failure_dir, codes, deaths, num_ranks=num_ranks, machines=meet.max_nodes)
+            print_message("the ranks could not connect to each other: starting them again")
+        return _report_outcome(
+            failure_dir, codes, deaths, num_ranks=num_ranks, num_nodes=rendezvous.max_nodes
+        )
+
+
+def _estimated_ranks(requested: str) -> int:
+    """Estimate the number of ranks on this node for ``--nproc-per-node`` without torch."""
+    if requested.isdigit():
+        return int(requested)
+    if requested == "cpu":
+        return cores()
+    return visible_gpus(os.environ) or cores()
 
 
 def _never_connected(failure_dir: FailureDirectory) -> bool:
+    """Whether the ranks of the last attempt failed because they could not connect to each other."""
     attempts = failure_dir.attempts()
-    return bool(attempts) and any(
-        not record.connected for record in failure_dir.records(attempts[-1])
-    )
+    if not attempts:
+        return False
+    return any(not record.connected for record in failure_dir.records(attempts[-1]))
 
 
 def _elastic(
     loaded: Loaded,
     recipe_class: RecipeClass,
-    meet: Rendezvous,
+    rendezvous: Rendezvous,
     config: Any,
     failure_dir: FailureDirectory,
 ) -> tuple[dict[int, int], list[FailureRecord]]:
-    """Let the elastic agent run the ranks; returns their codes, or the deaths that it saw."""
+    """Run the ranks with torch's elastic agent; return their exit codes, or the deaths that the agent detected."""
     api = importlib.import_module("torch.distributed.launcher.api")
-    flush()  # what stands in a buffer would be printed by every rank
+    flush()  # otherwise every rank would print the content of the buffers
     codes: dict[int, int] = {}
     deaths: list[FailureRecord] = []
     try:
-        codes = api.elastic_launch(config, launched_rank)(
-            loaded, recipe_class, failure_dir, os.getpid()
-        )
+        run = api.elastic_launch(config, launched_rank)
+        codes = run(loaded, recipe_class, failure_dir, os.getpid())
     except api.ChildFailedError as error:
         for rank, failure in error.failures.items():
-            deaths.append(death_of(rank, failure.exitcode, float(failure.timestamp)))
-        seen = {death.rank for death in deaths}
-        deaths += [
-            death for death in failure_dir.gone(failure_dir.attempt) if death.rank not in seen
-        ]
-        _notify_other_nodes(meet, failure_dir, deaths)
+            deaths.append(death_record(rank, failure.exitcode, float(failure.timestamp)))
+        detected = {death.rank for death in deaths}
+        for death in failure_dir.vanished_ranks(failure_dir.attempt):
+            if death.rank not in detected:
+                deaths.append(death)
+        _notify_other_nodes(rendezvous, failure_dir, deaths)
     except api.SignalException as error:
-        deaths.append(
-            FailureRecord(
-                0.0, 0, 128 + error.sigval, f"ended by {error.sigval.name}", names_rank=True
-            )
-        )
+        message = f"ended by {error.sigval.name}"
+        deaths.append(FailureRecord(0.0, 0, 128 + error.sigval, message, names_rank=True))
     except AutomodelError:
         raise
     except Exception as error:
         if failure_dir.attempt < 0:
-            raise _no_meeting(meet, error) from error
+            raise _rendezvous_error(rendezvous, error) from error
         if isinstance(error, OSError) and not failure_dir.attempts():
-            raise _no_room(error) from error
-        where = f"rendezvous {meet.rdzv_backend} at {meet.rdzv_endpoint}"
-        deaths.append(lost_connection(error, -1, "to the other machines", where=where))
+            raise _start_error(error) from error
+        where = f"rendezvous {rendezvous.rdzv_backend} at {rendezvous.rdzv_endpoint}"
+        deaths.append(lost_connection_record(error, -1, "to the other nodes", where=where))
     return codes, deaths
 
 
 def _notify_other_nodes(
-    meet: Rendezvous, failure_dir: FailureDirectory, deaths: list[FailureRecord]
+    rendezvous: Rendezvous, failure_dir: FailureDirectory, deaths: list[FailureRecord]
 ) -> None:
-    """Report a rank that died without writing a failure record."""
+    """Report the first rank that died without writing a failure record to the other nodes."""
     store = failure_dir.store(failure_dir.attempt)
-    silent = [
-        death
-        for death in deaths
-        if death.rank not in {record.rank for record in failure_dir.records(failure_dir.attempt)}
-    ]
-    if meet.max_nodes > 1 and store is not None and silent:
-        FailureChannel(store).tell(min(silent, key=lambda death: death.time))
+    recorded = {record.rank for record in failure_dir.records(failure_dir.attempt)}
+    silent = [death for death in deaths if death.rank not in recorded]
+    if rendezvous.max_nodes > 1 and store is not None and silent:
+        first = min(silent, key=lambda death: death.time)
+        FailureChannel(store).report(first)
 
 
 def _launch_config(
-    meet: Rendezvous,
+    rendezvous: Rendezvous,
     num_ranks: int,
     max_restarts: int,
     failure_dir: FailureDirectory,
-    meetings: LauncherRendezvous,
+    rendezvous_host: RendezvousHost,
 ) -> Any:
+    """Return torch's LaunchConfig for the ranks of this node."""
     api = importlib.import_module("torch.distributed.launcher.api")
     ours = importlib.import_module("automodel_ckpt.distributed.rendezvous")
     ours.register_rendezvous()
-    host = meet.rdzv_endpoint.rpartition(":")[0].strip("[]")
-    configs: dict[str, Any] = {"host": meetings}
-    if meet.rdzv_backend != C10D:
-        configs["master"] = meet.node_rank
+    host = rendezvous.rdzv_endpoint.rpartition(":")[0].strip("[]")
+    configs: dict[str, Any] = {"host": rendezvous_host}
+    if rendezvous.rdzv_backend != C10D:
+        configs["master"] = rendezvous.node_rank
     else:
         configs["read_timeout"] = READ_SECONDS
-        if hosts_unknowingly(meet.rdzv_endpoint):
+        if hosts_unknowingly(rendezvous.rdzv_endpoint):
             configs["is_host"] = True
     # torch 2.10 and 2.11 have no shutdown_timeout: their agent waits 30 seconds before it kills a rank.
     optional = known_fields(api.LaunchConfig, {"shutdown_timeout": SHUTDOWN_SECONDS})
     return api.LaunchConfig(
-        min_nodes=meet.min_nodes,
-        max_nodes=meet.max_nodes,
+        min_nodes=rendezvous.min_nodes,
+        max_nodes=rendezvous.max_nodes,
         nproc_per_node=num_ranks,
-        run_id=meet.run_id,
+        run_id=rendezvous.run_id,
         rdzv_backend=ours.NAME,
-        rdzv_endpoint=meet.rdzv_endpoint,
+        rdzv_endpoint=rendezvous.rdzv_endpoint,
         rdzv_configs=configs,
         local_addr=None if is_loopback(host) else address_towards(host),
         max_restarts=max_restarts,
@@ -392,65 +410,67 @@ def known_fields(config_class: type, settings: Mapping[str, Any]) -> dict[str, A
     return {name: value for name, value in settings.items() if name in names}
 
 
-def _no_meeting(meet: Rendezvous, error: Exception) -> AutomodelError:
+def _rendezvous_error(rendezvous: Rendezvous, error: Exception) -> AutomodelError:
     return RecipeError(
         "the ranks could not be started",
-        where=f"rendezvous {meet.rdzv_backend} at {meet.rdzv_endpoint}",
+        where=f"rendezvous {rendezvous.rdzv_backend} at {rendezvous.rdzv_endpoint}",
         value=f"{type(error).__name__}: {error}",
-        hint="check that the address is this run's, that its port is free, and that all machines were started",
+        hint="check that the address is the one of this run, that its port is free, and that all nodes were started",
     )
 
 
-def _no_room(error: OSError) -> AutomodelError:
-    """This machine lets no process be started, or no semaphore be made, which takes /dev/shm."""
-    hint = "look at ulimit -u, at the free memory, and whether /dev/shm can be written"
-    return AutomodelError.all_of(
-        [os_problem(error, "the system did not let the ranks start", hint=hint)]
-    )
+def _start_error(error: OSError) -> AutomodelError:
+    """Return the error for a system that cannot start a process or create a semaphore, which needs /dev/shm."""
+    hint = "check ulimit -u, the free memory, and that /dev/shm is writable"
+    problem = os_problem(error, "the system could not start the ranks", hint=hint)
+    return AutomodelError.all_of([problem])
 
 
-def _conclude(
+def _report_outcome(
     failure_dir: FailureDirectory,
     codes: Mapping[int, int],
     deaths: list[FailureRecord],
     *,
     num_ranks: int,
-    machines: int,
+    num_nodes: int,
 ) -> int:
-    """The run's exit code; says why it failed, if it did.
+    """Return the exit code of the run; print its root cause if it failed.
 
-    A death that the agent saw counts only where the rank left no record. Records of restarted attempts do not count.
+    A death that the agent detected counts only if the rank wrote no record. Records of earlier attempts do not count.
     """
     attempts = failure_dir.attempts()
-    recorded = failure_dir.records(attempts[-1]) if attempts else []
-    silent = [death for death in deaths if death.rank not in {record.rank for record in recorded}]
-    why = verdict(recorded + silent)
-    if why is None:
+    records = failure_dir.records(attempts[-1]) if attempts else []
+    recorded = {record.rank for record in records}
+    silent = [death for death in deaths if death.rank not in recorded]
+    cause = root_cause(records + silent)
+    if cause is None:
         return max(codes.values(), default=EXIT_DONE)
     if not deaths and set(codes.values()) == {EXIT_DONE}:
         return EXIT_DONE
     started = failure_dir.processes(attempts[-1]) if attempts else {}
-    why = naming_the_silent(why, recorded, started, is_all=machines == 1)
-    common = len({record.message for record in recorded}) == 1 and len(recorded) == len(
-        codes or recorded
-    )
-    several = num_ranks * machines > 1 and not (common and len(recorded) > 1)
-    say(text_of(why, several_ranks=several))
-    return why.code or EXIT_INTERNAL
+    cause = name_silent_ranks(cause, records, started, is_all=num_nodes == 1)
+    # If all ranks failed with the same message, the rank does not matter.
+    messages = {record.message for record in records}
+    all_failed = len(records) == len(codes or records)
+    is_common = len(records) > 1 and len(messages) == 1 and all_failed
+    several_ranks = num_ranks * num_nodes > 1 and not is_common
+    print_message(failure_text(cause, several_ranks=several_ranks))
+    return cause.code or EXIT_INTERNAL
 
 
 def _check_cuda_not_started(torch: Any) -> None:
+    """Raise :class:`RecipeError` if this process has initialized CUDA, which does not survive a fork."""
     if torch.cuda.is_initialized():
         raise RecipeError(
-            "code of the recipe uses a GPU while it is imported; ranks forked after that cannot use any",
+            "the recipe's code uses a GPU while it is imported; ranks that are forked afterwards cannot use any",
             where="recipe, _target_",
-            value="torch.cuda is initialised",
+            value="torch.cuda is initialized",
             hint="move that code into a function, or start the ranks with torchrun",
         )
 
 
 def _validate_no_autograd_threads() -> None:
-    """Raise RecipeError if a backward pass in this process has made every forked rank unable to run one.
+    """Raise :class:`RecipeError` if a backward pass in this process has made every forked rank unable to run one.
 
     On a machine with a GPU, the first backward pass of a process starts a thread for each GPU, even if all tensors are
     on the CPU. torch then raises an error for each backward pass in a process that is forked later.
@@ -462,18 +482,21 @@ def _validate_no_autograd_threads() -> None:
     num_threads = sum(name.startswith("pt_autograd_") for name in names)
     if num_threads:
         raise RecipeError(
-            "this process has already run a backward pass; ranks forked after that cannot run any",
+            "this process has already run a backward pass; ranks that are forked afterwards cannot run any",
             where="recipe, _target_",
             value=f"{num_threads} threads of torch's autograd are running",
             hint="move that code into a function, call ckpt-train in a new process, or start the ranks with torchrun",
         )
 
 
-def _hush(environment: MutableMapping[str, str]) -> None:
-    """What torch reads from the environment: few words on the terminal, and no CUDA started for counting GPUs."""
+def _configure_torch(environment: MutableMapping[str, str]) -> None:
+    """Set the variables that torch reads at its import: fewer messages, and GPUs are counted without initializing CUDA.
+
+    Variables that the user has set are not changed.
+    """
     environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     environment.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    # A store that outlives a restart hands the new ranks the old ones' addresses (pytorch #135712).
+    # After a restart, a shared store would give the new ranks the addresses of the old ones (pytorch #135712).
     environment.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     for name in NOISY_LOGGERS:
         logger = logging.getLogger(name)
@@ -481,21 +504,25 @@ def _hush(environment: MutableMapping[str, str]) -> None:
         logger.addHandler(logging.NullHandler())
 
 
-class _Forwarder:
-    """Passes this process's signals on to the ranks while it is entered; the second one ends a run without ranks."""
+class _SignalForwarder:
+    """Forwards this process's signals to the ranks while it is entered. A second signal ends a run without ranks.
 
-    def __init__(self, failure_dir: FailureDirectory, meetings: LauncherRendezvous) -> None:
+    *received* is the first signal, or 0.
+    """
+
+    def __init__(self, failure_dir: FailureDirectory, rendezvous_host: RendezvousHost) -> None:
         self.received = 0
         self.failure_dir = failure_dir
-        self._meetings = meetings
+        self._rendezvous_host = rendezvous_host
         self._process = os.getpid()
         self._first_at = 0.0
         self._before: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> _Forwarder:
-        self._before = {
-            number: signal.signal(number, self._handle) for number in stop_request().signals
-        }
+    def __enter__(self) -> _SignalForwarder:
+        before = {}
+        for number in stop_request().signals:
+            before[number] = signal.signal(number, self._handle)
+        self._before = before
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -506,39 +533,48 @@ class _Forwarder:
         if os.getpid() != self._process:  # a rank that has not installed its own handlers yet
             stop_request().note(number)
             return
-        self.failure_dir.sign_stop(number)
-        again = self.received and time.monotonic() - self._first_at >= SAME_SIGNAL_SECONDS
+        # Record the signal before listing the processes: a rank that registers meanwhile reads it from the directory.
+        self.failure_dir.record_signal(number)
+        is_second = self.received and time.monotonic() - self._first_at >= SAME_SIGNAL_SECONDS
         if not self.received:
             self.received, self._first_at = number, time.monotonic()
             stop_request().note(number)
-        told = [self._tell(process, number) for process in self._ranks()]
-        if again and not any(told):
-            self._leave(number)
-        self._meetings.stop(number)
+        has_ranks = False
+        for process in self._ranks():
+            if self._send(process, number):
+                has_ranks = True
+        if is_second and not has_ranks:
+            self._exit_immediately(number)
+        self._rendezvous_host.stop(number)
         stop_request().wake(number, frame)
 
-    def _leave(self, number: int) -> NoReturn:
-        """End for a second signal when no rank runs. Ranks whose work is done keep their exit code."""
-        attempt = self.failure_dir.attempts()[-1] if self.failure_dir.attempts() else -1
-        processes = self.failure_dir.processes(attempt)
-        why = verdict(self.failure_dir.records(attempt))
-        code = why.code if why is not None else EXIT_DONE
-        are_done = all(self.failure_dir.is_done(attempt, rank) for rank in processes)
-        if not processes or not are_done or code == EXIT_INTERNAL:
-            sys.stderr.write(f"stopped at once by a second {signal.Signals(number).name}\n")
+    def _exit_immediately(self, number: int) -> NoReturn:
+        """End for a second signal when no rank runs. If all ranks were done, their exit code is kept."""
+        failure_dir = self.failure_dir
+        attempts = failure_dir.attempts()
+        attempt = attempts[-1] if attempts else -1
+        ranks = failure_dir.processes(attempt)
+        cause = root_cause(failure_dir.records(attempt))
+        code = cause.code if cause is not None else EXIT_DONE
+        are_done = all(failure_dir.is_done(attempt, rank) for rank in ranks)
+        if not ranks or not are_done or code == EXIT_INTERNAL:
+            sys.stderr.write(f"stopped immediately by a second {signal.Signals(number).name}\n")
             os._exit(128 + number)
-        if why is not None:
-            sys.stderr.write(text_of(why, several_ranks=len(processes) > 1) + "\n")
+        if cause is not None:
+            sys.stderr.write(failure_text(cause, several_ranks=len(ranks) > 1) + "\n")
         os._exit(code)
 
     def _ranks(self) -> Iterator[int]:
+        """Yield the process ids of the ranks of the last attempt."""
         for attempt in self.failure_dir.attempts()[-1:]:
             yield from self.failure_dir.processes(attempt).values()
 
-    def _tell(self, process: int, number: int) -> bool:
-        if is_gone(process):
+    def _send(self, process: int, number: int) -> bool:
+        """Send a signal; return False if the process has ended."""
+        if has_ended(process):
             return False
-        with contextlib.suppress(ProcessLookupError):
+        try:
             os.kill(process, number)
-            return True
-        return False
+        except ProcessLookupError:
+            return False
+        return True

@@ -1,4 +1,4 @@
-"""The limit on open files, before a run starts: raised as far as the system allows, or reported."""
+"""Raise the limit on open files before a run starts, or report that it is too low."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import resource
 from automodel_ckpt.errors import SystemLimit
 
 LEAST_FILES = 128
-"""A rank has some dozens of files and sockets open; with fewer it would fail in a place that cannot tell why."""
+"""A rank opens some dozens of files and sockets. With fewer, it would fail where the cause cannot be determined."""
 _WANTED_FILES = 65536
 
 
 def raise_file_limit() -> None:
     """Raise this process's soft limit on open files, which the ranks inherit, up to the hard limit.
 
-    Raises :class:`SystemLimit` where the hard limit is too low for a run.
+    Raises :class:`SystemLimit` if the hard limit is too low for a run.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _WANTED_FILES if hard == resource.RLIM_INFINITY else min(hard, _WANTED_FILES)

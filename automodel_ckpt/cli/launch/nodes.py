@@ -1,4 +1,4 @@
-"""The rendezvous of a launcher: counts attempts, reports a long wait, and ends the wait on a signal."""
+"""The launcher's side of a rendezvous: counts attempts, reports a long wait, and ends the wait on a signal."""
 
 from __future__ import annotations
 
@@ -7,32 +7,38 @@ import os
 import threading
 from collections.abc import Iterator
 
-from automodel_ckpt.cli.launch.failures import FailureDirectory, verdict
+from automodel_ckpt.cli.launch.failures import FailureDirectory, root_cause
 from automodel_ckpt.cli.launch.topology import Rendezvous
 from automodel_ckpt.distributed.network import is_known
 from automodel_ckpt.errors import EXIT_STOPPED
 
-WORD_SECONDS = 15.0
-"""After so long a wait for other machines is told."""
+WAIT_REPORT_SECONDS = 15.0
+"""How long the launcher waits for other nodes before it reports that it waits."""
 
 
-class StoppedRendezvous(BaseException):
-    """A signal came while there were no ranks to stop. No Exception: torch's rendezvous catches those, to try again."""
+class RendezvousInterrupted(BaseException):
+    """A signal arrived while the launcher waited for other nodes and had no ranks to stop.
+
+    It is not an Exception, because torch's rendezvous catches those and tries again.
+    """
 
 
-class LauncherRendezvous:
-    """A launcher's :class:`~automodel_ckpt.distributed.rendezvous.Host`."""
+class RendezvousHost:
+    """A launcher's :class:`~automodel_ckpt.distributed.rendezvous.Host`.
 
-    def __init__(self, meet: Rendezvous) -> None:
+    *failure_dir* is the directory of the ranks; its ``attempt`` is the number of completed rendezvous minus one.
+    *received* is the signal that requested a stop, or 0.
+    """
+
+    def __init__(self, rendezvous: Rendezvous) -> None:
         self.failure_dir: FailureDirectory | None = None
-        """That of the ranks; its attempt is the number of meetings before."""
         self.received = 0
-        """The signal that asked for a stop."""
         self.is_waiting = False
-        self._meet = meet
+        self._rendezvous = rendezvous
 
     @contextlib.contextmanager
     def meeting(self) -> Iterator[None]:
+        """Entered during a rendezvous. Counts it when it is complete."""
         with self.waiting():
             yield
         if self.failure_dir is not None:
@@ -40,55 +46,61 @@ class LauncherRendezvous:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Inside, a stop raises :class:`StoppedRendezvous`; on a single machine nothing is waited for."""
-        if self._meet.max_nodes == 1:
+        """Entered while the launcher waits for other nodes: :meth:`stop` raises :class:`RendezvousInterrupted` inside.
+
+        Does nothing on a single node, where no wait is needed.
+        """
+        if self._rendezvous.max_nodes == 1:
             yield
             return
-        word = threading.Timer(WORD_SECONDS, self.tell)
-        word.daemon = True
-        word.start()
+        timer = threading.Timer(WAIT_REPORT_SECONDS, self.report_wait)
+        timer.daemon = True
+        timer.start()
         try:
             self.is_waiting = True
             if self.received:
-                raise StoppedRendezvous
+                raise RendezvousInterrupted
             yield
         finally:
             self.is_waiting = False
-            word.cancel()
-            word.join()  # ranks are forked next: no thread may hold a lock
+            timer.cancel()
+            timer.join()  # ranks are forked next: no thread may hold a lock
 
     def stop(self, number: int) -> None:
-        """A signal came: end a wait, in the main thread."""
+        """Record a signal and end a wait. Called in the main thread, by its signal handler."""
         self.received = self.received or number
         if self.is_waiting:
             self.is_waiting = False
-            raise StoppedRendezvous
+            raise RendezvousInterrupted
 
     def joining_nodes(self) -> None:
+        """Record that nodes wait to join, before the agent stops the ranks for them."""
         if self.failure_dir is not None:
-            self.failure_dir.note_joining_nodes()
+            self.failure_dir.mark_joining_nodes()
 
-    def tell(self) -> None:
-        """Report which nodes the launcher waits for."""
-        least, most = self._meet.min_nodes, self._meet.max_nodes
-        machines = str(most) if least == most else f"{least} to {most}"
-        name = "" if self._meet.run_id == "none" else f" (run {self._meet.run_id})"
-        host = self._meet.rdzv_endpoint.rpartition(":")[0].strip("[]")
-        unknown = "" if is_known(host) else f"; the host name {host} cannot be resolved"
-        place = f"{self._meet.rdzv_endpoint}{name}"
-        text = f"{self._why()}waiting for other nodes at {place}: {machines} nodes are required{unknown}\n"
-        os.write(2, text.encode())  # no lock of a stream, which a fork would copy
+    def report_wait(self) -> None:
+        """Report which nodes the launcher waits for, after the failure that led to this restart, if any."""
+        rendezvous = self._rendezvous
+        least, most = rendezvous.min_nodes, rendezvous.max_nodes
+        num_nodes = str(most) if least == most else f"{least} to {most}"
+        endpoint = rendezvous.rdzv_endpoint
+        if rendezvous.run_id != "none":
+            endpoint += f" (run {rendezvous.run_id})"
+        text = f"waiting for other nodes at {endpoint}: {num_nodes} nodes are required"
+        host = rendezvous.rdzv_endpoint.rpartition(":")[0].strip("[]")
+        if not is_known(host):
+            text += f"; the host name {host} cannot be resolved"
+        # os.write takes no lock of a stream, which a fork would copy in its locked state.
+        os.write(2, f"{self._last_failure()}{text}\n".encode())
 
-    def _why(self) -> str:
-        """The failure that this restart follows, as a line; nothing at a run's beginning, or where machines come."""
-        attempts = self.failure_dir.attempts() if self.failure_dir is not None else []
-        failed = (
-            verdict(self.failure_dir.records(attempts[-1]))
-            if self.failure_dir is not None and attempts
-            else None
-        )
-        return (
-            f"{failed.message}\n"
-            if failed is not None and failed.primary and failed.code != EXIT_STOPPED
-            else ""
-        )
+    def _last_failure(self) -> str:
+        """Return the failure that led to this restart, as a line.
+
+        Returns an empty text at the first start, or if ranks were restarted because nodes joined.
+        """
+        if self.failure_dir is None or not self.failure_dir.attempts():
+            return ""
+        failure = root_cause(self.failure_dir.records(self.failure_dir.attempts()[-1]))
+        if failure is None or not failure.primary or failure.code == EXIT_STOPPED:
+            return ""
+        return f"{failure.message}\n"

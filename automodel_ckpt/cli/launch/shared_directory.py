@@ -1,4 +1,4 @@
-"""The directory that a launcher and its ranks share, and what launchers that were killed have left of theirs."""
+"""The temporary directory that a launcher and its ranks share, and the cleanup after launchers that were killed."""
 
 from __future__ import annotations
 
@@ -13,34 +13,46 @@ from pathlib import Path
 
 PREFIX = "ckpt-train-"
 FRESH_SECONDS = 60.0
-"""A directory may be without its lock for a moment after it was made."""
+"""Younger directories are never removed: one is created before it is locked."""
 
 
 @contextlib.contextmanager
 def scratch_directory() -> Iterator[Path]:
-    """A temporary directory, removed at the end; those of this user's launchers that were killed go too. Locked by this
-    process and those that it forks, which tells a live one, also of a container that has the same /tmp."""
+    """Create a temporary directory and remove it at the end. Also removes those of this user's killed launchers.
+
+    This process and the processes that it forks lock the directory. The lock shows that it is in use, also to processes
+    in another container with the same /tmp, where process ids do not.
+    """
     with contextlib.suppress(OSError):
-        clear_left_over(Path(tempfile.gettempdir()))
+        remove_leftovers(Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=PREFIX) as directory, _locked(directory):
         yield Path(directory)
 
 
-def clear_left_over(parent: Path) -> None:
-    """Remove the directories in *parent* that nobody has locked. Raises OSError where *parent* cannot be listed."""
+def remove_leftovers(parent: Path) -> None:
+    """Remove this user's directories in *parent* that no process has locked.
+
+    Raises OSError if *parent* cannot be listed.
+    """
     for entry in os.scandir(parent):
         if not entry.name.startswith(PREFIX) or not entry.is_dir(follow_symlinks=False):
             continue
         with contextlib.suppress(OSError):
-            about = entry.stat(follow_symlinks=False)
-            if about.st_uid == os.geteuid() and time.time() - about.st_mtime > FRESH_SECONDS:
+            status = entry.stat(follow_symlinks=False)
+            is_own = status.st_uid == os.geteuid()
+            is_old = time.time() - status.st_mtime > FRESH_SECONDS
+            if is_own and is_old:
                 with _locked(entry.path, wait=False):
                     shutil.rmtree(entry.path, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def _locked(directory: str, *, wait: bool = True) -> Iterator[None]:
-    """Raises OSError where it is locked and *wait* is false. A file system without locks keeps what is left over."""
+    """Lock a directory inside the context.
+
+    Without *wait*, raises OSError if it is locked, or if its file system has no locks. With *wait*, a file system
+    without locks is ignored.
+    """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         try:

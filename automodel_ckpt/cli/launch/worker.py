@@ -1,25 +1,26 @@
-"""What every rank does, however it was started: build the recipe, run it, and end so that its peers end too.
+"""Run one rank, however it was started: build the recipe, run it, and end so that the other ranks end too.
 
-How a rank ends, under the launcher of this package:
+Under the launcher of this package, a rank ends in one of two ways:
 
-* Done, or with a code that a restart cannot better (2, 3, 4, 75): it *returns* the code. The elastic agent takes a
-  returned value, whatever it is, for success: it neither restarts nor signals anybody.
-* With anything else (code 1): it leaves with exit status 1, so that the agent restarts the ranks or ends them.
+* If it is done, or with a code that a restart cannot fix (2, 3, 4, 75), it *returns* the code. The elastic agent
+  treats every returned value as success: it neither restarts nor signals any rank.
+* With code 1, it exits with status 1, so that the agent restarts or ends the ranks.
 
-When only one rank fails, its peers wait for it in a collective. They learn of it in three ways, the first that applies:
+If only one rank fails, the others wait for it in a collective. They detect the failure in one of three ways:
 
-1. It writes its failure record, *then* leaves its process groups. With gloo that breaks the peers' connections and
-   raises in their collectives. A rank that fails so finds the record there, and returns its code if that is final.
-2. Every rank has a thread that looks for records of other ranks and for ranks that died without one. It ends its own
-   rank when that has not ended by itself after PEER_GRACE_SECONDS: a backend may not notice (NCCL), or the rank may be
-   busy elsewhere. After a second signal to one rank it waits for nothing.
-3. The agent sends SIGTERM when a rank died, and SIGKILL later.
+1. The failed rank writes its failure record, and *then* leaves its process groups. With gloo, this breaks the
+   connections of the other ranks and raises in their collectives. A rank that fails for this reason finds the record in
+   the failure directory, and returns its code if that is final.
+2. Each rank has a thread that looks for records of other ranks, and for ranks that died without one. It ends its own
+   rank if that has not ended PEER_GRACE_SECONDS later: a backend may not detect the failure (NCCL), or the rank may be
+   busy elsewhere. After a second signal to one rank, it does not wait.
+3. The agent sends SIGTERM if a rank died, and SIGKILL later.
 
 Ranks of other nodes are notified by :class:`~automodel_ckpt.cli.launch.failure_channel.FailureChannel`, which stores
 the failure in the failure directory of their node.
 
-A rank whose connections broke waits ECHO_SECONDS before it leaves, so that the agent meets the one that died first.
-A rank restarted although the verdict is final (way 2 exits with 1) returns that verdict at once.
+A rank whose connections broke waits SECONDARY_DELAY_SECONDS before it exits, so that the agent reports the rank that
+died first. A rank that is restarted although the root cause is final (way 2 exits with 1) returns its code immediately.
 """
 
 from __future__ import annotations
@@ -42,17 +43,17 @@ from automodel_ckpt.checkpoint.run.lease import release_all
 from automodel_ckpt.cli.launch.failure_channel import FailureChannel
 from automodel_ckpt.cli.launch.failures import (
     FINAL_CODES,
-    STOPPED_AT_ONCE,
+    SECOND_SIGNAL_CODE,
     FailureDirectory,
     FailureRecord,
-    is_gone,
-    is_stopped,
-    lost_node,
-    record_of,
-    stopped_at_once,
-    stopped_early,
-    text_of,
-    verdict,
+    early_stop_record,
+    failure_record,
+    failure_text,
+    has_ended,
+    is_suspended,
+    root_cause,
+    second_signal_record,
+    unreachable_node_record,
 )
 from automodel_ckpt.distributed.keepalive import hold, hold_all, listen
 from automodel_ckpt.distributed.network import let_gloo_be_found
@@ -69,23 +70,25 @@ from automodel_ckpt.training.progress import Progress
 from automodel_ckpt.user_code import reporting_user_failures
 
 PEER_GRACE_SECONDS = 10.0
-ECHO_SECONDS = 1.0
+SECONDARY_DELAY_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
 POLL_SECONDS = 0.5
-WIRE_POLLS = 4
-"""So many of these pass between two questions to another machine."""
-FAREWELL_SECONDS = 4.0
-NOTICE_SECONDS = 3.0
-STOPPED_POLLS = 20
-"""So often in a row a stopped peer is seen before that is said. Not seconds: a whole job may be suspended."""
+CHANNEL_POLLS = 4
+"""The failure channel is read once in so many polls: it asks another node."""
+STORE_LINGER_SECONDS = 4.0
+"""How long rank 0 serves the store after a failure, so that the other nodes can read the cause."""
+JOIN_NOTICE_SECONDS = 3.0
+"""How long a stopped rank waits for its agent to report that nodes join."""
+SUSPENDED_POLLS = 20
+"""A peer must be suspended in so many polls in a row before a warning. Not seconds: the whole job may be suspended."""
 PR_SET_PDEATHSIG = 1
 
 
 class Recipe(Protocol):
-    """What the launcher asks of a recipe; its class is called as ``cls(config, config_yaml=text)``.
+    """The interface of a recipe. Its class is called as ``cls(config, config_yaml=text)``.
 
-    Then two attributes are set: ``origins``, where each value of the recipe comes from, by dotted key, and
-    ``overridden``, the keys that the command line gives.
+    Then two attributes are set: ``origins`` maps each dotted key to the place where its value was set, and
+    ``overridden`` contains the keys that the command line sets.
     """
 
     origins: Mapping[str, str]
@@ -100,7 +103,7 @@ RecipeClass = Callable[..., Recipe]
 
 
 class Loaded(Protocol):
-    """What the launcher needs of a loaded recipe file."""
+    """The interface of a loaded recipe file."""
 
     @property
     def config(self) -> Any: ...
@@ -113,19 +116,19 @@ def run_rank(
     on_failure: Callable[[FailureRecord], None],
     exit_stopped: int = EXIT_STOPPED,
 ) -> int:
-    """Run the recipe in this process, as the rank that RANK says (0 without it), and leave its process groups.
+    """Run the recipe in this process as the rank in the environment (RANK, default 0), and return its exit code.
 
-    ``on_failure`` gets the record of what ended the run, before anything is closed. Returns the exit code; raises
-    nothing. In this process afterwards no thread of a process group is left, unless closing took CLOSE_SECONDS.
-    A signal before training may end the process, with ``exit_stopped``.
+    Raises nothing. *on_failure* is called with the failure record before anything is closed. A signal before training
+    may end the process with *exit_stopped*. Afterwards, the threads of process groups have ended, unless closing them
+    took longer than CLOSE_SECONDS.
     """
     recipe: Recipe | None = None
-    stop, begun = stop_request(), False
+    stop, is_training = stop_request(), False
     stop.exit_code = exit_stopped
 
     def leave(number: int) -> None:
-        on_failure(stopped_early(this_rank(), number))
-        _in_time(release_all)
+        on_failure(early_stop_record(this_rank(), number))
+        _run_with_time_limit(release_all)
         exit_now(exit_stopped)
 
     try:
@@ -133,11 +136,10 @@ def run_rank(
         with stop.before_training(leave), reporting_user_failures(RecipeError):
             recipe = recipe_class(loaded.config, config_yaml=loaded.to_yaml())
             recipe.origins = getattr(loaded, "origins", {})
-            recipe.overridden = frozenset(
-                override.key for override in getattr(loaded, "overrides", ())
-            )
+            overrides = getattr(loaded, "overrides", ())
+            recipe.overridden = frozenset(override.key for override in overrides)
             recipe.setup()
-        begun = True
+        is_training = True
         with reporting_user_failures(AutomodelError):
             recipe.run()
             recipe.close()
@@ -148,27 +150,27 @@ def run_rank(
         # A second signal must not change the exit code of a rank that has saved: srun sends one to all tasks as soon
         # as the first has ended with 75, where Slurm's KillOnBadExit is set.
         stop.finished = isinstance(error, Stopped)
-        record = record_of(error, this_rank())
-        if not begun and _was_stopped(stop, error, record):
-            record = stopped_early(this_rank(), stop.requested)
+        record = failure_record(error, this_rank())
+        if not is_training and _was_stopped(stop, error, record):
+            record = early_stop_record(this_rank(), stop.requested)
             stop.finished = True
-        _end_line(recipe)
+        _end_progress_line(recipe)
         on_failure(record)
         _close_quietly(recipe)
-        if not begun:
-            _in_time(release_all)
+        if not is_training:
+            _run_with_time_limit(release_all)
         return record.code
 
 
 def _was_stopped(stop: StopRequest, error: BaseException, record: FailureRecord) -> bool:
-    """Whether this rank was told to stop, and *error* follows from that, or from another rank's having obeyed first."""
-    return stop.wanted and (
-        stop.interrupted or isinstance(error, StoppedWaiting) or not record.primary
-    )
+    """Whether *error* is the result of a stop request, or of another rank that stopped first."""
+    if not stop.wanted:
+        return False
+    return stop.interrupted or isinstance(error, StoppedWaiting) or not record.primary
 
 
-def _end_line(recipe: Recipe | None) -> None:
-    """What is said of the failure must not stand in the middle of a line of progress."""
+def _end_progress_line(recipe: Recipe | None) -> None:
+    """End the progress line, so that the error begins on a new line."""
     progress = getattr(getattr(recipe, "run_log", None), "progress", None)
     if isinstance(progress, Progress):
         with contextlib.suppress(Exception):
@@ -178,66 +180,77 @@ def _end_line(recipe: Recipe | None) -> None:
 def launched_rank(
     loaded: Loaded, recipe_class: RecipeClass, failure_dir: FailureDirectory, launcher: int
 ) -> int:
-    """A rank forked by our launcher (process id ``launcher``). Returns its code, or does not return: see above."""
+    """Run a rank that our launcher (process id *launcher*) forked.
+
+    Returns its exit code, or exits; the docstring of this module describes when.
+    """
     _die_with(launcher)
-    attempt, rank, wire = failure_dir.attempt, this_rank(), FailureChannel.of_this_rank(os.environ)
-    made_room = failure_dir.has_joining_nodes(attempt - 1)
-    earlier = verdict(failure_dir.records(attempt - 1)) if attempt and not made_room else None
-    if attempt and (failure_dir.stop_signals() or (earlier and earlier.code in FINAL_CODES)):
+    attempt, rank = failure_dir.attempt, this_rank()
+    channel = FailureChannel.of_this_rank(os.environ)
+    nodes_joined = failure_dir.has_joining_nodes(attempt - 1)
+    earlier: FailureRecord | None = None
+    if attempt and not nodes_joined:
+        earlier = root_cause(failure_dir.records(attempt - 1))
+    is_final = earlier is not None and earlier.code in FINAL_CODES
+    if attempt and (failure_dir.stop_signals() or is_final):
         return earlier.code if earlier else EXIT_INTERNAL
-    _sign_in(failure_dir, attempt, rank)
-    if attempt and os.environ.get("LOCAL_RANK") == "0":
-        _announce_restart(earlier, made_room=made_room)
+    _register(failure_dir, attempt, rank)
+    if attempt and _is_local_rank_0():
+        _report_restart(earlier, nodes_joined=nodes_joined)
     done = threading.Event()
-    threading.Thread(
-        target=_watch_peers, args=(failure_dir, attempt, rank, done, wire), daemon=True
-    ).start()
-    if wire is not None and os.environ.get("LOCAL_RANK") == "0":
-        threading.Thread(
-            target=_hold_keepalive, args=(failure_dir, attempt, rank), daemon=True
-        ).start()
-    kept: list[Any] = []
+    watch = (failure_dir, attempt, rank, done, channel)
+    threading.Thread(target=_watch_peers, args=watch, daemon=True).start()
+    if channel is not None and _is_local_rank_0():
+        nodes = (failure_dir, attempt, rank)
+        threading.Thread(target=_watch_nodes, args=nodes, daemon=True).start()
     failures: list[FailureRecord] = []
+    stores: list[Any] = []  # references that keep the ranks' store alive
 
     def on_failure(record: FailureRecord) -> None:
-        late = stop_request().interrupted and not record.primary and not record.timed_out
-        failures.append(replace(record, absent=late))
-        failure_dir.write(attempt, failures[-1])
-        if wire is not None and (record.code != EXIT_STOPPED or not record.begun):
-            kept.append(_the_ranks_store())
-            if failures[-1].primary:
-                wire.tell(failures[-1])
+        was_interrupted = stop_request().interrupted
+        outside = was_interrupted and not record.primary and not record.timed_out
+        record = replace(record, outside_collective=outside)
+        failures.append(record)
+        failure_dir.write(attempt, record)
+        stopped_in_training = record.code == EXIT_STOPPED and record.was_training
+        if channel is not None and not stopped_in_training:
+            stores.append(_default_store())
+            if record.primary:
+                channel.report(record)
 
     code = run_rank(loaded, recipe_class, on_failure)
     done.set()
-    failure_dir.note_done(attempt, rank)
-    if kept and rank == 0:
-        time.sleep(FAREWELL_SECONDS)  # the other machines ask its store why their connections broke
-    return _ending(failure_dir, attempt, code, failures, wire)
+    failure_dir.mark_done(attempt, rank)
+    if stores and rank == 0:
+        time.sleep(STORE_LINGER_SECONDS)
+    return _end_rank(failure_dir, attempt, code, failures, channel)
 
 
 def joined_rank(
-    loaded: Loaded, recipe_class: RecipeClass, claim: Callable[[], bool], exit_stopped: int
+    loaded: Loaded,
+    recipe_class: RecipeClass,
+    is_first_to_report: Callable[[], bool],
+    exit_stopped: int,
 ) -> int:
     """Run a rank that torchrun or srun started, and return its exit code.
 
-    A rank prints its own failure if ``claim`` returns True. All ranks of a run stop together after a save, so then
-    rank 0 prints the message without asking the others.
+    A rank prints its own failure if *is_first_to_report* returns True. All ranks of a run stop together after a save,
+    so then rank 0 prints the message without asking the others.
     """
 
     def on_failure(record: FailureRecord) -> None:
         if not record.primary:
-            time.sleep(ECHO_SECONDS)
-        all_stop = record.code == EXIT_STOPPED and record.begun
-        speaks = this_rank() == 0 if all_stop else claim()
-        if speaks:
-            say(text_of(record, several_ranks=world_size() > 1))
+            time.sleep(SECONDARY_DELAY_SECONDS)
+        all_ranks_stop = record.code == EXIT_STOPPED and record.was_training
+        is_reporter = this_rank() == 0 if all_ranks_stop else is_first_to_report()
+        if is_reporter:
+            print_message(failure_text(record, several_ranks=world_size() > 1))
 
     return run_rank(loaded, recipe_class, on_failure, exit_stopped)
 
 
-def say(text: str) -> None:
-    """The last word to the user, after everything this process has printed."""
+def print_message(text: str) -> None:
+    """Print a message on standard error, after everything that this process has printed."""
     sys.stdout.flush()
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
@@ -255,88 +268,108 @@ def restart_count() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def _the_ranks_store() -> Any:
-    """torch's, which its server serves as long as somebody there holds it; None where there is none yet."""
+def _is_local_rank_0() -> bool:
+    return os.environ.get("LOCAL_RANK") == "0"
+
+
+def _default_store() -> Any:
+    """Return torch's store, which its server serves while a reference to it exists; None before it is created.
+
+    torch has no public function for it (all versions up to 2.11).
+    """
     distributed = importlib.import_module("torch.distributed")
-    return (
-        distributed.distributed_c10d._get_default_store() if distributed.is_initialized() else None
-    )
+    if not distributed.is_initialized():
+        return None
+    return distributed.distributed_c10d._get_default_store()
 
 
-def _ending(
+def _end_rank(
     failure_dir: FailureDirectory,
     attempt: int,
     code: int,
     failures: list[FailureRecord],
-    wire: FailureChannel | None,
+    channel: FailureChannel | None,
 ) -> int:
+    """Return the exit code of a rank that ended with *code*, or exit so that the agent restarts or ends the ranks.
+
+    A secondary failure returns the code of the root cause, if that is final.
+    """
     if failures and not failures[0].primary and code not in FINAL_CODES:
-        time.sleep(ECHO_SECONDS)
-        failure_dir.note_gone(attempt)
-        _listen(wire, failure_dir, attempt)
-        cause = verdict(failure_dir.records(attempt))
+        time.sleep(SECONDARY_DELAY_SECONDS)
+        failure_dir.mark_vanished(attempt)
+        _receive_failure(channel, failure_dir, attempt)
+        cause = root_cause(failure_dir.records(attempt))
         if cause is not None and cause.code in FINAL_CODES:
             return cause.code
     if code not in FINAL_CODES and code != EXIT_DONE:
-        _end_stopped_peers(failure_dir, attempt)
+        _kill_suspended_peers(failure_dir, attempt)
         exit_now(EXIT_INTERNAL)
     if code == EXIT_STOPPED and failure_dir.is_elastic:
-        _make_room(failure_dir, attempt)
+        _restart_if_nodes_join(failure_dir, attempt)
     flush()
     return code
 
 
-def _listen(wire: FailureChannel | None, failure_dir: FailureDirectory, attempt: int) -> None:
-    """Put what another machine's rank told in this node's failure directory."""
-    told = wire.heard() if wire is not None else None
-    if told is not None:
-        failure_dir.write(attempt, told)
+def _receive_failure(
+    channel: FailureChannel | None, failure_dir: FailureDirectory, attempt: int
+) -> None:
+    """Write the failure that another node reported, if any, to the failure directory of this node."""
+    record = channel.receive() if channel is not None else None
+    if record is not None:
+        failure_dir.write(attempt, record)
 
 
-def _make_room(failure_dir: FailureDirectory, attempt: int) -> None:
-    """Where all ranks were stopped because machines come: end in a way that lets the agent start this one again.
+def _restart_if_nodes_join(failure_dir: FailureDirectory, attempt: int) -> None:
+    """Exit so that the agent restarts this rank, if the ranks were stopped because nodes join; otherwise return.
 
-    An agent stops its ranks itself, one after the other; the first to be told tells the others, whose agents may not
-    have noticed yet.
+    An agent stops its ranks itself, one after the other. The first rank that gets its signal stops all ranks, and other
+    nodes' agents may not have noticed yet that nodes join.
     """
-    told = bool(stop_request().requested)
-    end = time.monotonic() + (0 if told or failure_dir.stop_signals() else NOTICE_SECONDS)
+    got_signal = bool(stop_request().requested)
+    limit = 0.0 if got_signal or failure_dir.stop_signals() else JOIN_NOTICE_SECONDS
+    end = time.monotonic() + limit
     while not failure_dir.has_joining_nodes(attempt):
         if time.monotonic() > end:
             return
         time.sleep(POLL_SECONDS / 5)
-    if not told:
+    if not got_signal:
+        # wait for this node's agent to end this process as it ends the others
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(PEER_GRACE_SECONDS)
     exit_now(EXIT_STOPPED)
 
 
-def _end_stopped_peers(failure_dir: FailureDirectory, attempt: int) -> None:
-    """What the agent would do too, half a minute later: they cannot obey its SIGTERM."""
+def _kill_suspended_peers(failure_dir: FailureDirectory, attempt: int) -> None:
+    """Kill the suspended ranks of this node. They cannot handle the agent's SIGTERM, and it would wait 30 seconds."""
     for peer, process in failure_dir.processes(attempt).items():
-        if is_stopped(process):
-            failure_dir.write(
-                attempt, _ended(peer, f"rank {peer} was stopped when the others had failed")
-            )
+        if is_suspended(process):
+            message = f"rank {peer} was suspended when the other ranks had failed"
+            failure_dir.write(attempt, _terminated_record(peer, message))
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
 
 
-def _ended(rank: int, message: str) -> FailureRecord:
-    """The record of a rank that is ended because of others."""
+def _terminated_record(rank: int, message: str) -> FailureRecord:
+    """Return the record of a rank that is ended because of others."""
     return FailureRecord(
-        time.time(), rank, EXIT_INTERNAL, message, primary=False, names_rank=True, absent=True
+        time.time(),
+        rank,
+        EXIT_INTERNAL,
+        message,
+        primary=False,
+        names_rank=True,
+        outside_collective=True,
     )
 
 
 def exit_now(code: int) -> NoReturn:
-    """End without the interpreter's teardown, where libraries that ran threads sometimes abort."""
+    """End the process without the interpreter's teardown, where libraries that ran threads sometimes abort."""
     flush()
     os._exit(code)
 
 
 def flush() -> None:
-    """Write out what the standard streams still hold; a reader that went away is no failure of the run."""
+    """Flush the standard streams. Errors are ignored: a closed terminal is not a failure of the run."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -345,35 +378,37 @@ def flush() -> None:
 
 
 def _die_with(launcher: int) -> None:
-    """Be killed when the launcher is, even by SIGKILL; a save is atomic, so nothing is lost but time."""
+    """Make the kernel kill this process when the launcher dies, even by SIGKILL. Saves are atomic, so this is safe."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:  # it died before the line above
         os._exit(EXIT_INTERNAL)
 
 
-def _sign_in(failure_dir: FailureDirectory, attempt: int, rank: int) -> None:
-    """From here on the launcher's signals reach this rank; earlier ones are stored in the failure directory."""
+def _register(failure_dir: FailureDirectory, attempt: int, rank: int) -> None:
+    """Register this process, so that the launcher sends its signals to it.
+
+    The handlers are installed before, and signals that the launcher has already received are read afterwards from the
+    failure directory: none is missed.
+    """
     stop = stop_request()
-    stop.at_once = lambda number: failure_dir.write(attempt, stopped_at_once(rank, number))
+    stop.at_once = lambda number: failure_dir.write(attempt, second_signal_record(rank, number))
     stop.install()
-    failure_dir.sign_in(attempt, rank)
-    if os.environ.get("LOCAL_RANK") == "0":
-        failure_dir.note_store(attempt, os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
+    failure_dir.register_process(attempt, rank)
+    if _is_local_rank_0():
+        failure_dir.record_store(attempt, os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
     for number in failure_dir.stop_signals()[:1]:
         stop.note(number)
 
 
-def _announce_restart(earlier: FailureRecord | None, *, made_room: bool) -> None:
-    if made_room:
-        say(f"machines came, or came back: started again with {world_size()} ranks")
+def _report_restart(earlier: FailureRecord | None, *, nodes_joined: bool) -> None:
+    if nodes_joined:
+        print_message(f"nodes joined: restarted with {world_size()} ranks")
         return
-    reason = (
-        text_of(earlier, several_ranks=world_size() > 1)
-        if earlier and earlier.primary
-        else "a rank died"
-    )
+    reason = "a rank died"
+    if earlier and earlier.primary:
+        reason = failure_text(earlier, several_ranks=world_size() > 1)
     total = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
-    say(f"{reason}\nrestart {restart_count()} of {total}")
+    print_message(f"{reason}\nrestart {restart_count()} of {total}")
 
 
 def _watch_peers(
@@ -381,100 +416,124 @@ def _watch_peers(
     attempt: int,
     rank: int,
     done: threading.Event,
-    wire: FailureChannel | None,
+    channel: FailureChannel | None,
 ) -> None:
-    stopped: Counter[int] = Counter()
-    listens = wire if os.environ.get("LOCAL_RANK") == "0" else None
+    """Watch the other ranks of this node until *done*, and end this rank when one has failed. Runs in a thread.
+
+    The thread of local rank 0 also receives failures from other nodes.
+    """
+    num_polls_suspended: Counter[int] = Counter()
     for poll in count(1):
         if done.wait(POLL_SECONDS):
             return
-        if poll % WIRE_POLLS == 0:
-            _listen(listens, failure_dir, attempt)
-        _log_stopped(failure_dir.processes(attempt), rank, stopped)
-        if not stop_request().elsewhere and _has_early_leaver(failure_dir, attempt, rank):
+        if poll % CHANNEL_POLLS == 0 and _is_local_rank_0():
+            _receive_failure(channel, failure_dir, attempt)
+        _warn_suspended(failure_dir.processes(attempt), rank, num_polls_suspended)
+        if not stop_request().elsewhere and _stopped_before_training(failure_dir, attempt, rank):
             stop_request().follow()
         failed = _failed_peer(failure_dir, attempt, rank)
-        at_once = any(
-            record.code > STOPPED_AT_ONCE or record.lost for record in failure_dir.records(attempt)
-        )
-        if failed is not None and not done.wait(0 if at_once else PEER_GRACE_SECONDS):
-            failure_dir.write(
-                attempt, _ended(rank, f"rank {rank} was ended because rank {failed} had failed")
-            )
+        if failed is None:
+            continue
+        grace = PEER_GRACE_SECONDS
+        for record in failure_dir.records(attempt):
+            if record.code > SECOND_SIGNAL_CODE or record.node_unreachable:
+                grace = 0.0
+        if not done.wait(grace):
+            message = f"rank {rank} was terminated because rank {failed} failed"
+            failure_dir.write(attempt, _terminated_record(rank, message))
             exit_now(EXIT_INTERNAL)
 
 
-def _hold_keepalive(failure_dir: FailureDirectory, attempt: int, rank: int) -> None:
-    """End the ranks of this machine when another one goes silent; rank 0 is where all lines meet, and tells all."""
-    wire = FailureChannel.of_this_rank(os.environ)
-    assert wire is not None
+def _watch_nodes(failure_dir: FailureDirectory, attempt: int, rank: int) -> None:
+    """Report a node that does not respond, so that the ranks of this node end. Runs in a thread of local rank 0.
 
-    def lost(other: int, seconds: float) -> None:
-        record = lost_node(other, seconds)
+    All nodes connect to rank 0, which reports the failure to the others.
+    """
+    channel = FailureChannel.of_this_rank(os.environ)
+    assert channel is not None
+
+    def report_unreachable(other: int, seconds: float) -> None:
+        record = unreachable_node_record(other, seconds)
         if rank == 0:
-            wire.tell(record)
+            channel.report(record)
             if int(os.environ.get("GROUP_WORLD_SIZE", "2")) > 2:
-                time.sleep(FAREWELL_SECONDS)
+                # this rank serves the store: the other nodes read the record from it
+                time.sleep(STORE_LINGER_SECONDS)
         failure_dir.write(attempt, record)
 
     if rank == 0:
         listener = listen()
-        while not wire.offer_keepalive(listener.getsockname()[1]):
+        while not channel.publish_keepalive(listener.getsockname()[1]):
             time.sleep(POLL_SECONDS)
-        hold_all(listener, lost)
-    while (address := wire.keepalive()) is None:
+        hold_all(listener, report_unreachable)
+    while (address := channel.keepalive_address()) is None:
         time.sleep(POLL_SECONDS)
-    hold(address, rank, lost)
+    hold(address, rank, report_unreachable)
 
 
-def _log_stopped(processes: Mapping[int, int], rank: int, seen: Counter[int]) -> None:
-    """Say once of a rank of this machine that it was stopped, not ended: only people know whether it will go on. The
-    first rank that runs says it; *seen* counts how often in a row a peer was seen so."""
-    standing = {peer for peer, process in processes.items() if peer != rank and is_stopped(process)}
-    for peer in seen.keys() - standing:
-        del seen[peer]
-    seen.update(standing)
-    if rank == min(processes.keys() - standing):
-        for peer in (one for one in standing if seen[one] == STOPPED_POLLS):
-            say(
-                f"warning: rank {peer} (process {processes[peer]}) is stopped, and the others wait for it, at most "
-                f"distributed.timeout_minutes; `kill -CONT {processes[peer]}` lets it go on"
+def _warn_suspended(processes: Mapping[int, int], rank: int, num_polls: Counter[int]) -> None:
+    """Warn once about each suspended rank of this node, which only a person can continue.
+
+    The lowest rank that is not suspended prints the warning. *num_polls* counts in how many polls in a row each peer
+    was suspended.
+    """
+    suspended = set()
+    for peer, process in processes.items():
+        if peer != rank and is_suspended(process):
+            suspended.add(peer)
+    for peer in num_polls.keys() - suspended:
+        del num_polls[peer]
+    num_polls.update(suspended)
+    if rank != min(processes.keys() - suspended):
+        return
+    for peer in suspended:
+        if num_polls[peer] == SUSPENDED_POLLS:
+            print_message(
+                f"warning: rank {peer} (process {processes[peer]}) is suspended; the other ranks wait for it, at most "
+                f"distributed.timeout_minutes. `kill -CONT {processes[peer]}` continues it"
             )
 
 
-def _has_early_leaver(failure_dir: FailureDirectory, attempt: int, rank: int) -> bool:
-    return any(record.rank != rank and not record.begun for record in failure_dir.records(attempt))
+def _stopped_before_training(failure_dir: FailureDirectory, attempt: int, rank: int) -> bool:
+    """Whether another rank of this node was stopped before training."""
+    records = failure_dir.records(attempt)
+    return any(record.rank != rank and not record.was_training for record in records)
 
 
 def _failed_peer(failure_dir: FailureDirectory, attempt: int, rank: int) -> int | None:
-    """A rank of this machine that failed or died, if any; one that stopped for a signal while training did neither."""
+    """Return a rank of this node that failed or died; None if there is none.
+
+    A rank that a signal stopped during training has not failed.
+    """
     for record in failure_dir.records(attempt):
-        if record.rank != rank and (record.code != EXIT_STOPPED or not record.begun):
+        stopped_in_training = record.code == EXIT_STOPPED and record.was_training
+        if record.rank != rank and not stopped_in_training:
             return record.rank
     for peer, process in failure_dir.processes(attempt).items():
-        if peer != rank and is_gone(process) and not failure_dir.is_done(attempt, peer):
-            failure_dir.note_gone(attempt)
+        if peer != rank and has_ended(process) and not failure_dir.is_done(attempt, peer):
+            failure_dir.mark_vanished(attempt)
             return peer
     return None
 
 
 def _close_quietly(recipe: Recipe | None) -> None:
-    """Close a failed recipe and leave its groups; both may hang on peers that are gone, so only for so long."""
+    """Close a failed recipe and leave its process groups, with a time limit: both may wait for dead ranks."""
 
     def close() -> None:
         try:
             if recipe is not None:
                 recipe.close()
-        except BaseException:  # noqa: S110 - the failure that counts is recorded; this one follows from it
+        except BaseException:  # noqa: S110 - the failure is already recorded, and this error follows from it
             pass
         finally:
             _leave_process_groups()
 
-    _in_time(close)
+    _run_with_time_limit(close)
 
 
-def _in_time(ending: Callable[[], None]) -> None:
-    thread = threading.Thread(target=ending, daemon=True)
+def _run_with_time_limit(action: Callable[[], None]) -> None:
+    """Run *action* in a thread, and abandon the thread after CLOSE_SECONDS."""
+    thread = threading.Thread(target=action, daemon=True)
     thread.start()
     thread.join(CLOSE_SECONDS)
 

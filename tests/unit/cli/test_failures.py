@@ -15,13 +15,13 @@ import pytest
 from automodel_ckpt.cli.launch.failures import (
     FailureDirectory,
     FailureRecord,
-    death_of,
-    is_gone,
-    lost_peer,
-    naming_the_silent,
-    record_of,
-    text_of,
-    verdict,
+    death_record,
+    failure_record,
+    failure_text,
+    has_ended,
+    is_connection_error,
+    name_silent_ranks,
+    root_cause,
 )
 from automodel_ckpt.errors import RecipeError, SaveFailed
 from tests.support.fake_train import raise_in
@@ -65,39 +65,41 @@ def ended() -> Any:
 
 def test_the_earliest_primary_record_decides() -> None:
     first, later, echo = record(2, 1), record(3, 0), record(1, 2, primary=False)
-    assert verdict([later, echo, first]) is first
-    assert verdict([echo]) is echo
-    assert verdict([]) is None
+    assert root_cause([later, echo, first]) is first
+    assert root_cause([echo]) is echo
+    assert root_cause([]) is None
 
 
 def test_a_broken_connection_is_an_echo_and_so_is_what_it_caused() -> None:
     closed = raised(
         "[/x/gloo/transport/tcp/pair.cc:5] Connection closed by peer [127.0.0.1]:1", TORCH
     )
-    assert not record_of(closed, 0).primary
+    assert not failure_record(closed, 0).primary
     wrapped = SaveFailed("cannot write", where="", value="", hint="")
     wrapped.__cause__ = closed
-    assert not record_of(wrapped, 0).primary
-    assert record_of(wrapped, 0).code == 4
+    assert not failure_record(wrapped, 0).primary
+    assert failure_record(wrapped, 0).code == 4
 
 
 def test_torchs_own_network_errors_are_echoes() -> None:
     import torch.distributed as dist
 
-    assert lost_peer(dist.DistNetworkError("reset"))
-    assert lost_peer(dist.DistBackendError("aborted"))
-    gone = record_of(
+    assert is_connection_error(dist.DistNetworkError("reset"))
+    assert is_connection_error(dist.DistBackendError("aborted"))
+    gone = failure_record(
         dist.DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed."), 1
     )
     assert (
         gone.message.startswith("error: the connection to another rank broke") and not gone.details
     )
-    assert lost_peer(
+    assert is_connection_error(
         raised("Read error: this is typically caused by a remote worker crashing.", TORCH)
     )
-    assert not lost_peer(raised("shape mismatch", TORCH))
-    assert not lost_peer(raised("this is typically caused by a remote worker hanging", TORCH))
-    assert not lost_peer(ValueError("Connection closed by peer"))
+    assert not is_connection_error(raised("shape mismatch", TORCH))
+    assert not is_connection_error(
+        raised("this is typically caused by a remote worker hanging", TORCH)
+    )
+    assert not is_connection_error(ValueError("Connection closed by peer"))
 
 
 @pytest.mark.parametrize(
@@ -116,8 +118,8 @@ def test_an_exception_that_other_code_raises_is_no_lost_rank_whatever_its_text(
     module: str, text: str
 ) -> None:
     error = raised(f"tracking server: {text}", module)
-    found = record_of(error, 1)
-    assert not lost_peer(error)
+    found = failure_record(error, 1)
+    assert not is_connection_error(error)
     assert (found.primary, found.connected, found.timed_out) == (True, True, False)
     assert found.message == f"internal error: RuntimeError: tracking server: {text}"
     assert found.details
@@ -125,45 +127,47 @@ def test_an_exception_that_other_code_raises_is_no_lost_rank_whatever_its_text(
 
 def test_only_a_backends_own_message_counts_where_other_code_calls_it() -> None:
     backend = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
-    assert lost_peer(called_in("my_package", backend))
-    assert lost_peer(called_in("automodel_ckpt.distributed.agree", "Connection closed by peer"))
-    assert not lost_peer(called_in("my_package", "Connection closed by peer"))
+    assert is_connection_error(called_in("my_package", backend))
+    assert is_connection_error(
+        called_in("automodel_ckpt.distributed.agree", "Connection closed by peer")
+    )
+    assert not is_connection_error(called_in("my_package", "Connection closed by peer"))
 
 
 def test_an_error_the_ranks_agreed_on_is_primary_where_it_began() -> None:
     error = disk_full()
     error.rank = 1  # type: ignore[attr-defined]
-    assert [record_of(error, rank).primary for rank in (0, 1)] == [False, True]
-    assert text_of(record_of(error, 1), several_ranks=True) == f"error: {error}"
+    assert [failure_record(error, rank).primary for rank in (0, 1)] == [False, True]
+    assert failure_text(failure_record(error, 1), several_ranks=True) == f"error: {error}"
 
 
 def test_a_message_names_its_rank_only_where_there_are_several() -> None:
     error = RecipeError("wrong", where="x", value=1, hint="y")
-    assert text_of(record_of(error, 3), several_ranks=True).endswith("\n  rank:   3")
-    assert "rank" not in text_of(record_of(error, 0), several_ranks=False)
+    assert failure_text(failure_record(error, 3), several_ranks=True).endswith("\n  rank:   3")
+    assert "rank" not in failure_text(failure_record(error, 0), several_ranks=False)
 
 
 def test_only_an_internal_error_carries_its_traceback() -> None:
     try:
         raise ValueError("boom")
     except ValueError as error:
-        text = text_of(record_of(error, 0), several_ranks=False)
+        text = failure_text(failure_record(error, 0), several_ranks=False)
     assert text.startswith("Traceback")
     assert text.endswith("internal error: ValueError: boom")
-    assert record_of(disk_full(), 0).details == ""
+    assert failure_record(disk_full(), 0).details == ""
 
 
 def test_a_death_is_told_by_signal_or_exit_code() -> None:
     assert (
-        death_of(1, -signal.SIGKILL, 0).message
+        death_record(1, -signal.SIGKILL, 0).message
         == "error: rank 1 was killed by SIGKILL (out of memory?)"
     )
-    assert death_of(1, -signal.SIGSEGV, 0).message == "error: rank 1 was killed by SIGSEGV"
+    assert death_record(1, -signal.SIGSEGV, 0).message == "error: rank 1 was killed by SIGSEGV"
     assert (
-        death_of(0, 7, 0).message
+        death_record(0, 7, 0).message
         == "error: rank 0 ended with exit code 7 before the run was done, without an error message"
     )
-    assert death_of(0, -62, 0).message == "error: rank 0 was killed by signal 62"
+    assert death_record(0, -62, 0).message == "error: rank 0 was killed by signal 62"
 
 
 def test_a_board_keeps_each_ranks_first_record_by_attempt(tmp_path: Path) -> None:
@@ -173,27 +177,27 @@ def test_a_board_keeps_each_ranks_first_record_by_attempt(tmp_path: Path) -> Non
         [],
         b"",
     )
-    failure_dir.sign_in(0, 1)
+    failure_dir.register_process(0, 1)
     failure_dir.write(0, record(1, 1, code=4))
     failure_dir.write(0, record(2, 1, code=1))
     failure_dir.write(10, record(3, 0))
     assert failure_dir.records(0) == [record(1, 1, code=4)]
     assert failure_dir.processes(0) == {1: os.getpid()}
     assert failure_dir.attempts() == [0, 10]
-    failure_dir.sign_stop(signal.SIGTERM)
-    failure_dir.sign_stop(signal.SIGINT)
+    failure_dir.record_signal(signal.SIGTERM)
+    failure_dir.record_signal(signal.SIGINT)
     assert list(failure_dir.stop_signals()) == [signal.SIGTERM, signal.SIGINT]
 
 
 def test_an_ended_process_is_gone_before_its_parent_asked() -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    assert not is_gone(process.pid)
+    assert not has_ended(process.pid)
     assert process.stdin is not None
     process.stdin.close()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    assert is_gone(process.pid)
+    assert has_ended(process.pid)
     process.wait(10)
-    assert is_gone(process.pid)
+    assert has_ended(process.pid)
 
 
 def test_who_did_not_answer_is_named_and_is_another_machine_where_all_of_this_one_spoke() -> None:
@@ -201,14 +205,14 @@ def test_who_did_not_answer_is_named_and_is_another_machine_where_all_of_this_on
         1.0, 0, 1, "internal error: Timed out waiting 12000ms", False, "Traceback", timed_out=True
     )
     told = {
-        (ranks, is_all): naming_the_silent(
+        (ranks, is_all): name_silent_ranks(
             waited, [waited], ranks, is_all=is_all
         ).message.splitlines()[0]
         for ranks in ((0, 1), (0,))
         for is_all in (True, False)
     }
-    assert told[(0, 1), True] == told[(0, 1), False] == "error: rank 1 did not answer in time"
-    assert told[(0,), False] == "error: another machine did not answer in time"
+    assert told[(0, 1), True] == told[(0, 1), False] == "error: rank 1 did not respond in time"
+    assert told[(0,), False] == "error: another node did not respond in time"
     assert told[(0,), True] == waited.message, (
         "ranks that wait for each other in vain: the traceback tells where"
     )

@@ -34,22 +34,22 @@ ENDED = """
 import os, signal, sys, time
 from pathlib import Path
 from automodel_ckpt.cli.launch.failures import FailureDirectory, FailureRecord
-from automodel_ckpt.cli.launch.launcher import _Forwarder
-from automodel_ckpt.cli.launch.nodes import LauncherRendezvous
-from automodel_ckpt.cli.launch.topology import rendezvous
+from automodel_ckpt.cli.launch.launcher import _SignalForwarder
+from automodel_ckpt.cli.launch.nodes import RendezvousHost
+from automodel_ckpt.cli.launch.topology import choose_rendezvous
 from automodel_ckpt.config.flags import LaunchFlags
 failure_dir = FailureDirectory(Path(sys.argv[1]))
 codes = [int(code) for code in sys.argv[2:]]
 for rank, code in enumerate(codes):
     if (child := os.fork()) == 0:
-        failure_dir.sign_in(0, rank)
+        failure_dir.register_process(0, rank)
         if code:
             failure_dir.write(0, FailureRecord(1.0, rank, code, f"ended with {code}"))
         if code < 128:
-            failure_dir.note_done(0, rank)
+            failure_dir.mark_done(0, rank)
         os._exit(0)
     os.waitpid(child, 0)
-with _Forwarder(failure_dir, LauncherRendezvous(rendezvous(LaunchFlags(), {}))):
+with _SignalForwarder(failure_dir, RendezvousHost(choose_rendezvous(LaunchFlags(), {}))):
     for pause in (1.1, 0):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(pause)
@@ -62,7 +62,7 @@ with _Forwarder(failure_dir, LauncherRendezvous(rendezvous(LaunchFlags(), {}))):
     [
         ((75, 75), 75, "ended with 75\n"),
         ((0, 0), 0, ""),
-        ((75, 143), 143, "stopped at once by a second SIGTERM\n"),
+        ((75, 143), 143, "stopped immediately by a second SIGTERM\n"),
     ],
 )
 def test_a_second_signal_to_a_launcher_whose_ranks_have_ended_keeps_the_code_of_done_work(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from automodel_ckpt.checkpoint.failures import as_failure
-from automodel_ckpt.cli.launch.failures import record_of
+from automodel_ckpt.cli.launch.failures import failure_record
 from automodel_ckpt.distributed.agree import _portable
 from automodel_ckpt.errors import SaveFailed, SystemLimit, describe, limit_error, os_problem
 from tests.support.shards import checkpoint_in
@@ -50,7 +50,7 @@ def test_the_limit_is_named_wherever_the_error_passes(error: Exception, limit: s
             and limit in message
             and "internal" not in message
         )
-        assert record_of(each, 0).details == ""
+        assert failure_record(each, 0).details == ""
         assert limit in str(_portable(each))
     failure = as_failure(error, "saving step 3", Path("run"))
     assert isinstance(failure, SaveFailed) and limit in str(failure)

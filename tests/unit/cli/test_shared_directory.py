@@ -9,7 +9,7 @@ from pathlib import Path
 from automodel_ckpt.cli.launch.shared_directory import (
     FRESH_SECONDS,
     PREFIX,
-    clear_left_over,
+    remove_leftovers,
     scratch_directory,
 )
 
@@ -23,7 +23,7 @@ def test_what_a_killed_launcher_left_goes_and_what_a_live_one_has_stays(tmp_path
             os.utime(entry, (0, entry.stat().st_mtime - 2 * FRESH_SECONDS))
     lives = os.open(tmp_path / f"{PREFIX}lives", os.O_RDONLY)
     fcntl.flock(lives, fcntl.LOCK_EX)
-    clear_left_over(tmp_path)
+    remove_leftovers(tmp_path)
     os.close(lives)
     left = [f"{PREFIX}just_made", f"{PREFIX}link", f"{PREFIX}lives", "other"]
     assert sorted(entry.name for entry in tmp_path.iterdir()) == left
@@ -33,6 +33,6 @@ def test_what_a_killed_launcher_left_goes_and_what_a_live_one_has_stays(tmp_path
 def test_a_launchers_directory_is_locked_while_it_runs_and_goes_with_it() -> None:
     with scratch_directory() as directory:
         os.utime(directory, (0, 0))
-        clear_left_over(directory.parent)
+        remove_leftovers(directory.parent)
         assert directory.is_dir()
     assert not directory.exists()

@@ -11,15 +11,15 @@ import pytest
 
 from automodel_ckpt.cli.launch.topology import (
     LOCAL,
+    choose_rendezvous,
     count_ranks,
+    cpu_quota,
     first_host,
-    forget_ranks,
-    num_joined,
-    quota_of_cores,
-    rendezvous,
+    remove_leftover_ranks,
     set_threads,
-    slurm_ranks,
+    slurm_environment,
     started_by,
+    started_world_size,
     visible_gpus,
 )
 from automodel_ckpt.config.flags import LaunchFlags
@@ -38,23 +38,23 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT"
 @pytest.mark.parametrize(
     ("environment", "flags", "who"),
     [
-        ({}, LaunchFlags(), "nobody"),
+        ({}, LaunchFlags(), None),
         (TORCHRUN, LaunchFlags(), "torchrun"),
         (STEP, LaunchFlags(), "srun"),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, LaunchFlags(), "srun"),
-        (STEP | {"SLURM_NTASKS": "1"}, LaunchFlags(), "nobody"),
-        (STEP, LaunchFlags(nproc_per_node="8", nnodes="4"), "nobody"),
+        (STEP | {"SLURM_NTASKS": "1"}, LaunchFlags(), None),
+        (STEP, LaunchFlags(nproc_per_node="8", nnodes="4"), None),
     ],
 )
 def test_who_started_this_process(
-    environment: dict[str, str], flags: LaunchFlags, who: str
+    environment: dict[str, str], flags: LaunchFlags, who: str | None
 ) -> None:
     assert started_by(environment, flags) == who
 
 
 def test_a_batch_script_is_no_task_of_srun() -> None:
     script = {name: value for name, value in STEP.items() if name != "SLURM_STEP_ID"}
-    assert started_by(script, LaunchFlags()) == "nobody"
+    assert started_by(script, LaunchFlags()) is None
 
 
 def test_flags_that_ask_for_ranks_are_refused_under_torchrun() -> None:
@@ -66,32 +66,34 @@ def test_flags_that_ask_for_ranks_are_refused_under_torchrun() -> None:
     "wrong", [{"RANK": "2"}, {"RANK": "a"}, {"MASTER_PORT": ""}, {"LOCAL_RANK": "x"}]
 )
 def test_variables_that_make_no_rank_are_refused(wrong: dict[str, str]) -> None:
-    with pytest.raises(RecipeError, match="these variables make no rank"):
+    with pytest.raises(RecipeError, match="these variables do not describe a rank"):
         started_by(TORCHRUN | wrong, LaunchFlags())
 
 
 def test_the_number_of_ranks_is_that_of_whoever_started_them() -> None:
     script = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "WORLD_SIZE": "9"}
-    joined = [num_joined(environment, LaunchFlags()) for environment in (TORCHRUN, STEP, script)]
+    joined = [
+        started_world_size(environment, LaunchFlags()) for environment in (TORCHRUN, STEP, script)
+    ]
     assert joined == [2, 4, None]
 
 
 def test_what_a_shell_has_left_over_of_a_rank_is_forgotten_and_what_looks_like_one_told() -> None:
     shell = {"RANK": "3", "LOCAL_RANK": "3", "HOME": "/root"}
-    assert (forget_ranks(shell), shell) == (["RANK"], {"HOME": "/root"})
-    assert forget_ranks({"LOCAL_RANK": "3"}) == []
+    assert (remove_leftover_ranks(shell), shell) == (["RANK"], {"HOME": "/root"})
+    assert remove_leftover_ranks({"LOCAL_RANK": "3"}) == []
 
 
 def test_a_task_of_srun_that_sees_its_own_gpu_alone_takes_that() -> None:
     own = {"SLURM_GPUS_PER_TASK": "1", "CUDA_VISIBLE_DEVICES": "0"}
     devices = [
-        slurm_ranks(STEP | gpu, LaunchFlags())["LOCAL_RANK"]
+        slurm_environment(STEP | gpu, LaunchFlags())["LOCAL_RANK"]
         for gpu in (own, own | {"CUDA_VISIBLE_DEVICES": "0,1"})
     ]
     assert devices == ["0", "1"]
-    assert slurm_ranks(STEP | {"RANK": "0", "WORLD_SIZE": "1"}, LaunchFlags())["RANK"] == "3", (
-        "a stale one"
-    )
+    assert (
+        slurm_environment(STEP | {"RANK": "0", "WORLD_SIZE": "1"}, LaunchFlags())["RANK"] == "3"
+    ), "a stale one"
 
 
 def test_sruns_variables_become_torchs() -> None:
@@ -100,7 +102,7 @@ def test_sruns_variables_become_torchs() -> None:
         "SLURM_STEP_NODELIST": "gpu[07-09],login",
         "SLURM_CPUS_PER_TASK": "6",
     }
-    ranks = slurm_ranks(STEP | nodes, LaunchFlags())
+    ranks = slurm_environment(STEP | nodes, LaunchFlags())
     assert ranks == {
         "RANK": "3",
         "WORLD_SIZE": "4",
@@ -111,7 +113,7 @@ def test_sruns_variables_become_torchs() -> None:
     }
     assert 20000 <= int(ranks["MASTER_PORT"]) < 30000
     assert (
-        slurm_ranks(STEP | nodes | {"SLURM_PROCID": "0"}, LaunchFlags())["MASTER_PORT"]
+        slurm_environment(STEP | nodes | {"SLURM_PROCID": "0"}, LaunchFlags())["MASTER_PORT"]
         == ranks["MASTER_PORT"]
     )
 
@@ -123,7 +125,7 @@ def test_what_the_user_set_stays_under_srun() -> None:
         "OMP_NUM_THREADS": "2",
         "SLURM_CPUS_PER_TASK": "6",
     }
-    ranks = slurm_ranks(STEP | given, LaunchFlags())
+    ranks = slurm_environment(STEP | given, LaunchFlags())
     assert (ranks["MASTER_ADDR"], ranks["MASTER_PORT"], ranks["OMP_NUM_THREADS"]) == (
         "mine",
         "1",
@@ -133,8 +135,8 @@ def test_what_the_user_set_stays_under_srun() -> None:
 
 def test_slurms_numbers_per_node_are_added_up() -> None:
     for text, number in (("4", 4), ("2(x2)", 4), ("2(x3),1", 7), ("1,2(x2)", 5)):
-        assert num_joined(STEP | {"SLURM_NTASKS": text}, LaunchFlags()) == number
-    assert slurm_ranks(STEP | {"SLURM_NTASKS": "2(x2)"}, LaunchFlags())["WORLD_SIZE"] == "4"
+        assert started_world_size(STEP | {"SLURM_NTASKS": text}, LaunchFlags()) == number
+    assert slurm_environment(STEP | {"SLURM_NTASKS": "2(x2)"}, LaunchFlags())["WORLD_SIZE"] == "4"
 
 
 @pytest.mark.parametrize(
@@ -150,12 +152,12 @@ def test_a_variable_of_slurm_that_is_no_number_is_named(name: str, text: str) ->
     with pytest.raises(
         RecipeError, match=rf"not a number\n  where:  {name}\n  value:  {re.escape(text)}\n"
     ):
-        slurm_ranks(STEP | {name: text}, LaunchFlags())
+        slurm_environment(STEP | {name: text}, LaunchFlags())
 
 
 def test_a_task_with_one_gpu_of_a_named_type_uses_that_one() -> None:
     own = {"SLURM_GPUS_PER_TASK": "a100:1", "CUDA_VISIBLE_DEVICES": "0"}
-    assert slurm_ranks(STEP | own, LaunchFlags())["LOCAL_RANK"] == "0"
+    assert slurm_environment(STEP | own, LaunchFlags())["LOCAL_RANK"] == "0"
 
 
 @pytest.mark.parametrize(
@@ -201,30 +203,35 @@ def test_a_containers_quota_of_cores(
     for name, text in files.items():
         (tmp_path / "tree" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "tree" / name).write_text(text)
-    assert quota_of_cores(tmp_path / "membership", tmp_path / "tree") == quota
-    assert quota_of_cores(tmp_path / "none", tmp_path / "tree") == math.inf
+    assert cpu_quota(tmp_path / "membership", tmp_path / "tree") == quota
+    assert cpu_quota(tmp_path / "none", tmp_path / "tree") == math.inf
 
 
 def test_one_machine_meets_itself_on_a_free_port_or_the_given_one() -> None:
-    meet = rendezvous(LaunchFlags(), {})
+    meet = choose_rendezvous(LaunchFlags(), {})
     assert (meet.rdzv_backend, meet.rdzv_endpoint) == (LOCAL, "127.0.0.1:0")
-    assert meet.run_id != rendezvous(LaunchFlags(), {}).run_id
-    assert rendezvous(LaunchFlags(master_port=7777), {}).rdzv_endpoint == "127.0.0.1:7777"
+    assert meet.run_id != choose_rendezvous(LaunchFlags(), {}).run_id
+    assert choose_rendezvous(LaunchFlags(master_port=7777), {}).rdzv_endpoint == "127.0.0.1:7777"
 
 
 def test_several_machines_meet_as_with_torchrun() -> None:
-    elastic = rendezvous(LaunchFlags(nnodes="2:4", rdzv_endpoint="head:29400", rdzv_id="job"), {})
+    elastic = choose_rendezvous(
+        LaunchFlags(nnodes="2:4", rdzv_endpoint="head:29400", rdzv_id="job"), {}
+    )
     assert (elastic.rdzv_backend, elastic.min_nodes, elastic.max_nodes, elastic.run_id) == (
         "c10d",
         2,
         4,
         "job",
     )
-    assert rendezvous(LaunchFlags(rdzv_endpoint="head"), {}).rdzv_endpoint == "head:29400"
-    assert rendezvous(LaunchFlags(rdzv_endpoint="[fd00::1]"), {}).rdzv_endpoint == "[fd00::1]:29400"
+    assert choose_rendezvous(LaunchFlags(rdzv_endpoint="head"), {}).rdzv_endpoint == "head:29400"
+    assert (
+        choose_rendezvous(LaunchFlags(rdzv_endpoint="[fd00::1]"), {}).rdzv_endpoint
+        == "[fd00::1]:29400"
+    )
     assert [
-        meet.restarts(asked)
-        for meet in (elastic, rendezvous(LaunchFlags(), {}))
+        meet.max_restarts(asked)
+        for meet in (elastic, choose_rendezvous(LaunchFlags(), {}))
         for asked in (None, 0, 5)
     ] == [
         3,
@@ -234,14 +241,16 @@ def test_several_machines_meet_as_with_torchrun() -> None:
         0,
         5,
     ]
-    static = rendezvous(LaunchFlags(nnodes="2", master_addr="head", node_rank=1), {})
+    static = choose_rendezvous(LaunchFlags(nnodes="2", master_addr="head", node_rank=1), {})
     assert (static.rdzv_backend, static.rdzv_endpoint, static.node_rank) == (
         "static",
         "head:29500",
         1,
     )
     assert (
-        rendezvous(LaunchFlags(nnodes="2", master_addr="head"), {"SLURM_NODEID": "1"}).node_rank
+        choose_rendezvous(
+            LaunchFlags(nnodes="2", master_addr="head"), {"SLURM_NODEID": "1"}
+        ).node_rank
         == 1
     )
 
@@ -269,7 +278,7 @@ def test_flags_that_contradict_each_other_or_say_too_little_are_refused(
     flags: LaunchFlags, where: str
 ) -> None:
     with pytest.raises(RecipeError) as raised:
-        rendezvous(flags, {})
+        choose_rendezvous(flags, {})
     assert raised.value.problems[0].where.startswith(where)
     assert raised.value.problems[0].hint
 
@@ -324,16 +333,18 @@ def test_ranks_that_mpirun_started_are_refused_instead_of_training_alone() -> No
             started_by(environment, LaunchFlags())
     assert (
         started_by({"OMPI_COMM_WORLD_SIZE": "2"}, LaunchFlags(nproc_per_node="8", nnodes="2"))
-        == "nobody"
+        is None
     )
-    assert started_by({"OMPI_COMM_WORLD_SIZE": "1"}, LaunchFlags()) == "nobody"
+    assert started_by({"OMPI_COMM_WORLD_SIZE": "1"}, LaunchFlags()) is None
     ranks = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "head", "MASTER_PORT": "29500"}
     assert started_by({"OMPI_COMM_WORLD_SIZE": "2", **ranks}, LaunchFlags()) == "torchrun"
 
 
 def test_a_step_of_several_machines_without_their_names_needs_the_first_ones() -> None:
     step = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_NODES": "2"}
-    with pytest.raises(RecipeError, match="which machines"):
-        slurm_ranks(step, LaunchFlags())
-    assert slurm_ranks(step, LaunchFlags(master_addr="head"))["MASTER_ADDR"] == "head"
-    assert slurm_ranks(step | {"MASTER_ADDR": "there"}, LaunchFlags())["MASTER_ADDR"] == "there"
+    with pytest.raises(RecipeError, match="does not provide the nodes"):
+        slurm_environment(step, LaunchFlags())
+    assert slurm_environment(step, LaunchFlags(master_addr="head"))["MASTER_ADDR"] == "head"
+    assert (
+        slurm_environment(step | {"MASTER_ADDR": "there"}, LaunchFlags())["MASTER_ADDR"] == "there"
+    )

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from automodel_ckpt import errors
-from automodel_ckpt.cli.launch.failures import record_of
+from automodel_ckpt.cli.launch.failures import failure_record
 from automodel_ckpt.config.bind import hints_of
 from automodel_ckpt.config.canonical_yaml import canonical_tree
 from automodel_ckpt.config.convert import members, section_type, typed
@@ -388,7 +388,7 @@ def test_errors_that_come_up_later_show_the_reference_too(
         ),
         ValueError(f"no {SECRET} {loaded.config.dataset.kwargs['x']!r} abc, not abcd 7"),
     ):
-        shown = record_of(error, 0)
+        shown = failure_record(error, 0)
         assert SECRET not in shown.message + shown.details
         assert "no ${oc.env:CKPT_TEST}" in shown.message
         assert "a/${oc.env:CKPT_TEST}" in shown.message
