@@ -1,30 +1,81 @@
-"""Charts as SVG text: lines with marks over steps, and stems. Colours are classes, so that the page's style decides."""
+"""The charts of a report: which lines and marks each one contains, the ranges of its axes, and the legend.
+
+The charts are computed once, and independently of their format: :mod:`~automodel_ckpt.report.svg` draws them for the
+HTML page, :mod:`~automodel_ckpt.report.picture` as a PNG, and :mod:`~automodel_ckpt.report.sparkline` as text. A new
+curve is a line in :data:`PANELS`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from html import escape
 
-from automodel_ckpt.report.history import Series
-from automodel_ckpt.report.scale import Scale, scale_over, short
+from automodel_ckpt.report.history import History, Series
+from automodel_ckpt.report.scale import padded_range
 
-WIDTH, HEIGHT = 860, 250
-LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 30
-MAX_POINTS = 1600
-# Colors of the page's style sheet; further runs get other hues.
-NUM_COLOURS = 6
-_MORE_HUES = (335, 205, 135, 75, 235, 285)
-_SHELVES = 12
-# Lines with more points get no circles. Stems of runs that save at the same steps are drawn side by side.
-_MOST_CIRCLES = 60
-_ASIDE = 3.0
-_MOST_ASIDE = 24.0
+_SMOOTHED_POINTS = 200
+"""Series with at least so many points are drawn faint, with their moving average."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A field of :attr:`History.series` to draw.
+
+    *style* is ``line``, ``dots`` or ``stems``. *label* follows the name of the run. *text_title* is its title on a
+    terminal; curves without one are not shown there. A *smoothed* curve shows its moving average if it is long.
+    """
+
+    field: str
+    style: str = "line"
+    label: str = ""
+    text_title: str = ""
+    smoothed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A chart of the report: its *title* and *curves*; with *from_zero*, the y axis contains 0."""
+
+    title: str
+    curves: Sequence[Curve]
+    from_zero: bool = False
+    has_marks: bool = False
+
+
+PANELS: Sequence[Panel] = (
+    Panel(
+        "Loss",
+        (
+            Curve("loss", text_title="loss", smoothed=True),
+            Curve("val_loss", "dots", "validation", text_title="validation"),
+        ),
+        has_marks=True,
+    ),
+    Panel("Gradient norm", (Curve("grad_norm", text_title="grad norm", smoothed=True),)),
+    Panel("Learning rate", (Curve("lr", text_title="lr"),), from_zero=True),
+    Panel(
+        "Throughput, tokens per second",
+        (Curve("tps", text_title="tok/s", smoothed=True),),
+        from_zero=True,
+    ),
+    Panel("Training waited for saves, seconds", (Curve("stall_seconds", "stems"),), from_zero=True),
+    Panel("Size of saves, bytes", (Curve("bytes", "stems"),), from_zero=True),
+)
+"""All charts, in their order."""
+
+LEGEND = {
+    "faint": "each step (the line: smoothed)",
+    "dots": "validation",
+    "saved": "checkpoint",
+    "best": "LOWEST_VAL",
+    "resumed": "resumed",
+}
+"""The styles of lines and kinds of marks that a legend explains."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A series to draw: *run* numbers its colour; *style* is ``line``, ``faint``, ``dots`` or ``stems``."""
+    """A series to draw. *run* is the number of its color; *style* is ``line``, ``faint``, ``dots`` or ``stems``."""
 
     label: str
     run: int
@@ -34,7 +85,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Something that happened at a step: ``saved``, ``best`` or ``resumed``; *text* is shown on hovering."""
+    """An event at a step. *kind* is ``saved``, ``best`` or ``resumed``; *value* is its y position, if any."""
 
     kind: str
     run: int
@@ -45,116 +96,79 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A panel with a *title*, lines and marks; its x axis contains at least *steps* (first, last)."""
+    """A chart to draw. *step_range* and *value_range* are the lowest and highest values on its axes."""
 
     title: str
     lines: Sequence[Line]
-    marks: Sequence[Mark] = ()
-    from_zero: bool = False
-    steps: tuple[int, int] = (0, 1)
-
-    @property
-    def is_empty(self) -> bool:
-        return not any(len(line.series) for line in self.lines)
-
-    def scales(self) -> tuple[Scale, Scale]:
-        """The scales of the steps (x axis) and of the values (y axis)."""
-        steps = [*self.steps, *(mark.step for mark in self.marks)]
-        values = [value for line in self.lines for value in line.series.values]
-        return (
-            scale_over(steps, LEFT, WIDTH - RIGHT),
-            scale_over(values, HEIGHT - BOTTOM, TOP, from_zero=self.from_zero),
-        )
-
-    def svg(self) -> str:
-        """The panel as SVG text; its width follows the page's width."""
-        across, up = self.scales()
-        parts = [*_grid(across, up), *self._vertical_marks(across)]
-        num_runs = 1 + max((line.run for line in self.lines), default=0)
-        for line in self.lines:
-            parts += _drawn(line, across, up, num_runs)
-        parts += self._point_marks(across, up)
-        scale = f'data-low="{across.low!r}" data-high="{across.high!r}"'
-        opening = (
-            f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-            f'tabindex="0" aria-label="{escape(self.title)}" {scale}>'
-        )
-        return "\n".join(
-            [opening, *parts, '<line class="cursor" y1="14" y2="220" x1="-9" x2="-9"/>', "</svg>"]
-        )
-
-    def _vertical_marks(self, across: Scale) -> Iterator[str]:
-        for mark in self.marks:
-            x = across(mark.step)
-            if mark.kind == "resumed":
-                yield (
-                    f'<line class="resumed c{mark.run}" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" '
-                    f'y2="{HEIGHT - BOTTOM}"><title>{escape(mark.text)}</title></line>'
-                )
-            elif mark.kind == "saved":
-                y = HEIGHT - BOTTOM - 7 * (mark.run % _SHELVES)
-                yield (
-                    f'<path class="saved c{mark.run}" d="M{x:.1f} {y - 7}l4 7h-8z">'
-                    f"<title>{escape(mark.text)}</title></path>"
-                )
-
-    def _point_marks(self, across: Scale, up: Scale) -> Iterator[str]:
-        for mark in self.marks:
-            if mark.kind == "best" and mark.value is not None:
-                yield (
-                    f'<circle class="best c{mark.run}" cx="{across(mark.step):.1f}" '
-                    f'cy="{up(mark.value):.1f}" r="6"><title>{escape(mark.text)}</title></circle>'
-                )
+    marks: Sequence[Mark]
+    from_zero: bool
+    step_range: tuple[float, float]
+    value_range: tuple[float, float]
 
 
-def more_colours(num_runs: int) -> str:
-    """Style for the runs beyond the style sheet's colours: hues between those, and then the same in other shades."""
-    rules = []
-    for run in range(NUM_COLOURS, num_runs):
-        cycle, place = divmod(run - NUM_COLOURS, len(_MORE_HUES))
-        lightness = (0, 0.1, -0.1)[cycle % 3]
-        shade = f"calc(var(--level) + {lightness})"
-        hue = _MORE_HUES[place] + 17 * (cycle // 3)
-        dash = 14 - 3 * min(cycle, 3)
-        rules.append(f".c{run}{{--c:oklch({shade} .15 {hue}deg)}}")
-        rules.append(f".line.c{run}:not(.dashed){{stroke-dasharray:{dash} 3}}")
-    return "".join(rules)
+def charts_of(runs: Sequence[History]) -> list[Chart]:
+    """Return the charts of *runs* that contain values. All have the same range of steps, except for marks beyond it."""
+    last_steps: list[int] = []
+    for run in runs:
+        for series in run.series.values():
+            last_steps += series.steps[-1:]
+    last = max(last_steps, default=1)
+    charts = []
+    for panel in PANELS:
+        lines = _lines_of(panel, runs)
+        if any(len(line.series) for line in lines):
+            marks = list(_marks_of(runs)) if panel.has_marks else []
+            charts.append(_chart(panel, lines, marks, last))
+    return charts
 
 
-def _grid(across: Scale, up: Scale) -> Iterator[str]:
-    for value in up.ticks():
-        y = up(value)
-        yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        yield f'<text class="tick up" x="{LEFT - 8}" y="{y + 4:.1f}">{short(value)}</text>'
-    for step in across.ticks(8):
-        if step == int(step):
-            text = (
-                f'<text class="tick" x="{across(step):.1f}" '
-                f'y="{HEIGHT - 10}" text-anchor="middle">{short(step)}</text>'
-            )
-            yield text
+def _chart(panel: Panel, lines: Sequence[Line], marks: Sequence[Mark], last: int) -> Chart:
+    steps = [1, last]
+    for mark in marks:
+        steps.append(mark.step)
+    values: list[float] = []
+    for line in lines:
+        values += line.series.values
+    return Chart(
+        panel.title,
+        lines,
+        marks,
+        panel.from_zero,
+        step_range=padded_range(steps),
+        value_range=padded_range(values, from_zero=panel.from_zero),
+    )
 
 
-def _drawn(line: Line, across: Scale, up: Scale, num_runs: int) -> Iterator[str]:
-    series = line.series.at_most(MAX_POINTS)
-    apart = min(_ASIDE, _MOST_ASIDE / num_runs) if line.style == "stems" else 0.0
-    aside = apart * (line.run - (num_runs - 1) / 2)  # several runs may save at the same step
-    places = [
-        (across(step) + aside, up(value))
-        for step, value in zip(series.steps, series.values, strict=True)
-    ]
-    colour = f"c{line.run}"
-    if line.style == "stems":
-        foot = up(max(up.low, 0.0))
-        yield from (
-            f'<path class="stem {colour}" d="M{x:.1f} {foot:.1f}V{y:.1f}"/>' for x, y in places
-        )
-    elif places:
-        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-        style = "line dashed" if line.style == "dots" else line.style
-        yield f'<polyline class="{style} {colour}" points="{points}"/>'
-    has_circles = line.style in ("dots", "stems") and len(places) <= _MOST_CIRCLES
-    if has_circles or len(places) == 1:
-        yield from (
-            f'<circle class="dot {colour}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in places
-        )
+def _lines_of(panel: Panel, runs: Sequence[History]) -> list[Line]:
+    lines = []
+    for number, run in enumerate(runs):
+        for curve in panel.curves:
+            series = run.series[curve.field]
+            label = f"{run.name}, {curve.label}" if curve.label else run.name
+            if curve.smoothed and len(series) >= _SMOOTHED_POINTS:
+                lines.append(Line(f"{label}, each step", number, series, "faint"))
+                lines.append(Line(f"{label}, smoothed", number, series.smoothed()))
+            else:
+                lines.append(Line(label, number, series, curve.style))
+    return lines
+
+
+def _marks_of(runs: Sequence[History]) -> Iterator[Mark]:
+    for number, run in enumerate(runs):
+        for step in run.resumed_at:
+            yield Mark("resumed", number, step, f"{run.name}: resumed from step {step}")
+        for checkpoint in run.checkpoints:
+            text = f"{run.name}: checkpoint {checkpoint.name}"
+            yield Mark("saved", number, checkpoint.step, text)
+            if "LOWEST_VAL" in checkpoint.pointers:
+                text = f"{run.name}: LOWEST_VAL, {checkpoint.name}"
+                yield Mark("best", number, checkpoint.step, text, checkpoint.val_loss)
+
+
+def legend_of(charts: Sequence[Chart]) -> dict[str, str]:
+    """Return the entries of :data:`LEGEND` for the lines and marks that the *charts* contain."""
+    found = set()
+    for chart in charts:
+        found |= {line.style for line in chart.lines if len(line.series)}
+        found |= {mark.kind for mark in chart.marks}
+    return {kind: text for kind, text in LEGEND.items() if kind in found}

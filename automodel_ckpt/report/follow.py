@@ -20,7 +20,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -36,6 +36,7 @@ OUTPUT = ".trackers.log"
 _MEMORY_BYTES = 1 << 20
 POLL_SECONDS = 1.0
 LAST_SECONDS = 60
+"""How long the process may take to send the last values after the trainer has ended."""
 _TRAIN: tuple[str, ...] = ("loss", "grad_norm", "lr", "tps", "tokens", "label_tokens", "mem")
 _SAVE: tuple[str, ...] = ("stall_seconds", "total_seconds", "bytes", "free_bytes")
 
@@ -43,10 +44,10 @@ Options = Mapping[str, Mapping[str, Any]]
 
 
 @contextlib.contextmanager
-def holding(run: Path, *, wait: bool) -> Iterator[bool]:
-    """Hold the lock of the process that sends this run's log.
+def upload_lock(run: Path, *, wait: bool) -> Iterator[bool]:
+    """Lock the uploading of this run's log inside the context, and yield True.
 
-    Yields True if the lock is held. With *wait*, waits for it; without, yields False if another process holds it.
+    With *wait*, waits for another process that uploads it; without, yields False if there is one.
     """
     with _appending(run / OUTPUT) as file:
         try:
@@ -58,10 +59,10 @@ def holding(run: Path, *, wait: bool) -> Iterator[bool]:
 
 
 class Follower:
-    """Sends the lines of the logs of *run* that *trackers* (options by name) do not have yet.
+    """Sends the lines of the logs of *run* to *trackers* (options by name) that they do not have yet.
 
     *after* is the step that a starting run continues from, None if no run starts; *went_back* means that the run
-    ignores later checkpoints. A tracker that raises is reported once with *complain*, and disabled.
+    ignores later checkpoints. A tracker that raises is reported once with *warn*, and disabled.
     """
 
     def __init__(
@@ -69,82 +70,111 @@ class Follower:
         run: Path,
         trackers: Options,
         after: int | None,
-        complain: Callable[[str], None] = log.warning,
+        warn: Callable[[str], None] = log.warning,
         *,
         went_back: bool = False,
     ) -> None:
         self.run = run
-        self._complain = complain
+        self._warn = warn
         self._memory = _read_memory(run)
         self._trackers: dict[str, Tracker] = {}
         self._sent: dict[str, dict[str, int]] = {}
-        self._lines = [_Lines(run / layout.TRAINING_LOG), _Lines(run / layout.VALIDATION_LOG)]
-        self._waiting = [record for lines in self._lines for record in lines.new()]
+        """The last step that each tracker has, for each group of values"""
+        self._logs = [
+            _LogReader(run / layout.TRAINING_LOG),
+            _LogReader(run / layout.VALIDATION_LOG),
+        ]
+        self._unsent = self._new_records()
         for name, options in trackers.items():
-            self._guarded(name, partial(self._start, name, options, after, went_back))
-        self._remember()
+            self._try(name, partial(self._start, name, options, after, went_back))
+        self._write_memory()
 
     def feed(self) -> None:
         """Send the complete lines that were added since the last call, in the order of their steps."""
-        records = self._waiting + [record for lines in self._lines for record in lines.new()]
-        self._waiting = []
-        for record in sorted(records, key=lambda record: record["step"]):
-            if values := values_of(record):
-                for name in [*self._trackers]:
+        records = self._unsent + self._new_records()
+        self._unsent = []
+        records.sort(key=lambda record: record["step"])
+        for record in records:
+            values = values_of(record)
+            if values:
+                for name in list(self._trackers):
                     self._log(name, record["step"], values)
         if records:
-            for name in [*self._trackers]:
-                self._guarded(name, self._trackers[name].flush)
-            self._remember()
+            for name in list(self._trackers):
+                self._try(name, self._trackers[name].flush)
+            self._write_memory()
 
     def close(self) -> None:
         """Send the last lines, and close the trackers, which send their buffered values."""
         self.feed()
-        for name in [*self._trackers]:
-            self._guarded(name, self._trackers[name].close)
+        for name in list(self._trackers):
+            self._try(name, self._trackers[name].close)
             if name in self._trackers:
                 del self._memory[name]["open"]
-        self._remember()
+        self._write_memory()
+
+    def _new_records(self) -> list[dict[str, Any]]:
+        records: list[dict[str, Any]] = []
+        for reader in self._logs:
+            records += reader.new_records()
+        return records
 
     def _start(
         self, name: str, options: Mapping[str, Any], after: int | None, went_back: bool
     ) -> None:
-        kind, memory = TRACKERS[name], self._memory.setdefault(name, {"sent": {}})
-        had, is_torn = bool(memory["sent"]), memory.pop("open", False)
-        is_behind = after is not None and any(step > after for step in memory["sent"].values())
-        others = is_behind and (went_back or after == 0) and not kind.forgets
-        if others or (had and is_torn and not kind.is_durable):
-            memory = self._memory[name] = {"sent": {}, "attempt": memory.get("attempt", 1) + 1}
-        had, sent = bool(memory["sent"]), memory["sent"]
+        """Connect to a tracker. Starts a new run of it if the values that it has do not belong to this run."""
+        tracker_class = TRACKERS[name]
+        memory = self._memory.setdefault(name, {"sent": {}})
+        was_killed = memory.pop("open", False)
+        sent: dict[str, int] = memory["sent"]
+        has_later_steps = after is not None and any(step > after for step in sent.values())
+        goes_back = has_later_steps and (went_back or after == 0)
+        may_have_lost = bool(sent) and was_killed and not tracker_class.is_durable
+        if may_have_lost or (goes_back and not tracker_class.forgets):
+            memory = {"sent": {}, "attempt": memory.get("attempt", 1) + 1}
+            self._memory[name] = memory
+            sent = memory["sent"]
         memory["open"] = True
-        tracker = kind(self.run, memory, **options)
-        if kind.forgets and had:
-            first = min(
-                [*_steps_to_send(self._waiting, sent), *([] if after is None else [after + 1])],
-                default=None,
-            )
+        # Created first: the constructor stores the id of the tracker's run in the memory.
+        tracker = tracker_class(self.run, memory, **options)
+        if tracker_class.forgets and sent:
+            first = self._first_step_to_send(sent, after)
             if first is not None:
-                sent |= {group: min(step, first - 1) for group, step in sent.items()}
-                self._remember()  # first: a kill after the forgetting would leave a gap
+                for group, step in sent.items():
+                    sent[group] = min(step, first - 1)
+                # Before the tracker forgets: a kill in between would otherwise leave a gap.
+                self._write_memory()
                 tracker.forget(first)
         self._trackers[name], self._sent[name] = tracker, sent
 
+    def _first_step_to_send(self, sent: Mapping[str, int], after: int | None) -> int | None:
+        """Return the first step that the tracker lacks or that the run will repeat; None if there is none."""
+        steps = [] if after is None else [after + 1]
+        for record in self._unsent:
+            values = values_of(record)
+            if values and record["step"] > sent.get(_group(values), 0):
+                steps.append(record["step"])
+        return min(steps, default=None)
+
     def _log(self, name: str, step: int, values: Mapping[str, float]) -> None:
-        group, sent = _group(values), self._sent[name]
+        """Log the values of a step, unless the tracker has that step, or a later one, of the group."""
+        sent = self._sent[name]
+        group = _group(values)
         if step > sent.get(group, 0):
-            self._guarded(name, lambda: self._trackers[name].log(step, values))
+            self._try(name, lambda: self._trackers[name].log(step, values))
             if name in self._trackers:
                 sent[group] = step
 
-    def _guarded(self, name: str, action: Callable[[], None]) -> None:
+    def _try(self, name: str, action: Callable[[], None]) -> None:
+        """Call *action*; if it raises, disable the tracker and warn."""
         try:
             action()
         except (Exception, SystemExit) as error:
             self._trackers.pop(name, None)
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            self._complain(f"tracker {name} is disabled, training continues: {reason}")
+            self._warn(f"tracker {name} is disabled, training continues: {reason}")
 
-    def _remember(self) -> None:
+    def _write_memory(self) -> None:
         staged = self.run / (MEMORY + ".tmp")
         with os.fdopen(open_regular(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
             json.dump(self._memory, file)
@@ -155,31 +185,28 @@ def _appending(path: Path) -> IO[bytes]:
     return os.fdopen(open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
 
 
-def _steps_to_send(records: Sequence[Mapping[str, Any]], sent: Mapping[str, int]) -> Iterator[int]:
-    for record in records:
-        if (values := values_of(record)) and record["step"] > sent.get(_group(values), 0):
-            yield record["step"]
-
-
 def _group(values: Mapping[str, float]) -> str:
-    """The group of *values*: ``train``, ``val`` or ``save``. A step's values are logged in separate lines per group."""
+    """Return the group of *values*: ``train``, ``val`` or ``save``. Each group of a step has its own log line."""
     return next(iter(values)).partition("/")[0]
 
 
-class _Lines:
-    """Reads the records that are appended to a file."""
+class _LogReader:
+    """Reads the records that are appended to a log."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._read = path, 0
+        self._path = path
+        self._num_bytes_read = 0
 
-    def new(self) -> Iterator[dict[str, Any]]:
+    def new_records(self) -> Iterator[dict[str, Any]]:
+        """Yield the records of the complete lines that were added since the last call. Other lines are ignored."""
         try:
             with os.fdopen(open_regular(self._path), "rb") as file:
-                file.seek(self._read)
+                file.seek(self._num_bytes_read)
+                # The last line may still be written.
                 complete, newline, _ = file.read().rpartition(b"\n")
         except FileNotFoundError:
             return
-        self._read += len(complete) + len(newline)
+        self._num_bytes_read += len(complete) + len(newline)
         for line in complete.splitlines():
             try:
                 record = json.loads(line)
@@ -190,32 +217,34 @@ class _Lines:
 
 
 def values_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """The values of a log line, by the names that trackers display."""
+    """Return the values of a log line, by the names that trackers display. Values that are not numbers are omitted."""
+    fields = {}
     if "val_loss" in record:
-        return _numbers({"val/loss": record["val_loss"]})
-    event = record.get("event")
-    event = event if event is None or isinstance(event, str) else ""
-    prefix = "save" if event else "train"
-    fields = {None: _TRAIN, "save": _SAVE}.get(event, ())
-    return _numbers({f"{prefix}/{field}": record.get(field) for field in fields})
-
-
-def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    return {
-        k: v for k, v in values.items() if isinstance(v, (int, float)) and not isinstance(v, bool)
-    }
+        fields["val_loss"] = "val/loss"
+    elif record.get("event") is None:
+        fields = {field: f"train/{field}" for field in _TRAIN}
+    elif record["event"] == "save":
+        fields = {field: f"save/{field}" for field in _SAVE}
+    values = {}
+    for field, name in fields.items():
+        value = record.get(field)
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            values[name] = value
+    return values
 
 
 def _read_memory(run: Path) -> dict[str, dict[str, Any]]:
+    """Read what previous processes have sent to each tracker; empty if the file is missing or damaged."""
     try:
         memory = json.loads(read_safely(run, MEMORY, limit=_MEMORY_BYTES))
     except (FileNotFoundError, ValueError, RecursionError):
         return {}
-    good = isinstance(memory, dict) and all(_is_memory(entry) for entry in memory.values())
-    return memory if good else {}
+    if not isinstance(memory, dict) or not all(map(_is_valid_entry, memory.values())):
+        return {}
+    return memory
 
 
-def _is_memory(entry: Any) -> bool:
+def _is_valid_entry(entry: Any) -> bool:
     sent = entry.get("sent") if isinstance(entry, dict) else None
     return isinstance(sent, dict) and all(isinstance(step, int) for step in sent.values())
 
@@ -223,39 +252,37 @@ def _is_memory(entry: Any) -> bool:
 def main(run: Path) -> None:
     """Follow *run* until standard input closes, which happens when the trainer ends in any way."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(
-            number, signal.SIG_IGN
-        )  # a terminal sends them to all processes, but only the trainer's end counts
-    complain = _redirected(run)
+        # A terminal sends them to all processes, but only the end of the trainer matters.
+        signal.signal(number, signal.SIG_IGN)
+    warn = _redirect_output(run)
     job = json.loads(sys.stdin.readline())
-    with holding(run, wait=True):  # the process of a previous start may still be sending
-        follower = Follower(
-            run, job["trackers"], job["after"], complain, went_back=job["went_back"]
-        )
-        while not _ended(sys.stdin.fileno()):
+    with upload_lock(run, wait=True):  # the process of a previous start may still be sending
+        follower = Follower(run, job["trackers"], job["after"], warn, went_back=job["went_back"])
+        while not _is_closed(sys.stdin.fileno()):
             follower.feed()
         signal.alarm(LAST_SECONDS)
         follower.close()
 
 
-def _ended(descriptor: int) -> bool:
+def _is_closed(descriptor: int) -> bool:
+    """Whether the other end of a pipe was closed. Waits POLL_SECONDS for it."""
     readable, _, _ = select.select([descriptor], [], [], POLL_SECONDS)
     return bool(readable) and not os.read(descriptor, 1)
 
 
-def _redirected(run: Path) -> Callable[[str], None]:
+def _redirect_output(run: Path) -> Callable[[str], None]:
     """Redirect the output of libraries to a file, and return a function that still reports to the user."""
     user = os.fdopen(os.dup(2), "w")
     with _appending(run / OUTPUT) as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
 
-    def complain(message: str) -> None:
+    def warn(message: str) -> None:
         sys.stderr.write(f"{time.strftime('%F %T')} {message}\n")
         user.write(f"warning: {message} ({run / OUTPUT} has its output)\n")
         user.flush()
 
-    return complain
+    return warn
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Reads a run's directory as series to plot: ``training.jsonl``, ``validation.jsonl`` and its checkpoints.
+"""Read a run's directory as series to plot: ``training.jsonl``, ``validation.jsonl`` and its checkpoints.
 
 Torn lines and lines without numbers are ignored, because a report is most useful for a run that crashed.
 """
@@ -18,7 +18,7 @@ from automodel_ckpt.checkpoint.manifest import Summary
 from automodel_ckpt.checkpoint.run import late_validations, resume
 from automodel_ckpt.errors import CheckpointUnusable
 
-_LARGEST, _LAST_STEP = 1e100, 2**53
+_MAX_VALUE, _MAX_STEP = 1e100, 2**53
 """Limits of plotted values and steps, within which sums and differences stay finite and exact."""
 
 
@@ -33,38 +33,44 @@ class Series:
         return len(self.steps)
 
     def at_most(self, num_points: int) -> Series:
-        """A series of at most *num_points* points with the same extremes: the lowest and highest point per interval."""
+        """Return a series of at most *num_points* points that looks the same when it is drawn.
+
+        It contains the lowest and the highest point of each interval.
+        """
         if len(self) <= num_points:
             return self
-        kept: list[int] = []
-        interval = 2 * len(self) / num_points
-        for number in range(num_points // 2):
-            indices = range(int(number * interval), int((number + 1) * interval))
+        num_intervals = num_points // 2
+        length = 2 * len(self) / num_points
+        selected: list[int] = []
+        for number in range(num_intervals):
+            start, end = int(number * length), int((number + 1) * length)
+            indices = range(start, end)
             lowest = min(indices, key=self.values.__getitem__)
             highest = max(indices, key=self.values.__getitem__)
-            kept += sorted({lowest, highest})
-        steps = tuple(self.steps[index] for index in kept)
-        values = tuple(self.values[index] for index in kept)
+            selected += sorted({lowest, highest})
+        steps = tuple(self.steps[index] for index in selected)
+        values = tuple(self.values[index] for index in selected)
         return Series(steps, values)
 
     def smoothed(self) -> Series:
-        """The exponential moving average over a hundredth of the series, at least ten values.
+        """Return the exponential moving average over a hundredth of the series, at least ten values.
 
         The bias at the start is corrected as in Adam (Kingma and Ba, 2015).
         """
         window = max(10, len(self) / 100)
-        weight = 1 - 1 / window
-        average, total, values = 0.0, 0.0, []
+        decay = 1 - 1 / window
+        average = total_weight = 0.0
+        averages = []
         for value in self.values:
-            average = weight * average + (1 - weight) * value
-            total = weight * total + (1 - weight)
-            values.append(average / total)
-        return Series(self.steps, tuple(values))
+            average = decay * average + (1 - decay) * value
+            total_weight = decay * total_weight + (1 - decay)
+            averages.append(average / total_weight)
+        return Series(self.steps, tuple(averages))
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint; *pointers* are the names of the links to it."""
+    """A complete checkpoint. *pointers* are the names of the pointers to it, such as LATEST."""
 
     name: str
     step: int
@@ -80,7 +86,8 @@ class History:
     """A run, read from its directory.
 
     *series* has the fields ``loss``, ``grad_norm``, ``lr``, ``tps``, ``val_loss``, ``stall_seconds`` and ``bytes``.
-    *checkpoints* are sorted from the oldest to the newest; *not_finite* are the steps whose loss is not finite.
+    *checkpoints* are sorted from the oldest to the newest. *timestamps* are in seconds since 1970. *not_finite* are the
+    steps whose loss is not finite.
     """
 
     name: str
@@ -95,13 +102,13 @@ class History:
 
     @property
     def seconds(self) -> float:
-        """The time from the first logged step to the last, including pauses between a stop and its resume."""
+        """Return the seconds from the first logged step to the last, including pauses between a stop and its resume."""
         times = self.timestamps.values
         return times[-1] - times[0] if times else 0.0
 
 
 def read_history(path: Path, name: str | None = None) -> History:
-    """The history of the run in *path*. Raises :class:`CheckpointUnusable` if the directory contains no run."""
+    """Read the history of the run in *path*. Raises :class:`CheckpointUnusable` if the directory contains no run."""
     records = list(_records(path / layout.TRAINING_LOG))
     validations = list(_records(path / layout.VALIDATION_LOG))
     checkpoints = tuple(_checkpoints(path)) if path.is_dir() else ()
@@ -114,28 +121,36 @@ def read_history(path: Path, name: str | None = None) -> History:
         )
     steps = [record for record in records if "event" not in record]
     saves = [record for record in records if record.get("event") == "save"]
-    series = {name: _series(steps, name) for name in ("loss", "grad_norm", "lr", "tps")}
-    series["val_loss"] = _series(validations, "val_loss")
-    series |= {name: _series(saves, name) for name in ("stall_seconds", "bytes")}
-    resumed = sorted({record["step"] for record in records if record.get("event") == "resume"})
-    tokens = sum(int(_number(record.get("tokens")) or 0) for record in steps)
-    times = _series(steps, "timestamp")
-    lossy = {record["step"] for record in steps if "loss" in record}
-    not_finite = tuple(sorted(lossy - {*series["loss"].steps}))
+    resumes = [record for record in records if record.get("event") == "resume"]
+    series = {
+        "loss": _series(steps, "loss"),
+        "grad_norm": _series(steps, "grad_norm"),
+        "lr": _series(steps, "lr"),
+        "tps": _series(steps, "tps"),
+        "val_loss": _series(validations, "val_loss"),
+        "stall_seconds": _series(saves, "stall_seconds"),
+        "bytes": _series(saves, "bytes"),
+    }
+    num_tokens = 0
+    for record in steps:
+        num_tokens += int(_number(record.get("tokens")) or 0)
+    trained = {record["step"] for record in steps if "loss" in record}
+    not_finite = trained.difference(series["loss"].steps)
     return History(
         name or path.name,
         path,
         series,
         checkpoints,
-        tuple(resumed),
-        tokens,
-        times,
-        max(lossy, default=0),
-        not_finite,
+        resumed_at=tuple(sorted({record["step"] for record in resumes})),
+        num_tokens=num_tokens,
+        timestamps=_series(steps, "timestamp"),
+        last_step=max(trained, default=0),
+        not_finite=tuple(sorted(not_finite)),
     )
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a log that have a valid step. Raises :class:`CheckpointUnusable` if it cannot be read."""
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             lines = file.read().splitlines()
@@ -154,12 +169,14 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
         except (ValueError, RecursionError):
             continue
         step = record.get("step") if isinstance(record, dict) else None
-        if isinstance(step, int) and not isinstance(step, bool) and 0 <= step <= _LAST_STEP:
+        if isinstance(step, bool) or not isinstance(step, int):
+            continue
+        if 0 <= step <= _MAX_STEP:
             yield record
 
 
 def _series(records: list[dict[str, Any]], name: str) -> Series:
-    """The values of field *name*. Of several values at one step, as after a resume, the last one is used."""
+    """Return the values of field *name*. If a step has several values, as after a resume, the last one is used."""
     found: dict[int, float] = {}
     for record in records:
         value = _number(record.get(name))
@@ -170,26 +187,33 @@ def _series(records: list[dict[str, Any]], name: str) -> Series:
 
 
 def _number(value: object) -> float | None:
+    """Return a value as a float; None if it is not a number, not finite, or too large to plot."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:
         number = float(value)
     except OverflowError:
         return None
-    return number if abs(number) <= _LARGEST else None  # excludes infinities and NaN
+    # False for NaN, too
+    return number if abs(number) <= _MAX_VALUE else None
 
 
 def _checkpoints(root: Path) -> Iterator[Checkpoint]:
-    pointed = {pointer: commit.pointed(root, pointer) for pointer in layout.POINTERS}
-    for name in reversed(resume.checkpoint_names(root)):
+    """Yield the checkpoints of a run whose manifests can be read, oldest first."""
+    targets = {pointer: commit.pointed(root, pointer) for pointer in layout.POINTERS}
+    for parsed_name in reversed(resume.checkpoint_names(root)):
+        name = str(parsed_name)
         try:
-            summary = Summary.read(root / str(name))
+            summary = Summary.read(root / name)
         except CheckpointUnusable:
             continue
-        pointers = tuple(pointer for pointer, target in pointed.items() if target == str(name))
-        measured = {**summary.losses, **late_validations.recall(root / str(name), summary.digest)}
-        train_loss = _number(measured.get("train_loss"))
-        val_loss = _number(measured.get("val_loss"))
+        losses = {**summary.losses, **late_validations.recall(root / name, summary.digest)}
         yield Checkpoint(
-            str(name), summary.step, summary.epoch, train_loss, val_loss, summary.nbytes, pointers
+            name,
+            summary.step,
+            summary.epoch,
+            train_loss=_number(losses.get("train_loss")),
+            val_loss=_number(losses.get("val_loss")),
+            nbytes=summary.nbytes,
+            pointers=tuple(pointer for pointer, target in targets.items() if target == name),
         )

@@ -1,4 +1,4 @@
-"""The page's charts as one PNG, through matplotlib (``pip install 'automodel_ckpt[plot]'``)."""
+"""Draw the charts as one PNG image with matplotlib (``pip install 'automodel_ckpt[plot]'``)."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.report.charts import Chart
+from automodel_ckpt.report.charts import Chart, Mark, charts_of, legend_of
 from automodel_ckpt.report.history import History
-from automodel_ckpt.report.page import charts_of
 
-_NUM_COLOURS = 10
-_LONGEST_NAME = 40
-_STYLES = {"dots": "o--", "stems": "o"}
-_EXPLAINED: dict[str, tuple[str, dict[str, Any]]] = {
-    "faint": ("each step (the line: smoothed)", {"alpha": 0.3}),
-    "dots": ("validation", {"linestyle": "--", "marker": "o", "markersize": 3}),
-    "saved": ("checkpoint", {"linestyle": "", "marker": "^", "markersize": 4}),
-    "best": ("LOWEST_VAL", {"linestyle": "", "marker": "o", "markersize": 8, "fillstyle": "none"}),
-    "resumed": ("resumed", {"linestyle": ":"}),
+_NUM_COLORS = 10
+"""The number of colors in matplotlib's default cycle."""
+_MAX_NAME_CHARS = 40
+_LINE_FORMATS = {"dots": "o--", "stems": "o"}
+_LEGEND_STYLES: dict[str, dict[str, Any]] = {
+    "faint": {"alpha": 0.3},
+    "dots": {"linestyle": "--", "marker": "o", "markersize": 3},
+    "saved": {"linestyle": "", "marker": "^", "markersize": 4},
+    "best": {"linestyle": "", "marker": "o", "markersize": 8, "fillstyle": "none"},
+    "resumed": {"linestyle": ":"},
 }
 
 
 def write_picture(runs: Sequence[History], file: Path) -> None:
-    """Draw all panels, one above the other. Raises :class:`RecipeError` without matplotlib."""
+    """Write the charts of *runs* to a PNG file. Raises :class:`RecipeError` without matplotlib."""
     try:
         pyplot: Any = importlib.import_module("matplotlib.pyplot")
     except ImportError as error:
@@ -36,20 +36,20 @@ def write_picture(runs: Sequence[History], file: Path) -> None:
             hint="pip install 'automodel_ckpt[plot]', or write an .html file, which requires nothing",
         ) from error
     pyplot.switch_backend("agg")
-    figure = drawn(pyplot, runs)
+    figure = draw_figure(pyplot, runs)
     figure.savefig(file, dpi=110)
     pyplot.close(figure)
 
 
-def drawn(pyplot: Any, runs: Sequence[History]) -> Any:
-    """The figure: all panels over the same steps, and one legend below them."""
-    charts = [chart for chart in charts_of(runs) if not chart.is_empty]
-    figure, axes = pyplot.subplots(
+def draw_figure(pyplot: Any, runs: Sequence[History]) -> Any:
+    """Return a figure with all charts, one above the other, and one legend below them."""
+    charts = charts_of(runs)
+    figure, rows = pyplot.subplots(
         len(charts), figsize=(9, 2.4 * len(charts)), squeeze=False, layout="constrained"
     )
-    for chart, (axis,) in zip(charts, axes, strict=True):
+    for chart, (axis,) in zip(charts, rows, strict=True):
         _draw(chart, axis)
-    handles = [*_legend(runs, charts)]
+    handles = list(_legend_handles(runs, charts))
     figure.legend(
         handles=handles,
         loc="outside lower center",
@@ -64,62 +64,51 @@ def _draw(chart: Chart, axis: Any) -> None:
     axis.set_title(chart.title, fontsize=10, loc="left")
     axis.grid(alpha=0.3)
     for line in chart.lines:
-        style, alpha = _STYLES.get(line.style, "-"), 0.3 if line.style == "faint" else 1.0
         axis.plot(
             line.series.steps,
             line.series.values,
-            style,
-            color=_colour(line.run),
-            alpha=alpha,
+            _LINE_FORMATS.get(line.style, "-"),
+            color=_color(line.run),
+            alpha=0.3 if line.style == "faint" else 1.0,
             markersize=3,
             linewidth=1.2,
         )
     for mark in chart.marks:
-        if mark.kind == "resumed":
-            axis.axvline(mark.step, color=_colour(mark.run), linestyle=":", linewidth=1)
-        elif mark.kind == "saved":
-            axis.plot(
-                [mark.step],
-                [0.02],
-                "^",
-                color=_colour(mark.run),
-                markersize=4,
-                transform=axis.get_xaxis_transform(),
-            )
-        elif mark.value is not None:
-            axis.plot(
-                [mark.step],
-                [mark.value],
-                "o",
-                color=_colour(mark.run),
-                markersize=9,
-                fillstyle="none",
-            )
-    across, _ = chart.scales()
-    axis.set_xlim(across.low, across.high)
+        _draw_mark(mark, axis)
+    axis.set_xlim(*chart.step_range)
     if chart.from_zero:
         axis.set_ylim(bottom=0)
 
 
-def _legend(runs: Sequence[History], charts: Sequence[Chart]) -> Iterator[Any]:
-    """The entries of the legend: a color per run, and the kinds of lines and marks in gray."""
+def _draw_mark(mark: Mark, axis: Any) -> None:
+    color = _color(mark.run)
+    if mark.kind == "resumed":
+        axis.axvline(mark.step, color=color, linestyle=":", linewidth=1)
+    elif mark.kind == "saved":
+        # x in steps, y as a fraction of the axis: just above the x axis
+        transform = axis.get_xaxis_transform()
+        axis.plot([mark.step], [0.02], "^", color=color, markersize=4, transform=transform)
+    elif mark.value is not None:
+        axis.plot([mark.step], [mark.value], "o", color=color, markersize=9, fillstyle="none")
+
+
+def _legend_handles(runs: Sequence[History], charts: Sequence[Chart]) -> Iterator[Any]:
+    """Yield the entries of the legend: a color for each run, and the styles of lines and marks in gray."""
     from matplotlib.lines import Line2D
 
     for number, run in enumerate(runs):
-        name = run.name if len(run.name) <= _LONGEST_NAME else f"...{run.name[-_LONGEST_NAME:]}"
+        name = run.name
+        if len(name) > _MAX_NAME_CHARS:
+            name = f"...{name[-_MAX_NAME_CHARS:]}"
         name = name.replace("$", r"\$")  # matplotlib would render it as mathematics
-        yield Line2D(
-            [], [], color=_colour(number), label=f" {name}"
-        )  # a label that begins with _ is left out
-    found = {line.style for chart in charts for line in chart.lines if len(line.series)}
-    found |= {mark.kind for chart in charts for mark in chart.marks}
-    for kind, (label, style) in _EXPLAINED.items():
-        if kind in found:
-            yield Line2D([], [], color="grey", label=label, **style)
+        # The space: matplotlib leaves labels out that begin with an underscore.
+        yield Line2D([], [], color=_color(number), label=f" {name}")
+    for kind, text in legend_of(charts).items():
+        yield Line2D([], [], color="grey", label=text, **_LEGEND_STYLES[kind])
 
 
-def _colour(run: int) -> Any:
-    """The color of a run: one of matplotlib's ten, or a hue by the golden section for further runs."""
+def _color(run: int) -> Any:
+    """Return the color of a run: one of matplotlib's ten, or a hue by the golden ratio for further runs."""
     from matplotlib.colors import hsv_to_rgb
 
-    return f"C{run}" if run < _NUM_COLOURS else hsv_to_rgb((run * 0.381966 % 1, 0.75, 0.7))
+    return f"C{run}" if run < _NUM_COLORS else hsv_to_rgb((run * 0.381966 % 1, 0.75, 0.7))

@@ -1,4 +1,4 @@
-"""Maps values to positions on an axis."""
+"""Ranges of axes, positions on them, and their ticks."""
 
 from __future__ import annotations
 
@@ -6,36 +6,14 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """Maps [low, high] to [start, stop] (a position that falls with the value where start > stop)."""
-
-    low: float
-    high: float
-    start: float
-    stop: float
-
-    def __call__(self, value: float) -> float:
-        return self.start + (value - self.low) / (self.high - self.low) * (self.stop - self.start)
-
-    def ticks(self, about: int = 5) -> list[float]:
-        """Round values within the range, 1, 2 or 5 times a power of ten apart."""
-        rough = (self.high - self.low) / max(about, 1)
-        magnitude = 10.0 ** math.floor(math.log10(rough))
-        steps = [factor * magnitude for factor in (1, 2, 5, 10)]
-        step = next(step for step in steps if step >= rough * 0.999)
-        first = math.ceil(self.low / step - 1e-9)
-        last = math.floor(self.high / step + 1e-9)
-        return [number * step for number in range(first, last + 1)]
+_MARGIN = 0.04
+"""The margin at each end of an axis, as a fraction of its range."""
 
 
-def scale_over(
-    values: Iterable[float], start: float, stop: float, *, from_zero: bool = False
-) -> Scale:
-    """A scale from *start* to *stop* that contains all *values* with a margin of 4 percent.
+def padded_range(values: Iterable[float], *, from_zero: bool = False) -> tuple[float, float]:
+    """Return the lowest and highest value of an axis that contains all *values* with a margin.
 
-    Its range is never empty, even for no values or equal ones. With *from_zero*, it contains 0, without a margin below.
+    The range is never empty, even for no values or equal ones. With *from_zero*, it contains 0, without a margin below.
     """
     found = list(values) or [0.0, 1.0]
     low, high = min(found), max(found)
@@ -47,17 +25,49 @@ def scale_over(
         low_margin = abs(low) * 0.05 or 0.5
         high_margin = abs(high) * 0.05 or 0.5
         low, high = low - low_margin, high + high_margin
-    margin = 0.04 * (high - low)
+    margin = _MARGIN * (high - low)
     starts_at_zero = from_zero and low == 0.0
-    return Scale(low if starts_at_zero else low - margin, high + margin, start, stop)
+    return (low if starts_at_zero else low - margin), high + margin
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Maps the values [low, high] to the positions [start, stop]; positions may descend."""
+
+    low: float
+    high: float
+    start: float
+    stop: float
+
+    def __call__(self, value: float) -> float:
+        fraction = (value - self.low) / (self.high - self.low)
+        return self.start + fraction * (self.stop - self.start)
+
+    def ticks(self, about: int = 5) -> list[float]:
+        """Return round values within the range, 1, 2 or 5 times a power of ten apart."""
+        least_distance = (self.high - self.low) / max(about, 1)
+        magnitude = 10.0 ** math.floor(math.log10(least_distance))
+        distance = 10 * magnitude
+        for factor in (5, 2, 1):
+            # 0.999: rounding errors must not select the next larger distance
+            if factor * magnitude >= least_distance * 0.999:
+                distance = factor * magnitude
+        first = math.ceil(self.low / distance - 1e-9)
+        last = math.floor(self.high / distance + 1e-9)
+        return [number * distance for number in range(first, last + 1)]
 
 
 def short(value: float) -> str:
-    """A tick's label: ``1.2k``, ``0.05``, ``2e-05``."""
+    """Format the label of a tick: ``1.2k``, ``0.05``, ``2e-05``."""
     size = abs(value)
-    if size and (size < 1e-3 or size >= 1e15):
+    if size >= 1e15 or 0 < size < 1e-3:
         return f"{value:.3g}"
-    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+    for limit, divisor, unit in (
+        (1e12, 1e12, "T"),
+        (1e9, 1e9, "G"),
+        (1e6, 1e6, "M"),
+        (1e4, 1e3, "k"),
+    ):
         if size >= limit:
-            return f"{value / (1e3 if unit == 'k' else limit):.4g}{unit}"
+            return f"{value / divisor:.4g}{unit}"
     return f"{value:.4g}"

@@ -1,28 +1,49 @@
-"""A series as a few characters: enough to see on a terminal whether a loss falls."""
+"""Draw the curves of a run as lines of text, which show on a terminal whether a loss falls."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 
-from automodel_ckpt.report.history import Series
+from automodel_ckpt.report.charts import PANELS
+from automodel_ckpt.report.history import History, Series
 
 BARS = "▁▂▃▄▅▆▇█"
 ASCII_BARS = "_.-=+*%#"
 
 
+def curve_lines(run: History, width: int, bars: str = BARS) -> Iterator[str]:
+    """Yield a line for each curve that has a text title and values: title, sparkline, first and last value."""
+    for panel in PANELS:
+        for curve in panel.curves:
+            series = run.series[curve.field]
+            if curve.text_title and len(series):
+                line = sparkline(series, width, bars)
+                first, last = series.values[0], series.values[-1]
+                yield f"  {curve.text_title:<10}  {line}  {first:.4g} .. {last:.4g}"
+
+
 def sparkline(series: Series, width: int = 60, bars: str = BARS) -> str:
-    """At most *width* characters, the lowest of *bars* first, each the mean of an interval of steps; empty for an empty
-    series."""
+    """Draw a series with at most *width* characters of *bars*, from the lowest to the highest.
+
+    Each character is the mean of an interval of steps. Returns an empty text for an empty series.
+    """
     means = _means(series.values, width)
     if not means:
         return ""
     low, high = min(means), max(means)
-    scale = (len(bars) - 1) / (high - low) if high > low else 0.0
-    heights = [round((mean - low) * scale) for mean in means]
-    return "".join(bars[height] for height in heights)
+    bars_per_unit = (len(bars) - 1) / (high - low) if high > low else 0.0
+    characters = []
+    for mean in means:
+        height = round((mean - low) * bars_per_unit)
+        characters.append(bars[height])
+    return "".join(characters)
 
 
 def _means(values: tuple[float, ...], width: int) -> list[float]:
-    count = min(width, len(values))
-    edges = [number * len(values) // count for number in range(count + 1)] if count else [0]
-    return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    """Divide *values* into at most *width* intervals of almost equal length, and return their means."""
+    num_intervals = min(width, len(values))
+    if num_intervals == 0:
+        return []
+    edges = [number * len(values) // num_intervals for number in range(num_intervals + 1)]
+    return [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]

@@ -1,8 +1,8 @@
-"""Experiment trackers behind one small protocol. Each imports its own library, none of which this package needs.
+"""Experiment trackers with one common interface. Each imports its own library, none of which this package requires.
 
-A tracker is made with the run's directory, a *memory* (a mapping that is kept in the run's directory from one start to
-the next; ``attempt`` in it counts the runs that it has been to the tracker) and the options of the recipe, which go to
-the library as they are.
+A tracker is created with the run's directory, a *memory* and the options of the recipe, which are passed to the
+library. The memory is a mapping that is stored in the run's directory from one start to the next; its ``attempt``
+counts the tracker's runs for this run.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ class Tracker(Protocol):
     """Receives values. An exception that it raises disables only this tracker."""
 
     forgets: ClassVar[bool] = False
-    """Whether it can :meth:`forget`. One that cannot gets no value twice."""
+    """Whether it supports :meth:`forget`. Other trackers never get the value of a step twice."""
     is_durable: ClassVar[bool] = False
-    """Whether what was logged and flushed is kept when every process is killed."""
+    """Whether logged and flushed values survive when every process is killed."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Values of a step, by names such as ``train/loss``. Each name's steps rise; those of a save may come late."""
+        """Log the values of a step, by names such as ``train/loss``. The steps of each name ascend."""
 
     def forget(self, step: int) -> None:
         """Drop the values of *step* and all later ones, which will be logged again."""
@@ -36,8 +36,10 @@ class Tracker(Protocol):
 
 
 class TensorBoard(Tracker):
-    """Event files in ``tensorboard/`` of the run (option ``log_dir``: elsewhere). A session log in them has TensorBoard
-    forget (source: tensorboard's event.proto)."""
+    """Writes event files to ``tensorboard/`` of the run, or to the option ``log_dir``.
+
+    A session log in them makes TensorBoard drop later steps (source: tensorboard's event.proto).
+    """
 
     forgets = True
     is_durable = True
@@ -50,13 +52,12 @@ class TensorBoard(Tracker):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         value = self._summaries.Summary.Value
-        summary = self._summaries.Summary(
-            value=[value(tag=k, simple_value=v) for k, v in values.items()]
-        )
-        self._write(step, summary=summary)
+        entries = [value(tag=name, simple_value=number) for name, number in values.items()]
+        self._write(step, summary=self._summaries.Summary(value=entries))
 
     def forget(self, step: int) -> None:
-        self._write(step, session_log=self._events.SessionLog(status=self._events.SessionLog.START))
+        session_log = self._events.SessionLog
+        self._write(step, session_log=session_log(status=session_log.START))
 
     def flush(self) -> None:
         self._writer.flush()
@@ -69,13 +70,17 @@ class TensorBoard(Tracker):
 
 
 class WeightsAndBiases(Tracker):
-    """A run of Weights & Biases, found again by its id; the options are those of ``wandb.init``. Its own steps never
-    fall, so that the value ``step`` is the axis of all others."""
+    """A run of Weights & Biases, resumed by its id. The options are those of ``wandb.init``.
+
+    wandb's own steps must not descend, so the logged value ``step`` is the axis of all others.
+    """
 
     def __init__(self, run: Path, memory: dict[str, Any], **options: Any) -> None:
         wandb = importlib.import_module("wandb")
-        known = {"id": memory["id"], "resume": "allow"} if "id" in memory else {}
-        self._run = wandb.init(**({"dir": str(run), "name": _name(run, memory)} | known | options))
+        defaults = {"dir": str(run), "name": _name(run, memory)}
+        if "id" in memory:
+            defaults |= {"id": memory["id"], "resume": "allow"}
+        self._run = wandb.init(**(defaults | options))
         memory["id"] = self._run.id
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
@@ -90,8 +95,10 @@ class WeightsAndBiases(Tracker):
 
 
 class MLflow(Tracker):
-    """A run of MLflow, found again by its id. Options: ``tracking_uri``, ``experiment``, and those of the client's
-    ``create_run``."""
+    """A run of MLflow, resumed by its id.
+
+    Options: ``tracking_uri``, ``experiment``, and those of the client's ``create_run``.
+    """
 
     is_durable = True
 
@@ -106,28 +113,29 @@ class MLflow(Tracker):
     ) -> None:
         self._metric = importlib.import_module("mlflow.entities").Metric
         self._client = client = importlib.import_module("mlflow").MlflowClient(tracking_uri)
-        known = "id" in memory
-        if not known:
+        is_resumed = "id" in memory
+        if not is_resumed:
             found = client.get_experiment_by_name(experiment)
-            place = found.experiment_id if found else client.create_experiment(experiment)
-            memory["id"] = client.create_run(
-                place, **({"run_name": _name(run, memory)} | options)
-            ).info.run_id
+            experiment_id = found.experiment_id if found else client.create_experiment(experiment)
+            created = client.create_run(
+                experiment_id, **({"run_name": _name(run, memory)} | options)
+            )
+            memory["id"] = created.info.run_id
         self._id = memory["id"]
         client.update_run(self._id, status="RUNNING")
-        # Values that were sent just before a kill may be missing in the memory.
-        names = client.get_run(self._id).data.metrics if known else ()
-        self._had = {
-            (name, point.step)
-            for name in names
-            for point in client.get_metric_history(self._id, name)
-        }
+        # Values that were sent just before a kill may be missing in the memory: ask the server.
+        self._stored: set[tuple[str, int]] = set()
+        if is_resumed:
+            for name in client.get_run(self._id).data.metrics:
+                for point in client.get_metric_history(self._id, name):
+                    self._stored.add((name, point.step))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         now = int(1000 * time.time())
-        metrics = [
-            self._metric(k, v, now, step) for k, v in values.items() if (k, step) not in self._had
-        ]
+        metrics = []
+        for name, value in values.items():
+            if (name, step) not in self._stored:
+                metrics.append(self._metric(name, value, now, step))
         if metrics:
             self._client.log_batch(self._id, metrics)
 
@@ -136,14 +144,13 @@ class MLflow(Tracker):
 
 
 class Trackio(Tracker):
-    """A run of trackio, found again by its name; the options are those of ``trackio.init``."""
+    """A run of trackio, resumed by its name. The options are those of ``trackio.init``."""
 
     def __init__(self, run: Path, memory: dict[str, Any], **options: Any) -> None:
         trackio = importlib.import_module("trackio")
         name = memory.setdefault("name", options.pop("name", _name(run, memory)))
-        self._run = trackio.init(
-            **({"project": "automodel_ckpt", "resume": "allow"} | options), name=name
-        )
+        defaults = {"project": "automodel_ckpt", "resume": "allow"}
+        self._run = trackio.init(**(defaults | options), name=name)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
@@ -153,7 +160,7 @@ class Trackio(Tracker):
 
 
 def _name(run: Path, memory: Mapping[str, Any]) -> str:
-    """The name of the run in a tracker: the name of its directory, with a number after the first attempt."""
+    """Return the name of the run in a tracker: that of its directory, with a number after the first attempt."""
     attempt = memory.get("attempt", 1)
     return run.name if attempt == 1 else f"{run.name}-{attempt}"
 
@@ -164,4 +171,4 @@ TRACKERS: Mapping[str, type[Any]] = {
     "mlflow": MLflow,
     "trackio": Trackio,
 }
-"""By name, which is also that of the library to be imported."""
+"""All trackers by name, which is also the name of the library."""

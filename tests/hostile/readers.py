@@ -16,7 +16,7 @@ from automodel_ckpt.checkpoint.commit import point
 from automodel_ckpt.cli import ckpt
 from automodel_ckpt.cli.terminal import print_error
 from automodel_ckpt.errors import describe
-from automodel_ckpt.report.follow import Follower, holding
+from automodel_ckpt.report.follow import Follower, upload_lock
 from automodel_ckpt.training.metrics import JsonlLog
 from automodel_ckpt.training.progress import Progress, set_up_logging
 from tests.support import tiny
@@ -80,7 +80,7 @@ def _cut_back(run: Path) -> int:
 def _follow(run: Path) -> int:
     """What the process beside a trainer does, which feeds trackers; it may fail, and alone."""
     try:
-        with holding(run, wait=False):
+        with upload_lock(run, wait=False):
             Follower(run, {}, 20, print).close()
         return 0
     except OSError as error:

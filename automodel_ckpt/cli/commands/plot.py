@@ -14,17 +14,10 @@ from automodel_ckpt.cli.terminal import can_print, print_path, printable
 from automodel_ckpt.errors import EXIT_DONE, RecipeError
 
 if TYPE_CHECKING:
-    from automodel_ckpt.report.history import History, Series
+    from automodel_ckpt.report.history import History
 
-_TERMINAL = (
-    ("loss", "loss"),
-    ("val_loss", "validation"),
-    ("grad_norm", "grad norm"),
-    ("lr", "lr"),
-    ("tps", "tok/s"),
-)
-# Columns that a line takes beside its curve, at most.
-_BESIDE = 40
+_MAX_TEXT_WIDTH = 40
+"""The largest width of the texts on both sides of a curve on a terminal."""
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -100,27 +93,26 @@ def _lines(run: History) -> Iterator[str]:
     import shutil
 
     from automodel_ckpt.report.page import summary
-    from automodel_ckpt.report.sparkline import ASCII_BARS, BARS, sparkline
+    from automodel_ckpt.report.sparkline import ASCII_BARS, BARS, curve_lines
 
-    width = max(10, min(shutil.get_terminal_size().columns - _BESIDE, 60))
+    columns_left = shutil.get_terminal_size().columns - _MAX_TEXT_WIDTH
+    width = max(10, min(columns_left, 60))
     bars = BARS if can_print(BARS, sys.stdout) else ASCII_BARS
-    yield printable(f"{run.name}: " + ", ".join(f"{what} {value}" for what, value in summary(run)))
-    for field, title in _TERMINAL:
-        series = run.series[field]
-        if len(series):
-            line = sparkline(series, width, bars)
-            yield f"  {title:<10}  {line}  {series.values[0]:.4g} .. {series.values[-1]:.4g}"
+    facts = ", ".join(f"{name} {value}" for name, value in summary(run))
+    yield printable(f"{run.name}: {facts}")
+    yield from curve_lines(run, width, bars)
 
 
 def _document(run: History) -> dict[str, Any]:
-    def points(series: Series) -> dict[str, list[float]]:
-        return {"steps": list(series.steps), "values": list(series.values)}
-
+    """Return the document of ``ckpt plot --json`` for one run."""
+    series = {}
+    for name, found in run.series.items():
+        series[name] = {"steps": list(found.steps), "values": list(found.values)}
     return {
         "name": run.name,
         "path": str(run.path),
         "num_tokens": run.num_tokens,
         "resumed_at": list(run.resumed_at),
         "checkpoints": [checkpoint.name for checkpoint in run.checkpoints],
-        "series": {name: points(series) for name, series in run.series.items()},
+        "series": series,
     }

@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises :class:`RecipeError` if the tracker's library is not installed, or another process uploads the log.
     """
-    from automodel_ckpt.report.follow import Follower, holding
+    from automodel_ckpt.report.follow import Follower, upload_lock
     from automodel_ckpt.report.history import read_history
 
     run = run_around(Path(arguments.path)) or Path(arguments.path)
@@ -62,8 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
     failures: list[str] = []
     options = _options(arguments.option)
     after = 0 if arguments.again else None
-    with holding(run, wait=False) as is_held:
-        if not is_held:
+    with upload_lock(run, wait=False) as is_locked:
+        if not is_locked:
             raise RecipeError(
                 "another process is uploading this run's log",
                 where="ckpt track",

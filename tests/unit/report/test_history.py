@@ -8,7 +8,7 @@ import pytest
 
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.report.history import Series, read_history
-from automodel_ckpt.report.scale import scale_over, short
+from automodel_ckpt.report.scale import Scale, padded_range, short
 from automodel_ckpt.report.sparkline import sparkline
 from tests.support.history import write_run
 
@@ -82,7 +82,7 @@ def test_an_average_is_over_a_hundredth_of_a_long_series() -> None:
     "values", [(0.0, 1.0), (3.0, 3.0), (0.0, 0.0), (-1e-9, 1e-9), (1e15, 2e15), (5e-324, 0.0)]
 )
 def test_a_scale_has_a_length_and_a_few_round_ticks(values: tuple[float, float]) -> None:
-    scale = scale_over(values, 0, 100)
+    scale = Scale(*padded_range(values), 0, 100)
     assert scale.low < min(values) <= max(values) < scale.high
     assert 2 <= len(scale.ticks()) <= 12
     assert all(scale.low <= tick <= scale.high for tick in scale.ticks())

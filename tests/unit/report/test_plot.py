@@ -12,7 +12,7 @@ import pytest
 
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.report.history import read_history
-from automodel_ckpt.report.picture import drawn
+from automodel_ckpt.report.picture import draw_figure
 from tests.support.history import write_run
 
 pytest.importorskip("matplotlib", reason="the plot extra")
@@ -150,7 +150,7 @@ def test_a_picture_of_many_runs_has_one_legend_and_all_panels_the_same_steps(
         read_history(write_run(tmp_path / n, num_steps=6, saved=[4], best=4, resumed=[2]))
         for n in names
     ]
-    figure = drawn(pyplot, runs)
+    figure = draw_figure(pyplot, runs)
     figure.canvas.draw()
     (legend,) = figure.legends
     said = [text.get_text().strip() for text in legend.get_texts()]
