@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from automodel_ckpt.distributed.agree import gather_objects
-from automodel_ckpt.distributed.context_parallel import ContextParallel, cannot_be_cut
+from automodel_ckpt.distributed.context_parallel import ContextParallel, context_parallel_error
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.models.forward import logits_of, side_effect_free
 
@@ -28,7 +28,7 @@ def cut_rows(model: nn.Module, layout: RankLayout, options: Mapping[str, Any]) -
     cut = ContextParallel(model, layout)
     reasons = gather_objects(layout.gloo_group, _difference(model, cut, layout.device, options))
     if any(reasons):
-        raise cannot_be_cut(model, next(filter(None, reasons)))
+        raise context_parallel_error(model, next(filter(None, reasons)))
     log.info(
         "rows are cut along the sequence among %d ranks, which share out the heads of attention",
         cut.size,

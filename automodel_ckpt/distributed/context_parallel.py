@@ -1,11 +1,12 @@
-"""Rows cut along the sequence (context parallel): a rank computes a slice of each row, and attention by heads.
+"""Context parallelism: each rank computes one slice of every row along the sequence, and attention for some heads.
 
-Before attention, queries, keys and values are exchanged so that a rank has the whole row for a part of the heads; after
-it, the result goes back to slices with all heads. Both ways are one all-to-all, which is its own reverse and its own
-gradient (source: Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509). Any attention kernel does, on any device.
+Before attention, queries, keys and values are exchanged so that a rank has the complete row for a part of the heads.
+After attention, the result is exchanged back to slices with all heads. Each exchange is one all-to-all, which is its
+own inverse and its own gradient (source: Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509). This works with any
+attention kernel on any device.
 
-What comes before the first layer is computed for whole rows on every rank: so the mask, with the borders between
-samples and windows, is the one that the model makes anyway.
+Everything before the first layer is computed for complete rows on every rank. So the mask, with the borders between
+samples and windows, is the one that the model creates anyway.
 """
 
 from __future__ import annotations
@@ -32,36 +33,42 @@ _WHERE = "distributed.cp_size"
 _MARK = "context_parallel"
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 _exchanging: set[str] = set()
-"""Names of attention implementations that look for the mark."""
+"""Names of the attention implementations that :func:`_make_exchanging` has replaced."""
 
 
 def check_context_heads(config: Any, cp_size: int, tp_size: int = 1) -> None:
-    """:class:`RecipeError` where the attention heads of a transformers configuration cannot be shared out evenly.
+    """Validate that the attention heads of a transformers configuration can be partitioned evenly.
 
-    Those of keys and values are repeated where they are too few.
+    Heads of keys and values are repeated if there are too few. Raises :class:`RecipeError`.
     """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     heads = getattr(text, "num_attention_heads", None)
     if cp_size == 1 or not isinstance(heads, int) or heads % (cp_size * tp_size) == 0:
         return
-    fitting = max(size for size in range(1, cp_size) if heads % (size * tp_size) == 0 or size == 1)
+    fitting = 1
+    for size in range(2, cp_size):
+        if heads % (size * tp_size) == 0:
+            fitting = size
+    with_tp = f", tp_size is {tp_size}" if tp_size > 1 else ""
     raise RecipeError(
         "the number of attention heads is not divisible by cp_size",
         where=_WHERE,
-        value=f"{cp_size}; the model has num_attention_heads {heads}"
-        + (f", tp_size is {tp_size}" * (tp_size > 1)),
+        value=f"{cp_size}; the model has num_attention_heads {heads}{with_tp}",
         hint=f"set it to {fitting}" if fitting > 1 else "remove cp_size",
     )
 
 
 def check_context_parallel(model: nn.Module) -> None:
-    """:class:`RecipeError` for a model whose tokens meet elsewhere than in attention, as far as its class tells."""
-    if reason := _why_not(model):
-        raise cannot_be_cut(model, reason)
+    """Validate that the model's layers mix tokens only in attention, as far as its class and configuration show.
+
+    Raises :class:`RecipeError` otherwise.
+    """
+    if reason := _unsupported_reason(model):
+        raise context_parallel_error(model, reason)
 
 
-def cannot_be_cut(model: nn.Module, reason: str) -> RecipeError:
-    """What a model is refused with whose rows cannot be cut."""
+def context_parallel_error(model: nn.Module, reason: str) -> RecipeError:
+    """The error for a model whose rows cannot be sharded along the sequence."""
     return RecipeError(
         "this model does not support context parallelism",
         where=_WHERE,
@@ -70,20 +77,19 @@ def cannot_be_cut(model: nn.Module, reason: str) -> RecipeError:
     )
 
 
-def _why_not(model: nn.Module) -> str:
+def _unsupported_reason(model: nn.Module) -> str:
+    """Why context parallelism does not support the model; empty if it does."""
     base = _base(model)
     config = getattr(base, "config", None)
     if config is None or not hasattr(base, "get_decoder"):
         return "it is not a model of transformers"
-    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ()) - _ATTENTION_LAYERS
-    inside = {
-        type(part).__name__
-        for layer in _layers(base)
-        for part in layer.modules()
-        if isinstance(part, nn.Conv1d)
-    }
-    if getattr(base, "_is_stateful", False) or kinds or inside:
-        named = ", ".join(sorted(kinds | inside)) or "a state along the sequence"
+    layer_types = getattr(config.get_text_config(), "layer_types", None) or ()
+    mixing = set(layer_types) - _ATTENTION_LAYERS
+    for layer in _layers(base):
+        convolutions = [part for part in layer.modules() if isinstance(part, nn.Conv1d)]
+        mixing.update(type(part).__name__ for part in convolutions)
+    if getattr(base, "_is_stateful", False) or mixing:
+        named = ", ".join(sorted(mixing)) or "a state along the sequence"
         return f"its layers mix tokens outside of attention ({named})"
     if "deepstack_visual_embeds" in inspect.signature(base.get_decoder().forward).parameters:
         return "image features are inserted between its layers"
@@ -103,9 +109,9 @@ def attention_name(model: Any) -> str:
 
 
 def _base(model: nn.Module) -> Any:
-    """The transformers model: what adapters wrap, where they do."""
-    wrapped: Any = getattr(model, "get_base_model", None)
-    return wrapped() if wrapped is not None else model
+    """The transformers model, without the wrapper of adapters."""
+    get_base_model: Any = getattr(model, "get_base_model", None)
+    return get_base_model() if get_base_model is not None else model
 
 
 def _layers(base: Any) -> list[nn.Module]:
@@ -113,10 +119,10 @@ def _layers(base: Any) -> list[nn.Module]:
 
 
 class ContextParallel:
-    """The cut through a model's rows. Until :meth:`start` the model computes whole rows on each rank, as before."""
+    """Shards the rows of a model along the sequence. Until :meth:`start`, each rank computes complete rows."""
 
     def __init__(self, model: nn.Module, layout: RankLayout) -> None:
-        """Prepare *model* in place. A collective: every rank does it once."""
+        """Prepare *model* in place. Collective: every rank calls it once."""
         self.size, self.rank = layout.sizes.cp, layout.cp_rank
         self.active = False
         self._group = context_group(layout)
@@ -124,43 +130,43 @@ class ContextParallel:
         _make_exchanging(attention_name(base))
         for number, layer in enumerate(_layers(base)):
             names = [*inspect.signature(layer.forward).parameters]
-            layer.register_forward_pre_hook(
-                self._cutter(names, first=number == 0), with_kwargs=True
-            )
+            hook = self._slicing_hook(names, is_first=number == 0)
+            layer.register_forward_pre_hook(hook, with_kwargs=True)
             for module in layer.modules():
                 setattr(module, _MARK, self)
 
     def start(self) -> None:
-        """From now on the model computes this rank's slices: its outputs have a part of the row's length."""
+        """Make the model compute this rank's slices: its outputs then have T / ranks positions."""
         self.active = True
 
     def slice_of(self, length: int) -> slice:
-        """The places of this rank's slice in a row of *length* tokens, a multiple of the ranks."""
-        part = length // self.size
-        return slice(self.rank * part, (self.rank + 1) * part)
+        """The positions of this rank's slice in a row of *length* tokens, which must be a multiple of the ranks."""
+        num_positions = length // self.size
+        return slice(self.rank * num_positions, (self.rank + 1) * num_positions)
 
-    def _cutter(self, names: list[str], *, first: bool) -> Callable[..., Any]:
-        """A layer's pre-hook: of what goes along the sequence it gets its slice."""
+    def _slicing_hook(self, names: list[str], *, is_first: bool) -> Callable[..., Any]:
+        """A forward pre-hook of a layer with the parameters *names*, which slices its inputs along the sequence."""
 
-        def cut(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             if not self.active:
                 return None
             named = dict(zip(names, args, strict=False)) | dict(kwargs)
-            if first:
-                named["hidden_states"] = self._cut(named["hidden_states"])
+            # The other layers get slices from the layer before, but the model's positions for complete rows.
+            if is_first:
+                named["hidden_states"] = self._slice(named["hidden_states"])
             embeddings = named.get("position_embeddings")
             if isinstance(embeddings, torch.Tensor):
-                named["position_embeddings"] = self._cut(embeddings)
+                named["position_embeddings"] = self._slice(embeddings)
             elif embeddings is not None:
-                named["position_embeddings"] = tuple(map(self._cut, embeddings))
+                named["position_embeddings"] = tuple(self._slice(each) for each in embeddings)
             return (), named
 
-        return cut
+        return hook
 
-    def _cut(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's slice of [..., T, N]."""
-        places = self.slice_of(tensor.shape[-2])
-        return tensor[..., places, :].contiguous()
+    def _slice(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's slice [..., T / ranks, N] of [..., T, N]."""
+        positions = self.slice_of(tensor.shape[-2])
+        return tensor[..., positions, :].contiguous()
 
     def attend(
         self,
@@ -172,31 +178,33 @@ class ContextParallel:
         attention_mask: Any,
         **options: Any,
     ) -> tuple[torch.Tensor, None]:
-        """*attention* of slices [B, heads, T / ranks, D], by a mask of whole rows: slices [B, T / ranks, heads, D]."""
+        """Compute *attention* for slices of rows, with a mask of complete rows.
+
+        *query*, *key*, *value*: [B, heads, T / ranks, D]. Returns (output [B, T / ranks, heads, D], None).
+        """
         repeats = self.size // math.gcd(key.shape[1], self.size)
         if repeats > 1:
-            key, value = (each.repeat_interleave(repeats, dim=1) for each in (key, value))
-        query, key, value = map(self._exchange, (query, key, value))
-        if (
-            isinstance(attention_mask, torch.Tensor)
-            and attention_mask.dim() == 4
-            and attention_mask.shape[1] > 1
-        ):
+            key = key.repeat_interleave(repeats, dim=1)
+            value = value.repeat_interleave(repeats, dim=1)
+        query, key, value = self._exchange(query), self._exchange(key), self._exchange(value)
+        has_mask = isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 4
+        if has_mask and attention_mask.shape[1] > 1:
+            # A mask per head: this rank needs those of its heads.
             attention_mask = attention_mask.chunk(self.size, dim=1)[self.rank]
-        with _groups(module, query.shape[1] // key.shape[1]):
+        with _key_value_groups(module, query.shape[1] // key.shape[1]):
             output, _ = attention(module, query, key, value, attention_mask, **options)
         return self._exchange(output), None
 
     def _exchange(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[B, n, t, D], of which the ranks have parts along t, with parts along n: [B, n / ranks, t * ranks, D]."""
+        """Exchange [B, n, t, D], sharded along t, for [B, n / ranks, t * ranks, D], sharded along n."""
         parts = tensor.reshape(len(tensor), self.size, -1, *tensor.shape[2:]).movedim(1, 0)
         received: torch.Tensor = _AllToAll.apply(parts, self._group)  # type: ignore[no-untyped-call]
         return received.movedim(0, 2).flatten(2, 3)
 
 
 @contextmanager
-def _groups(module: Any, heads_per_key: int) -> Iterator[None]:
-    """While keys are repeated, fewer queries share one than the module says."""
+def _key_value_groups(module: Any, heads_per_key: int) -> Iterator[None]:
+    """Set the number of queries per key of an attention module; repeated keys are shared by fewer queries."""
     before = getattr(module, "num_key_value_groups", heads_per_key)
     if before == heads_per_key:
         yield
@@ -209,7 +217,7 @@ def _groups(module: Any, heads_per_key: int) -> Iterator[None]:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Part i of each rank's tensor [ranks, ...] goes to rank i."""
+    """Send part i of each rank's tensor [ranks, ...] to rank i. The gradient is the same exchange."""
 
     @staticmethod
     def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -226,7 +234,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _make_exchanging(name: str) -> None:
-    """Have transformers' attention *name* exchange for modules with the mark; for all others it stays as it is."""
+    """Replace transformers' attention function *name*: it exchanges for modules with the mark, and only for them."""
     if name in _exchanging:
         return
     attention: Attention = ALL_ATTENTION_FUNCTIONS[name]
@@ -234,12 +242,12 @@ def _make_exchanging(name: str) -> None:
     def exchanging(
         module: nn.Module, *args: Any, **options: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        cut: ContextParallel | None = getattr(module, _MARK, None)
-        if cut is None or not cut.active:
+        parallel: ContextParallel | None = getattr(module, _MARK, None)
+        if parallel is None or not parallel.active:
             return attention(module, *args, **options)
-        return cut.attend(attention, module, *args, **options)
+        return parallel.attend(attention, module, *args, **options)
 
     # Patch for transformers 5.17 to 5.23: models compare the configured name with "sdpa", so the exchange cannot have
-    # a name of its own.
+    # a separate name.
     ALL_ATTENTION_FUNCTIONS.register(name, exchanging)
     _exchanging.add(name)

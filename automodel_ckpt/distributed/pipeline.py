@@ -1,8 +1,8 @@
-"""One stage of a pipeline and the ranks before and after it: torch's schedules, for micro-batches of any shape.
+"""Pipeline parallelism: a stage of the model in torch's schedules, for micro-batches of any shape.
 
-torch's stages exchange tensors of one shape. Micro-batches differ in rows and length, so that hidden states travel as
-[tokens, width] in a tensor with room for the largest micro-batch seen so far; every stage has the batch itself and
-knows how much of it counts. Nothing is computed for the rest.
+torch's stages exchange tensors of one shape, but micro-batches differ in rows and length. So hidden states are sent as
+[tokens, width], padded to the largest micro-batch seen so far. Every stage has the batch and removes the padding before
+it computes.
 """
 
 from __future__ import annotations
@@ -26,44 +26,49 @@ Kind = Literal["1f1b", "gpipe"]
 
 
 class Compute(Protocol):
-    """What a stage does with a micro-batch."""
+    """The forward pass of a stage."""
 
     def __call__(self, number: int, hidden: torch.Tensor | None) -> torch.Tensor:
-        """Of the micro-batch *number* and the *hidden* states [B, T, H] of the stage before (None on the first), the
-        hidden states for the next; on the last stage the summed loss, 0-dim."""
+        """Compute micro-batch *number* from the *hidden* states [B, T, H] of the previous stage (None on the first).
+
+        Returns the hidden states [B, T, H] for the next stage; on the last stage, the summed loss, 0-dim.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class StageTensorSpec:
-    """The hidden states between stages: their width and type."""
+    """The width H and the dtype of the hidden states that stages exchange."""
 
     width: int
     dtype: torch.dtype
 
 
 def idle_share(num_micro_batches: int, num_stages: int) -> float:
-    """The part of a step that each stage waits for the others, where all are equally slow: from 0 to 1.
+    """The fraction of a step, 0 to 1, in which a stage waits for others if all stages are equally slow.
 
-    Source: Huang et al., "GPipe", arXiv:1811.06965, section 3.2; the same for 1F1B.
+    Source: Huang et al., "GPipe", arXiv:1811.06965, section 3.2. 1F1B has the same fraction.
     """
     return (num_stages - 1) / (num_micro_batches + num_stages - 1)
 
 
 class Pipeline:
-    """This rank's stage. Ranks of one pipeline hold the same micro-batches and call everything together."""
+    """This rank's stage of a pipeline, whose ranks have the same micro-batches. All methods are collective."""
 
     def __init__(
         self,
         model: nn.Module,
         layout: RankLayout,
         group: dist.ProcessGroup,
-        wire: StageTensorSpec,
+        spec: StageTensorSpec,
         kind: Kind = "1f1b",
     ) -> None:
-        """*model* is the stage's, shared out; *group* has the ranks of its pipeline in the order of the stages."""
+        """*model* is this stage, already sharded. *group* contains the ranks of this pipeline, ordered by stage."""
         self.stage, self.num_stages = layout.pp_rank, layout.sizes.pp
-        self._part = _Part(model, wire)
-        self._group, self._device, self._wire, self._kind = group, layout.device, wire, kind
+        self._part = _Part(model, spec)
+        self._group = group
+        self._device = layout.device
+        self._spec = spec
+        self._kind = kind
         self._schedules: dict[tuple[bool, int], PipelineScheduleSingle] = {}
         self._weight = 1.0
 
@@ -78,13 +83,16 @@ class Pipeline:
     def train(
         self, compute: Compute, shapes: Sequence[tuple[int, int]], weight: float
     ) -> list[torch.Tensor]:
-        """Forward and backward of micro-batches of these *shapes* (rows, length); gradients are of the sum of their
-        losses times *weight*, and are reduced over the data parallel ranks. Returns the losses on the last stage."""
+        """Run forward and backward of micro-batches of these *shapes* (rows, length).
+
+        Gradients are those of the sum of all losses times *weight*, reduced over the data parallel ranks. Returns the
+        unweighted losses on the last stage, and an empty list on the others.
+        """
         self._weight = weight
         return self._run(compute, shapes, training=True)
 
     def evaluate(self, compute: Compute, shapes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-        """Forward only, without gradients. Returns the losses on the last stage."""
+        """Run forward only, without gradients. Returns the losses on the last stage, and an empty list on others."""
         return self._run(compute, shapes, training=False)
 
     def _run(
@@ -93,32 +101,34 @@ class Pipeline:
         part, num = self._part, len(shapes)
         if num == 0:
             return []
-        self._make_room(max(rows * length for rows, length in shapes))
+        self._ensure_capacity(max(rows * length for rows, length in shapes))
         schedule = self._schedules.get((training, num)) or self._new_schedule(training, num)
+        # torch splits its arguments into micro-batches, so each forward pass gets its number.
         numbers = torch.arange(num)
-        # torch cuts its arguments into micro-batches: each gets the number of its own.
         args = (numbers,) if self.is_first else ()
         options: dict[str, Any] = {
             "numbers": numbers,
             "target": numbers if self.is_last else None,
             "return_outputs": False,
         }
+        run = schedule.step if training else schedule.eval
         part.work, part.losses = (compute, shapes), []
         try:
             with torch.set_grad_enabled(training):
-                (schedule.step if training else schedule.eval)(*args, **options)
+                run(*args, **options)
             return part.losses
         finally:
             part.work, part.losses = None, []
 
-    def _make_room(self, num_tokens: int) -> None:
-        if num_tokens > self._part.room:
-            self._part.room = num_tokens
+    def _ensure_capacity(self, num_tokens: int) -> None:
+        if num_tokens > self._part.capacity:
+            self._part.capacity = num_tokens
+            # Schedules contain the shape of the tensors that they exchange.
             self._schedules.clear()
 
     def _new_schedule(self, training: bool, num_micro_batches: int) -> PipelineScheduleSingle:
         stage = self._new_stage()
-        # 1F1B has to fill the pipeline. Where a batch cannot, what is left of its order is GPipe's.
+        # With too few micro-batches to fill the pipeline, the order of 1F1B is that of GPipe.
         fills = training and self._kind == "1f1b" and num_micro_batches >= self.num_stages
         make = Schedule1F1B if fills else ScheduleGPipe
         # torch 2.10 rejects fewer micro-batches than stages in all schedules, although GPipe's order works with fewer:
@@ -127,13 +137,14 @@ class Pipeline:
             stage, max(num_micro_batches, self.num_stages), loss_fn=self._noted, scale_grads=False
         )
         schedule._n_microbatches = num_micro_batches
-        return self._schedules.setdefault((training, num_micro_batches), schedule)
+        self._schedules[training, num_micro_batches] = schedule
+        return schedule
 
     def _new_stage(self) -> PipelineStage:
         hidden = torch.empty(
-            self._part.room,
-            self._wire.width,
-            dtype=self._wire.dtype,
+            self._part.capacity,
+            self._spec.width,
+            dtype=self._spec.dtype,
             device="meta",
             requires_grad=True,
         )
@@ -155,37 +166,43 @@ class Pipeline:
 
 
 class _Part(nn.Module):
-    """The stage's module as torch's schedules call it."""
+    """The stage's module as torch's schedules call it. *capacity* is the number of tokens in exchanged tensors."""
 
-    def __init__(self, model: nn.Module, wire: StageTensorSpec) -> None:
+    def __init__(self, model: nn.Module, spec: StageTensorSpec) -> None:
         super().__init__()
-        self.model, self.wire, self.room = model, wire, 0
+        self.model, self.spec, self.capacity = model, spec, 0
         self.work: tuple[Compute, Sequence[tuple[int, int]]] | None = None
         self.losses: list[torch.Tensor] = []
 
     def forward(self, given: torch.Tensor, *, numbers: torch.Tensor) -> torch.Tensor:
-        """*given*: [room, H], or on the first stage nothing of account; *numbers*: that of the micro-batch, [1]."""
+        """Compute micro-batch *numbers* [1] from *given* [capacity, H]; the first stage ignores *given*, which is 1-D.
+
+        Returns hidden states [capacity, H], or on the last stage the loss, 0-dim.
+        """
         assert self.work is not None
         (compute, shapes), number = self.work, int(numbers)
         rows, length = shapes[number]
-        hidden = given[: rows * length].reshape(rows, length, -1) if given.dim() == 2 else None
+        hidden = None
+        if given.dim() == 2:
+            hidden = given[: rows * length].reshape(rows, length, -1)
         output = compute(number, hidden)
-        return self._packed(output) if output.dim() else output
+        if output.dim() == 0:
+            return output
+        return self._padded(output)
 
-    def _packed(self, hidden: torch.Tensor) -> torch.Tensor:
-        flat = hidden.flatten(0, 1).to(self.wire.dtype)
-        if flat.shape[0] < self.room:
-            flat = F.pad(flat, (0, 0, 0, self.room - flat.shape[0]))
-        # A gradient comes back in any case, also to a stage that has nothing to be trained before it.
-        return (
-            flat.contiguous()
-            if flat.requires_grad or not torch.is_grad_enabled()
-            else flat.requires_grad_()
-        )
+    def _padded(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states [B, T, H] as [capacity, H] in the dtype of the exchange."""
+        flat = hidden.flatten(0, 1).to(self.spec.dtype)
+        if flat.shape[0] < self.capacity:
+            flat = F.pad(flat, (0, 0, 0, self.capacity - flat.shape[0]))
+        # The next stage always sends a gradient back, also if nothing up to here is trained.
+        if torch.is_grad_enabled() and not flat.requires_grad:
+            return flat.requires_grad_()
+        return flat.contiguous()
 
 
 class _Stage(PipelineStage):  # type: ignore[misc,unused-ignore]
-    """Gradients are reduced over the data parallel ranks in a step's last backward pass only."""
+    """A torch stage that reduces gradients over the data parallel ranks only in the last backward pass of a step."""
 
     def backward_one_chunk(
         self,
@@ -200,35 +217,37 @@ class _Stage(PipelineStage):  # type: ignore[misc,unused-ignore]
 
 
 class TiedEnds:
-    """Parameters that the first and the last stage both hold: their gradients are sums over the two."""
+    """Tied parameters that the first and the last stage both store: their gradients are summed over the two."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], layout: RankLayout) -> None:
-        """*parameters* are those of this rank, none on the stages between. A collective: every rank does it once."""
+        """*parameters* are the tied ones of this rank: none on other stages. Collective: every rank calls it once."""
         self._parameters = list(parameters)
         self._group = _ends(layout)
         self._is_last = layout.pp_rank == layout.sizes.pp - 1
 
     def sum_gradients(self) -> None:
-        """After the backward passes of a step."""
+        """Sum the gradients over both stages, after the backward passes of a step."""
         for parameter in self._parameters:
-            complete_gradient(
-                parameter
-            )  # a plan may leave the stages' gradients in different layouts
+            # A tensor parallel plan may leave the gradients of the two stages in different layouts.
+            complete_gradient(parameter)
             if parameter.grad is not None:
                 dist.all_reduce(_local(parameter.grad), group=self._group)
 
     @property
     def counted_elsewhere(self) -> frozenset[int]:
-        """Ids of the parameters here that the first stage counts in sums over all stages."""
-        return frozenset(map(id, self._parameters)) if self._is_last else frozenset()
+        """Ids of this rank's parameters that only the first stage counts in sums over all stages."""
+        if not self._is_last:
+            return frozenset()
+        return frozenset(id(parameter) for parameter in self._parameters)
 
 
 def _ends(layout: RankLayout) -> dist.ProcessGroup | None:
-    """The group of this rank's pipeline's first and last stage; None between them."""
+    """The group of the first and the last stage of this rank's pipeline; None on other stages."""
     per_stage = layout.world_size // layout.sizes.pp
     mine = None
-    for place in range(per_stage):
-        ends = [place, layout.world_size - per_stage + place]
+    # new_group is collective: every rank creates the groups of all pipelines.
+    for index in range(per_stage):
+        ends = [index, layout.world_size - per_stage + index]
         group = dist.new_group(ends)
         if layout.rank in ends:
             mine = group

@@ -208,7 +208,7 @@ def test_heads_that_cannot_be_shared_out_are_refused(sizes: tuple[int, int], hin
     assert "num_attention_heads 4" in str(caught.value) and hint in str(caught.value)
 
 
-def test_rows_that_cannot_be_cut_evenly_are_refused(tmp_path: Path) -> None:
+def test_rows_that_context_parallel_error_evenly_are_refused(tmp_path: Path) -> None:
     collate = "--dataloader.collate_fn={_target_: tests.distributed.test_strategies.odd_rows}"
     error = failure(
         tmp_path, "--distributed.cp_size=2", collate, "--dataloader.padding_free=false", num_ranks=2
