@@ -1,8 +1,8 @@
-"""Fills the files of a plan: every source byte is read once, checked, put in its place, cast, digested and written.
+"""Fills the files of a plan: every source byte is read once, verified, put in position, cast, digested and written.
 
-Threads take the blocks of all files in order. Reading, casting and writing go on side by side; digesting is done in
-turn, block after block, because a digest takes its bytes in order (it is ten times as fast as the rest). Processes
-share the tensors by their bytes, each with threads of its own. Buffers are all that is held: some megabytes a thread.
+Threads take the blocks of all files in order. They read, cast and write in parallel, and digest in order, block after
+block, because a digest takes its bytes in order (it is ten times as fast as the rest). Processes divide the tensors by
+their bytes, and each has threads. Memory is limited to buffers of some megabytes per thread.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from automodel_ckpt.checkpoint.files.direct import SECTOR_BYTES, block_of
 from automodel_ckpt.checkpoint.slices import Slice, intersection, row_major_boxes
 from automodel_ckpt.errors import SaveFailed
 
-# A read can be four times what it becomes: F64 to BF16.
+# A block can be read from up to four times its bytes: F64 cast to BF16.
 _SCRATCH_BYTES = 4 * BLOCK_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """How many processes work at once, and how many threads each has."""
+    """The number of processes, and of threads in each."""
 
     num_procs: int = 1
     num_threads: int = 5
@@ -51,10 +51,10 @@ class Workers:
         function: Callable[[Sequence[ByteRange], int], Written],
         shares: Sequence[Sequence[ByteRange]],
     ) -> list[Written]:
-        """Call *function* on every share, each in a process of its own; the first exception is raised.
+        """Call *function* on every share, each in a separate process. Raises the first exception.
 
-        With several processes function and shares are pickled, and the calling process is forked: it must not have
-        threads of its own.
+        With several processes, function and shares are pickled, and the calling process is forked. It must not have
+        other threads: a lock that one of them holds would stay locked in the child forever.
         """
         if len(shares) <= 1:
             return [function(share, self.num_threads) for share in shares]
@@ -63,9 +63,8 @@ class Workers:
         context = multiprocessing.get_context("fork")
         try:
             with ProcessPoolExecutor(len(shares), context, _die_with_parent) as executor:
-                return _results(
-                    [executor.submit(function, share, self.num_threads) for share in shares]
-                )
+                futures = [executor.submit(function, share, self.num_threads) for share in shares]
+                return _results(futures)
         except BrokenExecutor as error:
             raise SaveFailed(
                 "a worker process was killed",
@@ -84,7 +83,7 @@ def _results(futures: Sequence[Future[Written]]) -> list[Written]:
 
 
 def _die_with_parent() -> None:
-    """A worker must not outlive a killed parent: it would wait for work for ever (PR_SET_PDEATHSIG, Linux)."""
+    """Have the kernel kill this worker when its parent dies: it would wait for work forever (PR_SET_PDEATHSIG)."""
     ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
 
 
@@ -100,7 +99,7 @@ class Digested:
 
 @dataclass(slots=True)
 class Written:
-    """What one process wrote. *damaged* slices are not what was saved; then the output is worth nothing."""
+    """The parts of the output that one process wrote. If there are *damaged* slices, the output must not be used."""
 
     parts: list[Digested] = field(default_factory=list)
     damaged: list[Slice] = field(default_factory=list)
@@ -115,16 +114,15 @@ def copy(
 ) -> Written:
     """Fill a process's share of the output files under *staging* from the slices under *root*.
 
-    *clones* says of each file whether blocks can be cloned into it. Stops at the first slice whose digest differs.
-    Raises OSError naming the file, and :class:`CheckpointUnusable` for a source that is too short.
+    *clones* maps each file to whether blocks can be cloned into it. Stops at the first slice whose digest differs.
+    Raises OSError with the file's name, and :class:`CheckpointUnusable` for a source that is too short.
     """
     with contextlib.ExitStack() as stack:
-        outputs = {}
+        outputs: dict[str, Output] = {}
         for byte_range in share:
-            outputs[byte_range.file] = output = Output(
-                staging / byte_range.file, clones=clones[byte_range.file]
-            )
-            stack.callback(output.close)
+            name = byte_range.file
+            outputs[name] = Output(staging / name, clones=clones[name])
+            stack.callback(outputs[name].close)
         run = _Run(root, outputs, blocks(share))
         total = sum(byte_range.stop - byte_range.start for byte_range in share)
         run.by_threads(max(1, min(num_threads, total // BLOCK_BYTES)))
@@ -136,10 +134,12 @@ class _Stopped(Exception):
 
 
 class _Turns:
-    """Lets threads through in the order of their blocks' numbers."""
+    """Lets threads enter a section in the order of their blocks' numbers."""
 
     def __init__(self) -> None:
-        self._next, self._stopped, self._change = 0, False, threading.Condition()
+        self._next = 0
+        self._stopped = False
+        self._change = threading.Condition()
 
     @contextlib.contextmanager
     def turn(self, number: int) -> Iterator[None]:
@@ -163,18 +163,22 @@ class _Run:
 
     def __init__(self, root: Path, outputs: Mapping[str, Output], todo: Iterator[Block]) -> None:
         self.written = Written()
-        self._root, self._outputs, self._todo = root, outputs, todo
+        self._root = root
+        self._outputs = outputs
+        self._todo = todo
         self._taking = threading.Lock()
-        self._checking, self._digesting = _Turns(), _Turns()
+        # Two sections, so that one thread can verify a block while another digests the one before.
+        self._checking = _Turns()
+        self._digesting = _Turns()
         self._digests: dict[tuple[str, int], xxhash.xxh3_128] = {}
         self._failure: BaseException | None = None
 
     def by_threads(self, count: int) -> None:
-        """Returns when all blocks are written. Raises what went wrong first."""
-        others = [
-            threading.Thread(target=self._work, name=f"consolidate-{n}") for n in range(1, count)
-        ]
-        for thread in others:
+        """Write all blocks with *count* threads, this one included. Raises the first failure."""
+        others: list[threading.Thread] = []
+        for number in range(1, count):
+            thread = threading.Thread(target=self._work, name=f"consolidate-{number}")
+            others.append(thread)
             thread.start()
         self._work()
         for thread in others:
@@ -204,48 +208,49 @@ class _Run:
     def _fill(self, block: Block, sources: _Sources) -> None:
         data, parts = sources.read(block)
         with self._checking.turn(block.number):
-            for segment, pieces in parts:
-                self._check(block.file, segment, pieces)
-        if not all(segment.as_is for segment in block.segments):
-            self._convert(block, data, parts)
+            for segment, reads in parts:
+                self._check(block.file, segment, reads)
+        self._convert(block, data, parts)
         with self._digesting.turn(block.number):
             for segment in block.segments:
                 if not segment.as_is:
                     self._digest(block, segment, data)
         self._outputs[block.file].write(data, block.start, sources.clonable(block))
 
-    def _check(
-        self, file: str, segment: Segment, pieces: Sequence[tuple[Read, memoryview]]
-    ) -> None:
-        """Digest what was read; a slice that is complete must be the one that was saved."""
+    def _check(self, file: str, segment: Segment, reads: Sequence[tuple[Read, memoryview]]) -> None:
+        """Digest the bytes that were read. Stop all threads if a complete slice does not have its digest."""
         at = segment.start
-        for read, data in pieces:
-            key = (f"{file}:{segment.tensor.fqn}:{read.piece.file}", read.piece.start)
-            if not read.at:
+        for read, data in reads:
+            stored = read.stored
+            # A stored tensor can be exported under several names, so the name is part of the key.
+            key = (f"{file}:{segment.tensor.fqn}:{stored.file}", stored.start)
+            if read.at == 0:
                 self._digests[key] = xxhash.xxh3_128()
             self._digests[key].update(data)
             at += read.nbytes
-            if read.is_last:
-                found = digest_from(self._digests.pop(key))
-                if read.piece.digest not in (None, found):
-                    self.written.damaged.append(read.piece)
-                    self._stop()
-                    raise _Stopped
-                if segment.as_is:
-                    self.written.parts.append(
-                        Digested(file, at - read.piece.nbytes, read.piece.nbytes, found)
-                    )
+            if not read.is_last:
+                continue
+            digest = digest_from(self._digests.pop(key))
+            if stored.digest is not None and stored.digest != digest:
+                self.written.damaged.append(stored)
+                self._stop()
+                raise _Stopped
+            if segment.as_is:
+                # The output has the same bytes: they need no second digest.
+                part = Digested(file, at - stored.nbytes, stored.nbytes, digest)
+                self.written.parts.append(part)
 
     def _digest(self, block: Block, segment: Segment, data: memoryview) -> None:
-        """Digest what a tensor that is not copied as it is became."""
+        """Digest the output bytes of a tensor that was reordered or cast."""
         key = (f"{block.file}:{segment.tensor.fqn}", -1)
-        if not segment.first:
+        if segment.first == 0:
             self._digests[key] = xxhash.xxh3_128()
-        self._digests[key].update(data[segment.start - block.start : segment.stop - block.start])
+        self._digests[key].update(_bytes_of(segment, block, data))
         nbytes = segment.tensor.nbytes
-        if segment.last * DTYPE_BITS[segment.tensor.dtype] // 8 == nbytes:
-            found = digest_from(self._digests.pop(key))
-            self.written.parts.append(Digested(block.file, segment.stop - nbytes, nbytes, found))
+        bytes_so_far = segment.last * DTYPE_BITS[segment.tensor.dtype] // 8
+        if bytes_so_far == nbytes:
+            digest = digest_from(self._digests.pop(key))
+            self.written.parts.append(Digested(block.file, segment.stop - nbytes, nbytes, digest))
 
     @staticmethod
     def _convert(
@@ -253,19 +258,23 @@ class _Run:
         data: memoryview,
         parts: Sequence[tuple[Segment, Sequence[tuple[Read, memoryview]]]],
     ) -> None:
-        for segment, pieces in parts:
+        for segment, reads in parts:
             if not segment.as_is:
-                place(
-                    segment, pieces, data[segment.start - block.start : segment.stop - block.start]
-                )
+                place(segment, reads, _bytes_of(segment, block, data))
+
+
+def _bytes_of(segment: Segment, block: Block, data: memoryview) -> memoryview:
+    """Return the bytes of a segment in the *data* of its block."""
+    return data[segment.start - block.start : segment.stop - block.start]
 
 
 class _Sources:
-    """A thread's open files and buffers: bytes of slices, laid out as the output has them."""
+    """A thread's open source files and its buffers."""
 
     def __init__(self, root: Path) -> None:
         self._inputs = Inputs(root)
-        self._block, self._scratch = block_of(BLOCK_BYTES + SECTOR_BYTES), block_of(_SCRATCH_BYTES)
+        self._block = block_of(BLOCK_BYTES + SECTOR_BYTES)
+        self._scratch = block_of(_SCRATCH_BYTES)
 
     def __enter__(self) -> _Sources:
         return self
@@ -276,56 +285,72 @@ class _Sources:
     def read(
         self, block: Block
     ) -> tuple[memoryview, list[tuple[Segment, list[tuple[Read, memoryview]]]]]:
-        """The block's bytes, in memory as in the file (counted in sectors), and of each segment what was read: in its
-        place there, or beside it where it has to be put in place or cast."""
+        """Read the sources of a block.
+
+        Returns the block's buffer, and for each segment its reads with their bytes: in the buffer if they are copied as
+        they are, otherwise in a second buffer, from which :func:`place` fills the first.
+        """
+        # O_DIRECT: the bytes have the same offset within a sector in memory as in the file.
         skip = block.start % SECTOR_BYTES
         data = self._block[skip : skip + block.stop - block.start]
-        parts, used = [], 0
+        parts = []
+        used = 0
         for segment in block.segments:
-            pieces, at = [], segment.start - block.start
+            at = segment.start - block.start
+            reads = []
             for read in segment.reads:
                 if segment.as_is:
-                    target, at = data[at : at + read.nbytes], at + read.nbytes
+                    target = data[at : at + read.nbytes]
+                    at += read.nbytes
                 else:
-                    target, used = self._scratch[used : used + read.nbytes], used + read.nbytes
-                self._inputs.read(read.piece.file, read.piece.start + read.at, target)
-                pieces.append((read, target))
-            parts.append((segment, pieces))
+                    target = self._scratch[used : used + read.nbytes]
+                    used += read.nbytes
+                self._inputs.read(read.stored.file, read.stored.start + read.at, target)
+                reads.append((read, target))
+            parts.append((segment, reads))
         return data, parts
 
     def clonable(self, block: Block) -> Iterator[Clonable]:
-        """What the block holds of files unchanged."""
+        """Yield the bytes of the block that are copied unchanged from a file."""
         for segment in block.segments:
+            if not segment.as_is:
+                continue
             at = segment.start
-            for read in segment.reads if segment.as_is else ():
-                yield Clonable(
-                    self._inputs.descriptor(read.piece.file),
-                    read.piece.start + read.at,
-                    at,
-                    read.nbytes,
-                )
+            for read in segment.reads:
+                descriptor = self._inputs.descriptor(read.stored.file)
+                yield Clonable(descriptor, read.stored.start + read.at, at, read.nbytes)
                 at += read.nbytes
 
 
-def place(segment: Segment, pieces: Sequence[tuple[Read, memoryview]], out: memoryview) -> None:
-    """Put the elements that were read of each slice where they belong in *out*, the segment's bytes, and cast them."""
+def place(segment: Segment, reads: Sequence[tuple[Read, memoryview]], out: memoryview) -> None:
+    """Copy the elements that were read of each slice to their positions in *out*, and cast them.
+
+    *out* is the segment's part of the output.
+    """
     import numpy as np
 
     from automodel_ckpt.checkpoint.tensors.float_cast import cast_into, storage_dtype
 
     tensor = segment.tensor.stored
-    source, target = tensor.dtype, segment.tensor.dtype
-    held = storage_dtype(source, DTYPE_BITS[source])
-    arrays = [(read.piece.box, np.frombuffer(data, held)) for read, data in pieces]
+    source = tensor.dtype
+    target = segment.tensor.dtype
+    source_dtype = storage_dtype(source, DTYPE_BITS[source])
+    arrays = [np.frombuffer(data, source_dtype) for _, data in reads]
+    read_boxes = [read.stored.box for read, _ in reads]
     result = np.frombuffer(out, storage_dtype(target, DTYPE_BITS[target]))
+    # The elements of each array that were copied so far: boxes follow in row-major order, as the arrays' elements do.
     taken = [0] * len(arrays)
     for box in row_major_boxes(tensor.shape, segment.first, segment.last):
-        values, result = result[: box.numel].reshape(box.sizes), result[box.numel :]
-        for number, (piece, array) in enumerate(arrays):
-            common = intersection(piece, box) if tensor.shape else box
-            if common is not None:
-                begin, taken[number] = taken[number], taken[number] + common.numel
-                part = array[begin : taken[number]].reshape(common.sizes)
-                # The ellipsis makes it a view even where there are no dimensions.
-                place_in: tuple[Any, ...] = (*common.within(box), ...)
-                cast_into(part, source, target, values[place_in])
+        values = result[: box.numel].reshape(box.sizes)
+        result = result[box.numel :]
+        for number, read_box in enumerate(read_boxes):
+            # A tensor without dimensions has one element and no box to intersect.
+            common = intersection(read_box, box) if tensor.shape else box
+            if common is None:
+                continue
+            begin = taken[number]
+            taken[number] += common.numel
+            part = arrays[number][begin : taken[number]].reshape(common.sizes)
+            # The ellipsis makes the result a view even without dimensions.
+            position: tuple[Any, ...] = (*common.within(box), ...)
+            cast_into(part, source, target, values[position])

@@ -104,16 +104,16 @@ def test_blocks_fill_every_byte_once_and_read_every_slice_front_to_back(
             for segment in block.segments:
                 shape, total = segment.tensor.stored.shape, 0
                 for part in segment.reads:
-                    assert part.at == read.get(part.piece, 0)
-                    assert part.is_last is (part.at + part.nbytes == part.piece.nbytes)
-                    read[part.piece] = part.at + part.nbytes
+                    assert part.at == read.get(part.stored, 0)
+                    assert part.is_last is (part.at + part.nbytes == part.stored.nbytes)
+                    read[part.stored] = part.at + part.nbytes
                     total += part.nbytes
                 assert total == nbytes_of(
                     segment.tensor.stored.dtype, (segment.last - segment.first,)
                 )
                 if segment.as_is:
                     offsets = [
-                        positions(p.piece.box, shape)[p.at // 4 : (p.at + p.nbytes) // 4]
+                        positions(p.stored.box, shape)[p.at // 4 : (p.at + p.nbytes) // 4]
                         for p in segment.reads
                     ]
                     assert list(itertools.chain(*offsets)) == list(
