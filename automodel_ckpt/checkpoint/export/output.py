@@ -1,4 +1,4 @@
-"""The files of an export while they are written: cloned, past the page cache, or through it, whichever goes."""
+"""Writing the files of an export: by cloning blocks, with O_DIRECT, or through the page cache, whichever works."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import fcntl
 import os
 import struct
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,8 +21,8 @@ from automodel_ckpt.durable_io import naming, write_all
 
 # FICLONERANGE of linux/fs.h: descriptor and start of the source, length, start in the target.
 _CLONE = 0x4020940D
-# What says "not this way, for these two files"; anything else (EIO, ENOSPC) is a failure.
-_NOT_THIS_WAY = {
+# These errors mean that these two files cannot share blocks. Any other (EIO, ENOSPC) is a failure.
+_CANNOT_CLONE = {
     errno.EXDEV,
     errno.EINVAL,
     errno.ENOSYS,
@@ -35,7 +35,7 @@ _NOT_THIS_WAY = {
 
 @dataclass(frozen=True, slots=True)
 class Clonable:
-    """Bytes of the output, at *target* and as many as *nbytes*, that stand unchanged at *start* of an open file."""
+    """*nbytes* bytes at *target* in the output that are equal to those at *start* of the open file *source*."""
 
     source: int
     start: int
@@ -44,17 +44,20 @@ class Clonable:
 
 
 def create_output(path: Path, header: bytes, nbytes: int, donor: int | None) -> tuple[int, bool]:
-    """A new file of *nbytes* that begins with *header*: a descriptor, to be fsynced and closed, and whether it can take
-    over blocks of the open file *donor*.
+    """Create a file of *nbytes* that begins with *header*.
 
-    Where it cannot, its space is reserved now, so that a full disk shows before anything is moved. Raises OSError
-    naming the file.
+    Returns its descriptor, which the caller fsyncs and closes, and whether blocks of the open file *donor* can be
+    cloned into it. If they cannot, the file's space is reserved now, so that a full disk is detected before the copy.
+    Raises OSError with the file's name.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         with naming(path):
             os.ftruncate(descriptor, nbytes)
-            clones = donor is not None and _clone(Clonable(donor, 0, 0, SECTOR_BYTES), descriptor)
+            clones = False
+            if donor is not None:
+                # A trial with the first sector, which the header overwrites.
+                clones = _clone(Clonable(donor, 0, 0, SECTOR_BYTES), descriptor)
             if not clones:
                 preallocate(descriptor, nbytes)
             write_all(descriptor, memoryview(header), 0)
@@ -67,83 +70,99 @@ def create_output(path: Path, header: bytes, nbytes: int, donor: int | None) -> 
 class Output:
     """A file made by :func:`create_output`, open for writing from several threads.
 
-    What is written must lie in memory as it does in the file, counted in sectors: O_DIRECT asks for that. A file system
-    that does not take O_DIRECT gets one write at a time: more only wait for each other inside the kernel.
+    Data must have the same offset within a sector in memory as in the file, which O_DIRECT requires. Through the page
+    cache, one thread writes at a time: more would only wait for the file's lock in the kernel.
     """
 
     def __init__(self, path: Path, *, clones: bool) -> None:
-        self._path, self._clones = path, clones
+        self._path = path
+        self._clones = clones
         self._one_writer = threading.Lock()
-        self._plain = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        self._cached = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
         self._direct: int | None = None
-        if os.fstat(self._plain).st_size >= DIRECT_FROM_BYTES:
+        if os.fstat(self._cached).st_size >= DIRECT_FROM_BYTES:
             descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-            self._direct = descriptor if bypass_page_cache(descriptor, True) else None
-            if self._direct is None:
+            if bypass_page_cache(descriptor, True):
+                self._direct = descriptor
+            else:
                 os.close(descriptor)
 
     def close(self) -> None:
-        """Close it; what was written is durable only after an fsync."""
-        os.close(self._plain)
+        """Close the file. The data is durable only after an fsync."""
+        os.close(self._cached)
         if self._direct is not None:
             os.close(self._direct)
 
     def write(self, data: memoryview, at: int, unchanged: Iterable[Clonable]) -> None:
-        """Write all of *data* at byte *at*; of the *unchanged* bytes whole blocks are cloned, where that goes.
+        """Write all of *data* at byte *at*. Blocks of the *unchanged* bytes are cloned if the file system can.
 
-        Raises OSError naming the file.
+        Raises OSError with the file's name.
         """
         with naming(self._path):
             done = 0
-            for start, stop in self._cloned(unchanged):
+            for start, stop in self._cloned_ranges(unchanged):
                 self._put(data[done : start - at], at + done)
                 done = stop - at
             self._put(data[done:], at + done)
 
-    def _cloned(self, unchanged: Iterable[Clonable]) -> Iterable[tuple[int, int]]:
-        for whole in unchanged if self._clones else ():
-            skip = -whole.target % SECTOR_BYTES
-            nbytes = (whole.nbytes - skip) // SECTOR_BYTES * SECTOR_BYTES
-            part = Clonable(whole.source, whole.start + skip, whole.target + skip, nbytes)
-            if nbytes > 0 and part.start % SECTOR_BYTES == 0 and _clone(part, self._plain):
-                yield part.target, part.target + nbytes
+    def _cloned_ranges(self, unchanged: Iterable[Clonable]) -> Iterator[tuple[int, int]]:
+        """Clone what can be cloned, and yield ``start, stop`` in the output of each range that was."""
+        if not self._clones:
+            return
+        for clonable in unchanged:
+            # Only complete sectors can be shared, at an aligned offset of both files.
+            skip = -clonable.target % SECTOR_BYTES
+            nbytes = _complete_sectors(clonable.nbytes - skip)
+            start = clonable.start + skip
+            target = clonable.target + skip
+            if nbytes <= 0 or start % SECTOR_BYTES != 0:
+                continue
+            if _clone(Clonable(clonable.source, start, target, nbytes), self._cached):
+                yield target, target + nbytes
 
     def _put(self, data: memoryview, at: int) -> None:
-        """Whole sectors past the page cache; the others are shared with a neighbour and go through it."""
+        """Write complete sectors with O_DIRECT. The ends share a sector with other data and use the page cache."""
         head = min(-at % SECTOR_BYTES, len(data))
-        middle = (len(data) - head) // SECTOR_BYTES * SECTOR_BYTES
-        if self._direct is None or not middle:
-            self._put_plain(data, at)
+        middle = _complete_sectors(len(data) - head)
+        if self._direct is None or middle == 0:
+            self._put_cached(data, at)
             return
-        self._put_plain(data[:head], at)
-        self._put_direct(data[head : head + middle], at + head)
-        self._put_plain(data[head + middle :], at + head + middle)
+        tail = head + middle
+        self._put_cached(data[:head], at)
+        self._put_direct(data[head:tail], at + head)
+        self._put_cached(data[tail:], at + tail)
 
     def _put_direct(self, data: memoryview, at: int) -> None:
         while data and self._direct is not None and at % SECTOR_BYTES == 0:
             try:
                 count = os.pwrite(self._direct, data, at)
             except OSError as error:
-                # Some file systems take the flag and refuse the write.
+                # Some file systems accept the flag and reject the write.
                 if error.errno != errno.EINVAL:
                     raise
                 break
-            data, at = data[count:], at + count
-        self._put_plain(data, at)
+            data = data[count:]
+            at += count
+        self._put_cached(data, at)
 
-    def _put_plain(self, data: memoryview, at: int) -> None:
+    def _put_cached(self, data: memoryview, at: int) -> None:
         if data:
             with self._one_writer:
-                write_all(self._plain, data, at)
+                write_all(self._cached, data, at)
+
+
+def _complete_sectors(nbytes: int) -> int:
+    """Round *nbytes* down to a multiple of the sector size."""
+    return nbytes // SECTOR_BYTES * SECTOR_BYTES
 
 
 def _clone(part: Clonable, target: int) -> bool:
+    """Share the blocks of *part* with the open file *target*. Returns False if these files cannot share blocks."""
+    argument = struct.pack("qQQQ", part.source, part.start, part.nbytes, part.target)
     try:
-        fcntl.ioctl(
-            target, _CLONE, struct.pack("qQQQ", part.source, part.start, part.nbytes, part.target)
-        )
+        fcntl.ioctl(target, _CLONE, argument)
     except OSError as error:
-        if error.errno not in _NOT_THIS_WAY:
+        if error.errno not in _CANNOT_CLONE:
             raise
         return False
     return True

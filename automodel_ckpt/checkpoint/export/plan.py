@@ -1,7 +1,7 @@
-"""From slices to Hugging Face files: pure, no file is touched.
+"""Planning an export as Hugging Face files. Pure functions: no file is opened.
 
-The plan fixes what an export holds: names, dtypes, files, headers, and the place of every tensor. Which bytes of which
-slices then fill a file is said by ``blocks.py``.
+The plan determines the content of an export: names, dtypes, files, headers, and the offset of every tensor.
+``blocks.py`` determines which bytes of which slices fill a file.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS, ORDINARY_FLOATS
@@ -37,7 +36,7 @@ _CAST_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class ExportTensor:
-    """A tensor of the export: its name there, the stored tensor it is made from, and its dtype there."""
+    """A tensor of the export: its name, the stored tensor that it is made from, and its dtype in the export."""
 
     fqn: str
     stored: Tensor
@@ -58,7 +57,7 @@ class OutputFile:
     tensors: tuple[ExportTensor, ...]
 
     def placed(self) -> Iterator[tuple[ExportTensor, int]]:
-        """Each tensor and the byte where it begins."""
+        """Yield each tensor and the byte where it begins."""
         at = len(self.header)
         for tensor in self.tensors:
             yield tensor, at
@@ -79,9 +78,13 @@ class Plan:
         return sum(file.nbytes for file in self.files)
 
     def index(self) -> bytes:
-        """The content of ``model.safetensors.index.json``."""
-        weight_map = {tensor.fqn: file.name for file in self.files for tensor in file.tensors}
-        total = sum(tensor.nbytes for file in self.files for tensor in file.tensors)
+        """Return the content of ``model.safetensors.index.json``."""
+        weight_map: dict[str, str] = {}
+        total = 0
+        for file in self.files:
+            for tensor in file.tensors:
+                weight_map[tensor.fqn] = file.name
+                total += tensor.nbytes
         document = {
             "metadata": {"total_size": total},
             "weight_map": dict(sorted(weight_map.items())),
@@ -90,12 +93,15 @@ class Plan:
 
 
 def numbered_file(number: int, count: int) -> str:
-    """Hugging Face's name of file *number* (from 1) of *count*."""
+    """Return Hugging Face's name of file *number* (from 1) of *count*."""
     return f"model-{number:05}-of-{count:05}.safetensors"
 
 
 def parse_cast_dtype(name: str | None) -> str | None:
-    """The safetensors code of ``bf16``, ``fp16``, ``fp32``, ``fp64`` or a long name; None and "" mean no cast."""
+    """Return the safetensors code of ``bf16``, ``fp16``, ``fp32``, ``fp64`` or a long name; None for no cast.
+
+    Raises :class:`RecipeError` for any other name.
+    """
     if not name:
         return None
     code = _CAST_NAMES.get(name.lower().removeprefix("torch."))
@@ -118,9 +124,9 @@ def make_plan(
     max_file_bytes: int = MAX_FILE_BYTES,
     where: str = "",
 ) -> Plan:
-    """The plan of an export. *tied* maps names that were not stored to stored ones; *where* is for messages.
+    """Plan an export. *tied* maps names that were not stored to stored names; *where* is for messages.
 
-    Raises :class:`CheckpointUnusable` where names or shapes are not those of the base.
+    Raises :class:`CheckpointUnusable` if names or shapes are not those of the base.
     """
     files, warnings = plan_files(
         tensors, tied, maps, cast_dtype=cast_dtype, max_file_bytes=max_file_bytes, where=where
@@ -138,28 +144,36 @@ def plan_files(
     where: str = "",
     file_name: Callable[[int, int], str] = numbered_file,
 ) -> tuple[tuple[OutputFile, ...], tuple[str, ...]]:
-    """The files of an export and what the user should know, by names, dtypes and shapes alone (no slices needed).
+    """Return the files of an export, and warnings for the user. Needs names, dtypes and shapes, but no slices.
 
-    *file_name* names file I (from 1) of N. Raises as :func:`make_plan`.
+    *file_name* returns the name of file I (from 1) of N. Raises :class:`CheckpointUnusable` if names or shapes are not
+    those of the base.
     """
     warnings: list[str] = []
     stored = export_names(tensors, tied, maps, where, warnings)
-    exported = [
-        ExportTensor(fqn, tensor, _dtype(fqn, tensor, maps, cast_dtype))
-        for fqn, tensor in stored.items()
-    ]
+    exported: list[ExportTensor] = []
+    for fqn, tensor in stored.items():
+        exported.append(ExportTensor(fqn, tensor, _dtype(fqn, tensor, maps, cast_dtype)))
     warnings += _quantized_warnings(exported, maps)
     if maps.is_adapter:
-        return tuple(
-            _output_files([exported], lambda _number, _count: layout.ADAPTER_MODEL)
-        ), tuple(warnings)
-    return tuple(_output_files(_group(exported, maps, max_file_bytes), file_name)), tuple(warnings)
+        # PEFT reads a single file of this name.
+        files = [_output_file(exported, layout.ADAPTER_MODEL)]
+        return tuple(files), tuple(warnings)
+    groups = _group(exported, maps, max_file_bytes)
+    files = []
+    for number, group in enumerate(groups, start=1):
+        files.append(_output_file(group, file_name(number, len(groups))))
+    return tuple(files), tuple(warnings)
 
 
 def counted_casts(files: Iterable[OutputFile]) -> dict[tuple[str, str], int]:
-    """How many tensors change their dtype, by (from, to)."""
-    tensors = (tensor for file in files for tensor in file.tensors)
-    return dict(Counter((t.stored.dtype, t.dtype) for t in tensors if t.stored.dtype != t.dtype))
+    """Return the number of tensors whose dtype changes, by (from, to)."""
+    casts: Counter[tuple[str, str]] = Counter()
+    for file in files:
+        for tensor in file.tensors:
+            if tensor.stored.dtype != tensor.dtype:
+                casts[tensor.stored.dtype, tensor.dtype] += 1
+    return dict(casts)
 
 
 def export_names(
@@ -169,15 +183,20 @@ def export_names(
     where: str,
     warnings: list[str],
 ) -> dict[str, Tensor]:
-    """The stored tensor of each name that the export holds: those of the base where it is known, tied as it is."""
+    """Return the stored tensor of each name in the export: the names of the base if known, or else the stored ones.
+
+    Raises :class:`CheckpointUnusable` if names or shapes are not those of the base.
+    """
     if maps.names is None:
         return dict(tensors)
     groups = _tie_groups(tied)
-    result, missing = {}, []
+    result: dict[str, Tensor] = {}
+    missing: list[str] = []
     for fqn in sorted(maps.names):
-        holder = next((name for name in groups.get(fqn, (fqn,)) if name in tensors), None)
-        if holder is not None:
-            result[fqn] = tensors[holder]
+        # The same tensor can be stored under another of its tied names.
+        stored_names = [name for name in groups.get(fqn, (fqn,)) if name in tensors]
+        if stored_names:
+            result[fqn] = tensors[stored_names[0]]
         elif maps.shape is None and maps.tie_word_embeddings and fqn.endswith("lm_head.weight"):
             warnings.append(
                 f"{fqn} is left out: the shards lack it, and config.json ties it to the embedding"
@@ -185,37 +204,39 @@ def export_names(
         else:
             missing.append(fqn)
     extra = [fqn for fqn in tensors if not maps.names & {fqn, *groups.get(fqn, ())}]
-    if missing or extra:
-        _check_tensor_names(missing, extra, where)
+    _check_tensor_names(missing, extra, where)
     for fqn, shape in (maps.shape or {}).items():
         if result[fqn].shape != shape:
-            _refuse(
-                f"the tensor {fqn!r} has another shape than it should",
-                where,
-                f"{result[fqn].shape}, not {shape}",
-            )
+            what = f"the tensor {fqn!r} has another shape than it should"
+            raise _not_the_base(what, where, f"{result[fqn].shape}, not {shape}")
     return result
 
 
 def _tie_groups(tied: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """For each name that is tied at all, every name of its group, the stored one first."""
+    """Return all names of the group of each tied name, the stored one first."""
     members: dict[str, list[str]] = {}
-    for alias, kept in tied.items():
-        members.setdefault(kept, [kept]).append(alias)
-    return {name: tuple(group) for group in members.values() for name in group}
+    for alias, stored in tied.items():
+        members.setdefault(stored, [stored]).append(alias)
+    groups: dict[str, tuple[str, ...]] = {}
+    for group in members.values():
+        for name in group:
+            groups[name] = tuple(group)
+    return groups
 
 
-def _check_tensor_names(missing: Sequence[str], extra: Sequence[str], where: str) -> NoReturn:
-    parts = [
-        f"{label}: {_some(names)}"
-        for label, names in (("missing", missing), ("not in the base", extra))
-        if names
-    ]
-    _refuse("the tensors are not those that the base model has", where, "; ".join(parts))
+def _check_tensor_names(missing: Sequence[str], extra: Sequence[str], where: str) -> None:
+    parts: list[str] = []
+    if missing:
+        parts.append(f"missing: {_some(missing)}")
+    if extra:
+        parts.append(f"not in the base: {_some(extra)}")
+    if parts:
+        what = "the tensors are not those that the base model has"
+        raise _not_the_base(what, where, "; ".join(parts))
 
 
-def _refuse(what: str, where: str, value: object) -> NoReturn:
-    raise CheckpointUnusable(
+def _not_the_base(what: str, where: str, value: object) -> CheckpointUnusable:
+    return CheckpointUnusable(
         what,
         where=where,
         value=value,
@@ -224,22 +245,26 @@ def _refuse(what: str, where: str, value: object) -> NoReturn:
 
 
 def _some(names: Sequence[str], limit: int = 5) -> str:
-    shown = ", ".join(map(repr, names[:limit]))
-    return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+    text = ", ".join(map(repr, names[:limit]))
+    if len(names) <= limit:
+        return text
+    return f"{text} and {len(names) - limit} more"
 
 
 def _dtype(fqn: str, tensor: Tensor, maps: BaseMaps, cast_dtype: str | None) -> str:
-    """The dtype of an exported tensor: only ordinary floats ever change theirs, and only into another one."""
+    """Return the dtype of an exported tensor. Only ordinary floats are cast, and only to ordinary floats."""
     original = (maps.dtype or {}).get(fqn, tensor.dtype)
     if tensor.dtype not in ORDINARY_FLOATS:
         return tensor.dtype
     if cast_dtype is not None:
         return cast_dtype
-    return original if original in ORDINARY_FLOATS else tensor.dtype
+    if original in ORDINARY_FLOATS:
+        return original
+    return tensor.dtype
 
 
 def quantized_in_base(exported: Iterable[ExportTensor], maps: BaseMaps) -> list[ExportTensor]:
-    """Tensors that the base holds quantized or packed, and the checkpoint as ordinary floats."""
+    """Return the tensors that are quantized or packed in the base, and ordinary floats in the checkpoint."""
     originals = maps.dtype or {}
     return [
         tensor
@@ -262,7 +287,7 @@ def _quantized_warnings(exported: Sequence[ExportTensor], maps: BaseMaps) -> lis
 def _group(
     exported: Sequence[ExportTensor], maps: BaseMaps, limit: int
 ) -> list[list[ExportTensor]]:
-    """The tensors of each output file: as in the base's index where it is known, else at most *limit* bytes."""
+    """Return the tensors of each output file: as in the base's index if it is known, else at most *limit* bytes."""
     if maps.file_index is not None:
         last = max(maps.file_index.values(), default=1)
         by_number: dict[int, list[ExportTensor]] = {}
@@ -280,14 +305,10 @@ def _group(
     return groups
 
 
-def _output_files(
-    groups: Sequence[Sequence[ExportTensor]], file_name: Callable[[int, int], str]
-) -> Iterator[OutputFile]:
-    for number, group in enumerate(groups, start=1):
-        # Wide elements first: then every tensor is aligned to its own element, as readers that map the file want it.
-        ordered = tuple(sorted(group, key=lambda tensor: -DTYPE_BITS[tensor.dtype]))
-        header, _ = build_header(
-            [(t.fqn, t.dtype, t.stored.shape) for t in ordered], {"format": "pt"}
-        )
-        nbytes = len(header) + sum(tensor.nbytes for tensor in ordered)
-        yield OutputFile(file_name(number, len(groups)), header, nbytes, ordered)
+def _output_file(tensors: Sequence[ExportTensor], name: str) -> OutputFile:
+    # Wide elements first: every tensor is then aligned to its elements, which readers that map the file need.
+    ordered = tuple(sorted(tensors, key=lambda tensor: -DTYPE_BITS[tensor.dtype]))
+    entries = [(tensor.fqn, tensor.dtype, tensor.stored.shape) for tensor in ordered]
+    header, _ = build_header(entries, {"format": "pt"})
+    nbytes = len(header) + sum(tensor.nbytes for tensor in ordered)
+    return OutputFile(name, header, nbytes, ordered)

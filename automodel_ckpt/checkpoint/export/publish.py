@@ -1,8 +1,9 @@
-"""How an export appears: staged beside its place, durable before it has its name, and whole or not at all.
+"""Publishing an export: it is staged next to its target, made durable, and then renamed, complete or not at all.
 
-A directory is replaced only when an export of ours made every file in it. Where the system can swap two directories in
-one step (RENAME_EXCHANGE), a reader always finds the old export or the new one. Elsewhere there is a short gap, named
-in the log; a process killed in it leaves the old export under a name from which the next one restores it.
+A directory is replaced only if an export of this program wrote every file in it. If the file system can swap two
+directories in one step (RENAME_EXCHANGE), a reader always finds the old export or the new one. Otherwise there is a
+short gap, which the log mentions. A process that is killed in the gap leaves the old export under a name from which the
+next export restores it.
 """
 
 from __future__ import annotations
@@ -21,21 +22,22 @@ from automodel_ckpt.errors import CheckpointUnusable, SaveFailed, os_problem
 
 Check = Callable[[], None]
 
-_REMEDY = "free space or choose another --output; nothing was changed"
+_HINT = "free space or choose another --output; nothing was changed"
 
 
 def check_target(target: Path) -> None:
-    """Raise :class:`SaveFailed` unless the export may take the place *target*: free, empty, or an export's own."""
+    """Raise :class:`SaveFailed` unless an export may replace *target*: it does not exist, is empty, or is an export."""
     if not os.path.lexists(target):
         return
     if not target.is_dir():
-        _check_replaceable(target, "not a directory")
-    if strangers := sorted(_files(target) - _exported_files(target)):
-        _check_replaceable(target, ", ".join(map(repr, strangers[:5])))
+        raise _not_replaceable(target, "not a directory")
+    others = sorted(_files(target) - _exported_files(target))
+    if others:
+        raise _not_replaceable(target, ", ".join(map(repr, others[:5])))
 
 
-def _check_replaceable(target: Path, value: str) -> None:
-    raise SaveFailed(
+def _not_replaceable(target: Path, value: str) -> SaveFailed:
+    return SaveFailed(
         "the output directory holds files that no export made",
         where=str(target),
         value=value,
@@ -44,15 +46,20 @@ def _check_replaceable(target: Path, value: str) -> None:
 
 
 def _files(directory: Path) -> set[str]:
-    return {
-        os.path.relpath(os.path.join(parent, name), directory)
-        for parent, directories, names in os.walk(directory)
-        for name in [*names, *(d for d in directories if os.path.islink(os.path.join(parent, d)))]
-    }
+    """Return the relative paths of all files below *directory*, and of links, which are not followed."""
+    found: set[str] = set()
+    for parent, directories, names in os.walk(directory):
+        paths = [os.path.join(parent, name) for name in names]
+        for name in directories:
+            path = os.path.join(parent, name)
+            if os.path.islink(path):
+                paths.append(path)
+        found.update(os.path.relpath(path, directory) for path in paths)
+    return found
 
 
 def _exported_files(directory: Path) -> set[str]:
-    """The files that the export in *directory* lists as its own; none where there is no such list."""
+    """Return the files that the manifest of the export in *directory* lists; none if there is no manifest."""
     try:
         return {*ExportManifest.read(directory).files, layout.EXPORT_MANIFEST}
     except CheckpointUnusable:
@@ -61,10 +68,10 @@ def _exported_files(directory: Path) -> set[str]:
 
 @contextlib.contextmanager
 def staged(target: Path, log: Log, *, before_publishing: Check = lambda: None) -> Iterator[Path]:
-    """A staging directory that takes *target*'s place when the block ends, and is removed when it raises.
+    """Yield a staging directory, which replaces *target* when the block ends and is removed if the block raises.
 
-    What *before_publishing* raises is raised, and *target* is unchanged then.
-    An OSError in the block or in publishing becomes :class:`SaveFailed` with path and errno.
+    *before_publishing* is called last. If it raises, *target* is unchanged. An OSError in the block or in publishing
+    becomes :class:`SaveFailed` with path and errno.
     """
     staging = None
     try:
@@ -78,16 +85,16 @@ def staged(target: Path, log: Log, *, before_publishing: Check = lambda: None) -
             before_publishing()
             _publish(staging, target, log)
     except OSError as error:
-        raise SaveFailed.all_of(
-            [os_problem(error, "the export could not be written", hint=_REMEDY)]
-        ) from error
+        problem = os_problem(error, "the export could not be written", hint=_HINT)
+        raise SaveFailed.all_of([problem]) from error
     finally:
-        # After a swap the staging name holds the export that was replaced.
+        # After a swap, the export that was replaced has the staging directory's name.
         if staging is not None:
             commit.discard(staging)
 
 
 def _publish(staging: Path, target: Path, log: Log) -> None:
+    # The names in each directory must be durable before the staging directory gets the export's name.
     for directory, _, _ in os.walk(staging, topdown=False):
         fsync_directory(Path(directory))
     if not os.path.lexists(target):

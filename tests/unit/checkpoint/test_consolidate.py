@@ -605,7 +605,7 @@ def test_a_failure_while_writing_leaves_nothing_and_names_path_and_errno(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    for name in ("_put", "_put_plain", "_put_direct"):
+    for name in ("_put", "_put_cached", "_put_direct"):
         monkeypatch.setattr(export_output.Output, name, full)
     with pytest.raises(SaveFailed, match="ENOSPC") as caught:
         consolidate(tmp_path / "c")
