@@ -10,6 +10,7 @@ from automodel_ckpt.distributed.parallelize import gradient_sync
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.objective import Objective
 from automodel_ckpt.recipes.records import AUX_LOSS, LossSum
+from automodel_ckpt.recipes.run_log import STEP_FIELDS
 from automodel_ckpt.training.rng import StatefulRNG
 from automodel_ckpt.training.router_loss import RouterLoss
 
@@ -24,6 +25,8 @@ class GradientAccumulation:
         self._router_loss = objective.trainable.router_loss
         self._layout = layout
         self._rng = rng
+        self.metrics: dict[str, float] = {}
+        """This rank's sums of the objective's metrics over the newest global batch; all ranks have the same names."""
 
     def accumulate(self, batch: GlobalBatch, weight: float) -> torch.Tensor:
         """Add the gradient of the summed loss times *weight*; returns this rank's summed loss, 0-dim.
@@ -31,19 +34,36 @@ class GradientAccumulation:
         Called on all ranks.
         """
         micro_batches = batch.micro_batches
+        self.metrics = {}
         if self._stage is not None:
             rows = [self._objective.rows_of(micro_batch) for micro_batch in micro_batches]
             return sum_losses(self._stage.train(rows, self._objective.stage_output, weight))
         if self._router_loss is not None and self._router_loss.needs_counts(len(micro_batches)):
             self._count_routed(batch, self._router_loss)
-        losses = []
+        results = []
         for number, micro_batch in enumerate(micro_batches, start=1):
             is_last = number == len(micro_batches)
             with gradient_sync(self._model, enabled=is_last):
                 result = self._objective.loss(micro_batch)
                 self._backward(result, weight)
-            losses.append(result.loss.detach())
-        return sum_losses(losses)
+            results.append(result)
+        self._sum_metrics(results)
+        return sum_losses([result.loss.detach() for result in results])
+
+    def _sum_metrics(self, results: list[LossSum]) -> None:
+        """Add up the metrics of micro-batches. Raises :class:`RecipeError` for the name of another field of the log."""
+        for result in results:
+            for name, value in result.metrics.items():
+                if name == AUX_LOSS:
+                    continue
+                if name in STEP_FIELDS:
+                    raise RecipeError(
+                        "a metric of the objective has the name of another field of training.jsonl",
+                        where=f"{type(self._objective).__name__}.loss",
+                        value=name,
+                        hint="give the metric another name",
+                    )
+                self.metrics[name] = self.metrics.get(name, 0.0) + float(value)
 
     def _backward(self, result: LossSum, weight: float) -> None:
         """Add the gradient of a micro-batch's summed loss times *weight*, and that of its share of the router's loss.

@@ -184,12 +184,29 @@ class TrainingLoop:
         total, aux_loss, due = self.finish_step(batch, control, loss_sum)
         loss = total / control.count if control.count else math.nan
         has_router_loss = self.trainable.router_loss is not None
-        self.last_step = StepResult(loss, grad_norm, lr, aux_loss if has_router_loss else None)
+        self.last_step = StepResult(
+            loss,
+            grad_norm,
+            lr,
+            aux_loss if has_router_loss else None,
+            self._mean_metrics(control),
+        )
         seconds = time.perf_counter() - started
         self.run_log.log_step(
             self.step_scheduler, batch.sample_ids, control, self.last_step, seconds
         )
         return due
+
+    def _mean_metrics(self, control: Control) -> dict[str, float]:
+        """Divide the sums of the objective's metrics by the count of the global batch. A collective if it has any."""
+        names = sorted(self.gradients.metrics)
+        if not names or not control.count:
+            return {}
+        # Ranks that compute the same loss (tensor or context parallel) count once, as for the loss.
+        counts_here = self.layout.reports_loss
+        sums = [self.gradients.metrics[name] if counts_here else 0.0 for name in names]
+        totals = sum_over_ranks(self.layout.gloo_group, *sums)
+        return {name: total / control.count for name, total in zip(names, totals, strict=True)}
 
     def train_step(self, batch: GlobalBatch, control: Control) -> tuple[float, float]:
         """Forward, backward, clip, update. Returns this rank's summed loss and the global gradient norm.

@@ -106,6 +106,21 @@ class Objective:
             output = self.model(**self._inputs(rows, hidden), **self.trainable.forward_options)
         return logits_of(output)  # a stage has no output layer: its hidden states are in this field
 
+    def logits(self, rows: Tensors, trainable: Trainable | None = None) -> torch.Tensor:
+        """Compute the logits [B, T, V] of *rows*, of the trained model or of another one that *trainable* describes.
+
+        Raises :class:`RecipeError` if context parallel ranks divide the rows.
+        """
+        trainable = trainable or self.trainable
+        if trainable.context is not None:
+            raise RecipeError(
+                "this objective needs the logits of complete rows, and context parallel ranks divide them",
+                where="distributed.cp_size",
+                value=trainable.context.size,
+                hint="leave cp_size out",
+            )
+        return logits_of(trainable.forward(self._inputs(rows, None)))
+
     def row_loss(self, rows: Tensors, hidden: torch.Tensor | None = None) -> torch.Tensor:
         """Compute the loss of *rows*, summed over their labels; 0-dim, on the device.
 

@@ -27,7 +27,8 @@ class BatchSize:
 class LossSum:
     """The loss of a micro-batch, summed over its terms (0-dim, on the device), and metrics by name.
 
-    The metric ``aux_loss`` has a gradient, which the loop adds to that of the loss.
+    The metric ``aux_loss`` has a gradient, which the loop adds to that of the loss. Other metrics are sums over the
+    same terms, under the same names on all ranks; the log has their means.
     """
 
     loss: torch.Tensor
@@ -60,12 +61,14 @@ class StepResult:
     """One optimizer step: the global batch's mean loss (NaN if its count is 0), gradient norm and learning rate.
 
     *aux_loss* is the load balancing loss of a mixture of experts, without its coefficient; None where there is none.
+    *metrics* are the means of the objective's metrics over the terms of the loss.
     """
 
     loss: float
     grad_norm: float
     lr: float
     aux_loss: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,12 @@ from automodel_ckpt.training.progress import Progress, StepView, set_up_logging,
 from automodel_ckpt.training.step_scheduler import StepScheduler
 from automodel_ckpt.training.tracker_process import Tracking
 
+STEP_FIELDS = frozenset(
+    {"step", "epoch", "timestamp", "loss", "grad_norm", "lr", "tokens", "label_tokens"}
+    | {"tps", "mem", "aux_loss", "samples", "event"}
+)
+"""Fields of a line of ``training.jsonl`` that are not metrics of the objective."""
+
 
 class RunLog:
     """The logs of a run. Rank 0 writes ``training.jsonl`` and ``validation.jsonl``; the other ranks only log messages.
@@ -114,6 +120,7 @@ class RunLog:
         }
         if result.aux_loss is not None:
             record["aux_loss"] = result.aux_loss
+        record.update(result.metrics)
         if self._settings.sample_ids:
             record["samples"] = sample_ids
         self._append(self.training, record, soon=True)

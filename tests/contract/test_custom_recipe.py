@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 import shlex
 from functools import partial
@@ -32,11 +34,11 @@ SHORT = (
 )
 
 
-def made(*overrides: str, kill_after: frozenset[int] = frozenset()) -> Any:
-    """The recipe object, as ckpt-train makes it."""
+def made(*overrides: str, kill_after: frozenset[int] = frozenset(), name: str = "ema") -> Any:
+    """The recipe object of an example, as ckpt-train makes it."""
     line = parse(overrides)
-    loaded = load_recipe(EXAMPLE / "ema.yaml", line.overrides, problems=line.problems)
-    loaded, cls = prepare(loaded, Trust([str(EXAMPLE / "ema.py")]))
+    loaded = load_recipe(EXAMPLE / f"{name}.yaml", line.overrides, problems=line.problems)
+    loaded, cls = prepare(loaded, Trust([str(EXAMPLE / f"{name}.py")]))
     if kill_after:
         cls = killed_after(*kill_after, recipe_class=cls)
     return cls(loaded.config, config_yaml=loaded.to_yaml())
@@ -81,16 +83,44 @@ def test_the_code_does_not_run_without_trust() -> None:
         prepare(load_recipe(EXAMPLE / "ema.yaml", []), Trust())
 
 
-def test_it_takes_less_than_eighty_lines() -> None:
+def test_the_examples_are_short() -> None:
     assert len((EXAMPLE / "ema.py").read_text().splitlines()) < 80
+    assert len((EXAMPLE / "dpo.py").read_text().splitlines()) <= 70
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_dpo_counts_pairs_and_starts_from_its_reference(num_ranks: int, tmp_path: Path) -> None:
+    run = f"--checkpoint.checkpoint_dir={tmp_path / 'run'}"
+    ranks.run(partial(train_with_preferences, run, *SHORT), num_ranks, init=False)
+    steps = [
+        json.loads(line) for line in (tmp_path / "run/training.jsonl").read_text().splitlines()
+    ]
+    first, *others = [step for step in steps if "event" not in step]
+    # Equal models: no margin, and log(2) for each pair.
+    assert first["loss"] == pytest.approx(math.log(2))
+    assert first["accuracy"] == 0.0
+    assert others[-1]["accuracy"] == 1.0
+    assert others[-1]["loss"] < 0.6
+    # Eight pairs of 32 tokens, of which all but the first of each row are predicted.
+    assert (first["tokens"], first["label_tokens"]) == (2 * 8 * 32, 2 * 8 * 31)
+    saved = {path.name for path in (tmp_path / "run/LATEST").iterdir()}
+    assert "model" in saved and "reference" not in saved
+
+
+def train_with_preferences(*overrides: str) -> None:
+    recipe = made(*overrides, name="dpo")
+    try:
+        recipe.setup()
+        recipe.run()
+    finally:
+        recipe.close()
 
 
 def test_the_guide_quotes_the_example_and_commands_that_exist() -> None:
     blocks = dict.fromkeys(re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL))
-    assert len(blocks) == 5
-    sources = (EXAMPLE / "ema.py").read_text() + (
-        ROOT / "tests/support/training_parts.py"
-    ).read_text()
+    assert len(blocks) == 7
+    files = [EXAMPLE / "ema.py", EXAMPLE / "dpo.py", ROOT / "tests/support/training_parts.py"]
+    sources = "".join(path.read_text() for path in files)
     assert all(block.rstrip("\n") in sources for block in blocks)
     commands = [
         line
