@@ -20,7 +20,12 @@ Log = Callable[[str], None]
 
 def leftovers_in(checkpoint: Path) -> Iterator[Path]:
     """The directories that killed exports left in the directories of a checkpoint's modules, and those that exports use
-    at this moment."""
+    at this moment.
+
+    Nothing is listed for a checkpoint that is a symbolic link: it can point outside the run directory.
+    """
+    if checkpoint.is_symlink():
+        return
     for module in sorted(os.scandir(checkpoint), key=lambda entry: entry.name):
         if not module.is_dir(follow_symlinks=False):
             continue

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from automodel_ckpt.checkpoint import Manifest, commit, discover, layout
+from automodel_ckpt.checkpoint.export_leftovers import leftovers_in
 from automodel_ckpt.checkpoint.policy import KeepPolicy
 from automodel_ckpt.checkpoint.run import links, maintenance, resume
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
@@ -338,3 +339,14 @@ def test_a_save_after_a_return_to_an_earlier_step_sets_the_later_checkpoints_asi
         "epoch_0_step_20.superseded-1",
         "epoch_0_step_30.superseded-1",
     ]
+
+
+def test_leftovers_of_exports_are_not_looked_for_behind_a_checkpoint_that_is_a_link(
+    tmp_path: Path,
+) -> None:
+    leftover = tmp_path / "outside" / "model" / f".consolidated.staging-{'a' * 32}"
+    leftover.mkdir(parents=True)
+    link = tmp_path / "epoch_0_step_5"
+    link.symlink_to(tmp_path / "outside")
+    assert [*leftovers_in(tmp_path / "outside")] == [leftover]
+    assert [*leftovers_in(link)] == []
