@@ -1,4 +1,4 @@
-"""A stored tensor, a box at a time: memory does not grow with the tensor. Imports no torch, and numpy only to read."""
+"""Reads a stored tensor in boxes: memory does not grow with the tensor. Imports no torch, and numpy only to read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor, in_one_piece, i
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.tensors.float_cast import Array
 
-# Elements looked at at once.
+# The elements of a box.
 _BLOCK_ELEMENTS = 256 << 10
 INTEGERS = {
     "I8": "<i1",
@@ -33,52 +33,63 @@ INTEGERS = {
 
 
 def boxes(shape: tuple[int, ...]) -> Iterator[Box]:
-    """The tensor in boxes of at most 256 Ki elements each, in row-major order."""
-    if not shape or not math.prod(shape):
-        yield from [Box((), ())] if not shape else []
+    """Yield boxes of at most 256 Ki elements that tile a tensor of that *shape*, in row-major order."""
+    if not shape:
+        yield Box((), ())
         return
-    inner, cut = 1, len(shape) - 1
-    while cut > 0 and inner * shape[cut] <= _BLOCK_ELEMENTS:
-        inner *= shape[cut]
-        cut -= 1
-    step, rest = max(1, _BLOCK_ELEMENTS // inner), shape[cut + 1 :]
-    for outer in itertools.product(*map(range, shape[:cut])):
-        for start in range(0, shape[cut], step):
-            sizes = (*(1 for _ in outer), min(step, shape[cut] - start), *rest)
-            yield Box((*outer, start, *(0 for _ in rest)), sizes)
+    if math.prod(shape) == 0:
+        return
+    # Dimensions after *axis* are complete in every box, those before it have one index, and *axis* is divided.
+    axis = len(shape) - 1
+    inner_elements = 1
+    while axis > 0 and inner_elements * shape[axis] <= _BLOCK_ELEMENTS:
+        inner_elements *= shape[axis]
+        axis -= 1
+    step = max(1, _BLOCK_ELEMENTS // inner_elements)
+    inner_sizes = shape[axis + 1 :]
+    inner_offsets = (0,) * len(inner_sizes)
+    outer_sizes = (1,) * axis
+    for outer_offsets in itertools.product(*map(range, shape[:axis])):
+        for start in range(0, shape[axis], step):
+            size = min(step, shape[axis] - start)
+            offsets = (*outer_offsets, start, *inner_offsets)
+            yield Box(offsets, (*outer_sizes, size, *inner_sizes))
 
 
 class BoxReader:
-    """Boxes of a tensor from its mapped slices, as raw bits; their files are relative to *root*."""
+    """Reads boxes of a tensor as raw bits, from its memory-mapped slices. Their files are relative to *root*."""
 
     def __init__(self, root: Path, tensor: Tensor) -> None:
         self._tensor = tensor
         bits = DTYPE_BITS[tensor.dtype]
         self._dtype = f"<u{bits // 8}" if bits <= 64 else "<c16"
-        self._maps = [
-            (piece, self._mapped(root, piece)) for piece in in_one_piece(tensor) if piece.nbytes
-        ]
+        self._maps: list[tuple[Slice, Array]] = []
+        for stored in in_one_piece(tensor):
+            if stored.nbytes:  # an empty range cannot be mapped
+                self._maps.append((stored, self._mapped(root, stored)))
 
-    def _mapped(self, root: Path, piece: Slice) -> Array:
+    def _mapped(self, root: Path, stored: Slice) -> Array:
         import numpy as np
 
-        with os.fdopen(open_safely(root, piece.file), "rb") as file:
-            array: Array = np.memmap(file, self._dtype, "r", piece.start, piece.sizes or (1,))
-        return array.reshape(piece.sizes)
+        with os.fdopen(open_safely(root, stored.file), "rb") as file:
+            # numpy maps no array without dimensions.
+            sizes = stored.sizes or (1,)
+            array: Array = np.memmap(file, self._dtype, "r", stored.start, sizes)
+        return array.reshape(stored.sizes)
 
     def read(self, box: Box) -> Array:
-        """The values in *box*, an array of its sizes."""
+        """Return the values in *box*, as an array of its sizes."""
         import numpy as np
 
         result = np.empty(box.sizes, self._dtype)
-        for piece, values in self._maps:
-            common = intersection(piece.box, box) if box.sizes else Box((), ())
+        for stored, values in self._maps:
+            common = intersection(stored.box, box) if box.sizes else Box((), ())
             if common is not None:
-                result[common.within(box)] = values[common.within(piece.box)]
+                result[common.within(box)] = values[common.within(stored.box)]
         return result
 
     def wide(self, raw: Array) -> Array:
-        """Raw bits as double precision."""
+        """Convert raw bits to double precision."""
         import numpy as np
 
         from automodel_ckpt.checkpoint.tensors.float_cast import (

@@ -1,13 +1,13 @@
-"""How the tensors of two checkpoints differ: by name, shape and dtype from their descriptions, by value in blocks.
+"""Differences between the tensors of two checkpoints: names, shapes and dtypes from their descriptions, and values.
 
-Where both hold a tensor in the same slices, slices of equal digests are equal and are not read. All else is read once,
-a block at a time: memory does not grow with the model. Imports no torch, and numpy only where values are compared.
+If both store a tensor in the same slices with the same digests, it is equal and is not read. Any other tensor is read
+once, in blocks: memory does not grow with the model. Imports no torch, and numpy only to compare values.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """Tensors by name, their files relative to *root*."""
+class StoredTensors:
+    """Stored tensors by name. The files of their slices are relative to *root*."""
 
     root: Path
     tensors: Mapping[str, Tensor]
@@ -32,9 +32,11 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A tensor whose values differ: by how much at most, the norm of the difference over that of the first one's
-    values, and in how many elements. *max_abs* and *relative* are None for dtypes without arithmetic here (fp8,
-    complex)."""
+    """A tensor whose values differ.
+
+    *max_abs* is the largest absolute difference, and *relative* the norm of the difference divided by the norm of the
+    first tensor. Both are None for dtypes that are only compared bit by bit (8-bit floats, complex).
+    """
 
     fqn: str
     max_abs: float | None
@@ -45,8 +47,11 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """*redescribed* gives dtype and shape on both sides, *unread* counts tensors that digests showed to be equal.
-    *damaged* says of each tensor whose stored bytes have not their digests what is wrong; its values are not compared.
+    """The differences between two sets of tensors.
+
+    *redescribed* maps names to dtype and shape on both sides. *num_equal* counts equal tensors; of these, *num_unread*
+    were equal by their digests. *damaged* maps names to the damage of tensors whose bytes do not match their digests;
+    their values are not compared.
     """
 
     only_first: tuple[str, ...]
@@ -58,24 +63,33 @@ class TensorDifference:
     damaged: Mapping[str, tuple[Problem, ...]] = field(default_factory=dict)
 
 
-def compare(first: Held, second: Held) -> TensorDifference:
-    """Compare all tensors. Raises OSError where a file cannot be read, naming it."""
-    redescribed, changed, damaged, equal, unread = {}, [], {}, 0, 0
+def compare(first: StoredTensors, second: StoredTensors) -> TensorDifference:
+    """Compare all tensors. Raises OSError with the file's name if a file cannot be read."""
+    redescribed: dict[str, tuple[str, str]] = {}
+    changed: list[Change] = []
+    damaged: dict[str, tuple[Problem, ...]] = {}
+    num_equal = 0
+    num_unread = 0
     for fqn, one in first.tensors.items():
         other = second.tensors.get(fqn)
         if other is None:
             continue
-        if (one.dtype, one.shape) != (other.dtype, other.shape):
-            redescribed[fqn] = (
-                f"{one.dtype} {list(one.shape)}",
-                f"{other.dtype} {list(other.shape)}",
-            )
-        elif _same_digests(one, other):
-            unread += 1
-        elif problems := _damage((first.root, one), (second.root, other)):
+        one_text = f"{one.dtype} {list(one.shape)}"
+        other_text = f"{other.dtype} {list(other.shape)}"
+        if one_text != other_text:
+            redescribed[fqn] = (one_text, other_text)
+            continue
+        if _have_same_digests(one, other):
+            num_unread += 1
+            num_equal += 1
+            continue
+        problems = _damage((first.root, one), (second.root, other))
+        if problems:
             damaged[fqn] = problems
-        elif (change := _change(fqn, (first.root, one), (second.root, other))) is None:
-            equal += 1
+            continue
+        change = _change(fqn, (first.root, one), (second.root, other))
+        if change is None:
+            num_equal += 1
         else:
             changed.append(change)
     return TensorDifference(
@@ -83,90 +97,109 @@ def compare(first: Held, second: Held) -> TensorDifference:
         tuple(sorted(second.tensors.keys() - first.tensors.keys())),
         redescribed,
         tuple(changed),
-        equal + unread,
-        unread,
+        num_equal,
+        num_unread,
         damaged,
     )
 
 
 def _damage(*sides: tuple[Path, Tensor]) -> tuple[Problem, ...]:
-    """What is wrong with the stored bytes on either side."""
+    """Return the damage of the stored bytes on both sides."""
     found = (damage_problem(root, tensor) for root, tensor in sides)
     return tuple(problem for problem in found if problem is not None)
 
 
-def _same_digests(one: Tensor, other: Tensor) -> bool:
-    """Whether both are made of the same slices with the same digests."""
-    a, b = (
-        {(piece.offsets, piece.sizes): piece.digest for piece in tensor.slices}
-        for tensor in (one, other)
-    )
-    return a == b and None not in a.values()
+def _have_same_digests(one: Tensor, other: Tensor) -> bool:
+    """Whether both tensors consist of the same slices with the same digests."""
+    digests = _digests(one)
+    return None not in digests.values() and digests == _digests(other)
+
+
+def _digests(tensor: Tensor) -> dict[object, str | None]:
+    return {(stored.offsets, stored.sizes): stored.digest for stored in tensor.slices}
 
 
 def _change(fqn: str, first: tuple[Path, Tensor], second: tuple[Path, Tensor]) -> Change | None:
+    """Compare the values of a tensor. Returns None if all bits are equal."""
     import numpy as np
 
     tensor = first[1]
-    numel, changed, worst, difference, norm = math.prod(tensor.shape), 0, 0.0, 0.0, 0.0
-    measured = tensor.dtype in ORDINARY_FLOATS or tensor.dtype in INTEGERS
-    one, other = BoxReader(*first), BoxReader(*second)
+    is_measured = tensor.dtype in ORDINARY_FLOATS or tensor.dtype in INTEGERS
+    one = BoxReader(*first)
+    other = BoxReader(*second)
+    num_changed = 0
+    max_abs = 0.0
+    square_of_difference = 0.0
+    square_of_first = 0.0
     for box in boxes(tensor.shape):
-        a, b = one.read(box), other.read(box)
-        if a.tobytes() == b.tobytes():
-            norm += _square(one.wide(a)) if measured else 0.0
+        raw_one = one.read(box)
+        raw_other = other.read(box)
+        is_equal = raw_one.tobytes() == raw_other.tobytes()
+        if not is_equal:
+            num_changed += int(np.count_nonzero(raw_one != raw_other))
+        if not is_measured:
             continue
-        changed += int(np.count_nonzero(a != b))
-        if measured:
+        values = one.wide(raw_one)
+        square_of_first += _sum_of_squares(values)
+        if not is_equal:
             with np.errstate(invalid="ignore", over="ignore"):
-                x, y = one.wide(a), other.wide(b)
-                gap = np.abs(x - y)
-            worst, difference, norm = (
-                max(worst, _largest(gap)),
-                difference + _square(gap),
-                norm + _square(x),
-            )
-    if not changed:
+                difference = np.abs(values - other.wide(raw_other))
+            max_abs = max(max_abs, _largest(difference))
+            square_of_difference += _sum_of_squares(difference)
+    if num_changed == 0:
         return None
-    relative = math.sqrt(difference / norm) if norm else math.inf
-    return Change(fqn, worst if measured else None, relative if measured else None, changed, numel)
+    numel = math.prod(tensor.shape)
+    if not is_measured:
+        return Change(fqn, None, None, num_changed, numel)
+    relative = math.inf
+    if square_of_first:
+        relative = math.sqrt(square_of_difference / square_of_first)
+    return Change(fqn, max_abs, relative, num_changed, numel)
 
 
-def _largest(gap: Array) -> float:
-    """The largest value; infinite where one is no number, so that a tensor that turned into NaN stands on top."""
-    largest = float(gap.max(initial=0.0))
-    return math.inf if math.isnan(largest) else largest
+def _largest(values: Array) -> float:
+    """Return the largest value. NaN counts as infinite, so that a tensor that became NaN is listed first."""
+    largest = float(values.max(initial=0.0))
+    if math.isnan(largest):
+        return math.inf
+    return largest
 
 
-def _square(values: Array) -> float:
+def _sum_of_squares(values: Array) -> float:
     import numpy as np
 
     flat = values.reshape(-1)
     with np.errstate(over="ignore", invalid="ignore"):
         total = float(np.dot(flat, flat))
-    return math.inf if math.isnan(total) else total
+    if math.isnan(total):
+        return math.inf
+    return total
 
 
 def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, leaf) of nested mappings and lists; an empty one is a leaf."""
-    pairs = (
-        value.items()
-        if isinstance(value, Mapping)
-        else enumerate(value)
-        if isinstance(value, list)
-        else ()
-    )
-    found = [(f"{prefix}.{key}" if prefix else str(key), item) for key, item in pairs]
-    if not found:
+    """Yield (dotted key, leaf) of nested mappings and lists. An empty mapping or list is a leaf."""
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
+    is_leaf = True
+    for key, item in items:
+        is_leaf = False
+        yield from flatten(item, f"{prefix}.{key}" if prefix else str(key))
+    if is_leaf:
         yield prefix, value
-    for key, item in found:
-        yield from flatten(item, key)
 
 
 def changed_leaves(
     first: Mapping[str, Any], second: Mapping[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
-    """The dotted keys whose values differ, with both values; None where a side lacks the key."""
-    a, b = dict(flatten(first)), dict(flatten(second))
-    keys = sorted({*a, *b})
-    return {key: (a.get(key), b.get(key)) for key in keys if a.get(key) != b.get(key)}
+    """Return the dotted keys whose values differ, with both values. The value of a missing key is None."""
+    before = dict(flatten(first))
+    after = dict(flatten(second))
+    changed: dict[str, tuple[Any, Any]] = {}
+    for key in sorted({*before, *after}):
+        pair = (before.get(key), after.get(key))
+        if pair[0] != pair[1]:
+            changed[key] = pair
+    return changed

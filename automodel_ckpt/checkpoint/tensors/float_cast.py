@@ -1,7 +1,7 @@
-"""Casts between the four ordinary float dtypes, bit for bit as torch does them on a CPU, without torch.
+"""Casts between the four ordinary float dtypes, bit-identical to torch's on a CPU, without torch.
 
-Rounding is to nearest, ties to even; what overflows becomes infinite; NaN stays NaN (its payload is not kept). As in
-torch, a double reaches half and bfloat16 by way of single precision.
+Values are rounded to nearest, ties to even. Overflow becomes infinite. NaN stays NaN (its payload is lost). As in
+torch, a double is rounded to single precision first on the way to half and bfloat16.
 """
 
 from __future__ import annotations
@@ -14,19 +14,23 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
-# How numpy holds the elements of a safetensors dtype: floats that it lacks, and all else, as raw bits.
+# The numpy dtypes of a safetensors dtype's elements: raw bits, except for the floats that numpy has.
 _STORAGE_BY_BITS = {8: "<u1", 16: "<u2", 32: "<u4", 64: "<u8", 128: "<c16"}
+# A chunk and its temporaries fit into the processor's cache.
 _CHUNK_ELEMENTS = 64 << 10
 _STORAGE = {"F16": "<f2", "F32": "<f4", "F64": "<f8"}
 
 
 def storage_dtype(dtype: str, bits: int) -> np.dtype[Any]:
-    """The numpy dtype that holds *dtype*'s elements of *bits* bits without changing them."""
+    """Return the numpy dtype that stores elements of *dtype*, of *bits* bits each, without changing them."""
     return np.dtype(_STORAGE.get(dtype, _STORAGE_BY_BITS[bits]))
 
 
 def cast(values: Array, source: str, target: str) -> Array:
-    """*values* of the safetensors dtype *source*, held as in :func:`storage_dtype`, as *target*; the shape stays."""
+    """Cast *values* from the safetensors dtype *source* to *target*.
+
+    Values and result have the dtypes of :func:`storage_dtype`, and the same shape.
+    """
     if source == target:
         return values
     with np.errstate(over="ignore", invalid="ignore"):
@@ -39,11 +43,9 @@ def cast(values: Array, source: str, target: str) -> Array:
             wide = values.astype(np.float32, copy=False)
         if target == "BF16":
             return _bfloat16_from_single(wide)
-        return (
-            _half_from_single(wide)
-            if target == "F16"
-            else wide.astype(_STORAGE[target], copy=False)
-        )
+        if target == "F16":
+            return _half_from_single(wide)
+        return wide.astype(_STORAGE[target], copy=False)
 
 
 def _single_from_bfloat16(bits: Array) -> Array:
@@ -51,79 +53,88 @@ def _single_from_bfloat16(bits: Array) -> Array:
     return np.left_shift(wide, np.uint32(16), out=wide).view(np.float32)
 
 
-# The arithmetic is that of integers, a pass over a cacheful at a time: numpy converts halves one by one, at a third of
-# the speed, and floating point arithmetic would depend on whether the processor flushes denormals.
+# Half has 10 bits of mantissa and an exponent bias of 15; single precision has 23 and 127. The conversions use integer
+# arithmetic on arrays: numpy converts halves one by one, at a third of the speed, and floating-point arithmetic
+# would depend on whether the processor flushes denormals to zero.
+_MANTISSA_SHIFT = np.uint32(23 - 10)
+_BIAS_DIFFERENCE = (127 - 15) << 23
+
+
 def _single_from_half(values: Array) -> Array:
     bits = values.view(np.uint16).astype(np.uint32)
     sign = np.left_shift(bits & np.uint32(0x8000), np.uint32(16))
     bits &= np.uint32(0x7FFF)
-    odd = bits - np.uint32(0x0400) >= np.uint32(
-        0x7800
-    )  # no normal number: zero, too small, infinite, NaN
-    bits <<= np.uint32(13)
-    bits += np.uint32(112 << 23)
+    # Zero and subnormals wrap around to large numbers; infinity and NaN are above the largest exponent.
+    is_special = bits - np.uint32(0x0400) >= np.uint32(0x7800)
+    bits <<= _MANTISSA_SHIFT
+    bits += np.uint32(_BIAS_DIFFERENCE)
     bits |= sign
-    return _mended(bits.view(np.float32), odd, values)
+    return _with_specials(bits.view(np.float32), is_special, values)
 
 
 def _half_from_single(values: Array) -> Array:
     bits = values.view(np.uint32)
     sign = np.right_shift(bits, np.uint32(16))
     sign &= np.uint32(0x8000)
-    size = bits & np.uint32(0x7FFFFFFF)
-    odd = size - np.uint32(113 << 23) >= np.uint32(30 << 23)  # no normal half
-    last = np.right_shift(size, np.uint32(13))
-    last &= np.uint32(1)
-    size += last
-    size -= np.uint32((112 << 23) - 0xFFF)
-    size >>= np.uint32(13)
-    size |= sign
-    return _mended(size.astype(np.uint16).view(np.float16), odd, values)
+    magnitude = bits & np.uint32(0x7FFFFFFF)
+    # Values whose half is zero, subnormal, infinite or NaN.
+    is_special = magnitude - np.uint32(113 << 23) >= np.uint32(30 << 23)
+    # Round to nearest, ties to even: add half a unit less one (0xFFF), and the last bit that stays.
+    last_bit = np.right_shift(magnitude, _MANTISSA_SHIFT)
+    last_bit &= np.uint32(1)
+    magnitude += last_bit
+    magnitude -= np.uint32(_BIAS_DIFFERENCE - 0xFFF)
+    magnitude >>= _MANTISSA_SHIFT
+    magnitude |= sign
+    return _with_specials(magnitude.astype(np.uint16).view(np.float16), is_special, values)
 
 
-def _mended(result: Array, odd: Array, values: Array) -> Array:
-    """*result*, with numpy's own conversion of the *values* that are *odd*; of all, where those are many."""
-    count = np.count_nonzero(odd)
-    if count * 16 > odd.size:
+def _with_specials(result: Array, is_special: Array, values: Array) -> Array:
+    """Replace the elements of *result* at *is_special* by numpy's conversion of *values*."""
+    count = np.count_nonzero(is_special)
+    if count * 16 > is_special.size:
+        # Converting all elements is faster than selecting many.
         return values.astype(result.dtype)
     if count:
-        result[odd] = values[odd].astype(result.dtype)
+        result[is_special] = values[is_special].astype(result.dtype)
     return result
 
 
 def _bfloat16_from_single(values: Array) -> Array:
     bits = values.view(np.uint32)
-    # One temporary, changed in place: fresh memory costs more than the arithmetic.
+    # One temporary, changed in place: allocating memory costs more than the arithmetic. 0x7FFF and the last bit that
+    # stays round to nearest, ties to even.
     rounded = np.right_shift(bits, np.uint32(16), out=np.empty_like(bits))
     rounded &= np.uint32(1)
     rounded += np.uint32(0x7FFF)
     rounded += bits
     rounded >>= np.uint32(16)
     result = rounded.astype(np.uint16)
-    # The largest of numbers among which one is none is none.
+    # The maximum is NaN if any value is, and is faster than a mask. Rounding would turn some NaN into infinity.
     if values.size and np.isnan(values.max()):
         result[np.isnan(values)] = 0x7FC0
     return result
 
 
 def cast_into(values: Array, source: str, target: str, out: Array) -> None:
-    """Write *values* of dtype *source* as *target* into *out*, of the same shape, a cacheful at a time."""
+    """Cast *values* from *source* to *target* into *out*, which has the same shape, in chunks that fit the cache."""
     if source == target:
         out[...] = values
-    elif values.size <= _CHUNK_ELEMENTS or not values.ndim:
+        return
+    if values.size <= _CHUNK_ELEMENTS or values.ndim == 0:
         out[...] = cast(values, source, target)
-    else:
-        rows = max(1, _CHUNK_ELEMENTS * len(values) // values.size)
-        for start in range(0, len(values), rows):
-            part = slice(start, start + rows)
-            if rows == 1 and values.ndim > 1:
-                cast_into(values[start], source, target, out[start])
-            else:
-                out[part] = cast(values[part], source, target)
+        return
+    rows = max(1, _CHUNK_ELEMENTS * len(values) // values.size)
+    for start in range(0, len(values), rows):
+        part = slice(start, start + rows)
+        if rows == 1 and values.ndim > 1:
+            cast_into(values[start], source, target, out[start])
+        else:
+            out[part] = cast(values[part], source, target)
 
 
-class _Eight(NamedTuple):
-    """An 8-bit float: bits of its mantissa, the exponent's bias, and which bit patterns are no finite number."""
+class _EightBitFloat(NamedTuple):
+    """An 8-bit float: the bits of its mantissa, the exponent's bias, and the bit patterns that are not finite."""
 
     mantissa_bits: int
     bias: int
@@ -134,35 +145,34 @@ class _Eight(NamedTuple):
 
 # Sources: the OCP specifications of FP8 (E4M3, E5M2) and of microscaling (E8M0), and ml_dtypes' of the FNUZ forms.
 EIGHT_BIT_FLOATS = {
-    "F8_E4M3": _Eight(3, 7, frozenset({0x7F, 0xFF})),
-    "F8_E5M2": _Eight(
+    "F8_E4M3": _EightBitFloat(3, 7, frozenset({0x7F, 0xFF})),
+    "F8_E5M2": _EightBitFloat(
         2, 15, frozenset({0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF}), frozenset({0x7C, 0xFC})
     ),
-    "F8_E4M3FNUZ": _Eight(3, 8, frozenset({0x80})),
-    "F8_E5M2FNUZ": _Eight(2, 16, frozenset({0x80})),
-    "F8_E8M0": _Eight(0, 127, frozenset({0xFF}), signed=False),
+    "F8_E4M3FNUZ": _EightBitFloat(3, 8, frozenset({0x80})),
+    "F8_E5M2FNUZ": _EightBitFloat(2, 16, frozenset({0x80})),
+    "F8_E8M0": _EightBitFloat(0, 127, frozenset({0xFF}), signed=False),
 }
 
 
 @functools.cache
 def eight_bit_values(dtype: str) -> Array:
-    """The value of each of the 256 bit patterns of an 8-bit float, in double precision."""
+    """Return the values of the 256 bit patterns of an 8-bit float, shape [256], in double precision."""
     form = EIGHT_BIT_FLOATS[dtype]
     values: Array = np.array([_eight_bit_value(form, bits) for bits in range(256)], np.float64)
     return values
 
 
-def _eight_bit_value(form: _Eight, bits: int) -> float:
+def _eight_bit_value(form: _EightBitFloat, bits: int) -> float:
     sign = -1.0 if form.signed and bits & 0x80 else 1.0
     if bits in form.nan:
         return float("nan")
     if bits in form.infinite:
         return sign * float("inf")
     magnitude = bits & 0x7F if form.signed else bits
-    exponent, mantissa = (
-        magnitude >> form.mantissa_bits,
-        magnitude & ((1 << form.mantissa_bits) - 1),
-    )
+    num_mantissas = 1 << form.mantissa_bits
+    exponent = magnitude >> form.mantissa_bits
+    mantissa = magnitude & (num_mantissas - 1)
     if exponent == 0 and form.signed:  # subnormal; E8M0 has none
         return sign * mantissa * 2.0 ** (1 - form.bias - form.mantissa_bits)
-    return sign * (1 + mantissa / (1 << form.mantissa_bits)) * 2.0 ** (exponent - form.bias)
+    return sign * (1 + mantissa / num_mantissas) * 2.0 ** (exponent - form.bias)

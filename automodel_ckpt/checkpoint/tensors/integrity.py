@@ -1,4 +1,4 @@
-"""Whether the stored bytes of a tensor are those that were written, before its values are used. Imports no torch."""
+"""Verifying the stored bytes of a tensor before its values are used. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from automodel_ckpt.checkpoint.merkle import damaged, held_by_file
 from automodel_ckpt.checkpoint.slices import Slice, Tensor
 from automodel_ckpt.errors import CheckpointUnusable, Problem
 
-_REMEDY = "restore the file from another copy; `ckpt verify` reports everything that is damaged"
+_HINT = "restore the file from another copy; `ckpt verify` reports everything that is damaged"
 
 
 def damaged_slices(root: Path, tensor: Tensor) -> list[Slice]:
-    """The slices, in files relative to *root*, whose bytes differ from their digests. A slice without a digest cannot
-    be compared. Raises OSError for a file that cannot be read."""
+    """Return the slices, in files relative to *root*, whose bytes do not match their digests.
+
+    Slices without a digest are skipped. Raises OSError if a file cannot be read.
+    """
     found: list[Slice] = []
     for file, held in held_by_file([tensor]).items():
         found += damaged(root, file, [one for one in held if one.piece.digest is not None])
@@ -21,16 +23,17 @@ def damaged_slices(root: Path, tensor: Tensor) -> list[Slice]:
 
 
 def damage_problem(root: Path, tensor: Tensor) -> Problem | None:
-    """What is wrong with the stored bytes of a tensor; None where they are intact, or have no digest."""
+    """Return the damage of a tensor's stored bytes; None if they match their digests, or have none."""
     wrong = damaged_slices(root, tensor)
     if not wrong:
         return None
-    places = ", ".join(sorted({f"slice at {list(piece.offsets)}" for piece in wrong})[:3])
+    slices = sorted({f"slice at {list(stored.offsets)}" for stored in wrong})
     what = f"the tensor {tensor.fqn!r} is damaged: its digest differs"
-    return Problem(what, str(root / wrong[0].file), places, _REMEDY)
+    return Problem(what, str(root / wrong[0].file), ", ".join(slices[:3]), _HINT)
 
 
 def require_intact(root: Path, tensor: Tensor) -> None:
     """Raise :class:`CheckpointUnusable` for a tensor whose stored bytes are damaged."""
-    if problem := damage_problem(root, tensor):
+    problem = damage_problem(root, tensor)
+    if problem is not None:
         raise CheckpointUnusable.all_of([problem])

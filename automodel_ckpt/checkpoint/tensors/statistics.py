@@ -22,8 +22,8 @@ _COMPLEX = frozenset({"C64", "C128"})
 class Statistics:
     """Statistics of a tensor, in double precision.
 
-    Minimum, maximum, mean, standard deviation (of the population) and Euclidean norm of its finite values; None where
-    there are none, or the dtype is complex. And the number of NaN, infinite, zero and all elements.
+    *min*, *max*, *mean*, *std* (of the population) and *norm* (Euclidean) are those of the finite values. They are None
+    if there are none, or if the dtype is complex.
     """
 
     min: float | None
@@ -38,32 +38,37 @@ class Statistics:
 
 
 class _Sums:
-    """Taken in block after block (Chan, Golub, LeVeque 1979: means and squares of parts are combined, not raw sums)."""
+    """Statistics of the blocks so far.
+
+    Means and squared deviations of blocks are combined (Chan, Golub, LeVeque 1979): the difference of two large raw
+    sums would lose the variance.
+    """
 
     def __init__(self) -> None:
-        self.count, self.nans, self.infinities, self.zeros, self.numel = 0, 0, 0, 0, 0
-        self.low, self.high, self.mean, self.spread, self.square = (
-            math.inf,
-            -math.inf,
-            0.0,
-            0.0,
-            0.0,
-        )
+        self.num_finite = 0
+        self.num_nan = 0
+        self.num_inf = 0
+        self.num_zero = 0
+        self.numel = 0
+        self.low = math.inf
+        self.high = -math.inf
+        self.mean = 0.0
+        self.squared_deviations = 0.0
+        self.squares = 0.0
 
     def take(self, values: Array) -> None:
         import numpy as np
 
         flat = values.reshape(-1)
         self.numel += flat.size
-        self.zeros += int(flat.size - np.count_nonzero(flat))
-        finite = np.isfinite(flat)
-        if not finite.all():
-            nans = int(np.count_nonzero(np.isnan(flat)))
-            flat = flat[finite]
-            self.nans, self.infinities = (
-                self.nans + nans,
-                self.infinities + int(finite.size - flat.size) - nans,
-            )
+        self.num_zero += int(flat.size - np.count_nonzero(flat))
+        is_finite = np.isfinite(flat)
+        if not is_finite.all():
+            num_nan = int(np.count_nonzero(np.isnan(flat)))
+            flat = flat[is_finite]
+            num_not_finite = int(is_finite.size - flat.size)
+            self.num_nan += num_nan
+            self.num_inf += num_not_finite - num_nan
         if flat.size:
             with np.errstate(over="ignore"):
                 self._combine(flat)
@@ -71,32 +76,33 @@ class _Sums:
     def _combine(self, flat: Array) -> None:
         import numpy as np
 
-        size, mean = flat.size, float(flat.mean())
-        centred = flat - mean
-        gap, total = mean - self.mean, self.count + size
-        self.spread += float(np.dot(centred, centred)) + gap * gap * (self.count * size / total)
-        self.mean += gap * (size / total)
-        self.square += float(np.dot(flat, flat))
-        self.low, self.high, self.count = (
-            min(self.low, float(flat.min())),
-            max(self.high, float(flat.max())),
-            total,
-        )
+        size = flat.size
+        mean = float(flat.mean())
+        centered = flat - mean
+        total = self.num_finite + size
+        difference = mean - self.mean
+        within = float(np.dot(centered, centered))
+        between = difference * difference * (self.num_finite * size / total)
+        self.squared_deviations += within + between
+        self.mean += difference * (size / total)
+        self.squares += float(np.dot(flat, flat))
+        self.low = min(self.low, float(flat.min()))
+        self.high = max(self.high, float(flat.max()))
+        self.num_finite = total
 
     def result(self) -> Statistics:
-        counts = (self.nans, self.infinities, self.zeros, self.numel)
-        if not self.count:
+        counts = (self.num_nan, self.num_inf, self.num_zero, self.numel)
+        if self.num_finite == 0:
             return Statistics(None, None, None, None, None, *counts)
-        deviation = math.sqrt(self.spread / self.count)
-        return Statistics(
-            self.low, self.high, self.mean, deviation, math.sqrt(self.square), *counts
-        )
+        std = math.sqrt(self.squared_deviations / self.num_finite)
+        norm = math.sqrt(self.squares)
+        return Statistics(self.low, self.high, self.mean, std, norm, *counts)
 
 
 def statistics_of(root: Path, tensor: Tensor) -> Statistics:
-    """Read a tensor whose files are relative to *root*.
+    """Read a tensor, whose files are relative to *root*, and return its statistics.
 
-    Raises :class:`CheckpointUnusable` for a tensor that cannot be read, or whose bytes have not their digests.
+    Raises :class:`CheckpointUnusable` if it cannot be read, or its bytes do not match their digests.
     """
     sums = _Sums()
     try:

@@ -1,4 +1,4 @@
-"""A stored tensor as an array. Imports no torch."""
+"""Reading a stored tensor as an array. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,30 +14,29 @@ from automodel_ckpt.checkpoint.tensors.integrity import require_intact
 
 
 def whole_checked(root: Path, tensor: Tensor) -> Array:
-    """A tensor put together from its slices, once their bytes are found to have their digests.
+    """Return a tensor as an array, after its bytes were compared with their digests.
 
-    Raises :class:`CheckpointUnusable` where they have not.
+    Raises :class:`CheckpointUnusable` if they do not match.
     """
     require_intact(root, tensor)
     return whole(root, tensor)
 
 
 def whole(root: Path, tensor: Tensor) -> Array:
-    """A tensor put together from its slices, as in :func:`storage_dtype`; mapped, not read, where it is one slice."""
+    """Return a tensor as an array of :func:`storage_dtype`. A tensor in one slice is memory-mapped, not read."""
     dtype = storage_dtype(tensor.dtype, DTYPE_BITS[tensor.dtype])
-    pieces = [
-        (piece, _mapped(root / piece.file, dtype, piece.start, piece.sizes))
-        for piece in tensor.slices
-        if piece.nbytes
-    ]
-    if len(pieces) == 1 and pieces[0][0].sizes == tensor.shape:
-        return pieces[0][1]
+    slices = [stored for stored in tensor.slices if stored.nbytes]
+    if len(slices) == 1 and slices[0].sizes == tensor.shape:
+        (stored,) = slices
+        return _mapped(root / stored.file, dtype, stored.start, stored.sizes)
     result: Array = np.empty(tensor.shape, dtype)
-    for piece, values in pieces:
-        result[piece.box.within(tensor.box)] = values
+    for stored in slices:
+        values = _mapped(root / stored.file, dtype, stored.start, stored.sizes)
+        result[stored.box.within(tensor.box)] = values
     return result
 
 
 def _mapped(path: Path, dtype: np.dtype[Any], start: int, sizes: tuple[int, ...]) -> Array:
+    # numpy maps no array without dimensions.
     array: Array = np.memmap(path, dtype, "r", start, sizes or (1,))
     return array.reshape(sizes)

@@ -25,7 +25,7 @@ from automodel_ckpt.cli.terminal import (
 from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, Problem, describe
 
 if TYPE_CHECKING:
-    from automodel_ckpt.checkpoint.tensors.difference import Held
+    from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
 
 _GENERAL = ("step", "epoch", "world_size", "dp_size", "losses", "progress")
 # State of the data loader that a resume restores whatever the recipe says, and its key in the recipe.
@@ -50,7 +50,7 @@ class Side:
     general: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
     recipe: Mapping[str, str] = field(default_factory=dict)
-    trees: Mapping[str, Held] = field(default_factory=dict)
+    trees: Mapping[str, StoredTensors] = field(default_factory=dict)
     steps: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
     state: frozenset[str] = frozenset()
@@ -94,19 +94,19 @@ def _side(path: Path) -> Side:
     """Read the checkpoint at *path*; of another program's, only the tensors and the recipe, if it has one."""
     from automodel_ckpt.checkpoint import layout
     from automodel_ckpt.checkpoint.manifest import Manifest
-    from automodel_ckpt.checkpoint.tensors.difference import Held
+    from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
     from automodel_ckpt.config.changes import saved_recipe
     from automodel_ckpt.convert.open import open_source
 
     has_manifest = os.path.lexists(path / layout.MANIFEST)
     if not has_manifest and not os.path.lexists(path.parent / layout.MANIFEST):
         source = open_source(path)
-        model = Held(source.root, source.tensors)
+        model = StoredTensors(source.root, source.tensors)
         return Side(path, trees={"model": model}, recipe=saved_recipe(path / layout.CONFIG))
     if not has_manifest:
         path = path.parent
     manifest = Manifest.read(path)
-    trees = {name: Held(path, tree.tensors) for name, tree in manifest.trees.items()}
+    trees = {name: StoredTensors(path, tree.tensors) for name, tree in manifest.trees.items()}
     saved = {name for name, record in manifest.state.items() if record.scope != "not saved"}
     return Side(
         path,
@@ -130,9 +130,9 @@ def _state_of(path: Path, manifest: Any, attribute: str) -> dict[str, Any]:
 
 def _document(a: Side, b: Side) -> dict[str, Any]:
     """Return the document of ``ckpt diff --json``."""
-    from automodel_ckpt.checkpoint.tensors.difference import Held, changed_leaves, compare
+    from automodel_ckpt.checkpoint.tensors.difference import StoredTensors, changed_leaves, compare
 
-    empty = Held(Path(), {})
+    empty = StoredTensors(Path(), {})
     trees = {}
     for name in {**a.trees, **b.trees}:
         difference = compare(a.trees.get(name, empty), b.trees.get(name, empty))

@@ -10,9 +10,10 @@ from pathlib import Path
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.sources.source import Source, check_no_links
+from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
 from automodel_ckpt.convert.sources.dcp_directory import DcpContent, read_content, read_tensors
 from automodel_ckpt.convert.sources.files import check_regular_files, names_in
-from automodel_ckpt.convert.sources.format import Format, Inventory, StoredTensors, TensorSummary
+from automodel_ckpt.convert.sources.format import Format, Inventory, TensorSummary
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.units import left_out, others_text, values_text
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.sources.source import Source
+from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
 from automodel_ckpt.errors import CheckpointUnusable
 
 
@@ -28,14 +28,6 @@ class Inventory:
 
     tensors: Mapping[str, TensorSummary]
     num_values: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensors:
-    """All tensors of a path, those of an optimizer included: slices in files relative to *root*, by name."""
-
-    root: Path
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class Format(ABC):
