@@ -142,7 +142,10 @@ def test_a_tracker_that_may_have_lost_something_in_a_kill_gets_all_of_it_as_anot
 def test_a_run_has_one_process_that_sends_its_log(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with follow.holding(run, wait=False) as first, follow.holding(run, wait=False) as second:
+    with (
+        follow.upload_lock(run, wait=False) as first,
+        follow.upload_lock(run, wait=False) as second,
+    ):
         assert (first, second) == (True, False)
         assert main(["track", str(run), "--to", "tensorboard"]) == 2
     assert "another process is uploading this run's log" in capsys.readouterr().err
