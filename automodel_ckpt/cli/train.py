@@ -32,7 +32,8 @@ from automodel_ckpt.user_code import reporting_user_failures
 
 EXAMPLES = Path(automodel_ckpt.__file__).parent / "examples"
 SUFFIXES = (".yaml", ".yml")
-ONLY_SHOW = {"help", "version", "list", "print_config", "dry_run"}
+PRINTING_MODES = {"help", "version", "list", "print_config", "dry_run"}
+"""Modes whose output may be cut off by a reader such as head(1)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = run(line)
         sys.stdout.flush()
     except BrokenPipeError:
-        if not line.modes.keys() & ONLY_SHOW:
+        if not line.modes.keys() & PRINTING_MODES:
             raise
         leave_reader()
         code = EXIT_DONE
@@ -108,7 +109,7 @@ def _run_recipe(line: CommandLine) -> int:
         from automodel_ckpt.cli.checks.dry_run import report
 
         loaded, recipe_class = prepare(loaded, trust)
-        sizes = grid(loaded, ranks) if ranks else None
+        sizes = mesh_sizes(loaded, ranks) if ranks else None
         with reporting_user_failures(RecipeError):
             text = report(loaded, recipe_class, line.flags, sizes)
         print(text, end="")
@@ -165,16 +166,18 @@ def _observed(
 
 
 def _recipe_path(line: CommandLine) -> str:
+    """Return the recipe file on the command line. Other arguments are added to its problems.
+
+    Raises :class:`RecipeError` if there is no recipe file.
+    """
     files = [word for word in line.words if word.endswith(SUFFIXES)] or line.words[:1]
-    rest = list(line.words)
+    unexpected = list(line.words)
     if files:
-        rest.remove(files[0])
-    for word in rest:
-        hint = (
-            f"did you mean --{word}?"
-            if "=" in word
-            else "give only one recipe file; overrides begin with --"
-        )
+        unexpected.remove(files[0])
+    for word in unexpected:
+        hint = "give only one recipe file; overrides begin with --"
+        if "=" in word:
+            hint = f"did you mean --{word}?"
         line.problems.append(Problem(f"unexpected argument {word}", "command line", "", hint))
     if not files:
         hint = "run ckpt-train RECIPE.yaml; ckpt-train --list lists the example recipes"
@@ -185,18 +188,16 @@ def _recipe_path(line: CommandLine) -> str:
 
 def _is_local_rank_0() -> bool:
     """Whether this process prints errors that are the same on all ranks of the node."""
-    return (
-        os.environ.get(
-            "LOCAL_RANK" if "TORCHELASTIC_RUN_ID" in os.environ else "SLURM_LOCALID", "0"
-        )
-        == "0"
-    )
+    is_under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    variable = "LOCAL_RANK" if is_under_torchrun else "SLURM_LOCALID"
+    return os.environ.get(variable, "0") == "0"
 
 
 def known_ranks(flags: LaunchFlags) -> int | None:
-    """The number of ranks, if the command line or the environment determines it; otherwise None."""
-    if joined := started_world_size(os.environ, flags):
-        return joined
+    """Return the number of ranks, if the command line or the environment determines it; otherwise None."""
+    world_size = started_world_size(os.environ, flags)
+    if world_size:
+        return world_size
     if flags.nproc_per_node.isdecimal() and flags.nnodes.isdecimal():
         return int(flags.nproc_per_node) * int(flags.nnodes)
     return None
@@ -204,18 +205,18 @@ def known_ranks(flags: LaunchFlags) -> int | None:
 
 def check_batches(loaded: LoadedRecipe, ranks: int | None) -> None:
     """Raise :class:`RecipeError` if the parallel sizes or the global batch size do not fit the number of *ranks*."""
-    steps = loaded.config.step_scheduler
     if ranks is None:
         return
-    ranks = grid(loaded, ranks).dp
-    if steps.global_batch_size % (steps.local_batch_size * ranks) == 0:
+    steps = loaded.config.step_scheduler
+    dp_size = mesh_sizes(loaded, ranks).dp
+    if steps.global_batch_size % (steps.local_batch_size * dp_size) == 0:
         return
-    keys = ("global_batch_size", "local_batch_size")
-    written = ", ".join(f"{key}: {loaded.tree.at(f'step_scheduler.{key}')}" for key in keys)
+    global_batch = loaded.tree.at("step_scheduler.global_batch_size")
+    local_batch = loaded.tree.at("step_scheduler.local_batch_size")
     raise RecipeError(
         "step_scheduler.global_batch_size must be a multiple of local_batch_size x ranks",
         where=loaded.origins["step_scheduler.global_batch_size"],
-        value=f"{written}, ranks: {ranks}",
+        value=f"global_batch_size: {global_batch}, local_batch_size: {local_batch}, ranks: {dp_size}",
         hint="change the global batch, the local batch or the number of ranks",
     )
 
@@ -229,22 +230,26 @@ def check_node_counts(loaded: LoadedRecipe, flags: LaunchFlags) -> None:
     least, _, most = flags.nnodes.partition(":")
     if not most or not flags.nproc_per_node.isdecimal():
         return
-    problems: dict[int, RecipeError] = {}
-    for machines in range(int(least), int(most) + 1):
+    node_counts = range(int(least), int(most) + 1)
+    errors: dict[int, RecipeError] = {}
+    for num_nodes in node_counts:
         try:
-            check_batches(loaded, machines * int(flags.nproc_per_node))
+            check_batches(loaded, num_nodes * int(flags.nproc_per_node))
         except RecipeError as error:
-            problems[machines] = error
-    if len(problems) > int(most) - int(least):
-        raise problems[int(least)]
-    if problems:
-        numbers = ", ".join(map(str, list(problems)[:10])) + (", ..." if len(problems) > 10 else "")
-        why = next(iter(problems.values()))
-        print_error(f"warning: with {numbers} nodes, the run will end with exit code 2\n{why}")
+            errors[num_nodes] = error
+    if not errors:
+        return
+    first = next(iter(errors.values()))
+    if len(errors) == len(node_counts):
+        raise first
+    numbers = ", ".join(str(num_nodes) for num_nodes in list(errors)[:10])
+    if len(errors) > 10:
+        numbers += ", ..."
+    print_error(f"warning: with {numbers} nodes, the run will end with exit code 2\n{first}")
 
 
-def grid(loaded: LoadedRecipe, ranks: int) -> Sizes:
-    """The parallel sizes of *ranks* ranks. Raises :class:`RecipeError` if they do not fit together."""
+def mesh_sizes(loaded: LoadedRecipe, ranks: int) -> Sizes:
+    """Return the sizes of the device mesh of *ranks* ranks. Raises :class:`RecipeError` if they do not fit together."""
     section = loaded.config.distributed
     sizes = share_out(
         ranks,
@@ -265,33 +270,45 @@ def examples() -> dict[str, Path]:
 
 
 def _example_lines() -> Iterator[str]:
-    """Names and titles of the example recipes: one line each, or wrapped titles below the names on a terminal."""
-    known = {name: _title(path) for name, path in examples().items()}
+    """Yield the names and titles of the example recipes: one line each, or on a terminal, titles below the names."""
+    titles = {name: _title(path) for name, path in examples().items()}
     if not sys.stdout.isatty():
-        yield from table(list(known.items()))
+        yield from table(list(titles.items()))
         return
-    for name, title in known.items():
+    indent = "    "
+    for name, title in titles.items():
         yield coloured(name, "bold", sys.stdout)
         yield textwrap.fill(
-            title, get_terminal_size().columns, initial_indent="    ", subsequent_indent="    "
+            title, get_terminal_size().columns, initial_indent=indent, subsequent_indent=indent
         )
 
 
 def copy_example(name: str, directory: str) -> Path:
     """Copy an example recipe, and the Python file it uses, into a directory. Never overwrites a file.
 
-    Creates the directory. Returns the path of the copy. Raises :class:`RecipeError`.
+    Creates the directory. Returns the path of the copy. Raises :class:`RecipeError` if there is no such example, or a
+    file exists.
     """
-    known = examples()
-    found = [path for key, path in known.items() if name.removesuffix(".yaml") in (key, path.stem)]
-    if not found:
-        meant = closest(name, [*known, *(path.stem for path in known.values())])
+    recipe = _find_example(name.removesuffix(".yaml"))
+    if recipe is None:
+        paths = examples()
+        stems = [path.stem for path in paths.values()]
+        meant = closest(name, [*paths, *stems])
         hint = f"did you mean {meant}?" if meant else "ckpt-train --list lists the example recipes"
         raise RecipeError("unknown example recipe", where="--copy", value=name, hint=hint)
-    code = re.search(r"^recipe: (\w+\.py):", found[0].read_text(encoding="utf-8"), re.MULTILINE)
+    text = recipe.read_text(encoding="utf-8")
+    code = re.search(r"^recipe: (\w+\.py):", text, re.MULTILINE)
     if code:
-        _copy(found[0].with_name(code[1]), Path(directory))
-    return _copy(found[0], Path(directory))
+        _copy(recipe.with_name(code[1]), Path(directory))
+    return _copy(recipe, Path(directory))
+
+
+def _find_example(name: str) -> Path | None:
+    """Return the example recipe with this name, or this name without directories; None if there is none."""
+    for key, path in examples().items():
+        if name in (key, path.stem):
+            return path
+    return None
 
 
 def _copy(source: Path, directory: Path) -> Path:
@@ -301,9 +318,9 @@ def _copy(source: Path, directory: Path) -> Path:
         with target.open("xb") as copy:
             copy.write(source.read_bytes())
     except OSError as error:
-        reason = "choose another directory, or remove the existing file"
+        hint = "choose another directory, or remove the existing file"
         raise RecipeError(
-            "the recipe cannot be copied", where=str(target), value=error.strerror, hint=reason
+            "the recipe cannot be copied", where=str(target), value=error.strerror, hint=hint
         ) from error
     return target
 

@@ -38,7 +38,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from automodel_ckpt.checkpoint import discover
 from automodel_ckpt.cli.launch.launcher import _stop_signals
-from automodel_ckpt.cli.train import grid
+from automodel_ckpt.cli.train import mesh_sizes
 from automodel_ckpt.config.bind import hints_of, unused_without_checkpoints
 from automodel_ckpt.config.convert import find, members, section_type
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
@@ -322,7 +322,7 @@ def base(it: Subject) -> list[Any]:
 
 def sizes(it: Subject) -> Any:
     """How four ranks share the work."""
-    made = grid(it.loaded, 4)
+    made = mesh_sizes(it.loaded, 4)
     return made, choose_strategy(it.config.distributed.strategy, made)
 
 

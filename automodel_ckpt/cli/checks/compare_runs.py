@@ -1,4 +1,4 @@
-"""Compare the records that ``recipes.observed`` wrote after each step of two runs. Imports no torch."""
+"""Compare the records that :mod:`automodel_ckpt.recipes.selftest_probe` wrote after each step of two runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 Step = Mapping[str, Any]
 Run = Sequence[Sequence[Step]]
-"""The steps of each rank."""
+"""The steps of each rank: run[rank][step]."""
 NUMBERS = ("lr", "loss", "grad_norm")
 QUANTITIES = ("samples", *NUMBERS)
 
@@ -67,29 +67,24 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
+        """The result in words: bit-identical, equal within tolerance, same samples, or different."""
+        if not self.is_good:
+            return "different"
         if self.num_ranks[0] == self.num_ranks[1]:
-            return "bit-identical" if self.is_good else "different"
-        return (
-            ("equal within tolerance" if self.judged else "same samples")
-            if self.is_good
-            else "different"
-        )
+            return "bit-identical"
+        return "equal within tolerance" if self.judged else "same samples"
 
     def to_json(self) -> dict[str, Any]:
+        """Return the document of ``--selftest-resume --json``."""
         return {**asdict(self), "verdict": self.verdict}
 
 
 def compare_exactly(straight: Run, resumed: Run, stopped_after: int) -> Comparison:
     """Compare two runs on the same number of ranks: all values must be bit-identical."""
-    differences = (
-        difference
-        for steps in zip(zip(*straight, strict=True), zip(*resumed, strict=True), strict=False)
-        for rank, (one, other) in enumerate(zip(*steps, strict=True))
-        for difference in _differences(rank, one, other)
-    )
-    first = next(differences, None) or _length_difference(straight, resumed)
+    first = _first_difference(straight, resumed) or _length_difference(straight, resumed)
     ranks = (len(straight), len(resumed))
-    return Comparison(len(straight[0]), stopped_after, ranks, first, _summaries(straight, resumed))
+    steps = _summaries(straight, resumed)
+    return Comparison(len(straight[0]), stopped_after, ranks, first, steps)
 
 
 def compare_loosely(
@@ -100,17 +95,15 @@ def compare_loosely(
     Samples and learning rates must be equal, losses and gradient norms within the relative *tolerance*.
     """
     pairs = list(zip(straight[0], resumed[0], strict=False))
-    exact = (
-        Difference(one["step"], 0, name, _shown(name, one[name]), _shown(name, other[name]))
-        for one, other in pairs
-        for name in ("samples", "lr")
-        if one[name] != other[name]
-    )
-    first = next(exact, None) or _length_difference(straight, resumed)
-    largest = {
-        name: max((_relative(a[name], b[name]) for a, b in pairs), default=0.0)
-        for name in NUMBERS[1:]
-    }
+    first: Difference | None = None
+    largest = {"loss": 0.0, "grad_norm": 0.0}
+    for one, other in pairs:
+        if first is None:
+            first = next(_quantity_differences(0, one, other, ("samples", "lr")), None)
+        for name in largest:
+            difference = _relative_difference(one[name], other[name])
+            largest[name] = max(largest[name], difference)
+    first = first or _length_difference(straight, resumed)
     judged = not any(step["has_dropout"] for step in straight[0])
     ranks = (len(straight), len(resumed))
     steps = _summaries(straight, resumed)
@@ -119,12 +112,29 @@ def compare_loosely(
     )
 
 
-def _differences(rank: int, one: Step, other: Step) -> Iterator[Difference]:
-    for name in QUANTITIES:
+def _first_difference(straight: Run, resumed: Run) -> Difference | None:
+    """Return the first difference between two runs on the same number of ranks: by step, then by rank."""
+    straight_steps = zip(*straight, strict=True)
+    resumed_steps = zip(*resumed, strict=True)
+    for ranks, other_ranks in zip(straight_steps, resumed_steps, strict=False):
+        for rank, (one, other) in enumerate(zip(ranks, other_ranks, strict=True)):
+            for difference in _differences(rank, one, other):
+                return difference
+    return None
+
+
+def _quantity_differences(
+    rank: int, one: Step, other: Step, names: Sequence[str]
+) -> Iterator[Difference]:
+    for name in names:
         if one[name] != other[name]:
-            yield Difference(
-                one["step"], rank, name, _shown(name, one[name]), _shown(name, other[name])
-            )
+            before, after = _text(name, one[name]), _text(name, other[name])
+            yield Difference(one["step"], rank, name, before, after)
+
+
+def _differences(rank: int, one: Step, other: Step) -> Iterator[Difference]:
+    """Yield the differences of a step on one rank: quantities first, then whole attributes, then their tensors."""
+    yield from _quantity_differences(rank, one, other, QUANTITIES)
     state, other_state = one["state"], other["state"]
     names = state.keys() | other_state.keys()
     for name in sorted(names, key=lambda name: ("/" not in name, name)):
@@ -157,15 +167,15 @@ def _summaries(straight: Run, resumed: Run) -> list[StepSummary]:
 
 
 def _combined(ranks: Sequence[Step]) -> dict[str, str]:
-    """One short digest for each attribute with state."""
-    found: dict[str, Any] = {}
+    """Return one short digest over all ranks for each attribute with state."""
+    hashes: dict[str, Any] = {}
     for rank in ranks:
         for name, digest in rank["state"].items():
             attribute = name.partition("/")[0]
-            found.setdefault(attribute, hashlib.blake2b(digest_size=6)).update(
-                f"{name} {digest}\n".encode()
-            )
-    return {name: content.hexdigest() for name, content in sorted(found.items())}
+            if attribute not in hashes:
+                hashes[attribute] = hashlib.blake2b(digest_size=6)
+            hashes[attribute].update(f"{name} {digest}\n".encode())
+    return {name: hashes[name].hexdigest() for name in sorted(hashes)}
 
 
 def _length_difference(straight: Run, resumed: Run) -> Difference | None:
@@ -175,20 +185,23 @@ def _length_difference(straight: Run, resumed: Run) -> Difference | None:
     return Difference(min(lengths) + 1, 0, "number of steps", str(lengths[0]), str(lengths[1]))
 
 
-def _shown(name: str, value: Any) -> str:
+def _text(name: str, value: Any) -> str:
     return repr(_number(value)) if name in NUMBERS else str(value)
 
 
 def _number(text: str) -> float:
+    """Parse a number that was written with ``float.hex``, or in decimal."""
     try:
         return float.fromhex(text)
     except ValueError:
         return float(text)
 
 
-def _relative(one: str, other: str) -> float:
+def _relative_difference(one: str, other: str) -> float:
+    """Return the difference relative to the larger number; 0 for two NaN, infinity if only one is finite."""
     a, b = _number(one), _number(other)
     if a == b or (math.isnan(a) and math.isnan(b)):
         return 0.0
-    difference = abs(a - b) / max(abs(a), abs(b))
+    larger = max(abs(a), abs(b))
+    difference = abs(a - b) / larger
     return difference if math.isfinite(difference) else math.inf

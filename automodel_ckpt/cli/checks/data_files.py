@@ -1,4 +1,4 @@
-"""Data files that a recipe names and that are not there, reported before torch is imported."""
+"""Report data files that a recipe names and that do not exist, before torch is imported."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from automodel_ckpt.errors import Problem, RecipeError
 
 
 def missing_data_files(root: Node) -> Iterator[Problem]:
-    """What is wrong with the local files that the ``path`` of this package's data builders names.
+    """Yield the problems of the local files in the ``path`` of this package's data builders.
 
-    Names of the Hub and directories are left to the builders.
+    Names on the Hub and directories are not checked: the builders do that.
     """
     for plugin in plugins(root, RecipeConfig):
         parameters = signature(plugin.name) or {}
@@ -31,13 +31,20 @@ def _problems(plugin: Plugin) -> Iterator[Problem]:
     try:
         source = Source.of(path, argument(plugin, "name"), argument(plugin, "split", "train"))
         if source.is_file:
-            _ = source.files
+            _ = source.files  # resolves patterns, and raises if a file does not exist
     except RecipeError as error:
         for problem in error.problems:
-            name = (
-                problem.where.rpartition(".")[2] if problem.where.startswith("dataset.") else "path"
-            )
-            node = plugin.node.at(name) or plugin.node
-            found = problem.value if problem.where.startswith("dataset.") else problem.where
-            hint = problem.hint.replace("dataset.path", join(plugin.key, "path"))
-            yield Problem(f"{join(plugin.key, name)}: {problem.what}", node.origin, found, hint)
+            yield _located(problem, plugin)
+
+
+def _located(problem: Problem, plugin: Plugin) -> Problem:
+    """Replace ``dataset.NAME`` in a problem by the key of the section, and its location by the line in the recipe."""
+    if problem.where.startswith("dataset."):
+        name = problem.where.rpartition(".")[2]
+        value = problem.value
+    else:
+        name = "path"
+        value = problem.where
+    node = plugin.node.at(name) or plugin.node
+    hint = problem.hint.replace("dataset.path", join(plugin.key, "path"))
+    return Problem(f"{join(plugin.key, name)}: {problem.what}", node.origin, value, hint)

@@ -1,4 +1,4 @@
-"""``ckpt-train --dry-run``: what would run, what it would take, and what it would go on from. Needs no GPU."""
+"""``ckpt-train --dry-run``: report what would run, the memory and disk space it needs, and where it would resume."""
 
 from __future__ import annotations
 
@@ -28,56 +28,84 @@ if TYPE_CHECKING:
     from automodel_ckpt.recipes.recipe import Recipe
 
 Rows = Iterator[tuple[str, str]]
-_MOST_CHANGES = 12
+"""Title and text of each line of the report; lines without a title continue the line before."""
+_MAX_LINES = 12
+"""How many changes the report lists."""
 
 
-def report(loaded: LoadedRecipe, recipe: type, flags: LaunchFlags, sizes: Sizes | None) -> str:
-    """The text of a dry run on a grid of *sizes*; None where the number of ranks is not known yet.
+def report(
+    loaded: LoadedRecipe, recipe_class: type, flags: LaunchFlags, sizes: Sizes | None
+) -> str:
+    """Return the text of a dry run with the parallel *sizes*, None if the number of ranks is not known yet.
 
-    Raises :class:`RecipeError` for what could not train: data or a model that cannot be read, sizes that do not fit.
+    Raises :class:`RecipeError` if the recipe could not train: unreadable data or model, or sizes that do not fit.
     """
     from automodel_ckpt.recipes.memory_estimate import plan
     from automodel_ckpt.recipes.recipe import Recipe
 
-    rows, made, planned = [*_what_runs(loaded, recipe, flags, sizes)], None, None
-    if issubclass(recipe, Recipe):
-        planned = recipe(loaded.config, config_yaml=loaded.to_yaml())
-        made = plan(planned, sizes or Sizes())
-        rows += [*_what_it_takes(loaded, made)]
+    rows = list(_run_rows(loaded, recipe_class, flags, sizes))
+    recipe: Recipe | None = None
+    config_json: bytes | None = None
+    if issubclass(recipe_class, Recipe):
+        recipe = recipe_class(loaded.config, config_yaml=loaded.to_yaml())
+        planned = plan(recipe, sizes or Sizes())
+        config_json = planned.config_json
+        rows += _resource_rows(loaded, planned)
     if loaded.config.checkpoint.enabled:
-        rows += [
-            *_what_it_goes_on_from(loaded, sizes, made.config_json if made is not None else None)
-        ]
-    if not any(name == "resume" and text.startswith("from ") for name, text in rows):
-        rows += [*_what_it_starts_from(loaded, planned)]
-    body = "".join(f"  {name + ':' if name else '':13}{printable(text)}\n" for name, text in rows)
-    return f"{loaded.path} is valid; nothing was trained or written\n{body}"
+        rows += _resume_rows(loaded, sizes, config_json)
+    resumes = any(title == "resume" and text.startswith("from ") for title, text in rows)
+    if not resumes:
+        rows += _init_from_rows(loaded, recipe)
+    lines = [f"{loaded.path} is valid; nothing was trained or written"]
+    for title, text in rows:
+        label = f"{title}:" if title else ""
+        lines.append(f"  {label:13}{printable(text)}")
+    return "\n".join(lines) + "\n"
 
 
-def _what_runs(loaded: LoadedRecipe, recipe: type, flags: LaunchFlags, sizes: Sizes | None) -> Rows:
-    steps, tree = loaded.config.step_scheduler, loaded.tree
-    yield "recipe", f"{recipe.__module__}.{recipe.__qualname__}"
-    yield (
-        "ranks",
-        f"{sizes.world}" if sizes else f"{flags.nproc_per_node} on each of {flags.nnodes} nodes",
-    )
+def _run_rows(
+    loaded: LoadedRecipe, recipe_class: type, flags: LaunchFlags, sizes: Sizes | None
+) -> Rows:
+    """Describe the recipe, the ranks, the batch of each step and the end of training."""
+    steps = loaded.config.step_scheduler
+    yield "recipe", f"{recipe_class.__module__}.{recipe_class.__qualname__}"
+    if sizes:
+        yield "ranks", str(sizes.world)
+    else:
+        yield "ranks", f"{flags.nproc_per_node} on each of {flags.nnodes} nodes"
     per_step = f"{steps.global_batch_size} samples"
     if sizes:
         accumulated = steps.global_batch_size // (steps.local_batch_size * sizes.dp)
         per_step += f" = {steps.local_batch_size} x {sizes.dp} ranks x {accumulated} accumulated"
     yield "each step", per_step
-    ends = [
-        f"{key}: {tree.at(f'step_scheduler.{key}')}"
-        for key in ("num_epochs", "max_steps", "max_time")
-    ]
-    yield "until", ", ".join(ends)
+    limits = []
+    for key in ("num_epochs", "max_steps", "max_time"):
+        limits.append(f"{key}: {loaded.tree.at(f'step_scheduler.{key}')}")
+    yield "until", ", ".join(limits)
 
 
-def _what_it_takes(loaded: LoadedRecipe, plan: Plan) -> Rows:
+def _resource_rows(loaded: LoadedRecipe, plan: Plan) -> Rows:
+    """Describe the model, the number of steps, and the memory and disk space that training needs."""
     trained = "all" if plan.num_trained == plan.num_parameters else f"{plan.num_trained:,}"
     yield "model", f"{plan.model}, {plan.num_parameters:,} parameters, {trained} of them trained"
     yield "steps", "unknown" if plan.steps is None else f"{plan.steps:,}"
     yield "end", plan.end
+    yield "memory", _memory_text(plan)
+    if plan.checkpoint_bytes is None:
+        text = "none, because checkpoint.enabled is false"
+        unused = unused_without_checkpoints(loaded.config)
+        if unused:
+            text += f"; no effect: {', '.join(unused)}"
+        yield "checkpoints", text
+        return
+    yield "checkpoints", _checkpoints_text(loaded, plan, plan.checkpoint_bytes)
+    directory = Path(loaded.config.checkpoint.checkpoint_dir).expanduser()
+    warning = overlay_warning(directory)
+    if warning is not None:
+        yield "warning", warning
+
+
+def _memory_text(plan: Plan) -> str:
     memory = plan.memory
     parts = {
         "weights": memory.weights,
@@ -89,45 +117,32 @@ def _what_it_takes(loaded: LoadedRecipe, plan: Plan) -> Rows:
     }
     listed = ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in parts.items() if nbytes)
     unknown = "" if memory.activations is not None else "; activations unknown"
-    yield "memory", f"about {size_text(memory.total)} per rank: {listed}{unknown}"
-    if plan.checkpoint_bytes is None:
-        unused = ", ".join(unused_without_checkpoints(loaded.config))
-        yield (
-            "checkpoints",
-            "none, because checkpoint.enabled is false"
-            + (f"; no effect: {unused}" if unused else ""),
-        )
-        return
-    yield "checkpoints", _checkpoints(loaded, plan, plan.checkpoint_bytes)
-    if (
-        warning := overlay_warning(Path(loaded.config.checkpoint.checkpoint_dir).expanduser())
-    ) is not None:
-        yield "warning", warning
+    return f"about {size_text(memory.total)} per rank: {listed}{unknown}"
 
 
-def _checkpoints(loaded: LoadedRecipe, plan: Plan, nbytes: int) -> str:
+def _checkpoints_text(loaded: LoadedRecipe, plan: Plan, nbytes: int) -> str:
+    """Describe the size of the checkpoints, *nbytes* each, and whether the disk has enough space."""
     from automodel_ckpt.checkpoint.run.resume import checkpoint_names
     from automodel_ckpt.checkpoint.saving.forecast import free_bytes
     from automodel_ckpt.recipes.disk_use import kept_at_once, still_to_come
 
     section = loaded.config.checkpoint
     directory = Path(section.checkpoint_dir).expanduser()
-    free, existing = free_bytes(directory), [name.step for name in checkpoint_names(directory)]
+    free = free_bytes(directory)
+    existing = [name.step for name in checkpoint_names(directory)]
     most = kept_at_once(loaded.config, plan.steps, plan.steps_per_epoch, existing)
     more = still_to_come(loaded.config, plan.steps, plan.steps_per_epoch, existing)
     text = f"{size_text(nbytes)} each in {section.checkpoint_dir}"
     if most is not None:
         text += f", {most} kept at most: {size_text(most * nbytes)}"
-    return (
-        text
-        + f"; {size_text(free)} free"
-        + ("" if nbytes * (more or 1) <= free else ", NOT ENOUGH")
-    )
+    text += f"; {size_text(free)} free"
+    if nbytes * (more or 1) > free:
+        text += ", NOT ENOUGH"
+    return text
 
 
-def _what_it_goes_on_from(
-    loaded: LoadedRecipe, sizes: Sizes | None, config_json: bytes | None
-) -> Rows:
+def _resume_rows(loaded: LoadedRecipe, sizes: Sizes | None, config_json: bytes | None) -> Rows:
+    """Describe the checkpoint that the run would resume from, the ones it would skip, and what has changed since."""
     from automodel_ckpt.checkpoint.manifest import Manifest
     from automodel_ckpt.checkpoint.run import resume
     from automodel_ckpt.checkpoint.verify import verify
@@ -137,33 +152,33 @@ def _what_it_goes_on_from(
     request = resume.candidates(root, section.restore_from)
     if request.note:
         yield "resume", request.note
+    why = "the newest usable"
+    if request.by_name:
+        why = f"selected by checkpoint.restore_from {section.restore_from}"
     for path in request.candidates:
         try:
             manifest = Manifest.read(path)
-            problems = [str(problem).splitlines()[0] for problem in verify(path, manifest, "size")]
+            problems = verify(path, manifest, "size")
         except CheckpointUnusable as error:
-            manifest, problems = None, [error.problems[0].what]
-        if manifest is not None and not problems:
-            why = (
-                f"selected by checkpoint.restore_from {section.restore_from}"
-                if request.by_name
-                else "the newest usable"
-            )
-            yield (
-                "resume",
-                f"from {path.name}, {why} (file sizes verified; digests are verified at the start)",
-            )
-            yield from difference_rows(loaded, path, manifest, sizes)
-            yield from model_rows(path, config_json, allowed=section.allow_changed_model)
-            return
-        yield "skip", f"{path.name}: {problems[0]}"
+            yield "skip", f"{path.name}: {error.problems[0].what}"
+            continue
+        if problems:
+            first_line = str(problems[0]).splitlines()[0]
+            yield "skip", f"{path.name}: {first_line}"
+            continue
+        checked = "file sizes verified; digests are verified at the start"
+        yield "resume", f"from {path.name}, {why} ({checked})"
+        yield from _recipe_change_rows(loaded, path, manifest, sizes)
+        yield from _model_change_rows(path, config_json, allowed=section.allow_changed_model)
+        return
     yield "resume", "no: this is a new run"
 
 
-def _what_it_starts_from(loaded: LoadedRecipe, planned: Recipe | None) -> Rows:
-    """The weights of ``init_from``, opened as far as their headers, and how they match the model.
+def _init_from_rows(loaded: LoadedRecipe, recipe: Recipe | None) -> Rows:
+    """Describe how the weights of ``init_from`` match the model. Only their headers are read.
 
-    Raises :class:`RecipeError` and :class:`CheckpointUnusable` as the start would.
+    *recipe* is None if it is not one of this package. Raises :class:`RecipeError` and :class:`CheckpointUnusable` if
+    the start would.
     """
     from torch import nn
 
@@ -173,34 +188,32 @@ def _what_it_starts_from(loaded: LoadedRecipe, planned: Recipe | None) -> Rows:
     section = loaded.config.init_from
     if section is None:
         return
-    if planned is None:
-        yield "init_from", f"{section.path}, which this recipe reads as it likes"
+    if recipe is None:
+        yield "init_from", f"{section.path}, which the recipe itself reads"
         return
-    modules = {
-        name: value for name, value in discover(planned).items() if isinstance(value, nn.Module)
-    }
-    found = inspect_start(section, modules, resizable=planned.trainable.resized)
+    modules = {}
+    for name, value in discover(recipe).items():
+        if isinstance(value, nn.Module):
+            modules[name] = value
+    found = inspect_start(section, modules, resizable=recipe.trainable.resized)
     if found is None:
-        yield (
-            "init_from",
-            f"{section.path}: not in the cache; it is downloaded and checked at the start",
-        )
+        missing = "not in the cache; it is downloaded and checked at the start"
+        yield "init_from", f"{section.path}: {missing}"
         return
-    weights, verdict = found
-    num_here = len(verdict.matches) + len(verdict.new)
-    yield (
-        "init_from",
-        f"{weights.path}: {len(verdict.matches)} of {num_here} tensors match (names and shapes compared)",
-    )
-    differences = verdict.lines(allowed=True)
-    for line in differences[:_MOST_CHANGES]:
+    weights, match = found
+    num_matches = len(match.matches)
+    num_tensors = num_matches + len(match.new)
+    matches = f"{num_matches} of {num_tensors} tensors match (names and shapes compared)"
+    yield "init_from", f"{weights.path}: {matches}"
+    differences = match.lines(allowed=True)
+    for line in differences[:_MAX_LINES]:
         yield "", line
-    if len(differences) > _MOST_CHANGES:
-        yield "", f"and {len(differences) - _MOST_CHANGES} more"
+    if len(differences) > _MAX_LINES:
+        yield "", f"and {len(differences) - _MAX_LINES} more"
 
 
-def model_rows(checkpoint: Path, config_json: bytes | None, *, allowed: bool) -> Rows:
-    """What changed in the model's config. Raises :class:`CheckpointUnusable` where a resume would."""
+def _model_change_rows(checkpoint: Path, config_json: bytes | None, *, allowed: bool) -> Rows:
+    """Describe the changes of the model's config. Raises :class:`CheckpointUnusable` if a resume would."""
     from automodel_ckpt.checkpoint.state.model_config import model_changes, require_same_function
 
     if config_json is None:
@@ -212,24 +225,26 @@ def model_rows(checkpoint: Path, config_json: bytes | None, *, allowed: bool) ->
         yield "model config", line
 
 
-def difference_rows(
+def _recipe_change_rows(
     loaded: LoadedRecipe, path: Path, manifest: Manifest, sizes: Sizes | None
 ) -> Rows:
-    """What changed in the recipe. Raises :class:`RecipeError` where a resume would: for overrides without effect."""
+    """Describe the changes of the recipe since the checkpoint in *path*.
+
+    Raises :class:`RecipeError` if a resume would: for overrides that have no effect.
+    """
     given = {key for key, origin in loaded.origins.items() if origin != DEFAULT}
-    changed = changed_keys(saved_recipe(path / layout.CONFIG), dict(leaves(loaded.tree)), given)
+    saved = saved_recipe(path / layout.CONFIG)
+    changed = changed_keys(saved, dict(leaves(loaded.tree)), given)
     on_resume = getattr(loaded.config.optimizer, "on_resume", "checkpoint")
     ignored = ignored_by_resume(changed, manifest.saved, on_resume)
     check_overrides(ignored, [override.key for override in loaded.overrides], path)
-    changes = [
-        f"{change} (not applied)" if change in ignored else str(change) for change in changed
-    ]
+    lines = []
     if sizes and manifest.world_size != sizes.world:
-        changes.insert(
-            0,
-            f"ranks: {manifest.world_size} -> {sizes.world} (same global batches; new random states)",
-        )
-    for number, change in enumerate(changes[:_MOST_CHANGES]):
-        yield ("" if number else "changed"), change
-    if len(changes) > _MOST_CHANGES:
-        yield "", f"and {len(changes) - _MOST_CHANGES} more: `ckpt diff` lists all differences"
+        ranks = f"{manifest.world_size} -> {sizes.world}"
+        lines.append(f"ranks: {ranks} (same global batches; new random states)")
+    for change in changed:
+        lines.append(f"{change} (not applied)" if change in ignored else str(change))
+    for number, line in enumerate(lines[:_MAX_LINES]):
+        yield ("" if number else "changed"), line
+    if len(lines) > _MAX_LINES:
+        yield "", f"and {len(lines) - _MAX_LINES} more: `ckpt diff` lists all differences"

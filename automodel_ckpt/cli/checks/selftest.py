@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from automodel_ckpt.cli.checks.compare_runs import (
     Comparison,
@@ -31,9 +31,9 @@ from automodel_ckpt.config.overrides import CommandLine, parse
 from automodel_ckpt.errors import EXIT_DONE, EXIT_INTERNAL, EXIT_STOPPED, Problem, RecipeError
 
 DEFAULT_STEPS = 6
-# Relative; additions in another order, accumulated over a few steps.
-TOLERANCE, SHORT_TOLERANCE = 1e-3, 5e-2
-_SHORT = ("bfloat16", "float16")
+# Relative tolerances on another number of ranks: sums are computed in another order, and a few steps accumulate it.
+TOLERANCE, HALF_TOLERANCE = 1e-3, 5e-2
+_HALF_DTYPES = ("bfloat16", "float16")
 _ALWAYS = (
     "--step_scheduler.max_time=null",
     "--step_scheduler.ckpt_every_steps=null",
@@ -85,7 +85,7 @@ def plan_of(line: CommandLine) -> Plan:
     return Plan(int(steps), flags, dataclasses.replace(flags, nproc_per_node=ranks))
 
 
-def _fail(what: str, where: str, value: object, hint: str) -> None:
+def _fail(what: str, where: str, value: object, hint: str) -> NoReturn:
     raise RecipeError(what, where=where, value=value, hint=hint)
 
 
@@ -106,7 +106,10 @@ def selftest(recipe: LoadedRecipe, line: CommandLine, observe: Observe) -> int:
                 file=sys.stderr,
             )
             return failure.code or EXIT_INTERNAL
-    print(json.dumps(found.to_json(), indent=2) if "json" in line.modes else report(found))
+    if "json" in line.modes:
+        print(json.dumps(found.to_json(), indent=2))
+    else:
+        print(report(found))
     return EXIT_DONE if found.is_good else EXIT_INTERNAL
 
 
@@ -139,10 +142,11 @@ class Runs:
             "resumed", plan.resumed_flags, None, EXIT_DONE, "--checkpoint.enabled=true"
         )
         if len(stopped) == len(resumed):
-            whole = [before + after for before, after in zip(stopped, resumed, strict=True)]
-            return compare_exactly(straight, whole, stop_after)
-        loosely = [stopped[0] + rank for rank in resumed]
-        return compare_loosely(straight, loosely, stop_after, self._tolerance())
+            joined = [before + after for before, after in zip(stopped, resumed, strict=True)]
+            return compare_exactly(straight, joined, stop_after)
+        # All ranks log the same numbers: those of rank 0 precede the ones of each resumed rank.
+        joined = [stopped[0] + after for after in resumed]
+        return compare_loosely(straight, joined, stop_after, self._tolerance())
 
     def _loaded(self, *more: str) -> LoadedRecipe:
         directory = f"--checkpoint.checkpoint_dir={self.scratch / 'run'}"
@@ -161,9 +165,8 @@ class Runs:
         if child == 0:
             _launch(loaded, flags, lambda: self.observe(loaded, notes, stop_after), output)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        steps = [
-            _lines(path) for path in sorted(notes.iterdir(), key=lambda path: int(path.stem[5:]))
-        ]
+        files = sorted(notes.iterdir(), key=lambda path: int(path.stem.removeprefix("rank_")))
+        steps = [_lines(path) for path in files]
         if code != expected or not steps:
             raise RunFailed(name, code, output.read_text(errors="replace"))
         return steps
@@ -171,7 +174,7 @@ class Runs:
     def _tolerance(self) -> float:
         config = self._loaded().config
         dtypes = (config.distributed.mixed_precision, getattr(config.model, "dtype", None))
-        return SHORT_TOLERANCE if any(dtype in _SHORT for dtype in dtypes) else TOLERANCE
+        return HALF_TOLERANCE if any(dtype in _HALF_DTYPES for dtype in dtypes) else TOLERANCE
 
 
 def _launch(
@@ -197,25 +200,22 @@ def _lines(path: Path) -> list[Any]:
 def report(found: Comparison) -> str:
     """Format the comparison as text."""
     before, after = found.num_ranks
-    ranks = f"{before} rank{'s' * (before > 1)}" + (
-        f", resumed on {after}" if after != before else ""
-    )
+    ranks = "1 rank" if before == 1 else f"{before} ranks"
+    if after != before:
+        ranks += f", resumed on {after}"
+    stop = f"{found.num_steps} steps, stopped after step {found.stopped_after}"
     lines = [_step_line(step) for step in found.steps]
-    lines += [
-        f"{found.verdict}: {found.num_steps} steps, stopped after step {found.stopped_after}, {ranks}"
-    ]
+    lines.append(f"{found.verdict}: {stop}, {ranks}")
     if found.first_difference is not None:
         lines.append(f"  first difference: {found.first_difference}")
         if found.first_difference.step <= found.stopped_after:
             lines.append(
                 "  it is before the stop: two runs differ even without a resume (deterministic: true may help)"
             )
+    limit = f"tolerance {found.tolerance:g}"
+    if not found.judged:
+        limit = "not compared: the model has dropout"
     for name, value in found.largest.items():
-        limit = (
-            f"tolerance {found.tolerance:g}"
-            if found.judged
-            else "not compared: the model has dropout"
-        )
         lines.append(f"  largest relative difference of {name}: {value:.3g} ({limit})")
     return "\n".join(lines)
 
@@ -228,11 +228,12 @@ def _step_line(step: StepSummary) -> str:
 
 def check_selftest_options(line: CommandLine) -> None:
     """Raise :class:`RecipeError` for options of the selftest without ``--selftest-resume``."""
-    stray = sorted(line.modes.keys() & {"selftest_steps", "selftest_nproc", "json"})
-    if stray and "selftest_resume" not in line.modes:
-        flags = [f"--{name.replace('_', '-')}" for name in stray]
-        problems = [
-            Problem(f"{flag} requires --selftest-resume", flag, "", "add --selftest-resume")
-            for flag in flags
-        ]
+    if "selftest_resume" in line.modes:
+        return
+    problems = []
+    for name in sorted(line.modes.keys() & {"selftest_steps", "selftest_nproc", "json"}):
+        flag = f"--{name.replace('_', '-')}"
+        what = f"{flag} requires --selftest-resume"
+        problems.append(Problem(what, flag, "", "add --selftest-resume"))
+    if problems:
         raise RecipeError.all_of(problems)
