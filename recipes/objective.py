@@ -16,8 +16,7 @@ from automodel_ckpt.data.packing import IS_TOKEN, longest_sample
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.build import check_context
-from automodel_ckpt.models.forward import logits_of
-from automodel_ckpt.models.loss_head import loss_in
+from automodel_ckpt.models.forward import last_layer_output, logits_of
 from automodel_ckpt.recipes.records import AUX_LOSS, BatchSize, LossSum
 from automodel_ckpt.recipes.trainable import Trainable
 from automodel_ckpt.training.loss import (
@@ -102,9 +101,8 @@ class Objective:
         summed loss. *hidden* are those of the stage before; None on the first."""
         if self.layout.is_last_stage:
             return self.row_loss(rows, hidden)
-        with self.trainable.compute():
-            output = self.model(**self._inputs(rows, hidden), **self.trainable.forward_options)
-        return logits_of(output)  # a stage has no output layer: its hidden states are in this field
+        # Without an output layer, the last layer of a stage is one of its decoder layers.
+        return last_layer_output(self.trainable.forward(self._inputs(rows, hidden)))
 
     def logits(self, rows: Tensors, trainable: Trainable | None = None) -> torch.Tensor:
         """Compute the logits [B, T, V] of *rows*, of the trained model or of another one that *trainable* describes.
@@ -129,20 +127,20 @@ class Objective:
         trainable = self.trainable
         part = self._part_of_row(rows["labels"].shape[1])
         inputs = self._inputs(rows, hidden)
-        head = trainable.loss_head
-        if head is None:
+        if trainable.loss_head is None:
             with trainable.compute():
                 output = self.model(**inputs, **trainable.forward_options)
                 self._note_routing(output, rows, part)
-            return next_token_loss(
-                logits_of(output), self._on_device(rows["labels"]), self.loss_fn, part
-            )
+            labels = self._on_device(rows["labels"])
+            return next_token_loss(logits_of(output), labels, self.loss_fn, part)
         positions, targets = labelled_positions(rows["labels"], part, all_up_to=trainable.all_up_to)
-        places = self._on_device(positions) if positions is not None else None
-        with trainable.compute(), head.loss_of(places, self._on_device(targets)):
+        if positions is not None:
+            positions = self._on_device(positions)
+        loss_pass = trainable.loss_head.computing_loss(positions, self._on_device(targets))
+        with trainable.compute(), loss_pass:
             output = self.model(**inputs, **trainable.forward_options)
             self._note_routing(output, rows, part)
-        return loss_in(output)
+        return loss_pass.loss_in(output)
 
     def _inputs(self, rows: Tensors, hidden: torch.Tensor | None) -> dict[str, torch.Tensor]:
         inputs = {

@@ -46,8 +46,8 @@ def measure(
         if way == "full":
             loss = next_token_loss(head(states), labels)
         else:
-            with head.loss_of(*labelled_positions(labels)):
-                loss = head(states)
+            with head.computing_loss(*labelled_positions(labels)) as loss_pass:
+                loss = loss_pass.loss_in(head(states))
         loss.backward()  # type: ignore[no-untyped-call]
 
     step(4)

@@ -24,14 +24,22 @@ def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(base.forward).parameters
 
 
-def logits_of(output: Any) -> torch.Tensor:
-    """The logits in what a model returned: an object or a mapping with ``logits``, or the tensor itself."""
-    logits: torch.Tensor
+def last_layer_output(output: Any) -> torch.Tensor:
+    """What a model's last layer returned: logits; hidden states of a pipeline stage; the loss of a loss head.
+
+    transformers' models return it in a field that is named ``logits``, whatever it is; other models return it alone.
+    """
+    last: torch.Tensor
     if isinstance(output, Mapping) and not hasattr(output, "logits"):
-        logits = output.get("logits", output)
+        last = output.get("logits", output)
     else:
-        logits = getattr(output, "logits", output)
-    return logits
+        last = getattr(output, "logits", output)
+    return last
+
+
+def logits_of(output: Any) -> torch.Tensor:
+    """The logits in what a model returned, whose last layer is its output layer."""
+    return last_layer_output(output)
 
 
 def class_and_message(error: Exception) -> str:

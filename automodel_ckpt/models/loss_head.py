@@ -23,12 +23,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
-from automodel_ckpt.models.forward import class_and_message, logits_of, side_effect_free
+from automodel_ckpt.models.forward import (
+    class_and_message,
+    last_layer_output,
+    logits_of,
+    side_effect_free,
+)
 
 log = logging.getLogger("automodel_ckpt")
-
-LossOf = Callable[[torch.Tensor | None, torch.Tensor], AbstractContextManager[None]]
-""":meth:`GivesLoss.loss_of` of a model's head."""
 
 CHUNK_ELEMENTS = 2**25
 """Logits that exist at a time: 128 MiB in float32."""
@@ -40,57 +42,56 @@ _SMALL = 2**18
 """Logits that are all computed, with or without a label: picking out some costs Python's time in each step."""
 
 
-class GivesLoss:
-    """What makes a model's output layer one that, inside :meth:`loss_of`, returns the summed cross-entropy instead of
-    logits. Elsewhere it does what the layer did that it was made of."""
+class ComputesLoss:
+    """An output layer that returns the summed cross-entropy inside :meth:`computing_loss`; elsewhere, logits.
 
-    _labelled: tuple[torch.Tensor | None, torch.Tensor] | None = None
+    Why not call the backbone, then a head: FSDP2 gathers the root's parameters before the root's forward pass and puts
+    its backward hooks on what that returns; DDP prepares its reduction there, and peft and multimodal models do more in
+    it. So the root module is called, and its output layer returns the loss, which :meth:`LossPass.loss_in` takes from
+    the model's output.
+    """
+
+    _labeled: tuple[torch.Tensor | None, torch.Tensor] | None = None
 
     @property
     def all_up_to(self) -> int:
-        """The number of places up to which :meth:`loss_of` takes them all, labelled or not."""
+        """The number of positions up to which :meth:`computing_loss` takes all positions, labeled or not."""
         return 0
 
-    def loss_of(
-        self, positions: torch.Tensor | None, targets: torch.Tensor
-    ) -> AbstractContextManager[None]:
-        """What the model's forward inside returns as its logits is the loss, 0-dim in float32 or float64.
+    def computing_loss(self, positions: torch.Tensor | None, targets: torch.Tensor) -> LossPass:
+        """Let the forward passes of the model inside the context compute a loss instead of logits.
 
-        *positions* [N] are the labelled places in the flattened batch, *targets* [N] the tokens that they predict. None
-        stands for all places of a batch of :attr:`all_up_to` or less, where -100 is no target.
+        *positions* [N] are the labeled positions in the flattened batch, *targets* [N] the tokens that they predict.
+        None stands for all positions of a batch of at most :attr:`all_up_to`; there -100 is no target.
         """
-        return _Labelled(self, positions, targets)
+        return LossPass(self, positions, targets)
 
 
-def loss_in(output: Any) -> torch.Tensor:
-    """The loss in what a model returned inside :meth:`GivesLoss.loss_of`.
-
-    The loss has to pass through the model's forward, in the field of the logits: DDP, FSDP2 and tensor parallelism
-    attach their hooks to what forward returns.
-    """
-    return logits_of(output)
-
-
-class _Labelled(AbstractContextManager[None]):
-    """What :meth:`GivesLoss.loss_of` returns; a generator would take three times as long, in each step."""
+class LossPass(AbstractContextManager["LossPass"]):
+    """A forward pass that computes a loss. A class, since a generator takes three times as long, in each step."""
 
     def __init__(
-        self, head: GivesLoss, positions: torch.Tensor | None, targets: torch.Tensor
+        self, head: ComputesLoss, positions: torch.Tensor | None, targets: torch.Tensor
     ) -> None:
-        self._head, self._labelled = head, (positions, targets)
+        self._head, self._labeled = head, (positions, targets)
 
-    def __enter__(self) -> None:
-        _set_past_torch(self._head, "_labelled", self._labelled)
+    def __enter__(self) -> LossPass:
+        _set_past_torch(self._head, "_labeled", self._labeled)
+        return self
 
     def __exit__(self, *_: object) -> None:
-        _set_past_torch(self._head, "_labelled", None)
+        _set_past_torch(self._head, "_labeled", None)
+
+    def loss_in(self, output: Any) -> torch.Tensor:
+        """The summed loss, 0-dim in float32 or float64, in what the model returned inside the context."""
+        return last_layer_output(output)
 
 
 _set_past_torch = object.__setattr__
 """A module looks first whether a value is a parameter or a module, six times as long, twice in each step."""
 
 
-class LossHead(GivesLoss, nn.Linear):
+class LossHead(ComputesLoss, nn.Linear):
     """A plain linear layer with a loss."""
 
     @classmethod
@@ -102,14 +103,14 @@ class LossHead(GivesLoss, nn.Linear):
 
     @property
     def all_up_to(self) -> int:
-        """See :attr:`GivesLoss.all_up_to`."""
+        """See :attr:`ComputesLoss.all_up_to`."""
         return 0 if isinstance(self.weight, DTensor) else _SMALL // self.weight.shape[0]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Logits [..., V] of hidden states [..., H], or the loss: see :meth:`loss_of`."""
-        if self._labelled is None:
+        """Logits [..., V] of hidden states [..., H], or the loss: see :meth:`computing_loss`."""
+        if self._labeled is None:
             return super().forward(input)
-        positions, targets = self._labelled
+        positions, targets = self._labeled
         if isinstance(input, DTensor):
             assert positions is not None
             return self._loss_in_parts(input, positions, targets)
@@ -137,7 +138,7 @@ class LossHead(GivesLoss, nn.Linear):
         return DTensor.from_local(loss, mesh, [Replicate()], run_check=False)
 
 
-class ModuleLossHead(GivesLoss):
+class ModuleLossHead(ComputesLoss):
     """Any other layer with a loss, such as a linear one with an adapter. :func:`_with_loss` joins it to their class."""
 
     _vocabulary = 1
@@ -152,11 +153,11 @@ class ModuleLossHead(GivesLoss):
         return layer
 
     def forward(self, input: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        """Logits [..., V] of hidden states [..., H], or the loss: see :meth:`loss_of`."""
+        """Logits [..., V] of hidden states [..., H], or the loss: see :meth:`computing_loss`."""
         layer: Any = super()
-        if self._labelled is None:
+        if self._labeled is None:
             return layer.forward(input, *args, **options)  # type: ignore[no-any-return]
-        positions, targets = self._labelled
+        positions, targets = self._labeled
         assert positions is not None
 
         def loss_of_chunk(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.forward import logits_of
+from automodel_ckpt.models.forward import last_layer_output
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ def _hands_on(model: nn.Module) -> bool:
             "could not probe the model for pipeline stages: %s: %s", type(error).__name__, error
         )
         return False
-    return torch.equal(logits_of(output), hidden)
+    return torch.equal(last_layer_output(output), hidden)
 
 
 def _hull(model: nn.Module) -> nn.Module:

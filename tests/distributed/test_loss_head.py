@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,12 @@ from torch.distributed.tensor import DTensor
 from automodel_ckpt.distributed.parallelize import Parallelism, parallelize
 from automodel_ckpt.models import loss_head
 from automodel_ckpt.models.adapter import Lora, add_adapters
-from automodel_ckpt.models.loss_head import LossHead, LossOf, ModuleLossHead, install_loss_head
+from automodel_ckpt.models.loss_head import (
+    ComputesLoss,
+    LossHead,
+    ModuleLossHead,
+    install_loss_head,
+)
 from automodel_ckpt.training.loss import labelled_positions, next_token_loss
 from tests.distributed.test_training import lines, lines_of_steps, run
 from tests.support import ranks
@@ -99,12 +103,16 @@ def test_a_model_that_caps_its_logits_trains_on_full_ones(
     assert "computing the loss from full logits: Gemma2ForCausalLM" in capfd.readouterr().err
 
 
-def loss_and_gradients(model: Any, loss_of: LossOf | None) -> tuple[float, dict[str, torch.Tensor]]:
+def loss_and_gradients(
+    model: Any, head: ComputesLoss | None
+) -> tuple[float, dict[str, torch.Tensor]]:
     tokens = torch.randint(0, VOCABULARY, (3, 8), generator=torch.Generator().manual_seed(3))
     labels = tokens.masked_fill(tokens % 3 == 0, -100)
-    with loss_of(*labelled_positions(labels)) if loss_of else nullcontext():
-        logits = model(input_ids=tokens, use_cache=False).logits
-    loss = logits if loss_of else next_token_loss(logits, labels)
+    if head is None:
+        loss = next_token_loss(model(input_ids=tokens, use_cache=False).logits, labels)
+    else:
+        with head.computing_loss(*labelled_positions(labels)) as loss_pass:
+            loss = loss_pass.loss_in(model(input_ids=tokens, use_cache=False))
     loss.backward()
     return loss.item(), {
         n: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
@@ -120,7 +128,7 @@ def by_a_vocabulary_in_parts(settings: dict[str, Any], frozen: bool) -> None:
     model = parallelize(model, layout_here(tp_size=2), Parallelism(sequence_parallel=True))
     head = install_loss_head(model, {"use_cache": False}, 2)
     assert head is model.lm_head and isinstance(head, LossHead)
-    loss, gradients = loss_and_gradients(model, head.loss_of)
+    loss, gradients = loss_and_gradients(model, head)
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert expected.keys() - gradients.keys() == ({"lm_head.weight"} if frozen else set())
     for name, gradient in gradients.items():
@@ -150,7 +158,7 @@ def an_adapted_layer(strategy: str) -> None:
     shared: Any = parallelize(model(), layout_here(), Parallelism(strategy=strategy))
     head = install_loss_head(shared.module if strategy == "ddp" else shared, {"use_cache": False})
     assert isinstance(head, ModuleLossHead)
-    loss, gradients = loss_and_gradients(shared, head.loss_of)
+    loss, gradients = loss_and_gradients(shared, head)
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert {name.removeprefix("module.") for name in gradients} == expected.keys()
     for name, gradient in gradients.items():

@@ -13,7 +13,7 @@ from torch import nn
 from automodel_ckpt.models import loss_head
 from automodel_ckpt.models.adapter import Lora, add_adapters
 from automodel_ckpt.models.loss_head import (
-    GivesLoss,
+    ComputesLoss,
     LossHead,
     install_loss_head,
     linear_cross_entropy,
@@ -96,15 +96,16 @@ def test_no_more_than_a_chunk_of_logits_exists_at_a_time(monkeypatch: pytest.Mon
 
 
 def gradients(
-    model: Any, batch: dict[str, torch.Tensor], head: GivesLoss | None, all_up_to: int = 0
+    model: Any, batch: dict[str, torch.Tensor], head: ComputesLoss | None, all_up_to: int = 0
 ) -> tuple[float, list[torch.Tensor]]:
     model.zero_grad()
     rest = {name: tensor for name, tensor in batch.items() if name != "labels"} | OPTIONS
     if head is None:
         loss = next_token_loss(model(**rest).logits, batch["labels"])
     else:
-        with head.loss_of(*labelled_positions(batch["labels"], all_up_to=all_up_to)):
-            loss = model(**rest).logits
+        labeled = labelled_positions(batch["labels"], all_up_to=all_up_to)
+        with head.computing_loss(*labeled) as loss_pass:
+            loss = loss_pass.loss_in(model(**rest))
     loss.backward()
     return loss.item(), [p.grad for p in model.parameters() if p.grad is not None]
 
