@@ -46,7 +46,8 @@ from automodel_ckpt.checkpoint.writing.rank_manifest import (
 from automodel_ckpt.convert.external import losses_in
 from automodel_ckpt.convert.open import open_weights
 from automodel_ckpt.convert.sources.format import Format
-from automodel_ckpt.convert.sources.registry import SINGLE_FILE, detect, formats_in
+from automodel_ckpt.convert.sources.registry import detect, formats_in
+from automodel_ckpt.convert.sources.torch_files import BIN_INDEX
 from automodel_ckpt.errors import CheckpointUnusable
 
 _FORMAT = "hf"
@@ -59,7 +60,9 @@ _MAX_RECIPE_BYTES = 1 << 20
 _WEIGHT_FILES = (
     ".safetensors",
     ".distcp",
+    ".bin",
     layout.HF_INDEX,
+    BIN_INDEX,
     layout.DCP_METADATA,
     layout.EXPORT_MANIFEST,
 )
@@ -137,8 +140,9 @@ def _resolved(source: Path) -> Path:
 
 def _prepared(source: Path, run: Path, name: layout.CheckpointName) -> Import:
     if source.is_file():
-        directory, known = source.parent, SINGLE_FILE
+        directory, known = source.parent, detect(source, follow_links=True)
         opened = open_weights(source)
+        assert known is not None, "open_weights raises for an unknown format"
     else:
         directory, known = _located(source)
         opened = open_weights(directory)
@@ -232,7 +236,7 @@ def _found(source: Path) -> str:
     names = sorted(os.listdir(source))
     pickled = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
     if pickled:
-        return f"{pickled[0]} is a pickle, which is not read: save the model as safetensors first"
+        return f"it contains {pickled[0]}: name the file, if it has the model's weights"
     return f"it holds {', '.join(names[:5])}" if names else "it is empty"
 
 

@@ -32,6 +32,7 @@ from automodel_ckpt.checkpoint.slices import (
     shape_fault,
     tiling_fault,
 )
+from automodel_ckpt.convert.sources.torch_objects import STORAGE_DTYPES
 from automodel_ckpt.errors import CheckpointUnusable
 
 # Read, a pickle takes up to eighty times its size; a larger one must have data on the disk to describe.
@@ -43,20 +44,6 @@ _MAX_PATH = 64
 # Of a tensor's pickle within an archive; a program of torch.save has some hundred bytes.
 _MAX_PROGRAM_BYTES = 1 << 16
 _META = "torch.distributed.checkpoint.metadata"
-_STORAGES = {
-    "DoubleStorage": "F64",
-    "FloatStorage": "F32",
-    "HalfStorage": "F16",
-    "BFloat16Storage": "BF16",
-    "LongStorage": "I64",
-    "IntStorage": "I32",
-    "ShortStorage": "I16",
-    "CharStorage": "I8",
-    "ByteStorage": "U8",
-    "BoolStorage": "BOOL",
-    "ComplexFloatStorage": "C64",
-    "ComplexDoubleStorage": "C128",
-}
 
 
 def _nothing(*_: Any) -> None:
@@ -138,7 +125,7 @@ _ARCHIVE_NAMES: Names = {
     "torch.Size": _pair,
     "torch.storage.UntypedStorage": "U8",
     "torch.serialization._get_layout": _nothing,
-    **{f"torch.{name}": code for name, code in (_STORAGES | CODES).items()},
+    **{f"torch.{name}": code for name, code in (STORAGE_DTYPES | CODES).items()},
 }
 
 

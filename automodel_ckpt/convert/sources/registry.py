@@ -14,13 +14,13 @@ from automodel_ckpt.convert.sources.megatron import MegatronCore, MegatronRanks,
 from automodel_ckpt.convert.sources.peft_adapter import PeftAdapter
 from automodel_ckpt.convert.sources.safetensors_file import SafetensorsFile
 from automodel_ckpt.convert.sources.safetensors_shards import SafetensorsShards
+from automodel_ckpt.convert.sources.torch_files import TorchFile, TorchModelDirectory
 from automodel_ckpt.convert.sources.unsupported_files import (
     GgufFile,
     Hdf5File,
     NumpyArchive,
     Pickle,
     TarArchive,
-    TorchArchive,
     UnknownFile,
     ZipArchive,
 )
@@ -31,6 +31,7 @@ ADAPTER = PeftAdapter()
 HUGGING_FACE = HuggingFaceFiles()
 SHARDS = SafetensorsShards()
 SINGLE_FILE: Format = SafetensorsFile()
+TORCH_FILE: Format = TorchFile()
 
 FORMATS: tuple[Format, ...] = (
     # Directories. Megatron-Core's also contain .metadata, like those of PyTorch DCP.
@@ -40,10 +41,12 @@ FORMATS: tuple[Format, ...] = (
     # Both are recognized by *.safetensors: first the one that looks into a header.
     HUGGING_FACE,
     SHARDS,
+    # Older than safetensors: a directory often has the model in both, and safetensors has digests here.
+    TorchModelDirectory(),
     # Single files. The first bytes count more than the suffix .safetensors.
     GgufFile(),
     NumpyArchive(),
-    TorchArchive(),
+    TORCH_FILE,
     ZipArchive(),
     TarArchive(),
     Pickle(),

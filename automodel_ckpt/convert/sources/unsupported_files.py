@@ -11,12 +11,10 @@ from automodel_ckpt.convert.sources.files import first_bytes
 from automodel_ckpt.convert.sources.format import UnsupportedFormat
 
 _HEAD_BYTES = 512
-_UNPICKLE = (
-    "it is a pickle, which can run code when it is loaded, so it is not read here. If you trust it: torch.load(path, "
-    "weights_only=True), then model.load_state_dict and model.save_pretrained, or safetensors.torch.save_file; then "
-    "import that"
+_SAVE_AGAIN = (
+    "save it again in the format of PyTorch 1.6 and later, and use that file: "
+    "python -c \"import torch; torch.save(torch.load('FILE', weights_only=True), 'FILE.pt')\""
 )
-_TORCH_RECORDS = ("data.pkl", "byteorder", ".format_version", "version", ".storage_alignment")
 
 
 class _FileByContent(UnsupportedFormat):
@@ -49,14 +47,6 @@ class NumpyArchive(_FileByContent):
         return _first_zip_entry(head).endswith((".npy", ".npz"))
 
 
-class TorchArchive(_FileByContent):
-    name = "an archive of torch.save (.pt, .pth, .bin, .ckpt)"
-    hint = _UNPICKLE
-
-    def matches(self, head: bytes) -> bool:
-        return _first_zip_entry(head).rpartition("/")[2] in _TORCH_RECORDS
-
-
 class ZipArchive(_FileByContent):
     name = "a zip archive"
     hint = "unpack it, and import the directory of the model's files"
@@ -79,7 +69,7 @@ class TarArchive(_FileByContent):
 
 class Pickle(_FileByContent):
     name = "a pickle, such as torch.save wrote before PyTorch 1.6"
-    hint = _UNPICKLE
+    hint = _SAVE_AGAIN
 
     def matches(self, head: bytes) -> bool:
         return head[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")

@@ -221,7 +221,7 @@ def adapter(path: Path) -> Path:
 
 def pickled(path: Path) -> Path:
     path.mkdir()
-    torch.save({"w": torch.ones(2)}, path / "pytorch_model.bin")
+    torch.save({"w": torch.ones(2)}, path / "consolidated.00.pth")
     return path
 
 
@@ -242,7 +242,7 @@ def config_link(path: Path) -> Path:
     [
         (lambda path: checkpoint_in(path, 20), "already a check"),
         (adapter, "init_from.path"),
-        (pickled, "pickle"),
+        (pickled, "name the file"),
         (lambda path: path, "nothing to import"),
         (taken, "already"),
         (config_link, "symbolic link points outside"),
@@ -297,8 +297,8 @@ def test_checkpoints_of_megatron_are_named_and_refused(
         open_weights(source)
 
 
-def torch_file(path: Path) -> None:
-    torch.save({"w": torch.ones(2)}, path)
+def optimizer_file(path: Path) -> None:
+    torch.save({"state": {}, "param_groups": []}, path)
 
 
 def old_torch_file(path: Path) -> None:
@@ -314,9 +314,7 @@ def nemo_file(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "write", "said"),
     [
-        ("m.pt", torch_file, "archive of torch.save"),
-        ("pytorch_model.bin", torch_file, "can run code"),
-        ("epoch=3.ckpt", torch_file, "archive of torch.save"),
+        ("optimizer.pt", optimizer_file, "the state of an optimizer"),
         ("m.pth", old_torch_file, "a pickle"),
         ("m.nemo", nemo_file, ".nemo"),
         ("m.gguf", lambda path: path.write_bytes(b"GGUF" + bytes(20)), "llama.cpp"),

@@ -1,0 +1,350 @@
+"""Weights in files of ``torch.save``: one file (.pt, .pth, .bin, .ckpt), or a directory with ``pytorch_model.bin``.
+
+The pickle in such a file is read as a description (``torch_objects.py``): no code of it runs, whatever it contains. The
+bytes of tensors are uncompressed at an offset in the file, so that a tensor is a slice of the file and is never copied.
+
+The model is the state dict at the top level or under one of the usual keys. A training state of PyTorch Lightning, of
+a plain training script, or of FSDP's full state dict has the model under such a key.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import mmap
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
+from automodel_ckpt.checkpoint.files.safe_open import open_regular
+from automodel_ckpt.checkpoint.files.torch_archive_reading import Fault
+from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
+from automodel_ckpt.checkpoint.slices import Slice, Tensor, nbytes_of, shape_fault
+from automodel_ckpt.checkpoint.sources.source import Source, unusable
+from automodel_ckpt.convert.sources.files import first_bytes, names_in
+from automodel_ckpt.convert.sources.format import Format
+from automodel_ckpt.convert.sources.torch_objects import (
+    Archive,
+    Opaque,
+    StoredView,
+    describe_archive,
+    views_in,
+)
+from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.units import left_out, others_text, values_text
+
+BIN_FILE = "pytorch_model.bin"
+BIN_INDEX = "pytorch_model.bin.index.json"
+_UNCHECKED = "these files are unchecked: there is no manifest with their digests"
+_MODEL_KEYS = ("state_dict", "model_state_dict", "model", "module", "model_state")
+# Prefixes that wrappers add to every name: DistributedDataParallel, torch.compile.
+_WRAPPER_PREFIXES = ("module.", "_orig_mod.")
+_MAX_DEPTH = 32
+# Slices of a tensor whose rows are apart from each other in the file.
+_MAX_SLICES = 1 << 16
+_TORCH_RECORDS = ("data.pkl", "byteorder", ".format_version", "version", ".storage_alignment")
+_HEAD_BYTES = 512
+# Keys of training states that look like a model and are not one, with what to do.
+_PARTS = {
+    "ds_version": (
+        "a rank's file of DeepSpeed",
+        "run DeepSpeed's own zero_to_fp32.py in that directory, and use the files that it writes",
+    ),
+    "checkpoint_version": (
+        "a rank's file of Megatron-LM",
+        "convert it to Hugging Face files with Megatron Bridge, or tools/checkpoint/convert.py of Megatron-LM",
+    ),
+    "param_groups": (
+        "the state of an optimizer, not a model",
+        "use the file with the model's weights",
+    ),
+}
+
+
+class TorchFile(Format):
+    """A single file of ``torch.save``, in the zip format that PyTorch has written since 1.6."""
+
+    name = "a file of torch.save"
+
+    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+        if not path.is_file():
+            return False
+        return is_torch_archive(first_bytes(path, _HEAD_BYTES))
+
+    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+        """Describe the model in the file. Symbolic links are followed: the user chose this file."""
+        real = Path(os.path.realpath(path))
+        model = read_model(real)
+        root = Path("/") if follow_links else real.parent
+        file = str(real).lstrip("/") if follow_links else real.name
+        return model.source(root, path.parent, file)
+
+
+class TorchModelDirectory(Format):
+    """A directory with ``pytorch_model.bin``, or with several such files and their index, as transformers 4 wrote."""
+
+    name = "PyTorch files of transformers"
+
+    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+        names = names_in(path)
+        return BIN_FILE in names or BIN_INDEX in names
+
+    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+        """Describe the model. Raises :class:`CheckpointUnusable` if the files and their index disagree."""
+        weight_map = read_weight_map(path / BIN_INDEX, follow_links=follow_links)
+        names = [BIN_FILE] if weight_map is None else sorted(set(weight_map.values()))
+        tensors: dict[str, Tensor] = {}
+        num_values = num_others = 0
+        for name in names:
+            real = Path(os.path.realpath(path / name)) if follow_links else path / name
+            model = read_model(real)
+            file = str(real).lstrip("/") if follow_links else name
+            found = model.tensors_in(file)
+            twice = sorted(found.keys() & tensors.keys())
+            if twice:
+                raise unusable(f"two files hold the tensor {twice[0]!r}", path / name, BIN_INDEX)
+            if weight_map is not None:
+                _check_index(path, name, weight_map, found)
+            tensors |= found
+            num_values += model.num_values
+            num_others += model.num_others
+        notes, omitted = _reports(num_others, num_values)
+        root = Path("/") if follow_links else path
+        return Source(root, path, tensors, notes=notes, omitted=omitted)
+
+
+class TorchModel:
+    """The model in one file: its tensors by name, and the number of other tensors and of other values."""
+
+    def __init__(
+        self, views: Mapping[str, StoredView], archive: Archive, *, num_others: int, num_values: int
+    ) -> None:
+        self.views = views
+        self.num_others = num_others
+        self.num_values = num_values
+        self._archive = archive
+
+    def tensors_in(self, file: str) -> dict[str, Tensor]:
+        """Return the tensors, as slices of *file*. Raises :class:`Fault` for one that is not in the file."""
+        return {
+            fqn: Tensor(fqn, view.dtype, view.shape, tuple(self._slices(fqn, view, file)))
+            for fqn, view in self.views.items()
+        }
+
+    def source(self, root: Path, directory: Path, file: str) -> Source:
+        """Return the description of a model that consists of this file, which is *file* below *root*."""
+        notes, omitted = _reports(self.num_others, self.num_values)
+        return Source(root, directory, self.tensors_in(file), notes=notes, omitted=omitted)
+
+    def _slices(self, fqn: str, view: StoredView, file: str) -> Iterator[Slice]:
+        """Split a tensor into the boxes that are contiguous in its storage."""
+        begin, _ = self._archive.storages[view.key]
+        itemsize = DTYPE_BITS[view.dtype] // 8
+        num_outer = _num_outer_dimensions(view)
+        outer, inner = view.shape[:num_outer], view.shape[num_outer:]
+        sizes = (*[1] * num_outer, *inner)
+        for index in itertools.product(*map(range, outer)):
+            element = view.offset
+            for position, stride in zip(index, view.strides, strict=False):
+                element += position * stride
+            offsets = (*index, *[0] * len(inner))
+            nbytes = nbytes_of(view.dtype, sizes)
+            start = begin + element * itemsize
+            yield Slice(fqn, view.dtype, offsets, sizes, file, start, nbytes)
+
+
+def is_torch_archive(head: bytes) -> bool:
+    """Return whether a file that begins with *head* is a zip archive of ``torch.save``, by its first entry's name."""
+    if head[:4] != b"PK\x03\x04":
+        return False
+    length = int.from_bytes(head[26:28], "little")
+    first_name = head[30 : 30 + length].decode(errors="replace")
+    return first_name.rpartition("/")[2] in _TORCH_RECORDS
+
+
+def read_model(path: Path) -> TorchModel:
+    """Describe the model in the file *path*, which is not a symbolic link.
+
+    Raises :class:`CheckpointUnusable` if the file is damaged, contains no model, or only a part of one.
+    """
+    try:
+        descriptor = open_regular(path)
+    except FileNotFoundError as error:
+        raise unusable("a file of weights is missing", path, "no such file") from error
+    except OSError as error:
+        raise unusable("a file of weights cannot be read", path, error.strerror) from error
+    try:
+        with (
+            mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as content,
+            memoryview(content) as data,
+        ):
+            archive = describe_archive(data)
+        return _model_of(archive, path)
+    except CheckpointUnusable:
+        raise
+    except Exception as error:  # a damaged pickle makes the unpickler raise anything
+        value = str(error) if isinstance(error, Fault) else repr(error)
+        raise unusable("this file of torch.save cannot be read", path, value[:300]) from error
+    finally:
+        os.close(descriptor)
+
+
+def _model_of(archive: Archive, path: Path) -> TorchModel:
+    value = archive.value
+    if isinstance(value, Opaque):
+        raise _no_model(path, f"an object of the class {value.kind}")
+    if not isinstance(value, dict):
+        raise _no_model(path, f"a {type(value).__name__}")
+    for key, (what, hint) in _PARTS.items():
+        if key in value:
+            raise CheckpointUnusable(f"this file is {what}", where=str(path), value=key, hint=hint)
+    state_dict = _state_dict(value)
+    views: dict[str, StoredView] = {}
+    num_values = 0
+    for name, item in _leaves(state_dict):
+        if isinstance(item, StoredView):
+            views[name] = item
+        elif any(True for _ in views_in(item)):
+            raise _unknown_tensor(path, name, item)
+        else:
+            num_values += 1
+    if not views:
+        raise _no_model(path, "no tensors")
+    for name, view in views.items():
+        _check_view(name, view, archive)
+    num_all = len(set(map(id, views_in(value))))
+    num_used = len(set(map(id, views.values())))
+    if state_dict is not value:
+        num_values += len(value) - 1
+    names = _plain_names(value, list(views))
+    renamed = {names[name]: view for name, view in views.items()}
+    if len(renamed) != len(views):
+        renamed = views
+    return TorchModel(renamed, archive, num_others=num_all - num_used, num_values=num_values)
+
+
+def _state_dict(value: dict[Any, Any]) -> dict[Any, Any]:
+    """Return the mapping under the first usual key that has tensors; else the mapping itself."""
+    for key in _MODEL_KEYS:
+        nested = value.get(key)
+        if isinstance(nested, dict) and any(True for _ in views_in(nested)):
+            return nested
+    return value
+
+
+def _leaves(mapping: dict[Any, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yield the entries of a nested mapping, with the keys joined by dots."""
+    if depth > _MAX_DEPTH:
+        raise Fault(f"its mappings are nested more than {_MAX_DEPTH} levels deep")
+    for key, item in mapping.items():
+        if isinstance(key, (Opaque, tuple, bytes)):
+            raise Fault(f"a name of its model is not text: {type(key).__name__}")
+        name = f"{prefix}{key}"
+        # A lone surrogate would fail much later, when the name is written.
+        if not name.isprintable():
+            raise Fault(f"a name of its model is not printable: {name[:100]!r}")
+        if isinstance(item, dict) and item:
+            yield from _leaves(item, f"{name}.", depth + 1)
+        else:
+            yield name, item
+
+
+def _check_view(name: str, view: StoredView, archive: Archive) -> None:
+    """Raise :class:`Fault` unless the elements of *view* are in the storage that the archive has."""
+    place = archive.storages.get(view.key)
+    if place is None:
+        raise Fault(f"the bytes of {name[:100]!r} are not in the file")
+    begin, end = place
+    if end - begin != view.storage_bytes:
+        raise Fault(
+            f"the storage of {name[:100]!r} has {end - begin} bytes, not {view.storage_bytes}"
+        )
+    fault = shape_fault(view.shape)
+    if fault:
+        raise Fault(f"the tensor {name[:100]!r}: {fault}")
+    if not math.prod(view.shape):
+        return
+    last = view.offset
+    for extent, stride in zip(view.shape, view.strides, strict=True):
+        last += (extent - 1) * stride
+    if (last + 1) * DTYPE_BITS[view.dtype] // 8 > view.storage_bytes:
+        raise Fault(f"the tensor {name[:100]!r} ends after its storage")
+    num_slices = math.prod(view.shape[: _num_outer_dimensions(view)])
+    if num_slices > _MAX_SLICES:
+        raise Fault(
+            f"the elements of {name[:100]!r} are not in row-major order (it was saved transposed, or as "
+            "channels_last): save its .contiguous()"
+        )
+
+
+def _num_outer_dimensions(view: StoredView) -> int:
+    """Return the number of leading dimensions whose elements are apart: the others are contiguous in the storage."""
+    expected = 1
+    for dimension in range(len(view.shape) - 1, -1, -1):
+        extent, stride = view.shape[dimension], view.strides[dimension]
+        if extent > 1 and stride != expected:
+            return dimension + 1
+        expected *= max(extent, 1)
+    return 0
+
+
+def _plain_names(value: dict[Any, Any], names: list[str]) -> dict[str, str]:
+    """Return {name in the file: name in the model}: without the prefixes that wrappers and Lightning add."""
+    prefix = ""
+    rest = names
+    is_stripped = True
+    while is_stripped:
+        is_stripped = False
+        for wrapper in _WRAPPER_PREFIXES:
+            if all(name.startswith(wrapper) for name in rest):
+                prefix += wrapper
+                rest = [name.removeprefix(wrapper) for name in rest]
+                is_stripped = True
+    if "pytorch-lightning_version" in value:
+        # A LightningModule has the model as an attribute, often `model`. A model of transformers has a prefix too
+        # (`model.`), but not for all tensors: its output layer has none.
+        attribute = rest[0].partition(".")[0] + "."
+        if all(name.startswith(attribute) for name in rest):
+            prefix += attribute
+    return {name: name.removeprefix(prefix) for name in names}
+
+
+def _check_index(
+    directory: Path, file: str, weight_map: Mapping[str, str], found: Mapping[str, Tensor]
+) -> None:
+    missing = [fqn for fqn, name in weight_map.items() if name == file and fqn not in found]
+    if missing:
+        what = "the index names a tensor that is not in its file"
+        raise unusable(what, directory / BIN_INDEX, f"{missing[0]} ({file})")
+
+
+def _reports(num_others: int, num_values: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the notes for the user, and what is omitted."""
+    notes = [_UNCHECKED]
+    omitted: list[str] = []
+    for number, text in ((num_others, others_text), (num_values, values_text)):
+        if number:
+            omitted.append(text(number))
+            notes.append(left_out(text(number), number))
+    return tuple(notes), tuple(omitted)
+
+
+def _no_model(path: Path, value: str) -> CheckpointUnusable:
+    return CheckpointUnusable(
+        "there is no model in this file",
+        where=str(path),
+        value=value,
+        hint="save model.state_dict(), at the top level or under the key state_dict",
+    )
+
+
+def _unknown_tensor(path: Path, name: str, item: Any) -> CheckpointUnusable:
+    kind = item.kind if isinstance(item, Opaque) else type(item).__name__
+    return CheckpointUnusable(
+        "a tensor of the model is of a class that is not read",
+        where=str(path),
+        value=f"{name[:200]}: {kind}",
+        hint="save plain tensors (of a DTensor: .full_tensor(); of a quantized one: .dequantize())",
+    )

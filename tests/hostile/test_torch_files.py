@@ -1,0 +1,95 @@
+"""Files of torch.save that other programs wrote: nothing in them is executed, and they cost no more than they are."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from automodel_ckpt.cli import ckpt
+
+from . import bombs, sandbox
+
+_DEEP = 1_000_000
+_STORAGE = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpu"
+PROGRAMS: dict[str, bytes] = {
+    "deep_list": b"\x80\x02" + b"]" * _DEEP + b"a" * (_DEEP - 1) + b".",
+    "deep_tuple_as_key": b"\x80\x02})" + b"\x85" * _DEEP + b"K\x01s.",
+    "deep_set": b"\x80\x04" + b"\x8f(" * 10_000 + b"\x90" * 10_000 + b".",
+    "laughs": b"\x80\x04]\x94" + b"".join(b"](h%ch%ce\x94" % (i, i) for i in range(60)) + b".",
+    "deep_mapping": b"\x80\x02}" + b"X\x01\x00\x00\x00a}" * 10_000 + b"s" * 10_000 + b".",
+    "many_lists": b"\x80\x02](" + b"]" * 2_000_000 + b"e.",
+    "long_text": b"\x80\x02X\xff\xff\xff\x7fa.",
+    "long_bytes": b"\x80\x04B\xff\xff\xff\x7fa.",
+    "huge_bytes": b"\x80\x04\x8e" + struct.pack("<Q", 1 << 60) + b"a.",
+    "bytearray": b"\x80\x05\x96" + struct.pack("<Q", 1 << 40) + b".",
+    "memo_index": b"\x80\x02r\xff\xff\xff\x7f}.",
+    "frame": b"\x80\x04\x95\xff\xff\xff\xff\xff\xff\xff\x7f}.",
+    "no_stop": b"\x80\x02}",
+    "nothing": b"",
+    "long_number": b"\x80\x02\x8b\xff\xff\xff\x7fabc",
+    "hook": b"\x80\x02ctorch._tensor\n_rebuild_from_type_v2\n(cos\nsystem\ncos\nsystem\n(X\x02\x00\x00\x00idt}tR.",
+    "giant_view": b"\x80\x02}X\x01\x00\x00\x00wctorch._utils\n_rebuild_tensor_v2\n("
+    + _STORAGE
+    + b"K\x04tQK\x00\x8a\x06\x00\x00\x00\x00\x00\x01\x85K\x00\x85\x89}tRs.",
+    "negative": b"\x80\x02}X\x01\x00\x00\x00wctorch._utils\n_rebuild_tensor_v2\n("
+    + _STORAGE
+    + b"K\x04tQK\x00J\xff\xff\xff\xff\x85K\x01\x85\x89}tRs.",
+}
+BOMBS: dict[str, Callable[[], bytes]] = {
+    "compressed_tensor": bombs.compressed_tensor,
+    "compressed_pickle": bombs.compressed_pickle,
+    "overlapping": bombs.overlapping_records,
+    "beyond": bombs.storage_beyond_its_record,
+}
+
+
+def contents(marker: Path) -> dict[str, bytes]:
+    found = dict(bombs.executing_state(marker))
+    for name, program in PROGRAMS.items():
+        found[name] = bombs.archive({"data.pkl": program, "data/0": bytes(16)})
+    for name, bomb in BOMBS.items():
+        found[name] = bomb()
+    return found
+
+
+NAMES = sorted(contents(Path("x")))
+# HOSTILE=all (make hostile) runs every file; else every fourth.
+CHOSEN = NAMES if bombs.EVERY else NAMES[::4]
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize("file", ["m.pt", "pytorch_model.bin"])
+def test_a_hostile_file_is_an_error_and_harms_nobody(name: str, file: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "source").mkdir(parents=True)
+    marker = tmp_path / "executed"
+    (run / "source" / file).write_bytes(contents(marker)[name])
+    source = run / "source" / file if file == "m.pt" else run / "source"
+    arguments = ["import", str(source), str(run / "imported")]
+    outcome = sandbox.run(lambda: ckpt.main(arguments), run)
+    said = f"{outcome.text[-2000:]}\n{outcome}"[:3000]
+    assert not outcome.violations and not marker.exists(), said
+    assert os.listdir(tmp_path) == ["run"]
+    assert outcome.code == 3 and "Traceback" not in outcome.text, said
+    assert "this is a bug" not in outcome.text, said
+    assert outcome.seconds < sandbox.SECONDS and outcome.extra_bytes < sandbox.EXTRA_BYTES, said
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_model_beside_hostile_objects_is_read_and_they_are_not(
+    tmp_path: Path, protocol: int
+) -> None:
+    class Hostile:
+        def __reduce__(self) -> tuple[object, ...]:
+            return os.system, (f"touch '{tmp_path / 'executed'}'",)
+
+    value = {"state_dict": {"w": torch.ones(2)}, "callbacks": [Hostile()], "args": Hostile()}
+    torch.save(value, tmp_path / "m.ckpt", pickle_module=pickle, pickle_protocol=protocol)
+    assert ckpt.main(["import", str(tmp_path / "m.ckpt"), str(tmp_path / "run")]) == 0
+    assert not (tmp_path / "executed").exists()
