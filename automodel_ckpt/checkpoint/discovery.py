@@ -1,7 +1,7 @@
 """Which attributes of a recipe are state, and how each is stored.
 
 Anything with callable ``state_dict`` and ``load_state_dict`` is state; no name is special. The *kind* follows from the
-type, the *place* from the attribute's name, so that nothing a user adds to a recipe is dropped in silence.
+type, the path from the attribute's name, so that nothing a user adds to a recipe is silently dropped.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from automodel_ckpt.errors import Problem, RecipeError
 
 Kind = Literal["module", "optimizer", "lr_scheduler", "object"]
 
-_MAX_NAME_BYTES = (
-    200  # a file's name takes 255, of which suffixes such as _global_rank_1023.pt need some
-)
+# File systems allow 255 bytes. Suffixes such as _global_rank_1023.pt need some of them.
+_MAX_NAME_BYTES = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,22 +41,25 @@ class Item:
     @property
     def path(self) -> str:
         """The path relative to the checkpoint where it is stored."""
-        if self.kind == "object":
-            return layout.state_file(self.name) if self.scope == "replicated" else f"{self.name}/"
-        return layout.state_directory(self.owner or self.name) + "/"
+        if self.kind != "object":
+            return layout.state_directory(self.owner or self.name) + "/"
+        if self.scope == "replicated":
+            return layout.state_file(self.name)
+        return f"{self.name}/"
 
 
 def discover(recipe: object) -> dict[str, Any]:
     """All state in the recipe's attributes, by name, including objects in lists, tuples and dicts.
 
-    Names in the recipe's set ``untracked`` and modules without state are left out. An object with several names is
+    Names in the recipe's set ``untracked`` and modules without state are omitted. An object with several names is
     returned under each of them; :func:`classify` stores it once. Raises :class:`RecipeError` where two objects have
     the same name.
     """
-    passed_over = dict(left_out(recipe))
+    omitted = dict(left_out(recipe))
     found: dict[str, Any] = {}
-    for name, value in _everything(recipe):
-        if name in passed_over or name.partition(".")[0] in passed_over:
+    for name, value in _stateful_objects(recipe):
+        attribute = name.partition(".")[0]
+        if name in omitted or attribute in omitted:
             continue
         if found.setdefault(name, value) is not value:
             raise RecipeError(
@@ -70,50 +72,55 @@ def discover(recipe: object) -> dict[str, Any]:
 
 
 def left_out(recipe: object) -> Iterator[tuple[str, str]]:
-    """(name, why) of what the recipe holds and :func:`discover` passes over."""
+    """Yield (name, reason) of each object with state that :func:`discover` omits."""
     untracked = set(getattr(recipe, "untracked", ()))
     attributes = dict(_attributes(recipe))
     for name in sorted(untracked & attributes.keys()):
         yield name, "it is untracked"
-    for name, value in _everything(recipe):
-        if name in untracked - attributes.keys():
-            yield name, "it is untracked"
-        elif isinstance(value, torch.nn.Module) and name not in untracked and _holds_nothing(value):
+    for name, value in _stateful_objects(recipe):
+        if name in untracked:
+            if name not in attributes:
+                yield name, "it is untracked"
+        elif isinstance(value, torch.nn.Module) and _has_no_state(value):
             yield name, "it has no state"
 
 
-def _holds_nothing(module: torch.nn.Module) -> bool:
+def _has_no_state(module: torch.nn.Module) -> bool:
+    # The parameters first: a state dict of a large sharded module takes long.
     return next(module.parameters(), None) is None and not module.state_dict()
 
 
-def _everything(recipe: object) -> Iterator[tuple[str, object]]:
+def _stateful_objects(recipe: object) -> Iterator[tuple[str, object]]:
+    """Every object with state in the recipe's attributes, with its name (``heads.0`` for an element)."""
     for name, value in _attributes(recipe):
         yield from _stateful_within(name, value, frozenset())
 
 
 def _attributes(recipe: object) -> Iterator[tuple[str, object]]:
-    """The recipe's own attributes, then those of its classes that hold state themselves."""
+    """The attributes of the recipe, then those of its classes that have state themselves."""
     yield from vars(recipe).items()
     seen = set(vars(recipe))
-    for name, value in (
-        (name, value) for base in type(recipe).__mro__ for name, value in vars(base).items()
-    ):
-        if name not in seen and _is_stateful(value):
-            yield name, value
-        seen.add(name)
+    for base in type(recipe).__mro__:
+        for name, value in vars(base).items():
+            if name not in seen and _is_stateful(value):
+                yield name, value
+            seen.add(name)
 
 
 def _stateful_within(
     name: str, value: object, inside: frozenset[int]
 ) -> Iterator[tuple[str, object]]:
+    """The objects with state in *value*; *inside* are the ids of the containers around it."""
     if _is_stateful(value):
         yield name, value
-    elif isinstance(value, (list, tuple, Mapping)) and id(value) not in inside:
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, element in items:
-            yield from _stateful_within(
-                f"{name}.{layout.escape_key(key)}", element, inside | {id(value)}
-            )
+        return
+    # A container may contain itself.
+    if id(value) in inside or not isinstance(value, (list, tuple, Mapping)):
+        return
+    inside |= {id(value)}
+    items = value.items() if isinstance(value, Mapping) else enumerate(value)
+    for key, element in items:
+        yield from _stateful_within(f"{name}.{layout.escape_key(key)}", element, inside)
 
 
 def _is_stateful(value: object) -> bool:
@@ -127,15 +134,19 @@ def _is_stateful(value: object) -> bool:
 def classify(state: Mapping[str, Any]) -> list[Item]:
     """The items to store, in the order given, each object once.
 
-    Raises :class:`RecipeError` where two would be stored in the same place, or a LR scheduler drives an optimizer that
-    is not part of the state.
+    Raises :class:`RecipeError` where two would have the same path, or a LR scheduler drives an optimizer that is not
+    part of the state.
     """
     names: dict[int, list[str]] = {}
     for name, value in state.items():
         names.setdefault(id(value), []).append(name)
-    items = [_item(name, state[name], tuple(aliases)) for name, *aliases in names.values()]
+    items: list[Item] = []
+    for name, *aliases in names.values():
+        items.append(_item(name, state[name], tuple(aliases)))
     owners = {id(item.value): item.name for item in items if item.kind == "optimizer"}
-    items = [_with_owner(item, owners) if item.kind == "lr_scheduler" else item for item in items]
+    for number, item in enumerate(items):
+        if item.kind == "lr_scheduler":
+            items[number] = _with_owner(item, owners)
     _check_names(items)
     _check_clashes(items)
     return items
@@ -150,11 +161,11 @@ def _item(name: str, value: object, aliases: tuple[str, ...]) -> Item:
         return Item(name, value, "lr_scheduler", "replicated", aliases)
     if isinstance(value, torch.utils.data.DataLoader):
         return Item(name, value, "object", "dp_rank", aliases)
-    scope = getattr(
-        value, "checkpoint_scope", None
-    )  # anything, of an object that has every attribute
-    declared = scope if isinstance(scope, str) and scope in get_args(layout.Scope) else "replicated"
-    return Item(name, value, "object", cast(layout.Scope, declared), aliases)
+    # An object with __getattr__ may return anything for this name.
+    scope = getattr(value, "checkpoint_scope", None)
+    if not isinstance(scope, str) or scope not in get_args(layout.Scope):
+        scope = "replicated"
+    return Item(name, value, "object", cast(layout.Scope, scope), aliases)
 
 
 def _with_owner(item: Item, owners: Mapping[int, str]) -> Item:
@@ -173,13 +184,13 @@ def _with_owner(item: Item, owners: Mapping[int, str]) -> Item:
 def _check_names(items: Iterable[Item]) -> None:
     problems = []
     for item in items:
-        place = item.path.rstrip("/")
-        reason = layout.unsafe_path(place)
+        path = item.path.rstrip("/")
+        reason = layout.unsafe_path(path)
         if "/" in item.name:
             reason = "it contains a slash"
-        elif len(os.fsencode(place)) > _MAX_NAME_BYTES and reason is None:
+        elif len(os.fsencode(path)) > _MAX_NAME_BYTES and reason is None:
             reason = f"it is longer than {_MAX_NAME_BYTES} bytes"
-        elif place in layout.RESERVED:
+        elif path in layout.RESERVED:
             reason = "the name is reserved for a file of the checkpoint"
         if reason:
             hint = f"rename it, or add {item.name!r} to the recipe's `untracked`"
@@ -196,10 +207,11 @@ def _check_names(items: Iterable[Item]) -> None:
 
 
 def _check_clashes(items: Iterable[Item]) -> None:
-    places: dict[str, Item] = {}
+    by_path: dict[str, Item] = {}
     problems = []
     for item in items:
-        other = places.setdefault(item.path, item)
+        other = by_path.setdefault(item.path, item)
+        # A LR scheduler is stored in the directory of its optimizer.
         if other is item or item.kind == "lr_scheduler" or other.owner == item.name:
             continue
         problems.append(
@@ -215,13 +227,14 @@ def _check_clashes(items: Iterable[Item]) -> None:
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The row-major bytes of a tensor: its own memory where it is contiguous and on the CPU, else a copy's."""
+    """The row-major bytes of a tensor: its memory where it is contiguous and on the CPU, else a copy."""
     return flat_bytes(tensor.to("cpu")).numpy().data
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The row-major bytes of a tensor on its device: of shape (bytes,), a view where it is contiguous, else a copy."""
-    plain = tensor.detach().contiguous()
-    if plain.is_conj() or plain.is_neg():
-        plain = plain.resolve_conj().resolve_neg()
-    return plain.reshape(-1).view(torch.uint8)
+    contiguous = tensor.detach().contiguous()
+    # A lazy conjugation or negation is not in the bytes yet.
+    if contiguous.is_conj() or contiguous.is_neg():
+        contiguous = contiguous.resolve_conj().resolve_neg()
+    return contiguous.reshape(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""How whatever goes wrong in a save or a load becomes an error for the user."""
+"""Convert any exception of a save or a load to an error for the user."""
 
 from __future__ import annotations
 
@@ -29,33 +29,31 @@ _DEFECT = "this is a defect, not a mistake of yours: please report it (logging.l
 def as_failure(
     error: Exception, doing: str, where: Path, kind: type[AutomodelError] = SaveFailed
 ) -> AutomodelError:
-    """*error* as one for the user: our own as they are, others as *kind*, saying what was being done and *where*."""
+    """Convert *error* to an error for the user; an :class:`AutomodelError` is returned unchanged.
+
+    Others become *kind*, with a message of what was being done (*doing*) and *where*.
+    """
     if isinstance(error, AutomodelError):
         return error
     if isinstance(error, OSError):
         error.filename = error.filename or str(where)
-        hint = (
-            _NAME_ANOTHER
-            if kind is RecipeError
-            else _EXPORT_AGAIN
-            if kind is ExportFailed
-            else RETRY
-        )
+        hint = RETRY
+        if kind is RecipeError:
+            hint = _NAME_ANOTHER
+        elif kind is ExportFailed:
+            hint = _EXPORT_AGAIN
         return kind.all_of([os_problem(error, f"{doing} failed", hint=hint)])
     log.debug("unexpected", exc_info=error)
-    if (limit := limit_error(error)) is not None:
+    limit = limit_error(error)
+    if limit is not None:
         (problem,) = limit.problems
         return kind.all_of([replace(problem, what=f"{doing} failed: {problem.what}")])
-    place = location_in_user_code(error)
-    if place is not None:
-        said, hint = (
-            f"{type(error).__name__}: {error}",
-            "fix that code, then run the same command",
-        )
+    location = location_in_user_code(error)
+    if location is not None:
         return kind(
             f"{doing} failed in user code that the recipe names",
-            where=place,
-            value=said,
-            hint=hint,
+            where=location,
+            value=f"{type(error).__name__}: {error}",
+            hint="fix that code, then run the same command",
         )
     return kind(f"{doing} failed", where=str(where), value=repr(error), hint=_DEFECT)

@@ -39,7 +39,11 @@ from automodel_ckpt.checkpoint.saving.staging import Staging
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.state.objects import ObjectPlanner
 from automodel_ckpt.checkpoint.state.optimizer_names import Owners, optimizer_tree, trained_by_all
-from automodel_ckpt.checkpoint.state.optimizer_state import check_consistent, digests_of_own, places
+from automodel_ckpt.checkpoint.state.optimizer_state import (
+    check_consistent,
+    digests_of_own,
+    locations,
+)
 from automodel_ckpt.checkpoint.state.storable import check_safe, check_safe_values, check_storable
 from automodel_ckpt.checkpoint.writing.jobs import FileJob, Job
 from automodel_ckpt.checkpoint.writing.rank_manifest import RankManifest, RankTree
@@ -213,7 +217,7 @@ class Planner:
                 for index, group in enumerate(item.value.param_groups):
                     options = _group_options(index, group)
                     check_safe_values(item.name, options)
-                    places(options)
+                    locations(options)
 
     # ---------------------------------------------------------------- plan
 

@@ -24,11 +24,11 @@ from automodel_ckpt.checkpoint.state.optimizer_names import Owners, optimizer_tr
 from automodel_ckpt.checkpoint.state.optimizer_state import (
     FORMS,
     Forms,
-    Place,
+    Location,
     StateAllocator,
     forms_in,
     load_read_state,
-    places,
+    locations,
 )
 from automodel_ckpt.checkpoint.state.param_groups import GroupMatch, match_groups
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable
@@ -36,11 +36,17 @@ from automodel_ckpt.user_code import location_in_user_code
 
 log = logging.getLogger("automodel_ckpt")
 
+_MAX_LINES = 20
+# A module is read before the optimizers whose state is created by its shape, and those before other objects.
+_ORDER = {"module": 0, "optimizer": 1, "object": 2}
+
 
 def first_lines(lines: list[str]) -> str:
     """The first of many lines, indented, as the value of a message."""
-    first = lines[:20] + ([f"... and {len(lines) - 20} more"] if len(lines) > 20 else [])
-    return "\n    " + "\n    ".join(first)
+    first = lines[:_MAX_LINES]
+    if len(lines) > _MAX_LINES:
+        first.append(f"... and {len(lines) - _MAX_LINES} more")
+    return "".join(f"\n    {line}" for line in first)
 
 
 class Loader:
@@ -53,12 +59,8 @@ class Loader:
         ranks: layout.RankLayout,
         allow_missing: frozenset[str],
     ) -> None:
-        self._path, self._manifest, self._ranks, self._allow_missing = (
-            path,
-            manifest,
-            ranks,
-            allow_missing,
-        )
+        self._path, self._manifest = path, manifest
+        self._ranks, self._allow_missing = ranks, allow_missing
         self._absent: dict[str, str] = {}
 
     def load(self, items: list[Item]) -> None:
@@ -67,25 +69,26 @@ class Loader:
         Raises :class:`CheckpointUnusable` where the checkpoint does not match.
         """
         records, owners = self._match(items), Owners(items)
+        # LR schedulers are stored and loaded with their optimizer.
         matched = [item for item in items if item.name in records and item.kind != "lr_scheduler"]
-        trees = {
-            i.name: self._manifest.trees[records[i.name][0]] for i in matched if i.kind != "object"
-        }
+        trees: dict[str, Tree] = {}
+        for item in matched:
+            saved_name, _ = records[item.name]
+            if item.kind != "object":
+                trees[item.name] = self._manifest.trees[saved_name]
         for item in matched:
             if item.kind == "module":
                 self._check_differences(item, trees[item.name], complete_state(item.value)[0])
-        # Before modules are read: an optimizer's state is made by a step of it, which may change weights.
-        made = {
-            i.name: optimizer_tree(i, items, owners, create=True)
-            for i in matched
-            if i.kind == "optimizer"
-        }
-        order = {"module": 0, "optimizer": 1, "object": 2}
-        for item in sorted(matched, key=lambda item: (item.scope == "rank_rng", order[item.kind])):
+        # Before modules are read: an optimizer's state is created by a step of it, which may change weights.
+        created: dict[str, dict[str, Any]] = {}
+        for item in matched:
+            if item.kind == "optimizer":
+                created[item.name] = optimizer_tree(item, items, owners, create=True)
+        for item in sorted(matched, key=lambda item: (item.scope == "rank_rng", _ORDER[item.kind])):
             if item.kind == "module":
                 self._load_module(item, trees[item.name])
             elif item.kind == "optimizer":
-                self._load_optimizer(item, items, trees[item.name], owners, made[item.name])
+                self._load_optimizer(item, items, trees[item.name], owners, created[item.name])
             else:
                 self._load_object(item, records[item.name][1])
 
@@ -120,24 +123,33 @@ class Loader:
         return matched
 
     def _matched(self, items: list[Item]) -> tuple[dict[str, tuple[str, StateRecord]], list[str]]:
-        saved = {name: r for name, r in self._manifest.state.items() if r.scope != NOT_SAVED}
-        by_name = {n: (name, r) for name, r in saved.items() for n in (name, *r.aliases)}
+        """({attribute: (saved name, record)}, a line for each difference)."""
+        saved: dict[str, StateRecord] = {}
+        by_name: dict[str, tuple[str, StateRecord]] = {}
+        for name, record in self._manifest.state.items():
+            if record.scope == NOT_SAVED:
+                continue
+            saved[name] = record
+            for each_name in (name, *record.aliases):
+                by_name[each_name] = (name, record)
         matched: dict[str, tuple[str, StateRecord]] = {}
-        lines, taken = list[str](), set[str]()
+        lines: list[str] = []
+        taken: set[str] = set()
         for item in items:
-            found = next((by_name[n] for n in (item.name, *item.aliases) if n in by_name), None)
-            taken |= {found[0]} if found is not None else set()
-            if found is not None and found[1].kind == item.kind:
-                matched[item.name] = found
+            names = [name for name in (item.name, *item.aliases) if name in by_name]
+            if not names:
+                if item.name not in self._allow_missing:
+                    lines.append(f"+ {item.name}: here, but not saved")
+                continue
+            saved_name, record = by_name[names[0]]
+            taken.add(saved_name)
+            if record.kind == item.kind:
+                matched[item.name] = (saved_name, record)
             elif item.name not in self._allow_missing:
-                other = (
-                    "here, but not saved"
-                    if found is None
-                    else f"saved as {found[1].kind}, here {item.kind}"
-                )
-                lines.append(f"{'+' if found is None else '~'} {item.name}: {other}")
-        unexpected = sorted(saved.keys() - taken)
-        lines += [f"- {n}: saved, but not here" for n in unexpected if n not in self._allow_missing]
+                lines.append(f"~ {item.name}: saved as {record.kind}, here {item.kind}")
+        for name in sorted(saved.keys() - taken):
+            if name not in self._allow_missing:
+                lines.append(f"- {name}: saved, but not here")
         return matched, lines
 
     def _raise_unusable(self, what: str, lines: list[str], hint: str) -> NoReturn:
@@ -152,50 +164,63 @@ class Loader:
         self, item: Item, items: list[Item], tree: Tree, owners: Owners, state: dict[str, Any]
     ) -> None:
         """Load an optimizer and its LR schedulers; the saved values are read into *state*."""
-        groups, mine = self._groups(item.name, tree), state[item.name]
-        absent = {name: kind for name, kind in self._absent.items() if name in self._allow_missing}
-        here = [group["params"] for group in mine["param_groups"]]
-        match = match_groups(item.name, groups, here, tree, _module_prefixes(absent))
-        leave = _Leave(item.name, absent, match)
-        new = {fqn for fqn in mine["state"] if leave.drops(f"{item.name}.state.{fqn}.")}
-        saved_forms, tree = self._forms(item.name, tree)
+        name = item.name
+        optimizer_state = state[name]
+        saved_groups = self._groups(name, tree)
+        groups = [group["params"] for group in optimizer_state["param_groups"]]
+        absent = {key: kind for key, kind in self._absent.items() if key in self._allow_missing}
+        match = match_groups(name, saved_groups, groups, tree, _module_prefixes(absent))
+        skipped = _Skipped(name, absent, match)
+        saved_forms, tree = self._forms(name, tree)
         forms, tree = match.renumbered_forms(saved_forms), match.renumbered(tree)
-        for fqn in (self._without_state(item.name, tree, groups) - {fqn for _, fqn in forms}) | new:
-            mine["state"].pop(fqn, None)
-        parameters, flat = owners.parameters(item, mine), self._flat(item.name, state)
+
+        # What the checkpoint has no state for starts without: its state was created here only to be read into.
+        without_state = self._without_state(name, tree, saved_groups)
+        without_state -= {fqn for _, fqn in forms}
+        for fqn in list(optimizer_state["state"]):
+            if fqn in without_state or skipped.drops(f"{name}.state.{fqn}."):
+                del optimizer_state["state"][fqn]
+
+        parameters = owners.parameters(item, optimizer_state)
+        here = self._locations(name, state)
         stored = {*tree.tensors, *tree.objects}
-        tree = _only(tree, lambda name: leave.takes(name, both=name in flat))
-        StateAllocator(item.name, tree, forms, parameters).allocate_in(mine)
-        flat = self._flat(item.name, state)
-        values = {
-            n: holder[key] for n, (holder, key) in flat.items() if leave.takes(n, both=n in stored)
-        }
-        self._check_differences(item, _without_others(item, tree, owners), values, match.mismatched)
+        tree = _select(tree, lambda key: skipped.takes(key, on_both_sides=key in here))
+        StateAllocator(name, tree, forms, parameters).allocate_in(optimizer_state)
+        here = self._locations(name, state)
+        values: dict[str, Any] = {}
+        for key, (container, index) in here.items():
+            if skipped.takes(key, on_both_sides=key in stored):
+                values[key] = container[index]
+        compared = _without_other_ranks(item, tree, owners)
+        self._check_differences(item, compared, values, match.mismatched)
         read_tree(self._path, tree, values)
-        for name in tree.objects.keys() & values.keys():
-            holder, key = flat[name]
-            holder[key] = values[name]
-        load_read_state(item.value, mine, parameters, partial(owners.set_optimizer_state, item))
+        # Tensors were read in place; other values were replaced in the mapping only.
+        for key in tree.objects.keys() & values.keys():
+            container, index = here[key]
+            container[index] = values[key]
+        load = partial(owners.set_optimizer_state, item)
+        load_read_state(item.value, optimizer_state, parameters, load)
         for scheduler in items:
-            if scheduler.owner == item.name and scheduler.name in state:
-                schedule_state = match.schedule_state(state[scheduler.name][0], scheduler.value)
-                scheduler.value.load_state_dict(schedule_state)
+            if scheduler.owner == name and scheduler.name in state:
+                (saved_schedule,) = state[scheduler.name]
+                schedule = match.schedule_state(saved_schedule, scheduler.value)
+                scheduler.value.load_state_dict(schedule)
 
     @staticmethod
-    def _flat(name: str, state: dict[str, Any]) -> dict[str, Place]:
-        """The position of each value of an optimizer's state by flat name, without the parameter lists of groups."""
-        start = f"{name}.param_groups."
-        found = places(state)
-        return {
-            key: place
-            for key, place in found.items()
-            if not (key.startswith(start) and key.endswith(".params"))
-        }
+    def _locations(name: str, state: dict[str, Any]) -> dict[str, Location]:
+        """The location of each value of an optimizer's state by flat name, without the parameter lists of groups."""
+        prefix = f"{name}.param_groups."
+        found: dict[str, Location] = {}
+        for key, location in locations(state).items():
+            if not (key.startswith(prefix) and key.endswith(".params")):
+                found[key] = location
+        return found
 
     def _check_differences(
         self, item: Item, tree: Tree, state: Mapping[str, Any], further: Iterable[str] = ()
     ) -> None:
-        if lines := [*differences(tree, state), *further]:
+        lines = [*differences(tree, state), *further]
+        if lines:
             self._raise_unusable(
                 f"the checkpoint's {item.name!r} does not match this recipe",
                 lines,
@@ -206,37 +231,33 @@ class Loader:
 
     def _forms(self, name: str, tree: Tree) -> tuple[Forms, Tree]:
         """(container forms saved for the optimizer *name*, the tree without them)."""
-        forms = f"{name}.{FORMS}"
-        if forms not in tree.objects:
+        key = f"{name}.{FORMS}"
+        if key not in tree.objects:
             return {}, tree
-        return forms_in(read_object(self._path, tree, forms)), _only(
-            tree, lambda entry: entry != forms
-        )
+        forms = forms_in(read_object(self._path, tree, key))
+        return forms, _select(tree, lambda entry: entry != key)
 
     def _groups(self, name: str, tree: Tree) -> list[list[str]]:
         """The parameters of each group that the optimizer *name* had, by FQN."""
-        keys = [
-            key
-            for key in tree.objects
-            if key.startswith(f"{name}.param_groups.") and key.endswith(".params")
-        ]
-        return [
-            read_object(self._path, tree, key)
-            for key in sorted(keys, key=lambda key: int(key.split(".")[-2]))
-        ]
+        prefix = f"{name}.param_groups."
+        keys = [key for key in tree.objects if key.startswith(prefix) and key.endswith(".params")]
+        keys.sort(key=lambda key: int(key.split(".")[-2]))
+        return [read_object(self._path, tree, key) for key in keys]
 
     def _without_state(self, name: str, tree: Tree, groups: list[list[str]]) -> set[str]:
-        """What the optimizer *name* was to train and never had updated: parameters that took no part, or not yet."""
+        """The parameters that the optimizer *name* was to train, and that no step had updated when it was saved."""
         trained = {fqn for group in groups for fqn in group}
         prefix = f"{name}.state."
-        entries = [
-            key.removeprefix(prefix)
-            for key in (*tree.tensors, *tree.objects)
-            if key.startswith(prefix)
-        ]
-        return trained - {
-            entry[:end] for entry in entries for end, letter in enumerate(entry) if letter == "."
-        }
+        for key in (*tree.tensors, *tree.objects):
+            if not key.startswith(prefix):
+                continue
+            # The FQN ends at one of the dots: both FQNs and the keys that follow may contain dots.
+            entry = key.removeprefix(prefix)
+            end = entry.find(".")
+            while end >= 0:
+                trained.discard(entry[:end])
+                end = entry.find(".", end + 1)
+        return trained
 
     def _load_object(self, item: Item, record: StateRecord) -> None:
         file = self._file_of(item, record)
@@ -254,12 +275,13 @@ class Loader:
             raise
         except Exception as error:
             log.debug("unexpected", exc_info=True)
+            lines = [repr(error)]
+            location = location_in_user_code(error)
+            if location is not None:
+                lines.append(f"in {location}")
             self._raise_unusable(
                 f"{item.name!r} could not load the state that was saved",
-                [
-                    repr(error),
-                    *([f"in {place}"] if (place := location_in_user_code(error)) else []),
-                ],
+                lines,
                 "resume with the recipe that wrote it, or use another checkpoint of this run",
             )
 
@@ -284,15 +306,16 @@ class Loader:
     def _file_of(self, item: Item, record: StateRecord) -> str | None:
         """The file for this rank; any where all are equal; None where the number of ranks must be the saved one."""
         scope: Any = record.scope
-        same_ranks = (self._manifest.world_size, self._manifest.dp_size) == (
-            self._ranks.world_size,
-            self._ranks.dp_size,
-        )
+        saved, ranks = self._manifest, self._ranks
+        same_ranks = saved.world_size == ranks.world_size and saved.dp_size == ranks.dp_size
         if same_ranks and scope != "replicated":
-            mine = layout.rank_file(_saved_name(record), scope, self._ranks)
-            return mine if mine in record.files else None
-        alike = len({self._manifest.files[file].digest for file in record.files}) == 1
-        return record.files[0] if alike and scope != "rank_rng" else None
+            file = layout.rank_file(_saved_name(record), scope, ranks)
+            return file if file in record.files else None
+        digests = {saved.files[file].digest for file in record.files}
+        # Random states that are equal now must not stay equal: they are recomputed.
+        if len(digests) != 1 or scope == "rank_rng":
+            return None
+        return record.files[0]
 
 
 def _module_prefixes(absent: Mapping[str, str]) -> tuple[str, ...]:
@@ -300,7 +323,7 @@ def _module_prefixes(absent: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(f"{module.replace('.', '%')}." for module in absent)
 
 
-class _Leave:
+class _Skipped:
     """Which values of an optimizer are skipped because attributes in *absent* (name: kind) are on one side only.
 
     These are the state of absent modules, groups without other parameters, and the options that an absent LR scheduler
@@ -308,52 +331,49 @@ class _Leave:
     """
 
     def __init__(self, name: str, absent: Mapping[str, str], match: GroupMatch) -> None:
-        modules = _module_prefixes(absent)
-        self._dropped = (
-            *(f"{name}.state.{module}" for module in modules),
-            *(match.new_groups if absent else ()),
-        )
+        dropped = [f"{name}.state.{prefix}" for prefix in _module_prefixes(absent)]
+        if absent:
+            dropped += match.new_groups
+        self._dropped = tuple(dropped)
         self._schedules = {schedule for schedule, kind in absent.items() if kind == "lr_scheduler"}
-        self._options = (f"{name}.param_groups.",) if self._schedules else ()
+        self._options = f"{name}.param_groups."
 
     def drops(self, name: str) -> bool:
         """Whether a name of the (flat) tree belongs to what is absent."""
         return name.startswith(self._dropped)
 
-    def takes(self, name: str, *, both: bool) -> bool:
-        """Whether a name is compared and read: it is on *both* sides, or must be."""
-        return not self.drops(name) and (
-            both or not (name in self._schedules or name.startswith(self._options))
-        )
+    def takes(self, name: str, *, on_both_sides: bool) -> bool:
+        """Whether a name is compared and read: it is on both sides, or must be."""
+        if self.drops(name):
+            return False
+        if on_both_sides or not self._schedules:
+            return True
+        return name not in self._schedules and not name.startswith(self._options)
 
 
-def _only(tree: Tree, holds: Callable[[str], bool]) -> Tree:
-    """The entries of *tree* for whose names *holds* is true."""
-    tensors = {name: tensor for name, tensor in tree.tensors.items() if holds(name)}
-    return replace(
-        tree,
-        tensors=tensors,
-        objects={name: blob for name, blob in tree.objects.items() if holds(name)},
-    )
+def _select(tree: Tree, is_selected: Callable[[str], bool]) -> Tree:
+    """The entries of *tree* whose names are selected."""
+    tensors = {name: tensor for name, tensor in tree.tensors.items() if is_selected(name)}
+    objects = {name: blob for name, blob in tree.objects.items() if is_selected(name)}
+    return replace(tree, tensors=tensors, objects=objects)
 
 
-def _without_others(item: Item, tree: Tree, owners: Owners) -> Tree:
+def _without_other_ranks(item: Item, tree: Tree, owners: Owners) -> Tree:
     """An optimizer's tree without the state of parameters that only other ranks train."""
     trained = trained_by_all(item.value)
     if trained is None:
         return tree
-    others = {fqn for group in trained for fqn in group} - {
-        fqn for group in owners.groups(item) for fqn in group
-    }
+    others = {fqn for group in trained for fqn in group}
+    others -= {fqn for group in owners.groups(item) for fqn in group}
     prefix = f"{item.name}.state."
 
     def is_here(name: str) -> bool:
-        return (
-            not name.startswith(prefix)
-            or name.removeprefix(prefix).rpartition(".")[0] not in others
-        )
+        if not name.startswith(prefix):
+            return True
+        fqn, _, _ = name.removeprefix(prefix).rpartition(".")
+        return fqn not in others
 
-    return _only(tree, is_here)
+    return _select(tree, is_here)
 
 
 def _saved_name(record: StateRecord) -> str:

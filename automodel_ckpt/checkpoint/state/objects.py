@@ -27,47 +27,49 @@ class ObjectPlanner:
         """*digests* (of each object's state, by name) and *dp_ranks* are those of every rank, in order."""
         self._ranks, self._digests, self._dp_ranks = ranks, digests, dp_ranks
         self.jobs: list[FileJob] = []
-        # Of the ranks that share a part of the data the first writes.
-        self._dp_writers = {dp_rank: rank for rank, dp_rank in reversed(list(enumerate(dp_ranks)))}
+        # Ranks with the same part of the data have the same state: the first of them writes it.
+        self._dp_writers: dict[int, int] = {}
+        for rank, dp_rank in enumerate(dp_ranks):
+            self._dp_writers.setdefault(dp_rank, rank)
 
     def plan(self, item: Item, state: Any) -> StateRecord:
         """Plan this rank's share of an object's state; the record is the same on all ranks."""
         scope = item.scope
         if scope == "replicated" and len({digests[item.name] for digests in self._digests}) > 1:
             scope = "rank"
-        if scope == "replicated":
-            files = [layout.state_file(item.name)]
-            mine = files[0] if self._ranks.rank == 0 else None
-        else:
-            writers = sorted(self._dp_writers.items()) if scope == "dp_rank" else self._all_ranks()
-            files = [
-                layout.rank_file(item.name, scope, _At(rank, dp_rank, self._ranks))
-                for dp_rank, rank in writers
-            ]
-            ranks = [rank for _, rank in writers]
-            mine = files[ranks.index(self._ranks.rank)] if self._ranks.rank in ranks else None
-        if mine is not None:
-            self.jobs.append(FileJob(mine, [Chunk(0, partial(saved, state))]))
-        return StateRecord(
-            item.kind, scope, os.path.dirname(files[0]) or files[0], tuple(files), item.aliases
-        )
+        files = self._files(item.name, scope)
+        file = files.get(self._ranks.rank)
+        if file is not None:
+            self.jobs.append(FileJob(file, [Chunk(0, partial(saved, state))]))
+        paths = tuple(files.values())
+        directory = os.path.dirname(paths[0]) or paths[0]
+        return StateRecord(item.kind, scope, directory, paths, item.aliases)
 
-    def _all_ranks(self) -> list[tuple[int, int]]:
-        return [(dp_rank, rank) for rank, dp_rank in enumerate(self._dp_ranks)]
+    def _files(self, name: str, scope: layout.Scope) -> dict[int, str]:
+        """The file that each writing rank writes of an object."""
+        if scope == "replicated":
+            return {0: layout.state_file(name)}
+        writers = list(enumerate(self._dp_ranks))
+        if scope == "dp_rank":
+            writers = [(rank, dp_rank) for dp_rank, rank in sorted(self._dp_writers.items())]
+        files: dict[int, str] = {}
+        for rank, dp_rank in writers:
+            files[rank] = layout.rank_file(name, scope, _OtherRank(rank, dp_rank, self._ranks))
+        return files
 
 
 @dataclass(frozen=True, slots=True)
-class _At:
+class _OtherRank:
     """The layout of another rank."""
 
     rank: int
     dp_rank: int
-    _mine: layout.RankLayout
+    _ranks: layout.RankLayout
 
     @property
     def world_size(self) -> int:
-        return self._mine.world_size
+        return self._ranks.world_size
 
     @property
     def dp_size(self) -> int:
-        return self._mine.dp_size
+        return self._ranks.dp_size

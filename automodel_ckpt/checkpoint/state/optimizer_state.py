@@ -26,28 +26,32 @@ FORMS = "forms"
 """The key beside ``state`` and ``param_groups``: forms by (one of these, FQN or number), in a tuple, which DCP keeps
 whole."""
 _MAPPINGS = (dict, OrderedDict, Counter)
-_HANDED_OVER = (torch.Tensor, bool, int, float, complex, type(None))
+# Values that Optimizer.load_state_dict loads unchanged, or only moves and casts.
+_LOADED_BY_TORCH = (torch.Tensor, bool, int, float, complex, type(None))
 _ABSENT = object()
 _OF_ALL = ".state.*."
 
 Forms = Mapping[tuple[str, Any], Any]
-Place = tuple[Any, Any]
+Location = tuple[Any, Any]
 """A container, and the key or index of a value in it."""
 
 
-def places(root: Any, prefix: str = "") -> dict[str, Place]:
+def locations(root: Any, prefix: str = "") -> dict[str, Location]:
     """The position of each value in a tree of containers, by the flat name that DCP's planner gives it.
 
     Raises :class:`RecipeError` where two values have the same name.
     """
-    found: dict[str, Place] = {}
+    found: dict[str, Location] = {}
     for key, value in _items(root):
         name = f"{prefix}.{key}" if prefix else str(key)
-        inner = places(value, name) if _is_container(value) else {name: (root, key)}
-        if doubled := inner.keys() & found.keys():
+        inner = {name: (root, key)}
+        if _is_container(value):
+            inner = locations(value, name)
+        duplicates = inner.keys() & found.keys()
+        if duplicates:
             raise RecipeError(
                 "two values in the state of an optimizer have the same name",
-                where=min(doubled),
+                where=min(duplicates),
                 value=f"the key {key!r}",
                 hint="use keys that differ as text, without dots",
             )
@@ -56,19 +60,18 @@ def places(root: Any, prefix: str = "") -> dict[str, Place]:
 
 
 def _items(container: Any) -> Iterable[tuple[Any, Any]]:
-    items: Iterable[tuple[Any, Any]] = (
-        container.items() if isinstance(container, Mapping) else enumerate(container)
-    )
-    return items
+    if isinstance(container, Mapping):
+        return container.items()
+    return enumerate(container)
 
 
 def _is_container(value: Any) -> bool:
-    """Whether DCP looks into a value; any other stays whole."""
+    """Whether DCP flattens a value: a mapping, or a list with a tensor in it. It stores other values as one."""
     if isinstance(value, Mapping):
         return True
-    return isinstance(value, list) and any(
-        isinstance(e, torch.Tensor) or _is_container(e) for e in value
-    )
+    if not isinstance(value, list):
+        return False
+    return any(isinstance(element, torch.Tensor) or _is_container(element) for element in value)
 
 
 # ---------------------------------------------------------------- save
@@ -79,17 +82,21 @@ def forms_of(state: Mapping[str, Any]) -> dict[tuple[str, Any], Any]:
 
     Raises :class:`RecipeError` where two values have the same flat name.
     """
-    entries = [(("state", fqn), entry) for fqn, entry in state["state"].items()]
-    entries += [
-        (("param_groups", index), group) for index, group in enumerate(state["param_groups"])
-    ]
-    odd = [(place, entry) for place, entry in entries if _is_odd(entry)]
-    for place, entry in odd:
-        places(entry, ".".join(map(str, place)))
-    return {place: _form(entry) for place, entry in odd}
+    entries: dict[tuple[str, Any], Any] = {}
+    for fqn, entry in state["state"].items():
+        entries["state", fqn] = entry
+    for index, group in enumerate(state["param_groups"]):
+        entries["param_groups", index] = group
+    forms: dict[tuple[str, Any], Any] = {}
+    for path, entry in entries.items():
+        if _needs_form(entry):
+            locations(entry, ".".join(map(str, path)))  # raises for equal names
+            forms[path] = _form(entry)
+    return forms
 
 
-def _is_odd(entry: Mapping[Any, Any]) -> bool:
+def _needs_form(entry: Mapping[Any, Any]) -> bool:
+    """Whether flat names cannot express an entry: it has keys that are not text, or containers."""
     return any(type(key) is not str or _is_container(value) for key, value in entry.items())
 
 
@@ -99,7 +106,9 @@ def _form(value: Any) -> Any:
         return None
     if type(value) in _MAPPINGS:
         return type(value)({key: _form(inner) for key, inner in value.items()})
-    return [_form(inner) for inner in value] if type(value) is list else value
+    if type(value) is list:
+        return [_form(inner) for inner in value]
+    return value
 
 
 def digests_of_own(name: str, optimizer: Optimizer) -> dict[str, str]:
@@ -107,31 +116,38 @@ def digests_of_own(name: str, optimizer: Optimizer) -> dict[str, str]:
 
     It is stored once, so it must be the same on all ranks (:func:`check_consistent`).
     """
-    hashed: dict[str, Any] = {}
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        if isinstance(parameter, DTensor):
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if key != "step" and not isinstance(value, DTensor):
-                    hashed.setdefault(f"{name}{_OF_ALL}{key}", xxhash.xxh3_128()).update(
-                        _digest(name, value)
-                    )
-    return {key: digest.hexdigest() for key, digest in hashed.items()}
+    hashes: dict[str, Any] = {}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for parameter in parameters:
+        if not isinstance(parameter, DTensor):
+            continue
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if key == "step" or isinstance(value, DTensor):
+                continue
+            entry = f"{name}{_OF_ALL}{key}"
+            if entry not in hashes:
+                hashes[entry] = xxhash.xxh3_128()
+            hashes[entry].update(_digest(name, value))
+    return {entry: hashed.hexdigest() for entry, hashed in hashes.items()}
 
 
 def _digest(name: str, value: Any) -> bytes:
+    """The digest of a value; of a container the digests of all values in it that are not sharded."""
     if not _is_container(value):
         return check_safe(name, value).encode()
-    return b"".join(
-        check_safe(name, container[key]).encode()
-        for container, key in places(value).values()
-        if not isinstance(container[key], DTensor)
-    )
+    digests: list[str] = []
+    for container, key in locations(value).values():
+        if not isinstance(container[key], DTensor):
+            digests.append(check_safe(name, container[key]))
+    return "".join(digests).encode()
 
 
 def check_consistent(digests: Sequence[Mapping[str, str]]) -> None:
     """Raise :class:`RecipeError` where the results of :func:`digests_of_own` differ between ranks."""
     for key, digest in digests[0].items():
-        if _OF_ALL in key and any(theirs.get(key) != digest for theirs in digests):
+        if _OF_ALL not in key:
+            continue
+        if any(of_rank.get(key) != digest for of_rank in digests):
             raise RecipeError(
                 "an optimizer keeps different state on each rank for sharded parameters",
                 where=key,
@@ -146,12 +162,12 @@ def check_consistent(digests: Sequence[Mapping[str, str]]) -> None:
 
 def forms_in(value: Any) -> Forms:
     """The forms from the value saved under :data:`FORMS`; empty for any other value."""
-    forms = value[0] if type(value) is tuple and len(value) == 1 else None
-    return (
-        forms
-        if isinstance(forms, dict) and all(isinstance(form, dict) for form in forms.values())
-        else {}
-    )
+    if type(value) is not tuple or len(value) != 1:
+        return {}
+    forms = value[0]
+    if not isinstance(forms, dict):
+        return {}
+    return forms if all(isinstance(form, dict) for form in forms.values()) else {}
 
 
 class StateAllocator:
@@ -169,62 +185,79 @@ class StateAllocator:
     def allocate_in(self, state: dict[str, Any]) -> None:
         """Add the targets. Raises :class:`CheckpointUnusable` where it is unknown how a value was sharded."""
         for index, group in enumerate(state["param_groups"]):
-            if (form := self._forms.get(("param_groups", index))) is not None:
-                group.update(self._rebuilt(form, group, f"{self._name}.param_groups.{index}", None))
-        for fqn, names in self._names().items():
-            entry = state["state"][fqn] = dict(state["state"].get(fqn, {}))
-            place, parameter = f"{self._name}.state.{fqn}", self._parameters[fqn]
-            if (form := self._forms.get(("state", fqn))) is not None:
-                entry.update(self._rebuilt(form, entry, place, parameter))
+            form = self._forms.get(("param_groups", index))
+            if form is not None:
+                group.update(self._rebuild(form, group, f"{self._name}.param_groups.{index}", None))
+        for fqn, names in self._names_by_parameter().items():
+            entry = dict(state["state"].get(fqn, {}))
+            state["state"][fqn] = entry
+            prefix, parameter = f"{self._name}.state.{fqn}", self._parameters[fqn]
+            form = self._forms.get(("state", fqn))
+            if form is not None:
+                entry.update(self._rebuild(form, entry, prefix, parameter))
                 continue
-            here = places(entry, place)
+            existing = locations(entry, prefix)
             for name in names:
-                container, key = here.get(name) or (entry, name.removeprefix(f"{place}."))
-                container[key] = self._leaf(_at(container, key), name, parameter)
+                new_location = (entry, name.removeprefix(f"{prefix}."))
+                container, key = existing.get(name, new_location)
+                container[key] = self._leaf(_value_at(container, key), name, parameter)
 
-    def _names(self) -> dict[str, list[str]]:
+    def _names_by_parameter(self) -> dict[str, list[str]]:
         """The names of the tree's values in the state of each parameter, by FQN."""
-        found: dict[str, list[str]] = {
-            fqn: [] for fqn in self._parameters if ("state", fqn) in self._forms
-        }
-        start = f"{self._name}.state."
+        found: dict[str, list[str]] = {}
+        for fqn in self._parameters:
+            if ("state", fqn) in self._forms:
+                found[fqn] = []
+        prefix = f"{self._name}.state."
         for name in (*self._tree.tensors, *self._tree.objects):
-            rest = name.removeprefix(start) if name.startswith(start) else ""
-            ends = (
-                end
-                for end, letter in enumerate(rest)
-                if letter == "." and rest[:end] in self._parameters
-            )
-            if (end := next(ends, None)) is not None:
-                found.setdefault(rest[:end], []).append(name)
+            if not name.startswith(prefix):
+                continue
+            fqn_here = self._parameter_of(name.removeprefix(prefix))
+            if fqn_here is not None:
+                found.setdefault(fqn_here, []).append(name)
         return found
 
-    def _rebuilt(self, form: Any, made: Any, name: str, parameter: torch.Tensor | None) -> Any:
+    def _parameter_of(self, name: str) -> str | None:
+        """The parameter whose FQN *name* begins with; both FQNs and the keys that follow may contain dots."""
+        end = name.find(".")
+        while end >= 0:
+            if name[:end] in self._parameters:
+                return name[:end]
+            end = name.find(".", end + 1)
+        return None
+
+    def _rebuild(self, form: Any, existing: Any, name: str, parameter: torch.Tensor | None) -> Any:
+        """The containers of *form* with targets in them: the *existing* values where there are any."""
         if isinstance(form, Mapping):
-            inner = {
-                key: self._rebuilt(f, _at(made, key), f"{name}.{key}", parameter)
-                for key, f in form.items()
-            }
             kind: Callable[[Any], Any] = type(form)
+            inner: dict[Any, Any] = {}
+            for key, inner_form in form.items():
+                value = _value_at(existing, key)
+                inner[key] = self._rebuild(inner_form, value, f"{name}.{key}", parameter)
             return kind(inner)
         if isinstance(form, list):
-            return [
-                self._rebuilt(f, _at(made, i), f"{name}.{i}", parameter) for i, f in enumerate(form)
-            ]
-        return self._leaf(_ABSENT if _is_container(made) else made, name, parameter)
+            elements = []
+            for index, inner_form in enumerate(form):
+                value = _value_at(existing, index)
+                elements.append(self._rebuild(inner_form, value, f"{name}.{index}", parameter))
+            return elements
+        return self._leaf(_ABSENT if _is_container(existing) else existing, name, parameter)
 
-    def _leaf(self, made: Any, name: str, parameter: torch.Tensor | None) -> Any:
+    def _leaf(self, existing: Any, name: str, parameter: torch.Tensor | None) -> Any:
         """The target that a value is read into; a placeholder for a value that is not a tensor."""
         stored = self._tree.tensors.get(name)
-        if stored is None or isinstance(made, torch.Tensor):
-            return None if made is _ABSENT else made
+        if stored is None or isinstance(existing, torch.Tensor):
+            return None if existing is _ABSENT else existing
         return _empty_leaf(stored, parameter)
 
 
-def _at(container: Any, key: Any) -> Any:
+def _value_at(container: Any, key: Any) -> Any:
+    """The value at a key or index of a container; a marker where there is none."""
     if isinstance(container, Mapping):
         return container.get(key, _ABSENT)
-    return container[key] if isinstance(container, list) and key < len(container) else _ABSENT
+    if isinstance(container, list) and key < len(container):
+        return container[key]
+    return _ABSENT
 
 
 def _empty_leaf(stored: Tensor, parameter: torch.Tensor | None) -> torch.Tensor:
@@ -255,32 +288,35 @@ def load_read_state(
 ) -> None:
     """Call *load* with the state, then restore the values exactly as read.
 
-    PyTorch's own ``load_state_dict`` damages text and arrays, and casts tensors to the dtype of their parameter.
+    ``Optimizer.load_state_dict`` damages text and arrays, and casts tensors to the dtype of their parameter. An
+    optimizer with its own ``load_state_dict`` gets all values.
     """
-    if (
-        "load_state_dict" in vars(optimizer)
-        or type(optimizer).load_state_dict is not Optimizer.load_state_dict
-    ):
+    is_overridden = type(optimizer).load_state_dict is not Optimizer.load_state_dict
+    if is_overridden or "load_state_dict" in vars(optimizer):
         load(state)
         return
-    given = {
-        fqn: {k: v for k, v in entry.items() if isinstance(v, _HANDED_OVER)}
-        for fqn, entry in state["state"].items()
-    }
-    load({**state, "state": given})
+    loadable: dict[str, dict[Any, Any]] = {}
     for fqn, entry in state["state"].items():
-        if (held := optimizer.state.get(parameters[fqn])) is not None:
-            read = {
-                key: value if _is_changed(key, value, held) else held[key]
-                for key, value in entry.items()
-            }
-            made = {key: value for key, value in held.items() if key not in read}
-            held.clear()
-            held.update(read | made)
+        loadable[fqn] = {k: v for k, v in entry.items() if isinstance(v, _LOADED_BY_TORCH)}
+    load({**state, "state": loadable})
+    for fqn, entry in state["state"].items():
+        loaded = optimizer.state.get(parameters[fqn])
+        if loaded is None:
+            continue
+        exact: dict[Any, Any] = {}
+        for key, value in entry.items():
+            exact[key] = value if _is_changed(key, value, loaded) else loaded[key]
+        # The order of the entries is that of the checkpoint, then what the optimizer has added.
+        for key, value in loaded.items():
+            exact.setdefault(key, value)
+        loaded.clear()
+        loaded.update(exact)
 
 
-def _is_changed(key: Any, value: Any, held: Mapping[Any, Any]) -> bool:
-    """Whether an entry is not what was read; of a step PyTorch knows which type its own optimizers want."""
-    return key not in held or (
-        isinstance(value, torch.Tensor) and key != "step" and held[key].dtype != value.dtype
-    )
+def _is_changed(key: Any, value: Any, loaded: Mapping[Any, Any]) -> bool:
+    """Whether *loaded* has not the value that was read. A step is cast by PyTorch to what its optimizers need."""
+    if key not in loaded:
+        return True
+    if key == "step" or not isinstance(value, torch.Tensor):
+        return False
+    return bool(loaded[key].dtype != value.dtype)
