@@ -24,11 +24,11 @@ from automodel_ckpt.errors import AutomodelError, ExportFailed, SaveFailed
 _END_SECONDS = 10.0
 
 State = Literal["idle", "busy", "failed"]
-"""Of an upload; a failed one may still be under way."""
+"""The state of an upload. The thread of a failed one may still be running."""
 
 
 class Background:
-    """This rank's writer process, the memory it writes from, and the one upload that may be under way."""
+    """This rank's writer process, the memory that it writes from, and the upload in progress, if there is one."""
 
     def __init__(self, *, on_cuda: bool = False) -> None:
         """Start the writer process. Raises :class:`OSError` where this system does not support it."""
@@ -41,7 +41,7 @@ class Background:
         self._cancelled = threading.Event()
         self._where = Path()
         self.is_writing = False
-        self._moved: tuple[float, tuple[bytes, ...]] = (0.0, ())
+        self._last_progress: tuple[float, tuple[bytes, ...]] = (0.0, ())
         self._exports_disabled = threading.Event()
         self._exporting = threading.Lock()
         self._staged_bytes = 0
@@ -78,7 +78,9 @@ class Background:
         """
         self._staged_bytes = max(layout.end for layout in layouts)
         self._memory.reserve(self._staged_bytes)
-        pairs = [pair for layout in layouts for pair in self._memory.filled(layout)]
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for layout in layouts:
+            pairs += self._memory.fill(layout)
         if self._stream is None:
             _copy(pairs)
         else:
@@ -93,14 +95,19 @@ class Background:
         Tensors that those passes change (their data pointers are in *copy_now*) are copied on the current stream.
         """
         assert self._stream is not None
-        _copy([pair for pair in pairs if not pair[1].is_cuda or pair[1].data_ptr() in copy_now])
+        now, later = [], []
+        for target, source in pairs:
+            if source.is_cuda and source.data_ptr() not in copy_now:
+                later.append((target, source))
+            else:
+                now.append((target, source))
+        _copy(now)
+        # The copies begin after the kernels that compute the present state.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            later = [
-                pair for pair in pairs if pair[1].is_cuda and pair[1].data_ptr() not in copy_now
-            ]
             _copy(later)
             for _, source in later:
+                # Keeps the allocator from reusing the memory of a temporary tensor before it is copied.
                 source.record_stream(self._stream)
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record(self._stream)
@@ -135,7 +142,7 @@ class Background:
             self._writer = Writer(self._memory.descriptor)
         command = Write(str(staging), written, jobs, self._memory.tensor.nbytes)
         self._cancelled.clear()
-        self._moved = (time.monotonic(), ())
+        self._last_progress = (time.monotonic(), ())
         self._uploads.begin(lambda: self._upload(command, then, doing))
 
     def _upload(self, command: Write, then: Callable[[], None] | None, doing: str) -> None:
@@ -198,29 +205,29 @@ class Background:
 
     def idle_seconds(self) -> float:
         """Seconds since the writer process last made progress, as observed by calls of this method."""
-        sign = self._writer.sign_of_life()
-        if sign != self._moved[1]:
-            self._moved = (time.monotonic(), sign)
-        return time.monotonic() - self._moved[0]
+        counters = self._writer.activity()
+        if counters != self._last_progress[1]:
+            self._last_progress = (time.monotonic(), counters)
+        return time.monotonic() - self._last_progress[0]
 
     def give_up(self, *, also_waiting: bool) -> None:
         """Mark the upload as failed because it made no progress for too long.
 
         Applies where this rank's writer is working; with *also_waiting*, also where the upload waits for other ranks.
         """
-        if self.is_writing or (also_waiting and self.state == "busy"):
-            kind = ExportFailed if self._exporting.locked() else SaveFailed
-            who = (
-                "the process that writes this rank's checkpoints"
-                if self.is_writing
-                else "publishing"
-            )
-            self._failure = kind(
-                f"{who} made no progress",
-                where=str(self._where),
-                value=f"process {self.writer_pid}: none for {self.idle_seconds():.0f} s (distributed.timeout_minutes)",
-                hint="check for a disk that does not respond or a stopped process, then run the same command",
-            )
+        if not self.is_writing and not (also_waiting and self.state == "busy"):
+            return
+        kind = ExportFailed if self._exporting.locked() else SaveFailed
+        what = "publishing made no progress"
+        if self.is_writing:
+            what = "the process that writes this rank's checkpoints made no progress"
+        seconds = f"{self.idle_seconds():.0f} s (distributed.timeout_minutes)"
+        self._failure = kind(
+            what,
+            where=str(self._where),
+            value=f"process {self.writer_pid}: none for {seconds}",
+            hint="check for a disk that does not respond or a stopped process, then run the same command",
+        )
 
     def wait(self, seconds: float | None = None) -> None:
         """Return when the upload has ended, or after so many seconds."""
@@ -232,9 +239,8 @@ class Background:
         if not self._uploads.idle.is_set():
             self._writer.kill()
             self.wait(_END_SECONDS)
-            if (
-                not self._uploads.idle.is_set()
-            ):  # in a call that cannot be interrupted: it ends when that returns
+            # The thread may be in a call that cannot be interrupted. It ends when that returns; a new one replaces it.
+            if not self._uploads.idle.is_set():
                 self._uploads.end()
                 self._writer, self._uploads = Writer(self._memory.descriptor), _Uploads()
         failure, self._failure = self._failure, None
@@ -268,16 +274,19 @@ class _Uploads:
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
             task()
-            del task  # and with it what it refers to, until the next one comes
+            # Otherwise the task would keep the state that it refers to alive until the next one.
+            del task
             self.idle.set()
 
 
 class Cancelled(Exception):
-    """The upload was abandoned, or its export is not wanted any more."""
+    """The upload was abandoned, or its export was disabled."""
 
 
 def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    if pairs:
-        torch._foreach_copy_(
-            [target for target, _ in pairs], [source for _, source in pairs], non_blocking=True
-        )
+    if not pairs:
+        return
+    targets = [target for target, _ in pairs]
+    sources = [source for _, source in pairs]
+    # One call for all: a copy_ per tensor would take the GIL thousands of times.
+    torch._foreach_copy_(targets, sources, non_blocking=True)

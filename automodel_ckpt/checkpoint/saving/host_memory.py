@@ -6,10 +6,11 @@ can be left in ``/dev/shm``.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from automodel_ckpt.checkpoint.writing.jobs import Data, FileJob, Job, Span, wit
 
 PAGE_BYTES = 4096
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
-_ROOM_BYTES = 64 << 20
+# Memory that is left to the rest of the process: an exhausted system kills a process instead of raising an error.
+_RESERVE_BYTES = 64 << 20
 
 
 class HostMemory:
@@ -39,44 +41,49 @@ class HostMemory:
 
     def reserve(self, nbytes: int) -> None:
         """Ensure that at least *nbytes* are allocated. Raises :class:`OSError` where the system does not have them."""
-        wanted = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+        wanted = _round_up(nbytes)
         if wanted <= self.tensor.nbytes:
             return
         free = available_bytes()
-        if free is not None and wanted - self.tensor.nbytes + _ROOM_BYTES > free:
+        if free is not None and wanted - self.tensor.nbytes + _RESERVE_BYTES > free:
             raise OSError(
-                12,
+                errno.ENOMEM,
                 f"a copy of this rank's state needs {wanted} bytes of host memory, {free} are available",
             )
         self._release()
         os.ftruncate(self.descriptor, wanted)
-        self._view = memoryview(_faulted_in(mmap.mmap(self.descriptor, wanted)))
+        mapped = mmap.mmap(self.descriptor, wanted)
+        _touch_all_pages(mapped)
+        self._view = memoryview(mapped)
         self.tensor = torch.frombuffer(self._view, dtype=torch.uint8)
         if self._pinned:
-            torch.cuda.check_error(
-                int(_cudart().cudaHostRegister(self.tensor.data_ptr(), wanted, 0))
-            )
+            status = _cudart().cudaHostRegister(self.tensor.data_ptr(), wanted, 0)
+            torch.cuda.check_error(int(status))
 
     @torch.no_grad()
-    def filled(self, layout: MemoryLayout) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def fill(self, layout: MemoryLayout) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Write the constants of *layout*; return (target, source) of each tensor to be copied."""
         for start, data in layout.constants:
             self._view[start : start + len(data)] = data
         layout.constants = []
         sources = [fetch.tensor() for _, fetch in layout.tensors]
+        # The views stay valid, and are reused by later saves, until the memory is reallocated.
         if layout.memory is not self.tensor:
-            places = [start for start, _ in layout.tensors]
-            layout.targets = [self._place(*one) for one in zip(places, sources, strict=True)]
+            starts = [start for start, _ in layout.tensors]
+            layout.targets = [
+                self._tensor_at(start, source)
+                for start, source in zip(starts, sources, strict=True)
+            ]
             layout.memory = self.tensor
-        return [pair for pair in zip(layout.targets, sources, strict=True) if pair[1].nbytes]
+        pairs = zip(layout.targets, sources, strict=True)
+        return [(target, source) for target, source in pairs if source.nbytes]
 
-    def _place(self, start: int, source: torch.Tensor) -> torch.Tensor:
+    def _tensor_at(self, start: int, source: torch.Tensor) -> torch.Tensor:
         """The memory from byte *start* as a tensor with the shape and dtype of *source*."""
         if source.numel() == 0:
             return torch.empty_like(source, device="cpu")
-        return torch.frombuffer(
-            self._view, dtype=source.dtype, count=source.numel(), offset=start
-        ).view(source.shape)
+        flat = torch.frombuffer(self._view, dtype=source.dtype, count=source.numel(), offset=start)
+        return flat.view(source.shape)
 
     def _release(self) -> None:
         if self._pinned and self.tensor.nbytes:
@@ -92,13 +99,17 @@ def _cudart() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
-def _faulted_in(mapped: mmap.mmap) -> mmap.mmap:
-    """Touch every page now: otherwise the first copy takes ten times as long as the next."""
+def _round_up(nbytes: int) -> int:
+    """*nbytes*, rounded up to whole pages."""
+    return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _touch_all_pages(mapped: mmap.mmap) -> None:
+    """Make the kernel allocate every page now: otherwise the first copy takes ten times as long as the next."""
     try:
         mapped.madvise(_MADV_POPULATE_WRITE)
     except OSError:
         mapped[::PAGE_BYTES] = mapped[::PAGE_BYTES]
-    return mapped
 
 
 def available_bytes() -> int | None:
@@ -106,16 +117,17 @@ def available_bytes() -> int | None:
     limits = []
     try:
         with open("/proc/meminfo") as file:
-            limits += [
-                int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable:")
-            ]
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    limits.append(int(line.split()[1]) * 1024)
     except OSError:
         pass
     group = Path("/sys/fs/cgroup")
     try:
-        most = (group / "memory.max").read_text().strip()
-        if most != "max":
-            limits.append(int(most) - int((group / "memory.current").read_text()))
+        limit = (group / "memory.max").read_text().strip()
+        if limit != "max":
+            used = int((group / "memory.current").read_text())
+            limits.append(int(limit) - used)
     except (OSError, ValueError):
         pass
     return min(limits, default=None)
@@ -157,31 +169,34 @@ def lay_out(jobs: Sequence[Job], after: int = 0) -> MemoryLayout:
     be written with O_DIRECT. A tensor with several positions in files is copied only once.
     """
     layout = MemoryLayout([], after)
-    known: dict[int, Span] = {}
+    # By identity: a tensor with several positions in files has one Fetch.
+    copied: dict[int, Span] = {}
     for job in jobs:
         spans: list[Span] = []
-        follows = -1
+        next_offset = -1
         for chunk in job.chunks:
-            start, data = chunk.start, chunk.data
-            span = known.get(id(data)) if isinstance(data, Fetch) else None
+            span = copied.get(id(chunk.data)) if isinstance(chunk.data, Fetch) else None
             if span is None:
-                if start != follows:
-                    layout.end = -(-layout.end // PAGE_BYTES) * PAGE_BYTES + start % PAGE_BYTES
-                span = known[id(data)] = _laid(layout, data)
-                follows = start + span.nbytes
+                if chunk.start != next_offset:
+                    layout.end = _round_up(layout.end) + chunk.start % PAGE_BYTES
+                span = _append(layout, chunk.data)
+                if isinstance(chunk.data, Fetch):
+                    copied[id(chunk.data)] = span
+                next_offset = chunk.start + span.nbytes
             spans.append(span)
         layout.jobs.append(with_data(job, spans))
         layout.values.update(_values(job, spans))
     return layout
 
 
-def _laid(layout: MemoryLayout, data: Data) -> Span:
+def _append(layout: MemoryLayout, data: Data) -> Span:
     """Append *data* to the layout and return its position."""
     if isinstance(data, Fetch):
         layout.tensors.append((layout.end, data))
         span = Span(layout.end, data.nbytes)
     else:
-        constant = data if isinstance(data, bytes) else _fetched(data)
+        assert not isinstance(data, Span), "the data are a copy already"
+        constant = data if isinstance(data, bytes) else data()
         layout.constants.append((layout.end, constant))
         span = Span(layout.end, len(constant))
     layout.end += span.nbytes
@@ -189,12 +204,9 @@ def _laid(layout: MemoryLayout, data: Data) -> Span:
 
 
 def _values(job: Job, spans: Sequence[Span]) -> Iterator[tuple[tuple[str, str], Span]]:
-    if isinstance(job, FileJob) and job.tree is not None:
-        for chunk, span in zip(job.chunks, spans, strict=True):
-            if isinstance(chunk.entry, Blob):
-                yield (job.tree, chunk.entry.fqn), span
-
-
-def _fetched(data: Span | Callable[[], memoryview]) -> memoryview:
-    assert not isinstance(data, Span), "the data are a copy already"
-    return data()
+    """((tree, name), position) of each value of *job* that is not a tensor."""
+    if not isinstance(job, FileJob) or job.tree is None:
+        return
+    for chunk, span in zip(job.chunks, spans, strict=True):
+        if isinstance(chunk.entry, Blob):
+            yield (job.tree, chunk.entry.fqn), span

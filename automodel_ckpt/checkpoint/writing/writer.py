@@ -1,7 +1,7 @@
-"""The process that writes a rank's asynchronous saves. It imports no torch and talks to no other rank.
+"""The process that writes a rank's asynchronous saves. It imports no torch and does not communicate with other ranks.
 
 The trainer starts it once and sends it commands through a pipe; the bytes to write are in shared memory. It runs at a
-low priority, blocks signals, and exits immediately when the trainer is gone: the next start removes an unpublished
+low priority, blocks signals, and exits immediately when the trainer has ended: the next start removes an unpublished
 checkpoint.
 """
 
@@ -36,11 +36,11 @@ from automodel_ckpt.checkpoint.writing.rank_manifest import (
 from automodel_ckpt.errors import AutomodelError, SaveFailed
 
 NICENESS = 10
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 _REPORT_SECONDS = 0.25
 _BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-_GONE = "the process that writes this rank's checkpoints ended unexpectedly"
-# The trainer's own search path, whatever it was started as: nothing may be found in the working directory instead.
+_ENDED = "the process that writes this rank's checkpoints ended unexpectedly"
+# The writer imports from the trainer's search path: `python -c` would search the working directory first.
 _START = (
     "import sys; sys.path[:] = sys.argv.pop(1).split('\\n'); "
     "from automodel_ckpt.checkpoint.writing.writer import main; main()"
@@ -81,11 +81,10 @@ class Export:
         log_lines: list[str] = []
         output = ""
         for source in self.sources:
-            output = str(
-                consolidate(
-                    Path(source), log=log_lines.append, before_publishing=self._check_lease
-                ).output
+            done = consolidate(
+                Path(source), log=log_lines.append, before_publishing=self._check_lease
             )
+            output = str(done.output)
         return output, log_lines
 
     def _check_lease(self) -> None:
@@ -120,28 +119,29 @@ class Writer:
 
     def __init__(self, memory: int) -> None:
         """Start the process. Raises OSError."""
-        commands, mine = os.pipe()
-        answers, theirs = os.pipe()
-        arguments = [str(number) for number in (memory, commands, theirs, os.getpid())]
+        commands_read, commands_write = os.pipe()
+        answers_read, answers_write = os.pipe()
+        numbers = (memory, commands_read, answers_write, os.getpid())
+        arguments = [str(number) for number in numbers]
         path = "\n".join(os.path.abspath(entry) for entry in sys.path)
-        before = signal.pthread_sigmask(
-            signal.SIG_BLOCK, _BLOCKED
-        )  # inherited, so that it never dies of one
+        # The process inherits the mask, so that a signal to the process group does not end it before the trainer.
+        previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", _START, path, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                pass_fds=(memory, commands, theirs),
+                pass_fds=(memory, commands_read, answers_write),
             )
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            os.close(commands)
-            os.close(theirs)
-        self._commands: IO[bytes] = open(mine, "wb")  # noqa: SIM115 (closed by end)
-        self._answers: IO[bytes] = open(answers, "rb")  # noqa: SIM115 (closed by end)
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
+            # Only the process may have these ends: each side notices the end of the other by a closed pipe.
+            os.close(commands_read)
+            os.close(answers_write)
+        self._commands: IO[bytes] = open(commands_write, "wb")  # noqa: SIM115 (closed by end)
+        self._answers: IO[bytes] = open(answers_read, "rb")  # noqa: SIM115 (closed by end)
         self.written_bytes = 0
-        """By the :class:`Write` under way, or the last one."""
+        """Bytes written by the :class:`Write` in progress, or by the last one."""
 
     @property
     def pid(self) -> int:
@@ -151,11 +151,13 @@ class Writer:
     def alive(self) -> bool:
         return self._process.poll() is None
 
-    def sign_of_life(self) -> tuple[bytes, ...]:
-        """A value that changes when the process has computed, read or written anything; empty after its end."""
-        with contextlib.suppress(OSError):  # it has ended
-            process = Path(f"/proc/{self.pid}")
-            times = (process / "stat").read_bytes().rpartition(b")")[2].split()[11:13]
+    def activity(self) -> tuple[bytes, ...]:
+        """Counters that change when the process has computed, read or written anything; empty after its end."""
+        process = Path(f"/proc/{self.pid}")
+        with contextlib.suppress(OSError):  # the process has ended
+            # Fields 14 and 15 of proc_pid_stat(5): user and system time. The name in parentheses may contain spaces.
+            _, _, fields = (process / "stat").read_bytes().rpartition(b")")
+            times = fields.split()[11:13]
             return (*times, (process / "io").read_bytes())
         return ()
 
@@ -164,11 +166,14 @@ class Writer:
         try:
             pickle.dump(command, self._commands)
             self._commands.flush()
-            written = isinstance(command, Write)
-            self.written_bytes = 0 if written else self.written_bytes
-            while (answer := pickle.load(self._answers))[0] is None:
-                self.written_bytes = answer[1] if written else self.written_bytes
-            failed, value = answer
+            is_write = isinstance(command, Write)
+            if is_write:
+                self.written_bytes = 0
+            failed, value = pickle.load(self._answers)
+            while failed is None:  # a report of progress
+                if is_write:
+                    self.written_bytes = value
+                failed, value = pickle.load(self._answers)
         except (EOFError, OSError, pickle.UnpicklingError) as error:
             raise self._died(command) from error
         if failed:
@@ -179,14 +184,12 @@ class Writer:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(5)
         code = self._process.poll()
-        how = (
-            f"signal {-code} ({signal.Signals(-code).name})"
-            if code is not None and code < 0
-            else f"code {code}"
-        )
+        how = f"code {code}"
+        if code is not None and code < 0:
+            how = f"signal {-code} ({signal.Signals(-code).name})"
         where = command.sources[0] if isinstance(command, Export) else command.staging
         return SaveFailed(
-            _GONE,
+            _ENDED,
             where=where,
             value=f"process {self.pid}: {how}",
             hint="check what killed it (the system log reports out-of-memory kills), then run the same command "
@@ -196,9 +199,8 @@ class Writer:
     def kill(self) -> None:
         """Kill the process."""
         self._process.kill()
-        with contextlib.suppress(
-            subprocess.TimeoutExpired
-        ):  # a call into a disk that hangs cannot be interrupted
+        # A process in a call to a disk that does not respond ends only when the call returns.
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(5)
 
     def end(self) -> None:
@@ -237,12 +239,12 @@ def main() -> None:
     idle.set()
     threading.Thread(target=_listen, args=(commands, trainer, todo, idle), daemon=True).start()
     shared = SharedMemory(memory)
-    # What cannot be answered was asked by a trainer that is gone.
+    # A broken pipe means that the trainer has ended.
     with contextlib.suppress(BrokenPipeError), open(answers, "wb") as out:
         while (command := todo.get()) is not None:
             with _reporting(out):
                 outcome = _outcome(command, shared)
-            idle.set()  # before the answer, on which the next command may follow
+            idle.set()  # before the answer: the trainer may then send the next command
             pickle.dump(outcome, out)
             out.flush()
 
@@ -250,12 +252,15 @@ def main() -> None:
 def _listen(
     commands: int, trainer: int, todo: queue.SimpleQueue[Command | None], idle: threading.Event
 ) -> None:
-    """Queue commands; end the process when the trainer has gone (a data-loader worker may hold the pipe open)."""
+    """Queue commands; end the process when the trainer has ended.
+
+    The parent process is checked too: a data-loader worker of the trainer may keep its end of the pipe open.
+    """
     poll = select.poll()
     poll.register(commands, select.POLLIN)
     with open(commands, "rb") as incoming:
         while True:
-            if not poll.poll(_LOOK_SECONDS * 1000):
+            if not poll.poll(_POLL_SECONDS * 1000):
                 if os.getppid() != trainer:
                     os._exit(1)
                 continue
@@ -266,9 +271,8 @@ def _listen(
                     os._exit(1)
                 todo.put(None)
                 return
-            except (
-                Exception
-            ):  # another version of the package was installed since the trainer was started
+            except Exception:
+                # Another version of the package was installed since the trainer was started.
                 traceback.print_exc()
                 os._exit(1)
             idle.clear()
@@ -278,29 +282,31 @@ def _listen(
 @contextlib.contextmanager
 def _reporting(out: IO[bytes]) -> Iterator[None]:
     """During the block and at its end, send the number of written bytes to the trainer as (None, number)."""
-    before, ended = METER.nbytes, threading.Event()
-
-    def tell() -> None:
-        with contextlib.suppress(OSError):  # the trainer is gone
-            pickle.dump((None, METER.nbytes - before), out)
-            out.flush()
+    bytes_before = METER.nbytes
+    ended = threading.Event()
 
     def report() -> None:
-        while not ended.wait(_REPORT_SECONDS):
-            tell()
+        with contextlib.suppress(OSError):  # the trainer has ended
+            pickle.dump((None, METER.nbytes - bytes_before), out)
+            out.flush()
 
-    thread = threading.Thread(target=report, name="report", daemon=True)
+    def report_repeatedly() -> None:
+        while not ended.wait(_REPORT_SECONDS):
+            report()
+
+    thread = threading.Thread(target=report_repeatedly, name="report", daemon=True)
     thread.start()
     try:
         yield
     finally:
+        # The thread must not write to the pipe any more: the answer follows.
         ended.set()
         thread.join()
-        tell()
+        report()
 
 
 def _outcome(command: Command, shared: SharedMemory) -> tuple[bool, Any]:
-    """(whether it failed, the answer or the exception)"""
+    """Run a command. Returns (whether it failed, the answer or the exception)."""
     try:
         return False, command.run(shared)
     except (OSError, AutomodelError) as error:
