@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,17 @@ from automodel_ckpt.checkpoint.files import pickle_reader
 from automodel_ckpt.checkpoint.files.safe_open import open_safely, read_safely
 from automodel_ckpt.checkpoint.formats.planning import DTYPE_CODES, DTYPES
 from automodel_ckpt.checkpoint.manifest import Blob, Tree
-from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor, in_one_piece, nbytes_of, overlap
+from automodel_ckpt.checkpoint.slices import Box, Slice, in_one_piece, nbytes_of, overlap
 from automodel_ckpt.errors import CheckpointUnusable
 
-_REMEDY = "use another checkpoint of this run (`ckpt ls`)"
+_HINT = "use another checkpoint of this run (`ckpt ls`)"
+
+SliceIndex = tuple[str, tuple[int, ...]]
+"""The FQN of a slice's tensor, and its offsets."""
 
 
 class _Planner(DefaultLoadPlanner):
-    """DCP's planner, except that values which are no tensors are unpickled by a reader that runs no code."""
+    """DCP's planner, except that values that are not tensors are unpickled by a reader that runs no code."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -62,59 +65,53 @@ def read_object(checkpoint: Path, tree: Tree, name: str) -> Any:
 
 def metadata_of(tree: Tree) -> Metadata:
     """The tree in the format of DCP's planner."""
-    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {
-        fqn: TensorStorageMetadata(
-            properties=TensorProperties(dtype=DTYPES[tensor.dtype]),
-            size=torch.Size(tensor.shape),
-            chunks=[
-                ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes))
-                for p in in_one_piece(tensor)
-            ],
-        )
-        for fqn, tensor in tree.tensors.items()
-    }
-    described.update({fqn: BytesStorageMetadata() for fqn in tree.objects})
-    return Metadata(described)
+    state: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    for fqn, tensor in tree.tensors.items():
+        chunks: list[ChunkStorageMetadata] = []
+        for stored in in_one_piece(tensor):
+            chunk = ChunkStorageMetadata(torch.Size(stored.offsets), torch.Size(stored.sizes))
+            chunks.append(chunk)
+        properties = TensorProperties(dtype=DTYPES[tensor.dtype])
+        state[fqn] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+    for fqn in tree.objects:
+        state[fqn] = BytesStorageMetadata()
+    return Metadata(state)
 
 
 def read_tree(checkpoint: Path, tree: Tree, state_dict: dict[str, Any]) -> None:
-    """Fill a (flat) *state_dict* with what the tree holds under its keys: tensors in place, other values replaced.
+    """Fill a (flat) *state_dict* with the values of the tree under its keys: tensors in place, other values replaced.
 
-    Keys that the tree lacks stay as they are: compare first (:func:`differences`). Needs no other rank. Raises
+    Keys that the tree lacks are not changed: compare first (:func:`differences`). Not collective. Raises
     :class:`CheckpointUnusable` naming the file.
     """
     planner = _Planner()
     planner.set_up_planner(state_dict, metadata_of(tree))
     plan = planner.create_local_plan()
-    pieces = {
-        (piece.fqn, piece.offsets): piece
-        for tensor in tree.tensors.values()
-        for piece in in_one_piece(tensor)
-    }
+    slices: dict[SliceIndex, Slice] = {}
+    for tensor in tree.tensors.values():
+        for stored in in_one_piece(tensor):
+            slices[stored.fqn, stored.offsets] = stored
+    items = sorted(plan.items, key=lambda item: _position(item, slices, tree))
     with _Files(checkpoint) as files:
-        for item in sorted(plan.items, key=lambda item: _position(item, pieces, tree)):
+        for item in items:
             if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(
-                    item, io.BytesIO(files.read_blob(tree.objects[item.storage_index.fqn]))
-                )
+                data = files.read_blob(tree.objects[item.storage_index.fqn])
+                planner.load_bytes(item, io.BytesIO(data))
             else:
-                files.read_into(pieces[_index(item)], item, planner.resolve_tensor(item))
+                files.read_into(slices[_index(item)], item, planner.resolve_tensor(item))
 
 
-def _index(item: ReadItem) -> tuple[str, tuple[int, ...]]:
+def _index(item: ReadItem) -> SliceIndex:
     return item.storage_index.fqn, tuple(item.storage_index.offset or ())
 
 
-def _position(
-    item: ReadItem, pieces: Mapping[tuple[str, tuple[int, ...]], Slice], tree: Tree
-) -> tuple[str, int]:
+def _position(item: ReadItem, slices: Mapping[SliceIndex, Slice], tree: Tree) -> tuple[str, int]:
     """(file, byte) of an item, to read in the order of the disk."""
-    place = (
-        tree.objects[item.storage_index.fqn]
-        if item.type == LoadItemType.BYTE_IO
-        else pieces[_index(item)]
-    )
-    return place.file, place.start
+    if item.type == LoadItemType.BYTE_IO:
+        blob = tree.objects[item.storage_index.fqn]
+        return blob.file, blob.start
+    stored = slices[_index(item)]
+    return stored.file, stored.start
 
 
 class _Files:
@@ -136,23 +133,25 @@ class _Files:
         self._read(blob.file, memoryview(data), blob.start)
         return bytes(data)
 
-    def read_into(self, piece: Slice, item: ReadItem, target: torch.Tensor) -> None:
-        """Copy the part of a stored slice that *item* asks for into *target* (of that part's shape, on any device)."""
+    def read_into(self, stored: Slice, item: ReadItem, target: torch.Tensor) -> None:
+        """Copy the box of a stored slice that *item* needs into *target* (of that box's shape, on any device)."""
         wanted = Box(tuple(item.storage_offsets), tuple(item.lengths))
-        stored = Box((0,) * len(piece.sizes), piece.sizes)
+        whole_slice = Box((0,) * len(stored.sizes), stored.sizes)
         target = target.detach()
+        # Only then are the stored bytes those of the tensor's memory.
         in_place = (
             target.device.type == "cpu"
             and target.is_contiguous()
             and not (target.is_conj() or target.is_neg())
-            and DTYPE_CODES.get(target.dtype) == piece.dtype
+            and DTYPE_CODES.get(target.dtype) == stored.dtype
         )
-        buffer = target if in_place else torch.empty(wanted.sizes, dtype=DTYPES[piece.dtype])
+        buffer = target
+        if not in_place:
+            buffer = torch.empty(wanted.sizes, dtype=DTYPES[stored.dtype])
         memory = buffer.reshape(-1).view(torch.uint8).numpy().data
-        for run in overlap(stored, wanted, nbytes_of(piece.dtype, ())):
-            self._read(
-                piece.file, memory[run.target : run.target + run.nbytes], piece.start + run.source
-            )
+        for run in overlap(whole_slice, wanted, nbytes_of(stored.dtype, ())):
+            target_bytes = memory[run.target : run.target + run.nbytes]
+            self._read(stored.file, target_bytes, stored.start + run.source)
         if not in_place:
             target.copy_(buffer)
 
@@ -164,8 +163,9 @@ class _Files:
                     "a file is shorter than the manifest says",
                     where=str(self._checkpoint / file),
                     value=start,
-                    hint=_REMEDY,
+                    hint=_HINT,
                 )
+            # preadv may return fewer bytes than it was asked for.
             memory, start = memory[count:], start + count
 
     def _descriptor(self, file: str) -> int:
@@ -177,27 +177,24 @@ class _Files:
 def differences(tree: Tree, state_dict: Mapping[str, Any]) -> list[str]:
     """The differences between a tree and a flat state dict, one line each; empty where it can be loaded."""
     here = dict(state_dict)
-    lines = [f"- {fqn}: saved, but not here" for fqn in _names(tree) if fqn not in here]
-    lines += [
-        f"+ {fqn}: here, but not saved"
-        for fqn in here
-        if fqn not in tree.tensors and fqn not in tree.objects
-    ]
+    lines: list[str] = []
+    for fqn in (*tree.tensors, *tree.objects):
+        if fqn not in here:
+            lines.append(f"- {fqn}: saved, but not here")
+    for fqn in here:
+        if fqn not in tree.tensors and fqn not in tree.objects:
+            lines.append(f"+ {fqn}: here, but not saved")
     for fqn, tensor in tree.tensors.items():
-        if fqn in here and (now := _described(here[fqn])) != (saved := _stored(tensor)):
+        if fqn not in here:
+            continue
+        saved = f"{tensor.dtype} {list(tensor.shape)}"
+        now = _describe(here[fqn])
+        if now != saved:
             lines.append(f"~ {fqn}: saved as {saved}, here {now}")
     return lines
 
 
-def _names(tree: Tree) -> Iterable[str]:
-    return [*tree.tensors, *tree.objects]
-
-
-def _stored(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)}"
-
-
-def _described(value: object) -> str:
+def _describe(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"{DTYPE_CODES.get(value.dtype, str(value.dtype))} {list(value.shape)}"
     return f"a value of type {type(value).__name__}"

@@ -29,8 +29,11 @@ _SCALARS = (type(None), bool, int, float, complex, str)
 
 @dataclass(slots=True)
 class LiveState:
-    """*trees*: by tree, every value under the flat name that it has in DCP's plan; *signature*: what a plan depends on,
-    to be compared with ``==``."""
+    """The values of a rank's state without copies.
+
+    *trees* has, by tree, every value under the flat name that it has in DCP's plan. *signature* is what a plan depends
+    on, to be compared with ``==``.
+    """
 
     trees: dict[str, dict[str, Any]] = field(default_factory=dict)
     signature: list[Any] = field(default_factory=list)
@@ -39,12 +42,13 @@ class LiveState:
         """Whether the live state equals *trees*, the planned flat state dicts, in names, values and memory."""
         if self.trees.keys() != trees.keys():
             return False
-        pairs = [(self.trees[name], tree) for name, tree in trees.items()]
-        return all(
-            mine.keys() == theirs.keys()
-            and all(_is_same(mine[name], theirs[name]) for name in mine)
-            for mine, theirs in pairs
-        )
+        for name, planned in trees.items():
+            live = self.trees[name]
+            if live.keys() != planned.keys():
+                return False
+            if not all(_is_same(live[key], planned[key]) for key in live):
+                return False
+        return True
 
 
 @torch.no_grad()
@@ -54,75 +58,79 @@ def inspect_state(items: Iterable[Item], *, save_optimizer: bool) -> LiveState:
     Raises what their state dicts raise, and :class:`KeyError` where an optimizer trains parameters of no module in
     *items*.
     """
-    found, names = LiveState(), dict[int, str]()
+    found = LiveState()
+    fqns: dict[int, str] = {}
     items = list(items)
     for item in items:
         found.signature.append((item.name, item.kind, item.scope, item.aliases, item.owner))
         if item.kind == "module":
             state = unwrap(item.value).state_dict(keep_vars=True)
             layout = stored_layout(item.value)
-            kept, tied = stored_names(item.value, state, state.items(), layout)
-            found.trees[item.name] = stored_values(state, kept, layout)
-            found.signature += (kept, tied, [_spec(value) for value in state.values()])
+            names, tied = stored_names(item.value, state, state.items(), layout)
+            found.trees[item.name] = stored_values(state, names, layout)
+            found.signature += (names, tied, [_spec(value) for value in state.values()])
+            # As in Owners: module names may not contain dots.
+            prefix = item.name.replace(".", "%")
             for key, value in state.items():
-                names.setdefault(id(value), f"{item.name.replace('.', '%')}.{key}")
+                fqns.setdefault(id(value), f"{prefix}.{key}")
     for item in items:
         if item.kind == "optimizer" and save_optimizer:
-            tree = dict(_optimizer_tree(item, names)) | dict(_schedules(item, items))
+            tree = dict(_optimizer_tree(item, fqns))
+            for other in items:
+                if other.owner == item.name:
+                    tree[other.name] = (other.value.state_dict(),)
             found.trees[item.name] = tree
-            found.signature.append(
-                [(name, _spec(value, nested=True)) for name, value in tree.items()]
-            )
+            specs = [(name, _spec(value, nested=True)) for name, value in tree.items()]
+            found.signature.append(specs)
     return found
 
 
-def _optimizer_tree(item: Item, names: Mapping[int, str]) -> Iterator[tuple[str, Any]]:
+def _optimizer_tree(item: Item, fqns: Mapping[int, str]) -> Iterator[tuple[str, Any]]:
+    """The values of an optimizer by flat name; *fqns* has the FQN of each parameter by its id."""
     for parameter, entry in item.value.state.items():
-        path = f"{item.name}.state.{names[id(parameter)]}"
+        path = f"{item.name}.state.{fqns[id(parameter)]}"
         for key, value in entry.items():
             yield f"{path}.{key}", value
-    whole = trained_by_all(item.value)
+    trained = trained_by_all(item.value)
     for index, group in enumerate(item.value.param_groups):
-        mine = (names[id(parameter)] for parameter in group["params"])
-        shown = {**group, "params": list(mine if whole is None else whole[index])}
-        for key, value in shown.items():
+        names = [fqns[id(parameter)] for parameter in group["params"]]
+        if trained is not None:
+            names = list(trained[index])
+        for key, value in {**group, "params": names}.items():
             yield f"{item.name}.param_groups.{index}.{key}", value
 
 
-def _schedules(item: Item, items: Iterable[Item]) -> Iterator[tuple[str, Any]]:
-    return (
-        (other.name, (other.value.state_dict(),)) for other in items if other.owner == item.name
-    )
-
-
 def _spec(value: Any, *, nested: bool = False) -> Any:
-    """What a plan depends on; of a value that DCP would look into (*nested*), something that equals nothing."""
+    """What a plan depends on. For a value that DCP would flatten (*nested*), an object that equals no other."""
     if isinstance(value, DTensor):
-        local = value.to_local()
         return (
             type(value),
             value.dtype,
             value.shape,
-            local.shape,
+            value.to_local().shape,
             value.placements,
             value.device_mesh,
         )
     if isinstance(value, torch.Tensor):
         return type(value), value.dtype, value.shape
-    if nested and isinstance(value, list) and all(isinstance(element, str) for element in value):
+    if not nested:
+        return type(value)
+    if isinstance(value, list) and all(isinstance(element, str) for element in value):
         return tuple(value)
-    return type(value) if not nested or isinstance(value, (*_SCALARS, tuple)) else object()
+    if isinstance(value, (*_SCALARS, tuple)):
+        return type(value)
+    return object()
 
 
-def _is_same(mine: Any, theirs: Any) -> bool:
-    if not isinstance(mine, torch.Tensor):
-        return bool(mine == theirs)
-    if not isinstance(theirs, torch.Tensor) or isinstance(mine, DTensor) != isinstance(
-        theirs, DTensor
-    ):
+def _is_same(live: Any, planned: Any) -> bool:
+    """Whether two values are equal; for tensors, whether they are the same memory."""
+    if not isinstance(live, torch.Tensor):
+        return bool(live == planned)
+    if not isinstance(planned, torch.Tensor):
         return False
-    one, other = (
-        value.to_local() if isinstance(value, DTensor) else value for value in (mine, theirs)
-    )
+    if isinstance(live, DTensor) != isinstance(planned, DTensor):
+        return False
+    one = live.to_local() if isinstance(live, DTensor) else live
+    other = planned.to_local() if isinstance(planned, DTensor) else planned
     same_memory = one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
     return same_memory and one.dtype == other.dtype and one.shape == other.shape

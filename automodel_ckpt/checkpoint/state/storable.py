@@ -40,9 +40,9 @@ _SCALARS = frozenset(
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _MAPPINGS = frozenset({dict, OrderedDict, Counter})
 _SEQUENCES = frozenset({list, tuple, set})
-# Of containers in containers; the reader takes no more (tuples are hashed as keys, level by level).
+# Levels of containers in containers. The reader accepts no more: it hashes tuples that are keys level by level.
 _MAX_DEPTH = 25
-# Of values that are met again because what holds them is held twice; the reader takes no more than twice as many.
+# Visits of values in containers that are referenced more than once. The reader accepts at most twice as many.
 _MAX_REPEATED = 1_000_000
 _CLONE = "store a clone() of it"
 
@@ -56,18 +56,15 @@ def check_safe(name: str, state: Any) -> str:
     walk.visit("", state)
     if not walk.unsafe:
         return cast(str, walk.digest.hexdigest())
-    raise RecipeError.all_of(
-        [
-            Problem(
-                "state that cannot be read back safely",
-                f"recipe attribute {name!r}, key {key or '(the whole state)'!r}",
-                found,
-                f"store numbers, text, lists, dicts, tensors or NumPy arrays, or add {name!r} to the recipe's "
-                "`untracked`",
-            )
-            for key, found in walk.unsafe
-        ]
+    hint = (
+        "store numbers, text, lists, dicts, tensors or NumPy arrays, "
+        f"or add {name!r} to the recipe's `untracked`"
     )
+    problems: list[Problem] = []
+    for key, found in walk.unsafe:
+        where = f"recipe attribute {name!r}, key {key or '(the whole state)'!r}"
+        problems.append(Problem("state that cannot be read back safely", where, found, hint))
+    raise RecipeError.all_of(problems)
 
 
 def check_safe_values(name: str, tree: Mapping[str, Any]) -> None:
@@ -82,36 +79,39 @@ def check_safe_values(name: str, tree: Mapping[str, Any]) -> None:
 
 def check_storable(name: str, module: Mapping[str, Any]) -> None:
     """Raise :class:`RecipeError` naming the tensors of a module's state that cannot be stored in a checkpoint."""
-    problems = [
-        Problem(
-            "a tensor that cannot be stored in a checkpoint",
-            f"recipe attribute {name!r}, {key}",
-            found,
-            "register it with persistent=False, or store it in another format",
+    problems: list[Problem] = []
+    for key, value in module.items():
+        found = _unstorable(value) if isinstance(value, torch.Tensor) else ""
+        if not found:
+            continue
+        problems.append(
+            Problem(
+                "a tensor that cannot be stored in a checkpoint",
+                f"recipe attribute {name!r}, {key}",
+                found,
+                "register it with persistent=False, or store it in another format",
+            )
         )
-        for key, value in module.items()
-        if isinstance(value, torch.Tensor) and (found := _unstorable(value))
-    ]
     if problems:
         raise RecipeError.all_of(problems)
 
 
 def _unstorable(tensor: torch.Tensor) -> str:
+    """The reason why a tensor cannot be stored; empty where it can."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     if local.is_nested or local.layout != torch.strided or local.is_quantized:
-        return f"it is nested, sparse or quantized: {str(local.layout).removeprefix('torch.')}, {local.dtype}"
+        kind = str(local.layout).removeprefix("torch.")
+        return f"it is nested, sparse or quantized: {kind}, {local.dtype}"
     if local.dtype not in DTYPE_CODES:
         return str(local.dtype)
-    return _shared_within(local)
+    return _overlap_of(local)
 
 
-def _shared_within(tensor: torch.Tensor) -> str:
+def _overlap_of(tensor: torch.Tensor) -> str:
     """The reason where elements of a tensor share memory, so that nothing can be read into it; else empty."""
-    return (
-        f"its elements share memory ({_CLONE})"
-        if tensor.nbytes > tensor.untyped_storage().nbytes()
-        else ""
-    )
+    if tensor.nbytes <= tensor.untyped_storage().nbytes():
+        return ""
+    return f"its elements share memory ({_CLONE})"
 
 
 @dataclass(slots=True)
@@ -125,12 +125,12 @@ class _Walk:
     _dtypes: dict[int, torch.dtype] = field(default_factory=dict)
 
     def visit(self, key: str, value: Any, depth: int = 0, *, again: bool = False) -> None:
+        """Visit a value under the dotted *key*; *again*: it is in a container that was visited before."""
         kind = type(value)
         self.digest.update(f"{key}\0{kind.__name__}\0".encode(errors="surrogatepass"))
         if depth > _MAX_DEPTH:
-            self.unsafe.append(
-                (key, f"{_name(kind)}: containers nested more than {_MAX_DEPTH} levels deep")
-            )
+            reason = f"{_name(kind)}: containers nested more than {_MAX_DEPTH} levels deep"
+            self.unsafe.append((key, reason))
         elif kind in _TENSORS:
             self._tensor(key, value, depth)
         elif kind in _SCALARS:
@@ -144,38 +144,42 @@ class _Walk:
             self.unsafe.append((key, _name(kind)))
 
     def _container(self, key: str, value: Any, depth: int, again: bool) -> None:
+        kind = type(value)
         again = again or id(value) in self._seen
         self._seen.add(id(value))
-        self._repeated += len(value) if again else 0
+        if again:
+            self._repeated += len(value)
         if self._repeated > _MAX_REPEATED:
             if again:
-                self.unsafe = [
-                    (
-                        key,
-                        f"{_name(type(value))}: the same containers are referenced more than a million times",
-                    )
-                ]
+                # A few nested containers can have billions of paths. This reason replaces all others.
+                reason = "the same containers are referenced more than a million times"
+                self.unsafe = [(key, f"{_name(kind)}: {reason}")]
             return
-        attributes = vars(value) if type(value) is OrderedDict else {}
-        if type(value) in _MAPPINGS:
-            for name, element in {**value, **attributes}.items() if attributes else value.items():
-                self.visit(f"{key}.{name}" if key else str(name), element, depth + 1, again=again)
-                self._key(key, name)
-        else:
-            for index, element in enumerate(
-                sorted(value, key=repr) if type(value) is set else value
-            ):
+        if kind not in _MAPPINGS:
+            # The order of a set differs between processes.
+            elements = sorted(value, key=repr) if kind is set else value
+            for index, element in enumerate(elements):
                 self.visit(f"{key}[{index}]", element, depth + 1, again=again)
+            return
+        attributes = vars(value) if kind is OrderedDict else {}
+        items = {**value, **attributes} if attributes else value
+        for name, element in items.items():
+            self.visit(f"{key}.{name}" if key else str(name), element, depth + 1, again=again)
+            self._key(key, name)
 
     def _key(self, key: str, name: Any) -> None:
-        within = _Walk() if type(name) is tuple else None
-        if within is not None:
-            within.visit("", name)
-            self.unsafe += [(f"{key}, the key {name!r}", found) for _, found in within.unsafe]
-        elif type(name) not in _SCALARS and not (
-            isinstance(name, np.generic) and has_counterpart(name.dtype)
-        ):
-            self.unsafe.append((f"{key}, the key {name!r}", _name(type(name))))
+        """Check a key of a mapping."""
+        kind = type(name)
+        if kind is tuple:
+            walk = _Walk()
+            walk.visit("", name)
+            reasons = [reason for _, reason in walk.unsafe]
+        elif kind in _SCALARS or (isinstance(name, np.generic) and has_counterpart(name.dtype)):
+            reasons = []
+        else:
+            reasons = [_name(kind)]
+        for reason in reasons:
+            self.unsafe.append((f"{key}, the key {name!r}", reason))
 
     def _tensor(self, key: str, value: torch.Tensor, depth: int) -> None:
         found = self._unsaved(value)
@@ -188,25 +192,27 @@ class _Walk:
             self.visit(f"{key}.{name}", attribute, depth + 1)
 
     def _unsaved(self, value: torch.Tensor) -> str:
-        if (
-            value.is_nested
-            or value.layout != torch.strided
-            or value.is_quantized
-            or value.device.type == "meta"
-        ):
+        """The reason why a tensor in small state cannot be saved; empty where it can."""
+        if value.is_nested or value.layout != torch.strided or value.is_quantized:
+            return "it is nested, sparse, quantized or without values"
+        if value.device.type == "meta":
             return "it is nested, sparse, quantized or without values"
         if not is_saved(value.dtype):
             return str(value.dtype)
         address = value.untyped_storage().data_ptr()
+        # torch.save stores a storage once, with one dtype.
         if address and self._dtypes.setdefault(address, value.dtype) != value.dtype:
             return f"it shares memory with a tensor of another type ({_CLONE})"
-        return _shared_within(value)
+        return _overlap_of(value)
 
 
 def _bytes_of(value: Any) -> bytes | bytearray:
+    """The bytes of a scalar for a digest."""
     if isinstance(value, bytes | bytearray):
         return value
-    return (f"{value:x}" if type(value) is int else repr(value)).encode(errors="surrogatepass")
+    # Hexadecimal: the decimal text of an integer takes quadratic time, and Python limits its digits.
+    text = f"{value:x}" if type(value) is int else repr(value)
+    return text.encode(errors="surrogatepass")
 
 
 def _name(kind: type) -> str:
