@@ -34,13 +34,14 @@ _VALUE_BYTES = 16
 # Text of an entry in the manifest besides its name, its file's name and its extents: per tensor, and per slice.
 _TENSOR_TEXT_BYTES, _SLICE_TEXT_BYTES = 48, 132
 _FILE_NAME_BYTES = {"module": 60, "optimizer": 28}
-# Extents of a parameter on which an optimizer is tried.
-_FEW = (2, 3, 5, 7, 11, 13, 17, 19)
+# Extents of the parameter for a trial step. They differ, so that the extents of state that an optimizer has per row or
+# per column show which dimension they belong to.
+_TRIAL_EXTENTS = (2, 3, 5, 7, 11, 13, 17, 19)
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Bytes that one save is expected to take, its export included where each save makes one, and those free now.
+    """Expected bytes of one save, with its export where each save makes one, and the bytes that are free now.
 
     *export_bytes* is the size of one export, 0 where nothing is exported.
     """
@@ -55,7 +56,7 @@ class Forecast:
 
 
 def free_bytes(directory: Path) -> int:
-    """Free to this user on the file system that *directory* is, or will be, on."""
+    """Bytes that this user may write to the file system of *directory*, which need not exist yet."""
     path = directory.absolute()
     while not path.exists():
         path = path.parent
@@ -86,19 +87,20 @@ def forecast_manifest_bytes(
     """Expected bytes of the manifest of one checkpoint of these items; the arguments are those of
     :func:`forecast_bytes`."""
     items = list(items)
-    total, names = _FIXED_BYTES, dict[int, str]()
+    total = _FIXED_BYTES
+    names: dict[int, str] = {}
     for item in items:
         if item.kind != "module":
             continue
-        names |= {id(parameter): name for name, parameter in item.value.named_parameters()}
+        for name, parameter in item.value.named_parameters():
+            names[id(parameter)] = name
         for name, value in _module_tensors(item, states).items():
-            total += _entry_text_bytes(
-                "module", name, tuple(value.shape), _slices(value, num_shards)
-            )
+            num_slices = _num_slices(value, num_shards)
+            total += _entry_text_bytes("module", name, tuple(value.shape), num_slices)
     for item in items:
         if item.kind == "optimizer" and save_optimizer:
             entries = _optimizer_text_bytes(item.value, names, num_shards)
-            total += int(sum(entries) * _times(item.value))
+            total += int(sum(entries) * _share_factor(item.value))
     return total
 
 
@@ -122,9 +124,12 @@ def _optimizer_text_bytes(
         for parameter in group["params"]:
             prefix = f"state.{names.get(id(parameter), '')}"
             for key, numel, _ in _state_entries(optimizer, group, parameter):
-                shape = () if numel is None else tuple(parameter.shape)
-                slices = 1 if numel is None else _slices(parameter, num_shards)
-                yield _entry_text_bytes("optimizer", f"{prefix}.{key}", shape, slices)
+                shape: tuple[int, ...] = ()
+                num_slices = 1
+                if numel is not None:
+                    shape = tuple(parameter.shape)
+                    num_slices = _num_slices(parameter, num_shards)
+                yield _entry_text_bytes("optimizer", f"{prefix}.{key}", shape, num_slices)
 
 
 def _entry_text_bytes(kind: str, name: str, shape: tuple[int, ...], num_slices: int) -> int:
@@ -156,33 +161,33 @@ def forecast_bytes(
     total = _FIXED_BYTES + side_bytes * (1 + num_exports)
     for item in items:
         if item.kind == "module":
-            tensors = _module_tensors(item, states).values()
-            slices = sum(_slices(t, num_shards) for t in tensors)
-            total += sum(map(_nbytes, tensors)) * (1 + num_exports)
-            total += slices * _ENTRY_BYTES["module"] + world_size * _PADDING_BYTES
+            for tensor in _module_tensors(item, states).values():
+                total += _nbytes(tensor) * (1 + num_exports)
+                total += _num_slices(tensor, num_shards) * _ENTRY_BYTES["module"]
+            total += world_size * _PADDING_BYTES
         elif item.kind == "optimizer" and save_optimizer:
-            total += int(sum(_optimizer_bytes(item.value, num_shards)) * _times(item.value))
+            mine = sum(_optimizer_bytes(item.value, num_shards))
+            total += int(mine * _share_factor(item.value))
         elif item.kind == "object":
-            files = 1 if item.scope == "replicated" else world_size
-            total += files * _object_bytes(item.value.state_dict())
+            num_files = 1 if item.scope == "replicated" else world_size
+            nbytes = archive_overhead() + _value_bytes(item.value.state_dict())
+            total += num_files * nbytes
     return total
 
 
-def _object_bytes(value: Any) -> int:
-    """Expected bytes of the file with the state of one object."""
-    return archive_overhead() + _plain_bytes(value)
-
-
-def _plain_bytes(value: Any) -> int:
+def _value_bytes(value: Any) -> int:
+    """Expected bytes of a value in the state of an object."""
     if isinstance(value, torch.Tensor):
         return _nbytes(value) + archive_overhead() // 4
     if isinstance(value, np.ndarray):
         return value.nbytes + archive_overhead() // 4
     if isinstance(value, Mapping):
-        return sum(_plain_bytes(key) + _plain_bytes(element) for key, element in value.items())
+        return sum(_value_bytes(key) + _value_bytes(element) for key, element in value.items())
     if isinstance(value, list | tuple | set | frozenset):
-        return sum(map(_plain_bytes, value))
-    return len(value) if isinstance(value, str | bytes | bytearray) else _VALUE_BYTES
+        return sum(map(_value_bytes, value))
+    if isinstance(value, str | bytes | bytearray):
+        return len(value)
+    return _VALUE_BYTES
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
@@ -190,28 +195,28 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _slices(tensor: torch.Tensor, num_shards: int | None) -> int:
+def _num_slices(tensor: torch.Tensor, num_shards: int | None) -> int:
     """The number of non-empty shards of a tensor; a dimension shorter than the mesh leaves some empty."""
     if isinstance(tensor, DTensor):
-        cuts = [
-            min(tensor.device_mesh.size(i), tensor.shape[placement.dim])
-            for i, placement in enumerate(tensor.placements)
-            if isinstance(placement, Shard)
-        ]
-        return max(1, math.prod(cuts))
-    return max(1, min(num_shards or 1, tensor.shape[0])) if tensor.dim() else 1
+        num_slices = 1
+        for mesh_dim, placement in enumerate(tensor.placements):
+            if isinstance(placement, Shard):
+                num_ranks = tensor.device_mesh.size(mesh_dim)
+                num_slices *= min(num_ranks, tensor.shape[placement.dim])
+        return max(1, num_slices)
+    if tensor.dim() == 0:
+        return 1
+    return max(1, min(num_shards or 1, tensor.shape[0]))
 
 
-def _times(optimizer: Optimizer) -> float:
+def _share_factor(optimizer: Optimizer) -> float:
     """The elements that all ranks train, divided by those that this rank trains; 1.0 where both are the same."""
-    whole = trained_by_all(optimizer)
-    if whole is None:
+    trained = trained_by_all(optimizer)
+    if trained is None:
         return 1.0
-    mine = sum(
-        parameter.numel() for group in optimizer.param_groups for parameter in group["params"]
-    )
-    together = sum(tensor.numel() for group in whole for tensor in group.values())
-    return float(together / max(mine, 1))
+    here = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+    total = sum(tensor.numel() for group in trained for tensor in group.values())
+    return float(total / max(here, 1))
 
 
 def _optimizer_bytes(optimizer: Optimizer, num_shards: int | None) -> Iterator[int]:
@@ -219,52 +224,52 @@ def _optimizer_bytes(optimizer: Optimizer, num_shards: int | None) -> Iterator[i
         for parameter in group["params"]:
             entry = _ENTRY_BYTES["optimizer"] + archive_overhead()
             for _, numel, itemsize in _state_entries(optimizer, group, parameter):
-                slices = 1 if numel is None else _slices(parameter, num_shards)
-                yield (numel or 1) * itemsize + slices * entry
+                num_slices = 1 if numel is None else _num_slices(parameter, num_shards)
+                yield (numel or 1) * itemsize + num_slices * entry
 
 
 def _state_entries(
     optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor
 ) -> Iterator[tuple[str, int | None, int]]:
     """(name, elements, bytes per element) of each state entry; elements None for one without dimensions."""
-    state, tried = optimizer.state.get(parameter), list(parameter.shape)
+    state = optimizer.state.get(parameter)
+    shape = list(parameter.shape)
     if not state:
-        # No two extents are alike, so that those of what an optimizer keeps per row or column tell which it is.
-        tried = [
-            few if extent > 1 else extent
-            for extent, few in zip(parameter.shape, _FEW, strict=False)
-        ]
-        state = _state_after_a_step(
-            optimizer, group, nn.Parameter(torch.zeros(tried, dtype=parameter.dtype))
-        )
-    grown = dict(zip(tried, parameter.shape, strict=False))
+        pairs = zip(parameter.shape, _TRIAL_EXTENTS, strict=False)
+        shape = [trial if extent > 1 else extent for extent, trial in pairs]
+        trial_parameter = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype))
+        state = _state_after_a_step(optimizer, group, trial_parameter)
+    real_extent = dict(zip(shape, parameter.shape, strict=False))
     for name, value in state.items():
-        if isinstance(value, torch.Tensor):
-            alike = value.numel() == math.prod(tried)
-            numel = (
-                parameter.numel()
-                if alike
-                else math.prod(grown.get(extent, extent) for extent in value.shape)
-            )
-            yield name, (None if value.dim() == 0 else numel), value.element_size()
+        if not isinstance(value, torch.Tensor):
+            continue
+        if value.dim() == 0:
+            yield name, None, value.element_size()
+        elif value.numel() == math.prod(shape):
+            yield name, parameter.numel(), value.element_size()
+        else:
+            extents = [real_extent.get(extent, extent) for extent in value.shape]
+            yield name, math.prod(extents), value.element_size()
 
 
 def _state_after_a_step(
     optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor
 ) -> dict[str, Any]:
+    """The state of *parameter* after one step with the optimizer's class and the options of *group*."""
     options = {name: value for name, value in group.items() if name in optimizer.defaults}
     try:
         trial = type(optimizer)([parameter], **options)
         parameter.grad = torch.zeros_like(parameter)
         trial.step()
-    except Exception:  # an optimizer that asks for more than parameters and its defaults: assume AdamW's two moments
+    except Exception:
+        # An optimizer that needs more than parameters and its defaults: assume AdamW's two moments.
         return {"first": torch.zeros_like(parameter), "second": torch.zeros_like(parameter)}
     return dict(trial.state[parameter])
 
 
 @functools.cache
 def archive_overhead() -> int:
-    """Bytes that ``torch.save`` adds to a tensor's own."""
+    """Bytes that ``torch.save`` adds to those of a tensor."""
     buffer = io.BytesIO()
     torch.save(torch.zeros(16), buffer)
     return buffer.tell() - 64

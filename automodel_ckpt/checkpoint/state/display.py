@@ -21,18 +21,15 @@ _OPTION = re.compile(r".*\.param_groups\.([0-9]{1,3})\.(\w+)", re.ASCII)
 
 
 def plain_state(checkpoint: Path, file: str) -> dict[str, Any]:
-    """The mapping of text to plain values in a state file; empty where it has none or cannot be read."""
+    """The mapping of text to values in a state file; empty where it has none or cannot be read."""
     try:
         state = _value(read_safely(checkpoint, file, limit=_MAX_FILE_BYTES))
-    except (
-        Exception
-    ):  # whatever a damaged or unusual file makes the reader raise: then nothing is said of it
+    except Exception:
+        # A damaged or unusual file may make the reader raise anything. It is then not displayed.
         return {}
-    return (
-        {key: value for key, value in state.items() if isinstance(key, str)}
-        if isinstance(state, dict)
-        else {}
-    )
+    if not isinstance(state, dict):
+        return {}
+    return {key: value for key, value in state.items() if isinstance(key, str)}
 
 
 def optimizer_groups(checkpoint: Path, tree: Tree) -> list[dict[str, Any]]:
@@ -40,8 +37,12 @@ def optimizer_groups(checkpoint: Path, tree: Tree) -> list[dict[str, Any]]:
     groups: dict[int, dict[str, Any]] = {}
     for fqn, blob in tree.objects.items():
         match = _OPTION.fullmatch(fqn)
-        if match is not None and int(match[1]) < _MAX_GROUPS and blob.nbytes <= _MAX_VALUE_BYTES:
-            groups.setdefault(int(match[1]), {}).update(_option(checkpoint, match[2], blob))
+        if match is None or blob.nbytes > _MAX_VALUE_BYTES:
+            continue
+        number, name = int(match[1]), match[2]
+        if number < _MAX_GROUPS:
+            group = groups.setdefault(number, {})
+            group.update(_option(checkpoint, name, blob))
     return [groups[number] for number in sorted(groups)]
 
 
@@ -50,7 +51,7 @@ def _option(checkpoint: Path, name: str, blob: Blob) -> Mapping[str, Any]:
         with os.fdopen(open_safely(checkpoint, blob.file), "rb") as file:
             file.seek(blob.start)
             value = _value(file.read(blob.nbytes))
-    except Exception:  # as above
+    except Exception:  # a damaged file, as in plain_state
         return {}
     return {name: len(value) if name == "params" else value}
 

@@ -29,7 +29,10 @@ _BLOCK_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """A stored tensor for a tensor of a module: its *source* and its name there; *resized* to fit by rows."""
+    """The stored tensor that fills a tensor of a module: its *source* and its name there.
+
+    *resized*: the numbers of rows differ; the common rows are read.
+    """
 
     source: Tensors
     name: str
@@ -39,17 +42,18 @@ class Filling:
 def module_shapes(module: nn.Module) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
     """(global shapes of this rank's stored tensors of *module* by FQN, {tied name: stored name})."""
     state, tied = module_state(module)
-    return {
-        fqn: tuple(value.shape) for fqn, value in state.items() if isinstance(value, torch.Tensor)
-    }, tied
+    return _shapes(state), tied
 
 
 def whole_shapes(module: nn.Module) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
     """(global shapes of the stored tensors of *module* on all ranks by FQN, {tied name: stored name})."""
     state, tied = complete_state(module)
-    return {
-        fqn: tuple(value.shape) for fqn, value in state.items() if isinstance(value, torch.Tensor)
-    }, dict(tied)
+    return _shapes(state), dict(tied)
+
+
+def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    tensors = {fqn: value for fqn, value in state.items() if isinstance(value, torch.Tensor)}
+    return {fqn: tuple(tensor.shape) for fqn, tensor in tensors.items()}
 
 
 def fill_module(
@@ -85,7 +89,7 @@ def fill_module(
 
 
 def _renamed(tensor: Tensor, fqn: str) -> Tensor:
-    slices = tuple(replace(piece, fqn=fqn) for piece in tensor.slices)
+    slices = tuple(replace(stored, fqn=fqn) for stored in tensor.slices)
     return replace(tensor, fqn=fqn, slices=slices)
 
 
@@ -134,22 +138,24 @@ def _blocks(
 
 
 def rows_of(tensor: Tensor, first: int, stop: int) -> Tensor:
-    """Rows ``first .. stop`` of a tensor (of at least one dimension) as a tensor of their own."""
-    wanted = Box((first, *(0 for _ in tensor.shape[1:])), (stop - first, *tensor.shape[1:]))
-    pieces = [piece for each in tensor.slices if (piece := _cut(each, wanted)) is not None]
-    return Tensor(tensor.fqn, tensor.dtype, wanted.sizes, tuple(pieces))
+    """Rows ``first .. stop`` of a tensor (of at least one dimension) as a separate tensor."""
+    row_shape = tensor.shape[1:]
+    wanted = Box((first, *(0 for _ in row_shape)), (stop - first, *row_shape))
+    slices = [_rows_of_slice(stored, wanted) for stored in tensor.slices]
+    present = [stored for stored in slices if stored is not None]
+    return Tensor(tensor.fqn, tensor.dtype, wanted.sizes, tuple(present))
 
 
-def _cut(piece: Slice, wanted: Box) -> Slice | None:
-    """The part of a slice in *wanted*, a range of whole rows, counted from its first row; it is contiguous."""
-    common = intersection(piece.box, wanted)
+def _rows_of_slice(stored: Slice, wanted: Box) -> Slice | None:
+    """The rows of a slice in *wanted*, a range of complete rows, counted from its first row; they are contiguous."""
+    common = intersection(stored.box, wanted)
     if common is None:
         return None
-    row_bytes = nbytes_of(piece.dtype, piece.sizes[1:])
-    start = piece.start + (common.offsets[0] - piece.offsets[0]) * row_bytes
+    row_bytes = nbytes_of(stored.dtype, stored.sizes[1:])
+    start = stored.start + (common.offsets[0] - stored.offsets[0]) * row_bytes
     offsets = (common.offsets[0] - wanted.offsets[0], *common.offsets[1:])
     return replace(
-        piece,
+        stored,
         offsets=offsets,
         sizes=common.sizes,
         start=start,

@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Optimizer
 
 from automodel_ckpt.checkpoint.discovery import Item
@@ -40,11 +38,11 @@ class Owners:
     """
 
     def __init__(self, items: Iterable[Item]) -> None:
-        self.roof = nn.Module()
+        self.root = nn.Module()
         for item in items:
             if item.kind == "module":
-                # Module names may not hold dots.
-                self.roof.add_module(item.name.replace(".", "%"), item.value)
+                # Names of submodules cannot contain dots.
+                self.root.add_module(item.name.replace(".", "%"), item.value)
 
     def optimizer_state(self, item: Item) -> dict[str, Any]:
         """``{"state": {fqn: {...}}, "param_groups": [...]}``; where there is no state at all, it is created first.
@@ -52,16 +50,16 @@ class Owners:
         The groups name what all ranks train, the state is this rank's.
         """
         self.check_parameters(item)
-        state: dict[str, Any] = dict(get_optimizer_state_dict(self.roof, item.value))
-        for group, names in zip(
-            state["param_groups"], trained_by_all(item.value) or (), strict=False
-        ):
-            group["params"] = list(names)
+        state: dict[str, Any] = dict(get_optimizer_state_dict(self.root, item.value))
+        trained = trained_by_all(item.value)
+        if trained is not None:
+            for group, names in zip(state["param_groups"], trained, strict=False):
+                group["params"] = list(names)
         return state
 
     def groups(self, item: Item) -> Groups:
         """What each parameter group of this rank's optimizer trains."""
-        fqns = {id(parameter): fqn for fqn, parameter in self.roof.named_parameters()}
+        fqns = {id(parameter): fqn for fqn, parameter in self.root.named_parameters()}
         return [
             {fqns[id(p)]: without_memory(p) for p in group["params"]}
             for group in item.value.param_groups
@@ -69,13 +67,11 @@ class Owners:
 
     def parameters(self, item: Item, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """The parameters of this rank's optimizer by FQN; *state* is the result of :meth:`optimizer_state`."""
-        named = self._names_here(item, state)
-        trained = [group["params"] for group in item.value.param_groups]
-        return {
-            fqn: p
-            for names, ps in zip(named, trained, strict=True)
-            for fqn, p in zip(names, ps, strict=True)
-        }
+        found: dict[str, torch.Tensor] = {}
+        groups = item.value.param_groups
+        for fqns, group in zip(self._names_here(item, state), groups, strict=True):
+            found.update(zip(fqns, group["params"], strict=True))
+        return found
 
     def set_optimizer_state(self, item: Item, state: Mapping[str, Any]) -> None:
         """Give the optimizer a *state* of the form that :meth:`optimizer_state` returns. A parameter without an entry
@@ -84,14 +80,12 @@ class Owners:
         PyTorch's ``set_optimizer_state_dict`` is not used: it allows at most one group without parameters, and a
         pipeline stage may have several.
         """
-        groups = [
-            {**options, "params": list(names)}
-            for options, names in zip(
-                state["param_groups"], self._names_here(item, state), strict=True
-            )
-        ]
-        mine = {fqn for group in groups for fqn in group["params"]}
-        entries = {fqn: entry for fqn, entry in state["state"].items() if fqn in mine}
+        groups: list[dict[str, Any]] = []
+        names_here = self._names_here(item, state)
+        for options, names in zip(state["param_groups"], names_here, strict=True):
+            groups.append({**options, "params": list(names)})
+        trained_here = {fqn for group in groups for fqn in group["params"]}
+        entries = {fqn: entry for fqn, entry in state["state"].items() if fqn in trained_here}
         item.value.load_state_dict({"state": entries, "param_groups": groups})
 
     def _names_here(self, item: Item, state: Mapping[str, Any]) -> list[list[str]]:
@@ -102,14 +96,17 @@ class Owners:
 
     def check_parameters(self, item: Item) -> None:
         """Raise :class:`RecipeError` where an optimizer trains a parameter that belongs to no module of the recipe."""
-        known = {id(parameter) for parameter in self.roof.parameters()}
-        mine = [parameter for group in item.value.param_groups for parameter in group["params"]]
-        strangers = [tuple(parameter.shape) for parameter in mine if id(parameter) not in known]
-        if strangers:
+        in_modules = {id(parameter) for parameter in self.root.parameters()}
+        shapes: list[tuple[int, ...]] = []
+        for group in item.value.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in in_modules:
+                    shapes.append(tuple(parameter.shape))
+        if shapes:
             raise RecipeError(
                 "an optimizer trains parameters of a module that is not an attribute of the recipe",
                 where=f"recipe attribute {item.name!r}",
-                value=f"{len(strangers)} parameter(s), the first of shape {list(strangers[0])}",
+                value=f"{len(shapes)} parameter(s), the first of shape {list(shapes[0])}",
                 hint="assign their module to an attribute of the recipe, so that it is saved too",
             )
 
@@ -122,43 +119,54 @@ def optimizer_tree(
     That of a scheduler is in a tuple, which DCP stores whole (it would turn the integer keys of a MultiStepLR into
     text). A parameter that was never updated has no state, unless *create* is true.
     """
-    schedulers = {i.name: (i.value.state_dict(),) for i in items if i.owner == item.name}
-    with _made(item) if create else _as_it_is(item.value):
+    tree: dict[str, Any] = {item.name: {}}
+    for other in items:
+        if other.owner == item.name:
+            tree[other.name] = (other.value.state_dict(),)
+    with _state_creation(item) if create else _no_state_creation(item.value):
         state = owners.optimizer_state(item)
-    if not create and (forms := forms_of(state)):
+    forms = {} if create else forms_of(state)
+    if forms:
         state[FORMS] = (forms,)
-    return {item.name: state, **schedulers}
+    tree[item.name] = state
+    return tree
 
 
 @contextmanager
-def _as_it_is(optimizer: Optimizer) -> Iterator[None]:
+def _no_state_creation(optimizer: Optimizer) -> Iterator[None]:
     """Prevent PyTorch from creating missing optimizer state: it would do so by a step, which counts."""
-    first = next(
-        (parameter for group in optimizer.param_groups for parameter in group["params"]), None
-    )
-    if optimizer.state or first is None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if optimizer.state or not parameters:
         yield
         return
-    optimizer.state[first] = {}
+    # PyTorch creates state only for an optimizer without any.
+    optimizer.state[parameters[0]] = {}
     try:
         yield
     finally:
-        del optimizer.state[first]
+        del optimizer.state[parameters[0]]
 
 
 @contextmanager
-def _made(item: Item) -> Iterator[None]:
-    """PyTorch makes state for all parameters or for none, and for none where one has a gradient, which would be that of
-    other weights than those to be read. It does so by a step with a closure, which not every optimizer takes."""
+def _state_creation(item: Item) -> Iterator[None]:
+    """Let PyTorch create the state of all parameters in the block.
+
+    It creates state for all parameters or for none, and for none where one has a gradient. A gradient would belong to
+    weights other than those that are read. It creates state by a step with a closure, which not every optimizer
+    accepts. Raises :class:`RecipeError` where the step fails.
+    """
     optimizer = item.value
-    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
     if len(optimizer.state) < len(trained):
         optimizer.state.clear()
         for parameter in trained:
             parameter.grad = None
-    own, step = vars(optimizer).get("step"), optimizer.step
-    parameters = inspect.signature(step).parameters.values()
-    if not any(p.name == "closure" or p.kind is p.VAR_KEYWORD for p in parameters):
+    step = optimizer.step
+    # LR schedulers replace step on the instance; what they have set must be restored.
+    instance_step = vars(optimizer).get("step")
+    arguments = inspect.signature(step).parameters.values()
+    if not any(a.name == "closure" or a.kind is a.VAR_KEYWORD for a in arguments):
         optimizer.step = lambda closure: step()
     try:
         yield
@@ -174,5 +182,5 @@ def _made(item: Item) -> Iterator[None]:
         ) from error
     finally:
         vars(optimizer).pop("step", None)
-        if own is not None:
-            optimizer.step = own
+        if instance_step is not None:
+            optimizer.step = instance_step

@@ -38,22 +38,17 @@ class GroupMatch:
     @property
     def new_groups(self) -> tuple[str, ...]:
         """Prefixes of the names in a flat tree of the groups whose parameters are all new."""
-        return tuple(
-            _prefix(self.name, number)
-            for number, source in enumerate(self.sources)
-            if source is None
-        )
+        new = [number for number, source in enumerate(self.sources) if source is None]
+        return tuple(_prefix(self.name, number) for number in new)
 
     def renumbered(self, tree: Tree) -> Tree:
         """The saved *tree* with each group's options under the number that the group has here.
 
-        The lists of parameters are left out: those of the optimizer are right.
+        The lists of parameters are omitted: those of the optimizer are right.
         """
-        start = f"{self.name}.param_groups."
-        tensors = {
-            name: tensor for name, tensor in tree.tensors.items() if not name.startswith(start)
-        }
-        objects = {name: blob for name, blob in tree.objects.items() if not name.startswith(start)}
+        prefix = f"{self.name}.param_groups."
+        tensors = {key: value for key, value in tree.tensors.items() if not key.startswith(prefix)}
+        objects = {key: value for key, value in tree.objects.items() if not key.startswith(prefix)}
         for number, source in enumerate(self.sources):
             if source is None:
                 continue
@@ -69,7 +64,7 @@ class GroupMatch:
 
     def renumbered_forms(self, forms: Mapping[tuple[str, Any], Any]) -> dict[tuple[str, Any], Any]:
         """The saved *forms* (see ``optimizer_state``) with the numbers that the groups have here."""
-        found = {place: form for place, form in forms.items() if place[0] != "param_groups"}
+        found = {path: form for path, form in forms.items() if path[0] != "param_groups"}
         for number, source in enumerate(self.sources):
             saved = ("param_groups", source)
             if saved in forms:
@@ -83,19 +78,17 @@ class GroupMatch:
         """
         state = dict(saved)
         for key, value in saved.items():
-            mine = getattr(scheduler, key, None)
-            if (
-                key in _PER_GROUP
-                and _has_length(value, self.num_saved)
-                and _has_length(mine, len(self.sources))
-            ):
-                per_group = [mine[n] if s is None else value[s] for n, s in enumerate(self.sources)]  # type: ignore[index]
-                state[key] = type(value)(per_group)
-            elif key == "_schedulers" and _has_length(mine, len(value)):
-                pairs = zip(value, mine or (), strict=True)
-                state[key] = [
-                    self.schedule_state(inner, its_scheduler) for inner, its_scheduler in pairs
-                ]
+            here: Any = getattr(scheduler, key, None)
+            if key in _PER_GROUP:
+                if _has_length(value, self.num_saved) and _has_length(here, len(self.sources)):
+                    per_group = []
+                    for number, source in enumerate(self.sources):
+                        per_group.append(here[number] if source is None else value[source])
+                    state[key] = type(value)(per_group)
+            elif key == "_schedulers" and _has_length(here, len(value)):
+                # SequentialLR and ChainedScheduler contain other schedulers.
+                pairs = zip(value, here, strict=True)
+                state[key] = [self.schedule_state(inner, scheduler) for inner, scheduler in pairs]
         return state
 
 
@@ -110,9 +103,10 @@ def match_groups(
 
     Parameters whose FQN starts with one of *absent* are on one side only and do not count.
     """
-    group_of = {
-        fqn: number for number, group in enumerate(saved) for fqn in _without(group, absent)
-    }
+    group_of: dict[str, int] = {}
+    for number, group in enumerate(saved):
+        for fqn in _without(group, absent):
+            group_of[fqn] = number
     sources: list[int | None] = []
     mismatched: list[str] = []
     for number, group in enumerate(here):
@@ -123,28 +117,27 @@ def match_groups(
             sources.append(_empty_group(number, group, saved))
             continue
         if untrained:
-            mismatched.append(
-                f"+ {name}.param_groups.{number}: trains {untrained[0]}, which was not trained"
-            )
+            reason = f"trains {untrained[0]}, which was not trained"
+            mismatched.append(f"+ {name}.param_groups.{number}: {reason}")
         elif not _have_equal_options(name, tree, found):
             numbers = " and ".join(map(str, found))
-            mismatched.append(
-                f"~ {name}.param_groups.{number}: saved as groups {numbers} with different options"
-            )
+            reason = f"saved as groups {numbers} with different options"
+            mismatched.append(f"~ {name}.param_groups.{number}: {reason}")
         sources.append(found[0] if found else 0)
     trained = {fqn for group in here for fqn in group}
     for number, group in enumerate(saved):
-        gone = [fqn for fqn in _without(group, absent) if fqn not in trained]
-        if gone:
-            mismatched.append(
-                f"- {name}.param_groups.{number}: trained {gone[0]}, which is not trained here"
-            )
+        not_trained = [fqn for fqn in _without(group, absent) if fqn not in trained]
+        if not_trained:
+            reason = f"trained {not_trained[0]}, which is not trained here"
+            mismatched.append(f"- {name}.param_groups.{number}: {reason}")
     return GroupMatch(name, tuple(sources), len(saved), tuple(mismatched))
 
 
 def _empty_group(number: int, group: Sequence[str], saved: Sequence[Sequence[str]]) -> int | None:
     """The saved group of a group without parameters: the one with its number, if that has none either."""
-    return number if not group and number < len(saved) and not saved[number] else None
+    if not group and number < len(saved) and not saved[number]:
+        return number
+    return None
 
 
 def _have_equal_options(name: str, tree: Tree, numbers: Iterable[int]) -> bool:
@@ -155,9 +148,10 @@ def _have_equal_options(name: str, tree: Tree, numbers: Iterable[int]) -> bool:
 
 def _options(name: str, tree: Tree, number: int) -> dict[str, object]:
     prefix = _prefix(name, number)
-    found: dict[str, object] = {
-        key: tensor for key, tensor in tree.tensors.items() if key.startswith(prefix)
-    }
+    found: dict[str, object] = {}
+    for key, tensor in tree.tensors.items():
+        if key.startswith(prefix):
+            found[key] = tensor
     for key, blob in tree.objects.items():
         if key.startswith(prefix) and key != f"{prefix}params":
             # Some sources have no digests: without one, nothing shows that two values are equal.
