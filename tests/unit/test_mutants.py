@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from tools.mutants import trial
 from tools.mutants.__main__ import NO_DIFFERENCE, ROOT, reviewed
 from tools.mutants.operators import mutations
+from tools.mutants.recording import record, without_removed_tests
 
 SOURCE = b'''\
 def first(values, limit=1 < 2):
@@ -78,6 +80,41 @@ def test_a_noticed_change_is_killed_and_an_unnoticed_one_survives(tmp_path: Path
             == expected
         )
     assert b"x + x" in (tmp_path / "doubling.py").read_bytes(), "the original is unchanged"
+
+
+def test_a_change_that_makes_the_tests_hang_is_reported_as_timed_out(tmp_path: Path) -> None:
+    (tmp_path / "waits.py").write_bytes(b"def seconds():\n    return 1 - 1\n")
+    (tmp_path / "test_it.py").write_text(
+        "import time\n\nimport waits\n\n\ndef test_it():\n    time.sleep(100 * waits.seconds())\n"
+    )
+    (change,) = mutations((tmp_path / "waits.py").read_bytes())
+    tried = trial.Trial("waits.py", change, ["test_it.py::test_it"])
+    assert trial.run(tmp_path, tried, timeout_seconds=3) == "timed out"
+
+
+def test_a_recorded_test_that_no_longer_exists_kills_no_change(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text("def test_it():\n    pass\n")
+    (tmp_path / "code.py").write_bytes(b"def one():\n    return 1 + 0\n")
+    recorded = ["test_gone.py::test_it", "test_it.py::test_it", "test_it.py::test_renamed"]
+    reached, removed = without_removed_tests(tmp_path, {"code.py": {2: recorded}})
+    assert reached == {"code.py": {2: ["test_it.py::test_it"]}}
+    assert removed == {"test_gone.py::test_it", "test_it.py::test_renamed"}
+    (change,) = mutations((tmp_path / "code.py").read_bytes())
+    with pytest.raises(LookupError, match="test_renamed"):
+        trial.run(tmp_path, trial.Trial("code.py", change, recorded[1:]), timeout_seconds=60)
+
+
+def test_a_recording_without_coverage_fails_before_any_test_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marker = tmp_path / "a test ran"
+    (tmp_path / "test_it.py").write_text(
+        f"open({str(marker)!r}, 'w')\n\n\ndef test_it():\n    pass\n"
+    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match="is not installed"):
+        record(tmp_path, [tmp_path], ["test_it.py"])
+    assert not marker.exists()
 
 
 def test_each_reviewed_change_is_one_that_the_tool_makes() -> None:

@@ -6,7 +6,8 @@ python -m tools.mutants --seed 2                 # another sample
 python -m tools.mutants --only automodel_ckpt/checkpoint/commit.py
 
 Every mutation is tried against the tests that execute its line, in a copy of the repository. A mutation is *killed* if
-a test fails or hangs; it *survived* otherwise. Survivors are printed and written to runs/mutants.json. Read them: each
+a test fails, *timed out* if the tests do not end within the limit (counted as killed, and listed: on a busy machine the
+limit may be too low), and *survived* otherwise. Survivors are printed and written to runs/mutants.json. Read them: each
 is a missing test, a line that does nothing, or a change that makes no difference. The last kind can be listed, with the
 reason, in tools/mutants/no_difference.toml; it is then printed, and not counted as a survivor.
 """
@@ -27,7 +28,7 @@ from pathlib import Path
 
 from tools.mutants import trial
 from tools.mutants.operators import mutations
-from tools.mutants.recording import Reached, dump, load, record
+from tools.mutants.recording import Reached, dump, load, record, without_removed_tests
 from tools.mutants.trial import Outcome, Trial
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,6 +45,8 @@ RECORDING = ROOT / "runs" / "mutants_reached.json"
 NO_DIFFERENCE = Path(__file__).parent / "no_difference.toml"
 # The most specific tests, those that execute the fewest lines, come first: they notice a change soonest.
 MOST_TESTS = 100
+# On a busy machine tests can take several times as long as on an idle one. Passing tests cannot be waited for in vain.
+_UNCHANGED_TIMES_LONGER = 4
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -51,29 +54,44 @@ def main(words: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(words)
     trial.import_slow_libraries()
     files = {name: _files(name, options.only) for name in options.packages or PACKAGES}
-    if options.reuse:
-        reached = load(RECORDING)
-    else:
-        print(f"recording which tests reach which lines: {' '.join(options.tests)}", flush=True)
-        reached = record(ROOT, [ROOT / directory for directory in PACKAGES.values()], options.tests)
-        dump(reached, RECORDING)
-        tests = {test for lines in reached.values() for found in lines.values() for test in found}
-        # Far fewer than the tests that passed: a recording was lost, and the report would mean nothing.
-        print(f"{len(tests)} tests execute lines of these packages", flush=True)
+    try:
+        reached = _recording(options.tests, reuse=options.reuse)
+    except (OSError, RuntimeError) as error:
+        print(f"error: {error}")
+        return 1
     trials = [
         one
         for paths in files.values()
         for one in _sample(paths, reached, options.sample, options.seed)
     ]
-    if not _unchanged_code_passes(trials, options.timeout):
-        print(
-            "error: tests fail in a copy of the unchanged code, so a failing test would prove nothing"
-        )
+    outcome = _unchanged_code(trials, _UNCHANGED_TIMES_LONGER * options.timeout)
+    if outcome != "survived":
+        # A test that fails with any code notices nothing.
+        print(f"error: the tests of unchanged code {outcome}: they have to pass in a copy of it")
         return 1
     print(f"{len(trials)} mutations, {options.workers} at a time", flush=True)
     outcomes = _run_all(trials, options.workers, options.timeout)
     _report(files, trials, outcomes, options.seed)
     return 0
+
+
+def _recording(tests: Sequence[str], *, reuse: bool) -> Reached:
+    """Return which tests reach which lines: the last recording, or a new one, which is kept.
+
+    Raises OSError if there is no last recording, RuntimeError if the tests cannot be run or listed.
+    """
+    if reuse:
+        reached, removed = without_removed_tests(ROOT, load(RECORDING))
+        if removed:
+            print(f"{len(removed)} recorded tests no longer exist and are ignored", flush=True)
+        return reached
+    print(f"recording which tests reach which lines: {' '.join(tests)}", flush=True)
+    reached = record(ROOT, [ROOT / directory for directory in PACKAGES.values()], tests)
+    dump(reached, RECORDING)
+    found = {test for lines in reached.values() for reaching in lines.values() for test in reaching}
+    # If this is far fewer than the tests that passed, a recording was lost, and the report would mean nothing.
+    print(f"{len(found)} tests execute lines of these packages", flush=True)
+    return reached
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -138,14 +156,19 @@ def _tests_of(lines: Mapping[int, Sequence[str]], line: int) -> set[str]:
     return {test for tests in lines.values() for test in tests}
 
 
-def _unchanged_code_passes(trials: Sequence[Trial], timeout_seconds: float) -> bool:
-    """Run the tests of a few trials without their mutations: they have to pass in the copy too."""
-    reached = [one for one in trials if one.tests][:5]
-    unchanged = [
-        replace(one, mutation=replace(one.mutation, end=one.mutation.start, replacement=""))
-        for one in reached
-    ]
-    return all(trial.run(ROOT, one, timeout_seconds) == "survived" for one in unchanged)
+def _unchanged_code(trials: Sequence[Trial], timeout_seconds: float) -> Outcome:
+    """Run the tests of a few trials without their mutations.
+
+    Returns "survived" if they pass, which they must in the copy too, else the outcome of the first that do not.
+    """
+    with_tests = [one for one in trials if one.tests]
+    for one in with_tests[:5]:
+        nothing = replace(one.mutation, end=one.mutation.start, replacement="")
+        outcome = trial.run(ROOT, replace(one, mutation=nothing), timeout_seconds)
+        if outcome != "survived":
+            print(f"unchanged {one.path}: {outcome}, of {' '.join(one.tests)}", flush=True)
+            return outcome
+    return "survived"
 
 
 def _run_all(trials: Sequence[Trial], workers: int, timeout_seconds: float) -> list[Outcome]:
@@ -182,7 +205,10 @@ def _report(
             for one, outcome in zip(trials, outcomes, strict=True)
             if one.path in paths
         ]
-        unnoticed = [(one, outcome) for one, outcome in mine if outcome != "killed"]
+        unnoticed = [
+            (one, outcome) for one, outcome in mine if outcome not in ("killed", "timed out")
+        ]
+        timed_out = [one for one, outcome in mine if outcome == "timed out"]
         equal = [one for one, _ in unnoticed if (one.path, one.mutation.description) in reasons]
         alive = [(one, outcome) for one, outcome in unnoticed if one not in equal]
         num_different = len(mine) - len(equal)
@@ -190,6 +216,8 @@ def _report(
         print(f"\n{package}: {len(alive)} of {num_different} mutations survived ({share:.0%})")
         for one, outcome in alive:
             print(f"  {outcome:11} {one.place}  {one.mutation.description}")
+        for one in timed_out:
+            print(f"  timed out, counted as noticed: {one.place}  {one.mutation.description}")
         for one in equal:
             reason = reasons[one.path, one.mutation.description]
             print(f"  no difference {one.place}  {one.mutation.description}: {reason}")
@@ -202,8 +230,10 @@ def _report(
             "seed": seed,
             "mutations": num_different,
             "survivors": survivors,
+            "timed_out": [one.place for one in timed_out],
+            "no_difference": [one.place for one in equal],
         }
-        results.append({**result, "no_difference": [one.place for one in equal]})
+        results.append(result)
     RESULTS.parent.mkdir(exist_ok=True)
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 

@@ -7,6 +7,7 @@ test starts through ``exec`` are not: their lines are reached by the tests that 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -61,8 +62,14 @@ Reached = Mapping[str, Mapping[int, Sequence[str]]]
 def record(root: Path, sources: Sequence[Path], tests: Sequence[str]) -> Reached:
     """Run *tests* once below *root* and return which of them execute which lines of *sources*.
 
-    Tests that fail or are skipped without any mutation are left out. Raises RuntimeError if pytest cannot run at all.
+    Tests that fail or are skipped without any mutation are left out. Raises RuntimeError if coverage.py is not
+    installed or pytest cannot run.
     """
+    if importlib.util.find_spec("coverage") is None:
+        # Found out now rather than after the minutes that the tests take.
+        raise RuntimeError(
+            "coverage.py is not installed: pip install -c constraints.txt -e '.[mutants]'"
+        )
     with tempfile.TemporaryDirectory(prefix="mutants-") as name:
         directory = Path(name)
         (directory / "mutants_contexts.py").write_text(_PLUGIN)
@@ -95,6 +102,32 @@ def _read(root: Path, directory: Path, failed: frozenset[str]) -> Reached:
             lines[line] = sorted({*contexts} - failed - {""})
         reached[str(Path(file).resolve().relative_to(root.resolve()))] = lines
     return reached
+
+
+def without_removed_tests(root: Path, reached: Reached) -> tuple[Reached, frozenset[str]]:
+    """Return a recording without the tests that no longer exist below *root*, and the ids of those tests.
+
+    pytest runs no test at all if one of the ids that it is given does not exist. Raises RuntimeError if pytest cannot
+    list the tests.
+    """
+    recorded = {test for lines in reached.values() for tests in lines.values() for test in tests}
+    files = sorted({test.partition("::")[0] for test in recorded})
+    files = [file for file in files if (root / file).is_file()]
+    existing: set[str] = set()
+    if files:
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
+        listing = subprocess.run(
+            [*command, *files], cwd=root, capture_output=True, text=True, check=False
+        )
+        if listing.returncode != 0:
+            raise RuntimeError(f"pytest cannot list the recorded tests: {listing.stdout[-2000:]}")
+        existing.update(listing.stdout.splitlines())
+    remaining: dict[str, dict[int, Sequence[str]]] = {}
+    for file, lines in reached.items():
+        remaining[file] = {
+            line: [test for test in tests if test in existing] for line, tests in lines.items()
+        }
+    return remaining, frozenset(recorded - existing)
 
 
 def dump(reached: Reached, path: Path) -> None:

@@ -20,7 +20,8 @@ from typing import Literal
 
 from tools.mutants.operators import Mutation
 
-Outcome = Literal["killed", "survived", "not reached"]
+Outcome = Literal["killed", "timed out", "survived", "not reached"]
+"""A mutation is noticed if it is *killed* (a test fails) or *timed out* (the tests do not end within the limit)."""
 
 _SLOW_LIBRARIES = ("torch", "transformers", "datasets", "peft", "numpy", "pytest")
 _NOT_COPIED = (
@@ -35,6 +36,8 @@ _NOT_COPIED = (
     "dist",
 )
 _POLL_SECONDS = 0.1
+# pytest's exit code for a wrong command line. A conftest.py that cannot be imported has it too.
+_NO_SUCH_TEST = 4
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,10 @@ def import_slow_libraries() -> None:
 
 
 def run(root: Path, trial: Trial, timeout_seconds: float) -> Outcome:
-    """Return whether a test fails with the mutation. Tests that take longer than *timeout_seconds* have noticed it."""
+    """Run the tests of a trial with its mutation, for at most *timeout_seconds*.
+
+    Raises LookupError if one of the tests does not exist, because pytest then runs none of them.
+    """
     if not trial.tests:
         return "not reached"
     with tempfile.TemporaryDirectory(prefix="mutant-") as name:
@@ -77,6 +83,11 @@ def run(root: Path, trial: Trial, timeout_seconds: float) -> Outcome:
         if child == 0:
             _run_tests(copy, Path(name), trial.tests)
         code = _wait(child, timeout_seconds)
+        output = (Path(name) / "output").read_text(errors="replace")
+    if code is None:
+        return "timed out"
+    if code == _NO_SUCH_TEST and "ERROR: not found:" in output:
+        raise LookupError(f"recorded tests do not exist: {output[-2000:]}")
     return "survived" if code == 0 else "killed"
 
 
@@ -88,6 +99,7 @@ def _run_tests(copy: Path, scratch: Path, tests: Sequence[str]) -> None:
         output = os.open(scratch / "output", os.O_WRONLY | os.O_CREAT)
         os.dup2(output, 1)
         os.dup2(output, 2)
+        sys.stdout = sys.stderr = os.fdopen(output, "w", buffering=1)
         os.chdir(copy)
         sys.path.insert(0, str(copy))
         for module in [name for name in sys.modules if name.partition(".")[0] == "tools"]:
@@ -103,8 +115,8 @@ def _run_tests(copy: Path, scratch: Path, tests: Sequence[str]) -> None:
         os._exit(code)
 
 
-def _wait(child: int, timeout_seconds: float) -> int:
-    """Return the exit code of *child*, or a non-zero one after killing it."""
+def _wait(child: int, timeout_seconds: float) -> int | None:
+    """Return the exit code of *child*, or None after killing it at the end of the time."""
     end = time.monotonic() + timeout_seconds
     while time.monotonic() < end:
         ended, status = os.waitpid(child, os.WNOHANG)
@@ -114,7 +126,7 @@ def _wait(child: int, timeout_seconds: float) -> int:
         time.sleep(_POLL_SECONDS)
     _kill_group(child)
     os.waitpid(child, 0)
-    return -signal.SIGKILL
+    return None
 
 
 def _kill_group(leader: int) -> None:
