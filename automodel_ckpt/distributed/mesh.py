@@ -1,4 +1,4 @@
-"""This process's place among the ranks, the process groups they talk over, and the one mesh that models are cut by."""
+"""This process's rank and device, the process groups, and the device mesh that models are sharded over."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CUDA_BACKEND = "cpu:gloo,cuda:nccl"
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """Who this rank is, in the grid of *sizes*. Control and saves use ``gloo_group``."""
+    """This rank's coordinates in the device mesh of *sizes*. Control messages and saves use ``gloo_group``."""
 
     rank: int
     sizes: Sizes
@@ -39,12 +39,12 @@ class RankLayout:
 
     @property
     def dp_rank(self) -> int:
-        """Which part of each global batch is this rank's; all of a model or context parallel group share it."""
+        """The part of each global batch that this rank computes; tensor and context parallel groups share one part."""
         return self.rank // (self.sizes.tp * self.sizes.cp) % self.sizes.dp
 
     @property
     def cp_rank(self) -> int:
-        """Which slice of each row is this rank's."""
+        """The slice of each row that this rank computes."""
         return self.rank // self.sizes.tp % self.sizes.cp
 
     @property
@@ -66,8 +66,8 @@ class RankLayout:
         return self.pp_rank == self.sizes.pp - 1
 
     def num_row_parts(self, *, sequence_parallel: bool) -> int:
-        """Into how many slices a row of tokens is divided: by a context parallel group, else, if *sequence_parallel*,
-        by a tensor parallel group."""
+        """The number of slices of a row of tokens: one per rank of the context parallel group, or, with
+        *sequence_parallel*, one per rank of the tensor parallel group."""
         if self.sizes.cp > 1:
             return self.sizes.cp
         return self.sizes.tp if sequence_parallel else 1
@@ -78,18 +78,17 @@ class RankLayout:
 
     @property
     def reports(self) -> bool:
-        """Whether it speaks for its part of the data, so that sums over ranks count each part once."""
+        """Whether this rank reports for its part of the data, so that sums over ranks count each part once."""
         return self.reports_loss and self.cp_rank == 0
 
     @property
     def reports_loss(self) -> bool:
-        """Whether the loss that it computes counts in sums over ranks: those of a context parallel group are of
-        different tokens."""
+        """Whether sums over ranks include this rank's loss; ranks of a context parallel group have different tokens."""
         return self.tp_rank == 0 and self.is_last_stage
 
     @property
     def random_stream(self) -> int:
-        """Which random numbers it draws: ranks that compute one thing together (tensor parallel) draw alike."""
+        """The number of this rank's random stream; ranks of a tensor parallel group draw the same numbers."""
         return (self.pp_rank * self.sizes.dp + self.dp_rank) * self.sizes.cp + self.cp_rank
 
 
@@ -103,13 +102,14 @@ def init_distributed(
     pp_size: int = 1,
     cp_size: int = 1,
 ) -> RankLayout:
-    """Join the default process group by RANK, WORLD_SIZE, LOCAL_RANK and MASTER_*, or be a group of one.
+    """Join the default process group by RANK, WORLD_SIZE, LOCAL_RANK and MASTER_*, or create a group of one rank.
 
-    The device is CUDA device LOCAL_RANK where there is one, unless *backend* is ``gloo``. Raises
-    :class:`RecipeError` where the machine has fewer GPUs than ranks, the backend is none torch has, or the sizes do
-    not make up the number of ranks.
+    The device is CUDA device LOCAL_RANK if there are GPUs and *backend* is not ``gloo``. Raises :class:`RecipeError` if
+    the node has fewer GPUs than ranks, torch does not have the backend, or the product of the sizes is not the number
+    of ranks.
     """
-    rank, world_size = _environment_int("RANK", 0), _environment_int("WORLD_SIZE", 1)
+    rank = _environment_int("RANK", 0)
+    world_size = _environment_int("WORLD_SIZE", 1)
     sizes = share_out(
         world_size,
         dp_size=dp_size,
@@ -124,44 +124,50 @@ def init_distributed(
     timeout = timedelta(minutes=timeout_minutes)
     _check_known(backend)
     _init_process_group(backend, rank, world_size, timeout)
-    # Its own group: a collective of a save must never pair up with one of the training step.
+    # A dedicated group: a collective of a save must never be matched with one of the training step.
     group = dist.new_group(backend=CPU_BACKEND, timeout=timeout)
     return RankLayout(rank, sizes, local_rank, device, group)
 
 
 def build_mesh(layout: RankLayout) -> DeviceMesh:
-    """The grid of ranks as torch's mesh: ``pp``, ``dp_replicate``, ``dp_shard``, ``tp``, those of size 1 left out.
+    """Create torch's mesh with the dimensions ``pp``, ``dp_replicate``, ``dp_shard``, ``tp``, without those of size 1.
 
-    ``dp_shard`` is always there, and takes in the ranks of a context parallel group, which share a model as those do
-    that have different samples. A collective: every rank calls it once.
+    ``dp_shard`` is always present. It includes the ranks of a context parallel group, which shard the model like ranks
+    with different samples. Collective: every rank calls it once.
     """
     sizes = layout.sizes
-    dp_shard = sizes.dp_shard * sizes.cp
-    grid = {
-        "pp": sizes.pp,
-        "dp_replicate": sizes.dp_replicate,
-        "dp_shard": dp_shard,
-        "tp": sizes.tp,
-    }
-    kept = {name: size for name, size in grid.items() if size > 1 or name == "dp_shard"}
-    return init_device_mesh(layout.device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+    dimensions = {"dp_shard": sizes.dp_shard * sizes.cp}
+    if sizes.dp_replicate > 1:
+        dimensions = {"dp_replicate": sizes.dp_replicate, **dimensions}
+    if sizes.pp > 1:
+        dimensions = {"pp": sizes.pp, **dimensions}
+    if sizes.tp > 1:
+        dimensions["tp"] = sizes.tp
+    shape, names = tuple(dimensions.values()), tuple(dimensions)
+    return init_device_mesh(layout.device.type, shape, mesh_dim_names=names)
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The part of :func:`build_mesh` that fsdp2 works on: shards, or replicas of shards."""
-    names = [name for name in ("dp_replicate", "dp_shard") if name in (mesh.mesh_dim_names or ())]
+    """The dimensions of :func:`build_mesh` that fsdp2 uses: shards, or replicas of shards."""
+    present = mesh.mesh_dim_names or ()
+    names = [name for name in ("dp_replicate", "dp_shard") if name in present]
     return mesh[tuple(names)]
 
 
 def context_group(layout: RankLayout) -> dist.ProcessGroup:
-    """The ranks that have a slice of the same rows each, by ``cp_rank``. A collective: every rank calls it once."""
+    """Create the group of the ranks that compute slices of the same rows, ordered by ``cp_rank``.
+
+    Collective: every rank calls it once.
+    """
     sizes = layout.sizes
-    shape, names = (sizes.world // (sizes.cp * sizes.tp), sizes.cp, sizes.tp), ("rest", "cp", "tp")
-    return init_device_mesh(layout.device.type, shape, mesh_dim_names=names).get_group("cp")
+    num_others = sizes.world // (sizes.cp * sizes.tp)
+    shape, names = (num_others, sizes.cp, sizes.tp), ("rest", "cp", "tp")
+    mesh = init_device_mesh(layout.device.type, shape, mesh_dim_names=names)
+    return mesh.get_group("cp")
 
 
 def close_distributed() -> None:
-    """Leave all process groups; harmless when there are none."""
+    """Leave all process groups, if there are any."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
@@ -177,9 +183,8 @@ def _check_known(backend: str) -> None:
             hint="remove distributed.backend, or set it to gloo, nccl or cpu:gloo,cuda:nccl",
         )
     for name in names:
-        if (
-            name == dist.Backend.NCCL and not torch.cuda.is_available()
-        ) or not dist.is_backend_available(name):
+        lacks_device = name == dist.Backend.NCCL and not torch.cuda.is_available()
+        if lacks_device or not dist.is_backend_available(name):
             raise RecipeError(
                 f"the backend {name} is unavailable: this node has no device for it, or torch is built without it",
                 where="distributed.backend",
@@ -194,9 +199,11 @@ def _init_process_group(backend: str, rank: int, world_size: int, timeout: timed
         return
     store = next(rendezvous("env://", rank, world_size, timeout=timeout))[0]
     if _environment_int("LOCAL_WORLD_SIZE", world_size) == world_size:
-        # torchrun's store outlives a restart, with the addresses of the ranks before and their wish to stop. Each
-        # machine counts its own restarts: with others the number is not common, and the launcher's store is a new one.
-        store = PrefixStore(f"attempt_{_environment_int('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        # torchrun's store outlives a restart, and so do the addresses of the previous ranks and their request to stop.
+        # On several nodes, the nodes count restarts separately, so the number cannot be a prefix; there, the launcher
+        # creates a new store.
+        attempt = _environment_int("TORCHELASTIC_RESTART_COUNT", 0)
+        store = PrefixStore(f"attempt_{attempt}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 

@@ -1,8 +1,8 @@
-"""How many ranks share what, from the numbers alone: refused here is what no machine could do. Loads no torch.
+"""The sizes of the device mesh, computed and validated from numbers alone, without torch.
 
-Ranks form a grid: pipeline stages, then replicas of a sharded model, its shards, the slices of a sequence (context
-parallel), and innermost, so that they are neighbours on a machine, the ranks of a tensor parallel group. All ranks of
-one place in pipeline, context and tensor parallel groups share a part of the data: they have one ``dp_rank``.
+From the outermost dimension to the innermost: pipeline stages, replicas of a sharded model, its shards, slices of a
+sequence (context parallel), and tensor parallel ranks, which are neighbors on a node. Ranks that differ only in their
+pipeline, context or tensor parallel coordinate have the same part of the data: one ``dp_rank``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _WHERE = "distributed"
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The extents of the grid of ranks; their product is the number of ranks."""
+    """The sizes of the device mesh; their product is the number of ranks."""
 
     dp_replicate: int = 1
     dp_shard: int = 1
@@ -28,12 +28,15 @@ class Sizes:
 
     @property
     def dp(self) -> int:
-        """Parts that each global batch is cut into."""
+        """The number of parts of each global batch."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def token_parts(self) -> int:
-        """Parts of its tokens, cut by samples and along the sequence; gradients are sums over their ranks."""
+        """The number of parts of a global batch's tokens: by samples, and along the sequence.
+
+        Gradients are summed over the ranks that compute them.
+        """
         return self.dp * self.cp
 
     @property
@@ -42,20 +45,16 @@ class Sizes:
 
     @property
     def grid(self) -> tuple[int, int, int, int]:
-        """How the ranks share the work: data, context, tensor and pipeline parallel."""
+        """(data, context, tensor, pipeline parallel) sizes."""
         return self.dp, self.cp, self.tp, self.pp
 
     def __str__(self) -> str:
-        names = {
-            "pp": self.pp,
-            "dp_replicate": self.dp_replicate,
-            "dp_shard": self.dp_shard,
-            "cp": self.cp,
-        }
-        names["tp"] = self.tp
-        return (
-            " x ".join(f"{name} {size}" for name, size in names.items() if size > 1) or "one rank"
-        )
+        parts = []
+        for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
+            size = getattr(self, name)
+            if size > 1:
+                parts.append(f"{name} {size}")
+        return " x ".join(parts) or "one rank"
 
 
 def share_out(
@@ -67,19 +66,24 @@ def share_out(
     pp_size: int = 1,
     cp_size: int = 1,
 ) -> Sizes:
-    """The grid of *world_size* ranks; *dp_size* None takes all that is left. Raises :class:`RecipeError`."""
-    given = {"dp_size": dp_size, "tp_size": tp_size, "pp_size": pp_size} | (
-        {"cp_size": cp_size} if cp_size > 1 else {}
-    )
-    named = " x ".join(f"{name} {size}" for name, size in given.items() if size is not None)
-    sharing = tp_size * pp_size * cp_size
-    dp = dp_size or world_size // sharing
-    if dp * sharing != world_size:
+    """Compute the sizes of the mesh of *world_size* ranks; a *dp_size* of None takes all remaining ranks.
+
+    Raises :class:`RecipeError` if the product of the sizes is not *world_size*.
+    """
+    ranks_per_part = tp_size * pp_size * cp_size
+    dp = dp_size or world_size // ranks_per_part
+    if dp * ranks_per_part != world_size:
+        given = [f"tp_size {tp_size}", f"pp_size {pp_size}"]
+        if dp_size is not None:
+            given.insert(0, f"dp_size {dp_size}")
+        if cp_size > 1:
+            given.append(f"cp_size {cp_size}")
+        num_ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
         raise RecipeError(
             "the product of the parallel sizes is not the number of ranks",
             where=_WHERE,
-            value=f"{named}, {world_size} rank{'' if world_size == 1 else 's'}",
-            hint=_product_hint(dp_size, sharing, world_size),
+            value=f"{' x '.join(given)}, {num_ranks}",
+            hint=_product_hint(dp_size, ranks_per_part, world_size),
         )
     if dp % dp_replicate_size:
         raise RecipeError(
@@ -91,18 +95,17 @@ def share_out(
     return Sizes(dp_replicate_size, dp // dp_replicate_size, tp_size, pp_size, cp_size)
 
 
-def _product_hint(dp_size: int | None, sharing: int, world_size: int) -> str:
+def _product_hint(dp_size: int | None, ranks_per_part: int, world_size: int) -> str:
     if dp_size is not None:
-        return f"remove dp_size to derive it, or start {dp_size * sharing} ranks"
-    return (
-        f"start a multiple of {sharing} ranks (tp_size x pp_size x cp_size); there are {world_size}"
-    )
+        return f"remove dp_size to derive it, or start {dp_size * ranks_per_part} ranks"
+    multiple = f"a multiple of {ranks_per_part} ranks (tp_size x pp_size x cp_size)"
+    return f"start {multiple}; there are {world_size}"
 
 
 def choose_strategy(strategy: str, sizes: Sizes) -> Strategy:
-    """What is done with the data and context parallel ranks; ``auto`` shards the model (fsdp2) over more than one.
+    """Choose how data and context parallel ranks store the model; ``auto`` shards it (fsdp2) over more than one rank.
 
-    Raises :class:`RecipeError` with all that the strategy cannot do on this grid.
+    Raises :class:`RecipeError` with everything that the strategy does not support on this mesh.
     """
     if strategy == "auto":
         return "single" if sizes.token_parts == 1 else "fsdp2"
@@ -115,28 +118,18 @@ def _problems(strategy: str, sizes: Sizes) -> list[Problem]:
     where = f"{_WHERE}.strategy"
     problems = []
     if strategy == "single" and sizes.token_parts > 1:
-        hint, found = (
-            "set it to auto, fsdp2 or ddp, or start one process",
-            f"single, with {sizes.token_parts} ranks",
-        )
-        problems.append(
-            Problem("strategy single supports only one data parallel rank", where, found, hint)
-        )
+        what = "strategy single supports only one data parallel rank"
+        found = f"single, with {sizes.token_parts} ranks"
+        hint = "set it to auto, fsdp2 or ddp, or start one process"
+        problems.append(Problem(what, where, found, hint))
     if strategy == "ddp" and sizes.dp_replicate > 1:
+        what = "dp_replicate_size requires fsdp2: ddp does not shard"
         hint = "use fsdp2, or remove dp_replicate_size: ddp replicates over all ranks"
-        problems.append(
-            Problem(
-                "dp_replicate_size requires fsdp2: ddp does not shard",
-                where,
-                f"ddp, with {sizes}",
-                hint,
-            )
-        )
+        problems.append(Problem(what, where, f"ddp, with {sizes}", hint))
     if strategy == "ddp" and sizes.tp > 1:
+        what = "ddp cannot wrap a tensor parallel model"
         hint = "use fsdp2 (dp_replicate_size = dp_size makes it replicate), or tp_size: 1"
-        problems.append(
-            Problem("ddp cannot wrap a tensor parallel model", where, f"ddp, with {sizes}", hint)
-        )
+        problems.append(Problem(what, where, f"ddp, with {sizes}", hint))
     if strategy == "ddp" and sizes.pp > 1:
         hint = "use fsdp2 (dp_replicate_size = dp_size makes it replicate), or pp_size: 1"
         what = "ddp supports one forward pass per backward pass, but a pipeline runs several"

@@ -1,4 +1,4 @@
-"""From one model to the ranks' share of it: cut within layers (tensor parallel), sharded (fsdp2), copied (ddp)."""
+"""Distribute a model over ranks: tensor parallel layers, shards (fsdp2) or replicas (ddp); and clip its gradients."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from automodel_ckpt.distributed.tensor_parallel import Plan, apply_plan, plan_fo
 from automodel_ckpt.errors import RecipeError
 
 Materialise = Callable[[nn.Module, torch.device], None]
-"""Gives a model that was built without memory this rank's share of its values, on a device."""
+"""Called with a model on the meta device and a device; gives the model this rank's values there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parallelism:
-    """What the recipe says beside the sizes; ``compute_dtype`` None computes in the parameters' own."""
+    """The settings of the recipe besides the sizes. A ``compute_dtype`` of None is the dtype of the parameters."""
 
     strategy: str = "auto"
     reshard_after_forward: bool = True
@@ -46,7 +46,7 @@ class Parallelism:
 
 
 def check_parallelism(how: Parallelism, layout: RankLayout) -> None:
-    """:class:`RecipeError` for what these ranks and this machine cannot do, before anything is loaded."""
+    """Validate the settings for these ranks and this node before anything is loaded. Raises :class:`RecipeError`."""
     strategy = choose_strategy(how.strategy, layout.sizes)
     if how.cpu_offload and strategy != "fsdp2":
         raise RecipeError(
@@ -71,13 +71,13 @@ def parallelize(
     materialise: Materialise | None = None,
     mesh: DeviceMesh | None = None,
 ) -> nn.Module:
-    """This rank's share of the model on its device: cut and sharded in place, or wrapped (ddp).
+    """Distribute *model*: shard it in place, or wrap it (ddp). Returns this rank's model on its device.
 
-    Parameters may be on the meta device, without memory: *materialise* then fills what is left of them here. Of those
-    that have values every rank must bring the same. fsdp2 makes a group of each decoder layer and one of the rest,
-    where tied parameters stay together, and gathers them in the compute dtype; without it :func:`compute_context` is
-    needed. *mesh* is :func:`build_mesh`'s where the caller has it already. Raises :class:`RecipeError` for what this
-    model cannot do.
+    Parameters may be on the meta device: *materialise* then fills this rank's shards of them. Parameters with values
+    must be equal on every rank. fsdp2 creates a group for each decoder layer and one for the rest, which contains tied
+    parameters, and gathers them in the compute dtype; the other strategies require :func:`compute_context`. *mesh* is
+    the result of :func:`build_mesh`, if the caller has one. Raises :class:`RecipeError` for what this model does not
+    support.
     """
     strategy = choose_strategy(how.strategy, layout.sizes)
     if mesh is None and (strategy == "fsdp2" or layout.sizes.tp > 1):
@@ -92,7 +92,8 @@ def parallelize(
         materialise(model, device)
     model = model.to(device)
     if how.cpu_offload:
-        _move_buffers(model, layout.device)  # fsdp2 moves parameters to and fro, and nothing else
+        # fsdp2 moves only parameters between the devices.
+        _move_buffers(model, layout.device)
     # DDP only reduces gradients, and raises for a model without any (a frozen reference model).
     if strategy == "ddp" and _is_trained(model):
         device_ids = [layout.device] if layout.device.type == "cuda" else None
@@ -103,14 +104,14 @@ def parallelize(
 def _move_buffers(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
+            # Module.to would move the parameters as well.
             module._buffers[name] = buffer.to(device)
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh, how: Parallelism) -> None:
     dtype = how.compute_dtype
-    precision = MixedPrecisionPolicy(
-        param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None
-    )
+    reduce_dtype = torch.float32 if dtype else None
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": precision,
@@ -129,16 +130,16 @@ def _is_trained(model: nn.Module) -> bool:
 def compute_context(
     strategy: str, device: torch.device, compute_dtype: torch.dtype | None
 ) -> Callable[[], AbstractContextManager[object]]:
-    """What a forward pass runs in to compute in *compute_dtype*: autocast, unless fsdp2 gathers in that type."""
+    """The context of a forward pass in *compute_dtype*: autocast, or none if fsdp2 gathers in that dtype."""
     if compute_dtype is None or strategy == "fsdp2":
         return nullcontext
     return partial(torch.autocast, device.type, dtype=compute_dtype)
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks, never one inside another.
+    """The repeated blocks of a model, none inside of another.
 
-    Modules of the classes in ``_no_split_modules``, or else the elements of the longest ModuleList.
+    These are the modules of the classes in ``_no_split_modules``, or else the elements of the longest ModuleList.
     """
     names = set(getattr(model, "_no_split_modules", None) or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
@@ -150,21 +151,29 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def untied_layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks that share no parameter with what is outside: sharded on its own, one would lose it."""
+    """The repeated blocks that share no parameter with other modules. Sharding a block separately breaks such a tie."""
+    uses_in_model = _num_uses(model)
+    found = []
+    for layer in decoder_layers(model):
+        uses_in_layer = _num_uses(layer)
+        if all(uses_in_model[key] == count for key, count in uses_in_layer.items()):
+            found.append(layer)
+    return found
 
-    def held(module: nn.Module) -> Counter[int]:
-        return Counter(id(p) for part in module.modules() for p in part.parameters(recurse=False))
 
-    everywhere = held(model)
-    return [
-        layer
-        for layer in decoder_layers(model)
-        if all(everywhere[p] == n for p, n in held(layer).items())
-    ]
+def _num_uses(module: nn.Module) -> Counter[int]:
+    """How often each parameter, by its id, occurs in *module*."""
+    counts: Counter[int] = Counter()
+    for part in module.modules():
+        counts.update(id(parameter) for parameter in part.parameters(recurse=False))
+    return counts
 
 
 def gradient_sync(model: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-    """Whether the forward and backward inside reduce gradients over the ranks: only an accumulation's last does."""
+    """Choose whether forward and backward passes in the context reduce gradients over the ranks.
+
+    Only the last micro-batch of an accumulation does.
+    """
     if isinstance(model, DistributedDataParallel) and not enabled:
         return _no_sync(model)
     if isinstance(model, FSDPModule):
@@ -173,7 +182,7 @@ def gradient_sync(model: nn.Module, enabled: bool) -> AbstractContextManager[Non
 
 
 def reshard(model: nn.Module) -> None:
-    """Free what a forward pass without a backward left gathered (fsdp2)."""
+    """Free parameters that a forward pass without a backward pass left gathered (fsdp2)."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -193,21 +202,21 @@ def clip_gradients(
     in_stages: bool = False,
     counted_elsewhere: frozenset[int] = frozenset(),
 ) -> float:
-    """The 2-norm of all gradients together; they are scaled down to *limit* where it is larger. A collective.
+    """Compute the 2-norm of all gradients together, and scale them down to *limit* if the norm is larger. Collective.
 
-    With *in_step* it is left to the optimizer's step to divide those on the CPU by the number given to it.
+    If *in_step* is given and the gradients are on the CPU, they are not scaled here: *in_step* is called with the
+    number by which the optimizer's step must divide them.
 
-    Plain gradients count as the same on all ranks; but where all are plain and *in_stages*, as each rank's own, except
-    for those of parameters with the ids *counted_elsewhere*. Parameters may be of several modules on several meshes,
-    which no single operation takes.
+    Plain gradients count as equal on all ranks. If all are plain and *in_stages* is true, they count as different on
+    each rank, except for parameters with ids in *counted_elsewhere*. Parameters may belong to several modules on
+    several meshes, which no single operation of torch accepts.
     """
     parameters = list(parameters)
-    local = counted = [
-        gradient for parameter in parameters if (gradient := parameter.grad) is not None
-    ]
+    gradients = (parameter.grad for parameter in parameters)
+    local = counted = [gradient for gradient in gradients if gradient is not None]
     sharded = any(isinstance(gradient, DTensor) for gradient in local)
     if sharded or counted_elsewhere:
-        with torch.no_grad():  # else to_local would record each of its calls
+        with torch.no_grad():  # otherwise autograd would record each to_local
             local, counted = _parts_here(parameters, sharded, counted_elsewhere)
     device = local[0].device if local else torch.device("cpu")
     here = _norm_here(counted, device)
@@ -228,25 +237,24 @@ def clip_gradients(
 def _parts_here(
     parameters: list[nn.Parameter], sharded: bool, counted_elsewhere: frozenset[int]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """This rank's parts of all gradients, and those among them that it counts."""
-    trained = [parameter for parameter in parameters if parameter.grad is not None]
-    for parameter in trained:
+    """This rank's shards of all gradients, and those among them that this rank counts in the norm."""
+    local, counted = [], []
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
         complete_gradient(parameter)
-    gradients = [p.grad for p in trained if p.grad is not None]
-    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-    here = [id(parameter) not in counted_elsewhere for parameter in trained]
-    return local, [
-        part
-        for part, g, mine in zip(local, gradients, here, strict=True)
-        if mine and _counts(g, sharded)
-    ]
+        gradient = parameter.grad
+        shard = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        local.append(shard)
+        if id(parameter) not in counted_elsewhere and _counts(gradient, sharded):
+            counted.append(shard)
+    return local, counted
 
 
 def _norm_here(gradients: list[torch.Tensor], device: torch.device) -> float | torch.Tensor:
-    """Their 2-norm; off the CPU a 0-dim tensor, not waited for."""
-    if (
-        device.type == "cpu" or not gradients
-    ):  # one by one takes half as long as _foreach_norm and its stack
+    """The 2-norm of *gradients*: a number on the CPU; elsewhere a 0-dim tensor, without synchronization."""
+    if device.type == "cpu" or not gradients:
+        # One by one takes half as long as torch's foreach operation with its stack.
         return math.hypot(*[torch.linalg.vector_norm(gradient).item() for gradient in gradients])
     norms = torch._foreach_norm(gradients)
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), dtype=torch.float64)
@@ -254,22 +262,20 @@ def _norm_here(gradients: list[torch.Tensor], device: torch.device) -> float | t
 
 
 def complete_gradient(parameter: nn.Parameter) -> None:
-    """A gradient that is still to be summed over ranks (hand-written plans may leave it so) takes the parameter's
-    layout."""
+    """Redistribute a gradient to the parameter's placements; hand-written plans may leave it as partial sums."""
     gradient = parameter.grad
-    if (
-        isinstance(gradient, DTensor)
-        and isinstance(parameter, DTensor)
-        and gradient.placements != parameter.placements
-    ):
+    if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+        return
+    if gradient.placements != parameter.placements:
         parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 def _counts(gradient: torch.Tensor, sharded: bool) -> bool:
-    """Whether this rank's part goes into the sum over all ranks: of ranks that hold the same, the first counts."""
+    """Whether the sum over all ranks includes this rank's shard: among ranks with equal shards, only the first."""
     if not isinstance(gradient, DTensor):
         return not sharded or dist.get_rank() == 0
-    place = gradient.device_mesh.get_coordinate() or ()
-    return all(
-        index == 0 for index, p in zip(place, gradient.placements, strict=True) if p.is_replicate()
-    )
+    coordinate = gradient.device_mesh.get_coordinate() or ()
+    for index, placement in zip(coordinate, gradient.placements, strict=True):
+        if placement.is_replicate() and index > 0:
+            return False
+    return True

@@ -1,12 +1,12 @@
-"""How the launchers of a run meet, for torch's elastic agent: on one machine, at a master, or at a rendezvous.
+"""The rendezvous of a run's launchers, for torch's elastic agent: on one node, at a master node, or with c10d.
 
-torch's own ways do not fit. "c10d" waits up to 0.3 s on a single machine, and its heartbeat thread lives on while ranks
-are forked; both it and "static" keep one store for all restarts, where restarted ranks read the addresses of dead ones
-(pytorch #135712). Both wait inside C++, where no signal handler runs, and "static" takes two machines with one number,
-or with another opinion of how many there are, for a machine that has not come yet.
+torch's own handlers are not sufficient. "c10d" waits up to 0.3 s on a single node, and its heartbeat thread continues
+while ranks are forked. "c10d" and "static" use one store for all restarts, so restarted ranks read the addresses of
+previous ranks (pytorch #135712). Both wait inside C++, where no signal handler runs. "static" treats two nodes with one
+node rank, or with different numbers of nodes, like a node that has not joined yet.
 
-Here the ranks of one machine get a fresh store at every start, on a port that the system chooses unless one is given;
-several machines at a master wait in Python; "c10d" is torch's, asked for when its host can be reached.
+Here, the ranks of one node get a new store at every start, on a given port or one that the system chooses. Several
+nodes with a master wait in Python. "c10d" is torch's, created after its host can be reached.
 """
 
 from __future__ import annotations
@@ -32,71 +32,73 @@ from automodel_ckpt.distributed.network import bound_silence, is_own_address
 from automodel_ckpt.errors import RecipeError
 
 NAME = "automodel_ckpt"
-"""The name for LaunchConfig.rdzv_backend; its configs hold "host", the :class:`Host`, and "master", the machine's
-number where they meet at a master. The endpoint is HOST:PORT, port 0 for a free one on a single machine."""
+"""The value of LaunchConfig.rdzv_backend.
+
+Its rdzv_configs contain "host", the :class:`Host`, and, for a rendezvous at a master, "master", this node's rank. The
+endpoint is HOST:PORT; port 0 selects a free port on a single node.
+"""
 JOIN_SECONDS = 600.0
-"""So long machines wait for each other, as torch's do."""
+"""How long nodes wait for each other; torch's default for its rendezvous is the same."""
 POLL_SECONDS = 0.1
 SILENT_SECONDS = 15.0
-"""So long a launcher waits for an answer of the machine that has the rendezvous."""
+"""How long a launcher waits for a response of the node that hosts the rendezvous."""
 
 
 class Host(Protocol):
-    """What a launcher wants to know of its rendezvous."""
+    """The launcher, which is notified of the progress of its rendezvous."""
 
     def meeting(self) -> AbstractContextManager[None]:
-        """Entered while the machines meet, which may take long."""
+        """A context that is entered while nodes join, which may take long."""
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Entered while the place to meet cannot be reached yet."""
+        """A context that is entered while the host of the rendezvous cannot be reached."""
 
     def joining_nodes(self) -> None:
-        """Called when machines wait to join a run that goes on, before its ranks are stopped for them."""
+        """Called when nodes wait to join a running job, before its ranks are stopped for them."""
 
 
 class MasterRendezvous(RendezvousHandler):
-    """Machine *number* of *machines* meets the others at machine 0, which serves the ranks' store.
+    """The rendezvous of node *node_rank* of *num_nodes* at node 0, which serves the store of the ranks.
 
-    A taken port raises DistNetworkError, machines that contradict each other :class:`RecipeError`, and one that does
-    not come within JOIN_SECONDS TimeoutError.
+    :meth:`next_rendezvous` raises DistNetworkError for a port in use, :class:`RecipeError` if nodes have inconsistent
+    flags, and TimeoutError if a node does not join within JOIN_SECONDS.
     """
 
-    def __init__(self, address: tuple[str, int], run_id: str, number: int, machines: int) -> None:
+    def __init__(
+        self, address: tuple[str, int], run_id: str, node_rank: int, num_nodes: int
+    ) -> None:
         self._address, self._run_id = address, run_id
-        self._number, self._machines = number, machines
+        self._node_rank, self._num_nodes = node_rank, num_nodes
         self._store: TCPStore | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
-        (host, port), serves = self._address, self._number == 0
-        self._store = None  # frees a port that was given
-        if not serves:
+        host, port = self._address
+        is_master = self._node_rank == 0
+        # Closes the store of the previous attempt, so that a given port is free again.
+        self._store = None
+        if not is_master:
             wait_for(lambda: can_be_reached(host, port), f"node 0 does not answer at {host}:{port}")
-        self._store = TCPStore(host, port, is_master=serves, wait_for_workers=False)
-        if self._machines > 1:
-            self._meet(PrefixStore(f"meeting/{self._run_id}", self._store))
+        self._store = TCPStore(host, port, is_master=is_master, wait_for_workers=False)
+        if self._num_nodes > 1:
+            self._join(PrefixStore(f"meeting/{self._run_id}", self._store))
         agents = PrefixStore("agent", self._store)
-        return RendezvousInfo(
-            agents, self._number, self._machines, RendezvousStoreInfo(host, self._store.port)
-        )
+        address = RendezvousStoreInfo(host, self._store.port)
+        return RendezvousInfo(agents, self._node_rank, self._num_nodes, address)
 
-    def _meet(self, store: PrefixStore) -> None:
-        told = store.compare_set("machines", "", str(self._machines)).decode()
-        if told != str(self._machines):
-            self._contradict(
-                "--nnodes",
-                self._machines,
-                f"another node of this run was started with --nnodes {told}",
-            )
-        if store.add(f"machine_{self._number}", 1) > 1:
-            self._contradict(
-                "--node-rank", self._number, "another node of this run has the same node rank"
-            )
+    def _join(self, store: PrefixStore) -> None:
+        first_num_nodes = store.compare_set("machines", "", str(self._num_nodes)).decode()
+        if first_num_nodes != str(self._num_nodes):
+            reason = f"another node of this run was started with --nnodes {first_num_nodes}"
+            self._raise_inconsistent("--nnodes", self._num_nodes, reason)
+        if store.add(f"machine_{self._node_rank}", 1) > 1:
+            reason = "another node of this run has the same node rank"
+            self._raise_inconsistent("--node-rank", self._node_rank, reason)
         store.add("here", 1)
-        wait_for(lambda: store.add("here", 0) >= self._machines, "not all nodes joined")
+        wait_for(lambda: store.add("here", 0) >= self._num_nodes, "not all nodes joined")
 
-    def _contradict(self, flag: str, value: object, why: str) -> None:
+    def _raise_inconsistent(self, flag: str, value: object, reason: str) -> None:
         raise RecipeError(
-            f"the nodes are inconsistent: {why}",
+            f"the nodes are inconsistent: {reason}",
             where=flag,
             value=value,
             hint="start each node with the same --nnodes and --master-addr, and a unique --node-rank",
@@ -127,7 +129,7 @@ class MasterRendezvous(RendezvousHandler):
 
 
 class HostedRendezvous(RendezvousHandler):
-    """Another one, of whose meetings and joining nodes the launcher is told."""
+    """Wraps another rendezvous to notify the launcher of its waits and of joining nodes."""
 
     def __init__(self, inner: RendezvousHandler, host: Host) -> None:
         self._inner, self._host = inner, host
@@ -172,14 +174,17 @@ def register_rendezvous() -> None:
 
 
 def can_be_reached(host: str, port: int) -> bool:
-    """Whether something listens there."""
+    """Whether a process accepts connections at *host*:*port*."""
     with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=5.0):
         return True
     return False
 
 
 def wait_for(condition: Callable[[], bool], otherwise: str) -> None:
-    """Wait where signal handlers run. TimeoutError after JOIN_SECONDS."""
+    """Wait for *condition* in Python, where signal handlers run.
+
+    Raises TimeoutError with the text *otherwise* after JOIN_SECONDS.
+    """
     end = time.monotonic() + JOIN_SECONDS
     while not condition():
         if time.monotonic() > end:
@@ -188,21 +193,20 @@ def wait_for(condition: Callable[[], bool], otherwise: str) -> None:
 
 
 def _create(parameters: RendezvousParameters) -> RendezvousHandler:
+    """Create the handler for :data:`NAME`; torch's elastic agent calls this."""
     host: Host = parameters.config["host"]
-    place, _, port = parameters.endpoint.rpartition(":")
-    place = place.strip("[]")
-    number = parameters.config.get("master")
-    if number is not None:
-        address = (place, int(port))
-        return HostedRendezvous(
-            MasterRendezvous(address, parameters.run_id, number, parameters.max_nodes), host
-        )
-    if not is_own_address(place):
+    name, _, port_text = parameters.endpoint.rpartition(":")
+    name, port = name.strip("[]"), int(port_text)
+    node_rank = parameters.config.get("master")
+    if node_rank is not None:
+        master = MasterRendezvous((name, port), parameters.run_id, node_rank, parameters.max_nodes)
+        return HostedRendezvous(master, host)
+    if not is_own_address(name):
         with host.waiting():
-            wait_for(lambda: can_be_reached(place, int(port)), f"no node answers at {place}:{port}")
-    configs = {
-        name: value for name, value in parameters.config.items() if name not in ("host", "master")
-    }
+            wait_for(lambda: can_be_reached(name, port), f"no node answers at {name}:{port}")
+    configs = dict(parameters.config)
+    del configs["host"]
+    configs.pop("master", None)
     inner = RendezvousParameters(
         "c10d",
         parameters.endpoint,
@@ -213,5 +217,5 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
         **configs,
     )
     handler = rendezvous_handler_registry.create_handler(inner)
-    bound_silence(int(port), SILENT_SECONDS)
+    bound_silence(port, SILENT_SECONDS)
     return HostedRendezvous(handler, host)

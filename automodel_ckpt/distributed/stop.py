@@ -1,10 +1,10 @@
-"""A signal asks this process to stop: remembered for the training loop, and obeyed at once when it comes again.
+"""Stop requests by signal: recorded for the training loop; a second signal ends the process immediately.
 
-A Python signal handler runs only between two instructions of the main thread, so not while that thread waits in a
-collective. The interpreter's C handler runs always and writes the signal's number to a pipe; a thread reads it there.
+A Python signal handler runs only between two instructions of the main thread, and so not while that thread waits in a
+collective. The interpreter's C handler always runs and writes the signal's number to a pipe, which a thread reads.
 
-Where the main thread waits for data (:meth:`StopRequest.interrupting`) the handler ends the wait by an exception. A
-rank whose peers wait for it does not know of a signal that only they got: :class:`PeerStop` tells it, by their store.
+While the main thread waits for data (:meth:`StopRequest.interrupting`), the handler ends the wait with an exception. A
+rank does not see a signal that only another rank received: :class:`PeerStop` transfers it through the ranks' store.
 """
 
 from __future__ import annotations
@@ -21,47 +21,50 @@ from types import FrameType
 from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
-"""What asks for a stop unless the recipe says otherwise (``step_scheduler.stop_signals``)."""
+"""The default signals that request a stop (``step_scheduler.stop_signals``)."""
 SAME_SIGNAL_SECONDS = 1.0
-"""One Ctrl-C reaches a rank from the terminal and from the launcher; what comes this close together is one request."""
+"""Signals within this time are one request: one Ctrl-C reaches a rank from the terminal and from the launcher."""
 WAKE = signal.SIGURG
-"""What a thread sends to have the main thread look up from a wait; other programs' SIGURG changes nothing."""
+"""The signal that a thread sends to interrupt a wait of the main thread. A SIGURG of other programs has no effect."""
 UNHEARD_SECONDS = 2.0
-"""So long the main thread has to hear of a signal before training, where nothing can be lost."""
+"""How long the main thread may take to handle a signal before training, when there is nothing to save."""
 AGAIN_SECONDS = 0.02
-"""After so long the main thread is interrupted again, where an interruption was lost."""
+"""The delay before a lost interruption of the main thread is repeated."""
 PEER_SECONDS = 1.0
-"""How often a rank that waits for data asks whether another one was told to stop."""
+"""How often a rank checks whether another rank received a stop request."""
 
 
 class StoppedWaiting(BaseException):
-    """A stop was asked for while this thread waited for data. No Exception: data sets catch those and try again."""
+    """A stop was requested while this thread waited for data.
+
+    Not an Exception, because data sets catch exceptions and retry.
+    """
 
 
 class StopRequest:
-    """Whether a signal has asked for a stop. One per process: :func:`stop_request`."""
+    """Whether a signal has requested a stop. There is one object per process: :func:`stop_request`."""
 
     signals: Sequence[signal.Signals] = SIGNALS
-    """What asks for a stop; to be set before :meth:`install`."""
+    """The signals that request a stop. Set it before :meth:`install`."""
     requested: int = 0
-    """The number of the first signal, 0 while there was none. Read it at a point where stopping is safe."""
+    """The number of the first signal, or 0. Read it at a point where stopping is safe."""
     at_once: Callable[[int], None] | None = None
-    """Called with a second signal's number before the process ends with 128 + number; must be quick."""
+    """Called with the number of a second signal before the process ends with 128 + number. Must be fast."""
 
     finished: bool = False
-    """Whether the work of this process is done: signals are ignored from then on, so that the exit code stays."""
+    """Whether the work of this process is done. Signals are then ignored, so that the exit code stays."""
 
     elsewhere: bool = False
-    """Whether another rank was asked to stop."""
+    """Whether another rank received a stop request."""
     interrupted: bool = False
-    """Whether it was waiting for data when it was asked."""
+    """Whether the request interrupted a wait for data."""
     announce: Callable[[], None] | None = None
-    """Called by a thread when the first signal has come; must be quick."""
+    """Called by a thread after the first signal. Must be fast."""
     on_request: Callable[[int], None] | None = None
-    """Called once by a thread as soon as this process knows of the request, with the signal's number (0: it was sent
-    to another rank), so that the user sees that it has arrived; must be quick."""
+    """Called once by a thread, to inform the user of the request, with the signal's number (0: another rank received
+    it). Must be fast."""
     exit_code: int = 0
-    """What the process will exit with after it has saved."""
+    """The exit code of the process after it has saved."""
 
     def __init__(self) -> None:
         self._first_at = 0.0
@@ -72,7 +75,7 @@ class StopRequest:
         self._leave: Callable[[int], None] | None = None
 
     def install(self) -> None:
-        """Handle :attr:`signals` from now on. Main thread only; harmless when repeated."""
+        """Handle :attr:`signals` from now on. Main thread only. Calling it again has no effect."""
         if self._installed:
             return
         self._installed = True
@@ -81,13 +84,14 @@ class StopRequest:
         signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
         for number in self.signals:
             signal.signal(number, self._handle)
-        os.register_at_fork(after_in_child=self._let_go)
-        threading.Thread(
+        os.register_at_fork(after_in_child=self._reset_in_child)
+        watcher = threading.Thread(
             target=self._watch, args=(receiver,), name="stop-request", daemon=True
-        ).start()
+        )
+        watcher.start()
 
     def note(self, number: int) -> None:
-        """Take this signal, which came to somebody else, as the request, if it is the first."""
+        """Record a signal that another process received, if it is the first."""
         self._first_at = self._first_at or time.monotonic()
         self.requested = self.requested or number
 
@@ -97,13 +101,16 @@ class StopRequest:
         return bool(self.requested) or self.elsewhere
 
     def interrupting(self) -> AbstractContextManager[None]:
-        """Inside, in the main thread, a request raises :class:`StoppedWaiting`: now, or when it comes."""
+        """A context, for the main thread, in which a request raises :class:`StoppedWaiting`: now or when it arrives."""
         return _Interrupting(self)
 
     @contextlib.contextmanager
     def before_training(self, leave: Callable[[int], None]) -> Iterator[None]:
-        """The same while nothing can be lost. A main thread that hears nothing (it waits for other ranks, or reads
-        weights) is not waited for: another thread calls *leave* with the signal's number, to end the process."""
+        """A context like :meth:`interrupting` for the time before training, when there is nothing to save.
+
+        If the main thread cannot handle the signal (it waits for other ranks or reads weights inside a library), a
+        thread calls *leave* with the signal's number after UNHEARD_SECONDS, to end the process.
+        """
         self._leave = leave
         try:
             with self.interrupting():
@@ -112,15 +119,14 @@ class StopRequest:
             self._leave = None
 
     def interrupt(self) -> None:
-        """Another rank was asked to stop: end a wait of the main thread. To be called by another thread."""
+        """End a wait of the main thread, because another rank received a request. For other threads."""
         self.elsewhere = True
         self._acknowledge(self.requested)
         if self._interrupts:
             self._wake_main_thread()
 
     def follow(self) -> None:
-        """Another rank was stopped before training and is gone: leave too, without waiting for it. To be called by
-        another thread."""
+        """End this process too, because another rank stopped before training and has ended. For other threads."""
         self.elsewhere = True
         self._leave_soon(0)
 
@@ -129,7 +135,7 @@ class StopRequest:
         self.wake(number, frame)
 
     def wake(self, number: int, frame: FrameType | None) -> None:
-        """The handler of :data:`WAKE`."""
+        """Handle :data:`WAKE`: raise :class:`StoppedWaiting` if the main thread waits and a stop is requested."""
         if self._interrupts and self.wanted and not self.finished:
             self._interrupts = False
             self.interrupted = True
@@ -137,10 +143,10 @@ class StopRequest:
             raise StoppedWaiting
 
     def _catch_unraisable(self) -> None:
-        """Repeat the interruption where the interpreter swallows it.
+        """Repeat an interruption that the interpreter drops.
 
-        A handler may run inside a ``__del__`` method or a callback of a weak reference, where Python prints any
-        exception and drops it: then nothing is printed, and the main thread is interrupted again a little later.
+        A handler may run inside a ``__del__`` method or a callback of a weak reference, where Python prints and drops
+        any exception. Then nothing is printed, and the main thread is interrupted again after AGAIN_SECONDS.
         """
         previous = sys.unraisablehook
 
@@ -205,11 +211,13 @@ class StopRequest:
         if self._leave is not None and self._interrupts:
             self._leave(number)
 
-    def _let_go(self) -> None:
-        """In a forked child (a data loader's worker) signals are not the child's affair, but SIGTERM ends it; unless it
-        is a trainer itself and installs its own handlers."""
+    def _reset_in_child(self) -> None:
+        """Ignore the signals in a forked child, such as a data loader's worker; only SIGTERM ends it.
+
+        A child that is a trainer installs handlers again.
+        """
         self._installed = False
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError):  # forked by another thread than the main thread
             signal.set_wakeup_fd(-1)
             for number in self.signals:
                 signal.signal(number, signal.SIG_IGN)
@@ -220,14 +228,14 @@ _this_process = StopRequest()
 
 
 def stop_request() -> StopRequest:
-    """This process's request; the command line installs it before anything slow is imported."""
+    """The stop request of this process. The command line installs it before slow imports."""
     return _this_process
 
 
 class PeerStop:
-    """Tells the other ranks of a request to stop, and this one of theirs, while the training step cannot.
+    """Exchanges stop requests between ranks outside of training steps, through the ranks' *store*.
 
-    *store* is the ranks' store. A thread asks it now and then; nothing is sent before somebody was asked to stop.
+    A thread polls the store every PEER_SECONDS. Nothing is written before a rank receives a request.
     """
 
     KEY = "automodel_ckpt/stop"
@@ -242,7 +250,7 @@ class PeerStop:
         threading.Thread(target=self._watch, name="peer-stop", daemon=True).start()
 
     def close(self) -> None:
-        """Ask no more; before the ranks part."""
+        """Stop polling. Call it before the process group is destroyed."""
         self._closed.set()
         self._request.announce = None
 
@@ -254,16 +262,16 @@ class PeerStop:
         with contextlib.suppress(RuntimeError):
             while not self._closed.wait(PEER_SECONDS):
                 if self._store.check([self.KEY]):
-                    self._until_heard()
+                    self._interrupt_until_closed()
 
-    def _until_heard(self) -> None:
-        """The signal can arrive between two waits: repeat it until the run ends."""
+    def _interrupt_until_closed(self) -> None:
+        """Repeat the interruption until the run ends, because it has no effect between two waits."""
         while not self._closed.wait(PEER_SECONDS):
             self._request.interrupt()
 
 
 class _Interrupting(AbstractContextManager[None]):
-    """What :meth:`StopRequest.interrupting` returns; a generator would take three times as long, in each step."""
+    """The context of :meth:`StopRequest.interrupting`; a generator would take three times as long in each step."""
 
     def __init__(self, request: StopRequest) -> None:
         self._request = request
