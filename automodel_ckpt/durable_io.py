@@ -11,7 +11,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add *path* to an OSError raised in the block: system calls on a descriptor do not know the file's name."""
+    """Add *path* to an OSError raised inside the context: errors of a descriptor's system calls do not contain it."""
     try:
         yield
     except OSError as error:
@@ -39,8 +39,8 @@ def _fsync(path: Path, flags: int) -> None:
 
 
 def write_all(descriptor: int, data: memoryview, start: int) -> None:
-    """Write all of *data* at byte *start*."""
-    while data:
+    """Write all of *data* at byte *start*. Raises OSError."""
+    while data:  # a system call may write only a part
         count = os.pwrite(descriptor, data, start)
         data, start = data[count:], start + count
 
@@ -58,6 +58,7 @@ def replace_file(path: Path, data: bytes) -> None:
             )
             try:
                 write_all(descriptor, memoryview(data), 0)
+                # Before the rename: after a power failure, the name must not refer to an empty file.
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
@@ -66,4 +67,4 @@ def replace_file(path: Path, data: bytes) -> None:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
-    fsync_directory(path.parent)
+    fsync_directory(path.parent)  # makes the rename durable

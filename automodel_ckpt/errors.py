@@ -1,7 +1,7 @@
 """Exceptions and exit codes. Every error states what failed, where, the value, and a hint.
 
-The tree is small: a class per exit code of ``ckpt-train`` and ``ckpt``. Exceptions become a message and a code in one
-place, :func:`describe`.
+There is one class for each exit code of ``ckpt-train`` and ``ckpt``. :func:`describe` converts every exception to a
+message and an exit code.
 """
 
 from __future__ import annotations
@@ -21,17 +21,20 @@ EXIT_SAVE_FAILED = 4
 EXIT_STOPPED = 75
 
 
-_hidden: dict[
-    str, str
-] = {}  # what a variable of the environment holds -> the reference that stood for it
+_references: dict[str, str] = {}
+"""Maps the value of an environment variable to the reference to it in the recipe. The value may be a secret."""
 _NOT_SECRET = re.compile(r"[-+0-9.eE_]{0,5}|true|false|null", re.IGNORECASE)
 
 
 def hide(value: str, reference: str) -> None:
     """Make :func:`without_hidden` replace *value* with *reference*. Booleans and short numbers are not replaced."""
-    if not _NOT_SECRET.fullmatch(value.strip()):
-        for written in (value, value.strip(), repr(value)[1:-1], json.dumps(value)[1:-1]):
-            _hidden.setdefault(written, reference)
+    if _NOT_SECRET.fullmatch(value.strip()):
+        return
+    # Messages may contain it as it is, or quoted by Python or JSON.
+    quoted = repr(value)[1:-1]
+    quoted_json = json.dumps(value)[1:-1]
+    for text in (value, value.strip(), quoted, quoted_json):
+        _references.setdefault(text, reference)
 
 
 def without_hidden(text: str) -> str:
@@ -39,11 +42,14 @@ def without_hidden(text: str) -> str:
 
     Values shorter than 8 characters are replaced only as whole words.
     """
-    for value in sorted(_hidden, key=len, reverse=True):
+    for value in sorted(_references, key=len, reverse=True):
+        reference = _references[value]
         if len(value) >= 8:
-            text = text.replace(value, _hidden[value])
+            text = text.replace(value, reference)
         elif value in text:
-            text = _hidden[value].join(re.split(rf"(?<!\w){re.escape(value)}(?!\w)", text))
+            # A short value may be part of other words. re.sub would interpret backslashes in the reference.
+            parts = re.split(rf"(?<!\w){re.escape(value)}(?!\w)", text)
+            text = reference.join(parts)
     return text
 
 
@@ -65,7 +71,7 @@ class Problem:
 
 
 class AutomodelError(Exception):
-    """Base of all errors raised by this package. Holds one or more :class:`Problem`."""
+    """Base of all errors raised by this package. *problems* contains one or more :class:`Problem`."""
 
     exit_code = EXIT_INTERNAL
 
@@ -85,6 +91,7 @@ class AutomodelError(Exception):
         return "\n".join(str(problem) for problem in self.problems)
 
     def __reduce__(self) -> tuple[object, ...]:
+        # The default would call __init__ with the arguments of Exception, without the keyword arguments.
         return (_rebuild, (type(self), self.problems, self.__dict__))
 
 
@@ -139,11 +146,13 @@ def os_problem(error: OSError, what: str, *, hint: str) -> Problem:
     """Build the :class:`Problem` of a failed system call: its path, the name and text of errno, and the system limit
     that was reached, if any."""
     name = errno_names.errorcode.get(error.errno or 0, "unknown errno")
-    where = " -> ".join(str(path) for path in (error.filename, error.filename2) if path)
+    paths = [str(path) for path in (error.filename, error.filename2) if path]
     value = f"{name} ({error.strerror or error})"
-    if (limit := _limit(error)) is not None:
-        return Problem(what, where, f"{value}; {limit.limits()}", limit.hint)
-    return Problem(what, where, value, hint)
+    limit = _limit(error)
+    if limit is not None:
+        value += f"; {limit.limits()}"
+        hint = limit.hint
+    return Problem(what, " -> ".join(paths), value, hint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,35 +211,40 @@ _LIMIT_CODES = {
 
 
 def _limit(error: BaseException) -> _Limit | None:
+    """Return the limit that an exception reports, without its causes; None if it reports none."""
     if isinstance(error, OSError) and error.errno in _LIMIT_CODES:
         return _LIMIT_CODES[error.errno]
     if isinstance(error, MemoryError):
         return _MEMORY
     if isinstance(error, RuntimeError):
-        return next((limit for text, limit in _LIMIT_TEXTS.items() if text in str(error)), None)
+        for text, limit in _LIMIT_TEXTS.items():
+            if text in str(error):
+                return limit
     return None
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception and its causes, at most 20."""
+    """Yield an exception and its causes, at most 20: a chain may be circular."""
     for _ in range(20):
         if error is None:
             return
         yield error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        has_cause = error.__cause__ is not None or error.__suppress_context__
+        error = error.__cause__ if has_cause else error.__context__
 
 
 def limit_error(error: BaseException) -> SystemLimit | None:
     """Return the :class:`SystemLimit` that caused an exception; None if no limit did."""
     for each in _chain(error):
-        if (limit := _limit(each)) is not None:
-            where = str(each.filename) if isinstance(each, OSError) and each.filename else ""
-            value = (
-                f"{type(each).__name__}: {str(each).splitlines()[0] if str(each) else 'no more'}"
-            )
-            return SystemLimit(
-                limit.what, where=where, value=f"{value}; {limit.limits()}", hint=limit.hint
-            )
+        limit = _limit(each)
+        if limit is None:
+            continue
+        where = ""
+        if isinstance(each, OSError) and each.filename:
+            where = str(each.filename)
+        first_line = str(each).splitlines()[0] if str(each) else "no message"
+        value = f"{type(each).__name__}: {first_line}; {limit.limits()}"
+        return SystemLimit(limit.what, where=where, value=value, hint=limit.hint)
     return None
 
 
@@ -242,6 +256,7 @@ def describe(error: BaseException) -> tuple[int, str]:
         return error.exit_code, f"error: {error}"
     if isinstance(error, KeyboardInterrupt):
         return 130, "interrupted"
-    if (limit := limit_error(error)) is not None:
+    limit = limit_error(error)
+    if limit is not None:
         return limit.exit_code, f"error: {limit}"
     return EXIT_INTERNAL, without_hidden(f"internal error: {type(error).__name__}: {error}")

@@ -8,9 +8,8 @@ from contextlib import contextmanager
 
 from automodel_ckpt.errors import AutomodelError, Problem
 
-_user_modules: set[str] = (
-    set()
-)  # modules named by the recipe, neither of this package nor of a library
+_user_modules: set[str] = set()
+"""Modules that the recipe names and that belong neither to this package nor to a library."""
 
 
 def register_user_code(module: str) -> None:
@@ -20,41 +19,45 @@ def register_user_code(module: str) -> None:
 
 def location_in_user_code(error: BaseException) -> str | None:
     """File and line of the user code that raised *error*, directly or through a library; None if it did not."""
-    places = [
-        (_owner(f.f_globals.get("__name__")), f, line)
-        for f, line in traceback.walk_tb(error.__traceback__)
-    ]
-    if next((owner for owner, _, _ in reversed(places) if owner), "") != "user":
+    locations: list[str] = []
+    innermost_owner = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        owner = _owner(frame.f_globals.get("__name__"))
+        if owner == "user":
+            code = frame.f_code
+            locations.append(f"{code.co_filename}:{line} in {code.co_name}")
+        innermost_owner = owner or innermost_owner
+    if innermost_owner != "user":
         return None
-    chain = [
-        f"{f.f_code.co_filename}:{line} in {f.f_code.co_name}"
-        for owner, f, line in places
-        if owner == "user"
-    ]
-    return ", called at ".join(reversed(chain[-3:]))
+    return ", called at ".join(reversed(locations[-3:]))
 
 
 def _owner(module: object) -> str:
-    """``user`` or ``ours``; empty for a library."""
+    """Return the owner of a module: ``user``, ``package`` (this one), or an empty text for a library."""
     parts = str(module).split(".")
-    names = {".".join(parts[:length]) for length in range(1, len(parts) + 1)}
-    return "user" if names & _user_modules else "ours" if parts[0] == "automodel_ckpt" else ""
+    for length in range(1, len(parts) + 1):
+        if ".".join(parts[:length]) in _user_modules:
+            return "user"
+    return "package" if parts[0] == "automodel_ckpt" else ""
 
 
 @contextmanager
 def reporting_user_failures(kind: type[AutomodelError]) -> Iterator[None]:
-    """Convert exceptions of user code inside this context to an error of type *kind* with the place in that code."""
+    """Convert exceptions of user code inside this context to an error of type *kind*, with the location in that code.
+
+    Other exceptions are raised unchanged.
+    """
     try:
         yield
     except (AutomodelError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        place = location_in_user_code(error)
-        if place is None:
+        location = location_in_user_code(error)
+        if location is None:
             raise
         problem = Problem(
             "user code failed",
-            place,
+            location,
             f"{type(error).__name__}: {error}",
             "fix this code, or the arguments that the recipe passes to it",
         )

@@ -101,7 +101,7 @@ def _own_environment() -> Iterator[None]:
     yield
     errors = sys.modules.get("automodel_ckpt.errors")
     if errors is not None:
-        errors._hidden.clear()
+        errors._references.clear()
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)

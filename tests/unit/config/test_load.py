@@ -370,7 +370,7 @@ def test_no_message_shows_a_resolved_value(
 def test_errors_that_come_up_later_show_the_reference_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(errors, "_hidden", {})
+    monkeypatch.setattr(errors, "_references", {})
     monkeypatch.setenv("CKPT_TEST", SECRET)
     monkeypatch.setenv("CKPT_WORD", "abc")
     loaded = load(
