@@ -26,48 +26,53 @@ class Encoder:
             )
         self.tokenizer = tokenizer
         self.end = [int(tokenizer.eos_token_id)]
-        begins = tokenizer.bos_token_id is not None and self._starts_with(tokenizer.bos_token_id)
-        self.begin = [int(tokenizer.bos_token_id)] if begins else []
+        self.begin: list[int] = []
+        # Many tokenizers have a start token that their model was not trained with: only one that they add is used.
+        if tokenizer.bos_token_id is not None and self._adds_at_start(tokenizer.bos_token_id):
+            self.begin = [int(tokenizer.bos_token_id)]
 
     def documents(self, texts: Sequence[str]) -> list[TokenizedSample]:
-        """A sample per text, with labels on all of its tokens; without labels where the text is blank."""
+        """Make a sample of each text, with labels on all of its tokens, or on none if the text is blank."""
         samples = []
         for text, ids in zip(texts, self._encode(texts), strict=True):
             tokens = self._with_end(self._with_begin(ids))
             is_blank = not text.strip() or self._is_only_special(ids)
-            samples.append(TokenizedSample(tokens, [not is_blank] * len(tokens)))
+            labelled = [not is_blank] * len(tokens)
+            samples.append(TokenizedSample(tokens, labelled))
         return samples
 
     def pairs(self, prompts: Sequence[str], completions: Sequence[str]) -> list[TokenizedSample]:
-        """A sample per prompt and completion, tokenized separately so that no token spans both.
+        """Make a sample of each prompt and completion, tokenized separately so that no token spans both.
 
         Labels are on the completion and the end token.
         """
         samples = []
-        parts = zip(self._encode(prompts), self._encode(completions), completions, strict=True)
-        for prompt, completion, text in parts:
+        prompt_ids = self._encode(prompts)
+        completion_ids = self._encode(completions)
+        for prompt, completion, text in zip(prompt_ids, completion_ids, completions, strict=True):
+            # If the prompt is empty, the completion may begin with the start token.
             has_start = self._begins(prompt + completion)
             start = prompt if has_start else self.begin + prompt
-            is_empty = not text.strip() or self._is_only_special(completion)
             sample = TokenizedSample.answer(start, self._with_end(completion))
+            is_empty = not text.strip() or self._is_only_special(completion)
             samples.append(sample._replace(is_empty=is_empty))
         return samples
 
     def _with_begin(self, ids: list[int]) -> list[int]:
-        """*ids* with the start token in front, unless the model expects none or *ids* already begin with it."""
+        """Prepend the start token, unless the model expects none or *ids* already begin with it."""
         return ids if self._begins(ids) else self.begin + ids
 
     def _begins(self, ids: list[int]) -> bool:
         return ids[: len(self.begin)] == self.begin
 
     def _with_end(self, ids: list[int]) -> list[int]:
-        """*ids* with the end token appended, unless *ids* already end with it."""
+        """Append the end token, unless *ids* already end with it."""
         return ids if ids[-1:] == self.end else ids + self.end
 
     def _is_only_special(self, ids: list[int]) -> bool:
         return set(ids) <= {*self.begin, *self.end}
 
-    def _starts_with(self, token_id: int) -> bool:
+    def _adds_at_start(self, token_id: int) -> bool:
         return list(self.tokenizer("a")["input_ids"])[:1] == [token_id]
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
@@ -82,6 +87,8 @@ def blocks(documents: Iterable[TokenizedSample], seq_length: int) -> list[Tokeni
 
     A single token at the end is dropped, because it has nothing to predict.
     """
-    stream = [token for document in documents for token in document.tokens]
+    stream: list[int] = []
+    for document in documents:
+        stream += document.tokens
     starts = range(0, len(stream) - 1, seq_length)
     return [TokenizedSample.whole(stream[start : start + seq_length]) for start in starts]

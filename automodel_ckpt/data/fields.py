@@ -1,4 +1,4 @@
-"""What a recipe calls a field: its name, or a Jinja template that writes a text of several, as ``{{ a }}, {{ b }}``."""
+"""Field settings of a recipe: the name of a field, or a Jinja template of several, such as ``{{ a }}, {{ b }}``."""
 
 from __future__ import annotations
 
@@ -13,37 +13,40 @@ from automodel_ckpt.errors import RecipeError
 
 
 def is_template(field: str) -> bool:
-    """Whether *field* writes a text, rather than naming a field."""
+    """Whether *field* is a template, and not the name of a field."""
     return "{{" in field or "{%" in field
 
 
 def names_in(field: str) -> list[str]:
-    """The fields that *field* needs; :class:`RecipeError` for a template that is none."""
-    return FieldTemplate(field).names if is_template(field) else [field]
+    """List the fields that *field* reads. Raises :class:`RecipeError` for an invalid template."""
+    if is_template(field):
+        return FieldTemplate(field).names
+    return [field]
 
 
 class FieldTemplate:
-    """A template over the fields of a row; what is missing in a row, or null, is written as nothing."""
+    """A template of the fields of a row. A field that is missing or null is written as empty text."""
 
     def __init__(self, text: str) -> None:
-        environment = BoundedEnvironment(keep_trailing_newline=True, finalize=_or_nothing)
+        environment = BoundedEnvironment(keep_trailing_newline=True, finalize=_empty_for_null)
         try:
             undeclared = find_undeclared_variables(environment.parse(text))
             self._template = environment.from_string(text)
-        # Python itself refuses what is nested too deeply.
+        # Jinja compiles to Python, whose compiler raises the last three for a template that is nested too deeply.
         except (TemplateError, RecursionError, SyntaxError, MemoryError) as error:
-            hint = "write fields as {{ name }} and optional parts as {% if name %}...{% endif %}"
-            what = "a field template is not valid Jinja"
             raise RecipeError(
-                what, where="dataset", value=f"{str(error)[:200]} in {text[:80]!r}", hint=hint
+                "a field template is not valid Jinja",
+                where="dataset",
+                value=f"{str(error)[:200]} in {text[:80]!r}",
+                hint="write fields as {{ name }} and optional parts as {% if name %}...{% endif %}",
             ) from error
         self.names = sorted(undeclared - environment.globals.keys())
 
     def write(self, row: Mapping[str, Any], where: Callable[[], str]) -> str:
-        """The text for a row; :class:`RecipeError` names *where* it stands."""
+        """Write the text of a row. Raises :class:`RecipeError` with the location ``where()`` if the template fails."""
         try:
             return self._template.render(row)
-        except Exception as error:  # a template computes: it may divide by zero
+        except Exception as error:  # a template can raise anything, for example divide by zero
             value = f"{type(error).__name__}: {error}"
             hint = "correct this sample, or the template"
             raise RecipeError(
@@ -51,5 +54,5 @@ class FieldTemplate:
             ) from error
 
 
-def _or_nothing(value: Any) -> Any:
+def _empty_for_null(value: Any) -> Any:
     return "" if value is None else value

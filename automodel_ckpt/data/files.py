@@ -34,7 +34,7 @@ LOADERS = {
 }
 """Suffix -> the builder of ``datasets`` that reads it."""
 UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError)
-"""What reading a damaged file raises; without an errno it is of what a compressed one holds."""
+"""Errors of reading a damaged file. Those without an errno come from decompressing it."""
 _COMPRESSED: dict[str, Callable[[Path], Any]] = {
     ".gz": gzip.open,
     ".bz2": bz2.open,
@@ -48,21 +48,23 @@ _BESIDE_DATA = {
     "state.json",
 }
 _TABLES = (".parquet", ".arrow")
-"""Kinds without lines."""
+"""Formats without lines."""
 _REMOTE = re.compile(r"\w+:/")
 
 
 def is_pattern(path: str) -> bool:
-    """Whether *path* means the files that match it: it has wildcards, and is no file itself."""
+    """Whether *path* is a pattern: it contains wildcards, and no file has this name."""
     return glob.has_magic(path) and not Path(path).expanduser().exists()
 
 
 def files_of(paths: Sequence[str]) -> list[Path]:
-    """The files that *paths*, names or patterns, mean: in the order given, those of a pattern sorted.
+    """List the files of *paths*, which are names or patterns: in the given order, and sorted within a pattern.
 
-    Raises :class:`RecipeError` for none, for one that cannot be read, for several kinds, and for one that comes twice.
+    Raises :class:`RecipeError` for no file, an unreadable file, files of several formats, and a repeated file.
     """
-    files = [require_readable(file) for path in paths for file in _matching(path)]
+    files = []
+    for path in paths:
+        files += [require_readable(file) for file in _matching(path)]
     kinds = sorted({kind_of(file) for file in files})
     if len(kinds) > 1:
         raise RecipeError(
@@ -71,11 +73,14 @@ def files_of(paths: Sequence[str]) -> list[Path]:
             value=", ".join(f"*{kind}" for kind in kinds),
             hint="use files of one format, for example data/*.jsonl",
         )
-    [(name, count)] = Counter(os.path.realpath(file) for file in files).most_common(1)
+    real_paths = Counter(os.path.realpath(file) for file in files)
+    [(name, count)] = real_paths.most_common(1)
     if count > 1:
-        hint = "list each file once; otherwise its samples are trained on twice in each epoch"
         raise RecipeError(
-            "a data file is listed twice", where="dataset.path", value=name, hint=hint
+            "a data file is listed twice",
+            where="dataset.path",
+            value=name,
+            hint="list each file once; otherwise its samples are trained on twice in each epoch",
         )
     return files
 
@@ -84,39 +89,43 @@ def _matching(path: str) -> list[Path]:
     expanded = os.path.expanduser(path)
     if not is_pattern(path) or _REMOTE.match(path):
         return [Path(expanded)]
-    found = sorted(name for name in glob.glob(expanded, recursive=True) if os.path.isfile(name))
-    if not found:
-        hint = f"check dataset.path; relative paths start at the working directory, {Path.cwd()}"
+    names = sorted(glob.glob(expanded, recursive=True))
+    files = [Path(name) for name in names if os.path.isfile(name)]
+    if not files:
         raise RecipeError(
-            "no data file matches this pattern", where="dataset.path", value=path, hint=hint
+            "no data file matches this pattern",
+            where="dataset.path",
+            value=path,
+            hint=f"check dataset.path; relative paths start at the working directory, {Path.cwd()}",
         )
-    return [Path(name) for name in found]
+    return files
 
 
 def digest(path: Path) -> str:
-    """A digest of a file's format and content."""
+    """Return a digest of a file's format and content."""
     with path.open("rb") as file:
         return kind_of(path) + hashlib.file_digest(file, "blake2b").hexdigest()
 
 
 def kind_of(path: Path) -> str:
-    """The suffix that says how a file is read: in small letters, of a compressed file the one before ``.gz``."""
-    kind = (path.with_suffix("") if path.suffix.lower() in _COMPRESSED else path).suffix.lower()
+    """Return the suffix that determines a file's format, in lower case; of ``a.csv.gz`` it is ``.csv``."""
+    if path.suffix.lower() in _COMPRESSED:
+        path = path.with_suffix("")
+    kind = path.suffix.lower()
     return ".jsonl" if kind == ".ndjson" else kind
 
 
 def open_data(path: Path) -> IO[bytes]:
-    """A file opened for reading bytes, decompressed by its suffix."""
-    opened: IO[bytes] = _COMPRESSED.get(path.suffix.lower(), _plainly)(path)
-    return opened
+    """Open a file for reading bytes. It is decompressed according to its suffix."""
+    decompress = _COMPRESSED.get(path.suffix.lower())
+    if decompress is None:
+        return path.open("rb")
+    decompressed: IO[bytes] = decompress(path)
+    return decompressed
 
 
-def _plainly(path: Path) -> IO[bytes]:
-    return path.open("rb")
-
-
-def holds_anything(path: Path) -> bool:
-    """Whether there is more than blank lines in a file, or a row in a table."""
+def has_content(path: Path) -> bool:
+    """Whether a file has a line that is not blank, or a table has a row."""
     return not _is_table_without_rows(path) and next(lines_of(path), None) is not None
 
 
@@ -128,28 +137,26 @@ def _is_table_without_rows(path: Path) -> bool:
 
     try:
         return bool(ParquetFile(path).metadata.num_rows == 0)
-    except ArrowInvalid:  # the reader will say why
+    except ArrowInvalid:  # reading the file reports the reason
         return False
 
 
 def is_about_data(path: Path) -> bool:
-    """Whether a file is one that ``datasets`` writes beside data, or hidden."""
+    """Whether a file is hidden, or one that ``datasets`` writes in addition to data."""
     return path.name in _BESIDE_DATA or path.name.startswith(".")
 
 
 def saved_table(directory: Path) -> list[Path] | None:
-    """The files, in their order, of what ``Dataset.save_to_disk`` of ``datasets`` wrote; None for other directories."""
+    """List the files that ``Dataset.save_to_disk`` of ``datasets`` wrote, in order; None for other directories."""
     state = directory / "state.json"
     if not (state.is_file() and (directory / "dataset_info.json").is_file()):
         return None
-    return [
-        directory / part["filename"]
-        for part in json.loads(state.read_text(encoding="utf-8"))["_data_files"]
-    ]
+    parts = json.loads(state.read_text(encoding="utf-8"))["_data_files"]
+    return [directory / part["filename"] for part in parts]
 
 
 def require_readable(path: Path) -> Path:
-    """*path*, if it is a file of a known kind that can be read; else :class:`RecipeError`."""
+    """Return *path*. Raises :class:`RecipeError` if its format is unknown or it cannot be read."""
     if kind_of(path) not in LOADERS:
         hint = f"use a file named {', '.join('*' + known for known in LOADERS)}, a directory, or a Hub name"
         raise RecipeError("unknown data file format", where="dataset.path", value=path, hint=hint)
@@ -166,10 +173,12 @@ def require_readable(path: Path) -> Path:
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines that hold something, numbered from 1; :class:`RecipeError` for a compressed file that is damaged."""
+    """Yield (number from 1, line) for each line that is not blank. Raises :class:`RecipeError` for a damaged file."""
     try:
         with open_data(path) as file:
-            yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, line
     except UNREADABLE as error:
         if not is_damage(error):
             raise
@@ -177,13 +186,13 @@ def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def is_damage(error: Exception) -> bool:
-    """Whether reading failed because of what a compressed file contains, rather than by an error of the system."""
+    """Whether reading failed because a compressed file is damaged, and not because of a system error."""
     if isinstance(error, OSError):
         return error.errno is None
     return isinstance(error, UNREADABLE)
 
 
 def damaged(path: Path, error: Exception) -> RecipeError:
-    """The error for a compressed file that cannot be decompressed."""
+    """Make the error for a compressed file that cannot be decompressed."""
     hint = "download or compress it again, and check that its suffix matches its compression"
     return RecipeError("a compressed file is damaged", where=str(path), value=error, hint=hint)

@@ -1,4 +1,4 @@
-"""Several samples in one row: packs of the whole data set, and rows of a micro-batch without padding.
+"""Put several samples into one row: packs of the whole data set, and rows of a micro-batch without padding.
 
 In both, ``position_ids`` restart at 0 with each sample. transformers' attention derives the sample boundaries from them
 (if there is no ``attention_mask``), and flash attention its cumulative lengths.
@@ -20,50 +20,64 @@ from automodel_ckpt.errors import RecipeError
 
 _Lengths = npt.NDArray[np.int64]
 IS_TOKEN = "is_token"  # noqa: S105
-"""The key of a mask [B, T] in rows that have places without a token, where the model gets no attention mask."""
+"""Key of a mask [B, T] that shows which positions of a row have a token. Such rows have no attention mask."""
 _ROWS_OF_TOKENS = {"input_ids", "attention_mask", "labels", "position_ids"}
 
 
 def best_fit_decreasing(lengths: Sequence[int] | _Lengths, size: int) -> list[list[int]]:
-    """Assign items to packs of at most *size*, and return the indices of the items in each pack; no item may be longer.
+    """Assign items to packs of at most *size*, and return the indices of the items in each pack.
 
-    The items are taken from the longest to the shortest (equal ones in order), and each goes to the fullest pack that
-    has room. Source: D. S. Johnson, "Near-optimal bin packing algorithms", 1973.
+    The items are taken from the longest to the shortest (equal ones in order), and each is put into the fullest pack
+    that fits it. No item may be longer than *size*. Source: D. S. Johnson, "Near-optimal bin packing algorithms", 1973.
     """
     packs: list[list[int]] = []
-    with_room: dict[int, list[int]] = {}  # room left -> packs
-    rooms: list[int] = []  # the keys of with_room, ascending
+    free = _FreeSpace()
     order = np.argsort(-np.asarray(lengths, dtype=np.int64), kind="stable")
     for item in order.tolist():
         length = int(lengths[item])
-        place = bisect.bisect_left(rooms, length)
-        if place == len(rooms):
+        found = free.take(length)
+        if found is None:
             packs.append([item])
-            _give_room(rooms, with_room, size - length, len(packs) - 1)
+            free.add(len(packs) - 1, size - length)
             continue
-        room = rooms[place]
-        pack = with_room[room].pop()
-        if not with_room[room]:
-            del with_room[room], rooms[place]
+        pack, space = found
         packs[pack].append(item)
-        _give_room(rooms, with_room, room - length, pack)
+        free.add(pack, space - length)
     return packs
 
 
-def _give_room(rooms: list[int], with_room: dict[int, list[int]], room: int, pack: int) -> None:
-    if room == 0:
-        return
-    if room not in with_room:
-        with_room[room] = []
-        bisect.insort(rooms, room)
-    with_room[room].append(pack)
+class _FreeSpace:
+    """The packs that are not full, by their free space. Finding the fullest that fits takes logarithmic time."""
+
+    def __init__(self) -> None:
+        self._packs: dict[int, list[int]] = {}  # free space -> packs
+        self._spaces: list[int] = []  # the keys of _packs, ascending
+
+    def add(self, pack: int, space: int) -> None:
+        if space == 0:
+            return
+        if space not in self._packs:
+            self._packs[space] = []
+            bisect.insort(self._spaces, space)
+        self._packs[space].append(pack)
+
+    def take(self, length: int) -> tuple[int, int] | None:
+        """Remove and return (pack, its free space): the fullest pack with space for *length*; None if there is none."""
+        index = bisect.bisect_left(self._spaces, length)
+        if index == len(self._spaces):
+            return None
+        space = self._spaces[index]
+        pack = self._packs[space].pop()
+        if not self._packs[space]:
+            del self._packs[space], self._spaces[index]
+        return pack, space
 
 
 class PackedDataset:
-    """Map-style: sample i is a pack of samples of *dataset*, ``{"input_ids", "labels", "position_ids"}``.
+    """A map-style data set in which sample i is a pack of samples: ``{"input_ids", "labels", "position_ids"}``.
 
-    The packs are a function of the samples' lengths and *size* alone: no seed, epoch or number of ranks changes them.
-    A sample's first token has no label, since nothing of its own precedes it. Raises :class:`RecipeError` for an
+    The packs depend only on the samples' lengths and *size*, not on a seed, the epoch or the number of ranks. The first
+    token of a sample has no label, because no token of the sample precedes it. Raises :class:`RecipeError` for an
     iterable data set and for a sample of more than *size* tokens.
     """
 
@@ -103,9 +117,10 @@ class PackedDataset:
         for number in self.packs[index]:
             sample = self.dataset[number]
             check_unpadded(sample)
-            pack["input_ids"] += sample["input_ids"]
+            tokens = sample["input_ids"]
+            pack["input_ids"] += tokens
             pack["labels"] += [IGNORE_INDEX, *sample["labels"][1:]]
-            pack["position_ids"] += range(len(sample["input_ids"]))
+            pack["position_ids"] += range(len(tokens))
         return pack
 
 
@@ -125,12 +140,13 @@ def _lengths(dataset: Any) -> _Lengths:
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """How a micro-batch of samples becomes the rows of one forward pass, for a model that keeps samples apart.
+    """Arranges a micro-batch of samples in the rows of one forward pass, for a model that separates samples in a row.
 
-    *one_row*: all samples in one row, as flash attention wants them, unless none is padded. Otherwise the cheapest is
-    taken: a row each, the longest sample's length shared by several, or one row, by the products that a layer of
-    *hidden_size* computes (24 hidden_size**2 per token, 4 hidden_size per token and row position). *multiple* rounds
-    lengths up. *marks_tokens* adds the mask :data:`IS_TOKEN` where some places have no token.
+    With *one_row*, all samples are in one row, which flash attention requires, unless none is padded. Otherwise the
+    cheapest of three layouts is used: one sample per row, several samples per row of the longest sample's length, or
+    one row. The cost is the number of multiplications in a layer of *hidden_size*: 24 hidden_size**2 per token, and
+    4 hidden_size per token and position of its row. *multiple* rounds row lengths up. *marks_tokens* adds the mask
+    :data:`IS_TOKEN` if some positions have no token.
     """
 
     hidden_size: int
@@ -139,10 +155,10 @@ class RowLayout:
     marks_tokens: bool = False
 
     def __call__(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The rows of *batch*, int64 tensors of shape (batch, length): padded rows or packs, as collated.
+        """Arrange *batch*, int64 tensors of shape [samples, length]: padded samples or packs.
 
-        Without padding it is returned as it is but for its mask, with tensors of other kinds just as it is. The sums of
-        losses over labels stay the same.
+        Returns tensors of shape [rows, row length]. A batch without padding is only returned without its mask, and a
+        batch with other tensors is returned unchanged. The sum of the losses over the labels does not change.
         """
         if not {"input_ids", "labels", "attention_mask"} <= batch.keys() <= _ROWS_OF_TOKENS:
             return dict(batch)
@@ -152,7 +168,7 @@ class RowLayout:
         width = batch["labels"].shape[1]
         fits = not self.one_row or ("position_ids" not in batch and width % self.multiple == 0)
         if fits and np.count_nonzero(mask) == mask.size:
-            # A mask that hides nothing costs time in each forward pass, and so does dividing one row into its samples.
+            # A mask that hides nothing costs time in each forward pass, and so does separating the samples of one row.
             return self._without_mask(batch)
         lengths = mask.sum(1).tolist()
         rows, length = self._cheapest(lengths, width)
@@ -168,18 +184,21 @@ class RowLayout:
         return rows
 
     def _cheapest(self, lengths: list[int], width: int) -> tuple[list[list[int]] | None, int]:
-        """The samples of each row (None: one sample per row) and the row length with the lowest cost."""
+        """Return the samples of each row (None: one sample per row) and the row length with the lowest cost."""
+        num_samples = len(lengths)
         total = self._rounded(sum(lengths))
-        one_row = [list(range(len(lengths)))]
+        one_row = [list(range(num_samples))]
         if self.one_row:
             return one_row, total
-        shared = best_fit_decreasing(lengths, width)
-        choices: list[tuple[int, list[list[int]] | None, int]] = [
-            (self._cost(len(lengths), width), None, width),
-            (self._cost(len(shared), width), shared, width),
-            (self._cost(1, total), one_row, total),
-        ]
-        _, rows, length = min(choices, key=lambda choice: choice[0])
+        rows: list[list[int]] | None = None
+        length = width
+        cost = self._cost(num_samples, width)
+        packed = best_fit_decreasing(lengths, width)
+        cost_of_packed = self._cost(len(packed), width)
+        if cost_of_packed < cost:
+            rows, cost = packed, cost_of_packed
+        if self._cost(1, total) < cost:
+            rows, length = one_row, total
         return rows, length
 
     def _cost(self, num_rows: int, length: int) -> int:
@@ -190,9 +209,11 @@ class RowLayout:
 
 
 def longest_sample(batch: Mapping[str, torch.Tensor]) -> int:
-    """The length of the longest sample of a collated micro-batch, including padding if it has one sample per row."""
+    """Return the length of the longest sample of a micro-batch, including padding if it has one sample per row."""
     positions = batch.get("position_ids")
-    return batch["labels"].shape[1] if positions is None else int(positions.max()) + 1
+    if positions is None:
+        return batch["labels"].shape[1]
+    return int(positions.max()) + 1
 
 
 def _laid_out(
@@ -204,12 +225,17 @@ def _laid_out(
     """
     mask = batch["attention_mask"].numpy() != 0
     ends = mask.sum(1).cumsum()
-    places = np.split(np.flatnonzero(mask), ends[:-1])
+    # The index of each token in the flattened batch, by sample.
+    tokens_of = np.split(np.flatnonzero(mask), ends[:-1])
+    # The index of the token at each position of the rows; -1 for a position without a token.
     taken = np.full((len(rows), length), -1, dtype=np.int64)
     for row, numbers in enumerate(rows):
-        content = np.concatenate([places[number] for number in numbers])
+        content = np.concatenate([tokens_of[number] for number in numbers])
         taken[row, : len(content)] = content
-    positions = batch["position_ids"].numpy() if "position_ids" in batch else mask.cumsum(1) - 1
+    positions = mask.cumsum(1) - 1
+    if "position_ids" in batch:
+        positions = batch["position_ids"].numpy()
+    # The first token of a sample has no label, because the token before it belongs to another sample.
     labels = np.where(positions == 0, IGNORE_INDEX, batch["labels"].numpy())
     sources = (
         ("input_ids", batch["input_ids"].numpy(), 0),

@@ -24,7 +24,7 @@ from automodel_ckpt.data.files import (
     UNREADABLE,
     digest,
     files_of,
-    holds_anything,
+    has_content,
     is_about_data,
     is_pattern,
     kind_of,
@@ -315,7 +315,7 @@ class Source(Rows):
     @cached_property
     def _filled(self) -> list[Path]:
         """The files that are not empty: readers fail on empty files, which parallel writers may create."""
-        return [file for file in self.files if holds_anything(file)]
+        return [file for file in self.files if has_content(file)]
 
     def _of_name(self) -> dict[str, Any]:
         """The arguments of ``load_dataset`` for a directory or a Hub data set."""

@@ -1,10 +1,10 @@
-"""Tokenized samples in flat arrays, which are memory-mapped when loaded and shared by all processes."""
+"""Tokenized samples in flat arrays. Loaded arrays are memory-mapped, so that all processes share them."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,21 +28,25 @@ class TokenizedSample(NamedTuple):
 
     @classmethod
     def whole(cls, tokens: list[int]) -> TokenizedSample:
-        """A sample with a label on every token."""
+        """Make a sample with a label on every token."""
         return cls(tokens, [True] * len(tokens))
 
     @classmethod
     def answer(cls, prompt: list[int], completion: list[int]) -> TokenizedSample:
-        """A sample of a prompt without labels and a *completion* with labels."""
-        return cls(prompt + completion, [False] * len(prompt) + [True] * len(completion))
+        """Make a sample of a prompt without labels and a *completion* with labels."""
+        labelled = [False] * len(prompt) + [True] * len(completion)
+        return cls(prompt + completion, labelled)
 
 
 class TokenizedDataset:
-    """Map-style: ``dataset[i]`` is ``{"input_ids": list[int], "labels": list[int]}``, with -100 for no label."""
+    """A map-style data set of ``{"input_ids": list[int], "labels": list[int]}``, with the label -100 for no label.
+
+    The samples are concatenated: sample i is ``tokens[ends[i - 1]:ends[i]]``.
+    """
 
     draws_nothing = True
     identity: str | None = None
-    """Changes with the samples; None where that is not known."""
+    """A digest that changes with the samples; None if unknown."""
 
     def __init__(
         self,
@@ -64,20 +68,18 @@ class TokenizedDataset:
         num_left_out: int = 0,
         num_empty: int = 0,
     ) -> TokenizedDataset:
-        """The data set of *samples*.
+        """Make a data set of *samples*.
 
         *num_cut* of them were truncated and *num_empty* have an empty completion; *num_left_out* more were skipped.
         """
-        tokens = np.fromiter(
-            (token for sample in samples for token in sample.tokens), dtype=np.int32
-        )
-        ends = np.fromiter(accumulate(len(sample.tokens) for sample in samples), dtype=np.int64)
-        labelled = np.fromiter(
-            (is_labeled for sample in samples for is_labeled in sample.labelled), dtype=np.bool_
-        )
-        return cls(
-            tokens, ends, labelled, np.array([num_cut, num_left_out, num_empty], dtype=np.int64)
-        )
+        all_tokens = chain.from_iterable(sample.tokens for sample in samples)
+        all_labelled = chain.from_iterable(sample.labelled for sample in samples)
+        lengths = [len(sample.tokens) for sample in samples]
+        tokens = np.fromiter(all_tokens, dtype=np.int32)
+        labelled = np.fromiter(all_labelled, dtype=np.bool_)
+        ends = np.cumsum(lengths, dtype=np.int64)
+        counts = np.array([num_cut, num_left_out, num_empty], dtype=np.int64)
+        return cls(tokens, ends, labelled, counts)
 
     @classmethod
     def load(cls, directory: Path) -> TokenizedDataset:
@@ -95,13 +97,13 @@ class TokenizedDataset:
             np.save(directory / f"{name}.npy", getattr(self, name))
 
     def first(self, max_samples: int | None) -> TokenizedDataset:
-        """A data set of the first *max_samples* samples (None: all of them), which shares the arrays."""
+        """Return a data set of the first *max_samples* samples (None: all), which shares the arrays."""
         num_samples = at_most(max_samples, len(self))
         return TokenizedDataset(self.tokens, self.ends[:num_samples], self.labelled, self.counts)
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
-        """Tokens of each sample."""
+        """The number of tokens of each sample."""
         return np.diff(self.ends, prepend=0)
 
     def __len__(self) -> int:
@@ -121,7 +123,7 @@ class TokenizedDataset:
 
         *what* is the name of the data in the log.
         """
-        cut, left_out, empty = (int(count) for count in self.counts)
+        cut, left_out, empty = self.counts.tolist()
         if empty:
             log.warning(
                 "%s: %d of %d samples have an empty completion: only the end token is trained on",

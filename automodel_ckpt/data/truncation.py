@@ -32,16 +32,15 @@ class Truncation:
     def __post_init__(self) -> None:
         require_choice("truncation", self.policy, ("error", "right"))
         if self.seq_length < 2:
-            hint = "give at least 2 (a token and the one it predicts)"
             raise RecipeError(
                 "seq_length is too small",
                 where="dataset.seq_length",
                 value=self.seq_length,
-                hint=hint,
+                hint="give at least 2 (a token and the one it predicts)",
             )
 
     def apply(self, sample: TokenizedSample, where: Callable[[], str]) -> TokenizedSample | None:
-        """The sample, truncated if needed; None if no label remains.
+        """Return the sample, truncated if needed; None if no label remains.
 
         With the policy ``error``, raises :class:`RecipeError` with the location ``where()`` for a long sample.
         """
@@ -63,12 +62,14 @@ class Truncation:
         if len(sample.tokens) <= self.seq_length:
             return sample
         self.num_cut += 1
-        return TokenizedSample(sample.tokens[: self.seq_length], sample.labelled[: self.seq_length])
+        tokens = sample.tokens[: self.seq_length]
+        labelled = sample.labelled[: self.seq_length]
+        return TokenizedSample(tokens, labelled)
 
     def apply_to_all(
         self, samples: Sequence[TokenizedSample], where: Callable[[int], str]
     ) -> TokenizedDataset:
-        """The data set of the truncated *samples*, without those that have no label left.
+        """Make a data set of the truncated *samples*, without those that have no label left.
 
         ``where(n)`` is the location of sample n in the data. With the policy ``error``, one :class:`RecipeError`
         reports all samples that are too long.
@@ -85,21 +86,25 @@ class Truncation:
     def _require_short(
         self, samples: Sequence[TokenizedSample], where: Callable[[int], str]
     ) -> None:
+        """Raise one :class:`RecipeError` for all samples with labels that are longer than ``seq_length``."""
         used = [number for number, sample in enumerate(samples) if any(sample.labelled[1:])]
         lengths = np.array([len(samples[number].tokens) for number in used], dtype=np.int64)
         too_long = np.flatnonzero(lengths > self.seq_length)
         if not len(too_long):
             return
-        first = [f"{where(used[each])} ({lengths[each]} tokens)" for each in too_long[:_NUM_SHOWN]]
-        if len(too_long) > len(first):
-            first.append(f"and {len(too_long) - len(first)} more")
-        longest, percentile = int(lengths.max()), int(np.percentile(lengths, 99, method="higher"))
-        is_one = len(too_long) == 1
+        places = []
+        for each in too_long[:_NUM_SHOWN]:
+            places.append(f"{where(used[each])} ({lengths[each]} tokens)")
+        if len(too_long) > len(places):
+            places.append(f"and {len(too_long) - len(places)} more")
+        longest = int(lengths.max())
+        percentile = int(np.percentile(lengths, 99, method="higher"))
+        what = "samples are longer than seq_length"
+        if len(too_long) == 1:
+            what = "a sample is longer than seq_length"
         raise RecipeError(
-            "a sample is longer than seq_length"
-            if is_one
-            else "samples are longer than seq_length",
-            where=", ".join(first),
+            what,
+            where=", ".join(places),
             value=f"{len(too_long)} of {len(used)} samples; seq_length {self.seq_length}, "
             f"the longest sample {longest} tokens, the 99th percentile {percentile}",
             hint=f"increase dataset.seq_length to {longest}, set dataset.truncation right to truncate such samples, "
