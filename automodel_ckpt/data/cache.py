@@ -19,14 +19,17 @@ from automodel_ckpt.errors import RecipeError, os_problem
 def cache_directory() -> Path:
     """The directory of prepared data: ``$AUTOMODEL_CKPT_CACHE`` if set, otherwise ``~/.cache/automodel_ckpt``.
 
-    An account without a writable home, as in containers, gets a directory of its own in the temporary directory.
+    For a user without a writable home, as in containers, it is a directory in the temporary directory.
     Raises PermissionError if that directory belongs to another user.
     """
     named = os.environ.get("AUTOMODEL_CKPT_CACHE")
     if named:
         return Path(named).expanduser()
     home = Path(os.path.expanduser("~/.cache/automodel_ckpt"))
-    return home if home.is_absolute() and _can_be_written(home) else _temporary()
+    # expanduser() returns the text unchanged for a user without a home.
+    if home.is_absolute() and _can_be_written(home):
+        return home
+    return _temporary()
 
 
 def _can_be_written(directory: Path) -> bool:
@@ -40,6 +43,7 @@ def _can_be_written(directory: Path) -> bool:
 def _temporary() -> Path:
     directory = Path(tempfile.gettempdir()) / f"automodel_ckpt-{os.getuid()}"
     directory.mkdir(mode=0o700, exist_ok=True)
+    # Another user may have created the directory, or a link with its name, to control the data that is trained on.
     if directory.lstat().st_uid != os.getuid():
         raise PermissionError(errno.EPERM, "it belongs to another user", str(directory))
     return directory

@@ -1,4 +1,4 @@
-"""Pads token lists of different lengths to one micro-batch."""
+"""Pad token lists of different lengths to a micro-batch."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ import torch
 from automodel_ckpt.errors import RecipeError
 
 IGNORE_INDEX = -100
-"""Label of a position without a label, as everywhere in the Hugging Face libraries."""
+"""The label of a position without a label, as in transformers and ``torch.nn.functional.cross_entropy``."""
 
 
 class PadCollator:
-    """Pads token lists on the right to the longest of the micro-batch.
+    """Pads token lists on the right to the length of the longest.
 
-    Takes a non-empty list of ``{"input_ids": list[int], "labels": list[int]}``, the labels unshifted and of the same
-    length. Returns int64 tensors ``input_ids``, ``attention_mask`` and ``labels`` of shape (batch, length), where
-    length is the longest sample's, rounded up to a multiple of *pad_to_multiple_of*. Padding has mask 0 and label -100.
-    Samples that are packs have ``position_ids`` besides; padding has position 0. Raises :class:`RecipeError` for a
-    sample of another shape.
+    The argument is a non-empty list of ``{"input_ids": list[int], "labels": list[int]}``; labels are not shifted, and
+    have the length of the tokens. Returns int64 tensors ``input_ids``, ``attention_mask`` and ``labels`` of shape
+    [samples, length], where length is rounded up to a multiple of *pad_to_multiple_of*. Padding has mask 0 and label
+    -100. Packs also have ``position_ids``, with position 0 for padding. Raises :class:`RecipeError` for other samples.
     """
 
     draws_nothing = True
@@ -45,13 +44,13 @@ class PadCollator:
         padding = {"input_ids": self.pad_token_id, "attention_mask": 0, "labels": IGNORE_INDEX}
         if "position_ids" in samples[0]:
             padding["position_ids"] = 0
-        arrays = {name: np.full(shape, empty, dtype=np.int64) for name, empty in padding.items()}
-        copied = [name for name in padding if name != "attention_mask"]
+        arrays = {}
+        for name, filler in padding.items():
+            arrays[name] = np.full(shape, filler, dtype=np.int64)
         for row, sample in enumerate(samples):
             length = len(sample["input_ids"])
-            arrays["attention_mask"][row, :length] = 1
-            for name in copied:
-                arrays[name][row, :length] = sample[name]
+            for name, array in arrays.items():
+                array[row, :length] = 1 if name == "attention_mask" else sample[name]
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 

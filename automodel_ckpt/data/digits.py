@@ -32,7 +32,7 @@ _TEMPLATE = (
 
 
 def processor(vocab_size: int = 512) -> LlavaProcessor:
-    """A LLaVA processor for images of 32 by 32 pixels in 16 patches.
+    """Make a LLaVA processor for images of 32 by 32 pixels in 16 patches.
 
     Its tokenizer has *vocab_size* entries and is trained on the Python documentation.
     """
@@ -58,9 +58,9 @@ def processor(vocab_size: int = 512) -> LlavaProcessor:
 def scans(
     processor: Any, split: str = "train", max_samples: int | None = None
 ) -> DigitConversations:
-    """A conversation for each scan: :data:`QUESTION`, and the digit in figures as the answer.
+    """Make a conversation of each scan, with :data:`QUESTION` and the digit as the answer.
 
-    *split* is ``train`` or ``validation``, a fixed set of 300 scans that ``train`` does not contain.
+    *split* is ``train``, or ``validation``: a fixed set of 300 scans that are not in ``train``.
     """
     require_choice("split", split, ("train", "validation"))
     return DigitConversations(processor, split, max_samples)
@@ -92,11 +92,12 @@ class DigitConversations:
             ) from error
 
     def image(self, index: int) -> Any:
-        """A scan as a Pillow image, dark on white."""
-        levels = self.images[index] * (255 / 16)
+        """Convert a scan to a Pillow image, black on white."""
+        levels = self.images[index] * (255 / 16)  # 0 to 16, where 16 is ink
         gray = (255 - levels).astype(np.uint8)
         scale = IMAGE_PIXELS // gray.shape[0]
-        enlarged = np.kron(gray, np.ones((scale, scale), dtype=np.uint8))
+        pixel = np.ones((scale, scale), dtype=np.uint8)
+        enlarged = np.kron(gray, pixel)
         return pillow().fromarray(enlarged).convert("RGB")
 
 

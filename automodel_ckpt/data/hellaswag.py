@@ -26,11 +26,11 @@ def hellaswag(
     streaming: bool = False,
     shuffle_block: int = DEFAULT_BLOCK,
 ) -> TokenizedDataset | RowStream:
-    """Prompt: the beginning. Completion, with labels: the right ending.
+    """Make a sample of each row: the beginning of the story without labels, and the right ending with labels.
 
     *path* is a data set of the Hub, or a local file or directory, with the columns ``ctx``, ``endings`` (four texts)
-    and ``label`` (the right one's number from 0, as text or number). A row without a label, as in the split ``test``,
-    is rejected with its location. *truncation* and *streaming* as for
+    and ``label`` (the number of the right ending from 0, as text or number). A row without a label, as in the split
+    ``test``, is rejected with its location. For *truncation* and *streaming* see
     :func:`~automodel_ckpt.data.text.prompt_completion`.
     """
     encoder = Encoder(tokenizer)
@@ -40,8 +40,8 @@ def hellaswag(
         endings, labels = rows.columns(["endings", "label"])
         prompts = [text.strip() for text in beginnings]
         completions = []
-        for row, (choices, label) in enumerate(zip(endings, labels, strict=True)):
-            ending = _ending(rows, row, choices, label)
+        for row, choices in enumerate(endings):
+            ending = _ending(rows, row, choices, labels[row])
             completions.append(f" {ending}")
         return encoder.pairs(prompts, completions)
 
@@ -64,9 +64,10 @@ def _ending(source: Rows, row: int, endings: Any, label: Any) -> str:
             raise IndexError
         return str(endings[number]).strip()
     except (ValueError, TypeError, IndexError) as error:
+        num_endings = len(endings) if isinstance(endings, list) else "no"
         raise RecipeError(
             "a row has no valid label",
             where=source.place(row),
-            value=f"label {label!r}, {len(endings) if isinstance(endings, list) else 'no'} endings",
+            value=f"label {label!r}, {num_endings} endings",
             hint="use the split train or validation (the split test has no labels)",
         ) from error

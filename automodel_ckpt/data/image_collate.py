@@ -1,4 +1,4 @@
-"""Collates conversations with images to one micro-batch, with the model's own processor."""
+"""Collate conversations with images to a micro-batch, with the model's processor."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _BLANK_PIXELS = 64
 
 
 class ImageTextCollator:
-    """Collates :class:`~automodel_ckpt.data.vlm.ImageText` samples to the tensors that the processor makes of them.
+    """Converts :class:`~automodel_ckpt.data.vlm.ImageText` samples to tensors with a processor.
 
-    ``input_ids``, ``attention_mask`` and ``labels`` have the shape [batch, length] and are padded on the right; the
-    shapes of the others depend on the model. Labels are on the assistant's text, never on *image_token_ids*. A
-    micro-batch without images gets an additional row, a blank image without a label, because every rank has to run the
+    ``input_ids``, ``attention_mask`` and ``labels`` have the shape [samples, length] and are padded on the right. The
+    shapes of other tensors depend on the model. Labels are on the assistant's text, never on *image_token_ids*. A
+    micro-batch without images gets an additional row with a blank image and no label, because every rank has to run the
     vision tower. Raises :class:`RecipeError` for samples that are too long, or that the processor rejects.
     """
 
@@ -37,7 +37,8 @@ class ImageTextCollator:
         image_token_ids: frozenset[int] = frozenset(),
         pad_to_multiple_of: int | None = None,
     ) -> None:
-        self.processor, self.image_token_ids = processor, image_token_ids
+        self.processor = processor
+        self.image_token_ids = image_token_ids
         self.multiple = pad_to_multiple_of or 1
         self.num_left_out = 0
 
@@ -48,19 +49,21 @@ class ImageTextCollator:
         lengths: list[int] = batch["attention_mask"].sum(1).tolist()
         rows: list[list[int]] = batch["input_ids"].tolist()
         tokens = [row[:length] for row, length in zip(rows, lengths, strict=True)]
-        labeled, used = [], []
+        labeled = []
+        used = []
         for sample, row in zip(samples, tokens, strict=True):
             flags = self._labeled(sample, row)
             is_used = self._is_used(sample, row, flags)
             labeled.append(flags)
             used.append(sample if is_used else self.blank)
         if any(sample is not given for sample, given in zip(used, samples, strict=True)):
+            # Processed again, because the tensors of the pixels do not show to which sample they belong.
             return self(used)
         labels = torch.full_like(batch["input_ids"], IGNORE_INDEX)
         for number, flags in enumerate(labeled):
-            length = lengths[number]
             is_labeled = torch.tensor(flags, dtype=torch.bool)
-            labels[number, :length][is_labeled] = batch["input_ids"][number, :length][is_labeled]
+            token_ids = batch["input_ids"][number, : len(flags)]
+            labels[number, : len(flags)][is_labeled] = token_ids[is_labeled]
         return self._truncated({**batch, "labels": labels}, samples, lengths)
 
     @cached_property
@@ -73,17 +76,16 @@ class ImageTextCollator:
             text = self.processor.apply_chat_template(
                 [{"role": "user", "content": content}], tokenize=False
             )
-        except (
-            ValueError,
-            TemplateError,
-        ):  # no template, or one that fails: the data set brought its own
+        except (ValueError, TemplateError):
+            # The processor has no template, or one that fails: the recipe set another one for the data set.
             text = self._placeholder
         return ImageText(text, [image], [])
 
     def _process(self, samples: Sequence[ImageText]) -> dict[str, torch.Tensor]:
+        texts = [sample.text for sample in samples]
         images = [sample.images for sample in samples]
         try:
-            batch = self._call([sample.text for sample in samples], images if any(images) else None)
+            batch = self._call(texts, images if any(images) else None)
         except (ValueError, TypeError, IndexError, KeyError, StopIteration) as error:
             raise RecipeError(
                 "the processor rejects these samples",
@@ -113,16 +115,16 @@ class ImageTextCollator:
         return start is None or not text.startswith(start)
 
     def _labeled(self, sample: ImageText, tokens: list[int]) -> list[bool]:
-        """Whether each token is the assistant's.
+        """Return for each token whether it is the assistant's.
 
         Positions are counted from the end: the placeholder of an earlier image may expand to any number of tokens.
         """
         flags = [False] * len(tokens)
-        for start, end in sample.learnt:
+        for start, end in sample.labeled_spans:
             first = len(tokens) - self._num_equal(sample, start, tokens)
             last = len(tokens) - self._num_equal(sample, end, tokens)
             flags[first:last] = [token not in self.image_token_ids for token in tokens[first:last]]
-        if sample.learnt and not any(flags[1:]):
+        if sample.labeled_spans and not any(flags[1:]):
             raise RecipeError(
                 "this conversation has no assistant token to train on",
                 where=sample.where,
@@ -132,11 +134,12 @@ class ImageTextCollator:
         return flags
 
     def _num_equal(self, sample: ImageText, start: int, tokens: list[int]) -> int:
-        """The number of the last *tokens* that belong to the sample's text from character *start* on."""
+        """Count the last *tokens* that belong to the sample's text from character *start* on."""
         rest = sample.text[start:]
         num_images = rest.count(self._placeholder) if self._placeholder else 0
         if num_images:
-            rest_tokens = self._call([rest], [sample.images[-num_images:]])["input_ids"][0].tolist()
+            processed = self._call([rest], [sample.images[-num_images:]])
+            rest_tokens = processed["input_ids"][0].tolist()
         else:
             special = self._adds_special_tokens(sample.text)
             rest_tokens = self.processor.tokenizer(rest, add_special_tokens=special)["input_ids"]
@@ -181,7 +184,7 @@ class ImageTextCollator:
     def _truncated(
         self, batch: dict[str, torch.Tensor], samples: Sequence[ImageText], lengths: list[int]
     ) -> dict[str, torch.Tensor]:
-        """The batch with every sample truncated to its seq_length, and padded to the longest of them."""
+        """Truncate every sample of a batch to its seq_length, and remove the padding that is not needed any more."""
         ends = []
         for sample, length in zip(samples, lengths, strict=True):
             ends.append(min(length, sample.seq_length or length))

@@ -1,4 +1,4 @@
-"""Images of a data set: by path, as bytes, or opened already. Needs Pillow, which the extra ``vision`` brings."""
+"""Open the images of a data set: paths, bytes, or Pillow images. Requires Pillow (the extra ``vision``)."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 from automodel_ckpt.data.messages import UnusableSample
 from automodel_ckpt.errors import RecipeError
 
-_REMEDY = (
+_HINT = (
     "give the path of an image file, absolute or relative to the data file, or remove this sample"
 )
 
 
 def pillow() -> Any:
-    """Pillow's module ``Image``; :class:`RecipeError` where it is not installed."""
+    """Import Pillow's module ``Image``. Raises :class:`RecipeError` if Pillow is not installed."""
     try:
         from PIL import Image
     except ImportError as error:
@@ -31,14 +31,19 @@ def pillow() -> Any:
 
 
 def open_image(value: Any, folder: Path) -> Any:
-    """A Pillow image in RGB of a path (relative ones start from *folder*), of bytes, of ``{"path" or "bytes": ...}`` as
-    the ``datasets`` library stores it, or of an image. Raises :class:`UnusableSample` for anything else."""
+    """Open an image as a Pillow image in RGB.
+
+    *value* is a path (relative paths start at *folder*), bytes, a Pillow image, or ``{"path": ...}`` or ``{"bytes":
+    ...}``, as the library ``datasets`` stores images. Raises :class:`UnusableSample` for any other value.
+    """
     image_module = pillow()
     source = _source(value, folder)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", image_module.DecompressionBombWarning)
-            opened = source if isinstance(source, image_module.Image) else image_module.open(source)
+            opened = source
+            if not isinstance(source, image_module.Image):
+                opened = image_module.open(source)
             return opened.convert("RGB")
     except (
         OSError,
@@ -50,9 +55,7 @@ def open_image(value: Any, folder: Path) -> Any:
     ) as error:
         value_shown = source if isinstance(source, Path) else type(value).__name__
         why = getattr(error, "strerror", None) or error
-        raise UnusableSample(
-            "an image cannot be read", f"{value_shown} ({why})", _REMEDY
-        ) from error
+        raise UnusableSample("an image cannot be read", f"{value_shown} ({why})", _HINT) from error
 
 
 def _source(value: Any, folder: Path) -> Any:
@@ -64,6 +67,6 @@ def _source(value: Any, folder: Path) -> Any:
         return value
     if "://" in value or value.startswith("data:"):
         raise UnusableSample(
-            "an image is not a local file, and images are not downloaded", value[:80], _REMEDY
+            "an image is not a local file, and images are not downloaded", value[:80], _HINT
         )
     return folder / Path(value).expanduser()

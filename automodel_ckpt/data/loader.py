@@ -1,4 +1,4 @@
-"""The loader of global batches. Its state is only a position in the global order of samples."""
+"""The loader of global batches. Its state is a position in the global order of samples."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -124,6 +124,7 @@ class GlobalBatchLoader:
                 yield first
                 yield from batches
                 return
+        # The saved position is the end of an epoch, for example because the global batch size changed.
         self._skip_to_next_epoch()
         yield from self
 
@@ -146,7 +147,7 @@ class GlobalBatchLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the last finished optimizer step, which is independent of the number of ranks."""
-        state = {
+        state: dict[str, Any] = {
             "epoch": self.epoch,
             "consumed_samples": self.consumed_samples,
             "seed": self.seed,
@@ -154,8 +155,11 @@ class GlobalBatchLoader:
             "num_samples": self.num_samples,
             "global_batch_size": self.sizes.global_batch_size,
         }
-        known = {"data": self._identity, "source": self._source_state}
-        return state | {name: value for name, value in known.items() if value is not None}
+        if self._identity is not None:
+            state["data"] = self._identity
+        if self._source_state is not None:
+            state["source"] = self._source_state
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved position, on any number of ranks.
@@ -173,12 +177,14 @@ class GlobalBatchLoader:
                 hint="resume from another checkpoint (checkpoint.restore_from)",
             )
         position = {name: state[name] for name in ("epoch", "consumed_samples")}
+        # A checkpoint is data from outside: a float, a bool or a huge number must not become an index.
         is_valid = [type(count) is int and 0 <= count < 2**53 for count in position.values()]
         if not all(is_valid):
+            shown = [f"{name} {str(count)[:40]}" for name, count in position.items()]
             raise CheckpointUnusable(
                 "the saved position in the data is invalid",
                 where="dataloader",
-                value=", ".join(f"{name} {str(count)[:40]}" for name, count in position.items()),
+                value=", ".join(shown),
                 hint="resume from another checkpoint (checkpoint.restore_from)",
             )
         self._require_same_data(state["num_samples"])
@@ -197,11 +203,8 @@ class GlobalBatchLoader:
         order = permutation(num_samples, self.seed, epoch, self.shuffle).numpy()
         end = num_samples - size + 1 if self.sizes.drop_last else num_samples
         starts = range(self.consumed_samples, end, size)
-        requests = (
-            request
-            for start in starts
-            for request in self._requests(epoch, order[start : start + size])
-        )
+        batches_of_ids = (order[start : start + size] for start in starts)
+        requests = chain.from_iterable(self._requests(epoch, ids) for ids in batches_of_ids)
         reader = SampleReader(self.dataset, self.collate_fn)
         advances_rng = reader.may_draw or self.num_workers > 0
         with closing(read_all(reader, requests, self.num_workers)) as batches:
@@ -216,10 +219,10 @@ class GlobalBatchLoader:
                 )
 
     def _requests(self, epoch: int, ids: np.ndarray[Any, Any]) -> Iterator[Request]:
+        """Yield the requests for this rank's micro-batches of the global batch with these sample ids."""
         global_ids = ids.tolist()
-        return (
-            Request(self.seed, epoch, part, global_ids[0]) for part in self._rank_part(global_ids)
-        )
+        for part in self._rank_part(global_ids):
+            yield Request(self.seed, epoch, part, filler=global_ids[0])
 
     def _rank_part(self, ids: list[int]) -> list[list[int]]:
         return rank_part(ids, self.sizes.dp_rank, self.sizes.dp_size, self.sizes.local_batch_size)

@@ -31,7 +31,7 @@ Collate = Callable[[list[Any]], Batch]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One micro-batch to read: its sample ids, or none and a *filler* sample whose labels do not count."""
+    """One micro-batch to read: its sample ids. If there are none, the sample *filler* is read, without labels."""
 
     seed: int
     epoch: int
@@ -77,14 +77,15 @@ def _draws_nothing(part: Any) -> bool:
 
     The declaration is not inherited: a subclass may draw.
     """
-    inner = getattr(part, "dataset", None)
-    return vars(type(part)).get("draws_nothing") is True and (
-        inner is None or _draws_nothing(inner)
-    )
+    declares = vars(type(part)).get("draws_nothing") is True
+    wrapped = getattr(part, "dataset", None)
+    if wrapped is None:
+        return declares
+    return declares and _draws_nothing(wrapped)
 
 
 def collate(collate_fn: Collate, samples: list[Any], ids: Sequence[int], *, empty: bool) -> Batch:
-    """The micro-batch of *samples*; with *empty*, all labels are -100, so that it weighs nothing."""
+    """Collate a micro-batch of *samples*. With *empty*, all labels are set to -100, so that it has no loss."""
     try:
         batch = collate_fn(samples)
     except Exception as error:
@@ -111,9 +112,9 @@ def with_location(error: Exception, where: str, what: str) -> AutomodelError:
     if isinstance(error, AutomodelError):
         problems = []
         for problem in error.problems:
-            problems.append(
-                replace(problem, where=f"{where}: {problem.where}", value=str(problem.value))
-            )
+            # As text, because a worker process pickles the error for the rank.
+            value = str(problem.value)
+            problems.append(replace(problem, where=f"{where}: {problem.where}", value=value))
         return type(error).all_of(problems)
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return AutomodelError(
@@ -127,13 +128,15 @@ def with_location(error: Exception, where: str, what: str) -> AutomodelError:
 @contextmanager
 def isolated_rng() -> Iterator[None]:
     """Restore the host generators of python, numpy and torch on exit."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    torch_state = torch.get_rng_state()
     try:
         yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(torch_state)
 
 
 def read_all(

@@ -40,10 +40,10 @@ _NOT_LIBRARY = frozenset(
 
 
 def train_tokenizer(vocab_size: int = 1024) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer trained from the text of :func:`language_modeling`, with bos, eos and pad tokens.
+    """Train a byte-level BPE tokenizer on the text of :func:`language_modeling`, with bos, eos and pad tokens.
 
-    Trained once per interpreter and library version. Raises :class:`RecipeError` below 259 entries (256 bytes and the
-    three special tokens).
+    It is cached for each version of the interpreter and of the library. Raises :class:`RecipeError` if *vocab_size* is
+    below 259 (256 bytes and three special tokens).
     """
     if vocab_size < _SMALLEST_VOCABULARY:
         raise RecipeError(
@@ -69,10 +69,10 @@ def language_modeling(
     split: str = "train",
     max_samples: int | None = None,
 ) -> TokenizedDataset:
-    """The Python language reference (``pydoc_data.topics``) in blocks of *seq_length* tokens, every token a label.
+    """Divide the Python language reference (``pydoc_data.topics``) into blocks of *seq_length* tokens, all with labels.
 
-    The documents are concatenated, each followed by the end-of-sequence token; the last block may be shorter.
-    Some paragraphs of the reference occur under several topics, so validation is not free of text seen in training.
+    The documents are concatenated, each followed by the end-of-sequence token. The last block may be shorter. Some
+    paragraphs occur in several topics, so the validation split contains some text of the training split.
     """
     truncation = Truncation("right", seq_length)
 
@@ -94,18 +94,18 @@ def docstring_pairs(
     truncation: Literal["error", "right"] = "right",
     max_samples: int | None = None,
 ) -> TokenizedDataset:
-    """Prompt: the signature of a function or class of the standard library. Completion, with labels: its docstring.
+    """Make a sample of each docstring in the standard library: the signature without labels, the docstring with labels.
 
-    *truncation* ``right`` truncates samples of more than *seq_length* tokens, and skips those whose prompt alone is as
-    long; the numbers are logged. ``error`` raises :class:`RecipeError` for them.
+    *truncation* ``right`` truncates samples of more than *seq_length* tokens, and skips those whose prompt alone has
+    that many; the numbers are logged. ``error`` raises :class:`RecipeError` for such samples.
     """
     policy = Truncation(truncation, seq_length)
 
     def build() -> TokenizedDataset:
         pairs = list(_library_pairs(split))
-        samples = Encoder(tokenizer).pairs(
-            [pair.prompt for pair in pairs], [pair.docstring for pair in pairs]
-        )
+        prompts = [pair.prompt for pair in pairs]
+        docstrings = [pair.docstring for pair in pairs]
+        samples = Encoder(tokenizer).pairs(prompts, docstrings)
         return policy.apply_to_all(samples, lambda number: pairs[number].where)
 
     require_choice("split", split, ("train", "validation"))
@@ -151,7 +151,13 @@ def _topics_digest() -> str:
 
 
 def _of_split(names: Iterable[str], split: str) -> list[str]:
-    return [name for name in names if (_bucket(name) == 0) == (split == "validation")]
+    """Return a tenth of the names for validation, or the others for training."""
+    chosen = []
+    for name in names:
+        is_validation = _bucket(name) == 0
+        if is_validation == (split == "validation"):
+            chosen.append(name)
+    return chosen
 
 
 def _bucket(name: str) -> int:
@@ -208,8 +214,11 @@ def _signature(name: str, node: _Definition) -> str:
         bases = ", ".join(ast.unparse(base) for base in node.bases)
         return f"class {name}({bases}):" if bases else f"class {name}:"
     keyword = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
-    returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
-    return f"{keyword} {name}({ast.unparse(node.args)}){returns}:"
+    arguments = ast.unparse(node.args)
+    signature = f"{keyword} {name}({arguments})"
+    if node.returns:
+        signature += f" -> {ast.unparse(node.returns)}"
+    return f"{signature}:"
 
 
 def _library_directory() -> Path:
@@ -217,11 +226,12 @@ def _library_directory() -> Path:
 
 
 def _library_files(root: Path) -> list[Path]:
-    return [
-        path
-        for path in sorted(root.rglob("*.py"))
-        if not _NOT_LIBRARY & set(path.relative_to(root).parts)
-    ]
+    files = []
+    for path in sorted(root.rglob("*.py")):
+        parts = set(path.relative_to(root).parts)
+        if not parts & _NOT_LIBRARY:
+            files.append(path)
+    return files
 
 
 def _library_digest() -> str:

@@ -1,8 +1,8 @@
-"""Rows of JSON, CSV, TSV and text files, exactly as each file has them.
+"""Read the rows of JSON, CSV, TSV and text files without type inference.
 
-A row depends on its own line only. No type is inferred from other rows: text that looks like a date stays text, ``1``
-stays an integer although another row has ``2.5``, integers of any size stay exact, and a key that only other rows have
-is missing. Values of CSV and TSV files are texts; an empty one is None.
+A row depends only on its own line: text that looks like a date is text, ``1`` is an integer even if another row has
+``2.5``, integers of any size are exact, and a key that only other rows have is missing. Values of CSV and TSV files are
+text; an empty value is None.
 
 CSV follows RFC 4180: a value in double quotes may contain commas, line breaks and doubled quotes. TSV has no quoting:
 a double quote is an ordinary character, and a value cannot contain a tab or a line break.
@@ -35,7 +35,7 @@ _LONGEST_CSV_VALUE = 2**31 - 1
 
 
 class Mark(NamedTuple):
-    """A place between two records of a file: *offset* in the decompressed content, and the number of lines before."""
+    """A position between two records of a file: the *offset* in the decompressed content, and the number of lines."""
 
     offset: int = 0
     num_lines: int = 0
@@ -46,7 +46,7 @@ _BEGINNING = Mark()
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A row, the line at which it begins (from 1), and the place after it. *source* is its JSON text, if it has one."""
+    """A row, the line at which it begins (from 1), and the position after it. *source* is its JSON text, if any."""
 
     content: dict[str, Any]
     line: int
@@ -54,12 +54,12 @@ class Record:
     source: str | None = None
 
     def to_json(self) -> str:
-        """The row as JSON text, from which ``json.loads`` makes the same *content*."""
+        """Return the row as JSON text. ``json.loads`` of it returns *content*."""
         return self.source or json.dumps(self.content, ensure_ascii=False)
 
 
 def read_records(path: Path, start: Mark | None = None) -> Iterator[Record]:
-    """The records of a file of one of :data:`KINDS`, from *start* on: the ``end`` of one of them, or the beginning.
+    """Yield the records of a file of one of :data:`KINDS`, from *start* on: the ``end`` of a record, or the beginning.
 
     Raises :class:`RecipeError` with file and line for a line that is not UTF-8, JSON or CSV, for a row with more or
     fewer values than the header, and for a damaged compressed file.
@@ -75,7 +75,7 @@ def read_records(path: Path, start: Mark | None = None) -> Iterator[Record]:
 
 
 def header(path: Path) -> list[str] | None:
-    """The column names of a CSV or TSV file; None for other kinds of files, and for a file without any line."""
+    """Return the column names of a CSV or TSV file; None for other formats, and for an empty file."""
     if kind_of(path) not in (".csv", ".tsv"):
         return None
     try:
@@ -112,7 +112,7 @@ def check_tables(paths: Sequence[Path]) -> None:
 
 
 class _Lines:
-    """The lines of an open file as text, with the place that was reached."""
+    """The lines of an open file as text, with the position after the last line that was read."""
 
     def __init__(self, path: Path, file: IO[bytes], start: Mark) -> None:
         self.path, self.file = path, file
@@ -130,12 +130,12 @@ class _Lines:
 
     @property
     def mark(self) -> Mark:
-        """The place after the last line."""
+        """The position after the last line that was read."""
         return Mark(self.offset, self.number)
 
 
 def _decoded(raw: bytes, path: Path, line: int) -> str:
-    """Text of UTF-8 bytes; *line* is the number of their first line. A byte order mark begins a file only."""
+    """Decode UTF-8 bytes; *line* is the number of their first line. A byte order mark is removed from line 1."""
     try:
         return raw.decode("utf-8-sig" if line == 1 else "utf-8")
     except UnicodeDecodeError as error:
@@ -159,7 +159,8 @@ def _read_text(path: Path, file: IO[bytes], start: Mark) -> Iterator[Record]:
 def _read_json_lines(path: Path, file: IO[bytes], start: Mark) -> Iterator[Record]:
     lines = _Lines(path, file, start)
     for text in lines:
-        source = text.strip().removeprefix("\ufeff")  # within a file where several were joined
+        # A file that was concatenated from several contains byte order marks between lines.
+        source = text.strip().removeprefix("\ufeff")
         if not source:
             continue
         try:
@@ -170,7 +171,7 @@ def _read_json_lines(path: Path, file: IO[bytes], start: Mark) -> Iterator[Recor
 
 
 def _read_json(path: Path, file: IO[bytes], start: Mark) -> Iterator[Record]:
-    """A list of objects, or of texts, or objects one after another. Here a mark's offset counts characters."""
+    """Read a list of objects, a list of texts, or concatenated objects. A mark's offset counts characters here."""
     if _has_object_per_line(file):
         yield from _read_json_lines(path, file, start)
         return
@@ -200,7 +201,7 @@ def _read_json(path: Path, file: IO[bytes], start: Mark) -> Iterator[Record]:
 
 
 def _has_object_per_line(file: IO[bytes]) -> bool:
-    """Whether the first line that is not blank is an object that ends there."""
+    """Whether the first line that is not blank is a complete object."""
     first = next((line for line in file if line.strip()), b"")
     try:
         return isinstance(json.loads(first.decode("utf-8-sig")), dict)
@@ -224,7 +225,7 @@ def _after_blanks(text: str, position: int) -> int:
 
 
 def _after_separator(text: str, position: int, path: Path, is_list: bool) -> int:
-    """The place of the next value, or of the end of the list or file."""
+    """Return the position of the next value, or of the end of the list or file."""
     position = _after_blanks(text, position)
     if not is_list or text[position : position + 1] == "]":
         return position
@@ -247,11 +248,12 @@ def _check_end(text: str, position: int, path: Path) -> None:
 
 
 def _object(value: Any, source: str, path: Path, line: int) -> dict[str, Any]:
-    """*value* if it is a row; null is a row without fields."""
+    """Return *value* if it is a row; null is a row without fields. Raises :class:`RecipeError` for other values."""
     if value is None:
         return {}
     if not isinstance(value, dict):
         raise _not_json(path, line, f"not an object with fields, but {json.dumps(value)[:40]}")
+    # json.loads accepts half of a surrogate pair, which cannot be encoded in UTF-8 later.
     if _SURROGATE.search(source):
         try:
             json.dumps(value, ensure_ascii=False).encode()
@@ -307,7 +309,7 @@ def _header(lines: _Lines, separator: str) -> list[str] | None:
 
 
 def _rows(lines: _Lines, separator: str) -> Iterator[tuple[int, list[str]]]:
-    """The line at which a row begins, and its values as texts. Blank lines are skipped."""
+    """Yield the line at which a row begins, and its values as texts. Blank lines are skipped."""
     split = _split_csv if separator == "," else _split_tabs
     before = lines.number
     for values in split(lines):
@@ -343,7 +345,7 @@ def _split_csv(lines: _Lines) -> Iterator[list[str]]:
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
-    """Column names without repetitions, numbered as pandas does: ``a``, ``a.1``; an empty one by its column."""
+    """Make column names unique, numbered as in pandas: ``a``, ``a.1``. An empty name gets the number of its column."""
     counts: Counter[str] = Counter()
     found = []
     for column, given in enumerate(names):
@@ -357,13 +359,15 @@ def _other_length(
     values: Sequence[str], names: Sequence[str], separator: str, where: str
 ) -> RecipeError:
     is_longer = len(values) > len(names)
-    hint = "give every row a value for each column; an empty one is enough"
-    if is_longer and separator == ",":
+    if not is_longer:
+        hint = "give every row a value for each column; an empty one is enough"
+    elif separator == ",":
         hint = "put quotes around values with commas in them, or name all columns in the first line"
-    elif is_longer:
+    else:
         hint = "remove tabs from the values, or name all columns in the first line"
+    more_or_fewer = "more" if is_longer else "fewer"
     return RecipeError(
-        f"a row has {'more' if is_longer else 'fewer'} values than the table has columns",
+        f"a row has {more_or_fewer} values than the table has columns",
         where=where,
         value=f"{len(values)} values for {', '.join(names)}",
         hint=hint,
@@ -380,15 +384,18 @@ _READERS: dict[str, Callable[[Path, IO[bytes], Mark], Iterator[Record]]] = {
 
 
 class RecordTable:
-    """The rows of some files in memory, as JSON text that is parsed when a row is used.
+    """The rows of several files in memory, as JSON text that is parsed when a row is used.
 
-    One buffer holds the texts, so that processes which a loader forks share it. *fields* are all that occur in a row.
+    *fields* are all fields that occur in a row.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
         check_tables(files)
         fields: dict[str, None] = {}
-        texts, ends, lines = bytearray(), array("q", [0]), array("q")
+        # Three buffers and not a list of objects: forked workers share them, because no reference count changes.
+        texts = bytearray()
+        ends = array("q", [0])
+        lines = array("q")
         file_ends: list[int] = []
         for file in files:
             fields.update(dict.fromkeys(header(file) or ()))
@@ -399,28 +406,31 @@ class RecordTable:
                 lines.append(record.line)
             file_ends.append(len(lines))
         self.fields = list(fields)
-        self._files, self._file_ends = list(files), file_ends
-        self._texts, self._ends, self._lines = texts, ends, lines
+        self._files = list(files)
+        self._file_ends = file_ends
+        self._texts = texts
+        self._ends = ends
+        self._lines = lines
 
     def __len__(self) -> int:
         return len(self._lines)
 
     def row(self, number: int) -> dict[str, Any]:
-        """The fields of a row, as the file has them."""
+        """Return the fields of a row."""
         text = self._texts[self._ends[number] : self._ends[number + 1]]
         return json.loads(text.decode()) or {}
 
     def place(self, number: int) -> str:
-        """File and line of a row."""
+        """Return the file and line of a row."""
         file = self._files[bisect_right(self._file_ends, number)]
         return f"{file}:{self._lines[number]}"
 
 
 class RecordStream:
-    """The rows of some files one after another, read while they are used, as pairs of content and place.
+    """Iterates over the rows of several files, as pairs of content and location. Rows are read when they are used.
 
-    The state is the place that was reached, so that a resume continues there without reading what lies before it.
-    :attr:`fields` are those of the first 1000 rows.
+    The state is the position after the last row, so a resume does not read the rows before it. :attr:`fields` are those
+    of the first 1000 rows.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
@@ -454,7 +464,7 @@ class RecordStream:
             start = _BEGINNING
 
     def take(self, limit: int) -> RecordStream:
-        """The first *limit* rows."""
+        """Return a stream of the first *limit* rows."""
         stream = copy.copy(self)
         stream._limit = limit
         return stream
@@ -466,7 +476,7 @@ class RecordStream:
         self._state = dict(state)
 
     def state_after(self, num_rows: int) -> dict[str, int]:
-        """The state after the first *num_rows* rows, found by reading them."""
+        """Return the state after the first *num_rows* rows. Reads these rows."""
         others = self.take(num_rows)
         others.load_state_dict(_state_at(0, _BEGINNING, 0))
         for _ in others:

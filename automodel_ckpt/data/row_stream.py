@@ -1,4 +1,4 @@
-"""Samples of a stream of rows: read while they are used, shuffled by blocks, and tokenized only where they are used."""
+"""An iterable data set of rows: read during training, shuffled within blocks, and tokenized when they are used."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from automodel_ckpt.errors import RecipeError
 log = logging.getLogger(__name__)
 
 Encode = Callable[[Rows], list[TokenizedSample]]
-"""Makes a sample of each row of a table."""
+"""A function that makes a sample of each row of a table."""
 DEFAULT_BLOCK = 1000
 _Placed = tuple[dict[str, Any], str | None]
-"""A row, and its file and line where they are known."""
+"""A row, and its file and line if they are known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row as it was read, its number from 0 in the stream, and its file and line where they are known."""
+    """A row as it was read, its number from 0 in the stream, and its file and line if they are known."""
 
     number: int
     content: dict[str, Any]
@@ -88,13 +88,17 @@ class RowStream(IterableDataset[Row]):
         rows = iter(self.rows)
         while block := self._read_block(rows):
             order = self._order_of(len(block)).tolist()
-            following = copy.deepcopy(self.rows.state_dict())
+            next_block_start = copy.deepcopy(self.rows.state_dict())
             while self._given < len(block):
                 number = order[self._given]
+                # Counted before the yield: a state that is saved during it is the state after this row.
                 self._given += 1
-                yield Row(self._first + number, *block[number])
+                content, place = block[number]
+                yield Row(self._first + number, content, place)
             self._first += len(block)
-            self._given, self._block_start, self._block_size = 0, following, self.block
+            self._given = 0
+            self._block_start = next_block_start
+            self._block_size = self.block
         self._rewind()
 
     def _read_block(self, rows: Iterator[_Placed]) -> list[_Placed]:
@@ -112,10 +116,11 @@ class RowStream(IterableDataset[Row]):
         sample that is too long.
         """
         table = OneRow(self.source.path, row.number, row.content, row.place, self.rows.fields)
-        (whole,) = self.encode(table)
-        truncated = self.policy.apply(whole, lambda: table.place(0))
+        (sample,) = self.encode(table)
+        truncated = self.policy.apply(sample, lambda: table.place(0))
         if truncated is None:
-            tokens = whole.tokens[: self.policy.seq_length]
+            # A stream cannot skip a sample: the number of the samples after it is part of the data order.
+            tokens = sample.tokens[: self.policy.seq_length]
             return {"input_ids": tokens, "labels": [IGNORE_INDEX] * len(tokens)}
         labels = []
         for token, is_labeled in zip(truncated.tokens, truncated.labelled, strict=True):
@@ -123,7 +128,7 @@ class RowStream(IterableDataset[Row]):
         return {"input_ids": truncated.tokens, "labels": labels}
 
     def report(self) -> None:
-        """Log how many samples were cut or have an empty completion since the last call."""
+        """Log how many samples were truncated or have an empty completion since the last call."""
         policy = self.policy
         if policy.num_empty:
             log.warning(
@@ -171,7 +176,7 @@ class RowStream(IterableDataset[Row]):
 def row_stream(
     source: Source, encode: Encode, policy: Truncation, *, block: int, max_samples: int | None
 ) -> RowStream:
-    """The stream of at most *max_samples* rows of *source*.
+    """Make a stream of at most *max_samples* rows of *source*.
 
     Logs how samples that are too long are handled, because their number is not known in advance.
     """

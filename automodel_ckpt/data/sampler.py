@@ -1,7 +1,7 @@
-"""The order of the data, as pure functions: one permutation per epoch, global batches as its slices, each rank's part.
+"""The order of the data as pure functions: one permutation per epoch, whose slices are the global batches.
 
-Only :func:`rank_part` depends on the number of ranks, so every number of ranks trains on the same global batches in the
-same order.
+Only :func:`rank_part` depends on the number of ranks. Any number of ranks therefore trains on the same global batches
+in the same order.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 
 
 def derive_seed(*parts: int) -> int:
-    """A seed of 63 bits from several integers; the same on every machine and under every library version."""
+    """Derive a seed of 63 bits from several integers. It does not depend on the machine or on library versions."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def permutation(num_samples: int, seed: int, epoch: int, shuffle: bool) -> torch.Tensor:
-    """The order of a whole epoch: an int64 tensor of shape (num_samples,) holding each index once.
+    """Return the order of an epoch: an int64 tensor of shape [num_samples] with each index once.
 
     Sample ``i`` gets as key the i-th output of the generator SplitMix64 seeded with ``derive_seed(seed, epoch)``, and
     the keys are sorted (stably). ``torch.randperm`` is not used because a resumed epoch has to continue in the same
@@ -34,7 +34,8 @@ def permutation(num_samples: int, seed: int, epoch: int, shuffle: bool) -> torch
     if not shuffle:
         return torch.arange(num_samples, dtype=torch.int64)
     keys = _splitmix64(derive_seed(seed, epoch), num_samples)
-    return torch.from_numpy(np.argsort(keys, kind="stable").astype(np.int64, copy=False))
+    order = np.argsort(keys, kind="stable")
+    return torch.from_numpy(order.astype(np.int64, copy=False))
 
 
 def _splitmix64(seed: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
@@ -51,25 +52,29 @@ def _splitmix64(seed: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.uin
 def rank_part(
     ids: Sequence[int], dp_rank: int, dp_size: int, local_batch_size: int
 ) -> list[list[int]]:
-    """The micro-batches of one rank out of the *ids* of a global batch.
+    """Return the micro-batches of one rank, as lists of the *ids* of a global batch.
 
     The ids are divided, in order, into micro-batches of *local_batch_size* (the last may be shorter). Each rank takes a
     contiguous run of them; if they do not divide evenly, the first ranks take one more. Every rank returns the same
     number of micro-batches: ranks with one fewer get an empty list as their last.
     """
     starts = range(0, len(ids), local_batch_size)
-    units = [list(ids[start : start + local_batch_size]) for start in starts]
-    share, num_extra = divmod(len(units), dp_size)
-    first = dp_rank * share + min(dp_rank, num_extra)
-    num_own = share + 1 if dp_rank < num_extra else share
-    own = units[first : first + num_own]
-    if num_own == share and num_extra > 0:
+    micro_batches = [list(ids[start : start + local_batch_size]) for start in starts]
+    num_each, num_extra = divmod(len(micro_batches), dp_size)
+    first = dp_rank * num_each + min(dp_rank, num_extra)
+    has_extra = dp_rank < num_extra
+    end = first + num_each + int(has_extra)
+    own = micro_batches[first:end]
+    if num_extra > 0 and not has_extra:
         own.append([])
     return own
 
 
 def accumulation_steps(global_batch_size: int, local_batch_size: int, dp_size: int) -> int:
-    """Micro-batches of each rank in a full global batch; :class:`RecipeError` when the sizes do not divide."""
+    """Return the number of micro-batches of each rank in a full global batch.
+
+    Raises :class:`RecipeError` if the sizes do not divide.
+    """
     where = "step_scheduler.global_batch_size, step_scheduler.local_batch_size"
     sizes = f"global_batch_size {global_batch_size}, local_batch_size {local_batch_size}, {dp_size} data parallel ranks"
     if min(global_batch_size, local_batch_size, dp_size) < 1:

@@ -27,11 +27,11 @@ def squad(
     streaming: bool = False,
     shuffle_block: int = DEFAULT_BLOCK,
 ) -> TokenizedDataset | RowStream:
-    """Prompt: paragraph and question. Completion, with labels: the first of the answers.
+    """Make a sample of each row: the paragraph and the question without labels, and the first answer with labels.
 
     *path* is a data set of the Hub, or a local file or directory, with the columns ``context``, ``question`` and
-    ``answers`` (``{"text": list[str], ...}``). *no_answer* is the text to answer to a question without an
-    answer, as in SQuAD 2.0; without it, such a row is rejected with its location. *truncation* and *streaming* as for
+    ``answers`` (``{"text": list[str], ...}``). *no_answer* is the completion for a question without an answer, as in
+    SQuAD 2.0; without it, such a row is rejected with its location. For *truncation* and *streaming* see
     :func:`~automodel_ckpt.data.text.prompt_completion`.
     """
     encoder = Encoder(tokenizer)

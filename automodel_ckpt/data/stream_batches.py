@@ -1,7 +1,7 @@
-"""Iterable data sets: every rank reads the whole stream and keeps its part of each global batch.
+"""Global batches of iterable data sets: every rank reads the whole stream and uses its part of each global batch.
 
 Ranks therefore need no communication. A source may postpone expensive work: its ``prepare(sample)`` is called only on
-the rank that keeps the sample.
+the rank that uses the sample.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class StreamPosition:
 
 @dataclass(frozen=True, slots=True)
 class StreamBatch:
-    """One rank's part of a global batch, and the source's state after the whole of it."""
+    """One rank's part of a global batch, and the source's state after the global batch."""
 
     start: int
     num_samples: int
@@ -67,6 +67,8 @@ class StreamBatch:
 
 @dataclass(slots=True)
 class _Chunk:
+    """The samples of a global batch, and the source's state after them."""
+
     start: int
     samples: list[Any]
     source_state: Any
@@ -75,7 +77,8 @@ class _Chunk:
 class StreamReader(IterableDataset[Any]):
     """Yields one rank's part of the remaining global batches of an epoch.
 
-    Reads one global batch ahead, to know which one is the last. An error is yielded as a :class:`Failure`, and ends it.
+    It reads one global batch ahead, to detect the last one. An error is yielded as a :class:`Failure`, and ends the
+    iteration.
     """
 
     def __init__(
@@ -96,36 +99,40 @@ class StreamReader(IterableDataset[Any]):
 
     def _batches(self) -> Iterator[StreamBatch]:
         chunks = self._chunks(self._resume())
-        held = next(chunks, None)
-        if held is None and self.position.source_state is not None and self.position.consumed == 0:
-            # A source that is restored to the end of an epoch may end at once, before it restarts; those of the library
-            # datasets never restart on their own.
+        current = next(chunks, None)
+        is_restored = self.position.source_state is not None
+        if current is None and is_restored and self.position.consumed == 0:
+            # A source that is restored to the end of an epoch may end immediately, and restart only in its next
+            # iteration. Those of the library datasets never restart.
             self.source.load_state_dict(copy.deepcopy(self.position.start_state))
             chunks = self._chunks(iter(self.source))
-            held = next(chunks, None)
-        while held is not None:
+            current = next(chunks, None)
+        while current is not None:
             following = next(chunks, None)
-            if following is None:
-                held.source_state = self._source_state()
-            part = self._part(held, last=following is None)
+            is_last = following is None
+            if is_last:
+                # The state after the end, which may differ from the state after the last sample.
+                current.source_state = self._source_state()
+            part = self._part(current, last=is_last)
             report = getattr(self.source, "report", None)
-            if following is None and callable(report):
+            if is_last and callable(report):
                 report()
             yield part
-            held = following
+            current = following
 
     def _resume(self) -> Iterator[Any]:
+        """Iterate over the source from the position on. Reads and discards samples if there is no state to restore."""
+        position = self.position
         if shuffles(self.source):
-            self.source.set_order(
-                self.position.seed, self.position.epoch, shuffle=self.position.shuffle
-            )
+            self.source.set_order(position.seed, position.epoch, shuffle=position.shuffle)
         if callable(getattr(self.source, "set_epoch", None)):
-            self.source.set_epoch(self.position.epoch)
-        if self.position.source_state is not None:
-            self.source.load_state_dict(copy.deepcopy(self.position.source_state))
+            self.source.set_epoch(position.epoch)
+        num_to_skip = position.consumed
+        if position.source_state is not None:
+            self.source.load_state_dict(copy.deepcopy(position.source_state))
+            num_to_skip = 0
         stream: Iterator[Any] = iter(self.source)
-        to_skip = self.position.consumed if self.position.source_state is None else 0
-        for number in range(to_skip):
+        for number in range(num_to_skip):
             if not self._read(stream, number):
                 break
         return stream
@@ -146,7 +153,7 @@ class StreamReader(IterableDataset[Any]):
             start += len(samples)
 
     def _read(self, stream: Iterator[Any], number: int) -> list[Any]:
-        """The next sample as a list of one; empty at the end of the stream."""
+        """Return the next sample as a list of one; an empty list at the end of the stream."""
         seed = derive_seed(self.position.seed, self.position.epoch, number)
         seed_everything(seed, devices=False)
         try:
@@ -159,7 +166,9 @@ class StreamReader(IterableDataset[Any]):
             ) from error
 
     def _source_state(self) -> Any:
-        return copy.deepcopy(self.source.state_dict()) if self.stateful else None
+        if not self.stateful:
+            return None
+        return copy.deepcopy(self.source.state_dict())
 
     def _part(self, chunk: _Chunk, *, last: bool) -> StreamBatch:
         sizes = self.sizes
@@ -170,7 +179,8 @@ class StreamReader(IterableDataset[Any]):
 
     def _collate(self, chunk: _Chunk, offsets: list[int]) -> Batch:
         is_empty = not offsets
-        chosen = offsets or [0]  # an empty part gets a sample whose labels do not count
+        # FSDP needs equal numbers of forward passes, so a rank without samples runs one whose labels do not count.
+        chosen = offsets or [0]
         ids = [chunk.start + offset for offset in chosen]
         seed = derive_seed(self.position.seed, self.position.epoch, ids[0])
         seed_everything(seed, devices=False)
@@ -190,9 +200,9 @@ class StreamReader(IterableDataset[Any]):
 
 
 def read_stream(reader: StreamReader, num_workers: int) -> Generator[StreamBatch]:
-    """Yield the batches of *reader*, read by a worker process, or in this one if *num_workers* is 0.
+    """Yield the batches of *reader*, read by one worker process, or in this one if *num_workers* is 0.
 
-    One worker is enough: several would each read the whole stream. Reading in this process advances its random
+    Several workers would each read the whole stream. Reading in this process advances its random
     generators; :func:`isolated_rng` restores them. Raises :class:`AutomodelError` for a sample that cannot be read.
     """
     items = run_workers(reader, 1) if num_workers else iter(reader)
@@ -208,8 +218,9 @@ def restores_exactly(source: Any) -> bool:
 
     A source with a shuffle buffer of ``datasets`` cannot: its state does not contain the buffered samples.
     """
-    methods = (getattr(source, name, None) for name in ("state_dict", "load_state_dict"))
-    return all(callable(method) for method in methods) and not _has_shuffle_buffer(source)
+    saves = callable(getattr(source, "state_dict", None))
+    loads = callable(getattr(source, "load_state_dict", None))
+    return saves and loads and not _has_shuffle_buffer(source)
 
 
 def shuffles(source: Any) -> bool:

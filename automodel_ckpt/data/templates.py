@@ -1,4 +1,4 @@
-"""Jinja environments whose templates end: within a time, and within a size of everything that they make.
+"""A Jinja environment that limits the time and the output of templates.
 
 A chat template comes with a model or a recipe, so it may come from anywhere. Jinja's sandbox keeps it from running
 code, but not from looping for years or filling the memory. :class:`BoundedEnvironment` meters a rendering inside the
@@ -22,6 +22,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import jinja2
@@ -35,14 +36,14 @@ from jinja2.visitor import NodeTransformer
 MAX_SECONDS = 5.0
 """Processor time of one rendering."""
 MAX_SIZE = 2**25
-"""Characters and items that one rendering may make in all, those that it drops included."""
+"""Characters and items that one rendering may create, including those that it discards."""
 MAX_SOURCE = 2**20
 """Characters of a template."""
 
 _MAX_SLOW_INPUT = 2**15
 _MAX_NUMBER_BITS = 2**14
 _SLOW = frozenset({"pprint", "striptags", "title", "urlize", "wordcount", "wordwrap", "xmlattr"})
-"""Filters by regular expressions or Python loops that take more than linear time."""
+"""Filters that take more than linear time."""
 _SHALLOW = frozenset(
     {
         "abs",
@@ -67,11 +68,11 @@ _SHALLOW = frozenset(
         "selectattr",
     }
 )
-"""Filters that look at the outermost container only."""
+"""Filters that read only the outermost container."""
 _PADDING = frozenset(
     {"batch", "center", "expandtabs", "indent", "ljust", "rjust", "slice", "to_bytes", "zfill"}
 )
-"""Filters and methods that fill up to a number."""
+"""Filters and methods whose output is as long as a number in their arguments."""
 _COMPARING = frozenset(
     {
         "==",
@@ -98,11 +99,11 @@ _CONTAINERS = (list, tuple, dict, set, frozenset, range)
 
 
 class TemplateTooCostly(TemplateRuntimeError):
-    """A rendering took more time, or made more, than a template may."""
+    """A rendering exceeded the limit of time or size."""
 
 
 class _Meter(threading.local):
-    """What the rendering of this thread may still take."""
+    """The remaining time and size of the current rendering, separately for each thread."""
 
     left = MAX_SIZE
     ends = float("inf")
@@ -121,8 +122,9 @@ class _Meter(threading.local):
             raise TemplateTooCostly(f"the template makes more than {MAX_SIZE} characters and items")
 
     def check_time(self) -> None:
-        """Raises :class:`TemplateTooCostly` after ``MAX_SECONDS``."""
-        # The clock is cheap to read; processor time decides, since other programs may take the processor meanwhile.
+        """Raise :class:`TemplateTooCostly` after ``MAX_SECONDS`` of processor time."""
+        # The clock is checked first because it is cheap to read. It does not decide: other programs may use the
+        # processor meanwhile.
         if time.monotonic() > self.ends and time.thread_time() > self.cpu_ends:
             raise TemplateTooCostly(f"the template takes more than {MAX_SECONDS:g} seconds")
 
@@ -193,7 +195,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Guarded(dict[str, Callable[..., Any]]):
-    """Filters, each counted; also those that are added later."""
+    """Filters that are counted, including filters that are added later."""
 
     def __init__(self, filters: Mapping[str, Callable[..., Any]]) -> None:
         guarded: dict[str, Callable[..., Any]] = {
@@ -206,11 +208,10 @@ class _Guarded(dict[str, Callable[..., Any]]):
 
 
 def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter or test that is counted before and after it runs."""
+    """Wrap a filter or test, so that it is counted before and after it runs."""
 
-    @functools.wraps(
-        function
-    )  # copies the mark by which Jinja passes it the context or environment
+    # wraps() also copies the attribute that makes Jinja pass the context or environment.
+    @functools.wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         _meter.check_time()
         result = function(*_check_work(name, args, kwargs), **kwargs)
@@ -221,46 +222,51 @@ def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _called(function: Any) -> tuple[str, Any]:
-    """Name and owner of a method; Jinja wraps ``str.format``."""
+    """Return the name and the owner of a method. Jinja wraps ``str.format``."""
     function = getattr(function, "__wrapped__", function)
     return getattr(function, "__name__", ""), getattr(function, "__self__", None)
 
 
 def _check_work(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Count the work of a filter or method before it runs; the arguments, with lists for generators."""
+    """Count the work of a filter or method before it runs. Returns the arguments, with lists instead of iterators."""
     if name in _SHALLOW:
         if name == "round" and max(_numbers(args[1:], kwargs), default=0) > 100:
             raise TemplateTooCostly("the template rounds to more than 100 digits")
         return args
+    # Weighing an iterator would consume it.
     args = tuple(list(value) if isinstance(value, Iterator) else value for value in args)
-    weight = sum(
-        _weigh(value) for value in (*args, *kwargs.values()) if isinstance(value, _CONTAINERS)
-    )
-    text = next((value for value in args if isinstance(value, str | bytes)), "")
+    values = (*args, *kwargs.values())
+    weight = sum(_weigh(value) for value in values if isinstance(value, _CONTAINERS))
+    texts = [value for value in args if isinstance(value, str | bytes)]
+    text = texts[0] if texts else ""
     if name in _SLOW and weight + len(text) > _MAX_SLOW_INPUT:
         raise TemplateTooCostly(
             f"the template uses {name} on more than {_MAX_SLOW_INPUT} characters"
         )
     if weight:
         _meter.spend(weight)
-    largest = max(_numbers(args, kwargs), default=0) if name in _PADDING or name == "tojson" else 0
-    if largest:
-        _meter.spend(
-            largest
-            * (1 + weight + (_count(text, "\n") if name == "indent" else _count(text, "\t")))
-        )
+    if name in _PADDING or name == "tojson":
+        _check_padding(name, text, weight, max(_numbers(args, kwargs), default=0))
     if name in ("replace", "join", "translate"):
         _meter.spend(_spread(name, args, kwargs))
     if name in ("format", "format_map") and text:
         _check_format(str(text), [*args[1:], *kwargs.values()])
-    if name == "sum" and any(
-        isinstance(item, list | tuple)
-        for value in args
-        if isinstance(value, list)
-        for item in value
-    ):
-        _meter.spend(weight * weight)  # each addition copies what there is so far
+    if name == "sum" and _sums_lists(args):
+        # Each addition copies the sum of the lists before it.
+        _meter.spend(weight * weight)
     return args
+
+
+def _check_padding(name: str, text: str | bytes, weight: int, width: int) -> None:
+    """Count the characters that a filter adds, at most *width* for each item, line or tab."""
+    if width:
+        repeated = "\n" if name == "indent" else "\t"
+        _meter.spend(width * (1 + weight + _count(text, repeated)))
+
+
+def _sums_lists(args: tuple[Any, ...]) -> bool:
+    items = chain.from_iterable(value for value in args if isinstance(value, list))
+    return any(isinstance(item, list | tuple) for item in items)
 
 
 def _count(text: str | bytes, what: str) -> int:
@@ -268,32 +274,38 @@ def _count(text: str | bytes, what: str) -> int:
 
 
 def _numbers(args: Any, kwargs: Mapping[str, Any]) -> list[int]:
-    values = [*args, *kwargs.values()]
-    return [
-        abs(value) for value in values if isinstance(value, int) and not isinstance(value, bool)
-    ]
+    """Return the absolute values of the integers among the arguments."""
+    numbers = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, int) and not isinstance(value, bool):
+            numbers.append(abs(value))
+    return numbers
 
 
 def _spread(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Size of the text that ``replace``, ``join`` or ``translate`` makes, or more."""
+    """Return an upper bound of the size of the text that ``replace``, ``join`` or ``translate`` makes."""
     texts = [value for value in (*args, *kwargs.values()) if isinstance(value, str | bytes)]
-    lists = [value for value in args if isinstance(value, _CONTAINERS)]
+    containers = [value for value in args if isinstance(value, _CONTAINERS)]
     if name == "join":
-        num_items = sum(len(value) for value in lists)
-        return num_items * max((len(text) for text in texts), default=0)
+        num_items = sum(len(value) for value in containers)
+        longest_separator = max((len(text) for text in texts), default=0)
+        return num_items * longest_separator
     if name == "replace" and len(texts) >= 3:
         text, old, new = texts[:3]
         count = text.count(old) if type(text) is type(old) else 0  # type: ignore[arg-type]
         return count * len(new)
-    longest = max(
-        (_weigh(item) for table in lists if isinstance(table, dict) for item in table.values()),
-        default=1,
-    )
+    longest = 1
+    weights = []
+    for table in containers:
+        if isinstance(table, dict):
+            weights += [_weigh(item) for item in table.values()]
+    if weights:
+        longest = max(weights)
     return sum(len(text) for text in texts) * longest
 
 
 def _check_format(text: str, values: Any) -> None:
-    """Count what a format with widths could make of the *values*."""
+    """Count the output of a format with widths before it is made."""
     if _WIDE.search(text):
         raise TemplateTooCostly("the template formats a text with a width of more than 9999")
     given = list(values) if isinstance(values, list | tuple) else [values]
@@ -305,17 +317,15 @@ def _check_format(text: str, values: Any) -> None:
 
 
 def _check_growth(operator: str, left: Any, right: Any) -> None:
-    """Count what ``*`` or ``**`` makes before it is made."""
+    """Count the result of ``*`` or ``**`` before it is computed."""
     if not isinstance(left, int) and isinstance(right, int):
         times = max(right, 0)
         if isinstance(left, str | bytes | list | tuple):
             _meter.spend(_weigh(left) * times)
     elif isinstance(left, int) and isinstance(right, int):
-        num_bits = (
-            left.bit_length() * right
-            if operator == "**"
-            else left.bit_length() + right.bit_length()
-        )
+        num_bits = left.bit_length() + right.bit_length()
+        if operator == "**":
+            num_bits = left.bit_length() * right
         if abs(num_bits) > _MAX_NUMBER_BITS:
             raise TemplateTooCostly(
                 f"the template computes a number of more than {_MAX_NUMBER_BITS} bits"
@@ -325,16 +335,19 @@ def _check_growth(operator: str, left: Any, right: Any) -> None:
 
 
 def _size(value: Any) -> int:
-    """Characters of a text, items of a container."""
+    """Return the number of characters of a text, or of items of a container; 1 for other values."""
     return len(value) if isinstance(value, (str, bytes, *_CONTAINERS)) else 1
 
 
 def _weigh(value: Any) -> int:
-    """Characters and items of a value, and of all values in it. Raises :class:`TemplateTooCostly`.
+    """Return the number of characters and items of a value and of all values in it.
 
-    A value that is held twice counts twice, as it does where it is written or compared.
+    A value that occurs twice counts twice, because it is also written or compared twice. Raises
+    :class:`TemplateTooCostly`.
     """
-    total, num_seen, waiting = 0, 0, [value]
+    total = 0
+    num_seen = 0
+    waiting = [value]
     while waiting:
         item = waiting.pop()
         total += _size(item)
@@ -362,7 +375,7 @@ def _spend(context: Context, size: int) -> bool:
 
 @pass_context
 def _weighed(context: Context, value: Any) -> Any:
-    """A value that is written, or compared with another."""
+    """Count a value that is written or compared."""
     if type(value) is str:
         _meter.spend(len(value))
     elif isinstance(value, (*_CONTAINERS, Namespace, str)):
@@ -372,7 +385,7 @@ def _weighed(context: Context, value: Any) -> Any:
 
 @pass_context
 def _compared(context: Context, value: Any) -> Any:
-    """The right side of a comparison: containers are compared item by item."""
+    """Count the right side of a comparison: containers are compared item by item."""
     if isinstance(value, _CONTAINERS):
         _meter.spend(_weigh(value))
     return value
@@ -380,7 +393,7 @@ def _compared(context: Context, value: Any) -> Any:
 
 @pass_context
 def _searched(context: Context, value: Any) -> Any:
-    """The right side of ``in``: of a list each item is compared."""
+    """Count the right side of ``in``: each item of a list is compared."""
     if isinstance(value, list | tuple):
         _meter.spend(_weigh(value))
     return value
@@ -388,14 +401,14 @@ def _searched(context: Context, value: Any) -> Any:
 
 @pass_context
 def _sized(context: Context, value: Any) -> Any:
-    """A part that was cut out of a text or list."""
+    """Count a slice of a text or list."""
     _meter.spend(_size(value))
     return value
 
 
 @pass_context
 def _concatenated(context: Context, values: list[Any]) -> str:
-    """What ``~`` makes of texts and other values."""
+    """Count and compute the concatenation of values by ``~``."""
     _meter.spend(_weigh(values))
     return str_join(values)
 
@@ -434,10 +447,11 @@ class _Metering(NodeTransformer):
 
     def visit_Output(self, node: nodes.Output) -> nodes.Node:
         self.generic_visit(node)
-        node.nodes = [
-            part if isinstance(part, nodes.TemplateData) else _metered(part, "__weighed", node)
-            for part in node.nodes
-        ]
+        parts: list[nodes.Expr] = []
+        for part in node.nodes:
+            is_text = isinstance(part, nodes.TemplateData)
+            parts.append(part if is_text else _metered(part, "__weighed", node))
+        node.nodes = parts
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
@@ -447,32 +461,40 @@ class _Metering(NodeTransformer):
     def visit_List(self, node: Any) -> nodes.Node:
         self.generic_visit(node)
         is_constant = all(isinstance(item, nodes.Const) for item in node.items)
-        is_target = getattr(node, "ctx", "load") != "load"
-        return node if is_constant or is_target else _metered(node, "__weighed", node)
+        is_assigned = getattr(node, "ctx", "load") != "load"
+        if is_constant or is_assigned:
+            return node  # type: ignore[no-any-return]
+        return _metered(node, "__weighed", node)
 
     visit_Tuple = visit_List
     visit_Dict = visit_List
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
         self.generic_visit(node)
-        return _metered(node, "__sized", node) if isinstance(node.arg, nodes.Slice) else node
+        if isinstance(node.arg, nodes.Slice):
+            return _metered(node, "__sized", node)
+        return node
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
         self.generic_visit(node)
         left: nodes.Expr = node.expr
         for operand in node.ops:
             is_search = operand.op in ("in", "notin")
-            is_cheap = isinstance(operand.expr, nodes.Const) or (
-                isinstance(left, nodes.Const) and not is_search
-            )
-            left = operand.expr
-            if not is_cheap and not isinstance(left, nodes.List | nodes.Tuple):
-                operand.expr = _metered(left, "__searched" if is_search else "__compared", node)
+            name = "__searched" if is_search else "__compared"
+            right = operand.expr
+            # A constant is as short as the template. What is still a List or Tuple here is constant too, because
+            # visit_List replaced the others.
+            is_cheap = isinstance(right, nodes.Const | nodes.List | nodes.Tuple)
+            if isinstance(left, nodes.Const) and not is_search:
+                is_cheap = True
+            left = right
+            if not is_cheap:
+                operand.expr = _metered(right, name, node)
         return node
 
 
 def _own_text(body: list[nodes.Node]) -> int:
-    """Characters that one pass through a loop or macro writes, without those of loops and macros in it."""
+    """Return the number of characters that one iteration of a loop or macro writes, without nested loops and macros."""
     total, waiting = 1, list(body)
     while waiting:
         node = waiting.pop()

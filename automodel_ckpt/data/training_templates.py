@@ -22,7 +22,7 @@ from automodel_ckpt.errors import RecipeError
 
 @dataclass(frozen=True)
 class _Shipped:
-    """The *file* in ``chat_templates/`` that replaces a template of *model*, with the variable that is true in it."""
+    """The *file* in ``chat_templates/`` that replaces a template of *model*; *variable* is set to true in it."""
 
     model: str
     file: str
@@ -64,11 +64,11 @@ _BY_DIGEST = {
         "Nemotron 3 Ultra", "nemotron_3.jinja", "is_ultra"
     ),
 }
-"""SHA-256 of a model's own template, without white space at its end -> what replaces it."""
+"""SHA-256 of a model's template, without white space at the end -> its replacement."""
 
 
 def select_template(own: str, given: str | None) -> str:
-    """The template for training on conversations, where *own* is the tokenizer's.
+    """Return the template for training on conversations. *own* is the tokenizer's template.
 
     *given* is None or ``training`` for the shipped template that replaces *own*, or ``original`` for *own* itself.
     Without a shipped one, None gives *own*, and ``training`` raises :class:`RecipeError`.
@@ -88,8 +88,11 @@ def select_template(own: str, given: str | None) -> str:
 
 
 def model_of(template: str) -> str | None:
-    """The model for which this template is shipped; None for other templates."""
-    return next((each.model for each in _BY_DIGEST.values() if _text_of(each) == template), None)
+    """Return the model for which this template is shipped; None for other templates."""
+    for shipped in _BY_DIGEST.values():
+        if _text_of(shipped) == template:
+            return shipped.model
+    return None
 
 
 @cache

@@ -1,7 +1,7 @@
-"""Conversations with images: rendered by the processor's chat template, with a placeholder for each image.
+"""Conversations with images, rendered by the processor's chat template with a placeholder for each image.
 
-The assistant's text is located as in :mod:`.chat`, as spans of the rendered text. The processor turns text and images
-into tensors for a whole micro-batch (:mod:`.image_collate`).
+The assistant's text is located in the rendered text (:mod:`.chat`). The processor converts the texts and images of a
+micro-batch to tensors (:mod:`.image_collate`).
 """
 
 from __future__ import annotations
@@ -23,17 +23,21 @@ from automodel_ckpt.errors import RecipeError
 log = logging.getLogger(__name__)
 
 _INLINE = ("image", "path", "url")
-"""The keys of an image's entry in a message that may hold it."""
+"""The keys of an image entry that may contain the image."""
 
 
 @dataclass(frozen=True)
 class ImageText:
-    """A conversation as *text* with a placeholder for each of its *images*; *learnt* are the (start, end) characters
-    that the assistant says. More than *seq_length* tokens: see :func:`conversations`."""
+    """A conversation as text with a placeholder for each of its *images*, which are Pillow images.
+
+    *where* is the location of the sample, for error messages. *seq_length* and *truncation* are those of
+    :func:`conversations`.
+    """
 
     text: str = field(repr=False)
     images: list[Any] = field(repr=False)
-    learnt: list[tuple[int, int]]
+    labeled_spans: list[tuple[int, int]]
+    """The (start, end) characters of the assistant's text."""
     where: str = "a sample"
     seq_length: int | None = None
     truncation: str = "error"
@@ -53,17 +57,17 @@ def conversations(
     name: str | None = None,
     split: str = "train",
 ) -> ImageConversations:
-    """A sample per conversation, with labels on what the assistant says, its end of turn included.
+    """Make one sample per conversation, with labels on the assistant's text and the end of its turns.
 
-    A message's content is text, or a list of ``{"type": "text", "text": ...}`` and ``{"type": "image", "image": ...}``;
-    an image is a path, relative ones from the data file's directory. Images may also stand in a field *images_field* of
-    the row, one or a list, paths or an image column of ``datasets``: they fill the entries ``{"type": "image"}`` in
-    order, or where there are none, they come first in the first message of the user. *learn* ``last`` takes the
-    assistant's last turn only.
+    The content of a message is text, or a list of ``{"type": "text", "text": ...}`` and ``{"type": "image", "image":
+    ...}``. An image is a path; relative paths start at the directory of the data file. A row may also have a field
+    *images_field* with one image or a list, as paths or as an image column of ``datasets``. These images fill the
+    entries ``{"type": "image"}`` in order; if there are no entries, they are put before the first message of the user.
+    With *learn* ``last``, only the assistant's last turn has labels.
 
-    Images are opened when a sample is read. A sample of more than *seq_length* tokens, those of its images included,
-    is then refused with its place, or with *truncation* ``right`` cut; one whose image would be cut, or that would keep
-    nothing to learn, is left out: it weighs nothing, and the log names it.
+    Images are opened when a sample is read. A sample of more than *seq_length* tokens, including those of its images,
+    is then rejected with its location. With *truncation* ``right`` it is truncated, or skipped if truncation would cut
+    an image or leave no label; skipped samples have no loss and are logged.
     """
     require_choice("learn", learn, ("all", "last"))
     require_choice("truncation", truncation, ("error", "right"))
@@ -84,7 +88,7 @@ def conversations(
 
 
 class ImageConversations:
-    """The map-style data set of :func:`conversations`. Indexing raises :class:`RecipeError` with a sample's place."""
+    """The map-style data set of :func:`conversations`. Indexing raises :class:`RecipeError` for an unusable sample."""
 
     def __init__(
         self,
@@ -97,10 +101,12 @@ class ImageConversations:
         max_samples: int | None,
     ) -> None:
         source.require([messages_field])
-        self.source, self.template = source, template
+        self.source = source
+        self.template = template
         self.messages_field = messages_field
         self.images_field = images_field if source.has_field(images_field) else None
-        self.seq_length, self.truncation = seq_length, truncation
+        self.seq_length = seq_length
+        self.truncation = truncation
         self.num_samples = at_most(max_samples, source.num_rows)
         self.folder = source.folder
 
@@ -109,14 +115,16 @@ class ImageConversations:
 
     def __getitem__(self, index: int) -> ImageText:
         row = self.source.row(index)
-        where = f"sample {index} of {self.source.path}"
+        images = []
+        if self.images_field is not None:
+            images = _as_list(row[self.images_field])
         try:
             return image_text(
                 self.template,
                 row[self.messages_field],
-                _listed(row[self.images_field] if self.images_field else None),
+                images,
                 self.folder,
-                where=where,
+                where=f"sample {index} of {self.source.path}",
                 seq_length=self.seq_length,
                 truncation=self.truncation,
             )
@@ -141,13 +149,14 @@ def image_text(
     """
     turns, values = _assign_images(turns_of(conversation), list(images))
     _check_placeholders(turns, template.placeholders)
-    text, learnt = template.render(turns)
-    if not learnt:
+    text, labeled_spans = template.render(turns)
+    if not labeled_spans:
         roles = ", ".join(str(turn["role"]) for turn in turns)
         raise UnusableSample(
             "this conversation has no assistant text to train on", roles, "remove it"
         )
-    return ImageText(text, [open_image(value, folder) for value in values], learnt, **options)
+    opened = [open_image(value, folder) for value in values]
+    return ImageText(text, opened, labeled_spans, **options)
 
 
 @dataclass(frozen=True)
@@ -157,14 +166,20 @@ class ImageChatTemplate(ChatTemplate):
     @property
     def placeholders(self) -> set[str]:
         """The texts that the processor replaces by an image."""
-        named = (getattr(self.tokenizer, name, None) for name in ("image_token", "boi_token"))
-        return {token for token in named if isinstance(token, str) and token}
+        found = set()
+        for name in ("image_token", "boi_token"):
+            token = getattr(self.tokenizer, name, None)
+            if isinstance(token, str) and token:
+                found.add(token)
+        return found
 
     def render(self, turns: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
-        """The text of a conversation, and the (start, end) characters of the assistant's text in it."""
+        """Render a conversation. Returns the text and the (start, end) characters of the assistant's text in it."""
         if self.has_markers:
-            text, marked = self._marks(turns, None)
-            return text, marked[-1:] if self.last_only else marked
+            text, spans = self._marks(turns, None)
+            if self.last_only:
+                spans = spans[-1:]
+            return text, spans
         whole = self._apply(turns, None, tokenize=False)
         spans = []
         for number in self._labeled_turns(turns):
@@ -199,20 +214,23 @@ def _template(processor: Any, given: str | None) -> str:
 def _assign_images(
     turns: list[dict[str, Any]], images: list[Any]
 ) -> tuple[list[dict[str, Any]], list[Any]]:
-    """The turns with contents that are lists of text and empty image entries, and the images in their order.
+    """Assign images to the image entries. Returns turns with empty image entries, and the images in their order.
 
     Raises :class:`UnusableSample` if the number of *images* does not match the empty image entries.
     """
     turns = [{**turn, "content": _parts(turn.get("content"))} for turn in turns]
-    entries = [part for turn in turns for part in turn["content"] if part.get("type") == "image"]
+    entries = []
+    for turn in turns:
+        entries += [part for part in turn["content"] if part.get("type") == "image"]
     if images and not entries:
         entries = [{"type": "image"} for _ in images]
-        first = next((turn for turn in turns if turn["role"] == "user"), turns[0])
+        of_user = [turn for turn in turns if turn["role"] == "user"]
+        first = of_user[0] if of_user else turns[0]
         first["content"] = [*entries, *first["content"]]
-    inline = [next((part[key] for key in _INLINE if key in part), None) for part in entries]
-    num_places = sum(value is None for value in inline)
-    if num_places != len(images):
-        num_entries = "1 entry" if num_places == 1 else f"{num_places} entries"
+    inline = [_inline_image(entry) for entry in entries]
+    num_empty = sum(value is None for value in inline)
+    if num_empty != len(images):
+        num_entries = "1 entry" if num_empty == 1 else f"{num_empty} entries"
         num_images = "1 image" if len(images) == 1 else f"{len(images)} images"
         raise UnusableSample(
             "the number of images does not match the number of image entries",
@@ -221,35 +239,50 @@ def _assign_images(
         )
     rest = iter(images)
     values = [next(rest) if value is None else value for value in inline]
-    return [{**turn, "content": _without_inline(turn["content"])} for turn in turns], values
+    bare = [{**turn, "content": _without_inline(turn["content"])} for turn in turns]
+    return bare, values
+
+
+def _inline_image(entry: dict[str, Any]) -> Any:
+    """Return the image in an image entry; None if the entry is empty."""
+    for key in _INLINE:
+        if key in entry:
+            return entry[key]
+    return None
 
 
 def _without_inline(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The *parts* of a content with empty image entries."""
+    """Copy the *parts* of a content, with empty image entries."""
     bare = []
     for part in parts:
-        bare.append({"type": "image"} if part.get("type") == "image" else part)
+        is_image = part.get("type") == "image"
+        bare.append({"type": "image"} if is_image else part)
     return bare
 
 
 def _check_placeholders(turns: list[dict[str, Any]], placeholders: set[str]) -> None:
-    texts = [str(part.get("text", "")) for turn in turns for part in turn["content"]]
-    found = sorted(token for token in placeholders if any(token in text for text in texts))
-    if found:
-        raise UnusableSample(
-            "a message contains the processor's placeholder for an image",
-            found[0],
-            'remove it: images come first in their question; or write {"type": "image"} where each belongs',
-        )
+    """Raise :class:`UnusableSample` if a text contains a placeholder, which the processor would replace by an image."""
+    for placeholder in sorted(placeholders):
+        for turn in turns:
+            for part in turn["content"]:
+                if placeholder not in str(part.get("text", "")):
+                    continue
+                raise UnusableSample(
+                    "a message contains the processor's placeholder for an image",
+                    placeholder,
+                    'remove it: images come first in their question; or write {"type": "image"} where each belongs',
+                )
 
 
 def _parts(content: Any) -> list[dict[str, Any]]:
     if isinstance(content, list) and all(isinstance(part, dict) for part in content):
         return content
-    return [{"type": "text", "text": str(content)}] if content else []
+    if not content:
+        return []
+    return [{"type": "text", "text": str(content)}]
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     if value is None:
         return []
     return value if isinstance(value, list) else [value]

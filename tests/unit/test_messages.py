@@ -267,7 +267,7 @@ def test_an_answer_that_no_token_shows() -> None:
     with pytest.raises(
         RecipeError, match=r"this conversation has no assistant token to train on[\s\S]*scan 0"
     ):
-        collate([dataclasses.replace(sample, learnt=[(end, end)])])
+        collate([dataclasses.replace(sample, labeled_spans=[(end, end)])])
 
 
 def test_a_row_whose_image_is_damaged(tmp_path: Path) -> None:

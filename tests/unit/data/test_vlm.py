@@ -270,7 +270,9 @@ def test_what_the_processor_refuses_is_named(processors: Any, data: Path) -> Non
     _, processor = processors["llava"]
     sample = conversations(processor, str(data))[0]
     with pytest.raises(RecipeError, match="the processor rejects these samples"):
-        collator(processors["llava"])([replace(sample, text="no place for an image", learnt=[])])
+        collator(processors["llava"])(
+            [replace(sample, text="no place for an image", labeled_spans=[])]
+        )
 
 
 def test_a_processor_without_a_template_needs_one(processors: Any, data: Path) -> None:
