@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from automodel_ckpt.errors import CheckpointUnusable
+
+if TYPE_CHECKING:
+    from automodel_ckpt.convert.sources.format import Format
 
 _MAX_ENTRIES = 10_000
 """Number of entries of a directory that are searched for runs: the current directory may be a data set's."""
@@ -57,7 +61,8 @@ def runs_below(path: Path, depth: int = 3) -> Iterator[Path]:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Resolve *path* to a directory: a run to its newest complete checkpoint, a pointer to its target.
+    """Resolve *path*: a run to its newest complete checkpoint, a pointer to its target, a file of another program to
+    itself.
 
     Raises :class:`CheckpointUnusable` if nothing is found.
     """
@@ -69,6 +74,8 @@ def find_checkpoint(path: Path) -> Path:
         return _resolved(path) if run is None else _newest(run)
     # Without symbolic links, a pointer is a text file: LATEST.txt.
     pointer = path.name.removesuffix(".txt")
+    if pointer not in layout.POINTERS and path.is_file():
+        return _external_file(path)
     target = commit.pointed(path.parent, pointer) if pointer in layout.POINTERS else None
     if target is not None:
         checkpoint = path.parent / target
@@ -97,6 +104,26 @@ def whole_checkpoint(path: Path) -> Path:
         return found
     reason = "the directory is not in a known format"
     raise _not_found("no checkpoint found", path, reason, _SPECIFY_ONE)
+
+
+def _external_file(path: Path) -> Path:
+    """Return the absolute path of a file that another program wrote.
+
+    Raises :class:`CheckpointUnusable`, with the name of the format, if it cannot be read.
+    """
+    from automodel_ckpt.convert.sources.registry import detect
+
+    try:
+        known = detect(path, follow_links=True)
+    except OSError as error:
+        raise _not_found("the file cannot be read", path, str(error.strerror), "") from error
+    if known is None or not known.is_readable:
+        raise _not_found("this file is not a checkpoint", path, _format_of(known), _SPECIFY_ONE)
+    return Path(os.path.realpath(path))
+
+
+def _format_of(known: Format | None) -> str:
+    return "an unknown format" if known is None else f"its format: {known.name}"
 
 
 def _resolved(path: Path) -> Path:

@@ -34,7 +34,7 @@ class ExternalTree:
 
 @dataclass(frozen=True, slots=True)
 class ExternalDirectory:
-    """A directory of another program.
+    """A directory or a single file of another program.
 
     *formats* maps relative paths (``.``: itself) to formats, and *files* relative paths to sizes in bytes. *losses* is
     the content of losses.json, and *written* the time of the last change (seconds since 1970).
@@ -64,13 +64,17 @@ class ExternalDirectory:
 
 
 def read_external(directory: Path) -> ExternalDirectory | None:
-    """Return the content of *directory*; None if it has no known format or is a checkpoint of this program."""
-    if os.path.lexists(directory / layout.MANIFEST):
+    """Return the content of *directory* or of a single file; None without a known format, or for a checkpoint of this
+    program."""
+    if directory.is_dir() and os.path.lexists(directory / layout.MANIFEST):
         return None
     formats = formats_in(directory)
     if not formats:
         return None
     written = directory.stat().st_mtime
+    if directory.is_file():
+        size = directory.stat().st_size
+        return ExternalDirectory(directory, formats, {directory.name: size}, {}, written)
     return ExternalDirectory(
         directory, formats, dict(_files(directory)), losses_in(directory), written
     )

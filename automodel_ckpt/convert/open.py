@@ -69,13 +69,16 @@ class Weights:
 
 
 def open_source(path: Path) -> Source:
-    """Describe the model in *path*: a checkpoint, a module's directory in one, or a directory of another program.
+    """Describe the model in *path*: a checkpoint, a module's directory in one, or a directory or file of another
+    program.
 
     Symbolic links in the directory are not followed. Raises :class:`CheckpointUnusable` if there is no model, the
     format is not supported, or the files contradict each other.
     """
     if is_checkpoint(path):
         return open_checkpoint(path)
+    if path.is_file():
+        return _open_file(path)
     return _open_external(Path(os.path.realpath(path)))
 
 

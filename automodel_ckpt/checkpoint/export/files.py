@@ -19,6 +19,7 @@ from automodel_ckpt.checkpoint.export.plan import ExportTensor, Plan, quantized_
 from automodel_ckpt.checkpoint.files.durable_file import file_record
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.sources.base_maps import MAPS, BaseMaps
+from automodel_ckpt.checkpoint.sources.model_files import is_side_file
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.errors import CheckpointUnusable, os_problem
 
@@ -34,7 +35,7 @@ def cast_lines(plan: Plan) -> list[str]:
 
 def side_files(source: Source, plan: Plan, maps: BaseMaps) -> tuple[dict[str, bytes], list[str]]:
     """The content of every other file of the export, and what the user should know about them."""
-    directory = source.metadata_directory
+    directory = source.metadata_directory or source.side_files
     if directory is None:
         return {layout.HF_INDEX: plan.index()}, [
             "there is no .hf_metadata: the export has no config.json and no tokenizer"
@@ -69,6 +70,9 @@ def side_files(source: Source, plan: Plan, maps: BaseMaps) -> tuple[dict[str, by
 
 def _side_names(source: Source, directory: Path) -> Iterable[str]:
     """What stands beside the weights; of Hugging Face files only what the checkpoint names."""
+    if source.metadata_directory is None:
+        # Known names only: the weights themselves are in this directory, and whatever else the user keeps there.
+        return [name for name in _regular_files(directory) if is_side_file(name)]
     if not source.finished or source.manifest is None:
         return [name for name in _regular_files(directory) if name not in MAPS]
     names = [path.removeprefix(f"{directory.name}/") for path in source.manifest.files]

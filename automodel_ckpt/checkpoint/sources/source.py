@@ -32,7 +32,8 @@ class Source:
 
     *manifest* is that of a checkpoint of this program, restricted to the files that an export reads. A *finished*
     source consists of Hugging Face files: its tensors are whole and have the names of these files. *files* lists them,
-    unless the manifest does. If they are an export, *export* is its manifest, and the slices have its digests.
+    unless the manifest does. *side_files* is a directory of another program, which contains the model's config and
+    tokenizer among other files. If they are an export, *export* is its manifest, and the slices have its digests.
     """
 
     root: Path
@@ -44,6 +45,7 @@ class Source:
     finished: bool = False
     export: ExportManifest | None = None
     files: frozenset[str] = frozenset()
+    side_files: Path | None = None
     omitted: tuple[str, ...] = ()
 
     @property

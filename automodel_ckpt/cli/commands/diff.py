@@ -69,7 +69,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     for name in ("a", "b"):
         command.add_argument(
-            name, metavar=name.upper(), help=f"{WHERE}, or a directory of another program"
+            name, metavar=name.upper(), help=f"{WHERE}, or a directory or file of another program"
         )
 
 

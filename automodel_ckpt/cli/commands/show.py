@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     from automodel_ckpt.checkpoint.manifest import Manifest
 
     path = whole_checkpoint(Path(arguments.path))
-    document = external_checkpoints.document(path, arguments.stats) if path.is_dir() else None
+    document = external_checkpoints.document(path, arguments.stats)
     lines = external_checkpoints.lines
     if document is None:
         document = _document(path, Manifest.read(path), arguments.stats)

@@ -70,12 +70,15 @@ def detect(path: Path, *, follow_links: bool = False, readable_only: bool = Fals
 
 
 def formats_in(directory: Path) -> dict[str, Format]:
-    """Return the readable formats of *directory* (``.``) and its subdirectories, by relative path.
+    """Return the readable formats of *directory* (``.``) and its subdirectories, by relative path; or of a file.
 
     Symbolic links are not followed, and a checkpoint of this program is not an external format. Empty if no format is
     recognized.
     """
     found: dict[str, Format] = {}
+    if directory.is_file():
+        known = detect(directory, follow_links=True, readable_only=True)
+        return {".": known} if known is not None else {}
     for name in (".", *names_in(directory)):
         path = directory / name
         if name != "." and (path.is_symlink() or not path.is_dir()):

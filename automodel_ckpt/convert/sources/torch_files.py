@@ -112,7 +112,8 @@ class TorchModelDirectory(Format):
             num_others += model.num_others
         notes, omitted = _reports(num_others, num_values)
         root = Path("/") if follow_links else path
-        return Source(root, path, tensors, notes=notes, omitted=omitted)
+        side_files = path if (path / "config.json").is_file() else None
+        return Source(root, path, tensors, notes=notes, omitted=omitted, side_files=side_files)
 
 
 class TorchModel:
@@ -136,7 +137,15 @@ class TorchModel:
     def source(self, root: Path, directory: Path, file: str) -> Source:
         """Return the description of a model that consists of this file, which is *file* below *root*."""
         notes, omitted = _reports(self.num_others, self.num_values)
-        return Source(root, directory, self.tensors_in(file), notes=notes, omitted=omitted)
+        side_files = directory if (directory / "config.json").is_file() else None
+        return Source(
+            root,
+            directory,
+            self.tensors_in(file),
+            notes=notes,
+            omitted=omitted,
+            side_files=side_files,
+        )
 
     def _slices(self, fqn: str, view: StoredView, file: str) -> Iterator[Slice]:
         """Split a tensor into the boxes that are contiguous in its storage."""
