@@ -72,20 +72,22 @@ def export_gguf(
     num_threads: int = 5,
     log: Log = log_default.info,
 ) -> GgufReport:
-    """Write the model in *source* (checkpoint, its ``model/``, bare shards, or Hugging Face files) as a GGUF file.
+    """Write the model in *source* (anything that ``open_source`` of ``convert/open.py`` accepts) as a GGUF file.
 
-    *output* defaults to the source's name with ``.gguf``, beside it. Norms are written as F32, other tensors in the
+    *output* defaults to the source's name with ``.gguf``, next to it. Norms are written as F32, other tensors in the
     dtype that an export of Hugging Face files has; *cast_dtype* is bf16, fp16 or fp32.
 
-    Raises :class:`CheckpointUnusable` for a damaged source, and for a model or a tokenizer that GGUF cannot hold, by
-    name; :class:`SaveFailed` where the file cannot be written; :class:`RecipeError` for a wrong argument, and where the
-    package is missing. In each case nothing was written.
+    Raises :class:`CheckpointUnusable` for a damaged source, and for a model or a tokenizer that GGUF cannot represent;
+    :class:`SaveFailed` if the file cannot be written; :class:`RecipeError` for a wrong argument, or if the package gguf
+    is missing. In each case nothing was written.
     """
     started = time.monotonic()
     library = _library()
     cast_code = parse_cast_dtype(cast_dtype)
     opened = open_source(Path(source))
-    target = Path(os.path.realpath(output)) if output is not None else _beside(opened.root)
+    if output is None:
+        output = opened.root.with_name(opened.root.name + ".gguf")
+    target = Path(os.path.realpath(output))
     _check_target(target, overwrite)
     _check_digests(opened, num_threads)
     tensors = _tensors(opened, cast_code)
@@ -112,24 +114,26 @@ def _library() -> Any:
         ) from error
 
 
-def _beside(root: Path) -> Path:
-    return root.with_name(root.name + ".gguf")
-
-
 def _check_target(target: Path, overwrite: bool) -> None:
-    if target.is_dir() or (os.path.lexists(target) and not overwrite):
-        raise SaveFailed(
-            "there is something already",
-            where=str(target),
-            value="a directory" if target.is_dir() else "a file",
-            hint="choose another --output, or say --force to replace the file",
-        )
+    if target.is_dir():
+        found = "a directory"
+    elif os.path.lexists(target) and not overwrite:
+        found = "a file"
+    else:
+        return
+    raise SaveFailed(
+        "there is something already",
+        where=str(target),
+        value=found,
+        hint="choose another --output, or say --force to replace the file",
+    )
 
 
 def _check_digests(source: Source, num_threads: int) -> None:
     if source.manifest is None:
         return
-    if problems := verify(source.root, source.manifest, "digest", num_threads=num_threads):
+    problems = verify(source.root, source.manifest, "digest", num_threads=num_threads)
+    if problems:
         raise CheckpointUnusable.all_of(problems)
 
 
@@ -151,31 +155,25 @@ def _tensors(source: Source, cast_code: str | None) -> dict[str, ExportTensor]:
 
 
 def _described(source: Source, tensors: Mapping[str, ExportTensor]) -> tuple[list[KeyValue], Llama]:
-    """All keys of the file, and the model that they describe; the tensors are found to be that model's."""
+    """Return all keys of the file, and the model that they describe. The tensors are those of that model.
+
+    Raises :class:`CheckpointUnusable` if config.json and the tensors do not match, or a file is missing.
+    """
     side = source.metadata_directory or source.model_directory
-    config, tokenizer = (
-        read_json(side, name, source.export) for name in ("config.json", "tokenizer.json")
-    )
-    for name, value in (("config.json", config), ("tokenizer.json", tokenizer)):
-        if value is None:
-            raise CheckpointUnusable(
-                f"GGUF needs the model's {name}",
-                where=str(side),
-                value="no such file",
-                hint="put the file there, or export Hugging Face files (--to hf)",
-            )
-    assert config is not None and tokenizer is not None
+    config = _required_json(side, "config.json", source.export)
+    tokenizer = _required_json(side, "tokenizer.json", source.export)
     model = read_llama(config, str(side / "config.json"))
-    if fault := layers_fault(model.num_layers, tensors):
+    fault = layers_fault(model.num_layers, tensors)
+    if fault is not None:
         raise CheckpointUnusable(
             "config.json does not fit the tensors",
             where=str(side / "config.json"),
             value=fault,
             hint="restore the file from another copy, or use another checkpoint",
         )
-    if fault := name_faults(
-        model.tensors(), {fqn: tensor.stored.shape for fqn, tensor in tensors.items()}
-    ):
+    shapes = {fqn: tensor.stored.shape for fqn, tensor in tensors.items()}
+    fault = name_faults(model.tensors(), shapes)
+    if fault is not None:
         raise CheckpointUnusable(
             "the tensors are not those of the config",
             where=str(side / "config.json"),
@@ -191,6 +189,18 @@ def _described(source: Source, tensors: Mapping[str, ExportTensor]) -> tuple[lis
         _chat_template(side, source.export),
     )
     return [*_general(source, tensors), *model.key_values(), *vocabulary], model
+
+
+def _required_json(side: Path, name: str, export: ExportManifest | None) -> dict[str, Any]:
+    value = read_json(side, name, export)
+    if value is None:
+        raise CheckpointUnusable(
+            f"GGUF needs the model's {name}",
+            where=str(side),
+            value="no such file",
+            hint="put the file there, or export Hugging Face files (--to hf)",
+        )
+    return value
 
 
 def _chat_template(side: Path, export: ExportManifest | None) -> str | None:
@@ -211,9 +221,10 @@ def _chat_template(side: Path, export: ExportManifest | None) -> str | None:
 
 
 def _general(source: Source, tensors: Mapping[str, ExportTensor]) -> list[KeyValue]:
-    nbytes = {
-        code: sum(t.nbytes for t in tensors.values() if t.dtype == code) for code in _FILE_TYPES
-    }
+    # The type of the file is the dtype of most of its bytes.
+    nbytes = dict.fromkeys(_FILE_TYPES, 0)
+    for tensor in tensors.values():
+        nbytes[tensor.dtype] += tensor.nbytes
     kind = max(nbytes, key=lambda code: nbytes[code])
     name = os.fsencode(source.root.name).decode(errors="replace")
     return [
@@ -230,9 +241,9 @@ def _warnings(keys: list[KeyValue]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _staged(target: Path, log: Log) -> Iterator[Path]:
-    """The path of a file beside *target* that takes its name when the block ends, and is removed when it raises.
+    """Yield the path of a file that replaces *target* when the block ends, and is removed if the block raises.
 
-    What killed exports to *target* left is removed first. An OSError in the block or in publishing becomes
+    Leftovers of killed exports to *target* are removed first. An OSError in the block or in publishing becomes
     :class:`SaveFailed` with path and errno.
     """
     path = None
@@ -248,9 +259,8 @@ def _staged(target: Path, log: Log) -> Iterator[Path]:
     except OSError as error:
         error.filename = error.filename or str(target)
         hint = "free space or choose another --output"
-        raise SaveFailed.all_of(
-            [os_problem(error, "the GGUF file could not be written", hint=hint)]
-        ) from error
+        problem = os_problem(error, "the GGUF file could not be written", hint=hint)
+        raise SaveFailed.all_of([problem]) from error
     finally:
         if path is not None:
             path.unlink(missing_ok=True)
@@ -258,10 +268,10 @@ def _staged(target: Path, log: Log) -> Iterator[Path]:
 
 def _clear_leftovers(target: Path, log: Log) -> None:
     for entry in os.scandir(target.parent):
-        is_left = layout.staged_name(entry.name) == target.name and entry.is_file(
-            follow_symlinks=False
-        )
-        if is_left and is_abandoned(Path(entry.path)):
+        if layout.staged_name(entry.name) != target.name:
+            continue
+        is_file = entry.is_file(follow_symlinks=False)
+        if is_file and is_abandoned(Path(entry.path)):
             log(f"removing {entry.path}, left by an interrupted export")
             os.unlink(entry.path)
 
@@ -286,11 +296,12 @@ def _write(
             )
         for fqn, name in names.items():
             code = _code(tensors[fqn])
-            dtype, kind = storage_dtype(code, DTYPE_BITS[code]), library.GGMLQuantizationType[code]
+            dtype = storage_dtype(code, DTYPE_BITS[code])
             shape = tensors[fqn].stored.shape
-            writer.add_tensor_info(
-                name, shape, dtype, int(np.prod(shape)) * dtype.itemsize, raw_dtype=kind
-            )
+            nbytes = int(np.prod(shape)) * dtype.itemsize
+            kind = library.GGMLQuantizationType[code]
+            writer.add_tensor_info(name, shape, dtype, nbytes, raw_dtype=kind)
+        # All descriptions come before the data, which is written tensor by tensor: memory holds one tensor.
         writer.write_header_to_file(path)
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
@@ -303,11 +314,15 @@ def _write(
 
 
 def _code(tensor: ExportTensor) -> str:
-    """The dtype in the file: llama.cpp wants vectors (norms) as F32."""
-    return "F32" if len(tensor.stored.shape) < 2 else tensor.dtype
+    """Return the dtype in the file. llama.cpp requires vectors (norms) in F32."""
+    if len(tensor.stored.shape) < 2:
+        return "F32"
+    return tensor.dtype
 
 
 def _values(root: Path, tensor: ExportTensor, model: Llama, name: str) -> Array:
     values = cast(whole_checked(root, tensor.stored), tensor.stored.dtype, _code(tensor))
     heads = model.heads_of(name)
-    return values if heads is None else values[rotary_order(heads, model.head_dim)]
+    if heads is None:
+        return values
+    return values[rotary_order(heads, model.head_dim)]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from automodel_ckpt.convert.gguf_llama import KeyValue, refused
+from automodel_ckpt.convert.gguf_llama import KeyValue, not_convertible
 
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 _LLAMA_3 = (
@@ -69,12 +69,16 @@ def tokenizer_keys(
 def _pre_tokenizer(tokenizer: Mapping[str, Any], model: Mapping[str, Any], where: str) -> str:
     if model.get("type") != "BPE" or model.get("byte_fallback"):
         kind = "a SentencePiece-like BPE" if model.get("byte_fallback") else repr(model.get("type"))
-        raise refused("only byte-level BPE tokenizers are written as GGUF so far", where, kind)
+        raise not_convertible(
+            "only byte-level BPE tokenizers are written as GGUF so far", where, kind
+        )
     if tokenizer.get("normalizer") is not None:
-        raise refused("this tokenizer changes the text before splitting it", where, "normalizer")
+        raise not_convertible(
+            "this tokenizer changes the text before splitting it", where, "normalizer"
+        )
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
-            raise refused(
+            raise not_convertible(
                 "this tokenizer has what llama.cpp's lacks",
                 where,
                 f"model.{key}: {model[key]!r:.100}",
@@ -88,14 +92,14 @@ def _pre_tokenizer(tokenizer: Mapping[str, Any], model: Mapping[str, Any], where
         pre = "llama-bpe"
     else:
         kinds = [step.get("type") for step in steps]
-        raise refused(
+        raise not_convertible(
             "llama.cpp knows no pre-tokenizer like this one",
             where,
             f"pre_tokenizer: {kinds!r:.200}",
         )
     # llama.cpp takes whole words that are tokens without merging for the one, and never for the other.
     if bool(model.get("ignore_merges")) != (pre == "llama-bpe"):
-        raise refused(
+        raise not_convertible(
             "this tokenizer merges words otherwise than llama.cpp's of its kind",
             where,
             "ignore_merges",
@@ -144,7 +148,7 @@ def _tokens(
         )
     for text, index, kind in entries:
         if not isinstance(text, str) or type(index) is not int or not 0 <= index < vocab_size:
-            raise refused(
+            raise not_convertible(
                 "a token has no place in the model's vocabulary",
                 where,
                 f"{text!r:.80}: {index!r:.40}",
@@ -163,7 +167,7 @@ def _merges(model: Mapping[str, Any], where: str) -> list[str]:
             or len(pair) != 2
             or not all(isinstance(p, str) and " " not in p for p in pair)
         ):
-            raise refused("this is not a merge of two tokens", where, f"{merge!r:.100}")
+            raise not_convertible("this is not a merge of two tokens", where, f"{merge!r:.100}")
         found.append(" ".join(pair))
     return found
 
@@ -210,7 +214,7 @@ def _added(
         or before not in ([], bos)
         or after not in ([], eos)
     ):
-        raise refused(
+        raise not_convertible(
             "this tokenizer adds other tokens than one for the beginning and the end",
             where,
             "post_processor",
@@ -277,7 +281,7 @@ def _mappings(value: Any, key: str, where: str) -> list[Mapping[str, Any]]:
 
 
 def _check_type(value: Any, key: str, wanted: str, where: str) -> NoReturn:
-    raise refused(
+    raise not_convertible(
         "this is not a tokenizer of Hugging Face's", where, f"{key} is not {wanted}: {value!r:.80}"
     )
 
@@ -291,7 +295,7 @@ def _require_text(value: Any, where: str) -> None:
             try:
                 each.encode()
             except UnicodeEncodeError:
-                raise refused(
+                raise not_convertible(
                     "a text in the tokenizer's files is not valid Unicode", where, ascii(each)[:80]
                 ) from None
         elif isinstance(each, Mapping):

@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -58,6 +58,10 @@ from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 _SINGLE = "model.safetensors"
 
 
+# Tensors of the base and the adapter have absolute paths: their files can be links into the Hub's cache.
+_ROOT = Path("/")
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Adapter:
     """An adapter as peft's files in *directory*: its tensors, and the content of its configuration."""
@@ -82,41 +86,42 @@ def merge(
     cache: Path | None = None,
     log: Log,
 ) -> ConsolidationReport:
-    """Write base and adapter of the checkpoint *source* (or its ``model/``) as a full model to *output*, by default
-    ``merged`` in the model's directory.
+    """Write the base and the adapter of the checkpoint *source* (or its ``model/``) as one model to *output*.
 
-    *base* is where the base is now (None: where the checkpoint says). *directory_of* finds the files of a base's name,
-    *naming_of* says what they are called in memory; digests of the base are kept in *cache*.
+    *output* defaults to ``merged`` in the model's directory. *base* is the name or directory of the base; None is the
+    one that the checkpoint names. *directory_of* returns the directory of a base's name, and *naming_of* the names of
+    its tensors in memory. Digests of the base are stored in *cache*.
 
-    Raises :class:`CheckpointUnusable` where the checkpoint is damaged or holds no adapter, for another base than the
-    adapter's, and for what cannot be merged; :class:`SaveFailed` where the output cannot be written;
-    :class:`RecipeError` for a wrong argument. In each case nothing was written.
+    Raises :class:`CheckpointUnusable` if the checkpoint is damaged or has no adapter, if the base is not the adapter's,
+    and for tensors that cannot be merged; :class:`SaveFailed` if the output cannot be written; :class:`RecipeError` for
+    a wrong argument. In each case nothing was written.
     """
     started = time.monotonic()
     cast_code = parse_cast_dtype(cast_dtype)
-    checkpoint, name = (
-        (source, "model")
-        if os.path.lexists(source / layout.MANIFEST)
-        else (source.parent, source.name)
-    )
-    target = Path(
-        os.path.realpath(output if output is not None else checkpoint / name / layout.MERGED)
-    )
+    checkpoint, name = source.parent, source.name
+    if os.path.lexists(source / layout.MANIFEST):
+        checkpoint, name = source, "model"
+    if output is None:
+        output = checkpoint / name / layout.MERGED
+    target = Path(os.path.realpath(output))
     check_target(target)
     manifest = Manifest.read(checkpoint)
     base_dir = _base(checkpoint, name, base, directory_of, cache)
     with _adapter(checkpoint, name, manifest) as adapter:
         model = MergedModel(adapter, base_dir, naming_of(base_dir))
         plan = make_plan(model.tensors, {}, model.maps, cast_dtype=cast_code, where=str(base_dir))
-        beside, warnings = _side_files(adapter, base_dir, model, plan)
-        for text in [*(f"warning: {text}" for text in warnings), *model.notes, *cast_lines(plan)]:
+        files, warnings = _side_files(adapter, base_dir, model, plan)
+        for warning in warnings:
+            log(f"warning: {warning}")
+        for text in [*model.notes, *cast_lines(plan)]:
             log(text)
         with staged(target, log) as staging:
-            parts = [part for file in plan.files for part in _write(file, model, staging)]
-            write_side_files(beside, staging)
-            write_manifest(
-                plan, Source(checkpoint, checkpoint / name, {}, manifest=manifest), staging, parts
-            )
+            parts: list[Digested] = []
+            for file in plan.files:
+                parts.extend(_write(file, model, staging))
+            write_side_files(files, staging)
+            origin = Source(checkpoint, checkpoint / name, {}, manifest=manifest)
+            write_manifest(plan, origin, staging, parts)
     return ConsolidationReport(
         target,
         len(plan.files),
@@ -136,29 +141,34 @@ def _base(
     directory_of: Callable[[str], Path | None],
     cache: Path | None,
 ) -> Path:
-    """Where the base's files are; they are those that the adapter was trained on."""
+    """Return the directory of the base. Raises :class:`CheckpointUnusable` if the adapter was trained on another."""
     record = read_peft_record(checkpoint, name)
-    called = given if given is not None else find_base(record, checkpoint.parent)
-    directory = directory_of(called)
+    base_name = given
+    if base_name is None:
+        base_name = find_base(record, checkpoint.parent)
+    directory = directory_of(base_name)
     if directory is None:
-        hint = "load it once while there is a network, or name its place with --base"
         raise RecipeError(
-            "the base model is not on this machine", where="--base", value=called, hint=hint
+            "the base model is not on this machine",
+            where="--base",
+            value=base_name,
+            hint="load it once while there is a network, or give its directory with --base",
         )
-    identity = identify_base(called, directory, run=checkpoint.parent, cache=cache)
-    if identity.digest != record["base"].get("digest"):
+    identity = identify_base(base_name, directory, run=checkpoint.parent, cache=cache)
+    digest = record["base"].get("digest")
+    if identity.digest != digest:
         raise CheckpointUnusable(
             "this is not the base that the adapter was trained on",
             where=str(directory),
-            value=f"digest {identity.digest}, not {record['base'].get('digest')}",
-            hint=f"name the place of {record['base'].get('name')} as it was then with --base",
+            value=f"digest {identity.digest}, not {digest}",
+            hint=f"give the directory of the original {record['base'].get('name')} with --base",
         )
     return directory
 
 
 @contextlib.contextmanager
 def _adapter(checkpoint: Path, name: str, manifest: Manifest) -> Iterator[Adapter]:
-    """The adapter, checked; where it is in shards, put together in a directory that is removed again."""
+    """Yield the verified adapter. If it is sharded, it is consolidated into a temporary directory."""
     with contextlib.ExitStack() as stack:
         directory = checkpoint / name
         if f"{name}/{layout.ADAPTER_MODEL}" in manifest.files:
@@ -167,13 +177,12 @@ def _adapter(checkpoint: Path, name: str, manifest: Manifest) -> Iterator[Adapte
                 for path, record in manifest.files.items()
                 if path.startswith(f"{name}/")
             }
-            if problems := verify(checkpoint, dataclasses.replace(manifest, files=files), "digest"):
+            problems = verify(checkpoint, dataclasses.replace(manifest, files=files), "digest")
+            if problems:
                 raise CheckpointUnusable.all_of(problems)
         else:
-            directory = (
-                Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="automodel_ckpt-")))
-                / "adapter"
-            )
+            scratch = tempfile.TemporaryDirectory(prefix="automodel_ckpt-")
+            directory = Path(stack.enter_context(scratch), "adapter")
             consolidate(checkpoint / name, directory)
         tensors = tensors_in_file(directory, layout.ADAPTER_MODEL, follow_links=True)
         config = read_json(directory, layout.ADAPTER_CONFIG)
@@ -188,7 +197,7 @@ def _adapter(checkpoint: Path, name: str, manifest: Manifest) -> Iterator[Adapte
 
 
 def _base_tensors(directory: Path) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """The base's tensors, and for each the number of its file (from 1)."""
+    """Return the base's tensors, and {tensor name: number of its file (from 1)}."""
     index = directory / layout.HF_INDEX
     names = [_SINGLE]
     if index.is_file():
@@ -211,181 +220,197 @@ def _base_tensors(directory: Path) -> tuple[dict[str, Tensor], dict[str, int]]:
 
 
 class MergedModel:
-    """The tensors of the merged model by their names in files, and their values, made when they are asked for."""
+    """The tensors of the merged model by their names in files. Their values are computed when they are requested.
+
+    Tensors of a transformers model have a name in memory and a name in files, which can differ.
+    """
 
     def __init__(self, adapter: Adapter, base_dir: Path, naming: Naming) -> None:
-        self._adapter, self._naming = adapter, naming
+        self._adapter = adapter
+        self._naming = naming
         self._base, self._numbers = _base_tensors(base_dir)
-        self.changes = self._by_file(changes_by(adapter.tensors, adapter.where))
+        self.changes = self._by_file_name(changes_by(adapter.tensors, adapter.where))
         self.notes: list[str] = []
         self.untied = self._untie()
-        self.tensors = {
-            name: self._described(name) for name in {*self._base, *self.changes, *self.untied}
-        }
+        names = {*self._base, *self.changes, *self.untied}
+        self.tensors = {name: self._described(name) for name in names}
 
     @property
     def maps(self) -> BaseMaps:
-        """The files of the base; what is new stands in the last."""
+        """The number of each tensor's file: as in the base. New tensors are in the last file."""
         last = max(self._numbers.values(), default=1)
         return BaseMaps({name: self._numbers.get(name, last) for name in self.tensors})
 
     @property
     def rows(self) -> set[tuple[int, int]]:
-        """The numbers of rows (before, after) of the tensors that have others than in the base."""
-        changed = [name for name in self.changes if name in self._base and self._base[name].shape]
-        pairs = {(self._base[name].shape[0], self.tensors[name].shape[0]) for name in changed}
-        return {(before, after) for before, after in pairs if before != after}
-
-    def value(self, name: str, dtype: str) -> Array:
-        """The tensor *name* in files, as *dtype*."""
-        change, stored = self.changes.get(name), self._stored(name)
-        if change is None:
-            return cast(whole_checked(Path("/"), stored), stored.dtype, dtype)
-        value, held = self._changed(name, change)
-        return cast(value, held, dtype)
-
-    def _by_file(self, changes: Mapping[str, Change]) -> dict[str, tuple[str, Change]]:
-        """{name in files: (name in memory, change)}."""
-        found = {
-            self._naming.files.get(name, name): (name, change) for name, change in changes.items()
-        }
-        for file_name, (name, _) in found.items():
-            if file_name not in self._base and self._holder(name) not in self._base:
-                self._refuse("the adapter changes a tensor that the base lacks", name)
+        """The numbers of rows (before, after) of the tensors whose number of rows is not that of the base."""
+        found: set[tuple[int, int]] = set()
+        for name in self.changes:
+            if name not in self._base or not self._base[name].shape:
+                continue
+            before = self._base[name].shape[0]
+            after = self.tensors[name].shape[0]
+            if before != after:
+                found.add((before, after))
         return found
 
-    def _holder(self, name: str) -> str:
-        """The name in files of the tensor that *name* (in memory) is, or is tied to."""
-        group = [
-            name,
-            self._naming.tied.get(name, name),
-            *(a for a, k in self._naming.tied.items() if k == name),
-        ]
-        names = [self._naming.files.get(each, each) for each in group]
-        return next((each for each in names if each in self._base), names[0])
+    def value(self, name: str, dtype: str) -> Array:
+        """Return the value of the tensor *name* (in files) as *dtype*. Raises :class:`CheckpointUnusable`."""
+        stored = self._stored(name)
+        if name not in self.changes:
+            return cast(whole_checked(_ROOT, stored), stored.dtype, dtype)
+        name_in_memory, change = self.changes[name]
+        value, value_dtype = self._changed(name_in_memory, change, stored)
+        return cast(value, value_dtype, dtype)
+
+    def _file_name(self, name: str) -> str:
+        """Return the name in files of the tensor *name* in memory."""
+        return self._naming.files.get(name, name)
+
+    def _by_file_name(self, changes: Mapping[str, Change]) -> dict[str, tuple[str, Change]]:
+        """Return {name in files: (name in memory, change)}."""
+        found: dict[str, tuple[str, Change]] = {}
+        for name, change in changes.items():
+            file_name = self._file_name(name)
+            if file_name not in self._base and self._stored_name(name) not in self._base:
+                raise self._not_mergeable("the adapter changes a tensor that the base lacks", name)
+            found[file_name] = (name, change)
+        return found
+
+    def _stored_name(self, name: str) -> str:
+        """Return the name in files under which the base stores the tensor *name* (in memory), or one tied to it."""
+        tied = self._naming.tied
+        group = [name, tied.get(name, name)]
+        group += [alias for alias, first in tied.items() if first == name]
+        names = [self._file_name(member) for member in group]
+        for file_name in names:
+            if file_name in self._base:
+                return file_name
+        return names[0]
 
     def _stored(self, file_name: str) -> Tensor:
-        """The base's tensor of that name, or the one that it is tied to there."""
+        """Return the base's tensor of that name, or the one that it is tied to."""
         if file_name in self._base:
             return self._base[file_name]
-        name = next(
-            (name for name, each in self._naming.files.items() if each == file_name), file_name
-        )
-        return self._base[self._holder(name)]
+        for name, other in self._naming.files.items():
+            if other == file_name:
+                return self._base[self._stored_name(name)]
+        return self._base[self._stored_name(file_name)]
 
     def _untie(self) -> set[str]:
-        """The tensors that were tied and differ now; what still agrees stands once, as in the base."""
+        """Return the names of tensors that were tied and differ now. Those that are still equal are stored once."""
         untied: set[str] = set()
-        for alias, kept in self._naming.tied.items():
-            pair = [self._naming.files.get(name, name) for name in (alias, kept)]
+        for alias, first in self._naming.tied.items():
+            pair = (self._file_name(alias), self._file_name(first))
             changed = [name for name in pair if name in self.changes]
-            if len(changed) == 1 or (changed and not self._agree(*pair)):
+            if not changed:
+                continue
+            if len(changed) == 1 or not self._are_equal(*pair):
                 untied.update(pair)
-            elif changed:
-                self.changes = {
-                    n: c for n, c in self.changes.items() if n in self._base or n not in pair
-                }
+                continue
+            for name in pair:
+                if name not in self._base:
+                    self.changes.pop(name, None)
         if untied:
-            self.notes.append(
-                f"no longer tied, since the adapter changed one of them: {', '.join(sorted(untied))}"
-            )
+            names = ", ".join(sorted(untied))
+            self.notes.append(f"no longer tied, since the adapter changed one of them: {names}")
         return untied
 
-    def _agree(self, one: str, other: str) -> bool:
-        """Whether two changed tensors are one: factors of a tied head are the embedding's, multiplied the other way."""
-        a, b = self.value(one, "F32"), self.value(other, "F32")
+    def _are_equal(self, one: str, other: str) -> bool:
+        """Whether two changed tensors have equal values, up to rounding.
+
+        The factors of a tied head are those of the embedding, multiplied in the other order.
+        """
+        a = self.value(one, "F32")
+        b = self.value(other, "F32")
         return a.shape == b.shape and np.allclose(a, b, rtol=1e-5, atol=1e-6)
 
     def _described(self, name: str) -> Tensor:
         stored = self._stored(name)
-        change = self.changes[name][1] if name in self.changes else None
-        shape = (
-            self._adapter.tensors[change.whole].shape
-            if change is not None and change.whole
-            else stored.shape
-        )
+        shape = stored.shape
+        if name in self.changes:
+            _, change = self.changes[name]
+            if change.whole:
+                shape = self._adapter.tensors[change.whole].shape
         return Tensor(name, stored.dtype, shape, ())
 
-    def _changed(self, file_name: str, entry: tuple[str, Change]) -> tuple[Array, str]:
-        """The new value, and its dtype."""
-        (name, change), stored = entry, self._stored(file_name)
+    def _changed(self, name: str, change: Change, stored: Tensor) -> tuple[Array, str]:
+        """Return the new value of the tensor *name* (in memory), and its dtype."""
         start = self._adapter.tensors[change.whole] if change.whole else stored
         if not change.factors:
-            return whole_checked(Path("/"), start), start.dtype
+            return whole_checked(_ROOT, start), start.dtype
         if start.dtype not in ORDINARY_FLOATS:
-            self._refuse(
-                f"a layer of the base is stored as {start.dtype}, which nothing can be added to",
-                name,
-            )
-        width = "F64" if start.dtype == "F64" else "F32"
-        factors = {
-            place: self._wide(self._adapter.tensors[key], width)
-            for place, key in change.factors.items()
-        }
+            what = f"a layer of the base is stored as {start.dtype}, which nothing can be added to"
+            raise self._not_mergeable(what, name)
+        dtype = "F64" if start.dtype == "F64" else "F32"
+        weight = _read_as(start, dtype)
+        factors: dict[str, Array] = {}
+        for role, key in change.factors.items():
+            factors[role] = _read_as(self._adapter.tensors[key], dtype)
         transposed = name.removesuffix(".weight") in self._naming.transposed
         try:
-            return merged(
-                self._wide(start, width), factors, self._adapter.config, transposed=transposed
-            ), width
+            return merged(weight, factors, self._adapter.config, transposed=transposed), dtype
         except ValueError as error:
-            self._refuse(f"an adapter does not fit its layer: {error}", name)
+            what = f"an adapter does not fit its layer: {error}"
+            raise self._not_mergeable(what, name) from error
 
-    @staticmethod
-    def _wide(tensor: Tensor, width: str) -> Array:
-        return cast(whole_checked(Path("/"), tensor), tensor.dtype, width)
-
-    def _refuse(self, what: str, name: str) -> NoReturn:
+    def _not_mergeable(self, what: str, name: str) -> CheckpointUnusable:
         hint = "load base and adapter with peft in your own code, and call merge_and_unload"
-        raise CheckpointUnusable(what, where=self._adapter.where, value=name, hint=hint)
+        return CheckpointUnusable(what, where=self._adapter.where, value=name, hint=hint)
+
+
+def _read_as(tensor: Tensor, dtype: str) -> Array:
+    return cast(whole_checked(_ROOT, tensor), tensor.dtype, dtype)
 
 
 def _side_files(
     adapter: Adapter, base_dir: Path, model: MergedModel, plan: Plan
 ) -> tuple[dict[str, bytes], list[str]]:
-    """The base's own, the tokenizer's as the checkpoint has them, and a config that agrees with the weights."""
-    names = [
-        path.relative_to(adapter.directory).as_posix()
-        for path in adapter.directory.rglob("*")
-        if path.is_file()
-    ]
-    tokenizer = {
-        name: (adapter.directory / name).read_bytes() for name in names if is_tokenizer_file(name)
-    }
-    files = {
-        name: data
-        for name, data in base_files(base_dir).items()
-        if not tokenizer or not is_tokenizer_file(name)
-    }
-    config, warnings = agreeing_config(
-        files["config.json"], plan, model.maps, base_dir / "config.json"
-    )
-    own = {"config.json": _changed_config(config, model), layout.HF_INDEX: plan.index()}
-    return files | tokenizer | own, warnings
+    """Return the side files of the merged model, and warnings.
+
+    They are the base's, but the tokenizer's are the checkpoint's if it has them. config.json matches the weights.
+    """
+    tokenizer: dict[str, bytes] = {}
+    for path in adapter.directory.rglob("*"):
+        name = path.relative_to(adapter.directory).as_posix()
+        if path.is_file() and is_tokenizer_file(name):
+            tokenizer[name] = path.read_bytes()
+    files: dict[str, bytes] = {}
+    for name, data in base_files(base_dir).items():
+        if not tokenizer or not is_tokenizer_file(name):
+            files[name] = data
+    path = base_dir / "config.json"
+    config, warnings = agreeing_config(files["config.json"], plan, model.maps, path)
+    files |= tokenizer
+    files["config.json"] = _changed_config(config, model)
+    files[layout.HF_INDEX] = plan.index()
+    return files, warnings
 
 
 def _changed_config(raw: bytes, model: MergedModel) -> bytes:
-    """config.json of a model whose embeddings are tied no more, or have other rows; else the same bytes."""
+    """Return config.json, changed if embeddings are no longer tied or have another number of rows."""
     config = json.loads(raw)
-    places = [
-        config,
-        *(
-            value
-            for key, value in config.items()
-            if key.endswith("_config") and isinstance(value, dict)
-        ),
-    ]
-    changed = False
-    for place in places:
-        if model.untied and (place is config or "tie_word_embeddings" in place):
-            place["tie_word_embeddings"], changed = False, True
+    # Models of several modalities have a config for each part, such as text_config.
+    sections = [config]
+    for key, value in config.items():
+        if key.endswith("_config") and isinstance(value, dict):
+            sections.append(value)
+    is_changed = False
+    for section in sections:
+        if model.untied and (section is config or "tie_word_embeddings" in section):
+            section["tie_word_embeddings"] = False
+            is_changed = True
         for before, after in model.rows:
-            if place.get("vocab_size") == before:
-                place["vocab_size"], changed = after, True
-    return json.dumps(config, indent=2).encode() + b"\n" if changed else raw
+            if section.get("vocab_size") == before:
+                section["vocab_size"] = after
+                is_changed = True
+    if not is_changed:
+        return raw
+    return json.dumps(config, indent=2).encode() + b"\n"
 
 
 def _write(file: OutputFile, model: MergedModel, staging: Path) -> Iterator[Digested]:
-    """Write a file, durably; gives the digests of its parts."""
+    """Write a file, fsync it, and yield the digests of its parts."""
     descriptor, _ = create_output(staging / file.name, file.header, file.nbytes, None)
     output = Output(staging / file.name, clones=False)
     try:
