@@ -1,7 +1,7 @@
-"""Next-token loss as a sum over labelled tokens, so that a global batch is one mean however it is cut up.
+"""Next-token loss as a sum over label tokens, so that the mean over a global batch does not depend on its division.
 
-A rank cannot know its loss's weight before it knows the label tokens of all ranks and micro-batches. So losses stay
-sums here, and the caller divides by the global count once.
+The weight of a rank's loss depends on the label tokens of all ranks and micro-batches. So losses are sums here, and the
+caller divides once by the global count.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from automodel_ckpt.errors import RecipeError
 
 IGNORE_INDEX = -100
 WHOLE = slice(None)
-"""All places of a row."""
+"""All positions of a row."""
 
 LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """``loss_fn(logits [N, V], labels [N])`` -> 0-dim *sum* over the positions whose label is not -100.
@@ -45,12 +45,13 @@ def shift_labels(labels: torch.Tensor) -> torch.Tensor:
 def labelled_positions(
     labels: torch.Tensor, part: slice = WHOLE, *, all_up_to: int = 0
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Of labels [B, T] unshifted: the places [N] in the flattened batch that predict a label, and the labels [N].
+    """Find the positions that predict a label, from unshifted labels [B, T].
 
-    Of a *part* of each row: the places in the flattened batch of those parts. Both are on the CPU, like a batch. Of no
-    more than *all_up_to* places all are returned: None for the places, and labels among which -100 counts for none.
+    Returns (positions [N] in the flattened batch, their labels [N]), both on the CPU. With *part*, only that slice of
+    each row is used, and positions count in the flattened batch of slices. If there are at most *all_up_to* positions,
+    returns (None, labels of all positions), with -100 at positions without a label.
     """
-    # numpy: three times as fast as torch on tensors this small, in each step.
+    # numpy is three times as fast as torch for tensors of this size.
     rows = in_numpy(labels)
     shifted = np.full_like(rows, IGNORE_INDEX)
     shifted[:, :-1] = rows[:, 1:]
@@ -62,14 +63,14 @@ def labelled_positions(
 
 
 def in_numpy(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """The values of a tensor of a batch; they share its memory where they can, as almost always."""
-    return tensor.numpy(
-        force=not tensor.is_cpu or tensor.requires_grad
-    )  # force takes five times as long
+    """The values of a tensor of a batch as an array, which shares the tensor's memory if possible."""
+    # force copies from other devices and drops gradients, but takes five times as long.
+    needs_force = not tensor.is_cpu or tensor.requires_grad
+    return tensor.numpy(force=needs_force)
 
 
 def num_label_tokens(labels: torch.Tensor) -> int:
-    """How many of labels [B, T] are predicted: all but -100 and the first of each row, which nothing precedes."""
+    """The number of predicted labels in [B, T]: all except -100 and the first of each row, which nothing precedes."""
     return int(np.count_nonzero(in_numpy(labels)[:, 1:] != IGNORE_INDEX))
 
 
@@ -79,9 +80,10 @@ def next_token_loss(
     loss_fn: LossFn = cross_entropy_sum,
     part: slice = WHOLE,
 ) -> torch.Tensor:
-    """Sum of *loss_fn* over a micro-batch: labels [B, T] unshifted, logits [B, T, V] or of a *part* of each row; 0-dim.
+    """The sum of *loss_fn* over a micro-batch, 0-dim.
 
-    Both are on one device. Raises :class:`RecipeError` for what is not that.
+    *labels* [B, T] are unshifted. *logits* are [B, T, V], or those of a *part* of each row, on the same device. Raises
+    :class:`RecipeError` for logits or losses of another shape.
     """
     _require_logits(logits, labels[:, part])
     loss = loss_fn(logits.flatten(0, 1), shift_labels(labels)[:, part].flatten())
@@ -96,24 +98,25 @@ def next_token_loss(
 
 
 def _require_logits(logits: object, labels: torch.Tensor) -> None:
-    is_tensor = isinstance(logits, torch.Tensor)
-    shape = list(logits.shape) if isinstance(logits, torch.Tensor) else []
-    if len(shape) == 3 and shape[:2] == list(labels.shape):
-        return
+    found = type(logits).__name__
+    if isinstance(logits, torch.Tensor):
+        if logits.dim() == 3 and logits.shape[:2] == labels.shape:
+            return
+        found = f"a tensor of shape {list(logits.shape)} for {list(labels.shape)} tokens"
     raise RecipeError(
         "the model returns no logits for each token, which the next-token loss requires",
         where="model",
-        value=f"a tensor of shape {shape} for {list(labels.shape)} tokens"
-        if is_tensor
-        else type(logits).__name__,
+        value=found,
         hint="use a causal language model (transformers' AutoModelForCausalLM), let yours return logits [B, T, V], "
         "or compute another loss in a recipe of your own (Objective.loss)",
     )
 
 
 def check_labels(loss_fn: LossFn) -> None:
-    """Raise :class:`RecipeError` where a loss of torch's cannot take what a :data:`LossFn` is given: it is tried on two
-    positions. One's own code is not: it may be made for a certain vocabulary."""
+    """Validate that a loss of torch accepts the arguments of a :data:`LossFn`, by calling it for two positions.
+
+    Raises :class:`RecipeError` otherwise. The user's own code is not tried: it may require a certain vocabulary.
+    """
     if not type(loss_fn).__module__.startswith("torch."):
         return
     try:

@@ -25,12 +25,12 @@ def build_schedule(
     decay_steps: int | None = None,
     kwargs: Mapping[str, Any] | None = None,
 ) -> LRScheduler:
-    """The schedule *name* over *decay_steps* (default: *total_steps*), warm-up included.
+    """Build the schedule *name* over *decay_steps* (default: *total_steps*), which include the warm-up.
 
-    Raises :class:`RecipeError` when the length is needed and unknown (a stream with no max_steps), or *kwargs* holds
-    what the schedule does not take.
+    Raises :class:`RecipeError` if the schedule requires an unknown length (a stream without max_steps), or does not
+    accept *kwargs*.
     """
-    # They bring half of transformers' trainer, and peft: runs without a schedule start sooner without them.
+    # Imported here, because these modules import half of transformers' trainer and peft.
     from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, get_scheduler
     from transformers.trainer_utils import SchedulerType
 
@@ -38,15 +38,12 @@ def build_schedule(
     function: Any = TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(name)]
     parameters = inspect.signature(function).parameters
     warms_up, decays = "num_warmup_steps" in parameters, "num_training_steps" in parameters
-    _check_all_used(
-        name, {"warmup_steps": warmup_steps, "warmup_ratio": warmup_ratio} if not warms_up else {}
-    )
-    _check_all_used(
-        name, {"decay_steps": decay_steps} if not decays and warmup_ratio is None else {}
-    )
-    _check_kwargs(
-        name, kwargs or {}, {key: p for key, p in parameters.items() if key not in _FILLED}
-    )
+    if not warms_up:
+        _check_all_used(name, {"warmup_steps": warmup_steps, "warmup_ratio": warmup_ratio})
+    if not decays and warmup_ratio is None:
+        _check_all_used(name, {"decay_steps": decay_steps})
+    accepted = {key: p for key, p in parameters.items() if key not in _FILLED}
+    _check_kwargs(name, kwargs or {}, accepted)
     if length is None and (decays or warmup_ratio is not None):
         raise RecipeError(
             "this schedule requires the number of steps, which the data set does not define",
@@ -54,18 +51,15 @@ def build_schedule(
             value=name,
             hint="set step_scheduler.max_steps or lr_scheduler.decay_steps, or use the schedule constant",
         )
-    warmup = (
-        round(warmup_ratio * length)
-        if warmup_ratio is not None and length is not None
-        else warmup_steps or 0
-    )
+    warmup = warmup_steps or 0
+    if warmup_ratio is not None and length is not None:
+        warmup = round(warmup_ratio * length)
     try:
         schedule: LRScheduler = get_scheduler(name, optimizer, warmup, length, dict(kwargs or {}))
+        # Errors in the values must not appear only after the warm-up.
         for factor in getattr(schedule, "lr_lambdas", ()):
-            (
-                factor(warmup),
-                factor(length or warmup + 1),
-            )  # what is wrong shall not show after the warm-up only
+            factor(warmup)
+            factor(length or warmup + 1)
     except (TypeError, ValueError, ArithmeticError) as error:
         raise RecipeError(
             f"the schedule {name} cannot be computed with these values",
@@ -77,19 +71,18 @@ def build_schedule(
 
 
 def current_rate(optimizer: Optimizer) -> float:
-    """The learning rate of the first parameter group, as it stands for the next step."""
+    """The learning rate of the first parameter group for the next step."""
     return float(optimizer.param_groups[0]["lr"])
 
 
 def follow_schedule(schedule: LambdaLR) -> None:
-    """Set the learning rates to what *schedule* says for its present step.
+    """Set the learning rates to those of *schedule* at its current step.
 
-    A loaded state holds the rates of the schedule it was saved under; needed when that was another one.
+    A loaded state contains the rates of the schedule that saved it, which may have been another one.
     """
-    rates = [
-        base * factor(schedule.last_epoch)
-        for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
-    ]
+    rates = []
+    for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True):
+        rates.append(base * factor(schedule.last_epoch))
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     # What get_last_lr() returns; LRScheduler has no setter.
@@ -97,7 +90,7 @@ def follow_schedule(schedule: LambdaLR) -> None:
 
 
 def fast_forward(schedule: LRScheduler, num_steps: int) -> None:
-    """Set a fresh *schedule*, and the learning rates of its optimizer, to where they are after *num_steps* steps."""
+    """Set a new *schedule* and the learning rates of its optimizer to their state after *num_steps* steps."""
     if isinstance(schedule, LambdaLR):
         # LambdaLR computes rates from last_epoch alone. step() would warn if the count did not match.
         schedule.last_epoch = num_steps
@@ -105,9 +98,8 @@ def fast_forward(schedule: LRScheduler, num_steps: int) -> None:
         follow_schedule(schedule)
         return
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # torch expects a step of the optimizer before each of these
+        # torch warns because no step of the optimizer precedes these.
+        warnings.simplefilter("ignore")
         for _ in range(num_steps):
             schedule.step()
 
@@ -129,10 +121,11 @@ def _check_kwargs(
     unknown = sorted(set(given) - set(taken))
     missing = [key for key, p in taken.items() if p.default is p.empty and key not in given]
     if unknown or missing:
+        what = f"the schedule {name} does not accept this"
+        if missing:
+            what = f"the schedule {name} requires {', '.join(missing)}"
         raise RecipeError(
-            f"the schedule {name} requires {', '.join(missing)}"
-            if missing
-            else f"the schedule {name} does not accept this",
+            what,
             where="lr_scheduler.kwargs",
             value=", ".join(unknown) or dict(given),
             hint=f"it takes {', '.join(sorted(taken)) or 'nothing besides'}",

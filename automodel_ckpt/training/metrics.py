@@ -25,18 +25,18 @@ log = logging.getLogger("automodel_ckpt")
 
 _SHOWN_LINES, _SHOWN_BYTES = 5, 200
 PAUSE_SECONDS = 0.1
-"""Of steps that take less, several share a write and a look at the memory: each costs more with cold caches."""
+"""Shorter steps share a write and a measurement of memory: with cold caches, each costs as much as their other work."""
 
 
 class JsonlLog:
-    """An append-only log of records that carry a ``step``.
+    """An append-only log of records with a ``step``. Thread-safe.
 
-    :meth:`append` hands lines to the operating system, so that a killed process loses none, or with ``soon`` those of
-    the last tenth of a second at most; :meth:`flush` makes them survive a power cut, and is called before a checkpoint
-    is published. A disk that is full for a while stops nothing: lines that could not be written wait for the next ones,
-    and the next save needs them all. Threads may share it.
+    :meth:`append` passes lines to the operating system, so a killed process loses none, or with ``soon`` at most those
+    of the last tenth of a second. :meth:`flush` makes them survive a power cut; it is called before a checkpoint is
+    published. A full disk does not stop the run: lines that could not be written are written with the next ones, and
+    the next save fails if they still cannot be written.
 
-    *before_writing* is called before each change of the file; what it raises is raised, and nothing is written.
+    *before_writing* is called before each change of the file. If it raises an error, nothing is written.
     """
 
     def __init__(
@@ -51,64 +51,63 @@ class JsonlLog:
         self._lock = threading.RLock()
 
     def append(self, record: dict[str, Any], *, soon: bool = False) -> None:
-        """Write one line, or *soon*: with those of the next tenth of a second, or at the next :meth:`flush`.
+        """Write one line. With *soon*, it may be written up to a tenth of a second later, or by :meth:`flush`.
 
-        Numbers that JSON does not know (NaN, infinities) become null.
+        Numbers that JSON cannot represent (NaN, infinities) become null.
         """
         with self._lock:
             self._records.append(record)
             if soon and time.monotonic() < self._write_after:
                 return
-            waiting = bool(self._unwritten)
+            has_failed_before = bool(self._unwritten)
             try:
                 self._write()
             except OSError as error:
-                if not waiting:
-                    log.warning(
-                        "%s",
-                        os_problem(error, f"{self.path} cannot be written now", hint="free space"),
-                    )
+                if not has_failed_before:
+                    what = f"{self.path} cannot be written now"
+                    log.warning("%s", os_problem(error, what, hint="free space"))
 
     def flush(self) -> None:
-        """Return when everything appended is on disk. Raises OSError where it cannot be."""
+        """Write all appended records and wait until they are on disk. Raises OSError."""
         with self._lock:
             self._write()
             if self._file is not None:
                 os.fsync(self._file.fileno())
 
     def _write(self) -> None:
-        self._unwritten += b"".join(_line_of(record) for record in self._records)
+        for record in self._records:
+            self._unwritten += _line_of(record)
         self._records.clear()
         self._write_after = time.monotonic() + PAUSE_SECONDS
         if self._unwritten:
             self._before_writing()
+        # An unbuffered write may write only a part, for example on a full disk.
         while self._unwritten:
             count = self._open().write(self._unwritten)
             self._unwritten = self._unwritten[count:]
 
     def truncate_after(self, step: float) -> int:
-        """Drop the records of later steps and repair the rest, by an atomic rewrite; returns how many lines went.
+        """Remove the records of later steps and repair the rest, by an atomic rewrite.
 
-        Of two records of one step the later one stays, a damaged line goes, and a record without a step stays. All
-        three are logged, with their text; a torn last line, which is what a kill leaves, goes without a message.
-        Raises :class:`SaveFailed` where the file cannot be rewritten.
+        Of two records of one step, the earlier one is removed, and so are damaged lines. Records without a step are
+        unchanged. All three cases are logged with the text of the lines, except for a torn last line, which a killed
+        process leaves. Returns the number of removed lines. Raises :class:`SaveFailed` if the file cannot be rewritten.
         """
-        with self._failing():
-            return self._cut_back(step)
+        with self._os_errors_as_save_failed():
+            return self._truncate_after(step)
 
     @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
+    def _os_errors_as_save_failed(self) -> Iterator[None]:
         """Raise :class:`SaveFailed` in place of an OSError."""
         try:
             yield
         except OSError as error:
             error.filename = error.filename or str(self.path)
             hint = "remove what is stored there or free space, then run the same command"
-            raise SaveFailed.all_of(
-                [os_problem(error, "a log of the run cannot be truncated", hint=hint)]
-            ) from error
+            problem = os_problem(error, "a log of the run cannot be truncated", hint=hint)
+            raise SaveFailed.all_of([problem]) from error
 
-    def _cut_back(self, step: float) -> int:
+    def _truncate_after(self, step: float) -> int:
         self.close()
         if not os.path.lexists(self.path):
             return 0
@@ -133,14 +132,13 @@ class JsonlLog:
     def _open(self) -> IO[bytes]:
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.fdopen(
-                open_regular(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab", buffering=0
-            )
+            descriptor = open_regular(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            self._file = os.fdopen(descriptor, "ab", buffering=0)
         return self._file
 
 
 class _Content:
-    """The *lines* of a log, sorted by what becomes of them in a run that goes on after *step*."""
+    """The *lines* of a log, divided into those that a run which continues after *step* keeps and those it removes."""
 
     def __init__(self, lines: Iterable[tuple[bytes, dict[str, Any] | None]], step: float) -> None:
         self.kept: list[bytes] = []
@@ -148,35 +146,38 @@ class _Content:
         self._damaged: list[bytes] = []
         self._duplicates: list[bytes] = []
         self._without_step: list[bytes] = []
-        places: dict[object, int] = {}
+        positions: dict[object, int] = {}
         for line, record in lines:
             if record is None or not _is_step(record.get("step", 0)):
                 self.num_dropped += 1
-                self._damaged += [line] if line.endswith(b"\n") else []
+                if line.endswith(b"\n"):
+                    self._damaged.append(line)
             elif record.get("step", 0) > step:
                 self.num_dropped += 1
             else:
-                self._keep(line, record, places)
+                self._keep(line, record, positions)
 
-    def _keep(self, line: bytes, record: dict[str, Any], places: dict[object, int]) -> None:
-        """Keep a line, in the place of an earlier one about the same; *places* are those of the lines kept so far."""
+    def _keep(self, line: bytes, record: dict[str, Any], positions: dict[object, int]) -> None:
+        """Append a line to :attr:`kept`, and remove an earlier line for the same step.
+
+        *positions* maps the identity of each line to its index in :attr:`kept`.
+        """
         if "step" not in record:
             self._without_step.append(line)
         # A run may be resumed several times from one step: only equal events are the same event.
-        same = (
-            line
-            if "event" in record or "step" not in record
-            else (record["step"], frozenset(record))
-        )
-        if same in places:
+        identity: object = line
+        if "step" in record and "event" not in record:
+            identity = (record["step"], frozenset(record))
+        earlier = positions.get(identity)
+        if earlier is not None:
             self.num_dropped += 1
-            self._duplicates.append(self.kept[places[same]])
-            self.kept[places[same]] = b""
-        places[same] = len(self.kept)
+            self._duplicates.append(self.kept[earlier])
+            self.kept[earlier] = b""
+        positions[identity] = len(self.kept)
         self.kept.append(line)
 
     def reports(self) -> Iterator[tuple[str, list[bytes]]]:
-        """What a user has to know, each with the lines that it is about."""
+        """Messages for the user, each with the lines that it is about."""
         if self._damaged:
             yield "removed damaged lines (their steps now have no record)", self._damaged
         if self._duplicates:
@@ -190,20 +191,24 @@ def _is_step(value: object) -> bool:
 
 
 def _shown(lines: list[bytes]) -> str:
-    """The first of some lines, shortened and printable, each on a line of its own."""
-    texts = [line[:_SHOWN_BYTES].decode(errors="replace").rstrip() for line in lines[:_SHOWN_LINES]]
-    texts += [f"... and {len(lines) - _SHOWN_LINES} more"] if len(lines) > _SHOWN_LINES else []
-    return "".join(
-        f"\n    {''.join(c if c.isprintable() else '?' for c in text)}" for text in texts
-    )
+    """The first lines, shortened and with '?' for unprintable characters, each after a line break and an indent."""
+    text = ""
+    for line in lines[:_SHOWN_LINES]:
+        decoded = line[:_SHOWN_BYTES].decode(errors="replace").rstrip()
+        printable = [character if character.isprintable() else "?" for character in decoded]
+        text += "\n    " + "".join(printable)
+    if len(lines) > _SHOWN_LINES:
+        text += f"\n    ... and {len(lines) - _SHOWN_LINES} more"
+    return text
 
 
 def _line_of(record: dict[str, Any]) -> bytes:
-    return json.dumps({key: _finite(value) for key, value in record.items()}).encode() + b"\n"
+    finite = {key: _finite(value) for key, value in record.items()}
+    return json.dumps(finite).encode() + b"\n"
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Each line with its record, or None for one that is torn or no record."""
+    """Each line with its record; the record is None if the line is torn or not a JSON object."""
     with os.fdopen(open_regular(path), "rb") as file:
         lines = file.read().splitlines(keepends=True)
     for line in lines:
@@ -211,7 +216,8 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
             record = json.loads(line)
         except (ValueError, RecursionError):
             record = None
-        yield line, record if isinstance(record, dict) and line.endswith(b"\n") else None
+        is_record = isinstance(record, dict) and line.endswith(b"\n")
+        yield line, record if is_record else None
 
 
 def _finite(value: Any) -> Any:
@@ -219,24 +225,26 @@ def _finite(value: Any) -> Any:
 
 
 class PeakMemory:
-    """This process's peak so far: allocated on a CUDA *device*, else resident in host memory."""
+    """The peak memory of this process: allocated on a CUDA *device*, otherwise resident in host memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._nbytes = 0
-        self._look_after = 0.0
+        self._measure_after = 0.0
 
     @property
     def nbytes(self) -> int:
-        """In bytes, as it was at most a tenth of a second ago."""
+        """The peak in bytes, measured at most PAUSE_SECONDS ago."""
         now = time.monotonic()
-        if now >= self._look_after:
-            self._nbytes, self._look_after = _peak_memory(self._device), now + PAUSE_SECONDS
+        if now >= self._measure_after:
+            self._nbytes = _peak_memory(self._device)
+            self._measure_after = now + PAUSE_SECONDS
         return self._nbytes
 
 
 def _peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    # ru_maxrss is in bytes on macOS and in KiB on Linux.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

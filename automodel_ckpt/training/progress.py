@@ -1,4 +1,4 @@
-"""What the leader shows while it trains: a live line on a terminal, a line now and then elsewhere, and the log."""
+"""Progress of training on rank 0: a live line on a terminal, a line at intervals elsewhere, and log records."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _BAR_CELLS = 10
 _TICK_SECONDS = 0.2
 _COLUMNS = 80
 _DROPPED_FIRST = ("epoch", "aux", "lr", "tok/s", "left")
-"""What a narrow terminal does without, in this order."""
+"""The figures that a narrow terminal omits, in this order."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepView:
-    """The figures of one step that the line shows."""
+    """The figures of one step in the progress line."""
 
     step: int
     epoch: int
@@ -38,19 +38,24 @@ class StepView:
 
 @dataclass(frozen=True, slots=True)
 class SavingView:
-    """How far the save of *step* is: its *share* that is written, 0 to 1, and *amount*, the same in words."""
+    """The progress of the save of *step*: the *share* that is written, 0 to 1, and *amount*, the same as text."""
 
     step: int
     share: float
     amount: str
 
     def __str__(self) -> str:
-        filled = round(_BAR_CELLS * min(max(self.share, 0.0), 1.0))
-        return f"saving {self.step} [{'#' * filled}{'.' * (_BAR_CELLS - filled)}] {self.amount}"
+        share = min(max(self.share, 0.0), 1.0)
+        filled = round(_BAR_CELLS * share)
+        bar = "#" * filled + "." * (_BAR_CELLS - filled)
+        return f"saving {self.step} [{bar}] {self.amount}"
 
 
-class _Alone:
-    """Lines come from several threads. A process forked while one of them writes must not wait for it for ever."""
+class _WriteLock:
+    """A lock for lines of several threads, which gives up after a second.
+
+    In a process that was forked while another thread wrote a line, the lock is never released.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -59,18 +64,17 @@ class _Alone:
         self._lock.acquire(timeout=1)
 
     def __exit__(self, *_: object) -> None:
-        with suppress(RuntimeError):  # it was not to be had
+        with suppress(RuntimeError):  # it was not acquired in time
             self._lock.release()
 
 
 class Progress:
     """One line: step of all, epoch, loss, rate, tokens per second, time left, step and age of the newest checkpoint.
 
-    On a terminal it is rewritten in place, at most ten times a second; elsewhere a new one is printed every
-    *every_seconds*. A narrow terminal gets fewer figures rather than a line that is cut. While a save is under way its
-    bar stands in the line, between steps too (:meth:`follow`); elsewhere a longer one gets a line of its own
-    every *every_seconds*. Only an *enabled* one (the leader's) prints at all. Log records go through
-    :meth:`write_above`, so that they do not tear the live line.
+    On a terminal, it is rewritten in place, at most ten times a second. Elsewhere, a new line is printed every
+    *every_seconds*. A narrow terminal gets fewer figures. During a save, the line contains a bar, also between steps
+    (:meth:`follow`); elsewhere, a long save gets a separate line every *every_seconds*. Prints nothing unless *enabled*
+    (on rank 0). Log records must be printed with :meth:`write_above`, so that they do not mix with the live line.
     """
 
     def __init__(
@@ -97,24 +101,25 @@ class Progress:
         self._latest: StepView | None = None
         self._saving: SavingView | None = None
         self._saving_since = 0.0
-        self._alone = _Alone()
+        self._lock = _WriteLock()
         self._closed = threading.Event()
         self._ticker: threading.Thread | None = None
 
     def update(self, view: StepView) -> None:
-        """Take in a finished step, and show it when the pause since the last line is over."""
+        """Record a finished step, and show it if the last line is old enough."""
         if not self.enabled:
             return
-        with self._alone:
+        with self._lock:
             self._average(view)
             self._latest = view
             now = self._clock()
-            if now - self._shown_at >= (_LIVE_PAUSE_SECONDS if self._live else self.every_seconds):
+            pause = _LIVE_PAUSE_SECONDS if self._live else self.every_seconds
+            if now - self._shown_at >= pause:
                 self._shown_at = now
                 self._show(self._parts(view))
 
     def follow(self, source: Callable[[], SavingView | None]) -> None:
-        """From now on show, in a thread, how far the save is that *source* tells of; None: there is none."""
+        """Start a thread that shows the progress of saves. *source* returns it, or None if there is no save."""
         if not self.enabled or self._ticker is not None:
             return
 
@@ -126,46 +131,48 @@ class Progress:
         self._ticker.start()
 
     def show_saving(self, saving: SavingView | None) -> None:
-        """Take in how far a save is, and show it when that is due."""
+        """Record the progress of a save, and show it if it has changed or, without a terminal, at intervals."""
         if self._closed.is_set():
             return
-        with self._alone:
-            before, self._saving, now = self._saving, saving, self._clock()
+        with self._lock:
+            before, self._saving = self._saving, saving
+            now = self._clock()
             if saving is None or before is None or before.step != saving.step:
                 self._saving_since = now
             if self._live and saving != before:
-                self._show(self._parts(self._latest) if self._latest else [str(saving or "")])
-            elif (
-                saving is not None
-                and not self._live
-                and now - self._saving_since >= self.every_seconds
-            ):
+                if self._latest is not None:
+                    self._show(self._parts(self._latest))
+                else:
+                    self._show([str(saving or "")])
+                return
+            is_due = now - self._saving_since >= self.every_seconds
+            if saving is not None and not self._live and is_due:
                 self._saving_since = now
                 self._show([str(saving)])
 
     def note_saved(self, step: int, seconds_ago: float = 0.0) -> None:
-        """The newest checkpoint is that of *step*, which was made *seconds_ago*."""
+        """Record that the newest checkpoint is that of *step*, saved *seconds_ago*."""
         self._saved = (step, self._clock() - max(seconds_ago, 0.0))
 
     def write_above(self, text: str) -> None:
-        """Print *text* as lines of its own; a live line stays below it."""
-        with self._alone:
+        """Print *text* on separate lines; a live line stays below it."""
+        with self._lock:
             if self._line:
                 self._stream.write(_CLEAR)
             self._stream.write(text + "\n" + self._line)
             self._stream.flush()
 
     def break_off(self) -> None:
-        """Leave the line as it stands and show no more: what comes next is the last word. Waits for nothing."""
+        """Keep the current line and print nothing after it, because an error report follows. Does not wait."""
         self._closed.set()
-        with self._alone:
+        with self._lock:
             if self._line:
                 self._stream.write("\n")
                 self._stream.flush()
             self._line, self._latest = "", None
 
     def close(self) -> None:
-        """Leave the last step's line standing."""
+        """Print the line of the last step, and end the thread."""
         self._closed.set()
         if self._ticker is not None:
             self._ticker.join()
@@ -182,9 +189,8 @@ class Progress:
         self._num_seen += 1
         if self._num_seen == 1:
             self._first_at = self._clock()
-        if (
-            self._num_seen <= 2
-        ):  # the first step of a process is slow, and says nothing about the others
+        # The first step of a process is slow, so the average starts with the second.
+        if self._num_seen <= 2:
             self._tokens_per_second = speed
         self._tokens_per_second += (1 - _SMOOTHING) * (speed - self._tokens_per_second)
 
@@ -197,37 +203,31 @@ class Progress:
         self._stream.flush()
 
     def _parts(self, view: StepView) -> list[str]:
-        shown = (
-            f"step {view.step}"
-            if self.total_steps is None
-            else f"step {view.step:>{self._width}}/{self.total_steps}"
-        )
-        parts = [
-            shown,
-            f"epoch {view.epoch}",
-            f"loss {view.loss:.4f}",
-            *([f"aux {view.aux_loss:.4f}"] if view.aux_loss is not None else []),
-            f"lr {view.lr:.2e}",
-            f"{self._tokens_per_second:,.0f} tok/s",
-        ]
+        step = f"step {view.step}"
+        if self.total_steps is not None:
+            width = len(str(self.total_steps))
+            step = f"step {view.step:>{width}}/{self.total_steps}"
+        parts = [step, f"epoch {view.epoch}", f"loss {view.loss:.4f}"]
+        if view.aux_loss is not None:
+            parts.append(f"aux {view.aux_loss:.4f}")
+        parts.append(f"lr {view.lr:.2e}")
+        parts.append(f"{self._tokens_per_second:,.0f} tok/s")
         if self._saving is not None:
-            return [*parts, str(self._saving)]
+            parts.append(str(self._saving))
+            return parts
         if self.total_steps is not None and view.step < self.total_steps and self._num_seen > 1:
-            # By the clock, so that validations and saves count; from the end of the first step, which is slow.
-            seconds = (self._clock() - self._first_at) / (self._num_seen - 1)
-            parts.append(f"{duration((self.total_steps - view.step) * seconds)} left")
+            # Wall-clock time includes validations and saves. It starts after the first step, which is slow.
+            seconds_per_step = (self._clock() - self._first_at) / (self._num_seen - 1)
+            seconds_left = (self.total_steps - view.step) * seconds_per_step
+            parts.append(f"{duration(seconds_left)} left")
         if self._saved is not None:
-            step, at = self._saved
-            parts.append(f"saved {step}, {duration(self._clock() - at)} ago")
+            saved_step, saved_at = self._saved
+            parts.append(f"saved {saved_step}, {duration(self._clock() - saved_at)} ago")
         return parts
-
-    @property
-    def _width(self) -> int:
-        return len(str(self.total_steps))
 
 
 class ProgressHandler(logging.Handler):
-    """Sends the package's log records above the progress line."""
+    """Prints the package's log records above the progress line."""
 
     def __init__(self, progress: Progress) -> None:
         super().__init__()
@@ -238,20 +238,23 @@ class ProgressHandler(logging.Handler):
         text = self.format(record)
         if record.levelno >= logging.WARNING:
             text = f"{record.levelname.lower()}: {text}"
-        # Records tell of names that others chose: they must not steer the terminal.
-        self.progress.write_above(
-            "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)
-        )
+        # Records contain names from files, whose control characters must not reach the terminal.
+        characters = []
+        for character in text:
+            is_safe = character.isprintable() or character in "\n\t"
+            characters.append(character if is_safe else f"\\x{ord(character):02x}")
+        self.progress.write_above("".join(characters))
 
 
 def set_up_logging(progress: Progress, level: str, rank: int) -> ProgressHandler:
-    """Show the package's records of *level* and above: all of the leader's, errors only of the other ranks.
+    """Print the package's log records: *level* and above on rank 0, only errors on other ranks.
 
-    Returns the handler, to be given to :func:`tear_down_logging`; one of an earlier call is replaced.
+    Returns the handler for :func:`tear_down_logging`. It replaces the handler of an earlier call.
     """
     logger = logging.getLogger(PACKAGE_LOGGER)
-    for old in [handler for handler in logger.handlers if isinstance(handler, ProgressHandler)]:
-        logger.removeHandler(old)
+    for old in list(logger.handlers):
+        if isinstance(old, ProgressHandler):
+            logger.removeHandler(old)
     handler = ProgressHandler(progress)
     logger.addHandler(handler)
     logger.setLevel(level.upper() if rank == 0 else logging.ERROR)
@@ -259,14 +262,14 @@ def set_up_logging(progress: Progress, level: str, rank: int) -> ProgressHandler
 
 
 def tear_down_logging(handler: ProgressHandler) -> None:
-    """Leave the package's logger as it was found."""
+    """Remove *handler* and reset the level of the package's logger."""
     logger = logging.getLogger(PACKAGE_LOGGER)
     logger.removeHandler(handler)
     logger.setLevel(logging.NOTSET)
 
 
 def fitting(parts: list[str], width: int) -> str:
-    """*parts* in one line of at most *width* characters: those that matter least are left out, then the end is cut."""
+    """Join *parts* to a line of at most *width* characters: omit the least important, then truncate the line."""
     for word in _DROPPED_FIRST:
         if len("  ".join(parts)) > width:
             parts = [part for part in parts if word not in part.split()]
@@ -274,13 +277,11 @@ def fitting(parts: list[str], width: int) -> str:
 
 
 def _columns(stream: TextIO) -> int:
-    """The width of the terminal that *stream* is, which need not be that of standard output; COLUMNS overrules it."""
+    """The width of the terminal of *stream*, which may differ from that of standard output. COLUMNS overrides it."""
     with suppress(ValueError):
-        return (
-            int(os.environ["COLUMNS"])
-            if os.environ.get("COLUMNS")
-            else _columns_of(stream.fileno())
-        )
+        if os.environ.get("COLUMNS"):
+            return int(os.environ["COLUMNS"])
+        return _columns_of(stream.fileno())
     return _COLUMNS
 
 
@@ -291,7 +292,7 @@ def _columns_of(descriptor: int) -> int:
 
 
 def duration(seconds: float) -> str:
-    """Seconds in words of at most two units: ``8 s``, ``3 min 20 s``, ``5 h 04 min``, ``2 d 3 h``."""
+    """Format seconds with at most two units: ``8 s``, ``3 min 20 s``, ``5 h 04 min``, ``2 d 3 h``."""
     total = round(seconds)
     if total < 60:
         return f"{total} s"

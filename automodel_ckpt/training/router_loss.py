@@ -29,8 +29,11 @@ SumOverRanks = Callable[..., list[float]]
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Sums over the tokens and layers of a micro-batch: choices of each expert [E], which have no gradient, and routing
-    probabilities of each expert [E]. *num_rows* is the number of tokens times that of layers."""
+    """Sums over the tokens and layers of a micro-batch.
+
+    *assigned* [E]: how often each expert was chosen, without gradient. *probabilities* [E]: the sum of each expert's
+    routing probabilities. *num_rows* is the number of tokens times the number of layers.
+    """
 
     assigned: torch.Tensor
     probabilities: torch.Tensor
@@ -41,34 +44,38 @@ class Routing:
 def routing_of(
     router_logits: Sequence[torch.Tensor], top_k: int, is_token: torch.Tensor | None = None
 ) -> Routing:
-    """The sums of one forward pass: *router_logits* has [B * T, E] of each layer; *is_token* [B, T] is 0 for padding,
-    which does not count. None: there is no padding."""
-    mask = (
-        None
-        if is_token is None
-        else is_token.reshape(-1, 1).to(router_logits[0].device, torch.float32)
-    )
-    num_tokens = float(len(router_logits[0]) if mask is None else mask.sum())
+    """Sum the routing of one forward pass.
+
+    *router_logits* contains [B * T, E] of each layer. *is_token* [B, T] is 0 for padding, which does not count; None
+    means that there is no padding.
+    """
+    mask = None
+    num_tokens = float(len(router_logits[0]))
+    if is_token is not None:
+        mask = is_token.reshape(-1, 1).to(router_logits[0].device, torch.float32)
+        num_tokens = float(mask.sum())
     assigned, probabilities = [], []
     for logits in router_logits:
         weights = torch.softmax(logits, dim=-1)
         chosen = torch.topk(weights, top_k, dim=-1).indices
-        choices = torch.zeros(weights.shape, dtype=torch.float32, device=weights.device).scatter_(
-            1, chosen, 1.0
-        )
+        choices = torch.zeros(weights.shape, dtype=torch.float32, device=weights.device)
+        choices.scatter_(1, chosen, 1.0)
+        # After topk, so that ties between experts are those of transformers in the model's dtype.
         weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
         if mask is not None:
             choices, weights = choices * mask, weights * mask
         assigned.append(choices.sum(0))
         probabilities.append(weights.sum(0))
-    num_rows = num_tokens * len(router_logits)
     return Routing(
-        torch.stack(assigned).sum(0), torch.stack(probabilities).sum(0), num_tokens, num_rows
+        assigned=torch.stack(assigned).sum(0),
+        probabilities=torch.stack(probabilities).sum(0),
+        num_tokens=num_tokens,
+        num_rows=num_tokens * len(router_logits),
     )
 
 
 def load_balancing_loss(routing: Routing) -> torch.Tensor:
-    """The loss of one forward pass, as transformers computes it; 0-dim."""
+    """The loss of one forward pass, 0-dim; equal to that of transformers."""
     num_rows = max(routing.num_rows, 1.0)
     return _loss(routing.assigned / num_rows, routing.probabilities / num_rows)
 
@@ -78,10 +85,10 @@ def _loss(assigned: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
 
 
 class RouterLoss:
-    """Adds the router's loss, times *coefficient*, to the loss of each global batch.
+    """Computes the part of the router's loss that each micro-batch adds to the loss of its global batch.
 
-    *over* says what the means are over: ``global_batch``, or ``micro_batch``, where each micro-batch has a loss of its
-    own that counts by its tokens. The latter depends on the local batch size, but needs no second forward pass.
+    *over* is ``global_batch``, or ``micro_batch``: then each micro-batch has a separate loss, weighted by its tokens,
+    which depends on the local batch size but requires no second forward pass. *coefficient* is the weight of the loss.
     *counts_here* is false on ranks whose tokens another rank counts.
     """
 
@@ -107,19 +114,24 @@ class RouterLoss:
         return load_balancing_loss(routing_of(router_logits, self.top_k))
 
     def start_step(self, num_tokens: int) -> None:
-        """Begin a global batch of so many tokens, counted over all ranks."""
-        self._num_tokens, self._assigned, self._shares = num_tokens, None, []
+        """Begin a global batch of *num_tokens* tokens, counted over all ranks."""
+        self._num_tokens = num_tokens
+        self._assigned = None
+        self._shares = []
 
     def note(self, output: Any, is_token: torch.Tensor | None) -> None:
-        """Take the router logits out of what the model returned for a micro-batch."""
+        """Record the router logits in the *output* of the model for a micro-batch."""
         self._noted = routing_of(output.router_logits, self.top_k, is_token)
 
     def needs_counts(self, num_micro_batches: int) -> bool:
-        """Whether all micro-batches have to be routed once before the first backward pass."""
+        """Whether all micro-batches require a forward pass before the first backward pass, to count the choices."""
         return self.over == "global_batch" and num_micro_batches > 1
 
     def take_noted(self) -> Routing:
-        """The sums of the last micro-batch. Raises :class:`RecipeError` where no forward pass was noted."""
+        """Return and clear the sums of the last micro-batch.
+
+        Raises :class:`RecipeError` if :meth:`note` was not called.
+        """
         if self._noted is None:
             raise RecipeError(
                 "the router's load balancing loss requires the standard forward pass, which this recipe replaces",
@@ -131,20 +143,27 @@ class RouterLoss:
         return noted
 
     def count(self, micro_batches: Sequence[Routing]) -> None:
-        """Add up the choices in all micro-batches of the step, those of the other ranks too. A collective."""
-        here = torch.stack([routing.assigned.double() for routing in micro_batches]).sum(0)
-        counted = here.tolist() if self._counts_here else [0.0] * len(here)
-        total = torch.tensor(self._sum_over_ranks(*counted), device=here.device)
+        """Sum the choices in all micro-batches of the step, over all ranks. Collective."""
+        counts = [routing.assigned.double() for routing in micro_batches]
+        here = torch.stack(counts).sum(0)
+        if not self._counts_here:
+            here.zero_()
+        sums = self._sum_over_ranks(*here.tolist())
+        total = torch.tensor(sums, device=here.device)
         # Each token makes top_k choices in each layer.
         self._num_rows = max(float(total.sum()) / self.top_k, 1.0)
         self._assigned = total / self._num_rows
 
     def share(self) -> torch.Tensor:
-        """What the last micro-batch adds to the loss of the global batch, without the coefficient; 0-dim, with
-        gradients. A collective where each rank has one micro-batch only."""
+        """The part of the last micro-batch in the loss of the global batch, 0-dim, with gradients.
+
+        The coefficient is not included. Collective if :meth:`count` was not called for this step, because each rank has
+        one micro-batch.
+        """
         routing = self.take_noted()
         if self.over == "micro_batch":
-            share = load_balancing_loss(routing) * (routing.num_tokens / max(self._num_tokens, 1))
+            weight = routing.num_tokens / max(self._num_tokens, 1)
+            share = load_balancing_loss(routing) * weight
         else:
             if self._assigned is None:
                 self.count([routing])
@@ -155,7 +174,7 @@ class RouterLoss:
 
     @property
     def value_here(self) -> float:
-        """What this rank's micro-batches add to the loss of the global batch, without the coefficient."""
+        """The part of this rank's micro-batches in the loss of the global batch, without the coefficient."""
         if not self._shares or not self._counts_here:
             return 0.0
         return float(torch.stack(self._shares).double().sum())

@@ -17,8 +17,11 @@ from automodel_ckpt.training.save_interval import AutoInterval
 
 @dataclass(frozen=True, slots=True)
 class Cadence:
-    """The triggers of a run; None turns one off. ``max_time_seconds`` counts from the start of this session;
-    ``mtbf_seconds``, a mean time between failures, has the run choose how often it saves."""
+    """The triggers of a run; None disables one.
+
+    ``max_time_seconds`` counts from the start of this session. With ``mtbf_seconds``, a mean time between failures, the
+    run chooses how often it saves.
+    """
 
     max_steps: int | None = None
     num_epochs: int | None = None
@@ -34,7 +37,7 @@ class Cadence:
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """What has to happen after a step, in this order: validate, save, end; with *stop*, none of it, for a signal."""
+    """The actions after a step, in this order: validate, save, end. With *stop* (a signal), none of them is due."""
 
     validate: bool
     save: bool
@@ -43,9 +46,10 @@ class Due:
 
 
 def run_is_over(cadence: Cadence, step: int, epochs_done: int) -> bool:
-    """Whether *step* steps in *epochs_done* whole epochs are all that was asked for."""
-    by_steps = cadence.max_steps is not None and step >= cadence.max_steps
-    return by_steps or (cadence.num_epochs is not None and epochs_done >= cadence.num_epochs)
+    """Whether the run is complete after *step* steps and *epochs_done* complete epochs."""
+    if cadence.max_steps is not None and step >= cadence.max_steps:
+        return True
+    return cadence.num_epochs is not None and epochs_done >= cadence.num_epochs
 
 
 def due_after(
@@ -58,16 +62,17 @@ def due_after(
     time_is_up: bool = False,
     stop: bool = False,
 ) -> Due:
-    """What is due after *step*, *epochs_done* counting the epoch that it ended; a step that is saved is validated."""
+    """What is due after *step*; *epochs_done* includes an epoch that the step ended. Saved steps are also validated."""
     last = time_is_up or run_is_over(cadence, step, epochs_done)
-    save = last or save_is_wanted or _divides(cadence.ckpt_every_steps, step)
-    save = save or (epoch_ended and _divides(cadence.ckpt_every_epochs, epochs_done))
-    validate = cadence.has_validation and (save or _divides(cadence.val_every_steps, step))
-    return Due(validate, save, last, stop)
+    by_steps = _divides(cadence.ckpt_every_steps, step)
+    by_epochs = epoch_ended and _divides(cadence.ckpt_every_epochs, epochs_done)
+    save = last or save_is_wanted or by_steps or by_epochs
+    validate = save or _divides(cadence.val_every_steps, step)
+    return Due(validate and cadence.has_validation, save, last, stop)
 
 
 def total_steps(cadence: Cadence, steps_per_epoch: int | None) -> int | None:
-    """The number of steps of the whole run, *steps_per_epoch* None for a stream; None when only the data knows."""
+    """The number of steps of the run; None if it depends on a stream, whose *steps_per_epoch* is None."""
     limits = []
     if cadence.max_steps is not None:
         limits.append(cadence.max_steps)
@@ -77,7 +82,7 @@ def total_steps(cadence: Cadence, steps_per_epoch: int | None) -> int | None:
 
 
 def planned_end(cadence: Cadence, steps_per_epoch: int | None) -> str:
-    """A sentence about what will end the run, as far as it can be known before: *steps_per_epoch* None for a stream."""
+    """A sentence about what will end the run. *steps_per_epoch* is None for a stream."""
     num_epochs, max_steps = cadence.num_epochs, cadence.max_steps
     limit = f"max_time ({cadence.max_time_seconds:g} s)" if cadence.max_time_seconds else ""
     if num_epochs is None and max_steps is None:
@@ -86,9 +91,9 @@ def planned_end(cadence: Cadence, steps_per_epoch: int | None) -> str:
     if num_epochs is None:
         return f"max_steps {max_steps} will end the run{time}"
     if steps_per_epoch is None:
-        or_steps = (
-            f", or max_steps {max_steps}, whichever comes first" if max_steps is not None else ""
-        )
+        or_steps = ""
+        if max_steps is not None:
+            or_steps = f", or max_steps {max_steps}, whichever comes first"
         return f"num_epochs {num_epochs} will end the run{or_steps}{time}"
     last = num_epochs * steps_per_epoch
     if max_steps is not None and max_steps <= last:
@@ -105,32 +110,32 @@ _COUNTERS = ("step", "epoch", "epochs_done", "consumed_samples", "consumed_token
 
 
 def _check_plausible(state: Mapping[str, Any]) -> None:
-    wrong = [
-        name for name in _COUNTERS if type(state[name]) is not int or not 0 <= state[name] < 2**53
-    ]
-    numbers = {
-        "elapsed_seconds": state["elapsed_seconds"],
-        "best": 0.0 if state["best"] is None else state["best"],
-    }
-    wrong += [
-        name
-        for name, number in numbers.items()
-        if type(number) is not float or not math.isfinite(number)
-    ]
-    if wrong:
+    """Validate the values of a saved state, which may come from an untrusted file."""
+    invalid = []
+    for name in _COUNTERS:
+        count = state[name]
+        if type(count) is not int or not 0 <= count < 2**53:
+            invalid.append(name)
+    for name in ("elapsed_seconds", "best"):
+        number = state[name]
+        if name == "best" and number is None:
+            continue
+        if type(number) is not float or not math.isfinite(number):
+            invalid.append(name)
+    if invalid:
         raise CheckpointUnusable(
             "the saved step counters are invalid",
             where="step_scheduler",
-            value=", ".join(f"{name} {str(state[name])[:40]}" for name in wrong),
+            value=", ".join(f"{name} {str(state[name])[:40]}" for name in invalid),
             hint="resume from another checkpoint (checkpoint.restore_from)",
         )
 
 
 class StepScheduler:
-    """The run's counters, saved with each checkpoint, and what is due at each of them.
+    """The counters of a run, which each checkpoint contains, and the decisions that depend on them.
 
-    Clocks differ between ranks. What depends on one (:meth:`save_is_wanted`, :meth:`time_is_up`,
-    :meth:`measured_seconds`) is this rank's view; the caller lets one rank decide, so that all have the same state.
+    Clocks differ between ranks. :meth:`save_is_wanted`, :meth:`time_is_up` and :meth:`measured_seconds` return this
+    rank's view; the caller uses the view of rank 0 on all ranks, so that all have the same state.
     """
 
     def __init__(
@@ -169,30 +174,29 @@ class StepScheduler:
         )
 
     def is_finished(self) -> bool:
-        """Whether no step follows."""
+        """Whether the run has no further step."""
         return self.ended_early or run_is_over(self.cadence, self.step, self.epochs_done)
 
     @property
     def unsaved(self) -> bool:
-        """Whether steps were made since the newest save of this session or the checkpoint resumed from."""
+        """Whether steps were completed since the last save of this session or the checkpoint that was resumed from."""
         return self.step != self._saved_step
 
     def measured_seconds(self) -> float:
-        """Wall-clock seconds of this session and of those before it, up to the checkpoint that was resumed from."""
+        """Wall-clock seconds of this session, plus those of earlier sessions up to the checkpoint resumed from."""
         return self._elapsed_before + self._clock() - self._session_start
 
     def start_step(self) -> None:
-        """Start the clock of a step; optional, it sharpens :meth:`time_is_up`."""
+        """Start to measure the duration of a step. Optional; it makes :meth:`time_is_up` more precise."""
         self._step_start = self._clock()
 
     def enter_step(self) -> None:
-        """Note that the ranks begin to agree on a step: a signal from now on may come too late to prevent it."""
+        """Record that the ranks begin to agree on a step: a signal may now be too late to prevent it."""
         self._is_in_step = True
 
     @property
     def stops_after(self) -> int:
-        """The step after which a run stops at the latest if a signal comes now: the one in progress, or the last
-        completed one."""
+        """The last step of the run if a signal arrives now: the step in progress, or the last completed one."""
         return self.step + 1 if self._is_in_step else self.step
 
     def finish_step(
@@ -207,10 +211,10 @@ class StepScheduler:
         time_is_up: bool = False,
         stop: bool = False,
     ) -> Due:
-        """Count one optimizer step, made on a global batch of *epoch*, and say what is due.
+        """Count one optimizer step on a global batch of *epoch*, and return what is due.
 
-        *epochs_done* counts the whole epochs. The next three are the leader's clock, as all ranks agreed on it; *stop*
-        is a signal.
+        *epochs_done* is the number of complete epochs. *elapsed_seconds*, *save_is_wanted* and *time_is_up* are the
+        views of rank 0, which all ranks have received. *stop* is whether a signal requested a stop.
         """
         epoch_ended = epochs_done > self.epochs_done
         self._is_in_step = False
@@ -239,15 +243,15 @@ class StepScheduler:
         return due
 
     def is_beyond_last_epoch(self, epoch: int) -> bool:
-        """Whether a batch of *epoch* is no longer asked for."""
+        """Whether *epoch* is after the last epoch of the run."""
         return self.cadence.num_epochs is not None and epoch >= self.cadence.num_epochs
 
     def end_early(self) -> None:
-        """Make the present step the last one: the data ended unannounced."""
+        """Make the current step the last one, because the data ended earlier than expected."""
         self.ended_early = True
 
     def reason_of_end(self) -> str:
-        """A sentence about what ended the run, once :meth:`is_finished`."""
+        """A sentence about what ended the run. Call it when :meth:`is_finished` is true."""
         num_epochs, max_steps = self.cadence.num_epochs, self.cadence.max_steps
         if max_steps is not None and self.step >= max_steps:
             return f"max_steps {max_steps} ended the run"
@@ -261,28 +265,28 @@ class StepScheduler:
 
     @property
     def validation_is_missing(self) -> bool:
-        """Whether a signal cut off, perhaps before a resume, the validation that was due after the present step."""
+        """Whether a signal prevented the validation that was due after the current step, perhaps before a resume."""
         return self.validation_is_due and self.cadence.has_validation
 
     def note_validated(self) -> None:
-        """Record that the present step is validated."""
+        """Record that the current step is validated."""
         self.validation_is_due = False
 
     def note_best(self, value: float) -> bool:
-        """Record the best metric so far; True when that asks for a save (``ckpt_on_best``)."""
+        """Record the best metric so far. Returns whether it requires a save (``ckpt_on_best``)."""
         self.best = value
         return self.cadence.ckpt_on_best
 
     def note_save(self, seconds: float) -> None:
-        """Record that the present step is saved, which took *seconds*, its validation included."""
+        """Record that the current step is saved, which took *seconds* including its validation."""
         self._saved_step = self.step
         self._note_attempt()
         self._longest_save_seconds = max(self._longest_save_seconds, seconds)
 
     def note_failed_save(self) -> None:
-        """Record that a save was tried and failed: the next one waits for as long as after a save that succeeded.
+        """Record that a save failed: the next one is due as long after it as after a successful save.
 
-        Without this, a full disk would have the run try, and validate, after every step.
+        Otherwise, with a full disk, the run would validate and try to save after every step.
         """
         self._note_attempt()
 
@@ -291,27 +295,32 @@ class StepScheduler:
         self._attempt_time = self._clock()
 
     def note_published(self, stall_seconds: float, total_seconds: float) -> str | None:
-        """Record how long a save kept the training, and how long it took until its checkpoint was there; on the leader,
-        perhaps in another thread. Returns why the run now saves as often as it does, where it chooses that anew."""
+        """Record how long a save paused training, and how long it took until its checkpoint was published.
+
+        Called on rank 0, perhaps by another thread. Returns the reason for a new interval between saves, if the run
+        chooses it, or None.
+        """
         self._longest_save_seconds = max(self._longest_save_seconds, total_seconds)
-        return (
-            self._auto.note_save(stall_seconds, total_seconds) if self._auto is not None else None
-        )
+        if self._auto is None:
+            return None
+        return self._auto.note_save(stall_seconds, total_seconds)
 
     def note_lost_save(self) -> None:
-        """What :meth:`note_save` recorded last did not come about."""
+        """Record that the save of the last :meth:`note_save` failed afterwards."""
         self._saved_step = -1
 
     def save_is_wanted(self) -> bool:
-        """By this rank's clock: whether ``ckpt_every_minutes`` have passed since the last save, or the run's own choice
-        of steps with the one that is about to be counted. A save that failed counts like one that succeeded."""
+        """Whether a save is due by time, or by the interval that the run has chosen, after the step in progress.
+
+        By this rank's clock, ``ckpt_every_minutes`` after the last save. Failed saves count like successful ones.
+        """
         minutes = self.cadence.ckpt_every_minutes
         if minutes is not None and self._clock() - self._attempt_time >= 60 * minutes:
             return True
         return self._auto is not None and self.step + 1 - self._attempted_step >= self._auto.steps
 
     def time_is_up(self) -> bool:
-        """Whether one more step and the saves of both might not fit into ``max_time``, by this rank's clock."""
+        """Whether ``max_time`` may not suffice for one more step and two saves, by this rank's clock."""
         limit = self.cadence.max_time_seconds
         if limit is None:
             return False
@@ -333,9 +342,9 @@ class StepScheduler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the counters of a checkpoint; ``planned_steps`` stays that of this run.
+        """Restore the counters of a checkpoint. ``planned_steps`` stays that of this run.
 
-        Raises :class:`CheckpointUnusable` for what no run counts up to.
+        Raises :class:`CheckpointUnusable` for impossible values.
         """
         _check_plausible(state)
         self.planned_before = state["planned_steps"]
@@ -346,7 +355,7 @@ class StepScheduler:
         self.consumed_tokens = state["consumed_tokens"]
         self.elapsed_seconds = state["elapsed_seconds"]
         self.best = state["best"]
-        # Neither is in checkpoints of before 2026-11-21.
+        # Checkpoints written before 2026-11-21 contain neither.
         self.validation_is_due = state.get("validation_is_due", False)
         self.save_was_due = state.get("save_was_due", self.validation_is_due)
         self._elapsed_before = self.elapsed_seconds - (self._clock() - self._session_start)
