@@ -37,7 +37,7 @@ from automodel_ckpt.checkpoint.run.shared_storage import check_shared_storage
 from automodel_ckpt.checkpoint.saving.async_saves import AsyncSaves, on_cuda
 from automodel_ckpt.checkpoint.saving.exports import Exports
 from automodel_ckpt.checkpoint.saving.forecast import Forecast, check_manifest_size
-from automodel_ckpt.checkpoint.saving.planner import Planner, Save, SaveReport, plain
+from automodel_ckpt.checkpoint.saving.planner import Planner, Save, SaveReport, json_values
 from automodel_ckpt.checkpoint.saving.side_files import Assets
 from automodel_ckpt.checkpoint.saving.sync_save import save_now
 from automodel_ckpt.distributed import agree
@@ -303,12 +303,16 @@ class Checkpointer:
 
     def saving(self) -> Saving | None:
         """The progress of the save in progress; None where there is none. Can be called from any thread."""
+        # Local names: another thread may end the save between a check and a use.
         save, background = self._sync_save, self._async
-        total_bytes = save.total_bytes if save is not None else None
-        if save is not None and total_bytes is not None:
-            return Saving(save.name.step, METER.nbytes - save.bytes_before, total_bytes)
+        if save is not None:
+            total_bytes = save.total_bytes
+            if total_bytes is not None:
+                return Saving(save.name.step, METER.nbytes - save.bytes_before, total_bytes)
         progress = background.progress if background is not None else None
-        return Saving(*progress) if progress is not None else None
+        if progress is None:
+            return None
+        return Saving(*progress)
 
     @property
     def upload_failed(self) -> bool:
@@ -343,7 +347,9 @@ class Checkpointer:
         if not self.is_rank0 or resumed.path.parent != self._run.root:
             return
         with contextlib.suppress(LeaseLost):  # raised on all ranks before the next step
-            self._run.note_validation(resumed.path.name, resumed.manifest.digest, plain(losses))
+            self._run.note_validation(
+                resumed.path.name, resumed.manifest.digest, json_values(losses)
+            )
 
     # ---------------------------------------------------------------- load
 

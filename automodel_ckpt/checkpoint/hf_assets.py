@@ -1,9 +1,9 @@
-"""The side files of an export, kept in each checkpoint so that it exports anywhere, without the base model at hand.
+"""The side files of an export, stored in each checkpoint so that it can be exported without the base model.
 
 ``.hf_metadata/`` holds config.json, the generation config, the tokenizer's or processor's files and custom code (the
-base's own bytes where there is a base and nothing was changed), the base's maps under the field's names
+base's own bytes where there is a base and nothing was changed), the base's maps under their usual names
 (``fqn_to_file_index_mapping.json``, ``fqn_to_dtype_mapping.json``: safetensors codes), and ``expected_tensors.json``:
-the name and shape of every tensor that an export must hold.
+the name and shape of every tensor that an export must contain.
 """
 
 from __future__ import annotations
@@ -49,16 +49,17 @@ class TensorSpec(NamedTuple):
 
 
 def tensor_specs(model: Any) -> dict[str, TensorSpec]:
-    """The tensors that a checkpoint holds of a model, shared out already or not."""
+    """The tensors that a checkpoint stores of a *model*, sharded or not, by FQN."""
     from torch import Tensor
 
     from automodel_ckpt.checkpoint.module_tensors import complete_state
 
-    return {
-        fqn: TensorSpec(dtype_code(str(value.dtype)), tuple(value.shape))
-        for fqn, value in complete_state(model)[0].items()
-        if isinstance(value, Tensor)
-    }
+    state, _ = complete_state(model)
+    specs: dict[str, TensorSpec] = {}
+    for fqn, value in state.items():
+        if isinstance(value, Tensor):
+            specs[fqn] = TensorSpec(dtype_code(str(value.dtype)), tuple(value.shape))
+    return specs
 
 
 class HFAssets:
@@ -67,7 +68,7 @@ class HFAssets:
     *config* and *generation_config* are transformers' objects, *tokenizer* a tokenizer or processor (None: none).
     *base_dir* is the local directory that the model was loaded from. *tensors* are those that the model stores; *tied*
     maps each other name to the stored one it shares its memory with. *declared* are names, or globs over them, of
-    tensors that differ from the base's on purpose: new, resized or left out.
+    tensors that differ from the base's intentionally: new, resized or omitted.
     """
 
     def __init__(
@@ -82,11 +83,8 @@ class HFAssets:
         tied: Mapping[str, str] | None = None,
         declared: Iterable[str] = (),
     ) -> None:
-        self._config, self._generation_config, self._tokenizer = (
-            config,
-            generation_config,
-            tokenizer,
-        )
+        self._config, self._generation_config = config, generation_config
+        self._tokenizer = tokenizer
         self._base_dir = Path(base_dir) if base_dir is not None else None
         self._architecture = architecture
         self._tensors, self._tied = dict(tensors or {}), dict(tied or {})
@@ -101,16 +99,17 @@ class HFAssets:
         base_dir: Path | str | None = None,
         declared: Iterable[str] = (),
     ) -> HFAssets:
-        """The assets of a transformers model, shared out or not; *base_dir* None: not from a local directory."""
+        """The assets of a transformers model, sharded or not; *base_dir* None: not from a local directory."""
         from automodel_ckpt.checkpoint.module_tensors import complete_state, unwrap
 
         inner: Any = unwrap(model)
         _, tied = complete_state(inner)
+        generation_config = None
+        if inner.can_generate():
+            generation_config = getattr(inner, "generation_config", None)
         return cls(
             inner.config,
-            generation_config=getattr(inner, "generation_config", None)
-            if inner.can_generate()
-            else None,
+            generation_config=generation_config,
             tokenizer=tokenizer,
             base_dir=base_dir,
             architecture=type(inner).__name__.removeprefix("FSDP"),
@@ -120,7 +119,10 @@ class HFAssets:
         )
 
     def validate(self) -> None:
-        """Make every side file once, in memory: what would fail at the first save raises :class:`RecipeError` now."""
+        """Create every side file once, in memory.
+
+        Raises :class:`RecipeError` where one cannot be created, which would otherwise fail at the first save.
+        """
         try:
             _ = self._files
         except (ValueError, OSError) as error:
@@ -134,24 +136,26 @@ class HFAssets:
     @functools.cached_property
     def file_index_mapping(self) -> Mapping[str, int]:
         """For each tensor the number (from 1) of its file in an export: as in the base, else 5 GB a file at most."""
-        if self._base_files:
-            numbers = {
-                name: index
-                for index, name in enumerate(sorted(set(self._base_files.values())), start=1)
-            }
-            last = len(numbers)
-            return {fqn: numbers.get(self._base_files.get(fqn, ""), last) for fqn in self._exported}
-        return _split_by_size(self._exported)
+        if not self._base_files:
+            return _split_by_size(self._exported)
+        names = sorted(set(self._base_files.values()))
+        numbers = {name: number for number, name in enumerate(names, start=1)}
+        mapping: dict[str, int] = {}
+        for fqn in self._exported:
+            # Tensors that the base does not have go to its last file.
+            mapping[fqn] = numbers.get(self._base_files.get(fqn, ""), len(numbers))
+        return mapping
 
     @property
     def maps(self) -> BaseMaps:
-        """What the maps among the side files say, as an export reads them."""
-        return BaseMaps(
-            dict(self.file_index_mapping) if self._tensors else None,
-            {fqn: entry.dtype for fqn, entry in self._base_tensors.items()} or None,
-            {fqn: spec.shape for fqn, spec in self._exported.items()} if self._tensors else None,
-            bool(json.loads(self._files["config.json"]).get("tie_word_embeddings", False)),
-        )
+        """The content of the maps among the side files, in the format that an export reads."""
+        config = json.loads(self._files["config.json"])
+        is_tied = bool(config.get("tie_word_embeddings", False))
+        dtypes = {fqn: entry.dtype for fqn, entry in self._base_tensors.items()}
+        if not self._tensors:
+            return BaseMaps(None, dtypes or None, None, is_tied)
+        shapes = {fqn: spec.shape for fqn, spec in self._exported.items()}
+        return BaseMaps(dict(self.file_index_mapping), dtypes or None, shapes, is_tied)
 
     @property
     def files(self) -> Mapping[str, bytes]:
@@ -160,7 +164,7 @@ class HFAssets:
 
     @property
     def nbytes(self) -> int:
-        """What the side files take."""
+        """Bytes of the side files."""
         return sum(map(len, self._files.values()))
 
     def tokenizer_files(self) -> dict[str, bytes]:
@@ -179,13 +183,11 @@ class HFAssets:
         files["config.json"] = self._config_json()
         if self._tensors:
             files[FILE_INDEX_MAP] = _json_bytes(self.file_index_mapping)
-            files[EXPECTED_TENSORS] = _json_bytes(
-                {fqn: self._expected(fqn) for fqn in self._exported}
-            )
+            expected = {fqn: self._expected(fqn) for fqn in self._exported}
+            files[EXPECTED_TENSORS] = _json_bytes(expected)
         if self._base_tensors:
-            files[DTYPE_MAP] = _json_bytes(
-                {fqn: entry.dtype for fqn, entry in sorted(self._base_tensors.items())}
-            )
+            dtypes = {fqn: entry.dtype for fqn, entry in sorted(self._base_tensors.items())}
+            files[DTYPE_MAP] = _json_bytes(dtypes)
             self._log_differences()
         return files
 
@@ -193,9 +195,11 @@ class HFAssets:
         config = copy.deepcopy(self._config)
         if self._architecture is not None:
             config.architectures = [self._architecture]
-        code = main_dtype((spec.dtype, nbytes_of(*spec)) for spec in self._tensors.values())
-        if getattr(config, "dtype", None) is None and code is not None:
-            config.dtype = TORCH_NAMES[code]
+        if getattr(config, "dtype", None) is None:
+            sizes = [(spec.dtype, nbytes_of(*spec)) for spec in self._tensors.values()]
+            code = main_dtype(sizes)
+            if code is not None:
+                config.dtype = TORCH_NAMES[code]
         return str(config.to_json_string()).encode()
 
     def _generated(self) -> dict[str, bytes]:
@@ -206,36 +210,34 @@ class HFAssets:
             return read_files(Path(directory), ("*",)) | self.tokenizer_files()
 
     def _copied(self) -> dict[str, bytes]:
-        return (
-            read_files(self._base_dir, (*MODEL_FILES, GENERATION_CONFIG)) if self._base_dir else {}
-        )
+        """The base's own files, unchanged; empty without a base."""
+        if self._base_dir is None:
+            return {}
+        return read_files(self._base_dir, (*MODEL_FILES, GENERATION_CONFIG))
 
     @functools.cached_property
     def _tokenizer_directory(self) -> Path | None:
-        """Where the tokenizer's own files lie, if they do and the tokenizer is still the one that they describe."""
-        origin = Path(
-            getattr(_tokenizer_of(self._tokenizer), "name_or_path", "") or self._base_dir or ""
-        )
-        if self._tokenizer is None or not str(origin) or not origin.is_dir():
+        """The directory that the tokenizer was read from; None without one, or where the tokenizer has changed."""
+        if self._tokenizer is None:
             return None
-        return (
-            origin
-            if read_files(origin, TOKENIZER_FILES) and _is_unchanged(self._tokenizer, origin)
-            else None
-        )
+        name = getattr(_tokenizer_of(self._tokenizer), "name_or_path", "")
+        origin = Path(name or self._base_dir or "")
+        if not origin.is_dir() or not read_files(origin, TOKENIZER_FILES):
+            return None
+        return origin if _is_unchanged(self._tokenizer, origin) else None
 
     @functools.cached_property
     def _exported(self) -> dict[str, TensorSpec]:
-        """The tensors that an export holds: of names tied together those that the base has, else the stored one."""
+        """The tensors of an export. Of names tied together, those that the base has, else the stored one."""
         groups: dict[str, list[str]] = {fqn: [fqn] for fqn in self._tensors}
-        for alias, kept in self._tied.items():
-            groups[kept].append(alias)
-        base = self._base_tensors or {}
-        return {
-            name: self._tensors[kept]
-            for kept, names in groups.items()
-            for name in ([name for name in names if name in base] or [kept])
-        }
+        for alias, stored_name in self._tied.items():
+            groups[stored_name].append(alias)
+        exported: dict[str, TensorSpec] = {}
+        for stored_name, names in groups.items():
+            in_base = [name for name in names if name in self._base_tensors]
+            for name in in_base or [stored_name]:
+                exported[name] = self._tensors[stored_name]
+        return exported
 
     @functools.cached_property
     def _base_files(self) -> dict[str, str]:
@@ -247,36 +249,43 @@ class HFAssets:
         if weight_map is not None:
             return weight_map
         single = self._base_dir / "model.safetensors"
-        return dict.fromkeys(read_header(single).tensors, single.name) if single.is_file() else {}
+        if not single.is_file():
+            return {}
+        return dict.fromkeys(read_header(single).tensors, single.name)
 
     @functools.cached_property
     def _base_tensors(self) -> dict[str, TensorEntry]:
+        """The tensors of the base by name; empty without a base in safetensors format."""
         tensors: dict[str, TensorEntry] = {}
-        if self._base_dir is not None:
-            for name in sorted(set(self._base_files.values())):
-                try:
-                    tensors |= read_header(self._base_dir / name).tensors
-                except (OSError, CheckpointUnusable) as error:
-                    raise RecipeError(
-                        "a file of the base model cannot be read",
-                        where=str(self._base_dir / name),
-                        value=str(error),
-                        hint="download the base model again",
-                    ) from error
+        if self._base_dir is None:
+            return tensors
+        for name in sorted(set(self._base_files.values())):
+            try:
+                tensors |= read_header(self._base_dir / name).tensors
+            except (OSError, CheckpointUnusable) as error:
+                raise RecipeError(
+                    "a file of the base model cannot be read",
+                    where=str(self._base_dir / name),
+                    value=str(error),
+                    hint="download the base model again",
+                ) from error
         return tensors
 
     def _expected(self, fqn: str) -> dict[str, Any]:
-        """A tensor that an export must hold: its shape, and what is different from the base on purpose."""
-        why = next((why for why, names in self._differences.items() if fqn in names), None)
-        declared = {"declared": why} if why is not None and self._is_declared(fqn) else {}
-        return {"shape": list(self._exported[fqn].shape), **declared}
+        """A tensor that an export must contain: its shape, and the declared difference from the base, if any."""
+        expected: dict[str, Any] = {"shape": list(self._exported[fqn].shape)}
+        for difference, names in self._differences.items():
+            if fqn in names and self._is_declared(fqn):
+                expected["declared"] = difference
+                break
+        return expected
 
     def _is_declared(self, fqn: str) -> bool:
         return any(fnmatchcase(fqn, pattern) for pattern in self._declared)
 
     @functools.cached_property
     def _differences(self) -> dict[str, list[str]]:
-        """What an export holds other than the base, where there is one: names by what is different."""
+        """The names of the tensors that differ between an export and the base, by kind of difference."""
         base = self._base_tensors
         if not base:
             return {}
@@ -295,20 +304,17 @@ class HFAssets:
             declared = [fqn for fqn in names if self._is_declared(fqn)]
             others = [fqn for fqn in names if fqn not in declared]
             if declared:
-                log.info(
-                    "Exports differ from the base as declared: %s: %s", kind, ", ".join(declared)
-                )
+                message = "Exports differ from the base as declared: %s: %s"
+                log.info(message, kind, ", ".join(declared))
             if others:
-                log.warning(
-                    "Exports will differ from the base: %d tensors %s: %s",
-                    len(others),
-                    kind,
-                    others[:5],
-                )
+                message = "Exports will differ from the base: %d tensors %s: %s"
+                log.warning(message, len(others), kind, others[:5])
 
 
 def _split_by_size(tensors: Mapping[str, TensorSpec]) -> dict[str, int]:
-    number, nbytes, result = 1, 0, {}
+    """The number (from 1) of each tensor's file, for files of at most MAX_FILE_BYTES."""
+    number, nbytes = 1, 0
+    result: dict[str, int] = {}
     for fqn, spec in tensors.items():
         size = nbytes_of(spec.dtype, spec.shape)
         if nbytes and nbytes + size > MAX_FILE_BYTES:
@@ -319,22 +325,20 @@ def _split_by_size(tensors: Mapping[str, TensorSpec]) -> dict[str, int]:
 
 
 def _is_unchanged(tokenizer: Any, directory: Path) -> bool:
-    """Whether the files in *directory* still give this tokenizer or processor: same vocabulary, template, settings."""
+    """Whether the files in *directory* give this tokenizer or processor: vocabulary, chat template, settings."""
     inner = _tokenizer_of(tokenizer)
     try:
-        fresh = type(inner).from_pretrained(directory)
-        same: bool = (
-            fresh.get_vocab() == inner.get_vocab() and fresh.chat_template == inner.chat_template
-        )
-        if same and inner is not tokenizer:
-            whole = type(tokenizer).from_pretrained(directory)
-            same = (
-                whole.to_dict() == tokenizer.to_dict()
-                and whole.chat_template == tokenizer.chat_template
-            )
+        read = type(inner).from_pretrained(directory)
+        if read.get_vocab() != inner.get_vocab() or read.chat_template != inner.chat_template:
+            return False
+        if inner is tokenizer:
+            return True
+        processor = type(tokenizer).from_pretrained(directory)
+        same_settings: bool = processor.to_dict() == tokenizer.to_dict()
+        return same_settings and bool(processor.chat_template == tokenizer.chat_template)
     except (OSError, ValueError, AttributeError, TypeError, ImportError):
+        # The files of another class, or damaged ones: the tokenizer is saved anew.
         return False
-    return same
 
 
 def _tokenizer_of(tokenizer: Any) -> Any:

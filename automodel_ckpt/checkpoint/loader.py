@@ -65,7 +65,12 @@ class CheckpointLoader:
         state: Mapping[str, Any],
         before_loading: Callable[[Path, Manifest], None] | None,
     ) -> Resumed | None:
-        """See :meth:`Checkpointer.load`."""
+        """Load the newest usable checkpoint, or the one that ``restore_from`` names, into *state*. Collective.
+
+        Returns None in a new run. Rank 0 calls *before_loading* with the chosen checkpoint before anything is loaded.
+        Raises :class:`CheckpointUnusable` on all ranks where no checkpoint can be used or the chosen one does not
+        match.
+        """
         restore_from = self._options.restore_from
         found = self._chooser.choose(self._run, restore_from)
         while found is not None and (differences := self._incompatible(*found, state)):

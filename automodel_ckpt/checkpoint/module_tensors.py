@@ -161,14 +161,16 @@ def stored_values(
 
 
 def _rows_here(fqn: str, value: torch.Tensor, parts: Mapping[str, RowPart]) -> Iterator[str]:
-    """The *parts* of a tensor that this rank holds."""
-    if isinstance(value, DTensor) and any(
-        p.is_shard() and not p.is_shard(0) for p in value.placements
-    ):
+    """The names of the *parts* (rows) of a tensor that are in this rank's shard.
+
+    Raises :class:`RecipeError` where the tensor is sharded in another dimension.
+    """
+    placements = value.placements if isinstance(value, DTensor) else ()
+    if any(placement.is_shard() and not placement.is_shard(0) for placement in placements):
         raise RecipeError(
             "experts are sharded across ranks, but a checkpoint stores each expert whole",
             where="distributed.tp_plan",
-            value=f"{fqn}: {value.placements}",
+            value=f"{fqn}: {placements}",
             hint="remove the experts from the plan (fsdp2 shards them)",
         )
     local, first = _local_rows(value)
@@ -193,16 +195,17 @@ def _view(rows: torch.Tensor, first: int, part: RowPart) -> torch.Tensor:
 def adapter_keys(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str] | None:
     """{FQN: key in ``adapter_model.safetensors``} of a ``PeftModel`` with this state dict; None for other modules.
 
-    peft itself chooses and names (``get_peft_model_state_dict``). Its attribute ``save_embedding_layers``, where there
-    is one, says whether the base's embeddings are among them though nothing trains them.
+    peft selects and names them (``get_peft_model_state_dict``). The module's attribute ``save_embedding_layers``, where
+    there is one, decides whether the base's embeddings are among them even if nothing trains them.
     """
-    # A PeftModel cannot be at hand without the library; importing it takes a second.
+    # There is no PeftModel where peft is not imported yet, and importing it takes a second.
     if "peft" not in sys.modules:
         return None
     from peft import PeftModel, get_peft_model_state_dict
 
     if not isinstance(module, PeftModel):
         return None
+    # Tokens instead of tensors: peft renames and filters them without reading any.
     tokens = {fqn: object() for fqn in state}
     fqns = {id(token): fqn for fqn, token in tokens.items()}
     name = module.active_adapters[0]
@@ -214,17 +217,17 @@ def adapter_keys(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str] 
             name,
             save_embedding_layers=bool(module.__dict__.get("save_embedding_layers", False)),
         )
-    # Resized embeddings are named once more, with all in them, where they are trained as a whole too.
-    twice = (".original_module.", ".modules_to_save.")
-    return {
-        fqns[id(token)]: key
-        for key, token in named.items()
-        if not any(part in key for part in twice)
-    }
+    # Resized embeddings that are also trained are named a second time by peft.
+    duplicates = (".original_module.", ".modules_to_save.")
+    keys: dict[str, str] = {}
+    for key, token in named.items():
+        if not any(part in key for part in duplicates):
+            keys[fqns[id(token)]] = key
+    return keys
 
 
 def tied_names(module: nn.Module, state: Iterable[str]) -> dict[str, str]:
-    """{name: the name it is tied to} for all but one of the names under which the module holds the same tensor."""
+    """{name: the name it is tied to} for all but one of the names of the same tensor in the module."""
     present = set(state)
     tensors = [
         *module.named_parameters(remove_duplicate=False),
@@ -234,6 +237,7 @@ def tied_names(module: nn.Module, state: Iterable[str]) -> dict[str, str]:
 
 
 def _tied(module: nn.Module, tensors: Iterable[tuple[str, Any]]) -> dict[str, str]:
+    """{name: the name it is tied to} among the names of *tensors* with the same identity."""
     names: dict[int, list[str]] = {}
     for name, tensor in tensors:
         names.setdefault(id(tensor), []).append(name)
@@ -244,8 +248,10 @@ def _tied(module: nn.Module, tensors: Iterable[tuple[str, Any]]) -> dict[str, st
     )
     tied: dict[str, str] = {}
     for group in names.values():
-        kept = next((name for name in group if name not in declared), group[0])
-        tied.update({name: kept for name in group if name != kept})
+        stored = next((name for name in group if name not in declared), group[0])
+        for name in group:
+            if name != stored:
+                tied[name] = stored
     return tied
 
 

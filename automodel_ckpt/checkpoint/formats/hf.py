@@ -104,8 +104,9 @@ def _positions(
 ) -> dict[str, tuple[FilePosition, ...]]:
     found: dict[str, list[FilePosition]] = {}
     for file in files:
+        path = f"{directory}/{file.name}"
         for tensor, start in file.placed():
-            position = FilePosition(tensor.fqn, tensor.dtype, f"{directory}/{file.name}", start)
+            position = FilePosition(tensor.fqn, tensor.dtype, path, start)
             found.setdefault(tensor.stored.fqn, []).append(position)
     return {fqn: _mark_copies(fqn, positions) for fqn, positions in found.items()}
 

@@ -1,7 +1,7 @@
-"""The side files of an adapter: what peft reads, what is needed to make the same adapter again, and the tokenizer's.
+"""The side files of an adapter: those that peft reads, a description of the adapter, and the tokenizer's files.
 
-``adapter_config.json`` is peft's own. ``automodel_peft_config.json`` holds the recipe's ``peft`` section, the layers it
-came to, and the base's identity (``export/base_identity.py``), by which a resume on another base is refused.
+``adapter_config.json`` is peft's own. ``automodel_peft_config.json`` contains the recipe's ``peft`` section, the layers
+that it selected, and the base's identity (``export/base_identity.py``), which prevents a resume on another base.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from automodel_ckpt.checkpoint.hf_assets import HFAssets, TensorSpec
 from automodel_ckpt.checkpoint.sources.base_maps import EXPECTED_TENSORS, BaseMaps
 from automodel_ckpt.errors import CheckpointUnusable
 
-# What decides which function an adapter computes. The others matter to training only, or show in the tensors.
+# Settings that decide which function an adapter computes. Others affect only training, or the shapes of tensors.
 _BINDING = ("r", "alpha", "use_dora", "use_rslora", "targets", "saved")
 
 
 class AdapterAssets:
-    """What belongs beside an adapter's weights.
+    """The side files of an adapter's weights.
 
-    *peft_config* is the content of adapter_config.json but for the base's name, *description* what the recipe asked
-    for, *tensors* those of the adapter file by peft's keys, *base* the identity of the base (None on ranks that write
-    nothing), *tokenizer* a tokenizer or processor, *base_dir* where the base's files lie.
+    *peft_config* is the content of adapter_config.json without the base's name, *description* the recipe's settings,
+    *tensors* those of the adapter file by peft's keys, *base* the identity of the base (None on ranks that write
+    nothing), *tokenizer* a tokenizer or processor, *base_dir* the directory of the base's files.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class AdapterAssets:
         assert self._base is not None
         expected = {key: {"shape": list(spec.shape)} for key, spec in self._tensors.items()}
         peft_config = self._peft_config | {"base_model_name_or_path": self._base.name}
-        ours = {
+        description = {
             "format": "automodel_ckpt.peft",
             "format_version": FORMAT_VERSION,
             "base": self._base.to_dict(),
@@ -76,7 +76,7 @@ class AdapterAssets:
         }
         return self._tokenizer_files | {
             layout.ADAPTER_CONFIG: _json(peft_config, sort_keys=True),
-            layout.AUTOMODEL_PEFT_CONFIG: _json(ours),
+            layout.AUTOMODEL_PEFT_CONFIG: _json(description),
             EXPECTED_TENSORS: _json(expected),
         }
 
@@ -98,11 +98,10 @@ class AdapterAssets:
         if base.get("digest") != self._base.digest:
             _raise_other_base(base, self._base, where)
         saved, here = recorded["adapter"], json.loads(_json(self._description))
-        lines = [
-            f"{key}: saved {saved.get(key)}, here {here[key]}"
-            for key in _BINDING
-            if saved.get(key) != here[key]
-        ]
+        lines: list[str] = []
+        for key in _BINDING:
+            if saved.get(key) != here[key]:
+                lines.append(f"{key}: saved {saved.get(key)}, here {here[key]}")
         if lines:
             raise CheckpointUnusable(
                 "the checkpoint's adapters do not match this recipe",
@@ -115,15 +114,13 @@ class AdapterAssets:
 
 def _raise_other_base(saved: Mapping[str, Any], here: BaseIdentity, where: str) -> NoReturn:
     files = saved.get("files", {})
-    differ = [
-        n for n, record in here.files.items() if files.get(n, {}).get("digest") != record.digest
-    ]
+    differ: list[str] = []
+    for name, record in here.files.items():
+        if files.get(name, {}).get("digest") != record.digest:
+            differ.append(name)
     differ += [name for name in files if name not in here.files]
-    moved = (
-        f" (relative to the run it was {saved.get('relative_to_run')})"
-        if saved.get("relative_to_run")
-        else ""
-    )
+    relative = saved.get("relative_to_run")
+    moved = f" (relative to the run it was {relative})" if relative else ""
     raise CheckpointUnusable(
         "the adapters of this checkpoint were trained on another base model",
         where=where,

@@ -187,7 +187,7 @@ class AsyncSaves:
         try:
             for name, tree in save.trees.items():
                 tree.set_values(live.trees[name])
-            objects = self._planner.object_plans(save, digests, plan.dp_ranks)
+            objects = self._planner.object_jobs(save, digests, plan.dp_ranks)
             self._upload(save, plan.written, plan.layout, objects)
         except Exception as error:
             self._background.fail(as_failure(error, f"saving {save.name}", self._planner.run.path))

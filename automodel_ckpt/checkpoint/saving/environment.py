@@ -1,4 +1,4 @@
-"""What a checkpoint was made with, for the manifest. Imports none of the libraries it asks about."""
+"""The software and host that write a checkpoint, for its manifest. Imports none of the libraries."""
 
 from __future__ import annotations
 

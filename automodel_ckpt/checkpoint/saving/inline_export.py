@@ -99,28 +99,24 @@ def _complete(
     """Write the side files and the manifest of an export, on rank 0, after all weights are written."""
     source = open_checkpoint(directory)
     plan = Plan(file_layout.files, counted_casts(file_layout.files), file_layout.warnings)
-    files, more = side_files(source, plan, maps_of(source))
-    for text in [
-        *(f"warning: {text}" for text in (*source.notes, *plan.warnings, *more)),
-        *cast_lines(plan),
-    ]:
-        log(text)
+    files, more_warnings = side_files(source, plan, maps_of(source))
+    for warning in (*source.notes, *plan.warnings, *more_warnings):
+        log(f"warning: {warning}")
+    for line in cast_lines(plan):
+        log(line)
     staging = directory / file_layout.directory
     write_side_files(files, staging)
-    write_manifest(
-        plan,
-        source,
-        staging,
-        [*_headers(file_layout, rank_manifests), *_byte_ranges(directory, tree.stored)],
-    )
+    headers = _headers(file_layout, rank_manifests)
+    byte_ranges = _byte_ranges(directory, tree.stored)
+    write_manifest(plan, source, staging, [*headers, *byte_ranges])
 
 
 def _headers(
     file_layout: hf.FileLayout, rank_manifests: Iterable[RankManifest]
 ) -> Iterator[Digested]:
-    lengths = {
-        f"{file_layout.directory}/{file.name}": len(file.header) for file in file_layout.files
-    }
+    """The digest of each file's header, which rank 0 wrote."""
+    directory = file_layout.directory
+    lengths = {f"{directory}/{file.name}": len(file.header) for file in file_layout.files}
     for written in rank_manifests:
         for path, header in written.placed.items():
             yield Digested(Path(path).name, 0, lengths[path], header.digest)
@@ -128,6 +124,11 @@ def _headers(
 
 def _byte_ranges(directory: Path, tensors: Iterable[Tensor]) -> Iterator[Digested]:
     """The digest of each byte range that one rank wrote. Tensors with interleaved slices are read again."""
-    for piece in (piece for tensor in tensors for piece in in_one_piece(tensor) if piece.nbytes):
-        digest = piece.digest or range_digest(directory / piece.file, piece.start, piece.nbytes)
-        yield Digested(Path(piece.file).name, piece.start, piece.nbytes, digest)
+    for tensor in tensors:
+        for stored in in_one_piece(tensor):
+            if stored.nbytes == 0:
+                continue
+            digest = stored.digest
+            if not digest:
+                digest = range_digest(directory / stored.file, stored.start, stored.nbytes)
+            yield Digested(Path(stored.file).name, stored.start, stored.nbytes, digest)

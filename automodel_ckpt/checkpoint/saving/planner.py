@@ -53,11 +53,12 @@ from automodel_ckpt.units import size_text
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """A save that became a checkpoint, or will (*published* false: asynchronous, only the stall is known yet).
+    """The result of a save. *published* is false for an asynchronous save in progress: only its stall is known.
 
-    Seconds of wall time, bytes of all its files; *export* is the consolidated directory where one was made,
-    *export_failure* why there is none though one was due. Training waits for the *stall*, the checkpoint is there after
-    the *total*; *export_command* makes the Hugging Face files, None where there is nothing to be made.
+    Training waits for *stall_seconds*; the checkpoint is published after *total_seconds* (wall time). *nbytes* are
+    those of all its files, *pruned* the checkpoints that the keep policy removed. *export* is the directory of the
+    export, where one was made, and *export_failure* the reason where one failed. *export_command* is the shell command
+    that exports the checkpoint, None where there is nothing to export.
     """
 
     path: Path
@@ -154,7 +155,7 @@ class Planner:
         self._layout: ModelLayout = options.model_layout or "shards"
         self.export_when = _export_when(options.save_consolidated, self._format, self._layout)
         self.expected_bytes = 0
-        """What the save that was proposed last takes on the disk, about; known to rank 0."""
+        """Expected bytes on disk of the save that was proposed last; set on rank 0."""
 
     # ---------------------------------------------------------------- before
 
@@ -172,9 +173,8 @@ class Planner:
             states=states,
             side_bytes=side_bytes,
         )
-        return Forecast(
-            expected, free_bytes(self.run.path), self._export_bytes(items, states, side_bytes)
-        )
+        export = self._export_bytes(items, states, side_bytes)
+        return Forecast(expected, free_bytes(self.run.path), export)
 
     def _export_bytes(
         self, items: Iterable[Item], states: Mapping[str, Mapping[str, Any]] | None, side_bytes: int
@@ -193,14 +193,16 @@ class Planner:
 
     def check_fits(self, forecast: Forecast) -> None:
         """Raise :class:`SaveFailed` where the disk has too little space for one checkpoint."""
-        if not forecast.fits:
-            raise SaveFailed(
-                "a checkpoint does not fit on the disk",
-                where=str(self.run.path),
-                value=f"it needs about {size_text(forecast.nbytes)}, {size_text(forecast.free_bytes)} are free",
-                hint="free space (`ckpt prune` removes old checkpoints), set checkpoint.keep_last, "
-                "or another checkpoint.checkpoint_dir",
-            )
+        if forecast.fits:
+            return
+        needed, free = size_text(forecast.nbytes), size_text(forecast.free_bytes)
+        raise SaveFailed(
+            "a checkpoint does not fit on the disk",
+            where=str(self.run.path),
+            value=f"it needs about {needed}, {free} are free",
+            hint="free space (`ckpt prune` removes old checkpoints), set checkpoint.keep_last, "
+            "or another checkpoint.checkpoint_dir",
+        )
 
     def check_state(self, items: Sequence[Item]) -> None:
         """Raise :class:`RecipeError` for state of *items* that cannot be stored safely."""
@@ -293,16 +295,18 @@ class Planner:
 
         Also sets the records and file layouts of *save*.
         """
-        check_consistent([proposal.digests for proposal in proposals])
+        digests = [proposal.digests for proposal in proposals]
+        dp_ranks = [proposal.dp_rank for proposal in proposals]
+        check_consistent(digests)
         written = RankManifest(self.ranks.rank)
         jobs: list[Job] = []
         for tree in save.trees.values():
-            tree.partition([proposal.plans[tree.name] for proposal in proposals], self.ranks.rank)
-            written.trees[tree.name] = RankTree()
-            jobs += self._tree_jobs(tree, save, proposals[0], written.trees[tree.name])
-        digests = [proposal.digests for proposal in proposals]
-        dp_ranks = [proposal.dp_rank for proposal in proposals]
-        return written, jobs, self.object_plans(save, digests, dp_ranks)
+            plans = [proposal.plans[tree.name] for proposal in proposals]
+            tree.partition(plans, self.ranks.rank)
+            rank_tree = RankTree()
+            written.trees[tree.name] = rank_tree
+            jobs += self._tree_jobs(tree, save, proposals[0], rank_tree)
+        return written, jobs, self.object_jobs(save, digests, dp_ranks)
 
     def _tree_jobs(
         self, tree: TreePlan, save: Save, of_rank0: Proposal, written: RankTree
@@ -323,7 +327,7 @@ class Planner:
         job, written.dcp_items = torch_save.plan_jobs(tree, rank)
         return [job]
 
-    def object_plans(
+    def object_jobs(
         self, save: Save, digests: Sequence[Mapping[str, str]], dp_ranks: Sequence[int]
     ) -> list[FileJob]:
         """The jobs of objects, which are planned anew at each save; also sets the records of *save*."""
@@ -334,26 +338,25 @@ class Planner:
     def _record(self, item: Item, save: Save, objects: ObjectPlanner) -> StateRecord:
         if item.kind == "object":
             return objects.plan(item, save.objects[item.name])
-        saved = item.kind == "module" or self.save_optimizer
-        return StateRecord(
-            item.kind, item.scope if saved else NOT_SAVED, item.path, aliases=item.aliases
-        )
+        scope: str = item.scope
+        if item.kind != "module" and not self.save_optimizer:
+            scope = NOT_SAVED
+        return StateRecord(item.kind, scope, item.path, aliases=item.aliases)
 
-    # ---------------------------------------------------------------- what rank 0 adds
+    # ---------------------------------------------------------------- rank 0
 
     def write_common(self, save: Save, written: RankManifest) -> None:
         """Write the recipe, the losses and the side files of each module, and add them to *written*. Raises OSError."""
-        losses = json.dumps(plain(save.losses), indent=2) + "\n"
-        files = {layout.CONFIG: save.config_yaml.encode(), layout.LOSSES: losses.encode()}
-        for file, data in files.items():
-            written.files[file] = commit.write_file(save.staging.path / file, data)
-        file_layouts = save.file_layouts
-        for name, file_layout in file_layouts.items():
-            write_finished(self.assets.get(name), file_layout, save.staging.path, written)
+        staging = save.staging.path
+        losses = json.dumps(json_values(save.losses), indent=2) + "\n"
+        files = {layout.CONFIG: save.config_yaml, layout.LOSSES: losses}
+        for file, text in files.items():
+            written.files[file] = commit.write_file(staging / file, text.encode())
+        for name, file_layout in save.file_layouts.items():
+            write_finished(self.assets.get(name), file_layout, staging, written)
         for name, assets in self.assets.items():
-            if name not in file_layouts:
-                directory = save.trees[name].directory
-                write_for_export(assets, save.staging.path, written, directory)
+            if name not in save.file_layouts:
+                write_for_export(assets, staging, written, save.trees[name].directory)
 
     def write_metadata(
         self, save: Save, read_all: Callable[[], Sequence[RankManifest]]
@@ -385,7 +388,7 @@ class Planner:
             world_size=self.ranks.world_size,
             dp_size=self.ranks.dp_size,
             progress=save.progress,
-            losses=plain(save.losses),
+            losses=json_values(save.losses),
             validated=save.validated,
             environment=environment(),
             lineage=self._lineage(),
@@ -415,19 +418,21 @@ class Planner:
 
         Raises OSError where it could not be published.
         """
-        self.run.publish(save.staging.path, save.name, plain(save.losses) if save.validated else {})
+        losses = json_values(save.losses) if save.validated else {}
+        self.run.publish(save.staging.path, save.name, losses)
         save.staging.published()
-        return replace(self.report(save), nbytes=nbytes, pruned=self.run.prune(str(save.name)))
+        report = self.report(save)
+        pruned = self.run.prune(str(save.name))
+        return replace(report, nbytes=nbytes, pruned=pruned)
 
-    # ---------------------------------------------------------------- what is said of it
+    # ---------------------------------------------------------------- reports
 
     def report(self, save: Save) -> SaveReport:
         """The report of a completed save on any rank, without its bytes and removed checkpoints."""
         seconds = time.monotonic() - save.started
         free = None
-        with contextlib.suppress(
-            OSError
-        ):  # the ranks have parted: nothing may fail on one of them now
+        # No collective follows: an error on one rank could not be raised on the others.
+        with contextlib.suppress(OSError):
             free = free_bytes(self.run.path)
         stall = seconds if save.stall_seconds is None else save.stall_seconds
         path = self.run.path / str(save.name)
@@ -452,10 +457,10 @@ class Planner:
         return self._layout != "shards"
 
     def exports(self, last: bool) -> bool:
-        """Whether a save, the *last* of a run or not, is exported too."""
-        return bool(self.assets) and (
-            self.export_when == "every" or (self.export_when == "final" and last)
-        )
+        """Whether a save is exported too; *last*: it is the last one of a run."""
+        if not self.assets:
+            return False
+        return self.export_when == "every" or (self.export_when == "final" and last)
 
 
 def _group_options(index: int, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -464,6 +469,7 @@ def _group_options(index: int, group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _export_when(save_consolidated: bool | str | None, model_format: str, model_layout: str) -> str:
+    """Which checkpoints are exported: ``final``, ``every`` or ``never``."""
     if model_layout != "shards":
         return "never"
     if save_consolidated is None:
@@ -473,8 +479,10 @@ def _export_when(save_consolidated: bool | str | None, model_format: str, model_
     return {"true": "every", "false": "never"}.get(save_consolidated, save_consolidated)
 
 
-def plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert *values* for JSON: NaN and infinities become text."""
-    return {
-        k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()
-    }
+def json_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """*values* with NaN and infinities as text, which JSON cannot express as numbers."""
+    converted = dict(values)
+    for name, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            converted[name] = str(value)
+    return converted

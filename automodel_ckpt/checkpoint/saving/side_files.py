@@ -33,14 +33,10 @@ class Assets(Protocol):
 
 def write_for_export(assets: Assets, staging: Path, written: RankManifest, directory: str) -> None:
     """Write ``.hf_metadata/`` and ``consolidate.sh`` beside shards in *directory*. Raises OSError."""
-    _write(
-        staging,
-        written,
-        f"{directory}/{layout.CONSOLIDATE_SCRIPT}",
-        consolidate_script(sys.executable).encode(),
-    )
+    files = {layout.CONSOLIDATE_SCRIPT: consolidate_script(sys.executable).encode()}
     for name, data in assets.files.items():
-        _write(staging, written, f"{directory}/{layout.HF_METADATA}/{name}", data)
+        files[f"{layout.HF_METADATA}/{name}"] = data
+    _write(staging, written, directory, files)
 
 
 def write_finished(
@@ -50,22 +46,29 @@ def write_finished(
 
     config.json gets the dtype of the weights. An adapter has neither index nor config.json.
     """
+    directory = file_layout.directory
+    # The maps are for exports from shards; here the weights are stored as the base stores them.
+    side_files: dict[str, bytes] = {}
+    if assets is not None:
+        side_files = {name: data for name, data in assets.files.items() if name not in MAPS}
     if assets is not None and assets.maps.is_adapter:
-        for name, data in assets.files.items():
-            if name not in MAPS:
-                _write(staging, written, f"{file_layout.directory}/{name}", data)
+        _write(staging, written, directory, side_files)
         return
     plan = Plan(file_layout.files, {}, ())
     files = {layout.HF_INDEX: plan.index(), layout.CONSOLIDATE_SCRIPT: no_need_script().encode()}
     if assets is not None:
-        files |= {name: data for name, data in assets.files.items() if name not in MAPS}
-        where = Path(file_layout.directory, _CONFIG)
+        files |= side_files
+        where = Path(directory, _CONFIG)
         files[_CONFIG], _ = agreeing_config(files[_CONFIG], plan, assets.maps, where)
+    _write(staging, written, directory, files)
+
+
+def _write(
+    staging: Path, written: RankManifest, directory: str, files: Mapping[str, bytes]
+) -> None:
+    """Write *files* (content by name) in *directory* of the checkpoint, and add them to *written*."""
     for name, data in files.items():
-        _write(staging, written, f"{file_layout.directory}/{name}", data)
-
-
-def _write(staging: Path, written: RankManifest, file: str, data: bytes) -> None:
-    path = staging / file
-    path.parent.mkdir(parents=True, exist_ok=True)
-    written.files[file] = commit.write_file(path, data)
+        file = f"{directory}/{name}"
+        path = staging / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written.files[file] = commit.write_file(path, data)

@@ -100,7 +100,7 @@ def _fill_rows(source: Tensors, stored: Tensor, target: torch.Tensor, new_rows: 
     num_stored = stored.shape[0]
     first = box.offsets[0]
     stop = first + box.sizes[0]
-    columns = tuple(slice(o, o + n) for o, n in zip(box.offsets[1:], box.sizes[1:], strict=True))
+    columns = box.within(Box((0,) * target.dim(), tuple(target.shape)))[1:]
     for start, block in _blocks(source, stored, first, min(stop, num_stored)):
         row = start - first
         local[row : row + len(block)].copy_(block[:, *columns])
@@ -128,9 +128,10 @@ def _blocks(
     source: Tensors, stored: Tensor, first: int, stop: int
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Read rows ``first .. stop`` of a stored tensor in blocks: (number of the first row, rows in host memory)."""
-    step = max(1, _BLOCK_BYTES // max(1, nbytes_of(stored.dtype, stored.shape[1:])))
-    for start in range(first, stop, step):
-        rows = rows_of(stored, start, min(start + step, stop))
+    row_bytes = nbytes_of(stored.dtype, stored.shape[1:])
+    num_rows = max(1, _BLOCK_BYTES // max(1, row_bytes))
+    for start in range(first, stop, num_rows):
+        rows = rows_of(stored, start, min(start + num_rows, stop))
         block = torch.empty(rows.shape, dtype=DTYPES[stored.dtype])
         state: dict[str, Any] = {stored.fqn: block}
         read_tree(source.root, Tree("", {stored.fqn: rows}, {}), state)
@@ -140,7 +141,8 @@ def _blocks(
 def rows_of(tensor: Tensor, first: int, stop: int) -> Tensor:
     """Rows ``first .. stop`` of a tensor (of at least one dimension) as a separate tensor."""
     row_shape = tensor.shape[1:]
-    wanted = Box((first, *(0 for _ in row_shape)), (stop - first, *row_shape))
+    no_offset = (0,) * len(row_shape)
+    wanted = Box((first, *no_offset), (stop - first, *row_shape))
     slices = [_rows_of_slice(stored, wanted) for stored in tensor.slices]
     present = [stored for stored in slices if stored is not None]
     return Tensor(tensor.fqn, tensor.dtype, wanted.sizes, tuple(present))

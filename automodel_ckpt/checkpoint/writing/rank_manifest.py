@@ -135,11 +135,19 @@ def merge_tree(
     name: str, format: str, rank_manifests: Iterable[RankManifest], tied: Mapping[str, str]
 ) -> Tree:
     """The tree *name*, merged from the rank manifests."""
-    written = [manifest.trees[name] for manifest in rank_manifests if name in manifest.trees]
-    tensors = _merge_tensors(tensor for tree in written for tensor in tree.tensors)
-    copies = _merge_tensors(tensor for tree in written for tensor in tree.copies)
-    objects = {blob.fqn: blob for tree in written for blob in tree.objects}
-    return Tree(format, tensors, objects, dict(tied), copies)
+    tensors: list[Tensor] = []
+    copies: list[Tensor] = []
+    objects: dict[str, Blob] = {}
+    for manifest in rank_manifests:
+        written = manifest.trees.get(name)
+        if written is None:
+            continue
+        tensors += written.tensors
+        copies += written.copies
+        for blob in written.objects:
+            objects[blob.fqn] = blob
+    merged = _merge_tensors(tensors)
+    return Tree(format, merged, objects, dict(tied), _merge_tensors(copies))
 
 
 def _merge_tensors(written: Iterable[Tensor]) -> dict[str, Tensor]:

@@ -526,7 +526,7 @@ def test_a_failure_between_the_agreement_and_the_copy_is_reported_and_leaves_not
     def broken(*_: Any) -> None:
         raise ValueError("broken")
 
-    monkeypatch.setattr(Planner, "object_plans", broken)
+    monkeypatch.setattr(Planner, "object_jobs", broken)
     saver.save(2)
     with pytest.raises(SaveFailed, match="saving epoch_0_step_2"):
         saver.checkpointer.wait_for_save()
