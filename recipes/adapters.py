@@ -1,4 +1,4 @@
-"""What the ``peft`` section adds to a recipe: a base on disk, adapters in the model, side files that describe both."""
+"""The ``peft`` section: a base on disk, its quantization, adapters in the model, and the side files of both."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ log = logging.getLogger("automodel_ckpt")
 
 
 def lora_of(section: PeftConfig) -> Lora:
-    """The section without what is not the adapters' own."""
-    return Lora(**{field.name: getattr(section, field.name) for field in dataclasses.fields(Lora)})
+    """The fields of the section that describe the adapters, without those of the base."""
+    fields = {field.name: getattr(section, field.name) for field in dataclasses.fields(Lora)}
+    return Lora(**fields)
 
 
 def fresh_base(
@@ -43,8 +44,10 @@ def fresh_base(
     preprocessor: Any,
     layout: RankLayout,
 ) -> None:
-    """Fill ``peft.base_dir`` with a model by ``model.from_config`` unless it is there. Called on all ranks; raises
-    :class:`RecipeError`, the same on all."""
+    """Write a model of ``model.from_config`` with fresh weights to ``peft.base_dir``, unless it exists. A collective.
+
+    Raises :class:`RecipeError` on all ranks if it cannot be written or is another model.
+    """
     section: Any = config.model
     assert config.peft is not None and config.peft.base_dir is not None
     directory, seed = Path(config.peft.base_dir).expanduser(), config.seed
@@ -62,7 +65,10 @@ def fresh_base(
 
 
 def quantization(config: RecipeConfig, layout: RankLayout) -> dict[str, Any]:
-    """How ``peft.quantize_base`` has the base read; nothing without it. Raises :class:`RecipeError`."""
+    """Arguments of ``from_pretrained`` for ``peft.quantize_base``; empty without it.
+
+    Raises :class:`RecipeError` if the device or the strategy does not support it.
+    """
     section: Any = config.model
     if config.peft is None or config.peft.quantize_base is None:
         return {}
@@ -75,7 +81,7 @@ def quantization(config: RecipeConfig, layout: RankLayout) -> dict[str, Any]:
 def adapt(
     model: nn.Module, section: PeftConfig, num_base_rows: int | None, task_type: str | None
 ) -> Adapted:
-    """The model with the adapters of a ``peft`` section; *num_base_rows* is its base's number of embeddings."""
+    """Add the adapters of a ``peft`` section to *model*, in place; its base has *num_base_rows* embeddings."""
     # Checkpoints store only the adapters, under peft's names.
     set_stored_layout(model, StoredLayout())
     return add_adapters(model, lora_of(section), task_type=task_type, num_base_rows=num_base_rows)
@@ -103,7 +109,7 @@ def adapter_assets(
     preprocessor: Any,
     reads_base: bool,
 ) -> AdapterAssets:
-    """What belongs beside the adapters in a checkpoint; the leader of a run reads the base for its digest."""
+    """The files next to the adapters in a checkpoint. *reads_base*: compute the digest of the base, on rank 0."""
     directory = base_directory(base_name)
     tensors: dict[str, TensorSpec] = tensor_specs(model)
     identity: BaseIdentity | None = None

@@ -1,4 +1,4 @@
-"""Cutting a recipe's rows along the sequence, once the model has shown that it computes the same then."""
+"""Dividing rows along the sequence among context parallel ranks, if the model computes the same logits that way."""
 
 from __future__ import annotations
 
@@ -19,41 +19,47 @@ log = logging.getLogger("automodel_ckpt")
 _TOKENS_PER_SLICE = 3
 
 
-def cut_rows(model: nn.Module, layout: RankLayout, options: Mapping[str, Any]) -> ContextParallel:
-    """From here on *model*, which is shared out, computes this rank's slices of rows.
+def divide_rows(
+    model: nn.Module, layout: RankLayout, options: Mapping[str, Any]
+) -> ContextParallel:
+    """Make the sharded *model* compute only this rank's slice of each row. A collective.
 
-    A few tokens through it, whole and cut, with *options*, tell whether its tokens meet in attention only:
-    :class:`RecipeError` if not. A collective.
+    Tokens must exchange information in attention only. A forward pass of a few tokens with *options*, of complete rows
+    and of slices, shows whether they do. Raises :class:`RecipeError` if not.
     """
-    cut = ContextParallel(model, layout)
-    reasons = gather_objects(layout.gloo_group, _difference(model, cut, layout.device, options))
-    if any(reasons):
-        raise context_parallel_error(model, next(filter(None, reasons)))
+    context = ContextParallel(model, layout)
+    difference = _difference(model, context, layout.device, options)
+    for reason in gather_objects(layout.gloo_group, difference):
+        if reason:
+            raise context_parallel_error(model, reason)
     log.info(
-        "rows are cut along the sequence among %d ranks, which share out the heads of attention",
-        cut.size,
+        "rows are divided along the sequence among %d ranks, each of which has some of the heads of attention",
+        context.size,
     )
-    return cut
+    return context
 
 
 def _difference(
-    model: nn.Module, cut: ContextParallel, device: torch.device, options: Mapping[str, Any]
+    model: nn.Module, context: ContextParallel, device: torch.device, options: Mapping[str, Any]
 ) -> str:
-    """What this rank's slice of the logits differs in from that of whole rows; empty where it is rounding."""
-    length = cut.size * _TOKENS_PER_SLICE
+    """How the logits of this rank's slice differ from those of complete rows; empty if only by rounding."""
+    length = context.size * _TOKENS_PER_SLICE
     tokens = torch.arange(length, device=device).remainder(5).unsqueeze(0)
+    last_tokens = tokens[:, -_TOKENS_PER_SLICE:]
     try:
         with side_effect_free(model):
-            whole = logits_of(model(input_ids=tokens, **options)).float()
-            alone = logits_of(model(input_ids=tokens[:, -_TOKENS_PER_SLICE:], **options)).float()
-            cut.start()
-            mine = logits_of(model(input_ids=tokens, **options)).float()
+            complete = logits_of(model(input_ids=tokens, **options)).float()
+            without_context = logits_of(model(input_ids=last_tokens, **options)).float()
+            context.start()
+            sliced = logits_of(model(input_ids=tokens, **options)).float()
     except Exception as error:
-        log.debug("the model cannot be asked about cut rows", exc_info=True)
+        log.debug("could not probe the model for divided rows", exc_info=True)
         return f"{type(error).__name__}: {error}"
-    # What a slice without the others computes is the measure: rounding is far below it in every dtype.
-    allowed = 0.1 * float((whole[:, -_TOKENS_PER_SLICE:] - alone).abs().max())
-    wanted = whole[:, cut.slice_of(length)]
-    if mine.shape == wanted.shape and float((mine - wanted).abs().max()) <= allowed:
+    # The scale is the error of ignoring the other slices: rounding is far below it in every dtype.
+    error_without_context = (complete[:, -_TOKENS_PER_SLICE:] - without_context).abs().max()
+    tolerance = 0.1 * float(error_without_context)
+    expected = complete[:, context.slice_of(length)]
+    is_equal = sliced.shape == expected.shape
+    if is_equal and float((sliced - expected).abs().max()) <= tolerance:
         return ""
-    return "cut rows have other logits than whole ones"
+    return "slices of rows have other logits than complete rows"

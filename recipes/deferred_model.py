@@ -102,7 +102,7 @@ def build_deferred(
     if deferred is not None and not any(reasons):
         return deferred
     if len(reasons) > 1:
-        log.info("each rank builds the whole model first: %s", next(filter(None, reasons)))
+        log.info("each rank builds the complete model first: %s", next(filter(None, reasons)))
     return DeferredModel(_complete(section, config, auto_class, loading))
 
 
@@ -213,7 +213,7 @@ class _Source:
         if getattr(config, "quantization_config", None) is not None:
             raise NotDeferrable("it is quantized")
         if dtype == "auto" and not isinstance(config.dtype, torch.dtype):
-            raise NotDeferrable("its configuration does not say its dtype")
+            raise NotDeferrable("its configuration has no dtype")
         if model.dtype != torch.float32 and (
             model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict
         ):
@@ -241,7 +241,7 @@ class _Source:
         shapes, tied = module_shapes(model)
         there = {fqn: tensor.shape for fqn, tensor in self._tensors.tensors.items()}
         if set(tied) & set(there) and set(tied.values()) & set(there):
-            raise NotDeferrable("its files hold tied tensors twice")
+            raise NotDeferrable("its files contain tied tensors twice")
         resizable = {self._layout.name_of(name) for name in vocabulary_names(model)}
         verdict = compare(
             Names(shapes, tied), Names(there), prefix=model.base_model_prefix, resizable=resizable

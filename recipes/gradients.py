@@ -92,7 +92,7 @@ class GradientAccumulation:
     def _count_routed(self, batch: GlobalBatch, router_loss: RouterLoss) -> None:
         """Route all micro-batches once without gradients. A collective.
 
-        The router's loss needs the choices of the whole global batch before the first backward pass.
+        The router's loss needs the choices of the complete global batch before the first backward pass.
         """
         counted = []
         # The training passes must draw the same random numbers as these, or dropout would change the routing.

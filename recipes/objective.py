@@ -1,4 +1,4 @@
-"""What a run minimizes: the summed loss of a micro-batch, computed by a whole model or by the stages of a pipeline."""
+"""What a run minimizes: the summed loss of a micro-batch, computed by a complete model or by pipeline stages."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ class Objective:
         if length % num_parts:
             key = "cp_size" if context is not None else "sequence_parallel"
             raise RecipeError(
-                "a row cannot be cut along the sequence",
+                "a row cannot be divided evenly along the sequence",
                 where=f"distributed.{key}",
                 value=f"{length} tokens among {num_parts} ranks",
                 hint=f"let your collate_fn pad to a multiple of {num_parts}, or leave {key} out",

@@ -38,7 +38,7 @@ AddUp = Callable[[list[int]], list[int]]
 """Sums counts over the pipeline stages; without stages it returns them unchanged."""
 
 HIDDEN_MATRICES = "hidden_matrices"
-"""The word for all matrices but embeddings and the output layer, which is what Muon is made for."""
+"""A pattern for all matrices except embeddings and the output layer, the parameters that Muon is made for."""
 _PEFT_PREFIX = "base_model.model."
 _NORM_CLASS = re.compile(r"norm(gated|\d+d)?", re.IGNORECASE)
 
@@ -53,7 +53,7 @@ class Trained:
     is_hidden_matrix: bool
 
     def matches(self, pattern: str) -> bool:
-        """Whether a glob, or a word for a set of parameters, is about this one."""
+        """Whether a glob, or the name of a set of parameters, matches this one."""
         if pattern == HIDDEN_MATRICES:
             return self.is_hidden_matrix
         if pattern in PARTS:
@@ -268,7 +268,7 @@ def _build_one(
         {"params": [each.parameter for each in group.members], **group.options} for group in groups
     ]
     if len(groups) == 1 and not groups[0].options:
-        # A function of the user's own may expect plain parameters.
+        # A user's function may expect a list of parameters instead of groups.
         params = params[0]["params"]
     if isinstance(section, OptimizerConfig):
         return adamw(
@@ -292,7 +292,7 @@ def _check_matrices(groups: Sequence[PlannedGroup]) -> None:
             "torch.optim.Muon takes matrices only",
             where=groups[0].key,
             value=f"{len(others)} other parameters, the first {others[0].names[0]} of shape {shape}",
-            hint="give it a group of its own, and another optimizer to the rest: "
+            hint="give it a separate group, and another optimizer to the rest: "
             "optimizer: {lr: 1e-4, groups: [{params: [hidden_matrices], _target_: torch.optim.Muon, lr: 2e-2}]}",
         )
 
@@ -312,15 +312,17 @@ def _check_options(optimizer: Optimizer, groups: Sequence[PlannedGroup]) -> None
 
 def log_groups(optimizer: Optimizer, labels: Sequence[str]) -> None:
     """One line for each parameter group: how many tensors and elements it trains, with which options."""
-    together = trained_by_all(optimizer)
+    of_all_stages = trained_by_all(optimizer)
     optimizers = optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else [optimizer]
     kinds = [type(each).__name__ for each in optimizers for _ in each.param_groups]
-    # A function of the user's own may have made other groups.
+    # A user's function may have made other groups.
     labels = labels if len(labels) == len(kinds) else [""] * len(kinds)
     for number, (group, kind, label) in enumerate(
         zip(optimizer.param_groups, kinds, labels, strict=True)
     ):
-        tensors = group["params"] if together is None else list(together[number].values())
+        tensors = group["params"]
+        if of_all_stages is not None:
+            tensors = list(of_all_stages[number].values())
         log.info(
             "%s, parameter group %d%s: %s elements in %d tensors%s",
             kind,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -29,6 +29,8 @@ from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.pipeline_stage import PassThrough, has_tied_ends, keep_stage
 
 log = logging.getLogger("automodel_ckpt")
+
+T = TypeVar("T")
 
 StageOutput = Callable[[Mapping[str, torch.Tensor], "torch.Tensor | None"], torch.Tensor]
 """From the rows of a micro-batch, and the hidden states [B, T, H] of the previous stage (None on the first), to the
@@ -84,7 +86,10 @@ class PipelineStage:
     def train(
         self, rows: Sequence[Mapping[str, torch.Tensor]], output: StageOutput, weight: float
     ) -> list[torch.Tensor]:
-        """Forward and backward of all micro-batches; see :meth:`.Pipeline.train`."""
+        """Run forward and backward of all micro-batches; returns the summed losses, on the last stage only.
+
+        The gradients are those of the losses times *weight*.
+        """
         losses = self.pipeline.train(
             lambda number, hidden: output(rows[number], hidden), _shapes(rows), weight
         )
@@ -95,7 +100,7 @@ class PipelineStage:
     def evaluate(
         self, rows: Sequence[Mapping[str, torch.Tensor]], output: StageOutput
     ) -> list[torch.Tensor]:
-        """Forward of all micro-batches; the losses on the last stage."""
+        """Run the forward pass of all micro-batches; returns the summed losses, on the last stage only."""
         return self.pipeline.evaluate(
             lambda number, hidden: output(rows[number], hidden), _shapes(rows)
         )
@@ -116,49 +121,44 @@ def _tied_ends(model: nn.Module, layout: RankLayout) -> TiedEnds:
 
 
 class FromTokens(nn.Module):
-    """A stage that takes token ids, as a whole model does, to be asked how it treats samples that share a row.
+    """A later stage that takes token ids like a complete model, for probes of how it treats samples that share a row.
 
-    Stages after the first get hidden states drawn for each token.
+    Each of a few token ids has fixed random hidden states.
     """
 
     def __init__(self, model: nn.Module, width: int) -> None:
         super().__init__()
         self.model, self.config = model, model.config
-        # As small as fresh embeddings: what layers add to them has to be seen beside them.
+        # As small as fresh embeddings, so that what layers add to them is not lost in rounding.
         self._hidden = 0.02 * torch.randn(8, width, generator=torch.Generator().manual_seed(0))
 
     def get_output_embeddings(self) -> Any:
-        """The model's."""
+        """The output layer of the stage; None on all but the last."""
         return self.model.get_output_embeddings()  # type: ignore[operator]
 
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None, **options: Any
     ) -> Any:
-        """What the stage makes of token ids below 8."""
+        """Run the stage on the hidden states of token ids below 8."""
         hidden = self._hidden.to(next(self.model.parameters())).to(input_ids.device)[input_ids]
         return self.model(inputs_embeds=hidden, position_ids=position_ids, **options)
 
 
 def log_idle_share(num_micro_batches: int, layout: RankLayout) -> None:
-    """How much of a step stages wait for each other, in the log; a warning where it is half of it."""
+    """Log the share of a step in which stages wait for each other; a warning if it is half of the step or more."""
     stages = layout.sizes.pp
     idle = idle_share(num_micro_batches, stages)
     message = "%d pipeline stages, %d micro-batches a step: each stage waits for others about %.0f %% of the time"
-    log.log(
-        logging.WARNING if idle >= 0.5 else logging.INFO,
-        message
-        + ("; more micro-batches (a larger global_batch_size) make it less" if idle >= 0.5 else ""),
-        stages,
-        num_micro_batches,
-        100 * idle,
-    )
+    level = logging.INFO
+    if idle >= 0.5:
+        level = logging.WARNING
+        message += "; more micro-batches (a larger global_batch_size) make it less"
+    log.log(level, message, stages, num_micro_batches, 100 * idle)
 
 
 def check_no_idle_stages(trained: Sequence[nn.Parameter], layout: RankLayout) -> None:
-    """:class:`RecipeError` where a stage has nothing to be trained. A collective."""
-    counts = gather_objects(layout.gloo_group, len(trained))[
-        :: layout.world_size // layout.sizes.pp
-    ]
+    """Raise :class:`RecipeError` if a stage has nothing to train. A collective."""
+    counts = _of_each_stage(layout, len(trained))
     if 0 in counts:
         raise RecipeError(
             "a pipeline stage has nothing to be trained",
@@ -170,34 +170,40 @@ def check_no_idle_stages(trained: Sequence[nn.Parameter], layout: RankLayout) ->
 
 def sum_over_stages(layout: RankLayout, counts: list[int]) -> list[int]:
     """The sums of *counts* over the pipeline stages. A collective."""
-    stages = gather_objects(layout.gloo_group, counts)[:: layout.world_size // layout.sizes.pp]
+    stages = _of_each_stage(layout, counts)
     return [sum(each) for each in zip(*stages, strict=True)]
 
 
-def train_stages(optimizer: Optimizer, model: nn.Module, layout: RankLayout) -> None:
-    """Let *optimizer* know what those of the other stages train (its attribute ``whole``). A collective.
+def _of_each_stage(layout: RankLayout, value: T) -> list[T]:
+    """*value* of one rank of each pipeline stage, in the order of the stages. A collective."""
+    ranks_per_stage = layout.world_size // layout.sizes.pp
+    return gather_objects(layout.gloo_group, value)[::ranks_per_stage]
 
-    Raises :class:`RecipeError` where theirs has other parameter groups.
+
+def train_stages(optimizer: Optimizer, model: nn.Module, layout: RankLayout) -> None:
+    """Record in *optimizer* the parameters that all stages train (its attribute ``whole``). A collective.
+
+    Checkpoints store the groups of all stages as one optimizer. Raises :class:`RecipeError` if stages have different
+    parameter groups.
     """
     items = classify({"model": model, "optimizer": optimizer})
     mine = Owners(items).groups(items[1])
-    settings = [
-        {key: repr(value) for key, value in g.items() if key != "params"}
-        for g in optimizer.param_groups
-    ]
-    gathered = gather_objects(layout.gloo_group, (mine, settings))
-    stages = gathered[:: layout.world_size // layout.sizes.pp]
-    odd = next(
-        (number for number, (_, theirs) in enumerate(stages) if theirs != stages[0][1]), None
-    )
-    if odd is not None:
-        raise RecipeError(
-            "the optimizer makes other parameter groups on one pipeline stage than on another",
-            where="optimizer",
-            value=f"{len(stages[0][1])} groups on stage 0, {len(stages[odd][1])} on stage {odd}, or other settings",
-            hint="make the same groups for any part of the model, empty ones left out, or leave pp_size out",
-        )
-    groups = [[theirs[index] for theirs, _ in stages] for index in range(len(mine))]
-    optimizer.whole = [  # type: ignore[attr-defined]
-        {name: t for stage in group for name, t in stage.items()} for group in groups
-    ]
+    settings = []
+    for group in optimizer.param_groups:
+        # Compared as text: values may be tensors, which have no truth value.
+        settings.append({key: repr(value) for key, value in group.items() if key != "params"})
+    stages = _of_each_stage(layout, (mine, settings))
+    expected = stages[0][1]
+    for number, (_, found) in enumerate(stages):
+        if found != expected:
+            raise RecipeError(
+                "the optimizer makes other parameter groups on one pipeline stage than on another",
+                where="optimizer",
+                value=f"{len(expected)} groups on stage 0, {len(found)} on stage {number}, or other settings",
+                hint="make the same groups for any part of the model, empty ones left out, or leave pp_size out",
+            )
+    all_groups: list[dict[str, torch.Tensor]] = [{} for _ in mine]
+    for groups, _ in stages:
+        for merged, group in zip(all_groups, groups, strict=True):
+            merged.update(group)
+    optimizer.whole = all_groups  # type: ignore[attr-defined]

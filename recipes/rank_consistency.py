@@ -1,4 +1,4 @@
-"""Whether all ranks were started alike: each machine reads its own copy of the recipe, the software and the data."""
+"""Checks that all ranks have the same recipe, software and data: each node reads its own copy of them."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from automodel_ckpt.distributed import agree
 from automodel_ckpt.errors import Problem, RecipeError
 
 SHOWN = 5
-"""At most so many keys are named."""
+"""The largest number of keys or ranks in a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What one rank was started with: the recipe as run, and versions by package."""
+    """The resolved recipe of one rank, and the versions of its packages by name."""
 
     config_yaml: str
     versions: Mapping[str, str | None]
 
 
 def validate_equal_on_all_ranks(config_yaml: str, group: ProcessGroup | None) -> None:
-    """Raise :class:`RecipeError`, the same on all ranks, where one was started with another recipe than rank 0, or has
-    other versions of what computes. Called on all ranks. ``${oc.env:NAME}`` may differ in value: it is compared as
-    written."""
+    """Raise :class:`RecipeError` on all ranks if one has another recipe than rank 0, or other versions. A collective.
+
+    The values of ``${oc.env:NAME}`` may differ: *config_yaml* contains the text of the reference.
+    """
     if agree.size(group) == 1:
         return
     mine = Start(config_yaml, _versions())
@@ -40,51 +41,60 @@ def validate_equal_on_all_ranks(config_yaml: str, group: ProcessGroup | None) ->
 
 
 def validate_equal_lengths(name: str, num_samples: int | None, group: ProcessGroup | None) -> None:
-    """Raise :class:`RecipeError`, the same on all ranks, where the data set of the section *name* has not *num_samples*
-    on all of them: some ranks would go on to an epoch's next step when others have none. Called on all ranks."""
+    """Raise :class:`RecipeError` on all ranks if the data set of the section *name* has not *num_samples* on all.
+
+    With different lengths, some ranks would wait in a step of the epoch that others do not have. A collective.
+    """
     numbers = agree.gather_objects(group, num_samples)
-    unlike = [
-        f"{number} on rank {rank}" for rank, number in enumerate(numbers) if number != numbers[0]
-    ]
-    if unlike:
+    different = []
+    for rank, number in enumerate(numbers):
+        if number != numbers[0]:
+            different.append(f"{number} on rank {rank}")
+    if different:
         raise RecipeError(
             "the ranks do not have the same data: their data sets are not equally long",
             where=name,
-            value=f"{numbers[0]} samples on rank 0, {', '.join(unlike[:SHOWN])}",
+            value=f"{numbers[0]} samples on rank 0, {', '.join(different[:SHOWN])}",
             hint="give all machines the same files, best on storage that they share",
         )
 
 
 def _versions() -> dict[str, str | None]:
-    """Without the build (``+cu128``): mixed hardware may need several."""
-    torchs, _, _ = torch.__version__.partition("+")
+    # Without the build (+cu128): nodes with different hardware may need different builds.
+    torch_version, _, _ = torch.__version__.partition("+")
     return {
         "automodel_ckpt": version_of("automodel-ckpt"),
-        "torch": torchs,
+        "torch": torch_version,
         "transformers": transformers.__version__,
     }
 
 
 def _differences(first: Start, mine: Start) -> Iterator[Problem]:
-    versions = [
-        f"{name} {mine.versions[name]}, not {there}"
-        for name, there in first.versions.items()
-        if mine.versions[name] != there
-    ]
+    versions = []
+    for name, expected in first.versions.items():
+        if mine.versions[name] != expected:
+            versions.append(f"{name} {mine.versions[name]}, not {expected}")
     if versions:
-        hint = "install the same versions on all machines"
         yield Problem(
-            "this rank has other software than rank 0", "versions", "; ".join(versions), hint
+            "this rank has other software than rank 0",
+            "versions",
+            "; ".join(versions),
+            "install the same versions on all machines",
         )
-    there, here = (dict(_leaves(yaml.safe_load(start.config_yaml), "")) for start in (first, mine))
-    keys = [key for key in there | here if str(there.get(key)) != str(here.get(key))]
+    expected_leaves = dict(_leaves(yaml.safe_load(first.config_yaml), ""))
+    leaves = dict(_leaves(yaml.safe_load(mine.config_yaml), ""))
+    keys = []
+    for key in expected_leaves | leaves:
+        if str(expected_leaves.get(key)) != str(leaves.get(key)):
+            keys.append(key)
     if keys:
-        values = "; ".join(f"{key}: {here.get(key)}, not {there.get(key)}" for key in keys[:SHOWN])
+        shown = keys[:SHOWN]
+        more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
+        values = [f"{key}: {leaves.get(key)}, not {expected_leaves.get(key)}" for key in shown]
         yield Problem(
             "this rank was started with another recipe than rank 0",
-            ", ".join(keys[:SHOWN])
-            + (f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""),
-            values,
+            ", ".join(shown) + more,
+            "; ".join(values),
             "give all machines the same recipe and overrides; what has to differ can be written ${oc.env:NAME}",
         )
 

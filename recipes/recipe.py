@@ -152,7 +152,7 @@ class Recipe:
         self.run_log.progress.total_steps = self.step_scheduler.planned_steps
         # Random numbers drawn above are the same on all ranks, so that fresh weights are. From here each data-parallel
         # rank has its own, and nothing is drawn before the first step. Tensor parallel ranks, which compute the same
-        # values, go on drawing the same.
+        # values, continue to draw the same.
         self.rng = StatefulRNG(self.config.seed, self.layout.random_stream, self.layout.sizes.grid)
         if self.checkpointer is not None:
             self.checkpointer.assets.update(self.build_assets())
@@ -343,7 +343,7 @@ class Recipe:
         )
         checkpointer.open()
         self._resources.callback(checkpointer.close)
-        # Registered after it, and so called before it: the last log lines must be written while the lease is held.
+        # Registered after it, and so called before it: the last log lines must be written while this run has the lease.
         self._resources.callback(self._close_log_files, checkpointer)
         return checkpointer
 

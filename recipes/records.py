@@ -73,7 +73,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """The mean loss over the whole validation set, and how many label tokens the set has."""
+    """The mean loss over the validation set, and the number of its label tokens."""
 
     loss: float
     num_label_tokens: int

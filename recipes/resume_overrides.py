@@ -30,8 +30,9 @@ from automodel_ckpt.training.step_scheduler import StepScheduler
 
 log = logging.getLogger("automodel_ckpt")
 
-OPTIMIZER, SCHEDULE = "optimizer", "lr_scheduler"
-"""The attributes of a recipe that are compared."""
+OPTIMIZER = "optimizer"
+SCHEDULE = "lr_scheduler"
+"""Attributes of a recipe, as checkpoints name them."""
 
 
 def compare_recipes(
@@ -77,10 +78,10 @@ _APPLY = " (optimizer.on_resume: recipe applies it)"
 
 
 class RecipeOptions:
-    """The options of an optimizer and its *schedule* (None: a constant rate) as the recipe has them.
+    """The recipe's options of an optimizer and its *schedule* (None: a constant rate), to compare with a checkpoint's.
 
-    Made before a checkpoint is loaded into both. With *from_recipe*, the recipe's options replace those that were
-    saved. *overridden* are the keys of the recipe that the command line gives.
+    Create it before a checkpoint is loaded into both. With *from_recipe*, the recipe's options replace the saved ones.
+    *overridden* are the keys of the recipe that the command line gives.
     """
 
     def __init__(
@@ -91,19 +92,23 @@ class RecipeOptions:
         from_recipe: bool = False,
         overridden: Collection[str] = (),
     ) -> None:
-        self._optimizer, self._schedule = optimizer, schedule
-        self._from_recipe, self._overridden = from_recipe, overridden
-        self._rates: list[Any] = list(schedule.base_lrs) if schedule is not None else []
-        self._options = self._now()
+        self._optimizer = optimizer
+        self._schedule = schedule
+        self._from_recipe = from_recipe
+        self._overridden = overridden
+        self._rates: list[Any] = []
+        if schedule is not None:
+            self._rates = list(schedule.base_lrs)
+        self._options = self._present_options()
         self._checkpoint = Path()
         self._groups = [_options_of(group) for group in optimizer.param_groups]
 
     def compare(self, scheduler: StepScheduler, saved: Collection[str], checkpoint: Path) -> None:
-        """After loading *checkpoint*: give the optimizer its options and its rate, and log what changes.
+        """Give the optimizer its options and its rate after *checkpoint* was loaded, and log what changes.
 
-        *saved* are the names of the attributes whose state the checkpoint has. Raises :class:`RecipeError` where the
-        command line gives an option and the optimizer keeps another one: the checkpoint's config.yaml need not show
-        it, since it holds the recipe of its run, not what an earlier resume kept.
+        *saved* are the names of the attributes whose state the checkpoint has. Raises :class:`RecipeError` if the
+        command line gives an option and the saved one is used instead. The checkpoint's config.yaml does not show
+        that: it is the recipe of its run, which may have used other options after an earlier resume.
         """
         self._checkpoint = checkpoint
         if self._from_recipe:
@@ -118,69 +123,61 @@ class RecipeOptions:
         else:
             self._begin_schedule(self._schedule, scheduler)
 
-    def _now(self) -> list[dict[str, list[float]]]:
+    def _present_options(self) -> list[dict[str, list[float]]]:
         """The numbers among the options of each parameter group; the learning rate only where no schedule moves it."""
-        moved = () if self._schedule is None else ("lr", "initial_lr")
-        return [
-            {
-                name: numbers
-                for name, value in group.items()
-                if name not in moved and (numbers := _numbers(value))
-            }
-            for group in self._optimizer.param_groups
-        ]
+        scheduled = self._scheduled_options()
+        options = []
+        for group in self._optimizer.param_groups:
+            numbers = {name: _numbers(value) for name, value in group.items()}
+            options.append(
+                {name: value for name, value in numbers.items() if value and name not in scheduled}
+            )
+        return options
+
+    def _scheduled_options(self) -> tuple[str, ...]:
+        """Options that a schedule sets in each step; without a schedule there are none."""
+        return () if self._schedule is None else ("lr", "initial_lr")
 
     def _log_kept_options(self, *, has_lost_schedule: bool) -> None:
-        passed_over = ("lr", "initial_lr") if has_lost_schedule else ()
-        for number, (new, kept) in enumerate(zip(self._options, self._now(), strict=False)):
+        # A rate of a schedule that is left out is replaced by the recipe's.
+        ignored = ("lr", "initial_lr") if has_lost_schedule else ()
+        message = "the optimizer's %s%s continues as saved, %s; the recipe's %s is not applied"
+        pairs = zip(self._options, self._present_options(), strict=False)
+        for number, (new, saved) in enumerate(pairs):
             where = f" of parameter group {number}" if len(self._options) > 1 else ""
-            changed = [
-                name
-                for name in new
-                if name in kept and new[name] != kept[name] and name not in passed_over
-            ]
-            for name in changed:
+            for name in new:
+                if name in ignored or name not in saved or new[name] == saved[name]:
+                    continue
                 if not self._is_by_no_decay(name, new[name]):
-                    self._check_override(name, kept[name], new[name])
-                message = (
-                    "the optimizer's %s%s goes on as saved, %s; the recipe's %s is not applied"
-                    + _APPLY
-                )
-                log.warning(message, name, where, _shown(kept[name]), _shown(new[name]))
+                    self._check_override(name, saved[name], new[name])
+                saved_text, new_text = _as_text(saved[name]), _as_text(new[name])
+                log.warning(message + _APPLY, name, where, saved_text, new_text)
 
     def _is_by_no_decay(self, name: str, new: list[float]) -> bool:
-        """Whether a group has no weight decay because of ``optimizer.no_decay``: no override gave it the value 0."""
-        others = [options.get(name) for options in self._options]
-        return (
-            name == "weight_decay"
-            and new == [0.0]
-            and any(each not in (None, [0.0]) for each in others)
-        )
+        """Whether a group has no weight decay because of ``optimizer.no_decay``, not because an override is 0."""
+        if name != "weight_decay" or new != [0.0]:
+            return False
+        # With an override of 0, no group would have weight decay.
+        return any(options.get(name) not in (None, [0.0]) for options in self._options)
 
-    def _check_override(self, name: str, kept: list[Any], new: list[Any]) -> None:
-        """Raise :class:`RecipeError` where the command line gives the option *name*, and the resume ignores it."""
-        options = (key for key in self._overridden if key.partition(".")[0] == OPTIMIZER)
-        for key in options:
-            if key.rpartition(".")[2] == name:
-                change = Change(key, _shown(kept), _shown(new))
+    def _check_override(self, name: str, saved: list[Any], new: list[Any]) -> None:
+        """Raise :class:`RecipeError` if the command line gives the option *name*, and the resume ignores it."""
+        for key in self._overridden:
+            section, option = key.partition(".")[0], key.rpartition(".")[2]
+            if section == OPTIMIZER and option == name:
+                change = Change(key, _as_text(saved), _as_text(new))
                 raise RecipeError.all_of([override_problem(key, change, self._checkpoint)])
 
     def _take_options(self) -> None:
-        """Replace all options that were loaded; rates that a schedule moves are computed anew by it."""
-        for number, (group, options) in enumerate(
-            zip(self._optimizer.param_groups, self._groups, strict=True)
-        ):
+        """Replace all options that were loaded; a schedule computes its rates again."""
+        message = "the optimizer's %s%s is the recipe's from here on, %s; it was %s"
+        scheduled = self._scheduled_options()
+        pairs = zip(self._optimizer.param_groups, self._groups, strict=True)
+        for number, (group, options) in enumerate(pairs):
             where = f" of parameter group {number}" if len(self._groups) > 1 else ""
-            moved = () if self._schedule is None else ("lr", "initial_lr")
             for name, value in options.items():
-                if name not in moved and group.get(name, value) != value:
-                    log.warning(
-                        "the optimizer's %s%s is the recipe's from here on, %s; it was %s",
-                        name,
-                        where,
-                        value,
-                        group[name],
-                    )
+                if name not in scheduled and group.get(name, value) != value:
+                    log.warning(message, name, where, value, group[name])
                 group[name] = value
         if self._schedule is not None and self._rates != self._schedule.base_lrs:
             log.warning(
@@ -191,24 +188,21 @@ class RecipeOptions:
             self._schedule.base_lrs = list(self._rates)
 
     def _leave_out_schedule(self, scheduler: StepScheduler) -> None:
-        """The recipe has a constant rate, and the checkpoint has what its schedule had come to, 0.0 perhaps."""
+        """Use the recipe's constant rate; the checkpoint has the last rate of its schedule, which may be 0.0."""
         saved = current_rate(self._optimizer)
         self._restore_rates()
-        message = (
-            "the checkpoint's schedule is left out: the learning "
-            "rate of step %d is the recipe's, %.6g; it was %.6g"
-        )
+        message = "the checkpoint's schedule is left out: the learning rate of step %d is the recipe's, %.6g; it was %.6g"
         log.warning(message, scheduler.step + 1, current_rate(self._optimizer), saved)
 
     def _begin_schedule(self, schedule: LRScheduler, scheduler: StepScheduler) -> None:
-        """The checkpoint has no state of a schedule: go on at its present step, not at its beginning."""
+        """Continue the recipe's schedule at the present step; the checkpoint has no state of a schedule."""
         self._restore_rates()
         fast_forward(schedule, scheduler.step)
-        message = "the checkpoint has no schedule: the recipe's goes on at step %d with the learning rate %.6g"
+        message = "the checkpoint has no schedule: the recipe's continues at step %d with the learning rate %.6g"
         log.warning(message, scheduler.step + 1, current_rate(self._optimizer))
 
     def _restore_rates(self) -> None:
-        """The rates as they were built; a schedule changes them in place."""
+        """Set the rates that the recipe built; a schedule changes them in place."""
         for group, options in zip(self._optimizer.param_groups, self._groups, strict=True):
             for name in ("lr", "initial_lr"):
                 if name in options:
@@ -220,7 +214,7 @@ class RecipeOptions:
         if self._rates != schedule.base_lrs:
             self._check_override("lr", schedule.base_lrs, self._rates)
             message = (
-                "the peak learning rate goes on as saved, %s; the recipe's %s is not applied"
+                "the peak learning rate continues as saved, %s; the recipe's %s is not applied"
                 + _APPLY
             )
             log.warning(message, schedule.base_lrs, self._rates)
@@ -229,25 +223,27 @@ class RecipeOptions:
             follow_schedule(schedule)
         now = current_rate(self._optimizer)
         if now != saved and not scheduler.is_finished():
-            planned = f" (the run was planned for {scheduler.planned_before} steps, now for {scheduler.planned_steps})"
-            why = planned if scheduler.planned_before != scheduler.planned_steps else ""
+            why = ""
+            before, planned = scheduler.planned_before, scheduler.planned_steps
+            if before != planned:
+                why = f" (the run was planned for {before} steps, now for {planned})"
             message = "the schedule changed%s: the learning rate of step %d is %.6g, it would have been %.6g"
             log.warning(message, why, scheduler.step + 1, now, saved)
 
 
 def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What an optimizer keeps of a parameter group, without the parameters."""
+    """The options of a parameter group, without its parameters."""
     return {name: value for name, value in group.items() if name != "params"}
 
 
 def _numbers(value: Any) -> list[float]:
     """A number, or several, as a list; empty for anything else, and for switches."""
     values = value if isinstance(value, tuple | list) else [value]
-    numbers = [
-        each for each in values if isinstance(each, int | float) and not isinstance(each, bool)
-    ]
-    return numbers if len(numbers) == len(values) else []
+    for each in values:
+        if isinstance(each, bool) or not isinstance(each, int | float):
+            return []
+    return list(values)
 
 
-def _shown(numbers: list[Any]) -> str:
+def _as_text(numbers: list[Any]) -> str:
     return str(numbers[0] if len(numbers) == 1 else numbers)

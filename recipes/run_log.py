@@ -42,7 +42,8 @@ class RunLog:
 
     def __init__(self, settings: LoggingConfig, layout: RankLayout) -> None:
         """Show log messages and the progress line as *settings* asks, until :meth:`close`."""
-        self._settings, self._layout = settings, layout
+        self._settings = settings
+        self._layout = layout
         self.progress = Progress(every_seconds=settings.log_every_seconds, enabled=layout.is_rank0)
         self.training = None
         self.validation = None
@@ -73,7 +74,7 @@ class RunLog:
             self.validation.truncate_after(scheduler.step - 1)
         is_finished = scheduler.is_finished()
         for jsonl in (self.training, self.validation):
-            # A finished run may have gone back to an earlier checkpoint: the lines of its later ones stay.
+            # A finished run may resume from an earlier checkpoint; the lines of its later steps are not removed.
             jsonl.truncate_after(math.inf if is_finished else scheduler.step)
         if resumed_from is not None and not is_finished:
             event = {"event": "resume", "step": scheduler.step, "timestamp": time.time()}
@@ -81,7 +82,7 @@ class RunLog:
                 self.training,
                 {**event, "from": resumed_from, "world_size": self._layout.world_size},
             )
-        # Of a finished run too: a kill at its end may have kept its last lines from the trackers.
+        # Also for a finished run: a kill at its end may have prevented the trackers from getting its last lines.
         self.start_trackers(self.training.path.parent, scheduler.step)
 
     def start_trackers(self, run: Path, step: int) -> None:

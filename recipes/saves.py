@@ -47,18 +47,18 @@ class Saves:
         config_yaml: str,
         num_ranks: int,
     ) -> None:
-        """*state* returns everything that a checkpoint holds, by attribute name."""
+        """*state* returns everything that a checkpoint stores, by attribute name."""
         self.checkpointer = checkpointer
         self.failure = None
         self.last_save = None
         self.resumed = None
-        self._config, self._section, self._config_yaml = config, config.checkpoint, config_yaml
-        self._scheduler, self._run_log, self._state, self._num_ranks = (
-            scheduler,
-            run_log,
-            state,
-            num_ranks,
-        )
+        self._config = config
+        self._section = config.checkpoint
+        self._config_yaml = config_yaml
+        self._scheduler = scheduler
+        self._run_log = run_log
+        self._state = state
+        self._num_ranks = num_ranks
         self._unknown_metrics: set[str] = set()
 
     # ---------------------------------------------------------------- before the first step
@@ -82,21 +82,17 @@ class Saves:
         self, checkpointer: Checkpointer, forecast: Forecast, steps_per_epoch: int | None
     ) -> None:
         existing = [name.step for name in checkpoint_names(checkpointer.directory)]
-        num_more = (
-            still_to_come(self._config, self._scheduler.planned_steps, steps_per_epoch, existing)
-            or 1
-        )
+        planned_steps = self._scheduler.planned_steps
+        num_more = still_to_come(self._config, planned_steps, steps_per_epoch, existing) or 1
         num_exports = 0
         if forecast.export_bytes and checkpointer.exports.only_at_end:
             num_exports = 1 + self._section.export_best
         needed = num_more * forecast.nbytes + num_exports * forecast.export_bytes
         if needed <= forecast.free_bytes:
             return
-        exports = (
-            f" and {num_exports} exports of about {size_text(forecast.export_bytes)}"
-            if num_exports
-            else ""
-        )
+        exports = ""
+        if num_exports:
+            exports = f" and {num_exports} exports of about {size_text(forecast.export_bytes)}"
         log.warning(
             "the disk of %s cannot hold what this run will save: %d more checkpoints of about %s%s take %s, and %s "
             "are free; free space, or keep fewer (checkpoint.keep_last, step_scheduler.ckpt_every_steps)",
@@ -229,7 +225,7 @@ class Saves:
             raise failure
         self.failure = failure
         log.warning("%s", failure)
-        log.warning("training goes on, since checkpoint.on_save_failure is continue")
+        log.warning("training continues, since checkpoint.on_save_failure is continue")
 
     # ---------------------------------------------------------------- the end
 
@@ -277,22 +273,25 @@ def saving_view(saving: Saving | None, num_ranks: int) -> SavingView | None:
     """How far a save is, for the progress line; with several ranks, how far rank 0 is."""
     if saving is None:
         return None
-    written, total = min(saving.written_bytes, saving.total_bytes), max(saving.total_bytes, 1)
-    amount = f"{size_text(written)} of {size_text(saving.total_bytes)}" + (
-        " on rank 0" if num_ranks > 1 else ""
-    )
+    written = min(saving.written_bytes, saving.total_bytes)
+    total = max(saving.total_bytes, 1)
+    amount = f"{size_text(written)} of {size_text(saving.total_bytes)}"
+    if num_ranks > 1:
+        amount += " on rank 0"
     return SavingView(saving.step, written / total, amount)
 
 
 def saved_line(report: SaveReport) -> str:
     """The log message about a published checkpoint."""
-    seconds = f"{report.total_seconds:.2f} s, training waited {report.stall_seconds:.2f} s"
-    size = f"{size_text(report.nbytes)} at {size_text(report.bytes_per_second)}/s"
-    free = "" if report.free_bytes is None else f", {size_text(report.free_bytes)} free"
-    pruned = f", removed {' '.join(report.pruned)}" if report.pruned else ""
-    export = (
-        f"; to export it: {report.export_command}"
-        if report.export_command and not report.export
-        else ""
+    text = (
+        f"Saved {report.path.name} in {report.total_seconds:.2f} s, "
+        f"training waited {report.stall_seconds:.2f} s: "
+        f"{size_text(report.nbytes)} at {size_text(report.bytes_per_second)}/s"
     )
-    return f"Saved {report.path.name} in {seconds}: {size}{free}{pruned}{export}"
+    if report.free_bytes is not None:
+        text += f", {size_text(report.free_bytes)} free"
+    if report.pruned:
+        text += f", removed {' '.join(report.pruned)}"
+    if report.export_command and not report.export:
+        text += f"; to export it: {report.export_command}"
+    return text

@@ -1,6 +1,6 @@
-"""A recipe that notes what each step leaves behind: for ``ckpt-train --selftest-resume`` and for tests.
+"""A recipe that records the state after each step, for ``ckpt-train --selftest-resume`` and for tests.
 
-The hook is a subclass, so that a run which nobody observes has no trace of it.
+The hook is a subclass of the recipe's loop, so that other runs have no trace of it.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ def observed(recipe_class: type[Recipe], directory: Path, *, stop_after: int | N
 
         def step(self, batch: GlobalBatch, control: Control) -> Due:
             due: Due = super().step(batch, control)
-            with (directory / f"rank_{self.layout.rank}.jsonl").open("a") as lines:
-                lines.write(json.dumps(observation(self.recipe, batch)) + "\n")
+            line = json.dumps(observation(self.recipe, batch)) + "\n"
+            path = directory / f"rank_{self.layout.rank}.jsonl"
+            with path.open("a") as lines:
+                lines.write(line)
             if self.step_scheduler.step == stop_after and not due.last:
                 self.stop_request.note(signal.SIGTERM)
             return due
@@ -58,10 +60,10 @@ def observed(recipe_class: type[Recipe], directory: Path, *, stop_after: int | N
 
 
 def observation(recipe: Recipe, batch: GlobalBatch) -> dict[str, Any]:
-    """What a step left on this rank: numbers as exact text (``float.hex``), and a digest of each piece of state.
+    """The result of a step on this rank: numbers as exact text (``float.hex``), and a digest of each state value.
 
-    ``state`` holds ``attribute/tensor`` for modules and optimizers, ``attribute`` for the rest; of sharded tensors the
-    rank's own part counts.
+    The keys of ``state`` are ``attribute/tensor`` for modules and optimizers, ``attribute`` for the rest. The digest of
+    a sharded tensor is that of the rank's shard.
     """
     result = recipe.loop.last_step
     assert result is not None
@@ -113,7 +115,7 @@ def _digest(value: Any) -> str:
 
 
 def _has_dropout(model: nn.Module) -> bool:
-    """Whether what a step computes depends on random numbers, as far as layers and configuration tell."""
+    """Whether a step draws random numbers for dropout, according to the layers and the configuration."""
     config = getattr(unwrap(model), "config", None)
     stated = config.to_dict() if config is not None else {}
     by_config = any(

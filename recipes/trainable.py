@@ -77,7 +77,7 @@ from automodel_ckpt.models.vocabulary import (
     wanted_size,
 )
 from automodel_ckpt.recipes.adapters import adapt, fresh_base, lora_of, quantization, with_copies
-from automodel_ckpt.recipes.context_parallel import cut_rows
+from automodel_ckpt.recipes.context_parallel import divide_rows
 from automodel_ckpt.recipes.deferred_model import DeferredModel, build_deferred, layout_in_files
 from automodel_ckpt.recipes.init_from import verify_base
 from automodel_ckpt.recipes.pipeline import FromTokens, PipelineStage, log_idle_share, split_stages
@@ -409,16 +409,20 @@ class _TrainableBuilder:
         return settings
 
     def _summary(self, model: nn.Module) -> str:
-        num_all = sum(p.numel() for p in model.parameters())
-        num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        trained = "" if num_trained == num_all else f", {num_trained:,} of them trained"
+        num_all, num_trained = 0, 0
+        for parameter in model.parameters():
+            num_all += parameter.numel()
+            if parameter.requires_grad:
+                num_trained += parameter.numel()
+        text = f"{type(model).__name__} with {num_all:,} parameters"
+        if num_trained != num_all:
+            text += f", {num_trained:,} of them trained"
         sizes = self.layout.sizes
-        ranks = "1 rank" if sizes.world == 1 else f"{sizes.world} ranks"
-        strategy = choose_strategy(self.config.distributed.strategy, sizes)
-        has_mesh = max(sizes.dp_replicate, sizes.tp, sizes.pp, sizes.cp) > 1
-        mesh = f" ({sizes})" if has_mesh else ""
-        name = type(model).__name__
-        return f"{name} with {num_all:,} parameters{trained}; {ranks}, {strategy}{mesh}"
+        text += "; 1 rank" if sizes.world == 1 else f"; {sizes.world} ranks"
+        text += f", {choose_strategy(self.config.distributed.strategy, sizes)}"
+        if max(sizes.dp_replicate, sizes.tp, sizes.pp, sizes.cp) > 1:
+            text += f" ({sizes})"
+        return text
 
     # ---------------------------------------------------------------- probing
 
@@ -453,7 +457,7 @@ class _TrainableBuilder:
                 # Read here: its value depends on the weight's type, which sharding changes back after the probes.
                 built = replace(built, loss_head=head, all_up_to=head.all_up_to)
         if self.layout.sizes.cp > 1:
-            context = cut_rows(model, self.layout, built.forward_options)
+            context = divide_rows(model, self.layout, built.forward_options)
             built = replace(built, context=context)
         # The probes left the parameters gathered.
         reshard(built.model)

@@ -278,7 +278,7 @@ def test_told_to_go_on_a_run_ends_with_4_when_its_last_save_failed_and_with_0_wh
             "warning: rank [01]: the process that writes this rank's checkpoints ended unexpectedly",
             trainer.log,
         )
-        assert "training goes on, since checkpoint.on_save_failure is continue" in trainer.log
+        assert "training continues, since checkpoint.on_save_failure is continue" in trainer.log
     assert (
         len(re.findall("error: rank [01]", trainer.log)) == 1
         and commit.pointed(chain.root, "LATEST") == "epoch_0_step_10"

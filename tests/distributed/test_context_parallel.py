@@ -21,7 +21,7 @@ from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.parallelize import Parallelism, clip_gradients, parallelize, reshard
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.meta_init import on_meta
-from automodel_ckpt.recipes.context_parallel import cut_rows
+from automodel_ckpt.recipes.context_parallel import divide_rows
 from automodel_ckpt.training.loss import WHOLE, next_token_loss
 from tests.distributed.test_training import failure, lines, lines_of_steps, run
 from tests.support import ranks
@@ -77,7 +77,7 @@ def as_whole_rows_do() -> list[str]:
         whole = steps(alone, alone, layout_here(tp_size=4), WHOLE)
         model, layout = model_of(**settings), layout_here(**grid)
         shared = parallelize(model, layout, how)
-        cut = cut_rows(model, layout, OPTIONS)
+        cut = divide_rows(model, layout, OPTIONS)
         reshard(shared)
         found = steps(model, shared, layout, cut.slice_of(16))
         if found != [pytest.approx(step, rel=2e-4) for step in whole]:
@@ -85,7 +85,7 @@ def as_whole_rows_do() -> list[str]:
     return differing
 
 
-def test_cut_rows_train_as_whole_ones_on_every_grid() -> None:
+def test_divide_rows_train_as_whole_ones_on_every_grid() -> None:
     assert ranks.run(as_whole_rows_do, 4, timeout=120) == [[]] * 4
 
 
@@ -101,7 +101,7 @@ FLAT = (
 CUT = ("--distributed.cp_size=2", "--model.activation_checkpointing=true")
 
 
-def test_a_run_with_cut_rows_logs_what_one_rank_does_and_goes_on_exactly_on_any_ranks(
+def test_a_run_with_divide_rows_logs_what_one_rank_does_and_goes_on_exactly_on_any_ranks(
     tmp_path: Path,
 ) -> None:
     text = RECIPE + VALIDATION
@@ -147,14 +147,14 @@ def refused_when_asked() -> list[str]:
     said = []
     for model in (mixing(model_of()), gpt2):
         with pytest.raises(RecipeError) as caught:
-            cut_rows(model, layout_here(cp_size=2), OPTIONS)
+            divide_rows(model, layout_here(cp_size=2), OPTIONS)
         said.append(str(caught.value))
     return said
 
 
 def test_a_model_whose_tokens_meet_elsewhere_is_found_out_by_a_few_of_them() -> None:
     for mixed, gpt2 in ranks.run(refused_when_asked, 2):
-        assert "LlamaForCausalLM: cut rows have other logits than whole ones" in mixed
+        assert "LlamaForCausalLM: slices of rows have other logits than complete rows" in mixed
         assert "GPT2LMHeadModel: RuntimeError: shape" in gpt2
 
 

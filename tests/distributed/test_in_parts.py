@@ -136,7 +136,7 @@ def test_files_that_name_other_tensors_are_read_whole_with_the_reason_in_the_log
         with caplog.at_level(logging.INFO, "automodel_ckpt"):
             model = shared_out("fsdp2 x tp", section, AutoConfig.from_pretrained(tmp_path))
         assert (
-            "each rank builds the whole model first: its files name other tensors (+ lm_head.weight"
+            "each rank builds the complete model first: its files name other tensors (+ lm_head.weight"
             in caplog.text
         )
         kept = {

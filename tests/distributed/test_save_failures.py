@@ -79,7 +79,7 @@ def test_with_continue_training_goes_on_and_the_exit_code_tells(
 ) -> None:
     ended = train(small_disk, "--checkpoint.on_save_failure", "continue")
     assert ended.returncode == 4, ended.stderr
-    assert "training goes on" in ended.stderr
+    assert "training continues" in ended.stderr
     steps = [
         json.loads(line).get("step")
         for line in (small_disk / "training.jsonl").read_text().splitlines()

@@ -128,7 +128,7 @@ def test_the_export_alone_is_the_trained_model_with_the_bases_processor(
         "--checkpoint.save_consolidated=final",
     )
     _, trained = run(recipe, "run", *options, num_ranks=num_ranks)[0]
-    assert "builds the whole model" not in capfd.readouterr().err, (
+    assert "builds the complete model" not in capfd.readouterr().err, (
         "each rank reads its part of the base"
     )
     base, export = tmp_path / "base", (tmp_path / "run/LATEST/model/consolidated").resolve()

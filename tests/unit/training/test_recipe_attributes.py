@@ -94,7 +94,7 @@ def test_options_of_the_optimizer_that_go_on_as_saved_are_said(
             StepScheduler(Cadence(max_steps=1), planned_steps=1), {"optimizer"}, Path("x")
         )
     assert [record.getMessage() for record in caplog.records] == [
-        f"the optimizer's {name} goes on as saved, {kept}; the recipe's {new} is not applied"
+        f"the optimizer's {name} continues as saved, {kept}; the recipe's {new} is not applied"
         " (optimizer.on_resume: recipe applies it)"
         for name, kept, new in (
             ("lr", 0.2, 0.1),
@@ -173,7 +173,7 @@ def test_a_schedule_that_the_recipe_changed_is_followed_from_the_saved_peak_and_
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * (1 - 4 / 20))
     peak, changed = (record.getMessage() for record in caplog.records)
     assert peak.startswith(
-        "the peak learning rate goes on as saved, [0.1]; the recipe's [0.3] is not applied"
+        "the peak learning rate continues as saved, [0.1]; the recipe's [0.3] is not applied"
     )
     assert changed == (
         "the schedule changed (the run was planned for 10 steps, now for 20): the learning rate of step 5 is 0.08, "
