@@ -430,7 +430,9 @@ class TrainingLoop:
             f"stopped by {by} after step {scheduler.step}{outcome}",
             where=str(self.checkpointer.directory) if self.checkpointer else "",
             value=last_save.path.name if last_save else "",
-            hint="the same command goes on from there" if saved else "the same command starts over",
+            hint="the same command continues from there"
+            if saved
+            else "the same command starts over",
         )
 
     def end(self) -> None:

@@ -191,7 +191,10 @@ class RecipeOptions:
         """Use the recipe's constant rate; the checkpoint has the last rate of its schedule, which may be 0.0."""
         saved = current_rate(self._optimizer)
         self._restore_rates()
-        message = "the checkpoint's schedule is left out: the learning rate of step %d is the recipe's, %.6g; it was %.6g"
+        message = (
+            "the checkpoint's schedule is left out: "
+            "the learning rate of step %d is the recipe's, %.6g; it was %.6g"
+        )
         log.warning(message, scheduler.step + 1, current_rate(self._optimizer), saved)
 
     def _begin_schedule(self, schedule: LRScheduler, scheduler: StepScheduler) -> None:
