@@ -85,7 +85,7 @@ def as_whole_rows_do() -> list[str]:
     return differing
 
 
-def test_divide_rows_train_as_whole_ones_on_every_grid() -> None:
+def test_divided_rows_train_as_complete_ones_on_every_grid() -> None:
     assert ranks.run(as_whole_rows_do, 4, timeout=120) == [[]] * 4
 
 
@@ -101,7 +101,7 @@ FLAT = (
 CUT = ("--distributed.cp_size=2", "--model.activation_checkpointing=true")
 
 
-def test_a_run_with_divide_rows_logs_what_one_rank_does_and_goes_on_exactly_on_any_ranks(
+def test_a_run_with_divided_rows_logs_what_one_rank_does_and_goes_on_exactly_on_any_ranks(
     tmp_path: Path,
 ) -> None:
     text = RECIPE + VALIDATION
