@@ -1,6 +1,6 @@
-"""A run's directory: its lock, its pointers, and which of its checkpoints are kept.
+"""The directory of a run: its lock, its pointers, and the removal of checkpoints according to the keep policy.
 
-Only rank 0 writes here; no collective is called.
+Only rank 0 uses it. No collective is called.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ _NOT_RANKED = "LOWEST_VAL will not point to this checkpoint unless it is validat
 
 
 class RunDirectory:
-    """The directory *path* (as the user wrote it, for messages), kept by *keep* and ranked by *metric_key*."""
+    """Manages the run directory *path*, as the user wrote it. *metric_key* ranks the checkpoints."""
 
     def __init__(self, path: Path, keep: policy.KeepPolicy, metric_key: str) -> None:
         self.path = path
-        self._keep, self._metric_key = keep, metric_key
+        self._keep = keep
+        self._metric_key = metric_key
         self._lease: Lease | None = None
-        self._made = False
+        self._was_created = False
         self._removals: list[threading.Thread] = []
         self._known: resume.Known = {}
         self._pointers_are_behind = False
         self.went_back_to: int | None = None
-        """The step of the checkpoint that the run went on from, until its next one is published."""
+        """The step of the checkpoint that the run resumed from, until the next checkpoint is published."""
 
     @property
     def root(self) -> Path:
@@ -45,46 +46,51 @@ class RunDirectory:
         return self.path.absolute()
 
     def display_path(self, checkpoint: Path) -> Path:
-        """A checkpoint's path as the user wrote the run directory."""
-        return self.path / checkpoint.name if checkpoint.parent == self.root else checkpoint
+        """Return a checkpoint's path relative to the run directory as the user wrote it."""
+        if checkpoint.parent != self.root:
+            return checkpoint
+        return self.path / checkpoint.name
 
     def sibling(self) -> RunDirectory:
-        """The run directory beside this one for the checkpoints of a different model."""
+        """Return the run directory next to this one for the checkpoints of another model."""
         return RunDirectory(layout.sibling(self.path), self._keep, self._metric_key)
 
-    # ---------------------------------------------------------------- who writes here
+    # ---------------------------------------------------------------- the lease
 
     def hold(self) -> None:
-        """Lock the directory for this run, and create it at the first call; a deleted directory is not created again.
+        """Lock the directory for this run. The first call creates it; a directory deleted since is not created again.
 
-        Raises :class:`RecipeError` where another live run holds it, :class:`LeaseLost` where one took over since the
-        first call, OSError where it cannot be written.
+        Raises :class:`RecipeError` if another live run has locked it, :class:`LeaseLost` if another run took over since
+        the first call, OSError if it cannot be written.
         """
         if self._lease is not None:
             self._lease.check()
             return
         if not self.root.is_dir():
             commit.make_run_directory(self.root)
-            self._made = True
+            self._was_created = True
         self._lease = Lease(self.root)
-        if (before := self._lease.taken_over) is not None:
+        before = self._lease.taken_over
+        if before is not None:
             message = "taking over %s from process %d on %s, which did not release it"
             log.info(message, self.path, before.pid, before.host)
 
     @property
     def is_lost(self) -> bool:
-        """Whether it is known that another run took over this directory. Reads no file."""
+        """Whether this process has detected that another run took over the directory. Reads no file."""
         return self._lease is not None and self._lease.is_lost
 
     @property
     def lease_token(self) -> tuple[Path, str] | None:
-        """What another process of this run needs to check the lease; None where this process does not hold it."""
-        return self._lease.token if self._lease is not None else None
+        """The lock file and the token with which another process of this run checks the lease; None without a lease."""
+        if self._lease is None:
+            return None
+        return self._lease.token
 
     def check_lease(self) -> None:
-        """Check that this run still holds the directory. Called before every write that others can see.
+        """Check that this run still owns the directory. Called before every write that other programs can see.
 
-        Raises :class:`LeaseLost` where another run took over, OSError where that cannot be determined.
+        Raises :class:`LeaseLost` if another run took over, OSError if that cannot be determined.
         """
         if self._lease is not None:
             self._lease.check()
@@ -94,14 +100,14 @@ class RunDirectory:
         if self._lease is not None:
             self._lease.release()
             self._lease = None
-        if self._made:
+        if self._was_created:
             with contextlib.suppress(OSError):
-                os.rmdir(self.root)  # only where nothing came into it
+                os.rmdir(self.root)  # fails unless the directory is empty
 
     # ---------------------------------------------------------------- pointers
 
     def candidates(self, restore_from: str | None) -> resume.Request:
-        """The checkpoints to resume from, in order, after leftovers are removed and pointers are repaired."""
+        """Remove leftovers, repair the pointers, and list the checkpoints to resume from, in order."""
         if self.root.is_dir():
             self.hold()
             for name in commit.recover(self.root):
@@ -122,46 +128,48 @@ class RunDirectory:
     ) -> None:
         """Rename a finalized checkpoint to its final name and update the pointers.
 
-        *losses* are those of the checkpoint's own step, if it was validated. After a resume from an earlier step, the
-        checkpoints of later steps are first set aside. Raises OSError where it could not be published,
-        :class:`LeaseLost` where another run took over this directory.
+        *losses* are those of the checkpoint's step, if it was validated. After a resume from an earlier step, the
+        checkpoints of later steps are renamed first. Raises OSError if the checkpoint cannot be published,
+        :class:`LeaseLost` if another run took over the directory.
         """
         self.check_lease()
         if self.went_back_to is not None:
-            step, self.went_back_to = self.went_back_to, None
+            step = self.went_back_to
+            self.went_back_to = None
             self._set_aside_after(step)
+            # Again, because renaming many directories takes time on a network file system.
             self.check_lease()
         if os.path.lexists(self.root / str(name)):
-            # A file or a link that is no checkpoint: the save must not fail here at every start.
+            # A file or a link that is not a checkpoint. It must not make every save of this step fail.
             aside = links.set_aside(self.root, str(name))
             log.warning(
                 "%s has the name of a new checkpoint; renamed to %s", self.path / str(name), aside
             )
         path = commit.publish(staging, str(name))
-        with contextlib.suppress(OSError):  # then it is read when it is asked for
+        with contextlib.suppress(
+            OSError
+        ):  # without this record, it is read from the manifest later
             metric = policy.metric_of(losses, self._metric_key)
-            self._known[str(name)] = (
-                resume.stamp(path),
-                policy.Record(str(name), name.step, name.epoch, metric),
-            )
+            record = policy.Record(str(name), name.step, name.epoch, metric)
+            self._known[str(name)] = (resume.stamp(path), record)
         self._point(str(name))
 
     def _point(self, newest: str) -> None:
         """Update LOWEST_VAL if another checkpoint is the best now, then LATEST.
 
-        In this order, a LATEST that names the newest checkpoint shows at the next start that LOWEST_VAL is up to date.
+        In this order, a LATEST that points to the newest checkpoint shows at the next start that LOWEST_VAL is current.
         """
-        behind, self._pointers_are_behind = self._pointers_are_behind, True
+        were_behind = self._pointers_are_behind
+        self._pointers_are_behind = True
         try:
             self.check_lease()
-            self._point_to_best(None if behind else newest)
+            self._point_to_best(None if were_behind else newest)
             commit.point(self.root, layout.LATEST, newest)
             self._pointers_are_behind = False
         except OSError as error:
-            # The checkpoint itself is safe, and the next start mends the pointers.
-            log.warning(
-                "%s", os_problem(error, "could not update LATEST and LOWEST_VAL", hint=RETRY)
-            )
+            # The checkpoint itself is published, and the next start repairs the pointers.
+            problem = os_problem(error, "could not update LATEST and LOWEST_VAL", hint=RETRY)
+            log.warning("%s", problem)
 
     def _repair_pointers(self) -> None:
         """Update the pointers of a run that was killed between publishing a checkpoint and updating them."""
@@ -176,17 +184,19 @@ class RunDirectory:
             commit.point(self.root, layout.LATEST, newest.name)
 
     def _warn_of_going_back(self, before: str | None, newest: str) -> None:
-        """Warn where LATEST named a later checkpoint that is incomplete or missing: training will repeat steps."""
-        named = layout.parse_checkpoint_name(before) if before is not None else None
-        now = layout.parse_checkpoint_name(newest)
-        if named is not None and now is not None and named > now:
+        """Warn if LATEST pointed to a later checkpoint, which is incomplete or missing: training will repeat steps."""
+        if before is None:
+            return
+        previous = layout.parse_checkpoint_name(before)
+        current = layout.parse_checkpoint_name(newest)
+        if previous is not None and current is not None and previous > current:
             message = "LATEST pointed to %s, which is not a complete checkpoint any more; it now points to %s"
-            log.warning(message, self.path / str(named), newest)
+            log.warning(message, self.path / str(previous), newest)
 
     def note_validation(self, name: str, digest: str, losses: Mapping[str, Any]) -> None:
         """Record the losses of a validation that ran after the checkpoint *name* was published.
 
-        *digest* is that of its manifest. Raises :class:`LeaseLost`.
+        *digest* is that of its manifest. A failed write is logged. Raises :class:`LeaseLost`.
         """
         try:
             self.check_lease()
@@ -195,10 +205,8 @@ class RunDirectory:
             self._point_to_best(None if self._pointers_are_behind else name)
         except OSError as error:
             self._pointers_are_behind = True
-            log.warning(
-                "%s",
-                os_problem(error, f"could not record the validation of {name}", hint=_NOT_RANKED),
-            )
+            what = f"could not record the validation of {name}"
+            log.warning("%s", os_problem(error, what, hint=_NOT_RANKED))
 
     def _point_to_best(self, changed: str | None) -> None:
         """Update LOWEST_VAL.
@@ -206,59 +214,65 @@ class RunDirectory:
         *changed* is the only checkpoint whose metric changed, so that only it is compared with the current best. With
         None, or without a current best, all checkpoints are compared.
         """
-        before, mode = self.best(), self._keep.mode
-        standing = self._metric_of(before) if changed is not None else None
-        if standing is not None and policy.is_better(self._metric_of(changed), standing, mode):
-            best = changed
-        elif standing is not None:
-            best = before
-        else:
+        before = self.best()
+        mode = self._keep.mode
+        metric_before = None
+        if changed is not None:
+            metric_before = self._metric_of(before)
+        if metric_before is None:
             record = policy.best(self._records(), mode)
             best = record.name if record else None
+        elif policy.is_better(self._metric_of(changed), metric_before, mode):
+            best = changed
+        else:
+            best = before
         if best is None:
             commit.unpoint(self.root, layout.LOWEST_VAL)
         elif best != before:
             commit.point(self.root, layout.LOWEST_VAL, best)
 
     def _metric_of(self, name: str | None) -> float | None:
-        """The metric that ranks a checkpoint; None where it is missing, damaged, or was not validated at its step."""
+        """Return the metric that ranks a checkpoint; None if the checkpoint is missing, damaged, or not validated."""
         if name is None:
             return None
         record = resume.record(self.root, name, self._metric_key, self._known)
-        return record.metric if record is not None else None
+        if record is None:
+            return None
+        return record.metric
 
     def _records(self) -> Iterator[policy.Record]:
         return resume.records(self.root, self._metric_key, self._known)
 
-    # ---------------------------------------------------------------- what stays
+    # ---------------------------------------------------------------- removing checkpoints
 
     def _set_aside_after(self, step: int) -> None:
-        """Rename the checkpoints after *step*, from which the run resumed; they are kept as superseded."""
+        """Rename the checkpoints after *step*, from which the run resumed, to superseded ones."""
         abandoned = [name for name in resume.checkpoint_names(self.root) if name.step > step]
-        if self.best() in {str(name) for name in abandoned}:
-            # A new checkpoint may soon have that name; the best of what is left is looked for after it.
+        if self.best() in [str(name) for name in abandoned]:
+            # A new checkpoint may soon get this name. The best of the others is searched after it is published.
             commit.unpoint(self.root, layout.LOWEST_VAL)
         for name in abandoned:
             aside = links.set_aside(self.root, str(name))
             log.warning("Renamed the abandoned checkpoint %s to %s", self.path / str(name), aside)
 
     def prune(self, just_saved: str) -> tuple[str, ...]:
-        """Remove the checkpoints that the keep policy does not keep; return their names.
+        """Remove the checkpoints that the keep policy does not keep, and return their names.
 
         Files are deleted in a thread. Failures are only logged, so that they never stop training.
         """
         if self._keep.last is None:
             return ()
         try:
-            records = [*self._records()]
+            records = list(self._records())
             protected = links.protected_names(self.root) | {just_saved}
-            if self._pointers_are_behind and (best := policy.best(records, self._keep.mode)):
-                protected.add(best.name)  # LOWEST_VAL is yet to name it
+            best = policy.best(records, self._keep.mode)
+            if self._pointers_are_behind and best is not None:
+                # LOWEST_VAL does not point to it yet.
+                protected.add(best.name)
             removable = self._keep.removable(records, protected)
         except OSError as error:
-            log.warning(
-                "%s", os_problem(error, "could not list the checkpoints to remove", hint=RETRY)
-            )
+            what = "could not list the checkpoints to remove"
+            log.warning("%s", os_problem(error, what, hint=RETRY))
             return ()
         withdrawn = {}
         for record in removable:
@@ -270,23 +284,21 @@ class RunDirectory:
                 target=_discard, args=(withdrawn.values(),), name="prune", daemon=True
             )
             thread.start()
-            self._removals = [t for t in self._removals if t.is_alive()] + [thread]
+            running = [removal for removal in self._removals if removal.is_alive()]
+            self._removals = [*running, thread]
         return tuple(withdrawn)
 
     def _withdraw(self, name: str) -> Path | None:
-        """Rename a checkpoint to a trash directory, which is returned; None where it is kept. Raises
-        :class:`LeaseLost`.
+        """Rename a checkpoint to a trash directory, and return this directory.
+
+        Returns None if a link protects the checkpoint, or if renaming fails. Raises :class:`LeaseLost`.
         """
         try:
             self.check_lease()
             return links.withdraw_unprotected(self.root, name)
         except OSError as error:
-            log.warning(
-                "%s",
-                os_problem(
-                    error, f"could not remove {name}", hint="it is retried after the next save"
-                ),
-            )
+            hint = "it is retried after the next save"
+            log.warning("%s", os_problem(error, f"could not remove {name}", hint=hint))
             return None
 
     def wait(self) -> None:

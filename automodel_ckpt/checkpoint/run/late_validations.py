@@ -1,7 +1,7 @@
-"""Results of validations that ran after their checkpoint was published: a signal had interrupted them.
+"""Results of validations that ran after their checkpoint was published, because a signal interrupted them before.
 
-A published checkpoint is never changed, so the results are stored beside it, with the digest of its manifest: they are
-copied with the run, and are ignored when another checkpoint has the name. Imports no torch.
+A published checkpoint is never changed, so the results are stored in the run directory with the digest of the manifest.
+They are copied with the run, and ignored if another checkpoint has the name. Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,37 +22,33 @@ _MAX_TEXT = 100
 def note(checkpoint: Path, digest: str, losses: Mapping[str, Any]) -> None:
     """Store the *losses* of a checkpoint whose manifest has *digest*. Raises OSError."""
     run = checkpoint.parent
-    kept = {
-        name: entry
-        for name, entry in _read(run).items()
-        if layout.parse_checkpoint_name(name) and (run / name).is_dir()
-    }
-    kept[checkpoint.name] = {"manifest": digest, "losses": dict(losses)}
-    replace_file(run / layout.LATE_VALIDATIONS, json.dumps(kept, indent=1).encode() + b"\n")
+    entries = {}
+    for name, entry in _read(run).items():
+        if layout.parse_checkpoint_name(name) and (run / name).is_dir():
+            entries[name] = entry
+    entries[checkpoint.name] = {"manifest": digest, "losses": dict(losses)}
+    content = json.dumps(entries, indent=1) + "\n"
+    replace_file(run / layout.LATE_VALIDATIONS, content.encode())
 
 
 def recall(checkpoint: Path, digest: str) -> dict[str, Any]:
-    """The stored losses of a checkpoint whose manifest has *digest*; empty where there are none."""
+    """Return the stored losses of a checkpoint whose manifest has *digest*; empty if there are none."""
     entry = _read(checkpoint.parent).get(checkpoint.name)
-    losses = (
-        entry.get("losses") if isinstance(entry, dict) and entry.get("manifest") == digest else None
-    )
-    return (
-        {key: value for key, value in losses.items() if _is_loss(value)}
-        if isinstance(losses, dict)
-        else {}
-    )
+    if not isinstance(entry, dict) or entry.get("manifest") != digest:
+        return {}
+    losses = entry.get("losses")
+    if not isinstance(losses, dict):
+        return {}
+    return {key: value for key, value in losses.items() if _is_loss(value)}
 
 
 def _is_loss(value: object) -> bool:
     """Whether a value can be a loss that a run wrote: null, a 64-bit number, or text for a value that is not finite."""
     if isinstance(value, int):
         return -(1 << 63) <= value < 1 << 63
-    return (
-        value is None
-        or isinstance(value, float)
-        or (isinstance(value, str) and len(value) <= _MAX_TEXT)
-    )
+    if isinstance(value, str):
+        return len(value) <= _MAX_TEXT
+    return value is None or isinstance(value, float)
 
 
 def _read(run: Path) -> dict[str, Any]:

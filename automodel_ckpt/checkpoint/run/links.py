@@ -1,8 +1,8 @@
-"""The symbolic links in a run directory: pins, and links of the user's own. Imports no torch.
+"""The symbolic links in a run directory: pins, and links that users made. Imports no torch.
 
-A link protects the checkpoint that it leads to, and stays with it: when a checkpoint is set aside under another name,
-the links are changed to the new name first. A run that is killed in between leaves links to a name that does not exist
-yet; they still protect the checkpoint under its old name, and :func:`repair_links` changes them back.
+A link protects the checkpoint that it points to. When a checkpoint is renamed (superseded), its links are changed
+first. A run that is killed between the two leaves links to a name that does not exist yet. They still protect the
+checkpoint under its old name, and :func:`repair_links` changes them back.
 """
 
 from __future__ import annotations
@@ -22,41 +22,44 @@ log = logging.getLogger("automodel_ckpt")
 
 
 def protected_names(root: Path) -> set[str]:
-    """The checkpoints that must not be removed because a link in the run directory leads to them.
+    """List the checkpoints that must not be removed because a link in the run directory points to them.
 
-    The links are LATEST, LOWEST_VAL, pins, and the user's own, at any depth outside of the checkpoints. A pointer's
-    text file counts like its link. A checkpoint that is itself a link (to a directory elsewhere) is protected too.
+    The links are LATEST, LOWEST_VAL, pins, and links of the user at any depth outside of the checkpoints. The text file
+    of a pointer has the same effect as its link. A checkpoint that is itself a link is protected too.
     """
     names: set[str] = set()
     top = root.resolve()
     for link in _links(root):
         target = Path(os.path.realpath(link))
-        names |= {path.name for path in (target, *target.parents) if path.parent == top}
-        if os.path.dirname(link) == str(root) and layout.is_checkpoint(os.path.basename(link)):
-            names.add(os.path.basename(link))
+        for path in (target, *target.parents):
+            if path.parent == top:
+                names.add(path.name)
+        link_name = os.path.basename(link)
+        if os.path.dirname(link) == str(root) and layout.is_checkpoint(link_name):
+            names.add(link_name)
     for entry in os.scandir(root):
-        if entry.name.endswith(".txt") and (
-            name := commit.pointer_text(root, entry.name.removesuffix(".txt"))
-        ):
-            names.add(name)
-    for name in [*names]:
+        if not entry.name.endswith(".txt"):
+            continue
+        pointed = commit.pointer_text(root, entry.name.removesuffix(".txt"))
+        if pointed:
+            names.add(pointed)
+    for name in list(names):
         before = layout.name_before(name)
         if before is not None and not os.path.lexists(root / name):
-            names.add(
-                before
-            )  # a killed run had changed the link, and not yet the checkpoint's name
+            # A run was killed after it changed the link, and before it renamed the checkpoint.
+            names.add(before)
     return names
 
 
 def withdraw_unprotected(root: Path, name: str) -> Path | None:
-    """Take a checkpoint's name away, and return the trash directory that :func:`commit.discard` deletes.
+    """Rename a checkpoint to a trash directory, which :func:`commit.discard` deletes, unless a link protects it.
 
-    None, and the checkpoint stays, where a link leads to it by now. Links are looked for before and after: `ckpt pin`
-    may make one at any time. Raises OSError.
+    Returns the trash directory; None if the checkpoint is protected. Raises OSError.
     """
     if name in protected_names(root):
         return None
     trash = commit.withdraw(root / name)
+    # Checked again, because `ckpt pin` may have made a link meanwhile: it does not wait for the run.
     if name in protected_names(root):
         os.rename(trash, root / name)
         fsync_directory(root)
@@ -65,75 +68,80 @@ def withdraw_unprotected(root: Path, name: str) -> Path | None:
 
 
 def set_aside(root: Path, name: str) -> str:
-    """Rename an abandoned checkpoint to the next free ``.superseded-N`` name, which is returned, with its links.
+    """Rename an abandoned checkpoint to the next free ``.superseded-N`` name, and change its links.
 
-    LATEST and LOWEST_VAL are not changed: they belong to the run. Raises OSError where the checkpoint cannot be
-    renamed; a link that cannot be changed is only reported.
+    Returns the new name. LATEST and LOWEST_VAL are not changed. Raises OSError if the checkpoint cannot be renamed. If
+    a link cannot be changed, a warning is logged.
     """
     aside = commit.free_superseded_name(root, name)
-    _follow(root, name, aside)
+    _redirect(root, name, aside)
     commit.supersede(root, name, aside)
     return aside
 
 
 def repair_links(root: Path) -> None:
-    """Change back the links of a checkpoint that a killed run was about to set aside; remove half-made ones.
+    """Change back the links of a checkpoint that a killed run was about to rename; remove temporary links.
 
     Raises OSError.
     """
-    for link in [*_links(root)]:
+    for link in list(_links(root)):
         if layout.is_link_name(os.path.basename(link)):
             os.unlink(link)
-    for aside in _announced_names(root):
+    for aside in _superseded_names_in_links(root):
         before = layout.name_before(aside)
-        if (
-            before is not None
-            and not os.path.lexists(root / aside)
-            and os.path.lexists(root / before)
-        ):
-            _follow(root, aside, before)
+        if before is None or os.path.lexists(root / aside):
+            continue
+        if os.path.lexists(root / before):
+            _redirect(root, aside, before)
 
 
 def pinned_names(root: Path) -> set[str]:
-    """The checkpoints with a pin, whether they exist or not; also those that were set aside."""
-    found = (entry.name.removesuffix(".txt") for entry in os.scandir(root))
-    names = {pointer.removeprefix(layout.PIN) for pointer in found if layout.is_pin(pointer)}
-    return {name for name in names if commit.pointer_text(root, layout.PIN + name) == name}
+    """List the checkpoints with a pin, including missing and superseded ones."""
+    names = set()
+    for entry in os.scandir(root):
+        pointer = entry.name.removesuffix(".txt")
+        if not layout.is_pin(pointer):
+            continue
+        name = pointer.removeprefix(layout.PIN)
+        if commit.pointer_text(root, pointer) == name:
+            names.add(name)
+    return names
 
 
-def _follow(root: Path, old: str, new: str) -> None:
-    """Have pins and users' links that lead to the checkpoint *old* lead to the name *new*."""
+def _redirect(root: Path, old: str, new: str) -> None:
+    """Change the pins and the users' links that point to the checkpoint *old*, so that they point to *new*."""
     if old in pinned_names(root):
         commit.point(root, layout.PIN + new, new)
         commit.unpoint(root, layout.PIN + old)
     for link in _links(root):
         name = os.path.basename(link)
-        is_own = os.path.dirname(link) == str(root) and (
-            name in layout.POINTERS or layout.is_pin(name)
-        )
-        text = None if is_own else _text_after_renaming(root, link, old, new)
+        is_at_top = os.path.dirname(link) == str(root)
+        if is_at_top and (name in layout.POINTERS or layout.is_pin(name)):
+            continue
+        text = _text_after_renaming(root, link, old, new)
         if text is None:
             continue
         try:
-            _change(Path(link), text)
+            _replace_link(Path(link), text)
         except OSError as error:
             what = f"the link {link} could not be changed when {old} became {new}"
             log.warning("%s", os_problem(error, what, hint=f"change it to point to {text}"))
 
 
 def _text_after_renaming(root: Path, link: str, old: str, new: str) -> str | None:
-    """The link's target after *old* in the run directory is renamed to *new*; None where it points elsewhere."""
+    """Return the link's target after *old* in the run directory is renamed to *new*; None if it points elsewhere."""
     parts = PurePosixPath(_text_of(link)).parts
     for index, part in enumerate(parts):
         if part != old:
             continue
-        holder = os.path.realpath(os.path.join(os.path.dirname(link), *parts[:index]))
-        if holder == str(root.resolve()):
-            return str(PurePosixPath(*parts[:index], new, *parts[index + 1 :]))
+        parents = parts[:index]
+        directory = os.path.realpath(os.path.join(os.path.dirname(link), *parents))
+        if directory == str(root.resolve()):
+            return str(PurePosixPath(*parents, new, *parts[index + 1 :]))
     return None
 
 
-def _change(link: Path, text: str) -> None:
+def _replace_link(link: Path, text: str) -> None:
     temporary = link.with_name(layout.link_name(uuid.uuid4().hex))
     os.symlink(text, temporary)
     try:
@@ -145,24 +153,28 @@ def _change(link: Path, text: str) -> None:
     fsync_directory(link.parent)
 
 
-def _announced_names(root: Path) -> set[str]:
-    """The ``.superseded-N`` names that occur in links."""
-    texts = [_text_of(link) for link in _links(root)]
-    names = {part for text in texts for part in PurePosixPath(text).parts}
-    return {name for name in names | pinned_names(root) if layout.is_superseded(name)}
+def _superseded_names_in_links(root: Path) -> set[str]:
+    """List the ``.superseded-N`` names that occur in links."""
+    names = pinned_names(root)
+    for link in _links(root):
+        names.update(PurePosixPath(_text_of(link)).parts)
+    return {name for name in names if layout.is_superseded(name)}
 
 
 def _text_of(link: str) -> str:
-    """The target text of a link; empty where the link has vanished."""
+    """Return the target text of a link; empty if the link was removed meanwhile."""
     with contextlib.suppress(OSError):
         return os.readlink(link)
     return ""
 
 
 def _links(directory: Path | str, at_top: bool = True) -> Iterator[str]:
-    """The symbolic links below a run's directory. What vanishes meanwhile is passed over below it, not at its top."""
+    """Yield the symbolic links below a run directory, except those in directories that the program made.
+
+    A subdirectory that is removed meanwhile is ignored. Raises OSError if the run directory cannot be read.
+    """
     try:
-        entries = [*os.scandir(directory)]
+        entries = list(os.scandir(directory))
     except OSError:
         if at_top:
             raise
@@ -175,5 +187,5 @@ def _links(directory: Path | str, at_top: bool = True) -> Iterator[str]:
 
 
 def _is_made_by_runs(name: str) -> bool:
-    """Whether a directory of this name is made by the program, so that no link in it is the user's."""
+    """Whether the program made a directory with this name, so that no link in it is the user's."""
     return layout.is_checkpoint(name) or layout.is_staging(name) or layout.is_trash(name)

@@ -24,54 +24,62 @@ class Removal:
 
 
 def pin(root: Path, name: str) -> None:
-    """Protect a checkpoint from the keep policy with a link beside it: every link in the run directory protects."""
+    """Protect a checkpoint from the keep policy with a link in the run directory."""
     commit.point(root, layout.PIN + name, name)
 
 
 def unpin(root: Path, name: str) -> bool:
-    """Remove a pin, also of a missing checkpoint; return False where there was none."""
+    """Remove a pin, also of a missing checkpoint. Returns whether there was one."""
     pinned = commit.pointer_text(root, layout.PIN + name) is not None
     commit.unpoint(root, layout.PIN + name)
     return pinned
 
 
 def pin_at(path: Path) -> tuple[Path, str] | None:
-    """(run directory, name) of a checkpoint that has a pin, from its path or the pin's; the checkpoint may be gone."""
+    """Return (run directory, name) of a pinned checkpoint, from its path or the pin's; None if it has no pin.
+
+    The checkpoint itself may be missing.
+    """
     name = path.name.removesuffix(".txt").removeprefix(layout.PIN)
-    is_pinned = commit.pointer_text(path.parent, layout.PIN + name) == name
-    return (path.parent, name) if is_pinned else None
+    if commit.pointer_text(path.parent, layout.PIN + name) != name:
+        return None
+    return path.parent, name
 
 
 def superseded_names(root: Path) -> list[str]:
-    """The checkpoints that were set aside when the run went back, and that no link protects."""
+    """List the superseded checkpoints that no link protects."""
     protected = links.protected_names(root)
-    found = (entry.name for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False))
-    return sorted(name for name in found if layout.is_superseded(name) and name not in protected)
+    names = []
+    for entry in os.scandir(root):
+        if not layout.is_superseded(entry.name) or entry.name in protected:
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            names.append(entry.name)
+    return sorted(names)
 
 
 def removable(
     root: Path, keep: policy.KeepPolicy, *, metric_key: str, superseded: bool = False
 ) -> list[Removal]:
-    """The checkpoints that :func:`remove` should remove, oldest first; with *superseded* also those set aside.
+    """List the checkpoints that :func:`remove` should remove, oldest first; with *superseded*, also superseded ones.
 
-    Never included: the newest complete checkpoint (files missing or truncated count as incomplete), targets of links,
-    what the policy keeps, and directories that are not complete checkpoints.
+    Never included: the newest checkpoint whose files all exist with their sizes, targets of links, what the policy
+    keeps, and directories that are not complete checkpoints.
     """
     records = [*resume.records(root, metric_key)]
     protected = links.protected_names(root)
     # The records are newest first: the newest checkpoint that can be resumed from is never removed.
-    newest_complete = next(
-        (record.name for record in records if _is_whole(root / record.name)), None
-    )
-    if newest_complete is not None:
-        protected.add(newest_complete)
+    for record in records:
+        if _has_all_files(root / record.name):
+            protected.add(record.name)
+            break
     names = [record.name for record in keep.removable(records, protected)]
     if superseded:
         names += superseded_names(root)
     return [Removal(name, size_on_disk(root / name)) for name in names]
 
 
-def _is_whole(checkpoint: Path) -> bool:
+def _has_all_files(checkpoint: Path) -> bool:
     """Whether all files exist with their recorded sizes; their contents are not read."""
     try:
         return not verify(checkpoint, Manifest.read(checkpoint), "size")
@@ -80,13 +88,13 @@ def _is_whole(checkpoint: Path) -> bool:
 
 
 def recover(root: Path) -> None:
-    """Remove what killed commands and runs left. Only for the holder of the directory's lock. Raises OSError."""
+    """Remove what killed commands and runs left. The caller has locked the directory. Raises OSError."""
     commit.recover(root)
     links.repair_links(root)
 
 
 def remove(root: Path, names: Iterable[str], *, check_lease: Callable[[], None]) -> list[str]:
-    """Remove checkpoints in order; return the names of the removed ones. Checkpoints protected by a link are kept.
+    """Remove checkpoints in order, except those that a link protects. Returns the names of the removed ones.
 
     *check_lease* is called before each removal. Raises OSError; a checkpoint that is already renamed to trash is then
     deleted at the next start or ``ckpt prune``.
@@ -104,10 +112,9 @@ def remove(root: Path, names: Iterable[str], *, check_lease: Callable[[], None])
 def drop_optimizer(root: Path, name: str) -> int:
     """Remove the optimizer state of a checkpoint; return the bytes freed.
 
-    Returns 0 where there was none, or where a link protects the checkpoint. The smaller checkpoint is built from hard
-    links in a staging directory, finalized, and swapped in atomically; no file is changed in place. Raises
-    :class:`CheckpointUnusable` for a damaged manifest, :class:`SaveFailed` where the file system cannot swap two
-    directories.
+    Returns 0 if there is none, or if a link protects the checkpoint. The smaller checkpoint is built from hard links in
+    a staging directory, finalized, and swapped with the other one atomically; no file is changed in place. Raises
+    :class:`CheckpointUnusable` for a damaged manifest, :class:`SaveFailed` if the file system cannot swap directories.
     """
     if name in links.protected_names(root):
         return 0
@@ -129,13 +136,13 @@ def drop_optimizer(root: Path, name: str) -> int:
             )
         fsync_directory(root)
     finally:
-        # After the swap the staging name holds the old checkpoint.
+        # After the swap, the staging directory is the old checkpoint.
         commit.discard(staging)
     return sum(manifest.files[path].size for path in dropped)
 
 
 def without_optimizer(manifest: Manifest) -> Manifest:
-    """The manifest of the same checkpoint without the state of its optimizers and their schedules."""
+    """Copy a manifest without the state of optimizers and learning rate schedules."""
     state = dict(manifest.state)
     dropped: dict[str, str] = {}
     for name, record in manifest.state.items():
@@ -144,9 +151,10 @@ def without_optimizer(manifest: Manifest) -> Manifest:
             dropped[name] = record.path
     directories = tuple(dropped.values())
     trees = {name: tree for name, tree in manifest.trees.items() if name not in dropped}
-    files = {
-        path: record for path, record in manifest.files.items() if not path.startswith(directories)
-    }
+    files = {}
+    for path, file in manifest.files.items():
+        if not path.startswith(directories):
+            files[path] = file
     return replace(manifest, state=state, trees=trees, files=files)
 
 
@@ -160,22 +168,23 @@ def _link_files(source: Path, target: Path, *, omit: Collection[str]) -> None:
             path = (relative / name).as_posix()
             if path not in omit:
                 os.link(source / path, target / path, follow_symlinks=False)
-    for directory in {os.path.dirname(path) for path in omit} - {""}:
+    emptied = {os.path.dirname(path) for path in omit} - {""}
+    for directory in emptied:
         if not os.listdir(target / directory):
             os.rmdir(target / directory)
 
 
 def size_on_disk(directory: Path) -> int:
-    """Bytes of all files below a directory."""
-    return sum(
-        os.lstat(os.path.join(parent, name)).st_size
-        for parent, _, names in os.walk(directory)
-        for name in names
-    )
+    """Return the bytes of all files below a directory. Links are not followed."""
+    num_bytes = 0
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            num_bytes += os.lstat(os.path.join(parent, name)).st_size
+    return num_bytes
 
 
 def run_of(checkpoint: Path) -> tuple[Path, str]:
-    """(run directory, name) of a checkpoint's path. Raises :class:`CheckpointUnusable` for any other directory."""
+    """Split a checkpoint's path into run directory and name. Raises :class:`CheckpointUnusable` for other paths."""
     if not layout.is_checkpoint(checkpoint.name):
         raise CheckpointUnusable(
             "not a checkpoint of a run",

@@ -1,11 +1,10 @@
-"""Which checkpoint a run starts from, given the contents of the run directory and ``restore_from``.
+"""Select the checkpoint that a run starts from, by the contents of the run directory and ``restore_from``.
 
-Imports no torch; shared by the trainer and ``ckpt``.
+Imports no torch. The trainer and ``ckpt`` use it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,12 +16,12 @@ from automodel_ckpt.checkpoint.run import late_validations
 from automodel_ckpt.errors import CheckpointUnusable, Problem
 
 Known = dict[str, tuple[tuple[int, int, int], policy.Record]]
-"""Records that were read before, with the :func:`stamp` that each checkpoint had."""
+"""A cache of records by name, each with the :func:`stamp` that the checkpoint had when it was read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A checkpoint that was skipped, and why."""
+    """A checkpoint that was skipped, and the reasons."""
 
     path: Path
     step: int | None
@@ -35,10 +34,10 @@ class Rejected:
 
 
 def checkpoint_names(root: Path) -> list[layout.CheckpointName]:
-    """The directories of a run that are named like checkpoints, newest first; nothing inside them is read.
+    """List the directories of a run that are named like checkpoints, newest first. Does not read their contents.
 
-    A link counts like the directory that it leads to, also where that is not there now: its checkpoint was moved to
-    another disk, say. Not so a link to another checkpoint of the same run, which is a second name for it.
+    A link to a directory elsewhere counts as a checkpoint that was moved to another disk, even if that directory is
+    missing. A link to another checkpoint of the same run does not: it is a second name of that checkpoint.
     """
     try:
         entries = list(os.scandir(root))
@@ -47,60 +46,70 @@ def checkpoint_names(root: Path) -> list[layout.CheckpointName]:
     names = []
     for entry in entries:
         name = layout.parse_checkpoint_name(entry.name)
-        if name is not None and (entry.is_dir(follow_symlinks=False) or is_moved(Path(entry.path))):
+        if name is None:
+            continue
+        if entry.is_dir(follow_symlinks=False) or is_moved(Path(entry.path)):
             names.append(name)
     return sorted(names, reverse=True)
 
 
 def is_moved(checkpoint: Path) -> bool:
-    """Whether this is a link to a checkpoint outside of its run directory, as moving it to another disk leaves it."""
+    """Whether this is a link to a checkpoint outside of the run directory, which was moved to another disk."""
     if not checkpoint.is_symlink():
         return False
     return os.path.dirname(os.path.realpath(checkpoint)) != os.path.realpath(checkpoint.parent)
 
 
 def records(root: Path, metric_key: str, known: Known | None = None) -> Iterator[policy.Record]:
-    """The complete checkpoints of a run, newest first, with the value that ranks them; the others are passed over.
+    """Yield the complete checkpoints of a run, newest first, with the metric that ranks them. Others are skipped.
 
-    What was read before, and is *known*, is not read again.
+    *known* is a cache of records.
     """
     known = {} if known is None else known
     for name in checkpoint_names(root):
-        if (found := record(root, str(name), metric_key, known)) is not None:
+        found = record(root, str(name), metric_key, known)
+        if found is not None:
             yield found
 
 
 def newest(root: Path) -> policy.Record | None:
-    """The newest complete checkpoint of a run, whatever ranks them; None where there is none."""
+    """Return the newest complete checkpoint of a run, without its metric; None if there is none."""
     return next(records(root, ""), None)
 
 
 def record(root: Path, name: str, metric_key: str, known: Known) -> policy.Record | None:
-    """The record of the checkpoint *name*, from *known* if its manifest has not changed; None where missing or
-    damaged.
+    """Return the record of the checkpoint *name*; None if the checkpoint is missing or damaged.
+
+    It is taken from *known* if the manifest has not changed.
     """
     parsed = layout.parse_checkpoint_name(name)
-    with contextlib.suppress(OSError, CheckpointUnusable):
-        now = stamp(root / name)
-        if parsed is not None and (name not in known or known[name][0] != now):
-            summary = Summary.read(root / name)
-            late = late_validations.recall(root / name, summary.digest)
-            ranks = summary.validated or bool(late)
-            metric = policy.metric_of({**summary.losses, **late}, metric_key) if ranks else None
-            known[name] = now, policy.Record(name, parsed.step, parsed.epoch, metric)
-        return known[name][1] if parsed is not None else None
-    return None
+    if parsed is None:
+        return None
+    try:
+        current = stamp(root / name)
+        if name in known and known[name][0] == current:
+            return known[name][1]
+        summary = Summary.read(root / name)
+    except (OSError, CheckpointUnusable):
+        return None
+    late = late_validations.recall(root / name, summary.digest)
+    metric = None
+    if summary.validated or late:
+        metric = policy.metric_of({**summary.losses, **late}, metric_key)
+    found = policy.Record(name, parsed.step, parsed.epoch, metric)
+    known[name] = (current, found)
+    return found
 
 
 def stamp(checkpoint: Path) -> tuple[int, int, int]:
-    """(inode, mtime in ns, bytes) of a checkpoint's manifest, to detect a replaced one. Raises OSError."""
+    """Return (inode, mtime in ns, bytes) of a checkpoint's manifest, to detect a replaced one. Raises OSError."""
     found = os.lstat(checkpoint / layout.MANIFEST)
     return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The checkpoints to try, in order. With *by_name*, the user named one and no other may be used."""
+    """The checkpoints to try, in order. With *by_name*, the user selected one, and no other may be used."""
 
     candidates: list[Path]
     by_name: bool
@@ -108,7 +117,7 @@ class Request:
 
 
 def candidates(root: Path, restore_from: str | None) -> Request:
-    """The checkpoints to try, in order. Raises :class:`CheckpointUnusable` where the named one does not exist.
+    """List the checkpoints to try, in order. Raises :class:`CheckpointUnusable` if the named one does not exist.
 
     ``restore_from`` (a pointer, a checkpoint's name, or a path) applies until the run has published a newer checkpoint
     under the same request, so that a requeued command resumes instead of rewinding.
@@ -125,16 +134,14 @@ def candidates(root: Path, restore_from: str | None) -> Request:
 
 
 def request_text(root: Path, restore_from: str | None) -> str | None:
-    """The text by which a checkpoint records the ``restore_from`` under which it was saved.
+    """Return the text with which a checkpoint records the ``restore_from`` of the run that saved it.
 
     A pointer or a checkpoint of this run is recorded by name, because the run directory may be moved or mounted
     elsewhere. Any other path is recorded as an absolute path.
     """
-    if (
-        restore_from is None
-        or restore_from in layout.POINTERS
-        or layout.parse_checkpoint_name(restore_from)
-    ):
+    if restore_from is None or restore_from in layout.POINTERS:
+        return restore_from
+    if layout.parse_checkpoint_name(restore_from):
         return restore_from
     path = Path(os.path.abspath(restore_from))
     if layout.parse_checkpoint_name(path.name) and path.parent.resolve() == root.resolve():
@@ -143,20 +150,23 @@ def request_text(root: Path, restore_from: str | None) -> str | None:
 
 
 def _published_under(newest: list[Path], root: Path, restore_from: str) -> Path | None:
-    """The newest readable checkpoint, where it was saved under this ``restore_from``."""
+    """Return the newest readable checkpoint if it was saved under this ``restore_from``; otherwise None."""
     for path in newest:
         try:
             lineage = Summary.read(path).lineage
         except CheckpointUnusable:
             continue
-        return path if _is_same_request(root, lineage.get("restore_from"), restore_from) else None
+        if _is_same_request(root, lineage.get("restore_from"), restore_from):
+            return path
+        return None
     return None
 
 
 def _is_same_request(root: Path, noted: object, restore_from: str) -> bool:
-    """Whether ``restore_from`` means what a checkpoint has *noted*, wherever the run directory was then.
+    """Whether ``restore_from`` refers to the same checkpoint as *noted*, the text in a checkpoint of the run.
 
-    Earlier versions noted the absolute path of a checkpoint of the run; a recipe may still give that path.
+    The run directory may have been moved since. Earlier versions recorded the absolute path of a checkpoint of the run,
+    and a recipe may still contain that path.
     """
     request = request_text(root, restore_from)
     if noted == request:
@@ -167,7 +177,7 @@ def _is_same_request(root: Path, noted: object, restore_from: str) -> bool:
         return False
     if Path(noted).is_absolute() == Path(request).is_absolute():
         return False
-    # One is a name in this run, the other a path: of the place where the run was before, or of another run.
+    # One is a name in this run, the other a path: the previous location of this run, or another run.
     own = root / Path(request).name
     path = Path(noted) if Path(noted).is_absolute() else Path(request)
     return not path.exists() or (own.exists() and _have_same_manifest(path, own))
@@ -181,43 +191,49 @@ def _have_same_manifest(one: Path, other: Path) -> bool:
 
 
 def named_checkpoint(root: Path, name: str) -> Path:
-    """The path of the checkpoint that *name* refers to: a pointer, a checkpoint's name, or a path to either.
+    """Return the path of a checkpoint. *name* is a pointer, a checkpoint's name, or a path to either.
 
-    Raises :class:`CheckpointUnusable` where it does not exist.
+    Raises :class:`CheckpointUnusable` if it does not exist.
     """
+    found: Path | None = None
     if name in layout.POINTERS:
         target = commit.pointed(root, name)
-        found = root / target if target else None
+        if target:
+            found = root / target
     elif layout.parse_checkpoint_name(name):
         found = root / name
     else:
         found = pointed_path(Path(name))
     is_second_name = found is not None and found.is_symlink() and not is_moved(found)
     if found is None or not found.is_dir() or (name in layout.POINTERS and is_second_name):
-        there = ", ".join(str(n) for n in checkpoint_names(root)[:10]) or "no checkpoints"
+        newest = [str(each) for each in checkpoint_names(root)[:10]]
+        existing = ", ".join(newest) or "no checkpoints"
         raise CheckpointUnusable(
             "the checkpoint to restore from does not exist",
             where="checkpoint.restore_from",
             value=name,
-            hint=f"use an existing one ({root} contains {there}), LATEST, LOWEST_VAL, or a path",
+            hint=f"use an existing one ({root} contains {existing}), LATEST, LOWEST_VAL, or a path",
         )
     return found
 
 
 def pointed_path(path: Path) -> Path | None:
-    """A checkpoint's path from its own path, its link's, or that of a pointer's text file; None where that dangles."""
+    """Return the path of a checkpoint, given its path or that of a pointer, as link or text file.
+
+    Returns None for a pointer to nothing.
+    """
     if path.name in (f"{pointer}.txt" for pointer in layout.POINTERS):
         path = path.with_suffix("")
-    if path.name in layout.POINTERS:
-        target = commit.pointed(path.parent, path.name)
-        return path.parent / target if target else None
-    return path
+    if path.name not in layout.POINTERS:
+        return path
+    target = commit.pointed(path.parent, path.name)
+    return path.parent / target if target else None
 
 
-def rejection_table(refused: list[Rejected]) -> str:
-    """A text table of the skipped checkpoints, one line each."""
+def rejection_table(rejected: list[Rejected]) -> str:
+    """Format the skipped checkpoints as a table, one line each."""
     rows = [("path", "step", "complete", "compatible", "reason")]
-    for each in refused:
+    for each in rejected:
         step = "?" if each.step is None else str(each.step)
         rows.append(
             (str(each.path), step, _yes(each.complete), _yes(each.compatible), each.reason())

@@ -20,27 +20,30 @@ log = logging.getLogger("automodel_ckpt")
 
 
 class Chooser:
-    """Chooses among a run's checkpoints, with *level* of comparison, on all *ranks* of *group*."""
+    """Chooses a checkpoint of a run on all ranks of *group*. *level* is how its files are verified."""
 
     def __init__(self, level: Level, ranks: layout.RankLayout, group: ProcessGroup | None) -> None:
         self._level: Level = level
-        self._ranks, self._group = ranks, group
+        self._ranks = ranks
+        self._group = group
 
     def choose(self, run: RunDirectory, restore_from: str | None) -> tuple[Path, Manifest] | None:
-        """The newest usable checkpoint of *run*, or the one that *restore_from* names, verified. Collective.
+        """Choose and verify the newest usable checkpoint of *run*, or the one that *restore_from* names. Collective.
 
-        Returns None where the run has no checkpoint. Rank 0 logs each skipped checkpoint with the reason. Raises
-        :class:`CheckpointUnusable` on all ranks where none can be used.
+        Returns None if the run has no checkpoint. Rank 0 logs each skipped checkpoint with the reason. Raises
+        :class:`CheckpointUnusable` on all ranks if no checkpoint can be used.
         """
-        leads, request = self._ranks.rank == 0, None
+        is_rank_0 = self._ranks.rank == 0
+        request = None
         with raise_on_all_ranks(
             self._group, "looking for a checkpoint", run.path, CheckpointUnusable
         ):
-            request = run.candidates(restore_from) if leads else None
+            if is_rank_0:
+                request = run.candidates(restore_from)
         request = agree.broadcast_object(self._group, request)
         assert request is not None
         chosen = self._first_usable(run, request)
-        if chosen is not None and request.note and leads:
+        if chosen is not None and request.note and is_rank_0:
             log.info("%s", request.note)
         return chosen
 
@@ -53,23 +56,26 @@ class Chooser:
             if manifest is not None and not problems:
                 return path, manifest
             name = layout.parse_checkpoint_name(path.name)
-            skipped.append(
-                resume.Rejected(
-                    path, name.step if name else None, manifest is not None, True, tuple(problems)
-                )
+            rejected = resume.Rejected(
+                path,
+                step=name.step if name else None,
+                complete=manifest is not None,
+                compatible=True,
+                problems=tuple(problems),
             )
+            skipped.append(rejected)
             if self._ranks.rank == 0:
-                log.warning(
-                    "Skipping checkpoint %s: %s", run.display_path(path), skipped[-1].reason()
-                )
+                shown = run.display_path(path)
+                log.warning("Skipping checkpoint %s: %s", shown, rejected.reason())
                 if manifest is not None and path.parent == run.root:
                     verification_results.remember(run.root, {path.name: False})
         if not skipped:
             return None
+        what = "no checkpoint can be used"
+        if request.by_name:
+            what = "the checkpoint to restore from cannot be used"
         raise CheckpointUnusable(
-            "the checkpoint to restore from cannot be used"
-            if request.by_name
-            else "no checkpoint can be used",
+            what,
             where=str(run.path),
             value="\n" + resume.rejection_table(skipped),
             hint="restore the files from a copy, name another checkpoint in checkpoint.restore_from, "
@@ -77,8 +83,12 @@ class Chooser:
         )
 
     def _examine(self, path: Path) -> tuple[Manifest | None, list[Problem]]:
-        """(manifest or None, problems found by all ranks). Each rank verifies its share of the files. Collective."""
-        manifest, problems = None, []
+        """Verify a checkpoint; each rank reads a part of its files. Collective.
+
+        Returns the manifest (None if it cannot be read) and the problems found by all ranks.
+        """
+        manifest = None
+        problems: list[Problem] = []
         try:
             manifest = Manifest.read(path)
             problems = verify(
@@ -86,7 +96,7 @@ class Chooser:
             )
         except CheckpointUnusable as error:
             problems = list(error.problems)
-        found = [
-            problem for theirs in agree.gather_objects(self._group, problems) for problem in theirs
-        ]
-        return manifest, list(dict.fromkeys(found))
+        found: dict[Problem, None] = {}
+        for problems_of_rank in agree.gather_objects(self._group, problems):
+            found.update(dict.fromkeys(problems_of_rank))
+        return manifest, list(found)

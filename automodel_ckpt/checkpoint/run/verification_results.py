@@ -1,7 +1,7 @@
 """Results of ``ckpt verify`` and of the verification at starts, stored in the run directory for ``ckpt ls``.
 
-A result belongs to one manifest (inode, time and size): it stays with a renamed checkpoint, and a copied or replaced
-checkpoint has none. Damage stays recorded until a later verification finds the checkpoint intact.
+A result belongs to one manifest (inode, time and size). A renamed checkpoint has the result, and a copied or replaced
+one does not. Damage is recorded until a later verification finds the checkpoint intact.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Note:
 
 
 def recall(run: Path) -> dict[str, Note]:
-    """The results for the checkpoints that are in *run* now, by their present names."""
+    """Return the results for the checkpoints in *run*, by their current names."""
     return {name: note for name, (note, _) in _current(run).items()}
 
 
 def _current(run: Path) -> dict[str, tuple[Note, list[int]]]:
-    """The results with the :func:`resume.stamp` of the manifest that each belongs to."""
+    """Return the results, each with the :func:`resume.stamp` of its manifest."""
     notes: dict[tuple[int, ...], Note] = {}
     for entry in _read(run).values():
         with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
@@ -48,7 +48,7 @@ def _current(run: Path) -> dict[str, tuple[Note, list[int]]]:
         with contextlib.suppress(OSError):
             stamp = resume.stamp(run / name)
             if stamp in notes:
-                found[name] = (notes[stamp], [*stamp])
+                found[name] = (notes[stamp], list(stamp))
     return found
 
 
@@ -60,14 +60,14 @@ def _directories(run: Path) -> list[str]:
 
 
 def remember(run: Path, results: Mapping[str, bool]) -> None:
-    """Store whether each checkpoint was intact; does nothing where the directory cannot be written."""
-    notes: dict[str, dict[str, Any]] = {
-        name: {"time": note.time, "ok": note.ok, "stamp": stamp}
-        for name, (note, stamp) in _current(run).items()
-    }
+    """Store whether each checkpoint was intact. Does nothing if the directory cannot be written."""
+    notes: dict[str, dict[str, Any]] = {}
+    for name, (note, stamp) in _current(run).items():
+        notes[name] = {"time": note.time, "ok": note.ok, "stamp": stamp}
     for name, ok in results.items():
         with contextlib.suppress(OSError):
-            notes[name] = {"time": time.time(), "ok": ok, "stamp": [*resume.stamp(run / name)]}
+            stamp = list(resume.stamp(run / name))
+            notes[name] = {"time": time.time(), "ok": ok, "stamp": stamp}
     with contextlib.suppress(OSError):
         replace_file(run / layout.VERIFIED, json.dumps(notes).encode())
 
@@ -77,8 +77,6 @@ def _read(run: Path) -> dict[str, Any]:
         notes = json.loads(read_safely(run, layout.VERIFIED, limit=_MAX_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
-    return (
-        {name: note for name, note in notes.items() if isinstance(note, dict)}
-        if isinstance(notes, dict)
-        else {}
-    )
+    if not isinstance(notes, dict):
+        return {}
+    return {name: note for name, note in notes.items() if isinstance(note, dict)}
