@@ -54,7 +54,7 @@ def start_from(
     with raise_on_all_ranks(group):
         weights, verdict = _found(section, modules, resizable, ranks, verify)
     log.info("Starting from the weights in %s", weights.path)
-    verdict.tell("they and the model")
+    verdict.log_differences("they and the model")
 
     with raise_on_all_ranks(group):
         for name, module in modules.items():
@@ -197,7 +197,7 @@ def _compare(
     )
     if not (section.allow_missing or section.allow_unexpected):
         _check_both_given(section.path, ours=_adapted(shapes), theirs=_adapted(there.shapes))
-    verdict.refuse("init_from.path", section.path, "init_from")
+    verdict.check_allowed("init_from.path", section.path, "init_from")
     return verdict
 
 

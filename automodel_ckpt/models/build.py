@@ -1,6 +1,6 @@
-"""From ``from_pretrained`` or ``from_config`` to a model that is ready to be shared out among ranks.
+"""Build a model from ``from_pretrained`` or ``from_config``, and validate it.
 
-What can be refused by the configuration alone is refused before any weight is made or read.
+Everything that the configuration alone shows is validated before weights are created or read.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def load_model_config(
     tokenizer: Any = None,
     processor: Any = None,
 ) -> PreTrainedConfig:
-    """The transformers configuration of the model; reads no weights.
+    """Read or create the transformers configuration of the model, without reading weights.
 
-    A *from_config* mapping takes ``vocab_size`` and the special tokens' ids from *tokenizer*, and those of the image
-    tokens from *processor*, where it does not give them. Raises :class:`RecipeError` for what is not there, not
-    readable, or no setting of this type of model.
+    If a *from_config* mapping does not set them, ``vocab_size`` and the ids of special tokens come from *tokenizer*,
+    and the ids of image tokens from *processor*. Raises :class:`RecipeError` for a missing or unreadable configuration,
+    and for settings that this type of model does not have.
     """
     if from_pretrained is not None:
         return _read_config(from_pretrained, "model.from_pretrained")
@@ -60,7 +60,7 @@ def load_model_config(
 
 
 def require_local(name: str, where: str) -> None:
-    """Raise :class:`RecipeError` when *name* is a path rather than a Hub name, and nothing is there."""
+    """Raise :class:`RecipeError` if *name* looks like a path, not like a name of the Hub, and does not exist."""
     path = Path(name).expanduser()
     if path.exists():
         return
@@ -72,7 +72,7 @@ def require_local(name: str, where: str) -> None:
 
 
 def base_directory(name: str) -> Path | None:
-    """The local directory of a pretrained model's files: *name* itself, or its place in the Hub's cache."""
+    """The local directory of a pretrained model's files: *name*, or its directory in the Hub's cache, or None."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path
@@ -83,29 +83,32 @@ def base_directory(name: str) -> Path | None:
 
 
 def fetched_directory(name: str) -> Path | None:
-    """As :func:`base_directory`, for whoever needs the weights: those of a Hub name are fetched into its cache first.
+    """Fetch the weights of a Hub name into the cache, if necessary, and return their local directory.
 
-    None where they cannot be had as safetensors. Ranks of a machine that fetch at the same time wait for each other.
+    Returns None if they are not available as safetensors. If several ranks of a node fetch, they wait for each other.
     """
-    if not Path(name).expanduser().is_dir():
-        try:
-            index = cached_file(
-                name, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False
-            )
-            if index is not None:
-                get_checkpoint_shard_files(name, index)  # type: ignore[no-untyped-call]
-            elif (
-                cached_file(name, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)
-                is None
-            ):
-                return None
-        except (OSError, ValueError):
+    if Path(name).expanduser().is_dir():
+        return base_directory(name)
+    try:
+        index = _fetched(name, SAFE_WEIGHTS_INDEX_NAME)
+        if index is not None:
+            get_checkpoint_shard_files(name, index)  # type: ignore[no-untyped-call]
+        elif _fetched(name, SAFE_WEIGHTS_NAME) is None:
             return None
+    except (OSError, ValueError):
+        return None
     return base_directory(name)
 
 
+def _fetched(name: str, file: str) -> str | None:
+    """The path of a *file* of a Hub name in the cache, fetched if necessary; None if the model has no such file."""
+    return cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+
+
 def _nearest_directory(path: Path) -> str:
-    siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    siblings = []
+    if path.parent.is_dir():
+        siblings = [sibling.name for sibling in path.parent.iterdir()]
     near = difflib.get_close_matches(path.name, siblings, n=1)
     hint = f"did you mean {path.parent / near[0]}? " if near else ""
     return f"{hint}use a directory with a config.json, or a model of the Hugging Face Hub"
@@ -118,7 +121,7 @@ def _read_config(name: str, where: str) -> PreTrainedConfig:
             os.path.expanduser(name), trust_remote_code=False
         )
         return config
-    except Exception as error:  # what damaged files make transformers raise
+    except Exception as error:  # transformers raises many classes for damaged files
         raise RecipeError(
             "the model's configuration cannot be read",
             where=where,
@@ -164,7 +167,7 @@ def _config_class(model_type: object) -> type[PreTrainedConfig]:
 def _completed(
     settings: dict[str, Any], default: PreTrainedConfig, tokenizer: Any, processor: Any
 ) -> dict[str, Any]:
-    """*settings* with what follows from the tokenizer, for a model of several parts in that of its text."""
+    """Complete *settings* from the tokenizer and the processor; a model of several parts has a section for text."""
     if "text_config" not in default.sub_configs:
         return {**_settings_of(tokenizer), **settings}
     text = settings.get("text_config") or {}
@@ -183,48 +186,42 @@ def _settings_of(tokenizer: Any) -> dict[str, Any]:
 
 
 def _check_known(settings: Mapping[str, Any], default: PreTrainedConfig) -> None:
-    """transformers would keep a misspelt setting as an attribute and build the model without it."""
-    known = {
-        name for name in (*vars(default), *type(default).attribute_map) if not name.startswith("_")
-    }
-    unknown = [name for name in settings if not hasattr(default, name)]
-    if unknown:
-        raise RecipeError.all_of(
-            [
-                Problem(
-                    f"{default.model_type} models have no setting {name!r}",
-                    f"model.from_config.{name}",
-                    settings[name],
-                    did_you_mean(name, known),
-                )
-                for name in unknown
-            ]
-        )
+    """Raise :class:`RecipeError` for unknown settings.
+
+    transformers would store them as attributes and build the model without them.
+    """
+    names = {*vars(default), *type(default).attribute_map}
+    known = {name for name in names if not name.startswith("_")}
+    problems = []
+    for name, value in settings.items():
+        if not hasattr(default, name):
+            what = f"{default.model_type} models have no setting {name!r}"
+            where = f"model.from_config.{name}"
+            problems.append(Problem(what, where, value, did_you_mean(name, known)))
+    if problems:
+        raise RecipeError.all_of(problems)
 
 
 def check_task(config: PreTrainedConfig, auto_class: Any) -> None:
-    """:class:`RecipeError` for a model that *auto_class* of transformers, the recipe's, does not make."""
-    made_by = getattr(auto_class, "_model_mapping", None)  # one class of models has none
-    if (
-        made_by is None
-        or type(config) in made_by
-        or auto_class.__name__ in (getattr(config, "auto_map", None) or {})
-    ):
+    """Raise :class:`RecipeError` if the recipe's *auto_class* of transformers does not support the model."""
+    # Private in transformers 5.17 to 5.23. Custom classes may have no mapping.
+    mapping = getattr(auto_class, "_model_mapping", None)
+    remote_classes = getattr(config, "auto_map", None) or {}
+    if mapping is None or type(config) in mapping or auto_class.__name__ in remote_classes:
         return
-    made = (
-        ", ".join(getattr(config, "architectures", None) or ()) or "no class listed in its config"
-    )
+    architectures = getattr(config, "architectures", None) or ()
+    listed = ", ".join(architectures) or "no class listed in its config"
     raise RecipeError(
         "this recipe does not support this kind of model",
         where="model",
-        value=f"a {config.model_type} model ({made}), which {auto_class.__name__} does not support",
+        value=f"a {config.model_type} model ({listed}), which {auto_class.__name__} does not support",
         hint="name a causal language model, or for a vision-language model recipe: vlm_finetune; encoders and "
         "encoder-decoders need a recipe of your own",
     )
 
 
 def check_attention(model: nn.Module, device: torch.device) -> None:
-    """:class:`RecipeError` where the model's attention cannot be trained on *device*."""
+    """Raise :class:`RecipeError` if *device* does not support training with the model's attention implementation."""
     if device.type == "cpu" and attention_of(model) == "flex_attention":
         raise RecipeError(
             "torch's flex_attention has no backward pass on the CPU",
@@ -235,7 +232,7 @@ def check_attention(model: nn.Module, device: torch.device) -> None:
 
 
 def check_context(config: PreTrainedConfig, seq_length: int, where: str) -> None:
-    """Raise :class:`RecipeError` when samples of *seq_length* tokens are longer than the model's context."""
+    """Raise :class:`RecipeError` if samples of *seq_length* tokens are longer than the model's context."""
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     if isinstance(limit, int) and seq_length > limit:
         raise RecipeError(
@@ -247,9 +244,9 @@ def check_context(config: PreTrainedConfig, seq_length: int, where: str) -> None
 
 
 def check_vocabulary(config: PreTrainedConfig, tokenizer: Any, *, size: int | None = None) -> None:
-    """Raise :class:`RecipeError` when the tokenizer has ids for which the model has no embedding.
+    """Raise :class:`RecipeError` if the tokenizer has ids without an embedding in the model.
 
-    *size* is what ``model.vocab_size`` makes of the model's own.
+    *size* is the value of ``model.vocab_size``; None is the size of the model's vocabulary.
     """
     size = size or getattr(config.get_text_config(), "vocab_size", None)
     if tokenizer is not None and isinstance(size, int) and len(tokenizer) > size:
@@ -273,14 +270,14 @@ def build_model(
     allow_unexpected: Sequence[str] = (),
     loading: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """A model by *config*, on the CPU, in training mode; weights read, or drawn from torch's generator.
+    """Build the model of *config* on the CPU, in training mode, with weights from files or from torch's generator.
 
-    *auto_class* is the class of transformers that makes it. *dtype* is a torch dtype's name or ``auto``: that of the
-    files, or of the configuration. *config* is not changed. The globs *allow_missing* and *allow_unexpected* say which
-    weights of the model the files need not hold, and which of theirs the model need not have. *loading* are further
-    arguments of ``from_pretrained``.
-    Raises :class:`RecipeError` when the weights cannot be read, for other weights than the model's, or when
-    transformers has no such model.
+    *auto_class* is the class of transformers that builds it. *dtype* is the name of a torch dtype, or ``auto``: that of
+    the files or of the configuration. *config* is not changed. *allow_missing* and *allow_unexpected* are globs of
+    weights that the files, or the model, may lack. *loading* are further arguments of ``from_pretrained``.
+
+    Raises :class:`RecipeError` if the weights cannot be read or do not match the model, or if transformers does not
+    have such a model.
     """
     options: dict[str, Any] = {"trust_remote_code": False}
     if attn_implementation is not None:
@@ -291,7 +288,8 @@ def build_model(
             model: nn.Module = auto_class.from_config(copy.deepcopy(config), **options)
         else:
             options["dtype"] = "auto" if dtype == "auto" else getattr(torch, dtype)
-            options["ignore_mismatched_sizes"] = True  # they are refused by name, unless allowed
+            # transformers' own error would not name all tensors; differences are checked below.
+            options["ignore_mismatched_sizes"] = True
             if not loading:
                 options |= dequantized(config)
             model, differences = _read_model(
@@ -316,15 +314,15 @@ def build_model(
         verdict = Verdict.of_differences(
             **differences, allow_missing=allow_missing, allow_unexpected=allow_unexpected
         )
-        verdict.refuse("model.from_pretrained", from_pretrained, "model")
-        verdict.tell(f"{from_pretrained} and the model")
+        verdict.check_allowed("model.from_pretrained", from_pretrained, "model")
+        verdict.log_differences(f"{from_pretrained} and the model")
         if dtype != "auto" and not loading:
             cast_to(model, getattr(torch, dtype))
     return model.train()
 
 
 def _damaged_file(name: str) -> str:
-    """The first file of weights whose header cannot be read; *name*, of which it is a part, where that says nothing."""
+    """The first file of weights whose header cannot be read; *name* if all headers can be read."""
     for file in sorted((base_directory(name) or Path(name)).glob("*.safetensors")):
         try:
             with safe_open(file, framework="pt"):
@@ -335,7 +333,7 @@ def _damaged_file(name: str) -> str:
 
 
 def fresh_dtype(config: PreTrainedConfig, dtype: str) -> torch.dtype:
-    """The type that a dtype's name, or ``auto``, gives a model of fresh weights."""
+    """The dtype of a model with fresh weights: the one named *dtype*; for ``auto``, that of the configuration."""
     if dtype != "auto":
         return getattr(torch, dtype)  # type: ignore[no-any-return]
     return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
@@ -344,8 +342,8 @@ def fresh_dtype(config: PreTrainedConfig, dtype: str) -> torch.dtype:
 def _read_model(
     auto_class: Any, name: str, options: Mapping[str, Any]
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """The model, and what its tensors and those of the files differ in."""
-    # What is not as it should be is refused or told by us, by name.
+    """Read the model, and return it with the arguments of :meth:`Verdict.of_differences`."""
+    # transformers logs a table of differences, which are reported by name later.
     with _quiet("transformers.modeling_utils"):
         model, info = auto_class.from_pretrained(name, output_loading_info=True, **options)
     misshapen = {fqn: (tuple(there), tuple(here)) for fqn, there, here in info["mismatched_keys"]}
@@ -369,34 +367,27 @@ def _quiet(name: str) -> Iterator[None]:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
-    """Exclude from training the parameters whose names match a glob; returns how many elements stay trainable.
+    """Exclude from training the parameters whose names match a glob. Returns the number of trainable elements.
 
-    A part of a vision-language model has a name of its own: ``vision_tower``, ``projector``, ``language_model``.
-    Raises :class:`RecipeError` for patterns that match nothing, and when nothing is left to train.
+    The parts of a vision-language model are also patterns: ``vision_tower``, ``projector``, ``language_model``. Raises
+    :class:`RecipeError` for patterns without a match, and if no parameter is left to train.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    matches = {
-        pattern: parameters_of(pattern, parameters)
-        if pattern in PARTS
-        else fnmatch.filter(parameters, pattern)
-        for pattern in patterns
-    }
     parts = [part for part in PARTS if parameters_of(part, parameters)]
-    problems = [
-        Problem(
-            "no parameter's name matches",
-            "model.freeze",
-            pattern,
-            did_you_mean(pattern, {*parameters, *parts}),
-        )
-        for pattern, names in matches.items()
-        if not names
-    ]
+    frozen: set[str] = set()
+    problems = []
+    for pattern in patterns:
+        names = fnmatch.filter(parameters, pattern)
+        if pattern in PARTS:
+            names = parameters_of(pattern, parameters)
+        frozen.update(names)
+        if not names:
+            hint = did_you_mean(pattern, {*parameters, *parts})
+            problems.append(Problem("no parameter's name matches", "model.freeze", pattern, hint))
     if problems:
         raise RecipeError.all_of(problems)
-    for names in matches.values():
-        for name in names:
-            parameters[name].requires_grad_(False)
+    for name in frozen:
+        parameters[name].requires_grad_(False)
     num_trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if num_trainable == 0:
         raise RecipeError(
@@ -409,8 +400,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
 
 
 def check_complete(model: object) -> None:
-    """Raise :class:`RecipeError` for what is no module, or has tensors without values, as lazy ones and those on the
-    meta device are."""
+    """Raise :class:`RecipeError` if *model* is not a module, or has lazy tensors or tensors on the meta device."""
     if not isinstance(model, nn.Module):
         hint = "return one from the function or class of this section"
         raise RecipeError(
@@ -431,10 +421,9 @@ def check_complete(model: object) -> None:
 
 
 def check_trained_types(model: nn.Module) -> None:
-    """Raise :class:`RecipeError` where parameters in float16 are to be trained."""
-    short = [
-        name for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16
-    ]
+    """Raise :class:`RecipeError` for trainable parameters in float16."""
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    short = [name for name, p in trained if p.dtype == torch.float16]
     if short:
         raise RecipeError(
             "float16 training requires a loss scaler (small gradients underflow), which is not supported",
@@ -446,7 +435,10 @@ def check_trained_types(model: nn.Module) -> None:
 
 
 def checkpoint_activations(model: Any) -> None:
-    """Recompute each layer's activations in the backward pass. :class:`RecipeError` where the model cannot."""
+    """Make the model recompute the activations of each layer in the backward pass.
+
+    Raises :class:`RecipeError` if it does not support this.
+    """
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise RecipeError(
             "this model cannot recompute its activations",
@@ -454,27 +446,22 @@ def checkpoint_activations(model: Any) -> None:
             value=type(model).__name__,
             hint="remove activation_checkpointing",
         )
-    enable = (
-        getattr(model, "activation_checkpointing_enable", None)
-        or model.gradient_checkpointing_enable
-    )
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    if enable is None:
+        enable = model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
 
 
 def did_you_mean(name: str, known: set[str]) -> str:
+    """A hint with the known names that are similar to *name*, or else with a few known names."""
     near = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.5)
-    listed = near or sorted(known)[:5]
-    return (
-        f"did you mean {', '.join(listed)}?"
-        if near
-        else f"there are, for example, {', '.join(listed)}"
-    )
+    if near:
+        return f"did you mean {', '.join(near)}?"
+    return f"there are, for example, {', '.join(sorted(known)[:5])}"
 
 
 def first_line(error: BaseException, num_lines: int = 1) -> str:
-    """The beginning of what an exception says, 400 characters at most; its class where it says nothing."""
+    """The first lines of an exception's message, at most 400 characters; its class if the message is empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (
-        textwrap.shorten(" ".join(lines[:num_lines]), 400, placeholder=" ...")
-        or type(error).__name__
-    )
+    text = textwrap.shorten(" ".join(lines[:num_lines]), 400, placeholder=" ...")
+    return text or type(error).__name__

@@ -1,10 +1,10 @@
-"""Which tensors of a source of weights a model takes, by name and shape alone: pure, nothing is read here."""
+"""Match the tensors of a model with those of a source of weights, by name and shape. Pure: reads no file."""
 
 from __future__ import annotations
 
 import fnmatch
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from automodel_ckpt.errors import Problem, RecipeError
@@ -16,30 +16,32 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """The tensors on one side: their shapes, and for each further name of one the name that it is tied to."""
+    """The tensors of a model or of a source: their shapes by name, and {alias: name} of tied tensors."""
 
     shapes: Mapping[str, Shape]
     tied: Mapping[str, str] = field(default_factory=dict)
 
-    def holds(self, name: str) -> str | None:
-        """The tensor that goes by *name*."""
+    def resolve(self, name: str) -> str | None:
+        """The name in *shapes* of the tensor with the name or alias *name*; None if there is none."""
         if name in self.shapes:
             return name
-        kept = self.tied.get(name)
-        return kept if kept in self.shapes else None
+        target = self.tied.get(name)
+        return target if target in self.shapes else None
 
     def all_of(self, name: str) -> list[str]:
-        """Every name of the tensor *name*."""
-        return [name, *(alias for alias, kept in self.tied.items() if kept == name)]
+        """The name of a tensor and all its aliases."""
+        aliases = [alias for alias, target in self.tied.items() if target == name]
+        return [name, *aliases]
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is taken and what is not.
+    """The result of a comparison of a model ("here") with a source ("there").
 
-    *matches* maps names of the model to those of the source that fill them; *resized* are those among them that have
-    another number of rows there, with the two shapes (there, here). *missing* stay as they are in the model,
-    *unexpected* are left aside, *misshapen* (there, here) cannot be taken; the recipe allows what *allowed* holds.
+    *matches* maps names of the model to the names of the source that fill them. *resized* are those of them with
+    another number of rows in the source: {name: (shape there, shape here)}. *missing* tensors of the model are not in
+    the source, *unexpected* tensors of the source are not in the model, and *misshapen* {name: (shape there, shape
+    here)} cannot be filled. *allowed* contains the names whose difference the recipe allows.
     """
 
     matches: Mapping[str, str]
@@ -55,41 +57,36 @@ class Verdict:
         return tuple(sorted({*self.missing, *self.misshapen}))
 
     def lines(self, *, allowed: bool) -> list[str]:
-        """The differences that the recipe allows, or those that it does not, a readable line each."""
-        lines = [
-            f"+ {name}: not there" for name in self.missing if (name in self.allowed) == allowed
-        ]
-        lines += [
-            f"- {name}: only there" for name in self.unexpected if (name in self.allowed) == allowed
-        ]
+        """One line per difference that the recipe allows, or per difference that it does not allow."""
+        lines = []
+        for name in self.missing:
+            if (name in self.allowed) == allowed:
+                lines.append(f"+ {name}: not there")
+        for name in self.unexpected:
+            if (name in self.allowed) == allowed:
+                lines.append(f"- {name}: only there")
         for name, (there, here) in self.misshapen.items():
             if (name in self.allowed) == allowed:
                 lines.append(f"~ {name}: there {list(there)}, here {list(here)}")
         return lines
 
-    def refuse(self, where: str, value: object, section: str) -> None:
-        """Raise :class:`RecipeError` with every difference that is not allowed. *section* holds the allow_* keys."""
+    def check_allowed(self, where: str, value: object, section: str) -> None:
+        """Raise :class:`RecipeError` with all differences that are not allowed.
+
+        *section* is the section of the recipe that has the keys allow_missing and allow_unexpected.
+        """
         lines = self.lines(allowed=False)
         if not lines:
             return
-        raise RecipeError.all_of(
-            [
-                Problem(
-                    "the weights do not match this model",
-                    where,
-                    "\n    ".join([str(value), *lines]),
-                    _hint(self, section),
-                )
-            ]
-        )
+        found = "\n    ".join([str(value), *lines])
+        what = "the weights do not match this model"
+        raise RecipeError.all_of([Problem(what, where, found, _hint(self, section))])
 
-    def tell(self, between: str) -> None:
-        """Log by name what is not taken, as the recipe allows; and what was resized."""
+    def log_differences(self, between: str) -> None:
+        """Log the differences that the recipe allows, and the resized tensors, by name."""
         lines = self.lines(allowed=True)
-        lines += [
-            f"~ {name}: {there[0]} rows there, {here[0]} here"
-            for name, (there, here) in self.resized.items()
-        ]
+        for name, (there, here) in self.resized.items():
+            lines.append(f"~ {name}: {there[0]} rows there, {here[0]} here")
         if lines:
             log.info("%s differ, which the recipe allows:\n    %s", between, "\n    ".join(lines))
 
@@ -103,27 +100,31 @@ class Verdict:
         allow_missing: Iterable[str] = (),
         allow_unexpected: Iterable[str] = (),
     ) -> Verdict:
-        """The verdict on what somebody else has compared; *misshapen* gives the shapes (there, here)."""
+        """The verdict on differences that another program has found; *misshapen* contains (shape there, shape here)."""
         only_here, only_there = tuple(sorted(missing)), tuple(sorted(unexpected))
-        allowed = {
-            *_matching([*only_here, *misshapen], allow_missing),
-            *_matching(only_there, allow_unexpected),
-        }
+        allowed = _matching([*only_here, *misshapen], allow_missing)
+        allowed |= _matching(only_there, allow_unexpected)
         return cls({}, {}, only_here, only_there, misshapen, frozenset(allowed))
 
 
 def _hint(verdict: Verdict, section: str) -> str:
     missing = [name for name in verdict.new if name not in verdict.allowed]
     unexpected = [name for name in verdict.unexpected if name not in verdict.allowed]
-    parts = [f"{section}.allow_missing: {_patterns(missing)}"] * bool(missing)
-    parts += [f"{section}.allow_unexpected: {_patterns(unexpected)}"] * bool(unexpected)
+    parts = []
+    if missing:
+        parts.append(f"{section}.allow_missing: {_patterns(missing)}")
+    if unexpected:
+        parts.append(f"{section}.allow_unexpected: {_patterns(unexpected)}")
     return f"name the weights of this model, or, to go on without these, set {' and '.join(parts)}"
 
 
 def _patterns(names: Sequence[str]) -> str:
-    """The names as a list for a recipe; many as patterns over what follows their first part."""
-    shown = names if len(names) <= 3 else sorted({f"{name.partition('.')[0]}.*" for name in names})
-    return "[" + ", ".join(f"'{name}'" for name in shown) + "]"
+    """The names as a YAML list; more than three as patterns, one for each first component."""
+    patterns = names
+    if len(names) > 3:
+        patterns = sorted({f"{name.partition('.')[0]}.*" for name in names})
+    quoted = [f"'{pattern}'" for pattern in patterns]
+    return f"[{', '.join(quoted)}]"
 
 
 def compare(
@@ -135,36 +136,51 @@ def compare(
     allow_missing: Iterable[str] = (),
     allow_unexpected: Iterable[str] = (),
 ) -> Verdict:
-    """Match the tensors of a model with those of a source.
+    """Match the tensors of a model (*here*) with those of a source (*there*).
 
-    A name may lack the *prefix* (``base_model_prefix`` of transformers, ``model``) on either side, and a tensor may go
-    by any name that it is tied to. Those in *resizable* may have another number of rows. What matches a glob of
-    *allow_missing* keeps the model's own values where there is none, or one of another shape; what matches one of
-    *allow_unexpected* is left aside.
+    A name may lack the *prefix* (``base_model_prefix`` of transformers, such as ``model``) on either side, and a tensor
+    may have any name that it is tied to. Tensors in *resizable* may have another number of rows. Tensors that match a
+    glob of *allow_missing* keep the model's values if the source has none, or has another shape. Tensors of the source
+    that match a glob of *allow_unexpected* are ignored.
     """
-    found = {name: _holder(name, here, there, prefix) for name in here.shapes}
-    matches = {name: holder for name, holder in found.items() if holder is not None}
-    shapes = {name: (there.shapes[holder], here.shapes[name]) for name, holder in matches.items()}
-    different = {name: pair for name, pair in shapes.items() if pair[0] != pair[1]}
-    resized = {
-        n: pair for n, pair in different.items() if n in resizable and pair[0][1:] == pair[1][1:]
-    }
-    misshapen = {name: pair for name, pair in different.items() if name not in resized}
-    used = {*matches.values(), *_left_to_ties(here, there, prefix)}
+    matches: dict[str, str] = {}
+    missing: list[str] = []
+    resized: dict[str, tuple[Shape, Shape]] = {}
+    misshapen: dict[str, tuple[Shape, Shape]] = {}
+    used = set(_aliases_in_source(here, there, prefix))
+    for name, shape in here.shapes.items():
+        source = _source_of(name, here, there, prefix)
+        if source is None:
+            missing.append(name)
+            continue
+        used.add(source)
+        source_shape = there.shapes[source]
+        if source_shape != shape:
+            if name in resizable and source_shape[1:] == shape[1:]:
+                resized[name] = (source_shape, shape)
+            else:
+                misshapen[name] = (source_shape, shape)
+                continue
+        matches[name] = source
+    unexpected = [name for name in there.shapes if name not in used]
     verdict = Verdict.of_differences(
-        (name for name, holder in found.items() if holder is None),
-        (name for name in there.shapes if name not in used),
+        missing,
+        unexpected,
         misshapen,
         allow_missing=allow_missing,
         allow_unexpected=allow_unexpected,
     )
-    taken = {name: holder for name, holder in matches.items() if name not in misshapen}
-    return replace(verdict, matches=taken, resized=resized)
+    return replace(verdict, matches=matches, resized=resized)
 
 
-def _holder(name: str, here: Names, there: Names, prefix: str) -> str | None:
-    candidates = [spelling for each in here.all_of(name) for spelling in _spellings(each, prefix)]
-    return next((holder for each in candidates if (holder := there.holds(each)) is not None), None)
+def _source_of(name: str, here: Names, there: Names, prefix: str) -> str | None:
+    """The tensor of the source that fills *name*, under any of its names and spellings."""
+    for each in here.all_of(name):
+        for spelling in _spellings(each, prefix):
+            source = there.resolve(spelling)
+            if source is not None:
+                return source
+    return None
 
 
 def _spellings(name: str, prefix: str) -> list[str]:
@@ -173,12 +189,17 @@ def _spellings(name: str, prefix: str) -> list[str]:
     return [name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"]
 
 
-def _left_to_ties(here: Names, there: Names, prefix: str) -> Iterable[str]:
-    """Tensors of the source under names that the model only has as further names of others: files may hold both."""
-    return [
-        each for alias in here.tied for each in _spellings(alias, prefix) if each in there.shapes
-    ]
+def _aliases_in_source(here: Names, there: Names, prefix: str) -> Iterator[str]:
+    """Tensors of the source whose name is only an alias in the model: files may contain both copies of tied tensors."""
+    for alias in here.tied:
+        for spelling in _spellings(alias, prefix):
+            if spelling in there.shapes:
+                yield spelling
 
 
 def _matching(names: Sequence[str], patterns: Iterable[str]) -> set[str]:
-    return {name for pattern in patterns for name in fnmatch.filter(names, pattern)}
+    """The names that match one of the globs."""
+    found: set[str] = set()
+    for pattern in patterns:
+        found.update(fnmatch.filter(names, pattern))
+    return found

@@ -19,7 +19,7 @@ def test_equal_names_and_shapes_are_all_taken() -> None:
     verdict = compare(HERE, there())
     assert verdict.matches == {name: name for name in HERE.shapes}
     assert verdict.lines(allowed=False) == verdict.lines(allowed=True) == []
-    verdict.refuse("init_from", "base", "init_from")
+    verdict.check_allowed("init_from", "base", "init_from")
 
 
 def test_what_is_on_one_side_only_or_of_another_shape_is_refused_by_name_with_the_keys_to_allow_it() -> (
@@ -27,7 +27,7 @@ def test_what_is_on_one_side_only_or_of_another_shape_is_refused_by_name_with_th
 ):
     verdict = compare(HERE, there(model__norm__weight=None, score__weight=(5, 4), old__weight=(1,)))
     with pytest.raises(RecipeError) as caught:
-        verdict.refuse("init_from.path", "base", "init_from")
+        verdict.check_allowed("init_from.path", "base", "init_from")
     for text in (
         "+ model.norm.weight: not there",
         "- old.weight: only there",
@@ -45,7 +45,7 @@ def test_patterns_allow_differences_and_they_are_listed_all_the_same() -> None:
         allow_missing=["score.*"],
         allow_unexpected=["old.*"],
     )
-    verdict.refuse("init_from.path", "base", "init_from")
+    verdict.check_allowed("init_from.path", "base", "init_from")
     assert verdict.new == ("score.weight",)
     assert "score.weight" not in verdict.matches
     assert verdict.lines(allowed=True) == [

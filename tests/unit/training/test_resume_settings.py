@@ -56,7 +56,7 @@ def test_a_resume_applies_rejects_or_reports_what_its_recipe_changed(
     assert "--optimizer.lr\n" in str(rejected.value) and "--seed\n" in str(rejected.value)
     loaded = load_recipe(recipe, parse([*here, "--seed", "8"]).overrides)
     with pytest.raises(RecipeError, match="--seed"):
-        list(dry_run.difference_rows(loaded, newest, Manifest.read(newest), None))
+        list(dry_run._recipe_change_rows(loaded, newest, Manifest.read(newest), None))
     with pytest.raises(
         CheckpointUnusable, match=r"rms_norm_eps: 1e-06 in the checkpoint, 0\.01 here"
     ):
