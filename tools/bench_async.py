@@ -1,13 +1,13 @@
-"""What an asynchronous save costs the training beside it, on real ranks.
+"""Measure what an asynchronous save costs the training that continues meanwhile, on real ranks.
 
     python -m tools.bench_async [--size 512M] [--runs 5] [--directory DIR] [--docs]
 
-First one rank with a free core, then two ranks that share two. A rank's state is that of AdamW over bf16 weights; a
-step is a forward and a backward of a small network, and with two ranks a sum between them. In each round every row runs
-once: steps left alone, the save, steps until it is done. ``stall`` is how long the call keeps the training, beside a
-copy of the same bytes into memory that is warm; ``step`` is a step's mean time until the save is done, beside those
-left alone; ``lost`` is all the time that training lost, in steps left alone. Medians over the rounds; the slowest rank
-counts.
+First one rank with an idle core, then two ranks that share two. A rank's state is that of AdamW over bf16 weights; a
+step is a forward and a backward of a small network, and with two ranks a sum between them. In each round every row
+runs once: steps without a save, the save, and steps until it is done. ``stall`` is the time in which the call blocks
+training, relative to a copy of the same bytes to warm memory. ``step`` is the mean time of a step until the save is
+done, relative to steps without a save. ``lost`` is the total training time lost, in steps without a save. Figures are
+medians over the rounds, of the slowest rank.
 """
 
 from __future__ import annotations
@@ -170,7 +170,10 @@ class Bench:
             Row(
                 "torch DCP async_save, thread", lambda d: self.torch_async(d, thread, cached=False)
             ),
-            Row("the same, cached stager", lambda d: self.torch_async(d, thread, cached=True)),
+            Row(
+                "torch DCP async_save, thread, cached stager",
+                lambda d: self.torch_async(d, thread, cached=True),
+            ),
             Row(
                 "torch DCP async_save, process, cached stager",
                 lambda d: self.torch_async(d, process, cached=True),
@@ -281,13 +284,13 @@ def as_markdown(results: list[tuple[int, int, list[Row]]], num_rounds: int) -> s
     parts = [f"{place}; medians of {num_rounds} rounds."]
     for num_ranks, nbytes, rows in results:
         where = (
-            "1 rank, a free core"
+            "1 rank, an idle core"
             if num_ranks == 1
             else f"{num_ranks} ranks on {os.cpu_count()} cores"
         )
         parts.append(f"\n### Asynchronous saves: {where}, {nbytes / 1e6:.0f} MB per rank\n")
         parts.append(
-            "| | stall, in copies | step while saving | training lost, in steps |\n|---|---:|---:|---:|"
+            "| | stall (in copies) | step time while saving | time lost (in steps) |\n|---|---:|---:|---:|"
         )
         copies = rows[0].stalls
         parts += [_line(row, copies) for row in rows]

@@ -1,12 +1,12 @@
-"""What saving, loading and consolidating cost beside moving the same bytes, and beside other ways of doing it.
+"""Compare the cost of saving, loading and consolidating with moving the same bytes, and with other programs.
 
     python -m tools.bench_checkpoint [--size 1G] [--ranks 2] [--runs 3] [--docs] [--json FILE] [--automodel-tool FILE]
 
-A Llama-shaped bf16 model, sharded by FSDP2 over gloo ranks. In each round every row runs once, so that a drift of the
-machine meets all alike; the figures are medians over the rounds, and ratios to the first row of their group, which
-moves the same number of bytes with plain system calls. Absolute seconds of another machine mean nothing here. A save
-of ours is always durable, also in the group beside writes that are not. ``--docs`` writes docs/performance.md and its
-plot.
+A Llama-shaped bf16 model, sharded by FSDP2 over gloo ranks. Every row runs once in each round, so that changes in the
+machine's speed affect all rows equally. The figures are medians over the rounds. Ratios are relative to the first row
+of the group, which moves the same number of bytes with system calls; seconds are only comparable on the same machine.
+Our saves are always durable, also in the group of writes to the page cache. ``--docs`` writes docs/performance.md and
+its plot.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def model_of(nbytes: int) -> nn.Module:
 
 
 class Bench:
-    """One rank's view: its shards, its rows, and the slowest rank's time of each."""
+    """The benchmark on one rank: its shards, its rows, and the slowest rank's time of each row."""
 
     def __init__(self, nbytes: int) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -155,9 +155,9 @@ class Bench:
             "ours: torch_save", lambda d: self.ours(d, model_save_format="torch_save"), ours=True
         )
         if not durable:
-            yield Row("ours: shards, not flushed (here only)", unflushed(self.ours))
+            yield Row("ours: shards, without fsync (benchmark only)", unflushed(self.ours))
             yield Row(
-                "ours: hf layout, not flushed (here only)",
+                "ours: hf layout, without fsync (benchmark only)",
                 unflushed(lambda d: self.ours(d, model_layout="hf")),
             )
         yield Row("safetensors save_file, one per rank", ensure(self.save_file))
@@ -234,7 +234,7 @@ class Bench:
             lambda _: self.load(root / "layout", "digest"),
             ours=True,
         )
-        yield Row("ours: the check alone", lambda _: self.check(root), ours=True)
+        yield Row("ours: verification only", lambda _: self.check(root), ours=True)
         yield Row("safetensors safe_open, copy_", lambda _: self.safetensors(root))
         yield Row(
             "torch DCP HuggingFaceStorageReader",
@@ -262,7 +262,8 @@ class Bench:
     def measure(self, root: Path, num_rounds: int) -> tuple[list[Group], list[Memory]]:
         nbytes, groups = self.nbytes * self.size, []
         for durable in (False, True):
-            title = f"saving, beside a write{' and fsync' if durable else ' to the page cache'}"
+            baseline = "a write and fsync" if durable else "a write to the page cache"
+            title = f"saving, compared with {baseline}"
             groups.append(Group(title, nbytes, list(self.saving_rows(durable=durable))))
             self.rounds(groups[-1], num_rounds, root, os.sync)
         kept = root / "kept"
@@ -274,13 +275,17 @@ class Bench:
         return groups, self.memories(root, kept)
 
     def memories(self, root: Path, kept: Path) -> list[Memory]:
-        """Of our own rows: by how much the memory of the rank that takes most grows."""
+        """Measure for each of our rows by how much the memory grows, on the rank where it grows most."""
         kinds = {"saving": self.saving_rows(durable=False), "loading": self.loading_rows(kept)}
         found = []
-        for kind, row in [(kind, row) for kind, rows in kinds.items() for row in rows if row.ours]:
-            grown = torch.tensor(growth(partial(self.timed, row, root / "out")))
-            dist.all_reduce(grown, dist.ReduceOp.MAX)
-            found.append(Memory(f"{kind}, a rank of {self.size}, {row.name}", float(grown) / 1e6))
+        for kind, rows in kinds.items():
+            for row in rows:
+                if not row.ours:
+                    continue
+                grown = torch.tensor(growth(partial(self.timed, row, root / "out")))
+                dist.all_reduce(grown, dist.ReduceOp.MAX)
+                name = f"{kind}, a rank of {self.size}, {row.name}"
+                found.append(Memory(name, float(grown) / 1e6))
         return found
 
     def rounds(

@@ -1,9 +1,9 @@
-"""What consolidating costs beside ``cp`` of the same bytes; see bench_checkpoint.py, which runs this too.
+"""Compare the cost of consolidating with ``cp`` of the same bytes. bench_checkpoint.py runs this, too.
 
     python -m tools.bench_consolidate [--size 1G] [--runs 3] [--directory DIR] [--automodel-tool FILE]
 
-Every consolidation of ours is durable and compares every byte with its digest. Torch's and NeMo AutoModel's do neither:
-beside ``cp`` with fsync their files are fsynced after them.
+Our consolidations are durable and compare every byte with its digest. Torch's and NeMo AutoModel's do neither. In the
+groups with fsync, their files are fsynced afterwards.
 """
 
 from __future__ import annotations
@@ -124,18 +124,18 @@ def rows(
     yield _row("ours: 2 shards, 1 file", ours(one), one, ours=True)
     yield _row("ours: 2 shards, 4 files", ours(four), four, ours=True)
     yield _row("ours: 8 shards, 1 file", ours(found["8 shards"]), found["8 shards"], ours=True)
-    yield _row("ours: 8 shards cut along dim 1, 1 file", ours(dim1), dim1, ours=True)
+    yield _row("ours: 8 shards sharded along dim 1, 1 file", ours(dim1), dim1, ours=True)
     yield _row(
         "ours: F32 cast to BF16, per byte read", ours(found["F32"], "bf16"), found["F32"], ours=True
     )
     yield _row("ours: 2 shards, 1 file, whole process", our_process(one), one, ours=True)
     if not durable:
-        yield _row("ours: 2 shards, not flushed (here only)", unflushed(ours(one)), one)
+        yield _row("ours: 2 shards, without fsync (benchmark only)", unflushed(ours(one)), one)
     yield _row("torch: 2 shards, 1 file", torchs(one, durable=durable), one, slow=True)
     if not is_cold:
         yield _row("torch: 2 shards, 4 files", torchs(four, durable=durable), four, slow=True)
         yield _row(
-            "torch: 8 shards cut along dim 1, 1 file",
+            "torch: 8 shards sharded along dim 1, 1 file",
             torchs(dim1, durable=durable),
             dim1,
             slow=True,
@@ -172,7 +172,9 @@ def measure(
     groups = []
     for is_cold in (False, True):
         for durable in (False, True):
-            title = f"consolidating, {'cold' if is_cold else 'warm'}, beside cp{' and fsync' if durable else ''}"
+            cache = "cold" if is_cold else "warm"
+            baseline = "cp and fsync" if durable else "cp"
+            title = f"consolidating, {cache}, compared with {baseline}"
             group = Group(title, nbytes, list(rows(found, tool, durable=durable, is_cold=is_cold)))
             warm(inputs)
             rounds(

@@ -1,10 +1,10 @@
-"""What `ckpt-train --dry-run` foretells beside what training then takes: memory of a rank, bytes of a checkpoint.
+"""Compare the estimates of `ckpt-train --dry-run` with training: memory of a rank, bytes of a checkpoint.
 
     python -m tools.bench_forecast               # all cases, about ten minutes on two cores
     python -m tools.bench_forecast vlm lora      # some of them
 
-Prints a table in Markdown; exits with 1 where memory is off by more than a quarter, or a checkpoint by more than a
-tenth.
+Prints a table in Markdown. The exit code is 1 if an estimate of memory is wrong by more than a quarter, or one of a
+checkpoint by more than a tenth.
 """
 
 from __future__ import annotations

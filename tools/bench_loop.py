@@ -1,12 +1,12 @@
-"""The training loop beside a bare hand-written one, Hugging Face's Trainer and accelerate.
+"""Compare the training loop with a bare loop, Hugging Face's Trainer and accelerate.
 
     python -m tools.bench_loop [--sizes tiny 5M 50M] [--rounds N] [--only TEXT] [--docs] [--profile]
 
-The bare loop and one other take turns of a few steps in one process, on one thread (:mod:`tools.loop_ways`), so that a
-drift of the machine meets both alike (with all of a table in one process some paid for what others left in
-it). A step beside the bare loop's of the same turn is what counts, and of those the median over turns and processes.
-``--docs`` writes the figures to docs/performance.md. What was measured is kept in build/bench-loop.json, and printed
-when Ctrl-C ends it early.
+The bare loop and one other program alternate every few steps in one process, on one thread (:mod:`tools.loop_ways`),
+so that changes in the machine's speed affect both equally. (With all programs in one process, some were slowed down by
+what others left in it.) Each step is compared with the bare loop's steps next to it; the result is the median over all
+of them and all processes. ``--docs`` writes the figures to docs/performance.md. All measurements are stored in
+build/bench-loop.json, and printed if Ctrl-C ends the benchmark early.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ KEPT = ROOT / "build" / "bench-loop.json"
 LONGEST_SECONDS = 600
 """After which a process counts as failed."""
 GROUPS: dict[str, list[str]] = {
-    "One process": ["bare", "bare, once more", "accelerate", "Trainer", "ours"],
+    "One process": ["bare", "bare, repeated", "accelerate", "Trainer", "ours"],
     "Two ranks, FSDP2": ["bare, 2 ranks", "ours, 2 ranks"],
     "Short answers (docstrings of at most 512 tokens)": [
         "bare, padded docstrings",
@@ -46,7 +46,7 @@ GROUPS: dict[str, list[str]] = {
 OTHER_ROUNDS = 3
 """Of the tables of several ranks and of short answers."""
 PEERS, PEER_ROUNDS = ["accelerate", "Trainer"], 3
-BESIDES = ["bare, once more", *PEERS]
+BESIDES = ["bare, repeated", *PEERS]
 """What the largest model is not worth. The bare loop beside itself shows what is not the loop's: the second one of a
 process has the main thread and another part of the memory."""
 Found = list[dict[str, Any]]
@@ -162,9 +162,9 @@ def as_markdown(results: Mapping[str, Any]) -> str:
     """The generated part of docs/performance.md."""
     where = results["machine"]
     head = (
-        f"{where['cores']} cores ({where['processor']}), {where['kernel']}, {where['date']}; one thread a process. "
-        "Added: milliseconds per step over the first line, by the clock and of processor time. "
-        "Speed: tokens per second, padding apart, in times of its."
+        f"{where['cores']} cores ({where['processor']}), {where['kernel']}, {where['date']}; one thread per process. "
+        "Added: milliseconds per step more than the first row, in wall time and in processor time. "
+        "Speed: tokens per second without padding, relative to the first row."
     )
     parts = [head]
     for title, table in results["tables"].items():
@@ -183,7 +183,7 @@ def _of_steps(table: list[dict[str, Any]]) -> list[str]:
         for row in table
     ]
     return [
-        "| | ms per step | added | of processor time | speed |",
+        "| | ms per step | added | processor time | speed |",
         "|---|---:|---:|---:|---:|",
         *_lines(table, cells),
     ]
@@ -239,7 +239,7 @@ def run_all(sizes: list[str], num_rounds: int | None, results: dict[str, Any]) -
     run_tables(plan(sizes, num_rounds), results)
     also = results["also"]
     also["first step, one process"] = first_steps(sizes[0], num_rounds or 3)
-    also["packing"] = f"{100 * waste(sizes[0]):.2f} % of packs of {PACK} tokens stay empty"
+    also["packing"] = f"{100 * waste(sizes[0]):.2f} % of the tokens in packs of {PACK} are padding"
     _keep(results)
 
 

@@ -1,8 +1,9 @@
-"""Time and added memory of the loss head beside the full logits, forward and backward, at a large vocabulary.
+"""Compare time and memory of the loss head with full logits, forward and backward, with a large vocabulary.
 
     python -m tools.bench_loss_head [--vocabulary 128000] [--hidden 512] [--tokens 2048] [--rounds 3] [--docs]
 
-Each measurement is a process of its own; the ways take turns, and the medians of the ratios within a round count.
+Each measurement is a separate process. The implementations alternate, and the result is the median of the ratios within
+a round.
 ``--docs`` writes the figures to docs/performance.md.
 """
 
@@ -115,8 +116,8 @@ def as_markdown(found: Found, vocabulary: int, hidden: int, tokens: int) -> str:
     where = machine()
     head = (
         f"{where['cores']} cores ({where['processor']}), {where['kernel']}, {where['date']}; one thread. {tokens} "
-        f"tokens of width {hidden}, a vocabulary of {vocabulary:,}, float32, forward and backward; memory beyond the "
-        "layer's own."
+        f"tokens of width {hidden}, a vocabulary of {vocabulary:,}, float32, forward and backward; memory in addition "
+        "to the layer's parameters."
     )
     table = ["| | labels | seconds | ratio | MB | ratio |", "|---|---:|---:|---:|---:|---:|"]
     for (way, part), runs in found.items():

@@ -1,4 +1,4 @@
-"""By how much a process's own memory grows while something runs. Linux only: /proc/self/status, sampled."""
+"""Measure by how much the anonymous memory of this process grows while a function runs (Linux: /proc/self/status)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PAUSE_SECONDS = 0.001
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that no file on a disk backs: anonymous, and shared anonymous."""
+    """Return the anonymous memory of this process, shared memory included: memory that no file on a disk backs."""
     lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
     return sum(int(lines[name].split()[0]) for name in ("RssAnon", "RssShmem")) * 1024
 

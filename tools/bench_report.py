@@ -1,4 +1,4 @@
-"""Figures as text, as the tables of docs/performance.md, and as a plot."""
+"""Format the results of benchmarks: as text, as the tables of docs/performance.md, and as a plot."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ PLOT = ROOT / "docs" / "performance.png"
 _OURS, _OTHERS = "#1f6fb4", "#b0b0b0"
 
 
-_MEMORY = "Saving and loading: over training's, the rank that takes most. Consolidating: over the interpreter's."
+_MEMORY = (
+    "Saving and loading: in addition to training's, on the rank that needs most. Consolidating: in addition to the "
+    "interpreter's."
+)
 
 
 def as_text(results: dict[str, Any]) -> str:
-    """For a terminal."""
+    """Format the results for a terminal."""
     lines = [headline(results)]
     for group in results["groups"]:
         lines += ["", f"{group['title']:46}{'ratio':>8}{'seconds':>9}{'GB/s':>7}"]
@@ -27,7 +30,7 @@ def as_text(results: dict[str, Any]) -> str:
                 f"  {row['name']:44}{row['ratio']:8.2f}{seconds:9.2f}{group['nbytes'] / 1e9 / seconds:7.2f}"
             )
     if results["memory"]:
-        lines += ["", f"{'memory that no file backs':56}{'MB':>8}"]
+        lines += ["", f"{'anonymous memory':56}{'MB':>8}"]
         lines += [f"  {entry['name']:54}{entry['megabytes']:8.0f}" for entry in results["memory"]]
     return "\n".join(lines)
 
@@ -43,7 +46,7 @@ def headline(results: dict[str, Any]) -> str:
 def as_markdown(results: dict[str, Any]) -> str:
     """The generated part of docs/performance.md."""
     parts = [
-        f"{headline(results)}. Medians; the ratio is to the first line of each table.",
+        f"{headline(results)}. Medians; ratios are relative to the first row of each table.",
         "",
         "![](performance.png)",
     ]
@@ -61,18 +64,18 @@ def as_markdown(results: dict[str, Any]) -> str:
                 f"| {name} | {row['ratio']:.2f} | {statistics.median(row['seconds']):.2f} |"
             )
     if results["memory"]:
-        parts += ["", "### Memory that no file backs", "", _MEMORY, "", "| | MB |", "|---|---|"]
+        parts += ["", "### Anonymous memory", "", _MEMORY, "", "| | MB |", "|---|---|"]
         parts += [f"| {entry['name']} | {entry['megabytes']:.0f} |" for entry in results["memory"]]
     return "\n".join(parts)
 
 
 def write_page(results: dict[str, Any], page: Path = PAGE) -> None:
-    """Put the tables into the page."""
+    """Write the tables to the page."""
     write_block("bench", as_markdown(results), page)
 
 
 def write_block(name: str, block: str, page: Path = PAGE) -> None:
-    """Put what a bench found between its markers in the page; the rest of the page is written by people."""
+    """Replace the text between the markers of a benchmark in the page. Raises SystemExit if the page lacks them."""
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     before, _, rest = page.read_text().partition(begin)
     _, found, after = rest.partition(end)
@@ -82,7 +85,7 @@ def write_block(name: str, block: str, page: Path = PAGE) -> None:
 
 
 def write_plot(results: dict[str, Any], path: Path = PLOT) -> None:
-    """A bar for each row, ours in colour; needs matplotlib (`pip install automodel_ckpt[plot]`)."""
+    """Draw a bar for each row, colored for this package. Requires matplotlib (`pip install automodel_ckpt[plot]`)."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -125,7 +128,7 @@ def _draw(axis: Any, group: dict[str, Any]) -> None:
 
 
 def _shrink(path: Path) -> None:
-    """A few colours are enough, and a picture in a repository should be small."""
+    """Reduce the image to 32 colors, because images in a repository should be small."""
     from PIL import Image
 
     with Image.open(path) as image:

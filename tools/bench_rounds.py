@@ -1,4 +1,4 @@
-"""What the benches share: rounds in which every row runs once, caches warmed or dropped, what a process holds."""
+"""Common parts of the benchmarks: rounds in which every row runs once, the page cache, and memory of a process."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Group:
     rows: list[Row]
 
     def ratio(self, row: Row) -> float:
-        """The median over the rounds of the row's time in times of the base in the same round."""
+        """The median over the rounds of the row's time relative to the base in the same round."""
         less = self.nbytes / (row.nbytes or self.nbytes)
         return statistics.median(
             less * m / base for m, base in zip(row.seconds, self.rows[0].seconds, strict=False)
@@ -92,7 +92,7 @@ def in_this_process(row: Row, directory: Path) -> float:
 
 
 def unflushed(run: Callable[[Path], object]) -> Callable[[Path], None]:
-    """The same work of ours left in the page cache, which no command does: for comparison with what is not durable."""
+    """Return *run* without O_DIRECT and fsync, for a comparison with writes to the page cache. No command does this."""
 
     def run_so(directory: Path) -> None:
         with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Checkpoints to consolidate: Llama-shaped, random, cut as a bench wants them, with manifest and base map."""
+"""Write checkpoints to consolidate: Llama-shaped, random, sharded as requested, with manifest and base map."""
 
 from __future__ import annotations
 

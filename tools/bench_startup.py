@@ -1,10 +1,10 @@
-"""How long from the command to the end of the first optimizer step, beside what the imports alone take.
+"""Measure the time from the command to the end of the first optimizer step, compared with the imports alone.
 
     python tools/bench_startup.py [--runs 5] [--ranks 2] [--json]
 
 Each run trains the main example in a fresh directory, on data that a run before prepared, and is killed after its first
 step, whose end is the timestamp of its line in training.jsonl. Runs of all rows alternate, so that a load on
-the machine meets them alike; read the ratios, not the seconds.
+the machine affects them equally; compare the ratios, not the seconds.
 """
 
 from __future__ import annotations

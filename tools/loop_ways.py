@@ -370,7 +370,7 @@ def accelerated(steps: Steps, size: Size) -> None:
 
 WAYS: dict[str, tuple[int, Callable[..., None]]] = {
     "bare": (1, bare),
-    "bare, once more": (1, bare),
+    "bare, repeated": (1, bare),
     "accelerate": (1, accelerated),
     "Trainer": (1, trainer),
     "ours": (1, ours),

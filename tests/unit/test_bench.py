@@ -149,12 +149,12 @@ def test_loops_are_compared_turn_by_turn_and_by_their_tokens() -> None:
 
 
 @pytest.mark.slow
-def test_consolidation_is_measured_beside_cp(tmp_path: Path, commands: CommandServer) -> None:
+def test_consolidation_is_compared_with_cp(tmp_path: Path, commands: CommandServer) -> None:
     words = ["tools.bench_consolidate", "--size", "1M", "--runs", "1", "--directory", str(tmp_path)]
     done = commands.run("python", "-m", *words, cwd=ROOT, timeout=170)
     assert done.returncode == 0, done.stderr
     for line in (
-        "consolidating, cold, beside cp and fsync",
+        "consolidating, cold, compared with cp and fsync",
         "ours: F32 cast to BF16",
         "torch: 2 shards, 4 files",
     ):
