@@ -86,9 +86,9 @@ def test_a_resume_with_another_model_of_the_same_shapes_is_rejected_unless_it_is
     with pytest.raises(
         CheckpointUnusable, match="num_attention_heads: 4 in the checkpoint, 8 here"
     ):
-        list(dry_run.model_rows(run / "LATEST", config_json, allowed=False))
+        list(dry_run._model_change_rows(run / "LATEST", config_json, allowed=False))
     row = ("model config", "num_attention_heads: 4 in the checkpoint, 8 here")
-    assert row in dry_run.model_rows(run / "LATEST", config_json, allowed=True)
+    assert row in dry_run._model_change_rows(run / "LATEST", config_json, allowed=True)
     with pytest.raises(
         CheckpointUnusable,
         match=r"num_attention_heads: 4 in the checkpoint, 8 here[\s\S]*allow_changed",
