@@ -87,7 +87,8 @@ class HFAssets:
         self._tokenizer = tokenizer
         self._base_dir = Path(base_dir) if base_dir is not None else None
         self._architecture = architecture
-        self._tensors, self._tied = dict(tensors or {}), dict(tied or {})
+        self._tensors = dict(tensors or {})
+        self._tied = dict(tied or {})
         self._declared = tuple(declared)
 
     @classmethod

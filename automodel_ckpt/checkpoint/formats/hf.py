@@ -114,7 +114,8 @@ def _positions(
 def _mark_copies(fqn: str, positions: list[FilePosition]) -> tuple[FilePosition, ...]:
     """The positions, first that of the tensor's own key; the others are marked as copies."""
     first, *others = sorted(positions, key=lambda position: position.key != fqn)
-    return (first, *(replace(position, is_copy=True) for position in others))
+    copies = [replace(position, is_copy=True) for position in others]
+    return (first, *copies)
 
 
 def lay_out(plan: TreePlan, directory: str, maps: BaseMaps, tied: Mapping[str, str]) -> FileLayout:

@@ -57,6 +57,7 @@ class TreePlan:
 
     def local(self) -> SavePlan:
         """This rank's plan. *nested* state dicts (of optimizers) are flattened into one level."""
+        # Sharded tensors are not flattened: that would replace DTensors by their shards.
         self.planner = DefaultSavePlanner(
             flatten_state_dict=self.nested, flatten_sharded_tensors=False
         )
@@ -96,8 +97,10 @@ class TreePlan:
     def values(self) -> Iterator[tuple[str, bytes]]:
         """The values this rank writes that are no tensors, as ``torch.save`` writes them."""
         for item in self.items:
-            if item.type == WriteItemType.BYTE_IO:
-                yield item.index.fqn, bytes(saved(self.planner.lookup_object(item.index)))
+            if item.type != WriteItemType.BYTE_IO:
+                continue
+            value = self.planner.lookup_object(item.index)
+            yield item.index.fqn, bytes(saved(value))
 
     def fetch(self, tensor: Tensor) -> Fetch:
         """The data of the slice of *tensor* (of :meth:`tensors`), to be fetched when it is written."""

@@ -30,25 +30,28 @@ def plan_jobs(
     """
     mapping = file_mapping or {}
     num_files = max(mapping.values(), default=1)
-    groups: dict[int, list[Tensor]] = {}
+    by_file: dict[int, list[Tensor]] = {}
     for tensor in plan.tensors():
-        groups.setdefault(file_index(tensor.fqn, mapping), []).append(tensor)
-    for index, tensors in sorted(groups.items()):
+        index = file_index(tensor.fqn, mapping)
+        by_file.setdefault(index, []).append(tensor)
+    for index in sorted(by_file):
         file = layout.shard_file(plan.directory, rank, index, num_files)
-        yield _shard_job(plan, tensors, file)
+        yield _shard_job(plan, by_file[index], file)
     yield from values_job(plan, layout.objects_file(plan.directory, rank))
 
 
 def _shard_job(plan: TreePlan, tensors: Sequence[Tensor], file: str) -> FileJob:
     # Wider dtypes first: readers view a tensor's bytes in place, at offsets that must be multiples of its item size.
     ordered = sorted(tensors, key=lambda tensor: -DTYPE_BITS[tensor.dtype])
-    header, starts = shard_header([_header_entry(tensor) for tensor in ordered])
+    entries = [_header_entry(tensor) for tensor in ordered]
+    header, starts = shard_header(entries)
     chunks = [Chunk(0, header)]
     nbytes = len(header)
     for tensor in ordered:
         start = starts[tensor.fqn]
-        chunks.append(Chunk(start, plan.fetch(tensor), located(tensor, file, start)))
-        nbytes += tensor.slices[0].nbytes
+        entry = located(tensor, file, start)
+        chunks.append(Chunk(start, plan.fetch(tensor), entry))
+        nbytes += entry.slices[0].nbytes
     return FileJob(file, chunks, plan.name, nbytes)
 
 

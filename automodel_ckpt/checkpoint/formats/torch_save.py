@@ -33,19 +33,24 @@ def plan_jobs(plan: TreePlan, rank: int) -> tuple[FileJob, list[DcpItem]]:
     items: list[DcpItem] = []
     end = 0
     for fqn, data in plan.values():
-        chunks.append(Chunk(end, data, Blob(fqn, file, end, len(data), "")))
+        blob = Blob(fqn, file, end, len(data), "")
+        chunks.append(Chunk(end, data, blob))
         items.append(DcpItem(fqn, None, file, end, len(data)))
         end += len(data)
     for tensor in plan.tensors():
         (stored,) = tensor.slices
         archive = tensor_archive(DTYPES[tensor.dtype], stored.sizes, stored.nbytes)
-        nbytes = len(archive.head) + stored.nbytes + len(archive.tail)
-        data_start = end + len(archive.head)
-        chunks.append(Chunk(end, archive.head))
-        chunks.append(Chunk(data_start, plan.fetch(tensor), located(tensor, file, data_start)))
-        chunks.append(Chunk(data_start + stored.nbytes, archive.tail, crc_at=archive.crc_at))
-        items.append(DcpItem(tensor.fqn, stored.offsets, file, end, nbytes))
-        end += nbytes
+        # Head, data, tail: an archive of torch.save around the tensor's raw bytes. The tail contains their checksum,
+        # which is known only when they are written.
+        start = end
+        data_start = start + len(archive.head)
+        tail_start = data_start + stored.nbytes
+        end = tail_start + len(archive.tail)
+        entry = located(tensor, file, data_start)
+        chunks.append(Chunk(start, archive.head))
+        chunks.append(Chunk(data_start, plan.fetch(tensor), entry))
+        chunks.append(Chunk(tail_start, archive.tail, crc_at=archive.crc_at))
+        items.append(DcpItem(tensor.fqn, stored.offsets, file, start, end - start))
     return FileJob(file, chunks, plan.name, end), items
 
 

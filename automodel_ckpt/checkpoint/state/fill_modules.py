@@ -133,8 +133,8 @@ def _blocks(
     for start in range(first, stop, num_rows):
         rows = rows_of(stored, start, min(start + num_rows, stop))
         block = torch.empty(rows.shape, dtype=DTYPES[stored.dtype])
-        state: dict[str, Any] = {stored.fqn: block}
-        read_tree(source.root, Tree("", {stored.fqn: rows}, {}), state)
+        tree = Tree("", {stored.fqn: rows}, {})
+        read_tree(source.root, tree, {stored.fqn: block})
         yield start, block
 
 
@@ -143,9 +143,12 @@ def rows_of(tensor: Tensor, first: int, stop: int) -> Tensor:
     row_shape = tensor.shape[1:]
     no_offset = (0,) * len(row_shape)
     wanted = Box((first, *no_offset), (stop - first, *row_shape))
-    slices = [_rows_of_slice(stored, wanted) for stored in tensor.slices]
-    present = [stored for stored in slices if stored is not None]
-    return Tensor(tensor.fqn, tensor.dtype, wanted.sizes, tuple(present))
+    slices: list[Slice] = []
+    for stored in tensor.slices:
+        rows = _rows_of_slice(stored, wanted)
+        if rows is not None:
+            slices.append(rows)
+    return Tensor(tensor.fqn, tensor.dtype, wanted.sizes, tuple(slices))
 
 
 def _rows_of_slice(stored: Slice, wanted: Box) -> Slice | None:

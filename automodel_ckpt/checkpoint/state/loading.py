@@ -99,9 +99,11 @@ class Loader:
         created.
         """
         matched, lines = self._matched(items)
-        modules = [item for item in items if item.kind == "module" and item.name in matched]
-        for item in modules:
-            tree = self._manifest.trees[matched[item.name][0]]
+        for item in items:
+            if item.kind != "module" or item.name not in matched:
+                continue
+            saved_name, _ = matched[item.name]
+            tree = self._manifest.trees[saved_name]
             lines += differences(tree, complete_state(item.value)[0])
         return lines
 

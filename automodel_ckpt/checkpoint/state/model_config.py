@@ -23,7 +23,7 @@ _MAX_DEPTH = 20
 _SHOWN_LETTERS = 100
 _MOST_LINES = 20
 
-# These say where a model comes from, how it is called or stored, and how text is generated with it.
+# Keys about the model's origin, its name, how it is stored, and how text is generated with it.
 _COSMETIC = frozenset(
     {
         "transformers_version",
@@ -53,7 +53,7 @@ _COSMETIC = frozenset(
         "forced_eos_token_id",
     }
 )
-# These change how a model is trained, and not what its weights compute.
+# Keys that change how a model is trained, and not what its weights compute.
 _OF_TRAINING = frozenset(
     {
         "output_router_logits",
@@ -72,7 +72,7 @@ _OF_TRAINING_PARTS = ("dropout", "pdrop", "layerdrop", "drop_path", "drop_rate",
 
 @dataclass(frozen=True, slots=True)
 class ConfigChanges:
-    """What differs between two model configs, a line each: changes of the function, and of training only."""
+    """The differences between two model configs, one line each: of the function, and of training only."""
 
     function: tuple[str, ...] = ()
     training: tuple[str, ...] = ()
@@ -108,13 +108,16 @@ def config_changes(saved: Mapping[str, Any], here: Mapping[str, Any]) -> ConfigC
 
     Versions of transformers write different keys. Where the versions differ, only keys that both have are compared.
     """
-    before, now = dict(_leaves(saved)), dict(_leaves(here))
+    before = dict(_leaves(saved))
+    now = dict(_leaves(here))
     keys = before.keys() & now.keys()
     if saved.get("transformers_version") == here.get("transformers_version"):
         keys = before.keys() | now.keys()
-    function, training = list[str](), list[str]()
+    function: list[str] = []
+    training: list[str] = []
     for key in sorted(keys):
-        if _is_cosmetic(key) or (key in before and key in now and before[key] == now[key]):
+        is_equal = key in before and key in now and before[key] == now[key]
+        if is_equal or _is_cosmetic(key):
             continue
         line = f"{key}: {_text(before, key)} in the checkpoint, {_text(now, key)} here"
         if _is_of_training(key, now):
@@ -129,13 +132,15 @@ def model_changes(checkpoint: Path, configs: Mapping[str, bytes]) -> ConfigChang
 
     A module that was saved without a config is not compared. Raises :class:`CheckpointUnusable` for a damaged file.
     """
-    function, training = list[str](), list[str]()
+    function: list[str] = []
+    training: list[str] = []
     for name, content in configs.items():
         saved = saved_config(checkpoint, layout.state_directory(name))
-        if saved is not None:
-            changes = config_changes(saved, json.loads(content))
-            function += changes.function
-            training += changes.training
+        if saved is None:
+            continue
+        changes = config_changes(saved, json.loads(content))
+        function += changes.function
+        training += changes.training
     return ConfigChanges(tuple(function), tuple(training))
 
 
@@ -154,7 +159,7 @@ def require_same_function(checkpoint: Path, changes: ConfigChanges) -> None:
 def _leaves(
     config: Mapping[str, Any], prefix: str = "", depth: int = 0
 ) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of each value that is no mapping; a list is one value."""
+    """(dotted key, value) of each value that is not a mapping; a list is one value."""
     for name, value in config.items():
         if isinstance(value, Mapping) and value and depth < _MAX_DEPTH and name not in _COSMETIC:
             yield from _leaves(value, f"{prefix}{name}.", depth + 1)
@@ -170,7 +175,7 @@ def _is_cosmetic(key: str) -> bool:
 def _is_of_training(key: str, now: Mapping[str, Any]) -> bool:
     name = key.rpartition(".")[2]
     if name == "max_position_embeddings":
-        # Some kinds of rope scale with it; learned embeddings have another shape then, which is found elsewhere.
+        # Some kinds of rope scale with it. Learned position embeddings then have another shape, which loading detects.
         kinds = [value for other, value in now.items() if other.endswith("rope_type")]
         return all(kind == "default" for kind in kinds)
     return name in _OF_TRAINING or any(part in name for part in _OF_TRAINING_PARTS)

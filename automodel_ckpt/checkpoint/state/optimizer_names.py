@@ -81,11 +81,15 @@ class Owners:
         pipeline stage may have several.
         """
         groups: list[dict[str, Any]] = []
+        trained_here: set[str] = set()
         names_here = self._names_here(item, state)
         for options, names in zip(state["param_groups"], names_here, strict=True):
             groups.append({**options, "params": list(names)})
-        trained_here = {fqn for group in groups for fqn in group["params"]}
-        entries = {fqn: entry for fqn, entry in state["state"].items() if fqn in trained_here}
+            trained_here.update(names)
+        entries: dict[str, Any] = {}
+        for fqn, entry in state["state"].items():
+            if fqn in trained_here:
+                entries[fqn] = entry
         item.value.load_state_dict({"state": entries, "param_groups": groups})
 
     def _names_here(self, item: Item, state: Mapping[str, Any]) -> list[list[str]]:

@@ -187,7 +187,8 @@ class StateAllocator:
         for index, group in enumerate(state["param_groups"]):
             form = self._forms.get(("param_groups", index))
             if form is not None:
-                group.update(self._rebuild(form, group, f"{self._name}.param_groups.{index}", None))
+                prefix = f"{self._name}.param_groups.{index}"
+                group.update(self._rebuild(form, group, prefix, None))
         for fqn, names in self._names_by_parameter().items():
             entry = dict(state["state"].get(fqn, {}))
             state["state"][fqn] = entry

@@ -52,14 +52,16 @@ class GroupMatch:
         for number, source in enumerate(self.sources):
             if source is None:
                 continue
+            # One saved group may be the source of several groups.
             here, saved = _prefix(self.name, number), _prefix(self.name, source)
             for name, tensor in tree.tensors.items():
                 if name.startswith(saved):
-                    renamed = here + name.removeprefix(saved)
-                    tensors[renamed] = _renamed(tensor, renamed)
+                    new_name = here + name.removeprefix(saved)
+                    tensors[new_name] = _renamed(tensor, new_name)
             for name, blob in tree.objects.items():
                 if name.startswith(saved) and name != f"{saved}params":
-                    objects[here + name.removeprefix(saved)] = blob
+                    new_name = here + name.removeprefix(saved)
+                    objects[new_name] = blob
         return replace(tree, tensors=tensors, objects=objects)
 
     def renumbered_forms(self, forms: Mapping[tuple[str, Any], Any]) -> dict[tuple[str, Any], Any]:

@@ -154,8 +154,10 @@ def _merge_tensors(written: Iterable[Tensor]) -> dict[str, Tensor]:
     """Tensors with the slices of all ranks, by FQN."""
     merged: dict[str, Tensor] = {}
     for tensor in written:
+        slices = tensor.slices
         previous = merged.get(tensor.fqn)
-        slices = tensor.slices if previous is None else previous.slices + tensor.slices
+        if previous is not None:
+            slices = previous.slices + slices
         merged[tensor.fqn] = Tensor(tensor.fqn, tensor.dtype, tensor.shape, slices)
     return merged
 
