@@ -57,7 +57,7 @@ class ListedFile:
 
     @classmethod
     def parse(cls, entry: Mapping[str, Any]) -> ListedFile:
-        """The file that an entry of the manifest describes. Raises ValueError, KeyError or TypeError."""
+        """Return the file that an entry of the manifest describes. Raises ValueError, KeyError or TypeError."""
         size = int(entry["size"])
         raw = entry["parts"] if "parts" in entry else [(size, entry["digest"])]
         ranges = []
@@ -74,8 +74,7 @@ class ListedFile:
 
 @dataclass(frozen=True)
 class ExportManifest:
-    """What the export in *directory* consists of. With *follow_links*, its files may be symbolic links, as they are in
-    the Hub's cache."""
+    """The files of the export in *directory*. With *follow_links*, they may be symbolic links (the Hub's cache)."""
 
     directory: Path
     files: Mapping[str, ListedFile]
@@ -83,14 +82,13 @@ class ExportManifest:
 
     @classmethod
     def read(cls, directory: Path, *, follow_links: bool = False) -> ExportManifest:
-        """The manifest in *directory*. Raises :class:`CheckpointUnusable` where it is missing or malformed."""
+        """Read the manifest in *directory*. Raises :class:`CheckpointUnusable` if it is missing or malformed."""
         path = directory / layout.EXPORT_MANIFEST
         try:
             real = Path(os.path.realpath(path)) if follow_links else path
             text = read_safely(real.parent, real.name, limit=_most_bytes(directory))
-            files = {
-                name: ListedFile.parse(entry) for name, entry in json.loads(text)["files"].items()
-            }
+            entries = json.loads(text)["files"]
+            files = {name: ListedFile.parse(entry) for name, entry in entries.items()}
         except (
             OSError,
             ValueError,
@@ -127,25 +125,29 @@ class ExportManifest:
         num_ranks: int = 1,
         num_threads: int = 2,
     ) -> list[Problem]:
-        """Everything that is wrong with the listed files (or with *only* those names), in the manifest's order.
+        """Return all problems of the listed files (or *only* of those names), in the manifest's order.
 
-        ``size``: each file exists, is regular and has its size. ``digest``: its bytes are also those that were written;
-        damaged tensors are named. With several ranks, each reads its share of the bytes. ``none`` compares nothing.
+        Level ``size`` checks that each file exists, is regular and has its size; ``digest`` also compares its bytes,
+        and names damaged tensors; ``none`` checks nothing. With several ranks, each reads its share of the bytes.
         """
         if level == "none":
             return []
         names = [name for name in self.files if only is None or name in only]
-        problems = [problem for name in names if (problem := self._size_problem(name)) is not None]
+        problems: list[Problem] = []
+        for name in names:
+            problem = self._size_problem(name)
+            if problem is not None:
+                problems.append(problem)
         if problems or level == "size":
             return problems
         tasks = [task for name in names for task in self._tasks(name)]
         mine = [task for number, task in enumerate(tasks) if number % num_ranks == rank]
         with ThreadPoolExecutor(num_threads) as pool:
-            damaged = [*pool.map(lambda task: self._damaged_ranges(*task), mine)]
-        found: dict[str, list[DigestedRange]] = {}
-        for (name, _), ranges in zip(mine, damaged, strict=True):
-            found.setdefault(name, []).extend(ranges)
-        return [self._damage(name, ranges) for name, ranges in found.items() if ranges]
+            results = list(pool.map(lambda task: self._damaged_ranges(*task), mine))
+        damaged: dict[str, list[DigestedRange]] = {}
+        for (name, _), ranges in zip(mine, results, strict=True):
+            damaged.setdefault(name, []).extend(ranges)
+        return [self._damage(name, ranges) for name, ranges in damaged.items() if ranges]
 
     def _size_problem(self, name: str) -> Problem | None:
         record = FileRecord(self.files[name].size, "")
@@ -154,12 +156,12 @@ class ExportManifest:
         else:
             real = self._path(name)
             problem = size_problem(real.parent, real.name, record)
-        return problem and replace(
-            problem, what=_of_export(problem.what), hint=_hint(self.directory)
-        )
+        if problem is None:
+            return None
+        return replace(problem, what=_of_export(problem.what), hint=_hint(self.directory))
 
     def _tasks(self, name: str) -> Iterator[tuple[str, Sequence[DigestedRange]]]:
-        """The byte ranges of a file, in groups of about 64 MiB."""
+        """Yield the byte ranges of a file in groups of about 64 MiB."""
         group: list[DigestedRange] = []
         nbytes = 0
         for each in self.files[name].ranges:
@@ -172,12 +174,13 @@ class ExportManifest:
             yield name, group
 
     def _damaged_ranges(self, name: str, ranges: Sequence[DigestedRange]) -> list[DigestedRange]:
-        """The byte ranges whose digests differ; all of them where the file cannot be read."""
+        """Return the byte ranges whose digests differ; all of them if the file cannot be read."""
         try:
             sizes = [each.nbytes for each in ranges]
             found = part_digests(self._path(name), sizes, start=ranges[0].start)
         except OSError:
             return [*ranges]
+        # A file that is too short has fewer digests.
         found += [""] * (len(ranges) - len(found))
         return [each for each, digest in zip(ranges, found, strict=True) if each.digest != digest]
 
@@ -191,7 +194,7 @@ class ExportManifest:
         return Problem(what, str(self.directory / name), value, _hint(self.directory))
 
     def _tensors_in(self, name: str, damaged: Sequence[DigestedRange]) -> list[str]:
-        """The tensors that have bytes in the *damaged* ranges; none where the header is damaged itself."""
+        """Return the tensors with bytes in the *damaged* ranges; none if the header itself is damaged."""
         if not name.endswith(".safetensors") or damaged[0].start == 0:
             return []
         try:
@@ -209,20 +212,26 @@ class ExportManifest:
     # ---------------------------------------------------------------- comparing while reading
 
     def check_bytes(self, name: str, data: bytes) -> None:
-        """Compare the whole content of a small file with its digests. A file that is not listed was added by somebody
-        else, and is not compared. Raises :class:`CheckpointUnusable`."""
+        """Compare *data*, the complete content of a small file, with its digests.
+
+        A file that is not listed was added later and is not compared. Raises :class:`CheckpointUnusable`.
+        """
         listed = self.files.get(name)
         if listed is None:
             return
-        same_size = len(data) == listed.size
-        if not same_size or any(
-            digest_of(data[r.start : r.start + r.nbytes]) != r.digest for r in listed.ranges
-        ):
-            raise CheckpointUnusable.all_of([self._damage(name, [DigestedRange(0, len(data), "")])])
+        is_equal = len(data) == listed.size
+        for each in listed.ranges:
+            part = data[each.start : each.start + each.nbytes]
+            is_equal = is_equal and digest_of(part) == each.digest
+        if not is_equal:
+            everything = DigestedRange(0, len(data), "")
+            raise CheckpointUnusable.all_of([self._damage(name, [everything])])
 
     def check_header(self, name: str) -> None:
-        """Compare the size of a safetensors file, and its bytes before the first tensor. Raises
-        :class:`CheckpointUnusable`."""
+        """Compare the size of a safetensors file, and its bytes before the first tensor, with the manifest.
+
+        Raises :class:`CheckpointUnusable`.
+        """
         if name not in self.files:
             raise CheckpointUnusable(
                 "the export's manifest does not list this file",
@@ -230,16 +239,17 @@ class ExportManifest:
                 value=name,
                 hint=_hint(self.directory),
             )
-        if problem := self._size_problem(name):
+        problem = self._size_problem(name)
+        if problem is not None:
             raise CheckpointUnusable.all_of([problem])
         header = self.files[name].ranges[:1]
         if header and self._damaged_ranges(name, header):
             raise CheckpointUnusable.all_of([self._damage(name, header)])
 
     def with_digests(self, name: str, tensor: Tensor) -> Tensor:
-        """*tensor*, one slice of the file *name*, as the slices whose digests the manifest lists.
+        """Return *tensor*, one slice of the file *name*, divided into the slices whose digests the manifest lists.
 
-        Raises :class:`CheckpointUnusable` where the listed byte ranges do not fit the tensor.
+        Raises :class:`CheckpointUnusable` if the listed byte ranges do not match the tensor.
         """
         (whole,) = tensor.slices
         if not whole.nbytes:
@@ -247,7 +257,8 @@ class ExportManifest:
         ranges = self.files[name].ranges
         slices = []
         at = whole.start
-        for each in ranges[bisect_left(ranges, whole.start, key=lambda each: each.start) :]:
+        first = bisect_left(ranges, whole.start, key=lambda each: each.start)
+        for each in ranges[first:]:
             if each.start != at or at + each.nbytes > whole.start + whole.nbytes:
                 break
             if each.nbytes:
@@ -284,11 +295,13 @@ class ExportManifest:
 
     def _path(self, name: str) -> Path:
         path = self.directory / name
-        return Path(os.path.realpath(path)) if self.follow_links else path
+        if self.follow_links:
+            return Path(os.path.realpath(path))
+        return path
 
 
 def find_export_manifest(directory: Path, *, follow_links: bool = False) -> ExportManifest | None:
-    """The manifest of the export in *directory*; None where the directory has none, so that nothing can be compared.
+    """Return the manifest of the export in *directory*; None if it has none, so that nothing can be compared.
 
     Raises :class:`CheckpointUnusable` for a manifest that cannot be read.
     """
@@ -298,17 +311,11 @@ def find_export_manifest(directory: Path, *, follow_links: bool = False) -> Expo
 
 
 def export_problems(directory: Path, *, num_threads: int = 2) -> list[Problem]:
-    """Everything that is wrong with the export in *directory* by its own manifest."""
+    """Return all problems of the export in *directory*, by its manifest."""
     if directory.is_symlink():
+        hint = "replace the link with the directory it points to"
         value = os.readlink(directory)
-        return [
-            Problem(
-                "an export is a symbolic link",
-                str(directory),
-                value,
-                "replace the link with the directory it points to",
-            )
-        ]
+        return [Problem("an export is a symbolic link", str(directory), value, hint)]
     try:
         return ExportManifest.read(directory).problems(num_threads=num_threads)
     except CheckpointUnusable as error:
@@ -316,7 +323,7 @@ def export_problems(directory: Path, *, num_threads: int = 2) -> list[Problem]:
 
 
 def exports_in(checkpoint: Path) -> list[Path]:
-    """The exports in the directories of a checkpoint's modules, sorted."""
+    """Return the exports in the directories of a checkpoint's modules, sorted."""
     found = []
     for entry in sorted(os.scandir(checkpoint), key=lambda entry: entry.name):
         if entry.is_dir(follow_symlinks=False):

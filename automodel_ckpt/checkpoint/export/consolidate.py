@@ -39,7 +39,7 @@ from automodel_ckpt.checkpoint.files.safe_open import open_safely
 from automodel_ckpt.checkpoint.slices import Slice
 from automodel_ckpt.checkpoint.sources.base_maps import maps_of
 from automodel_ckpt.checkpoint.sources.opening import open_checkpoint
-from automodel_ckpt.checkpoint.sources.shard_header import sealed_by_slices
+from automodel_ckpt.checkpoint.sources.shard_header import files_covered_by_slices
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.checkpoint.verify import Level, verify
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, Problem, RecipeError
@@ -176,7 +176,7 @@ def _check_source(source: Source, workers: Workers) -> None:
         return
     if problems := _problems(source, workers, "size"):
         raise CheckpointUnusable.all_of(problems)
-    if _problems(source, workers, "digest", sealed_by_slices(source.root, source.manifest)):
+    if _problems(source, workers, "digest", files_covered_by_slices(source.root, source.manifest)):
         raise CheckpointUnusable.all_of(_problems(source, workers, "digest"))
 
 

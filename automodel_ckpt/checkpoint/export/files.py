@@ -29,12 +29,18 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 def cast_lines(plan: Plan) -> list[str]:
-    """What was cast, for the log."""
-    return [f"cast {count} tensors from {a} to {b}" for (a, b), count in sorted(plan.casts.items())]
+    """Return lines for the log on the tensors that are cast."""
+    lines: list[str] = []
+    for (before, after), count in sorted(plan.casts.items()):
+        lines.append(f"cast {count} tensors from {before} to {after}")
+    return lines
 
 
 def side_files(source: Source, plan: Plan, maps: BaseMaps) -> tuple[dict[str, bytes], list[str]]:
-    """The content of every other file of the export, and what the user should know about them."""
+    """Return the content of every file of the export beside the weights, and warnings for the user.
+
+    Raises :class:`CheckpointUnusable` if a file cannot be read, or config.json is not a JSON mapping.
+    """
     directory = source.metadata_directory or source.side_files
     if directory is None:
         return {layout.HF_INDEX: plan.index()}, [
@@ -44,32 +50,32 @@ def side_files(source: Source, plan: Plan, maps: BaseMaps) -> tuple[dict[str, by
         names = _side_names(source, directory)
         files = {name: read_safely(directory, name, limit=_MAX_SIDE_BYTES) for name in names}
     except OSError as error:
-        problem = os_problem(
-            error, "a side file cannot be read", hint="restore it from another copy"
-        )
+        hint = "restore it from another copy"
+        problem = os_problem(error, "a side file cannot be read", hint=hint)
         raise CheckpointUnusable.all_of([problem]) from None
-    warnings = []
-    if clash := sorted(
-        name for name in files if name == layout.HF_INDEX or name.endswith(".safetensors")
-    ):
-        warnings.append(
-            f"left out, since the export writes such files itself: {', '.join(map(repr, clash))}"
-        )
-    kept = {
-        name: data
-        for name, data in files.items()
-        if name not in clash and name != layout.EXPORT_MANIFEST
-    }
-    if "config.json" in kept:
-        kept["config.json"], more = agreeing_config(
-            kept["config.json"], plan, maps, directory / "config.json"
-        )
-        warnings += more
-    return kept if maps.is_adapter else {**kept, layout.HF_INDEX: plan.index()}, warnings
+    warnings: list[str] = []
+    clashing: list[str] = []
+    for name in sorted(files):
+        if name == layout.HF_INDEX or name.endswith(".safetensors"):
+            clashing.append(name)
+            del files[name]
+    if clashing:
+        names = ", ".join(map(repr, clashing))
+        warnings.append(f"left out, since the export writes such files itself: {names}")
+    # The manifest of another export does not describe these files.
+    files.pop(layout.EXPORT_MANIFEST, None)
+    if "config.json" in files:
+        config_path = directory / "config.json"
+        config, config_warnings = agreeing_config(files["config.json"], plan, maps, config_path)
+        files["config.json"] = config
+        warnings += config_warnings
+    if not maps.is_adapter:
+        files[layout.HF_INDEX] = plan.index()
+    return files, warnings
 
 
 def _side_names(source: Source, directory: Path) -> Iterable[str]:
-    """What stands beside the weights; of Hugging Face files only what the checkpoint names."""
+    """Return the names of the side files. For a checkpoint in Hugging Face files, only those in its manifest."""
     if source.metadata_directory is None:
         # Known names only: the weights themselves are in this directory, and whatever else the user keeps there.
         return [name for name in _regular_files(directory) if is_side_file(name)]
@@ -85,7 +91,7 @@ def _side_names(source: Source, directory: Path) -> Iterable[str]:
 
 
 def _regular_files(directory: Path) -> Iterable[str]:
-    """Files below *directory*, relative; links are not followed, as they may lead anywhere."""
+    """Yield the relative paths of the files below *directory*. Links are skipped: they could lead anywhere."""
     for parent, _, names in os.walk(directory):
         for name in sorted(names):
             path = Path(parent, name)
@@ -94,9 +100,9 @@ def _regular_files(directory: Path) -> Iterable[str]:
 
 
 def agreeing_config(raw: bytes, plan: Plan, maps: BaseMaps, path: Path) -> tuple[bytes, list[str]]:
-    """config.json with the dtype that most of the weights have, and without a quantization that none of them has.
+    """Return config.json with the dtype of most of the weights and without an unused quantization, and warnings.
 
-    Returned unchanged, byte for byte, where it agrees already.
+    If it matches already, its bytes are unchanged. Raises :class:`CheckpointUnusable` if it is not a JSON mapping.
     """
     try:
         config = json.loads(raw)
@@ -111,17 +117,24 @@ def agreeing_config(raw: bytes, plan: Plan, maps: BaseMaps, path: Path) -> tuple
         )
     before = json.dumps(config)
     tensors = [tensor for file in plan.files for tensor in file.tensors]
-    if (code := main_dtype((tensor.dtype, tensor.nbytes) for tensor in tensors)) is not None:
+    code = main_dtype((tensor.dtype, tensor.nbytes) for tensor in tensors)
+    if code is not None:
         _set_dtype(config, TORCH_NAMES[code])
     warnings = _drop_quantization(config, tensors, maps)
-    unchanged = json.dumps(config) == before
-    return (raw if unchanged else json.dumps(config, indent=2).encode() + b"\n"), warnings
+    if json.dumps(config) == before:
+        return raw, warnings
+    return json.dumps(config, indent=2).encode() + b"\n", warnings
 
 
 def _set_dtype(config: dict[str, Any], name: str, *, top: bool = True) -> None:
-    """State the dtype where the config states one (``dtype``, ``torch_dtype`` before transformers 5), nested too."""
-    stated = [key for key in _DTYPE_KEYS if config.get(key) is not None]
-    for key in stated or (["dtype"] if top else []):
+    """Set the dtype where the config has one (``dtype``; ``torch_dtype`` before transformers 5), also in its parts.
+
+    At the *top*, it is added if it is missing.
+    """
+    keys = [key for key in _DTYPE_KEYS if config.get(key) is not None]
+    if not keys and top:
+        keys = ["dtype"]
+    for key in keys:
         config[key] = name
     for key, value in config.items():
         if key.endswith("_config") and key != "quantization_config" and isinstance(value, dict):
@@ -131,25 +144,25 @@ def _set_dtype(config: dict[str, Any], name: str, *, top: bool = True) -> None:
 def _drop_quantization(
     config: dict[str, Any], tensors: list[ExportTensor], maps: BaseMaps
 ) -> list[str]:
-    floated = {tensor.fqn for tensor in quantized_in_base(tensors, maps)}
-    if "quantization_config" not in config or not floated:
+    """Remove quantization_config if all tensors that are quantized in the base are float now. Returns warnings."""
+    dequantized = {tensor.fqn for tensor in quantized_in_base(tensors, maps)}
+    if "quantization_config" not in config or not dequantized:
         return []
     originals = maps.dtype or {}
-    still = [
-        t.fqn
-        for t in tensors
-        if originals.get(t.fqn, "F32") not in ORDINARY_FLOATS and t.fqn not in floated
-    ]
-    if still:
-        return [
-            f"config.json keeps its quantization_config: {len(still)} tensors are still quantized, some are float"
-        ]
+    num_quantized = 0
+    for tensor in tensors:
+        is_quantized_in_base = originals.get(tensor.fqn, "F32") not in ORDINARY_FLOATS
+        if is_quantized_in_base and tensor.fqn not in dequantized:
+            num_quantized += 1
+    if num_quantized:
+        counts = f"{num_quantized} tensors are still quantized, some are float"
+        return [f"config.json keeps its quantization_config: {counts}"]
     del config["quantization_config"]
     return ["config.json loses its quantization_config: the weights are float now"]
 
 
 def write_side_files(files: Mapping[str, bytes], staging: Path) -> None:
-    """Write what :func:`side_files` gave, durably but for directory entries. Raises OSError."""
+    """Write and fsync the *files* of :func:`side_files`, but not their directory entries. Raises OSError."""
     for name, data in sorted(files.items()):
         path = staging / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -157,7 +170,7 @@ def write_side_files(files: Mapping[str, bytes], staging: Path) -> None:
 
 
 def write_manifest(plan: Plan, source: Source, staging: Path, parts: Iterable[Digested]) -> None:
-    """Write the export's list of its files, the last of them. *parts* are the digests of all bytes of the weights."""
+    """Write the export's manifest, its last file. *parts* are the digests of all bytes of the weights."""
     manifest = source.manifest
     document = {
         "format": "automodel_ckpt.export",
@@ -174,7 +187,7 @@ def write_manifest(plan: Plan, source: Source, staging: Path, parts: Iterable[Di
 
 
 def _listed(plan: Plan, staging: Path, parts: Iterable[Digested]) -> dict[str, dict[str, Any]]:
-    """Size and digest of every file; of the weights, the digests of the parts that make a file up, in their order."""
+    """Return the size and digest of every file; for files of weights, the digests of their parts in order."""
     found: dict[str, list[tuple[int, int, str]]] = {file.name: [] for file in plan.files}
     for part in parts:
         found[part.file].append((part.start, part.nbytes, part.digest))

@@ -22,12 +22,12 @@ from automodel_ckpt.checkpoint.files.direct import (
 from automodel_ckpt.checkpoint.files.safe_open import open_safely
 from automodel_ckpt.errors import CheckpointUnusable
 
-# Less than this is not worth asking where it is.
+# For fewer bytes, the question whether they are cached costs more than the answer saves.
 _ASK_FROM_BYTES = 64 << 10
 _CACHEFUL_BYTES = 256 << 10
 _BOUNCE_BYTES = 2 << 20
 _MAX_OPEN = 64
-# A page of so many bytes is looked at: the kernel reads ahead, and drops, in pieces of such sizes.
+# One page in this many bytes is checked: the kernel reads ahead, and evicts, in units of about this size.
 _SAMPLED_BYTES = 512 << 10
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
@@ -45,11 +45,11 @@ class Inputs:
             file.close()
 
     def descriptor(self, file: str) -> int:
-        """For reading, as long as not many other files are opened."""
-        return self._input(file).plain
+        """Return a descriptor for reading. It is closed when many other files have been opened."""
+        return self._input(file).cached
 
     def read(self, file: str, start: int, memory: memoryview) -> None:
-        """Fill *memory* with the bytes from *start*. Raises :class:`CheckpointUnusable` where there are none."""
+        """Fill *memory* with the bytes from *start*. Raises :class:`CheckpointUnusable` if the file ends before."""
         source = self._input(file)
         try:
             count = 0
@@ -71,40 +71,45 @@ class Inputs:
 
 
 class _Input:
-    """One file: a descriptor that reads through the page cache, and one that, where that goes, does not."""
+    """One file: a descriptor that reads through the page cache, and one with O_DIRECT, if the file system has it."""
 
-    def __init__(self, plain: int, other: int) -> None:
-        self.plain, self._direct = plain, other
-        os.posix_fadvise(plain, 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        self._is_direct = bypass_page_cache(other, True)
-        self._map = _Map(plain)
+    def __init__(self, cached: int, direct: int) -> None:
+        self.cached = cached
+        self._direct = direct
+        os.posix_fadvise(cached, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        self._is_direct = bypass_page_cache(direct, True)
+        self._map = _Map(cached)
 
     def close(self) -> None:
         self._map.close()
-        os.close(self.plain)
+        os.close(self.cached)
         os.close(self._direct)
 
     def is_cached(self, start: int, nbytes: int) -> bool:
-        """Whether these bytes seem to be in the page cache, by a few of their pages; they do where nobody can tell."""
+        """Whether these bytes seem to be in the page cache, by a sample of their pages. True if that is unknown."""
         if not self._is_direct or start + nbytes > self._map.nbytes:
             return True
-        return all(map(self._map.holds, range(start, start + nbytes, _SAMPLED_BYTES)))
+        return all(map(self._map.is_in_memory, range(start, start + nbytes, _SAMPLED_BYTES)))
 
     def read_past_cache(self, start: int, memory: memoryview, bounce: memoryview) -> int:
-        """How many bytes were read; the rest has to come through the page cache."""
-        if (
-            start % SECTOR_BYTES == 0
-            and len(memory) % SECTOR_BYTES == 0
-            and begins_at_a_sector(memory)
-        ):
+        """Read with O_DIRECT. Returns the number of bytes read; the rest must be read through the page cache.
+
+        O_DIRECT needs offset, length and memory aligned to sectors. Other reads go through the buffer *bounce*.
+        """
+        is_aligned = start % SECTOR_BYTES == 0 and len(memory) % SECTOR_BYTES == 0
+        if is_aligned and begins_at_a_sector(memory):
             return self._read_direct(start, memory)
-        done, step = 0, len(bounce) - 2 * SECTOR_BYTES
+        done = 0
+        step = len(bounce) - 2 * SECTOR_BYTES
         while done < len(memory):
-            first = (start + done) // SECTOR_BYTES * SECTOR_BYTES
             wanted = memory[done : done + step]
-            last = -(-(start + done + len(wanted)) // SECTOR_BYTES) * SECTOR_BYTES
-            skip = start + done - first
-            count = min(self._read_direct(first, bounce[: last - first]) - skip, len(wanted))
+            begin = start + done
+            end = begin + len(wanted)
+            first = begin // SECTOR_BYTES * SECTOR_BYTES
+            last = -(-end // SECTOR_BYTES) * SECTOR_BYTES
+            skip = begin - first
+            count = self._read_direct(first, bounce[: last - first]) - skip
+            count = min(count, len(wanted))
             if count <= 0:
                 break
             wanted[:count] = bounce[skip : skip + count]
@@ -117,24 +122,25 @@ class _Input:
             try:
                 count = os.preadv(self._direct, [memory[done:]], start + done)
             except OSError as error:
-                # Some file systems take the flag and refuse the read.
+                # Some file systems accept the flag and reject the read.
                 if error.errno != errno.EINVAL:
                     raise
                 self._is_direct = False
                 break
             done += count
+            # The end of the file, or of what can be read at an aligned offset.
             if count == 0 or count % SECTOR_BYTES:
                 break
         return done
 
     def read_cached(self, start: int, memory: memoryview) -> int:
-        """How many bytes were read: fewer only where the file ends."""
+        """Read through the page cache. Returns the number of bytes read: fewer only at the end of the file."""
         if memory:
-            # The disk gets one large request; what comes is copied in cachefuls.
-            os.posix_fadvise(self.plain, start, len(memory), os.POSIX_FADV_WILLNEED)
+            # One large request for the disk, which is then copied in parts that fit into the processor's cache.
+            os.posix_fadvise(self.cached, start, len(memory), os.POSIX_FADV_WILLNEED)
         done = 0
         while done < len(memory):
-            count = os.preadv(self.plain, [memory[done : done + _CACHEFUL_BYTES]], start + done)
+            count = os.preadv(self.cached, [memory[done : done + _CACHEFUL_BYTES]], start + done)
             if count == 0:
                 break
             done += count
@@ -142,7 +148,10 @@ class _Input:
 
 
 class _Map:
-    """A file's pages, mapped and never touched, to ask the kernel which of them it holds (mincore(2), Linux)."""
+    """Asks the kernel which pages of a file are in the page cache (mincore(2), Linux).
+
+    The file is mapped for the question and never read through the map: a truncated file would raise SIGBUS.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self.nbytes = os.fstat(descriptor).st_size
@@ -161,13 +170,12 @@ class _Map:
         self._mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
         self._state = (ctypes.c_ubyte * 1)()
 
-    def holds(self, at: int) -> bool:
-        """Whether the page with byte *at* is in memory; True where that is not known."""
+    def is_in_memory(self, at: int) -> bool:
+        """Whether the page with byte *at* is in memory. True if that is unknown."""
         if self._address is None:
             return True
-        failed = self._mincore(
-            self._address + at // mmap.PAGESIZE * mmap.PAGESIZE, mmap.PAGESIZE, self._state
-        )
+        page = at // mmap.PAGESIZE * mmap.PAGESIZE
+        failed = self._mincore(self._address + page, mmap.PAGESIZE, self._state)
         return bool(failed) or bool(self._state[0] & 1)
 
     def close(self) -> None:

@@ -48,7 +48,7 @@ def begins_at_a_sector(memory: memoryview) -> bool:
 
 
 def bypass_page_cache(descriptor: int, bypass: bool) -> bool:
-    """Set or clear O_DIRECT; return False where that changes nothing or is not supported."""
+    """Set or clear O_DIRECT. Returns False if that changes nothing or is not supported."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     wanted = flags | os.O_DIRECT if bypass else flags & ~os.O_DIRECT
     try:
@@ -85,7 +85,9 @@ class DirectStream:
         self._pending: list[Future[None] | None] = [None, None]
         self._current = 0
         # The current block holds bytes low .. high of the file's BLOCK_BYTES bytes from base.
-        self._base, self._low, self._high = 0, 0, 0
+        self._base = 0
+        self._low = 0
+        self._high = 0
         self._disk = ThreadPoolExecutor(1, "direct-write")
 
     @property
@@ -128,21 +130,26 @@ class DirectStream:
 
     def _submit(self, block: memoryview) -> None:
         if self._high > self._low:
-            self._pending[self._current] = self._disk.submit(
-                self._to_disk, block, self._base, self._low, self._high
-            )
+            pending = self._disk.submit(self._to_disk, block, self._base, self._low, self._high)
+            self._pending[self._current] = pending
             self._current = 1 - self._current
+            # The other block must be on disk before it is filled again.
             self._wait(self._current)
-        self._base, self._low, self._high = self._base + self._high, 0, 0
+        self._base += self._high
+        self._low = 0
+        self._high = 0
 
     def _wait(self, index: int) -> None:
-        pending, self._pending[index] = self._pending[index], None
+        pending = self._pending[index]
+        self._pending[index] = None
         if pending is not None:
             pending.result()
 
     def _to_disk(self, block: memoryview, base: int, low: int, high: int) -> None:
         inner = min(high, -(-low // SECTOR_BYTES) * SECTOR_BYTES)
-        reached = self._past_cache(block, base, inner, high // SECTOR_BYTES * SECTOR_BYTES)
+        last = high // SECTOR_BYTES * SECTOR_BYTES
+        reached = self._past_cache(block, base, inner, last)
+        # The rest, whose sectors can contain other data, is written through the page cache.
         write_all(self._descriptor, block[low:inner], base + low)
         write_all(self._descriptor, block[reached:high], base + reached)
 
@@ -152,7 +159,7 @@ class DirectStream:
             try:
                 first += os.pwrite(self._direct, block[first:last], base + first)
             except OSError as error:
-                # Some file systems take the flag and refuse the write.
+                # Some file systems accept the flag and reject the write.
                 if error.errno != errno.EINVAL:
                     raise
                 os.close(self._direct)

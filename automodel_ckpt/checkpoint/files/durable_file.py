@@ -38,7 +38,8 @@ class DurableFile:
         self.record: FileRecord | None = None
         self._hash = xxhash.xxh3_128()
         self._small = bytearray()
-        self._written, self._passed_on = 0, 0
+        self._written = 0
+        self._passed_on = 0
         self._failure: OSError | None = None
         self._stream: DirectStream | None = None
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -56,7 +57,7 @@ class DurableFile:
         view = memoryview(data).cast("B")
         self._written += len(view)
         if len(view) < _SMALL_BYTES:
-            # torch.save writes in pieces of a few bytes: one system call for many of them.
+            # torch.save makes many writes of a few bytes: they are combined into one system call.
             self._small += view
             if len(self._small) >= _SMALL_BYTES:
                 self._put_small()
@@ -66,8 +67,9 @@ class DurableFile:
         return len(view)
 
     def _put_small(self) -> None:
-        pieces, self._small = self._small, bytearray()
-        self._put(memoryview(pieces))
+        data = self._small
+        self._small = bytearray()
+        self._put(memoryview(data))
 
     def _put(self, view: memoryview) -> None:
         with self._named():
@@ -97,6 +99,7 @@ class DurableFile:
                 try:
                     if self._stream is not None:
                         self._stream.close(finish=True)
+                    # The reserved size can be larger than what was written.
                     os.ftruncate(descriptor, self._written)
                     os.fsync(descriptor)
                 finally:
@@ -114,13 +117,13 @@ class DurableFile:
             if kind is None:
                 self.close()
         finally:
-            self._let_go()
+            self._abandon()
         if self._failure is not None and error is not self._failure:
-            # torch.save puts an error of its own in the place of the one that its file raised.
+            # torch.save replaces the error that its file raised by another one.
             raise self._failure from error
 
-    def _let_go(self) -> None:
-        """Close without a claim that anything is on disk; nothing to do after :meth:`close`."""
+    def _abandon(self) -> None:
+        """Close the descriptor without an fsync, unless :meth:`close` has closed it."""
         if self._descriptor >= 0:
             descriptor, self._descriptor = self._descriptor, -1
             if self._stream is not None:
@@ -130,7 +133,7 @@ class DurableFile:
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
-        """Name the file in errors, and remember the first."""
+        """Add the file's name to errors, and remember the first error."""
         try:
             with naming(self.path):
                 yield
@@ -140,15 +143,18 @@ class DurableFile:
 
 
 def file_record(path: Path) -> FileRecord:
-    """Size and digest of a regular file, read through a small buffer: faster than mapping an uncached file."""
+    """Return the size and digest of a regular file, read through a small buffer, which is faster than mapping it."""
     with _opened(path) as descriptor:
         return FileRecord(*_digest_up_to(descriptor, 0, None))
 
 
 def part_digests(path: Path, sizes: Sequence[int], *, start: int = 0) -> list[str]:
-    """The digest of each of the consecutive byte ranges of a regular file, *sizes* in bytes, the first of which begins
-    at *start*; a shorter file has fewer."""
-    digests, at = [], start
+    """Return the digests of consecutive byte ranges of a regular file: *sizes* in bytes, the first from byte *start*.
+
+    A file that is too short has fewer digests than ranges.
+    """
+    digests: list[str] = []
+    at = start
     with _opened(path) as descriptor:
         for size in sizes:
             found, digest = _digest_up_to(descriptor, at, size)
@@ -160,9 +166,10 @@ def part_digests(path: Path, sizes: Sequence[int], *, start: int = 0) -> list[st
 
 
 def range_digest(path: Path, start: int, nbytes: int) -> str:
-    """The digest of at most *nbytes* bytes of a regular file from byte *start*."""
+    """Return the digest of at most *nbytes* bytes of a regular file from byte *start*."""
     with _opened(path) as descriptor:
-        return _digest_up_to(descriptor, start, nbytes)[1]
+        _, digest = _digest_up_to(descriptor, start, nbytes)
+    return digest
 
 
 @contextlib.contextmanager
@@ -176,18 +183,23 @@ def _opened(path: Path) -> Iterator[int]:
 
 
 def _digest_up_to(descriptor: int, start: int, nbytes: int | None) -> tuple[int, str]:
-    """(number of bytes from *start*, at most *nbytes*; their digest)."""
-    left = os.fstat(descriptor).st_size - start if nbytes is None else nbytes
-    buffer = memoryview(bytearray(max(0, min(_READ_BYTES, left))))
-    hashed, done = xxhash.xxh3_128(), 0
-    while done < left and (count := os.preadv(descriptor, [buffer[: left - done]], start + done)):
+    """Digest at most *nbytes* bytes from byte *start* (None: up to the end). Returns (number of bytes, digest)."""
+    if nbytes is None:
+        nbytes = os.fstat(descriptor).st_size - start
+    buffer = memoryview(bytearray(max(0, min(_READ_BYTES, nbytes))))
+    hashed = xxhash.xxh3_128()
+    done = 0
+    while done < nbytes:
+        count = os.preadv(descriptor, [buffer[: nbytes - done]], start + done)
+        if count == 0:
+            break
         hashed.update(buffer[:count])
         done += count
     return done, digest_from(hashed)
 
 
 def preallocate(descriptor: int, nbytes: int) -> None:
-    """Reserve *nbytes* on disk where the file system supports it; raises OSError where the disk is full."""
+    """Reserve *nbytes* on disk if the file system supports it. Raises OSError if the disk is full."""
     if nbytes <= 0:
         return
     try:

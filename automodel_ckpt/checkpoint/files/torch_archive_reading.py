@@ -1,4 +1,4 @@
-"""The records of an archive that ``torch.save`` wrote: stored as they are, side by side. Imports no torch."""
+"""Reading the directory of an archive that ``torch.save`` wrote: a zip file without compression. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,24 +9,26 @@ _STORE = 0
 
 
 class Fault(Exception):
-    """What is wrong with stored state; the caller adds the file's path."""
+    """Damage of stored state. The caller adds the file's path."""
 
 
 def archive_records(data: bytes | memoryview) -> dict[str, memoryview]:
-    """The records of a torch archive by name, without its top directory, as :func:`archive_ranges` finds them."""
+    """Return {record name: bytes} of a torch archive, without the top directory. Raises Fault or struct.error."""
     view = memoryview(data)
     return {name: view[begin:end] for name, (begin, end) in archive_ranges(data).items()}
 
 
 def archive_ranges(data: bytes | memoryview) -> dict[str, tuple[int, int]]:
-    """Where each record begins and ends in a torch archive, by name. Raises :class:`Fault` or struct.error.
+    """Return {record name: (first byte, end)} of a torch archive. Raises :class:`Fault` or struct.error.
 
-    The end of the archive stands at the end of the data, and no byte belongs to two records. Nothing is copied: of
-    mapped data only the directory and each record's head are read.
+    Nothing is copied: of mapped data, only the directory and each record's head are read. The archive must fill the
+    data. The records must not be compressed, and together must not be larger than the data: overlapping records
+    could make a small file describe any amount of memory.
     """
     count, size, start = _directory(data)
     records: dict[str, tuple[int, int]] = {}
-    at, total = start, 0
+    at = start
+    total = 0
     for _ in range(count):
         signature, method, stored, length, name_bytes, extra_bytes, comment_bytes, offset = (
             struct.unpack_from("<4s6xH8xIIHHH8xI", data, at)
@@ -48,11 +50,12 @@ def archive_ranges(data: bytes | memoryview) -> dict[str, tuple[int, int]]:
 
 
 def _directory(data: bytes | memoryview) -> tuple[int, int, int]:
-    """Number of records, bytes and start of the directory (source: PKWARE APPNOTE 4.3.14 to 4.3.16)."""
+    """Return the directory's number of records, bytes and start (source: PKWARE APPNOTE 4.3.14 to 4.3.16)."""
     end = len(data) - 22
     if end < 0 or data[end : end + 4] != b"PK\x05\x06":
         raise Fault("it is not an archive of torch.save")
     count, size, start = struct.unpack_from("<HII", data, end + 10)
+    # A locator of 20 bytes before the end record points to the 64-bit end record.
     if data[max(end - 20, 0) : max(end - 16, 0)] == b"PK\x06\x07":
         (end,) = struct.unpack_from("<Q", data, end - 12)
         if data[end : end + 4] != b"PK\x06\x06":
@@ -64,19 +67,22 @@ def _directory(data: bytes | memoryview) -> tuple[int, int, int]:
 
 
 def _wide(extra: bytes, stored: int, length: int, offset: int) -> tuple[int, int, int]:
-    """Sizes and offset, those of 4 GB and more from the field that holds them (4.5.3)."""
-    at, values = 0, [length, stored, offset]
+    """Return stored size, length and offset. Values of 4 GiB and more are in an extra field, in this order (4.5.3)."""
+    at = 0
+    values = [length, stored, offset]
     while at + 4 <= len(extra):
         tag, size = struct.unpack_from("<HH", extra, at)
         if tag == 1:
             wide = iter(struct.unpack_from(f"<{size // 8}Q", extra, at + 4))
-            values = [next(wide, value) if value == 0xFFFFFFFF else value for value in values]
+            for index, value in enumerate(values):
+                if value == 0xFFFFFFFF:
+                    values[index] = next(wide, value)
         at += 4 + size
     return values[1], values[0], values[2]
 
 
 def _body(data: bytes | memoryview, offset: int) -> int:
-    """Where a record's bytes begin (4.3.7: 30 fixed bytes, a name and an extra field of these lengths)."""
+    """Return where a record's bytes begin (4.3.7: 30 fixed bytes, a name and an extra field of these lengths)."""
     signature, name_bytes, extra_bytes = struct.unpack_from("<4s22xHH", data, offset)
     if signature != b"PK\x03\x04":
         raise Fault("an archive's record does not begin where the directory says")

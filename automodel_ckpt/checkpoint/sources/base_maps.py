@@ -1,4 +1,4 @@
-"""What ``.hf_metadata`` says of the base model: each tensor's file, dtype and shape. Imports no torch."""
+"""The maps of the base model in ``.hf_metadata``: each tensor's file, dtype and shape. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ _MAX_MAP_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class BaseMaps:
-    """What is known of the base model: per tensor its file (from 1), its dtype, and its shape; None where unknown. Of
-    an adapter it is the adapter itself, which is one file under a name of its own."""
+    """The file (from 1), dtype and shape of each tensor of the base model; None if unknown.
+
+    For an adapter, they are those of the adapter, which is a single file.
+    """
 
     file_index: Mapping[str, int] | None = None
     dtype: Mapping[str, str] | None = None
@@ -35,33 +37,52 @@ class BaseMaps:
 
     @property
     def names(self) -> frozenset[str] | None:
-        """The names an export must hold, exactly; None where nothing is known of the base."""
-        known = self.shape if self.shape is not None else self.file_index
-        return None if known is None else frozenset(known)
+        """The names of exactly the tensors of an export; None if the base is unknown."""
+        if self.shape is not None:
+            return frozenset(self.shape)
+        if self.file_index is not None:
+            return frozenset(self.file_index)
+        return None
 
 
 def maps_of(source: Source) -> BaseMaps:
-    """What is known of the base. Raises as :func:`read_maps`."""
+    """Return the maps of the base of *source*. Hugging Face files are their own base.
+
+    Raises :class:`CheckpointUnusable` for a map in another format.
+    """
     if not source.finished:
         return read_maps(source.metadata_directory)
-    names = sorted({tensor.slices[0].file for tensor in source.tensors.values()})
-    index = {key: names.index(tensor.slices[0].file) + 1 for key, tensor in source.tensors.items()}
-    return BaseMaps(index, None, {key: tensor.shape for key, tensor in source.tensors.items()})
+    names = {tensor.slices[0].file for tensor in source.tensors.values()}
+    numbers = {name: number for number, name in enumerate(sorted(names), start=1)}
+    file_index: dict[str, int] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for key, tensor in source.tensors.items():
+        file_index[key] = numbers[tensor.slices[0].file]
+        shapes[key] = tensor.shape
+    return BaseMaps(file_index, None, shapes)
 
 
 def read_maps(directory: Path | None) -> BaseMaps:
-    """The base's maps in ``.hf_metadata``. Raises :class:`CheckpointUnusable` for a map of another form."""
+    """Return the maps in ``.hf_metadata``. Raises :class:`CheckpointUnusable` for a map in another format."""
     if directory is None:
         return BaseMaps()
-    index, dtype = _read_map(directory, FILE_INDEX_MAP), _read_map(directory, DTYPE_MAP)
-    expected, config = (
-        _read_map(directory, EXPECTED_TENSORS),
-        _read_map(directory, "config.json") or {},
-    )
+    index = _read_map(directory, FILE_INDEX_MAP)
+    dtype_names = _read_map(directory, DTYPE_MAP)
+    expected = _read_map(directory, EXPECTED_TENSORS)
+    config = _read_map(directory, "config.json") or {}
+    file_index = None
+    if index is not None:
+        file_index = _file_numbers(index, directory / FILE_INDEX_MAP)
+    dtypes = None
+    if dtype_names is not None:
+        dtypes = {fqn: dtype_code(str(name)) for fqn, name in dtype_names.items()}
+    shapes = None
+    if expected is not None:
+        shapes = _shapes(expected, directory / EXPECTED_TENSORS)
     return BaseMaps(
-        None if index is None else _file_numbers(index, directory / FILE_INDEX_MAP),
-        None if dtype is None else {fqn: dtype_code(str(name)) for fqn, name in dtype.items()},
-        None if expected is None else _shapes(expected, directory / EXPECTED_TENSORS),
+        file_index,
+        dtypes,
+        shapes,
         bool(config.get("tie_word_embeddings", False)),
         is_adapter=(directory / layout.ADAPTER_CONFIG).is_file(),
     )
@@ -70,9 +91,9 @@ def read_maps(directory: Path | None) -> BaseMaps:
 def _read_map(directory: Path, name: str) -> dict[str, Any] | None:
     path = directory / name
     try:
-        value = json.loads(
-            read_safely(directory.parent, f"{directory.name}/{name}", limit=_MAX_MAP_BYTES)
-        )
+        # From the parent: the directory itself must not be a link either.
+        content = read_safely(directory.parent, f"{directory.name}/{name}", limit=_MAX_MAP_BYTES)
+        value = json.loads(content)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, RecursionError) as error:
@@ -83,21 +104,22 @@ def _read_map(directory: Path, name: str) -> dict[str, Any] | None:
 
 
 def _file_numbers(raw: Mapping[str, Any], path: Path) -> dict[str, int]:
-    """File numbers as they stand; the base's file names (``weight_map``) are numbered in their order."""
+    """Return {tensor name: file number}. Other programs write file names, which are numbered in sorted order."""
     if all(isinstance(value, str) for value in raw.values()):
-        number = {name: index for index, name in enumerate(sorted(set(raw.values())), start=1)}
-        return {fqn: number[name] for fqn, name in raw.items()}
+        names = sorted(set(raw.values()))
+        numbers = {name: number for number, name in enumerate(names, start=1)}
+        return {fqn: numbers[name] for fqn, name in raw.items()}
+    # A bool is an int for isinstance, but no file number.
     if not all(type(value) is int and value > 0 for value in raw.values()):
         raise unusable("this map does not give file numbers from 1", path, "see the map")
     return dict(raw)
 
 
 def _shapes(raw: Mapping[str, Any], path: Path) -> dict[str, tuple[int, ...]]:
-    shapes = {
-        fqn: counts(entry.get("shape") if isinstance(entry, dict) else None)
-        for fqn, entry in raw.items()
-    }
-    for fqn, shape in shapes.items():
+    shapes: dict[str, tuple[int, ...]] = {}
+    for fqn, entry in raw.items():
+        shape = counts(entry.get("shape")) if isinstance(entry, dict) else None
         if shape is None:
-            raise unusable(f"this map gives no shape for {fqn!r}", path, repr(raw[fqn])[:200])
-    return {fqn: shape for fqn, shape in shapes.items() if shape is not None}
+            raise unusable(f"this map gives no shape for {fqn!r}", path, repr(entry)[:200])
+        shapes[fqn] = shape
+    return shapes

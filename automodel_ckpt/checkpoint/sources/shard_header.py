@@ -1,4 +1,4 @@
-"""The header of a shard: how a save writes it, and which files on disk begin with just that. Imports no torch."""
+"""The header of a shard: writing it, and finding the files whose header is exactly what a save writes. No torch."""
 
 from __future__ import annotations
 
@@ -18,39 +18,41 @@ Entry = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 def shard_header(entries: Sequence[Entry]) -> tuple[bytes, dict[str, int]]:
-    """The header of a shard that holds these slices in this order, and the byte where each begins."""
+    """Return the header of a shard with these slices in this order, and {tensor name: byte where its slice begins}."""
     sharding = {
         fqn: {"saved_offsets": list(offsets), "global_shape": list(shape)}
         for fqn, _, offsets, _, shape in entries
     }
     info = json.dumps(sharding, separators=(",", ":"))
     metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": info}
-    return build_header(
-        [(fqn, dtype, sizes) for fqn, dtype, _, sizes, _ in entries], metadata, align=ALIGN
-    )
+    tensors = [(fqn, dtype, sizes) for fqn, dtype, _, sizes, _ in entries]
+    return build_header(tensors, metadata, align=ALIGN)
 
 
-def sealed_by_slices(root: Path, manifest: Manifest) -> set[str]:
-    """The files of a checkpoint that are a header, found to be as a save writes it, and slices from there to the end.
+def files_covered_by_slices(root: Path, manifest: Manifest) -> set[str]:
+    """Return the files that consist of exactly the header that a save writes, and slices up to the end.
 
-    What the manifest says of their slices is then all there is to check in them. A file that cannot be read, or has
-    another header, is simply not among them.
+    The digests of their slices then verify every byte after the header, so the digest of the file needs no second
+    read. A file that cannot be read, or has another header, is not among them.
     """
-    found: dict[str, list[tuple[Slice, Entry]]] = {}
+    slices_by_file: dict[str, list[tuple[Slice, Entry]]] = {}
     for tree in manifest.trees.values():
         for tensor in tree.tensors.values():
-            for piece in tensor.slices:
-                entry = (piece.fqn, piece.dtype, piece.offsets, piece.sizes, tensor.shape)
-                found.setdefault(piece.file, []).append((piece, entry))
-    return {
-        path
-        for path, held in found.items()
-        if _is_sealed(root, path, held, manifest.files[path].size)
-    }
+            for stored in tensor.slices:
+                entry = (stored.fqn, stored.dtype, stored.offsets, stored.sizes, tensor.shape)
+                slices_by_file.setdefault(stored.file, []).append((stored, entry))
+    covered: set[str] = set()
+    for path, slices in slices_by_file.items():
+        if _is_covered(root, path, slices, manifest.files[path].size):
+            covered.add(path)
+    return covered
 
 
-def _is_sealed(root: Path, path: str, held: Iterable[tuple[Slice, Entry]], file_bytes: int) -> bool:
-    ordered = sorted(held, key=lambda item: (item[0].start, item[0].nbytes))
+def _is_covered(
+    root: Path, path: str, slices: Iterable[tuple[Slice, Entry]], file_bytes: int
+) -> bool:
+    # An empty slice begins where the next one does, and comes first in the header.
+    ordered = sorted(slices, key=lambda item: (item[0].start, item[0].nbytes))
     try:
         header, starts = shard_header([entry for _, entry in ordered])
         descriptor = open_safely(root, path)
@@ -62,6 +64,9 @@ def _is_sealed(root: Path, path: str, held: Iterable[tuple[Slice, Entry]], file_
         return False
     finally:
         os.close(descriptor)
-    in_place = all(starts[piece.fqn] == piece.start for piece, _ in ordered)
-    end = max(piece.start + piece.nbytes for piece, _ in ordered)
-    return found == header and in_place and end == file_bytes
+    if found != header:
+        return False
+    if any(starts[stored.fqn] != stored.start for stored, _ in ordered):
+        return False
+    end = max(stored.start + stored.nbytes for stored, _ in ordered)
+    return end == file_bytes

@@ -24,7 +24,7 @@ from automodel_ckpt.checkpoint.discovery import classify
 from automodel_ckpt.checkpoint.files import durable_file
 from automodel_ckpt.checkpoint.run import late_validations, verification_results
 from automodel_ckpt.checkpoint.saving.forecast import forecast_manifest_bytes
-from automodel_ckpt.checkpoint.sources.shard_header import sealed_by_slices
+from automodel_ckpt.checkpoint.sources.shard_header import files_covered_by_slices
 from automodel_ckpt.checkpoint.verify import unlisted_files, verify
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.cli.commands.ls import rows_of
@@ -98,13 +98,13 @@ def test_a_shard_is_known_by_its_header_and_its_slices(tmp_path: Path) -> None:
     path = tiny.save(tmp_path, tiny.recipe()).path
     shard = "model/shard-00001-model-00001-of-00001.safetensors"
     manifest = Manifest.read(path)
-    assert sealed_by_slices(path, manifest) == {shard}
+    assert files_covered_by_slices(path, manifest) == {shard}
     whole = (path / shard).read_bytes()
     for at in (0, 9, 100, 4000):
         (path / shard).write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        assert sealed_by_slices(path, manifest) == set()
+        assert files_covered_by_slices(path, manifest) == set()
     (path / shard).unlink()
-    assert sealed_by_slices(path, manifest) == set()
+    assert files_covered_by_slices(path, manifest) == set()
 
 
 def test_the_manifest_names_every_file_and_fits_it(tmp_path: Path) -> None:

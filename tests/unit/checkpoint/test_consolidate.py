@@ -187,7 +187,7 @@ def test_the_bytes_are_the_same_whichever_way_they_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     monkeypatch.setattr(export_input, "_ASK_FROM_BYTES", 1)
-    monkeypatch.setattr(export_input._Map, "holds", lambda *_: False)
+    monkeypatch.setattr(export_input._Map, "is_in_memory", lambda *_: False)
     preadv, past_cache = os.preadv, []
 
     def read(descriptor: int, buffers: list[memoryview], at: int) -> int:
@@ -227,10 +227,10 @@ def test_what_the_page_cache_holds_is_read_from_it_and_the_rest_past_it(
     write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors, 1))
     (path,) = (tmp_path / "c/model").glob("*.safetensors")
     source = export_input._Input(os.open(path, os.O_RDONLY), os.open(path, os.O_RDONLY))
-    os.fsync(source.plain)
+    os.fsync(source.cached)
     path.read_bytes()
     assert source.is_cached(0, 1 << 20)
-    os.posix_fadvise(source.plain, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.posix_fadvise(source.cached, 0, 0, os.POSIX_FADV_DONTNEED)
     past = (
         source._is_direct and source._map._address is not None and not source.is_cached(0, 1 << 20)
     )
