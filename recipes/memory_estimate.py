@@ -1,4 +1,4 @@
-"""What a recipe would do, counted without doing it: the model stays on the meta device, nothing is allocated."""
+"""The steps, the memory and the size of checkpoints that a recipe would need, without allocating its model."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from automodel_ckpt.distributed.parallelize import decoder_layers
 from automodel_ckpt.models.loss_head import CHUNK_ELEMENTS
 from automodel_ckpt.models.pipeline_stage import parameters_of_stages
 from automodel_ckpt.recipes.exports import check_export
+from automodel_ckpt.recipes.loop import steps_per_epoch
 from automodel_ckpt.recipes.recipe import Recipe
 from automodel_ckpt.recipes.trainable import parallelism
 from automodel_ckpt.training.metrics import PeakMemory
@@ -43,7 +44,10 @@ _OF_TEXT = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of one rank at the peak of a step, by what they hold; on a GPU ``process`` is host memory, not counted."""
+    """Bytes of one rank at the peak of a step, by content.
+
+    *process* is the memory of the process before the model exists. None: activations cannot be estimated.
+    """
 
     weights: int
     gradients: int
@@ -54,24 +58,17 @@ class Memory:
 
     @property
     def total(self) -> int:
-        return sum(
-            (
-                self.weights,
-                self.gradients,
-                self.optimizer,
-                self.gathered,
-                self.activations or 0,
-                self.process,
-            )
-        )
+        """The sum of all parts."""
+        state = self.weights + self.gradients + self.optimizer
+        return state + self.gathered + (self.activations or 0) + self.process
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A run before it is one. Steps are None where they cannot be known; *checkpoint_bytes* is of one checkpoint.
+    """A forecast of a run. Steps are None if they are unknown; *checkpoint_bytes* is the size of one checkpoint.
 
-    *end* says what will end the run. *config_json* is the content of the model's config.json, None with adapters and
-    for a model by ``_target_``.
+    *end* describes what will end the run. *config_json* is the content of the model's config.json, None with adapters
+    and for a model by ``_target_``.
     """
 
     model: str
@@ -86,24 +83,28 @@ class Plan:
 
 
 def plan(recipe: Recipe, sizes: Sizes) -> Plan:
-    """Build *recipe* for a grid of ranks without weights. Raises :class:`RecipeError` for what could not train."""
+    """Build *recipe* without weights for a mesh of *sizes*. Raises :class:`RecipeError` if it could not train."""
     recipe.is_dry_run = True
     recipe.layout = RankLayout(0, sizes, 0, torch.device("cpu"), None)  # type: ignore[arg-type]
     recipe.build()
-    parameters = list(recipe.model.parameters())
+    num_parameters, num_trained = 0, 0
+    for parameter in recipe.model.parameters():
+        num_parameters += parameter.numel()
+        if parameter.requires_grad:
+            num_trained += parameter.numel()
     memory = memory_of(recipe, sizes)
     is_saved = recipe.config.checkpoint.enabled
     assets = recipe.build_assets() if is_saved else {}
     return Plan(
         type(recipe.model).__name__,
-        sum(p.numel() for p in parameters),
-        sum(p.numel() for p in parameters if p.requires_grad),
+        num_parameters,
+        num_trained,
         recipe.step_scheduler.planned_steps,
-        _length(recipe.dataloader),
+        steps_per_epoch(recipe.dataloader),
         memory,
         _checkpoint_bytes(recipe, sizes, assets) if is_saved else None,
         assets["model"].files[CONFIG] if assets and recipe.config.peft is None else None,
-        planned_end(recipe.step_scheduler.cadence, _length(recipe.dataloader)),
+        planned_end(recipe.step_scheduler.cadence, steps_per_epoch(recipe.dataloader)),
     )
 
 
@@ -127,67 +128,67 @@ def _checkpoint_bytes(recipe: Recipe, sizes: Sizes, assets: Mapping[str, Assets]
 
 
 def _num_shards(recipe: Recipe, sizes: Sizes) -> int:
-    """Into how many parts a stage's parameters are cut."""
+    """The number of shards of each parameter of a stage."""
     strategy = choose_strategy(recipe.config.distributed.strategy, sizes)
     return sizes.tp * (sizes.dp_shard * sizes.cp if strategy == "fsdp2" else 1)
 
 
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except TypeError:
-        return None
-
-
 def memory_of(recipe: Recipe, sizes: Sizes) -> Memory:
-    """An estimate: exact for what is kept per parameter, traced for activations, a layer's worth for the rest.
+    """Estimate the memory of one rank: exact for parameters and optimizer, traced for activations.
 
-    Of pipeline stages it is that of the largest, which holds as many micro-batches' activations as the schedule has
-    under way on the first.
+    With pipeline stages, it is that of the largest stage, with the activations of as many micro-batches as the schedule
+    has in progress on the first stage.
     """
     parameters = _largest_stage(recipe.model, sizes.pp)
-    strategy, cut = (
-        choose_strategy(recipe.config.distributed.strategy, sizes),
-        _num_shards(recipe, sizes),
-    )
+    num_shards = _num_shards(recipe, sizes)
     trained = [p for p in parameters if p.requires_grad]
-    share = nbytes(trained) / max(
-        nbytes(p for p in recipe.model.parameters() if p.requires_grad), 1
-    )
-    kept = [item for item in classify(discover(recipe)) if item.kind == "optimizer"]
-    overhead = forecast_bytes([], world_size=1, save_optimizer=True)
-    state = int((forecast_bytes(kept, world_size=1, save_optimizer=True) - overhead) * share)
-    here = set(map(id, parameters))
-    layers = [
-        nbytes(p for p in layer.parameters() if id(p) in here)
-        for layer in decoder_layers(recipe.model)
-    ]
-    # A layer and the one fetched ahead, and what is outside of the layers: the buffer that is filled, the parameters
-    # that are copied out of it, and their gradients.
-    gathered = (
-        3 * (2 * max(layers, default=0) + nbytes(parameters) - sum(layers))
-        if strategy == "fsdp2"
-        else 0
-    )
-    # What this process has taken so far is about what a rank has before its model.
-    process = PeakMemory(recipe.layout.device).nbytes
-    rows, length, images = micro_batch_shape(recipe)
-    num_parts = recipe.layout.num_row_parts(
-        sequence_parallel=recipe.config.distributed.sequence_parallel
-    )
-    activations = (
-        traced_activations(recipe, rows, -(-length // num_parts), images) if rows else None
-    )
-    if activations is not None:
-        activations = activations * _under_way(recipe, sizes) // sizes.pp
     return Memory(
-        nbytes(parameters) // cut,
-        nbytes(trained) // cut,
-        state // cut,
-        gathered,
-        activations,
-        process,
+        nbytes(parameters) // num_shards,
+        nbytes(trained) // num_shards,
+        _optimizer_bytes(recipe, trained) // num_shards,
+        _gathered_bytes(recipe, parameters, sizes),
+        _activation_bytes(recipe, sizes),
+        # What this process has allocated so far is about what a rank has before its model.
+        PeakMemory(recipe.layout.device).nbytes,
     )
+
+
+def _optimizer_bytes(recipe: Recipe, trained: list[nn.Parameter]) -> int:
+    """Bytes of the optimizers' state of the *trained* parameters of a stage."""
+    all_trained = [p for p in recipe.model.parameters() if p.requires_grad]
+    share = nbytes(trained) / max(nbytes(all_trained), 1)
+    optimizers = [item for item in classify(discover(recipe)) if item.kind == "optimizer"]
+    without_state = forecast_bytes([], world_size=1, save_optimizer=True)
+    with_state = forecast_bytes(optimizers, world_size=1, save_optimizer=True)
+    return int((with_state - without_state) * share)
+
+
+def _gathered_bytes(recipe: Recipe, parameters: list[nn.Parameter], sizes: Sizes) -> int:
+    """Bytes of the parameters that fsdp2 gathers at one time; 0 for other strategies."""
+    if choose_strategy(recipe.config.distributed.strategy, sizes) != "fsdp2":
+        return 0
+    of_stage = set(map(id, parameters))
+    layers = []
+    for layer in decoder_layers(recipe.model):
+        layers.append(nbytes(p for p in layer.parameters() if id(p) in of_stage))
+    outside_of_layers = nbytes(parameters) - sum(layers)
+    # A layer and the prefetched next one, and the rest of the model. Three times: the buffer of the collective, the
+    # parameters that are copied out of it, and their gradients.
+    return 3 * (2 * max(layers, default=0) + outside_of_layers)
+
+
+def _activation_bytes(recipe: Recipe, sizes: Sizes) -> int | None:
+    """Bytes of the activations of all micro-batches in progress; None if they are unknown."""
+    rows, length, images = micro_batch_shape(recipe)
+    if not rows:
+        return None
+    is_sequence_parallel = recipe.config.distributed.sequence_parallel
+    num_parts = recipe.layout.num_row_parts(sequence_parallel=is_sequence_parallel)
+    tokens_per_row = -(-length // num_parts)
+    activations = traced_activations(recipe, rows, tokens_per_row, images)
+    if activations is None:
+        return None
+    return activations * _num_in_progress(recipe, sizes) // sizes.pp
 
 
 def _largest_stage(model: nn.Module, num_stages: int) -> list[nn.Parameter]:
@@ -196,44 +197,44 @@ def _largest_stage(model: nn.Module, num_stages: int) -> list[nn.Parameter]:
     return max(parameters_of_stages(model, num_stages), key=nbytes)
 
 
-def _under_way(recipe: Recipe, sizes: Sizes) -> int:
-    """Micro-batches whose activations a stage holds at once, at most."""
+def _num_in_progress(recipe: Recipe, sizes: Sizes) -> int:
+    """The largest number of micro-batches whose activations a stage has at one time."""
     if sizes.pp == 1:
         return 1
-    steps, one_by_one = (
-        recipe.config.step_scheduler,
-        recipe.config.distributed.pp_schedule == "1f1b",
-    )
+    steps = recipe.config.step_scheduler
     num_micro_batches = steps.global_batch_size // (steps.local_batch_size * sizes.dp)
-    return min(num_micro_batches, sizes.pp) if one_by_one else num_micro_batches
+    if recipe.config.distributed.pp_schedule == "1f1b":
+        return min(num_micro_batches, sizes.pp)
+    return num_micro_batches
 
 
-def nbytes(tensors: Any) -> int:
+def nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    """The bytes of all elements of *tensors*."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def row_tokens(recipe: Recipe) -> tuple[int, int] | None:
-    """(rows, tokens per row) of a full micro-batch; None where the recipe does not tell how long samples are."""
+    """(rows, tokens per row) of a full micro-batch; None if the recipe does not determine the length of samples."""
     packed, rows = recipe.config.packed_sequence, recipe.config.step_scheduler.local_batch_size
     length = packed.size if packed is not None else recipe.config.dataset.kwargs.get("seq_length")
     return None if length is None else (rows, int(length))
 
 
 def micro_batch_shape(recipe: Recipe) -> tuple[int, int, Mapping[str, torch.Tensor]]:
-    """(rows, tokens per row, what comes beside tokens) of a micro-batch: a full one, or that of the first samples where
-    the recipe does not tell how long they are, or has images; 0 rows where neither can be known."""
+    """(rows, tokens per row, other inputs than tokens) of a micro-batch; 0 rows if they are unknown.
+
+    It is a full micro-batch; if the recipe does not determine the length of samples, or has images, the first one.
+    """
     known = row_tokens(recipe)
     if known is not None and not hasattr(recipe, "processor"):
         return *known, {}
     loader = recipe.dataloader
     try:
-        samples = [
-            loader.dataset[number]
-            for number in range(recipe.config.step_scheduler.local_batch_size)
-        ]
+        size = recipe.config.step_scheduler.local_batch_size
+        samples = [loader.dataset[number] for number in range(size)]
         batch = loader.collate_fn(samples)
         rows, length = batch["input_ids"].shape
-    except Exception as error:  # a stream, or samples of a form of their own
+    except Exception as error:  # a stream, or samples that only a user's collate_fn understands
         log.debug("the first samples make no micro-batch: %r", error)
         return *(known or (0, 0)), {}
     return rows, length, {name: value for name, value in batch.items() if name not in _OF_TEXT}
@@ -242,39 +243,44 @@ def micro_batch_shape(recipe: Recipe) -> tuple[int, int, Mapping[str, torch.Tens
 def traced_activations(
     recipe: Recipe, rows: int, length: int, images: Mapping[str, torch.Tensor]
 ) -> int | None:
-    """Bytes that a forward pass keeps for the backward one, from a pass over tensors without values, and the logits'.
+    """Bytes that a forward pass saves for the backward pass, and the logits, traced with tensors without values.
 
     None for a model whose forward pass needs values.
     """
     backbone = getattr(recipe.model, "base_model", recipe.model)
     tokens = {"input_ids": torch.zeros(1, length, dtype=torch.long)}
     try:
-        kept = _kept_bytes(backbone, tokens, recipe.trainable.forward_options)
-        with _remembering(recipe.model):
-            whole = _kept_bytes(backbone, tokens, recipe.trainable.forward_options)
-        seen = _kept_bytes(_Seeing(backbone), images, {}) if images else 0
+        options = recipe.trainable.forward_options
+        per_row = _saved_bytes(backbone, tokens, options)
+        with _without_checkpointing(recipe.model):
+            per_row_unchecked = _saved_bytes(backbone, tokens, options)
+        of_images = 0
+        if images:
+            of_images = _saved_bytes(_ImageFeatures(backbone), images, {})
     except Exception as error:
         log.debug("the activations cannot be traced: %r", error)
         return None
     head = getattr(recipe.model, "get_output_embeddings", lambda: None)()
-    logits = (
-        min(rows * length * head.out_features, CHUNK_ELEMENTS) if isinstance(head, nn.Linear) else 0
-    )
-    layers = max(len(decoder_layers(recipe.model)), 1)
-    computed = parallelism(recipe.config.distributed).compute_dtype
-    narrower = (
-        computed.itemsize / next(recipe.model.parameters()).element_size()
-        if computed is not None
-        else 1.0
-    )
-    # The backward pass of a layer holds about what its forward pass keeps once more; so do the logits.
-    held = ((kept + whole / layers) * rows + seen) * narrower + 8 * logits
-    # On a CPU, short-lived tensors leave holes in the heap between those that stay (measured: tools/bench_forecast.py).
-    return int(held if torch.cuda.is_available() else _HEAP * held)
+    logits = 0
+    if isinstance(head, nn.Linear):
+        logits = min(rows * length * head.out_features, CHUNK_ELEMENTS)
+    num_layers = max(len(decoder_layers(recipe.model)), 1)
+    dtype_ratio = 1.0
+    compute_dtype = parallelism(recipe.config.distributed).compute_dtype
+    if compute_dtype is not None:
+        dtype_ratio = compute_dtype.itemsize / next(recipe.model.parameters()).element_size()
+    # The backward pass of a layer needs about as much again as its forward pass saved without checkpointing.
+    one_layer = per_row_unchecked / num_layers
+    # Logits and their gradient in float32: 8 bytes for each.
+    total = ((per_row + one_layer) * rows + of_images) * dtype_ratio + 8 * logits
+    if torch.cuda.is_available():
+        return int(total)
+    # On a CPU, short-lived tensors leave holes in the heap between long-lived ones (tools/bench_forecast.py).
+    return int(_HEAP * total)
 
 
-class _Seeing(nn.Module):
-    """What a model does with images before its layers for text see them."""
+class _ImageFeatures(nn.Module):
+    """The part of a multimodal model that computes the features of images for its text layers."""
 
     def __init__(self, backbone: nn.Module) -> None:
         super().__init__()
@@ -285,8 +291,8 @@ class _Seeing(nn.Module):
 
 
 @contextmanager
-def _remembering(model: nn.Module) -> Iterator[None]:
-    """Without activation checkpointing."""
+def _without_checkpointing(model: nn.Module) -> Iterator[None]:
+    """Switch activation checkpointing off inside the context."""
     switched = [
         module for module in model.modules() if getattr(module, "gradient_checkpointing", False)
     ]
@@ -299,34 +305,36 @@ def _remembering(model: nn.Module) -> Iterator[None]:
             module.gradient_checkpointing = True  # type: ignore[assignment]
 
 
-def _kept_bytes(
-    backbone: nn.Module, inputs: Mapping[str, torch.Tensor], options: Mapping[str, Any]
+def _saved_bytes(
+    model: nn.Module, inputs: Mapping[str, torch.Tensor], options: Mapping[str, Any]
 ) -> int:
+    """Bytes that autograd saves in a forward pass of *model*, without those of its own parameters and buffers."""
     with FakeTensorMode():
-        here = {
-            name: torch.empty(tensor.shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad)
-            for name, tensor in [*backbone.named_parameters(), *backbone.named_buffers()]
-        }
-        kept = _Kept(here.values())
-        empty = {
-            name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in inputs.items()
-        }
-        with torch.autograd.graph.saved_tensors_hooks(kept.note, lambda tensor: tensor):
-            torch.func.functional_call(backbone, here, kwargs={**empty, **options})
-    return kept.nbytes
+        own: dict[str, torch.Tensor] = {}
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            own[name] = torch.empty(
+                tensor.shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad
+            )
+        fake_inputs: dict[str, torch.Tensor] = {}
+        for name, tensor in inputs.items():
+            fake_inputs[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        saved = _SavedTensors(own.values())
+        with torch.autograd.graph.saved_tensors_hooks(saved.note, lambda tensor: tensor):
+            torch.func.functional_call(model, own, kwargs={**fake_inputs, **options})
+    return saved.nbytes
 
 
-class _Kept:
-    """Counts each storage that autograd keeps once, but not the model's *own*."""
+class _SavedTensors:
+    """Counts the bytes of each storage that autograd saves, once, without the storages of *own* tensors."""
 
     def __init__(self, own: Iterable[torch.Tensor]) -> None:
-        self._storages: list[Any] = [
-            tensor.untyped_storage() for tensor in own
-        ]  # alive: no address comes twice
+        # References keep the storages alive: otherwise a new one could get the address of a freed one.
+        self._storages: list[Any] = [tensor.untyped_storage() for tensor in own]
         self._seen = {storage._cdata for storage in self._storages}
         self.nbytes = 0
 
     def note(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Count *tensor*, which autograd saves, and return it."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._seen:
             self._seen.add(storage._cdata)

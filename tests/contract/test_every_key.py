@@ -55,7 +55,7 @@ from automodel_ckpt.recipes.deferred_model import DeferredModel
 from automodel_ckpt.recipes.exports import check_export
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.loop import TrainingLoop
-from automodel_ckpt.recipes.memory_estimate import _under_way
+from automodel_ckpt.recipes.memory_estimate import _num_in_progress
 from automodel_ckpt.recipes.objective import Objective
 from automodel_ckpt.recipes.recipe import cadence_of
 from automodel_ckpt.recipes.records import Control, StepResult
@@ -491,7 +491,7 @@ def pipelined(it: Subject) -> Any:
             StageTensorSpec(2, torch.float32),
             it.config.distributed.pp_schedule,
         )  # type: ignore[arg-type]
-        return type(stage._new_schedule(True, 4)).__name__, _under_way(it.recipe, two)
+        return type(stage._new_schedule(True, 4)).__name__, _num_in_progress(it.recipe, two)
     finally:
         dist.destroy_process_group()
 
