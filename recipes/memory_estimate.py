@@ -139,6 +139,8 @@ def memory_of(recipe: Recipe, sizes: Sizes) -> Memory:
     With pipeline stages, it is that of the largest stage, with the activations of as many micro-batches as the schedule
     has in progress on the first stage.
     """
+    # What this process has allocated before the model is traced is about what a rank has before its model.
+    process = PeakMemory(recipe.layout.device).nbytes
     parameters = _largest_stage(recipe.model, sizes.pp)
     num_shards = _num_shards(recipe, sizes)
     trained = [p for p in parameters if p.requires_grad]
@@ -148,8 +150,7 @@ def memory_of(recipe: Recipe, sizes: Sizes) -> Memory:
         _optimizer_bytes(recipe, trained) // num_shards,
         _gathered_bytes(recipe, parameters, sizes),
         _activation_bytes(recipe, sizes),
-        # What this process has allocated so far is about what a rank has before its model.
-        PeakMemory(recipe.layout.device).nbytes,
+        process,
     )
 
 
