@@ -227,5 +227,7 @@ def _state_lines(tensors: Mapping[str, TensorEntry]) -> list[str]:
     kinds: dict[str, dict[str, TensorEntry]] = {}
     for fqn, tensor in tensors.items():
         kind = fqn.rpartition(".")[2]
-        kinds.setdefault(kind, {})[fqn] = tensor
-    return table([(kind, totals(found)) for kind, found in kinds.items()])
+        of_kind = kinds.setdefault(kind, {})
+        of_kind[fqn] = tensor
+    rows = [(kind, totals(of_kind)) for kind, of_kind in kinds.items()]
+    return table(rows)

@@ -48,6 +48,7 @@ def occupy_standard_streams() -> None:
 
     Otherwise the next opened file, perhaps one of a checkpoint, gets descriptor 1 or 2 and receives printed text.
     """
+    # open() returns the lowest free descriptor: 0, 1 or 2 if such a stream is closed.
     descriptor = os.open(os.devnull, os.O_RDWR)
     while descriptor <= 2:
         os.set_inheritable(descriptor, True)

@@ -91,11 +91,10 @@ def _run_table(runs: Sequence[History]) -> Iterator[str]:
         titles += [title for title in figures if title not in titles]
     rows = []
     for number, (run, figures) in enumerate(zip(runs, summaries, strict=True)):
-        cells = "".join(f"<td>{escape(figures.get(title, ''))}</td>" for title in titles)
         path = escape(str(run.path))
-        rows.append(
-            f'<tr><td title="{path}">{_color_key(number)}{escape(run.name)}</td>{cells}</tr>'
-        )
+        name = f'<td title="{path}">{_color_key(number)}{escape(run.name)}</td>'
+        cells = _cells([figures.get(title, "") for title in titles])
+        rows.append(f"<tr>{name}{cells}</tr>")
     yield _table(["run", *titles], rows)
 
 
@@ -113,8 +112,13 @@ def _checkpoint_row(checkpoint: Checkpoint) -> str:
     cells = [checkpoint.name, str(checkpoint.step), str(checkpoint.epoch)]
     for loss in (checkpoint.train_loss, checkpoint.val_loss):
         cells.append("" if loss is None else f"{loss:.4f}")
-    cells += [size_text(checkpoint.nbytes), ", ".join(checkpoint.pointers)]
-    return "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
+    cells.append(size_text(checkpoint.nbytes))
+    cells.append(", ".join(checkpoint.pointers))
+    return f"<tr>{_cells(cells)}</tr>"
+
+
+def _cells(texts: Sequence[str]) -> str:
+    return "".join(f"<td>{escape(text)}</td>" for text in texts)
 
 
 def _table(titles: Sequence[str], rows: Sequence[str]) -> str:

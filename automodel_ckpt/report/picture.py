@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from automodel_ckpt.report.charts import Chart, Mark, charts_of, legend_of
 from automodel_ckpt.report.history import History
 
@@ -42,8 +42,18 @@ def write_picture(runs: Sequence[History], file: Path) -> None:
 
 
 def draw_figure(pyplot: Any, runs: Sequence[History]) -> Any:
-    """Return a figure with all charts, one above the other, and one legend below them."""
+    """Return a figure with all charts, one above the other, and one legend below them.
+
+    Raises :class:`CheckpointUnusable` if the logs contain no values.
+    """
     charts = charts_of(runs)
+    if not charts:
+        raise CheckpointUnusable(
+            "the logs contain no values to plot",
+            where=", ".join(str(run.path) for run in runs),
+            value="",
+            hint="train at least one step; `ckpt ls` lists the checkpoints",
+        )
     figure, rows = pyplot.subplots(
         len(charts), figsize=(9, 2.4 * len(charts)), squeeze=False, layout="constrained"
     )

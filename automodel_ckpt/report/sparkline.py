@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
 
 from automodel_ckpt.report.charts import PANELS
 from automodel_ckpt.report.history import History, Series
@@ -45,5 +44,10 @@ def _means(values: tuple[float, ...], width: int) -> list[float]:
     num_intervals = min(width, len(values))
     if num_intervals == 0:
         return []
-    edges = [number * len(values) // num_intervals for number in range(num_intervals + 1)]
-    return [sum(values[start:end]) / (end - start) for start, end in pairwise(edges)]
+    means = []
+    end = 0
+    for number in range(1, num_intervals + 1):
+        start, end = end, number * len(values) // num_intervals
+        interval = values[start:end]
+        means.append(sum(interval) / len(interval))
+    return means

@@ -345,14 +345,20 @@ def _tree_lines(tree: Mapping[str, Any]) -> Iterator[str]:
     yield f"{equal}, {len(tree['changed'])} changed{damaged}"
     for fqn in tree["damaged"]:
         yield f"{fqn}: damaged, not compared"
-    for title, key in (("only in A", "only_first"), ("only in B", "only_second")):
-        names = tree[key]
-        if names:
-            more = f" and {len(names) - _MAX_LINES} more" if len(names) > _MAX_LINES else ""
-            yield f"{title}: {', '.join(names[:_MAX_LINES])}{more}"
+    if tree["only_first"]:
+        yield f"only in A: {_names_text(tree['only_first'])}"
+    if tree["only_second"]:
+        yield f"only in B: {_names_text(tree['only_second'])}"
     for fqn, (before, after) in tree["redescribed"].items():
         yield f"{fqn}: {before} -> {after}"
     yield from _changed_tensor_lines(tree["changed"])
+
+
+def _names_text(names: Sequence[str]) -> str:
+    text = ", ".join(names[:_MAX_LINES])
+    if len(names) > _MAX_LINES:
+        text += f" and {len(names) - _MAX_LINES} more"
+    return text
 
 
 def _changed_tensor_lines(changes: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -309,12 +309,16 @@ def _run_row(above: Path, run: Path) -> RunRow:
 
 
 def _print_rows(rows: Sequence[Row]) -> None:
-    cells = [_cells(row) for row in rows]
-    head, *lines = fitted([_TITLES, *cells], range(1, 7), _DROPPED_FIRST, wrap_last=True)
+    cells: list[Sequence[str]] = [_TITLES]
+    for row in rows:
+        cells.append(_cells(row))
+    head, *lines = fitted(cells, range(1, 7), _DROPPED_FIRST, wrap_last=True)
     print(coloured(head, "bold", sys.stdout))
     for row, line in zip(rows, lines, strict=True):
         is_usable = (row.complete or row.foreign) and not row.damaged
-        print(line if is_usable else coloured(line, "red", sys.stdout))
+        if not is_usable:
+            line = coloured(line, "red", sys.stdout)
+        print(line)
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -314,8 +314,8 @@ class FailureDirectory:
         Such a rank was killed, or called ``os._exit``. The launcher reports it, since its peers only lose a connection.
         """
         explained = {record.rank for record in self.records(attempt)}
-        explained |= self._files(attempt, "done").keys()
-        explained |= self._files(attempt, "vanished").keys()
+        explained.update(self._files(attempt, "done"))
+        explained.update(self._files(attempt, "vanished"))
         for rank, process in self.processes(attempt).items():
             if rank not in explained and has_ended(process):
                 self._write(attempt, f"rank_{rank}.vanished", str(time.time()))

@@ -118,6 +118,7 @@ def slurm_environment(environment: Mapping[str, str], flags: LaunchFlags) -> dic
     master_addr = flags.master_addr
     if not master_addr:
         master_addr = "127.0.0.1" if is_single or not nodes else first_host(nodes)
+    # All tasks compute the same port, and concurrent jobs or steps on a node most likely different ones.
     job = slurm_number(environment, "SLURM_JOB_ID", default=0)
     step = slurm_number(environment, "SLURM_STEP_ID", default=0)
     port = 20000 + (job * 31 + step) % 10000

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.report.history import read_history
-from automodel_ckpt.report.picture import draw_figure
+from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.report.history import History, Series, read_history
+from automodel_ckpt.report.picture import draw_figure, write_picture
 from tests.support.history import write_run
 
 pytest.importorskip("matplotlib", reason="the plot extra")
@@ -241,3 +242,11 @@ def test_numbers_that_no_run_writes_are_passed_over(
     assert json.loads(capsys.readouterr().out.split("page.html\n")[1])[0]["series"]["loss"][
         "steps"
     ] == [1, 2, 3, 4]
+
+
+def test_a_picture_of_a_run_without_logged_values_is_an_error(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    names = ("loss", "grad_norm", "lr", "tps", "val_loss", "stall_seconds", "bytes")
+    silent = History("run", tmp_path, {name: Series() for name in names})
+    with pytest.raises(CheckpointUnusable, match="no values to plot"):
+        write_picture([silent], tmp_path / "run.png")
