@@ -1,4 +1,4 @@
-"""The commit protocol: how a checkpoint is created, published and removed. All renames and links are made here.
+"""The commit protocol of checkpoints: creating, publishing and removing them.
 
 The steps, in order (``Atomicity: staged directory, manifest last, one rename``):
 
@@ -6,15 +6,15 @@ The steps, in order (``Atomicity: staged directory, manifest last, one rename``)
 2. Every rank writes its files through :class:`~automodel_ckpt.checkpoint.files.durable_file.DurableFile`: created
    exclusively, digested while written, flushed and fsynced, the close checked. A failed fsync is never retried:
    the kernel may have dropped the data.
-3. When all ranks have written: :func:`seal` fsyncs the files' directories, then writes the manifest (temporary name,
-   fsync, rename) and fsyncs the directory that holds it. From here the directory is a complete checkpoint.
+3. When all ranks have written: :func:`finalize` fsyncs the files' directories, then writes the manifest (temporary
+   name, fsync, rename) and fsyncs its directory. From here the directory is a complete checkpoint.
 4. :func:`publish` renames the staging directory to its final name and fsyncs the parent. Only now is it reported.
 5. :func:`point` swaps the links ``LOWEST_VAL`` and, last, ``LATEST`` by rename.
 
 After a kill before step 4, :func:`recover` removes the staging directory at the next start. After a kill between steps
 4 and 5, the next start points ``LATEST`` at the newest complete checkpoint. A removal runs in the reverse order:
-:func:`withdraw` renames it to a trash name and fsyncs the parent, :func:`discard` deletes its files. An abandoned one
-is set aside under another name (:func:`supersede`); a published checkpoint's content never changes.
+:func:`withdraw` renames a checkpoint to a trash name and fsyncs the parent, :func:`discard` deletes its files. An
+abandoned checkpoint is renamed (:func:`supersede`). The content of a published checkpoint never changes.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def write_by_rename(path: Path, data: bytes) -> None:
 
 
 def make_run_directory(root: Path) -> None:
-    """Create the run directory with its parents, each made durable in the one that holds it."""
+    """Create the run directory with its parents. The parent of each new directory is fsynced."""
     if not root.is_dir():
         make_run_directory(root.parent)
         with contextlib.suppress(FileExistsError):
@@ -70,7 +70,7 @@ def make_run_directory(root: Path) -> None:
 
 
 def reserve(root: Path, name: str) -> Path:
-    """A new empty staging directory for the checkpoint *name*."""
+    """Create an empty staging directory for the checkpoint *name*. Raises OSError."""
     staging = root / layout.staging_name(name, uuid.uuid4().hex)
     os.mkdir(staging)
     try:
@@ -81,8 +81,8 @@ def reserve(root: Path, name: str) -> Path:
     return staging
 
 
-def seal(staging: Path, manifest: bytes) -> None:
-    """Make the staging directory a complete checkpoint: all directories durable, the manifest last."""
+def finalize(staging: Path, manifest: bytes) -> None:
+    """Make the staging directory a complete checkpoint: fsync all directories, and write the manifest last."""
     for part in os.listdir(staging / layout.PARTS):
         os.unlink(staging / layout.PARTS / part)
     os.rmdir(staging / layout.PARTS)
@@ -92,9 +92,9 @@ def seal(staging: Path, manifest: bytes) -> None:
 
 
 def publish(staging: Path, name: str) -> Path:
-    """Rename a finalized staging directory to its final name and fsync the parent; on failure leave no such name.
+    """Rename a finalized staging directory to its final name and fsync the parent. Returns the final path.
 
-    Raises :class:`FileExistsError` where the name is taken, OSError where it cannot be made durable.
+    Raises :class:`FileExistsError` if the name exists, OSError if fsync fails; then the checkpoint is removed.
     """
     final = staging.parent / name
     if os.path.lexists(final):
@@ -113,7 +113,7 @@ def publish(staging: Path, name: str) -> Path:
 def point(root: Path, pointer: str, name: str) -> None:
     """Atomically set the link *pointer* to the checkpoint *name*.
 
-    Where symbolic links are not supported, the text file ``POINTER.txt`` is written instead. Raises OSError.
+    If symbolic links are not supported, the text file ``POINTER.txt`` is written instead. Raises OSError.
     """
     _move_directory_aside(root, pointer)
     if not _swap_link(root, pointer, name):
@@ -125,7 +125,7 @@ def point(root: Path, pointer: str, name: str) -> None:
 
 
 def _swap_link(root: Path, pointer: str, name: str) -> bool:
-    """Create the link under a temporary name and rename it; return False where links are not supported."""
+    """Create the link under a temporary name and rename it. Returns False if links are not supported."""
     for attempts_left in reversed(range(_LINK_ATTEMPTS)):
         temporary = root / f".{pointer}.{uuid.uuid4().hex}"
         try:
@@ -138,7 +138,7 @@ def _swap_link(root: Path, pointer: str, name: str) -> bool:
             os.rename(temporary, root / pointer)
             break
         except FileNotFoundError:
-            # A run that starts clears temporary links: `ckpt pin` does not wait for it.
+            # A starting run has removed the temporary link: `ckpt pin` does not wait for it.
             if attempts_left == 0:
                 raise
         except OSError:
@@ -148,7 +148,7 @@ def _swap_link(root: Path, pointer: str, name: str) -> bool:
 
 
 def unpoint(root: Path, pointer: str) -> None:
-    """Remove a pointer, if it is there."""
+    """Remove a pointer if it exists."""
     _move_directory_aside(root, pointer)
     for path in (root / pointer, root / f"{pointer}.txt"):
         with contextlib.suppress(FileNotFoundError):
@@ -158,45 +158,47 @@ def unpoint(root: Path, pointer: str) -> None:
 def _move_directory_aside(root: Path, pointer: str) -> None:
     """Rename a directory that has the name of a pointer.
 
-    Copies that follow links (``scp -r``, object stores) leave a whole checkpoint in the place of a pointer.
+    Copy tools that follow links (``scp -r``, object stores) replace a pointer by a copy of the checkpoint.
     """
-    place, number = root / pointer, 1
-    if place.is_symlink() or not place.is_dir():
+    path = root / pointer
+    if path.is_symlink() or not path.is_dir():
         return
+    number = 1
     while os.path.lexists(aside := root / f"{pointer}.copied-{number}"):
         number += 1
-    os.rename(place, aside)
+    os.rename(path, aside)
     log.warning(
         "%s is a directory and not a link (some copy tools do this); renamed to %s, which can be deleted",
-        place,
+        path,
         aside.name,
     )
 
 
 def pointed(root: Path, pointer: str) -> str | None:
-    """The checkpoint name that a pointer holds, or None where it is absent or names anything else."""
+    """Return the checkpoint that a pointer points to; None if the pointer is missing or points to anything else."""
     name = pointer_text(root, pointer)
-    return name if name is not None and layout.parse_checkpoint_name(name) else None
+    if name is None or layout.parse_checkpoint_name(name) is None:
+        return None
+    return name
 
 
 def pointer_text(root: Path, pointer: str) -> str | None:
-    """The checkpoint name in a pointer or a pin, also of a superseded checkpoint; None where there is none."""
-    link, text = root / pointer, root / f"{pointer}.txt"
+    """Return the checkpoint name, possibly of a superseded one, in a pointer or a pin; None if there is none."""
+    link = root / pointer
     name = None
     if link.is_symlink():
         name = os.readlink(link).rstrip("/")
     else:
         with contextlib.suppress(OSError):
-            name = (
-                read_safely(root, text.name, limit=_POINTER_BYTES).decode(errors="replace").strip()
-            )
+            content = read_safely(root, f"{pointer}.txt", limit=_POINTER_BYTES)
+            name = content.decode(errors="replace").strip()
     if name is None or not layout.is_checkpoint(name):
         return None
     return name
 
 
 def free_superseded_name(root: Path, name: str) -> str:
-    """The next ``.superseded-N`` name of a checkpoint that is free."""
+    """Return the next unused ``.superseded-N`` name of a checkpoint."""
     number = 1
     while os.path.lexists(root / layout.superseded_name(name, number)):
         number += 1
@@ -204,7 +206,7 @@ def free_superseded_name(root: Path, name: str) -> str:
 
 
 def supersede(root: Path, name: str, aside: str | None = None) -> str:
-    """Rename an abandoned checkpoint to *aside* (default: the next free ``.superseded-N`` name), which is returned."""
+    """Rename an abandoned checkpoint to *aside* (default: the next unused ``.superseded-N`` name). Returns the name."""
     aside = aside or free_superseded_name(root, name)
     os.rename(root / name, root / aside)
     fsync_directory(root)
@@ -212,7 +214,7 @@ def supersede(root: Path, name: str, aside: str | None = None) -> str:
 
 
 def exchange(a: Path, b: Path) -> bool:
-    """Atomically swap two existing paths (renameat2, Linux); return False where it is not supported."""
+    """Atomically swap two existing paths (renameat2, Linux). Returns False if that is not supported."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
@@ -225,7 +227,7 @@ def exchange(a: Path, b: Path) -> bool:
 
 
 def withdraw(path: Path) -> Path:
-    """Rename a checkpoint to a trash name and fsync the parent; return the trash directory for :func:`discard`."""
+    """Rename a checkpoint to a trash name and fsync the parent. Returns the trash directory for :func:`discard`."""
     trash = path.with_name(layout.trash_name(uuid.uuid4().hex))
     os.rename(path, trash)
     fsync_directory(path.parent)
@@ -233,7 +235,7 @@ def withdraw(path: Path) -> Path:
 
 
 def discard(path: Path) -> None:
-    """Delete a staging or trash directory. Failures are only logged; a later start removes what is left."""
+    """Delete a staging or trash directory. Failures are only logged; a later start tries again."""
 
     def report(_function: object, name: str, error: BaseException) -> None:
         if not isinstance(error, FileNotFoundError):
@@ -249,7 +251,10 @@ def discard(path: Path) -> None:
 
 
 def recover(root: Path) -> list[str]:
-    """Remove what a killed run left: staging and trash directories, temporary files and links. Returns their names."""
+    """Remove the leftovers of a killed run: staging and trash directories, temporary files and links.
+
+    Returns their names.
+    """
     leftovers = [entry.name for entry in os.scandir(root) if _is_leftover(entry.name)]
     for name in leftovers:
         path = root / name

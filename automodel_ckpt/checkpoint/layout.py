@@ -1,4 +1,4 @@
-"""The names of a run directory and of a checkpoint, in both directions. Pure: no file is touched."""
+"""The names in a run directory and in a checkpoint: making and parsing them. Pure functions, without file access."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{32}", re.ASCII)
 
 
 class CheckpointName(NamedTuple):
-    """What a checkpoint directory's name says. Ordered by step, then epoch."""
+    """The step and epoch in the name of a checkpoint directory. Ordered by step, then epoch."""
 
     step: int
     epoch: int
@@ -58,7 +58,7 @@ class CheckpointName(NamedTuple):
 
 
 class RankLayout(Protocol):
-    """Who a process is among the ranks: global ``rank`` of ``world_size``, data-parallel ``dp_rank`` of ``dp_size``."""
+    """The global ``rank`` of a process in ``world_size``, and its data-parallel ``dp_rank`` in ``dp_size``."""
 
     @property
     def rank(self) -> int: ...
@@ -87,81 +87,83 @@ class DataParallelRanks:
 
 
 def parse_checkpoint_name(name: str) -> CheckpointName | None:
-    """The step and epoch of ``epoch_E_step_S``, or None for any other name."""
+    """Parse ``epoch_E_step_S``; None for any other name."""
     match = _CHECKPOINT.fullmatch(name)
-    return CheckpointName(step=int(match[2]), epoch=int(match[1])) if match else None
+    if match is None:
+        return None
+    return CheckpointName(step=int(match[2]), epoch=int(match[1]))
 
 
 def superseded_name(name: str, number: int) -> str:
-    """Where an abandoned checkpoint is kept aside; *number* counts from 1."""
+    """Return the name of an abandoned checkpoint; *number* counts from 1."""
     return f"{name}.superseded-{number}"
 
 
 def is_superseded(name: str) -> bool:
-    """Whether a checkpoint was set aside under this name."""
+    """Whether this is the name of an abandoned checkpoint."""
     return _SUPERSEDED.fullmatch(name) is not None
 
 
 def name_before(superseded: str) -> str | None:
-    """The name that a checkpoint had before it was set aside under the name *superseded*; None for any other name."""
+    """Return the name that an abandoned checkpoint had before; None if *superseded* is not such a name."""
     match = _SUPERSEDED.fullmatch(superseded)
     return match[1] if match else None
 
 
 def is_checkpoint(name: str) -> bool:
-    """Whether a checkpoint of a run, current or set aside, has this name."""
+    """Whether this is the name of a checkpoint, abandoned or not."""
     return parse_checkpoint_name(name) is not None or is_superseded(name)
 
 
 def staging_name(name: str, unique: str) -> str:
-    """Where a checkpoint is written before it is published; *unique* is 32 hexadecimal digits."""
+    """Return the name of a staging directory; *unique* is 32 hexadecimal digits."""
     return f".{name}.staging-{unique}"
 
 
 def is_staging(name: str) -> bool:
-    """Whether something is being written under this name, or was when it was killed."""
+    """Whether this is the name of a staging directory."""
     return _STAGING.fullmatch(name) is not None
 
 
 def staged_name(name: str) -> str | None:
-    """The checkpoint that a staging directory is to become; None for any other name."""
+    """Return the checkpoint name of a staging directory; None for any other name."""
     match = _STAGING.fullmatch(name)
     return match[1] if match else None
 
 
 def export_of(name: str) -> str | None:
-    """The export that a killed one left a directory of this name for: ``consolidated`` or ``merged``; else None."""
+    """Return the export, ``consolidated`` or ``merged``, of a temporary export directory; None for any other name."""
     match = _EXPORT_LEFTOVER.fullmatch(name)
     return match[1] if match else None
 
 
 def is_export_leftover(name: str) -> bool:
-    """Whether an export is staged, or is being replaced, under this name, or was when it was killed."""
+    """Whether this is the name of an export that is staged or being replaced."""
     return export_of(name) is not None
 
 
 def trash_name(unique: str) -> str:
-    """The name a directory has while it is being removed."""
+    """Return the name of a directory that is being removed; *unique* is 32 hexadecimal digits."""
     return f".trash-{unique}"
 
 
 def is_trash(name: str) -> bool:
-    """Whether something is being removed under this name, or was when it was killed."""
+    """Whether this is the name of a directory that is being removed."""
     return _TRASH.fullmatch(name) is not None
 
 
 def link_name(unique: str) -> str:
-    """The name a user's link has while it is being changed to follow its checkpoint."""
+    """Return the temporary name of a user's link that is being changed; *unique* is 32 hexadecimal digits."""
     return f".link-{unique}"
 
 
 def is_link_name(name: str) -> bool:
-    """Whether a user's link is being changed under this name, or was when the run was killed."""
+    """Whether this is the temporary name of a user's link."""
     return _LINK.fullmatch(name) is not None
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a file of the run directory is being written, or a link made, under this name before it gets its own."""
+    """Whether this is the temporary name of a file or link in the run directory, before it is renamed."""
     match = _TEMPORARY.fullmatch(name)
     if match is None:
         return False
@@ -171,62 +173,66 @@ def is_temporary(name: str) -> bool:
 
 
 def is_pin(name: str) -> bool:
-    """Whether a link of this name pins a checkpoint; that one's name follows the prefix."""
+    """Whether this is the name of a pin: the prefix, followed by the name of a checkpoint."""
     pinned = name.removeprefix(PIN)
     return name != pinned and is_checkpoint(pinned)
 
 
 def sibling(directory: Path) -> Path:
-    """The run directory for another model's checkpoints: ``runs/a``, ``runs/a.sibling-1``, ``runs/a.sibling-2``, ..."""
+    """Return the run directory for another model: ``runs/a``, ``runs/a.sibling-1``, ``runs/a.sibling-2``, ..."""
     match = _SIBLING.fullmatch(directory.name)
-    name, number = (match[1], int(match[2])) if match else (directory.name, 0)
+    name = directory.name
+    number = 0
+    if match is not None:
+        name = match[1]
+        number = int(match[2])
     return directory.with_name(f"{name}.sibling-{number + 1}")
 
 
 def escape_key(key: object) -> str:
-    """A dict key as part of a file name: letters, digits, ``_`` and ``-`` stay, all else becomes ``%XX``."""
+    """Escape a dict key for a file name: all characters but letters, digits, ``_`` and ``-`` become ``%XX``."""
     return quote(str(key), safe="").replace(".", "%2E").replace("~", "%7E")
 
 
 def state_directory(attribute: str) -> str:
-    """The directory of a module or optimizer attribute: its name, and ``optim`` for ``optimizer``."""
+    """Return the directory of a module or optimizer attribute: its name, or ``optim`` for ``optimizer``."""
     return "optim" if attribute == "optimizer" else attribute
 
 
 def state_file(attribute: str) -> str:
-    """The file of a replicated object's state."""
+    """Return the file of an object whose state is the same on all ranks."""
     return f"{attribute}.pt"
 
 
 def rank_file(attribute: str, scope: Scope, ranks: RankLayout) -> str:
-    """This rank's file of an object whose state differs between ranks."""
+    """Return this rank's file of an object whose state differs between ranks."""
     if scope == "dp_rank" or (scope == "rank_rng" and ranks.dp_size == ranks.world_size):
         return f"{attribute}/{attribute}_dp_rank_{ranks.dp_rank}.pt"
     return f"{attribute}/{attribute}_global_rank_{ranks.rank}.pt"
 
 
 def shard_file(directory: str, rank: int, file_index: int, num_files: int) -> str:
-    """A rank's safetensors shard; *rank* counts from 0, *file_index* from 1 (the names count both from 1)."""
+    """Return the name of a safetensors shard. *rank* counts from 0, *file_index* from 1; in names both count from 1."""
     return f"{directory}/shard-{rank + 1:05}-model-{file_index:05}-of-{num_files:05}.safetensors"
 
 
 def objects_file(directory: str, rank: int) -> str:
-    """Where a rank keeps the non-tensor values of a module in safetensors format."""
+    """Return the file of a rank's non-tensor values of a module in safetensors format."""
     return f"{directory}/objects-{rank + 1:05}.bin"
 
 
 def distcp_file(directory: str, rank: int) -> str:
-    """A rank's file in PyTorch DCP's own format."""
+    """Return a rank's file in PyTorch's DCP format."""
     return f"{directory}/__{rank}_0.distcp"
 
 
 def part_file(rank: int) -> str:
-    """What a rank wrote, for rank 0 to merge into the manifest."""
+    """Return the file of a rank's manifest, which rank 0 merges."""
     return f"{PARTS}/rank_{rank:05}.json"
 
 
 def unsafe_path(path: str) -> str | None:
-    """Why a path read from a checkpoint may not be followed inside it, or None for a plain relative path."""
+    """Return why a path that was read from a checkpoint is not safe; None for a relative path inside of it."""
     if "\0" in path:
         return "it contains a NUL byte"
     if any("\ud800" <= character <= "\udfff" for character in path):
@@ -235,4 +241,6 @@ def unsafe_path(path: str) -> str | None:
         return "it is not a relative path"
     if any(part in ("", ".", "..") for part in path.split("/")):
         return "it has an empty, '.' or '..' component"
-    return None if PurePosixPath(path).as_posix() == path else "it is not normalized"
+    if PurePosixPath(path).as_posix() != path:
+        return "it is not normalized"
+    return None

@@ -1,4 +1,4 @@
-"""MANIFEST.json: the contents of a checkpoint. It is written last, so that a checkpoint with one is complete.
+"""MANIFEST.json: the contents of a checkpoint. It is written last, so a checkpoint with a manifest is complete.
 
 It lists every file (size, digest), every tensor (dtype, shape, its slices and the position of their bytes), every
 pickled value, the recipe attributes they belong to, the environment, and its own digest. docs/format.md describes the
@@ -46,7 +46,7 @@ MAX_INTEGER = 2**63 - 1
 NOT_SAVED = "not saved"
 MAX_DIMENSIONS = 64
 MAX_PLAIN_DEPTH = 8
-# Of a file that several ranks wrote (composed.py).
+# Prefix of the Merkle digest of a file that several ranks wrote (merkle.py).
 COMPOSED = "xxh3_128_parts:"
 _PLAIN_FIELDS = (
     "step",
@@ -109,7 +109,7 @@ class StateRecord:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The parts of a manifest that choosing and listing checkpoints need; tensors and files are not parsed."""
+    """The fields of a manifest that are needed to choose and list checkpoints. Tensors are not parsed."""
 
     step: int
     epoch: int
@@ -128,20 +128,18 @@ class Summary:
         The manifest's own digest is verified. Raises :class:`CheckpointUnusable`.
         """
         path = checkpoint / layout.MANIFEST
-        with _reject_other_forms(path):
-            raw = _checked_json(_read_sealed(path), path)
+        with _reporting_malformed(path):
+            raw = _checked_json(_read_bounded(path), path)
+            sizes = [_integer(record["size"]) for record in raw["files"].values()]
             return cls(
                 step=_integer(raw["step"]),
                 epoch=_integer(raw["epoch"]),
                 created=_seconds(raw["created"]),
-                nbytes=sum(_integer(record["size"]) for record in raw["files"].values()),
+                nbytes=sum(sizes),
                 losses=_mapping(raw["losses"]),
                 validated=_flag(raw["validated"]),
                 lineage=_mapping(raw["lineage"]),
-                has_optimizer=any(
-                    r["kind"] == "optimizer" and r["scope"] != NOT_SAVED
-                    for r in raw["state"].values()
-                ),
+                has_optimizer=any(_is_saved_optimizer(record) for record in raw["state"].values()),
                 digest=_text(raw["digest"]),
             )
 
@@ -168,21 +166,22 @@ class Manifest:
 
     @classmethod
     def read(cls, checkpoint: Path) -> Manifest:
-        """The manifest of a checkpoint directory. Raises :class:`CheckpointUnusable` for whatever is wrong with it."""
+        """Read the manifest of a checkpoint. Raises :class:`CheckpointUnusable` if it is missing or invalid."""
         path = checkpoint / layout.MANIFEST
-        return cls.parse(_read_sealed(path), path)
+        return cls.parse(_read_bounded(path), path)
 
     @classmethod
     def parse(cls, data: bytes, path: Path) -> Manifest:
-        """The manifest in *data*; *path* is for the messages."""
-        with _reject_other_forms(path):
+        """Parse a manifest; *path* is for error messages. Raises :class:`CheckpointUnusable`."""
+        with _reporting_malformed(path):
             manifest = _from_json(_checked_json(data, path))
-        if fault := manifest.fault():
+        fault = manifest.fault()
+        if fault is not None:
             raise _unusable("the manifest is inconsistent", path, fault)
         return manifest
 
     def to_bytes(self) -> bytes:
-        """The file's content; the last line carries the digest of everything before it."""
+        """Return the content of the file. The last line has the digest of everything before it."""
         body = json.dumps(_to_json(self), ensure_ascii=True, separators=(",", ":"), allow_nan=True)
         head = body[:-1].encode() + b",\n"
         return head + _TAIL % digest_of(head).encode()
@@ -199,15 +198,11 @@ class Manifest:
                 return reason
         if reason := self._overlap_fault() or self._gap_fault():
             return reason
-        return next(
-            (
-                f"{f!r} is not among the files"
-                for s in self.state.values()
-                for f in s.files
-                if f not in self.files
-            ),
-            None,
-        )
+        for state_record in self.state.values():
+            for file in state_record.files:
+                if file not in self.files:
+                    return f"{file!r} is not among the files"
+        return None
 
     def _tree_fault(self, name: str, tree: Tree) -> str | None:
         for tensor in tree.stored:
@@ -219,27 +214,25 @@ class Manifest:
             if piece := self._misplaced(tensor):
                 return f"{name}: the slice at {list(piece.offsets)} of {tensor.fqn!r} is not in {piece.file!r}"
         for blob in tree.objects.values():
-            if not self._holds(blob):
+            if not self._is_in_file(blob):
                 return f"{name}: the value {blob.fqn!r} is not in {blob.file!r}"
-        return next(
-            (
-                f"{name}: {alias!r} is tied to {kept!r}, which is not stored"
-                for alias, kept in tree.tied.items()
-                if kept not in tree.tensors
-            ),
-            None,
-        )
+        for alias, stored in tree.tied.items():
+            if stored not in tree.tensors:
+                return f"{name}: {alias!r} is tied to {stored!r}, which is not stored"
+        return None
 
     def _misplaced(self, tensor: Tensor) -> Slice | None:
-        """The first slice with a wrong size or outside of its file, or None."""
-        wrong = (
-            piece for piece in tensor.slices if piece.nbytes != nbytes_of(piece.dtype, piece.sizes)
-        )
-        outside = (piece for piece in in_one_piece(tensor) if not self._holds(piece))
-        return next(itertools.chain(wrong, outside), None)
+        """Return the first slice with a wrong size or outside of its file; None if there is none."""
+        for piece in tensor.slices:
+            if piece.nbytes != nbytes_of(piece.dtype, piece.sizes):
+                return piece
+        for piece in in_one_piece(tensor):
+            if not self._is_in_file(piece):
+                return piece
+        return None
 
     def _overlap_fault(self) -> str | None:
-        """The first two slices or values that share bytes of a file, as text; None where there are none."""
+        """Describe the first two slices or values that share bytes of a file; None if there are none."""
         parts: list[Slice | Blob] = []
         for tree in self.trees.values():
             parts += [blob for blob in tree.objects.values() if blob.nbytes]
@@ -252,12 +245,11 @@ class Manifest:
         return None
 
     def _gap_fault(self) -> str | None:
-        """The first gap between slices of a file with a Merkle digest, which does not cover bytes in gaps; or None."""
-        sizes = {
-            path: record.size
-            for path, record in self.files.items()
-            if record.digest.startswith(COMPOSED)
-        }
+        """Describe the first gap between slices of a file with a Merkle digest; None if there is none.
+
+        A Merkle digest does not cover bytes in gaps, so damage there would not be detected.
+        """
+        sizes = self._sizes_of_merkle_files()
         slices_of: dict[str, list[Slice]] = {path: [] for path in sizes}
         for tree in self.trees.values():
             for tensor in tree.stored:
@@ -279,21 +271,28 @@ class Manifest:
                     return f"{blob.fqn!r} is located in {blob.file!r}, among slices"
         return None
 
-    def _holds(self, piece: Slice | Blob) -> bool:
+    def _sizes_of_merkle_files(self) -> dict[str, int]:
+        sizes = {}
+        for path, record in self.files.items():
+            if record.digest.startswith(COMPOSED):
+                sizes[path] = record.size
+        return sizes
+
+    def _is_in_file(self, piece: Slice | Blob) -> bool:
+        """Whether the bytes of a slice or value are within its file."""
         record = self.files.get(piece.file)
-        return (
-            record is not None
-            and piece.start >= 0
-            and 0 <= piece.nbytes <= record.size - piece.start
-        )
+        if record is None or piece.start < 0:
+            return False
+        return 0 <= piece.nbytes <= record.size - piece.start
 
     @property
     def saved(self) -> frozenset[str]:
         """The names, aliases included, of the attributes whose state is in the checkpoint."""
-        records = [
-            (name, record) for name, record in self.state.items() if name not in self.left_out
-        ]
-        return frozenset(known for name, record in records for known in (name, *record.aliases))
+        names: set[str] = set()
+        for name, record in self.state.items():
+            if record.scope != NOT_SAVED:
+                names.update((name, *record.aliases))
+        return frozenset(names)
 
     @property
     def left_out(self) -> frozenset[str]:
@@ -302,12 +301,18 @@ class Manifest:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files, the manifest itself not counted."""
+        """Bytes of all files, without the manifest."""
         return sum(record.size for record in self.files.values())
 
 
+def _is_saved_optimizer(record: Mapping[str, Any]) -> bool:
+    is_optimizer = record["kind"] == "optimizer"
+    return bool(is_optimizer and record["scope"] != NOT_SAVED)
+
+
 @contextlib.contextmanager
-def _reject_other_forms(path: Path) -> Iterator[None]:
+def _reporting_malformed(path: Path) -> Iterator[None]:
+    """Raise :class:`CheckpointUnusable` for the errors that parsing malformed content raises."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -320,7 +325,7 @@ def _unusable(what: str, path: Path, value: object) -> CheckpointUnusable:
     )
 
 
-def _read_sealed(path: Path) -> bytes:
+def _read_bounded(path: Path) -> bytes:
     """Read a regular file of at most MAX_BYTES. Raises :class:`CheckpointUnusable`."""
     try:
         descriptor = open_regular(path)
@@ -422,10 +427,12 @@ def _tree_to_json(tree: Tree) -> dict[str, Any]:
 
 def _tensor_to_json(tensor: Tensor) -> dict[str, Any]:
     names = ("file", "start", "nbytes", "offsets", "sizes", "digest")
-    slices = [{name: getattr(piece, name) for name in names} for piece in tensor.slices]
-    for raw, piece in zip(slices, tensor.slices, strict=True):
+    slices = []
+    for piece in tensor.slices:
+        raw = {name: getattr(piece, name) for name in names}
         if piece.interleaved:
             raw["interleaved"] = True
+        slices.append(raw)
     return {"dtype": tensor.dtype, "shape": tensor.shape, "slices": slices}
 
 
@@ -471,7 +478,7 @@ def _tree(raw: Mapping[str, Any]) -> Tree:
 
 
 def tensor_of(fqn: str, raw: Mapping[str, Any]) -> Tensor:
-    """A tensor from JSON. Raises KeyError, TypeError or ValueError where it is malformed."""
+    """Convert a tensor from JSON. Raises KeyError, TypeError or ValueError if it is malformed."""
     dtype = _text(raw["dtype"])
     pieces = tuple(
         Slice(
@@ -491,7 +498,7 @@ def tensor_of(fqn: str, raw: Mapping[str, Any]) -> Tensor:
 
 
 def blob_of(raw: Mapping[str, Any]) -> Blob:
-    """A pickled value's position from JSON. Raises KeyError, TypeError or ValueError where it is malformed."""
+    """Convert a pickled value's position from JSON. Raises KeyError, TypeError or ValueError if it is malformed."""
     fqn, file, digest = (_text(raw[key]) for key in ("fqn", "file", "digest"))
     return Blob(fqn, file, _integer(raw["start"]), _integer(raw["nbytes"]), digest)
 
@@ -509,7 +516,7 @@ def _seconds(value: object) -> float:
 
 
 def _shown(value: object) -> str:
-    """A value in a message, without the thousands of digits or levels that it may have."""
+    """Format a value for a message. It may have thousands of digits or levels."""
     if isinstance(value, (str, float, bool, type(None))):
         return repr(value)[:100]
     return f"a value of type {type(value).__name__}"
@@ -532,7 +539,7 @@ def _text(value: object) -> str:
 
 
 def sizes_of(value: Iterable[object]) -> tuple[int, ...]:
-    """A shape or offsets from JSON. Raises TypeError or ValueError where they are malformed."""
+    """Convert a shape or offsets from JSON. Raises TypeError or ValueError if they are malformed."""
     sizes = tuple(_integer(item) for item in value)
     if len(sizes) > MAX_DIMENSIONS:
         raise ValueError(f"{len(sizes)} dimensions")
@@ -540,19 +547,17 @@ def sizes_of(value: Iterable[object]) -> tuple[int, ...]:
 
 
 def _mapping(value: object) -> dict[str, Any]:
-    """A mapping for display, checked for depth and for integers that later code cannot handle."""
+    """Check the depth of a mapping for display, and its integers, which later code stores in 64 bits."""
     if not isinstance(value, dict):
         raise TypeError(f"{_shown(value)} is not a mapping")
     level: list[Any] = [value]
     for _ in range(MAX_PLAIN_DEPTH):
-        level = [
-            item
-            for outer in level
-            for item in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-        if any(isinstance(item, int) and abs(item) > MAX_INTEGER for item in level):
+        items: list[Any] = []
+        for outer in level:
+            items += outer.values() if isinstance(outer, dict) else outer
+        if any(isinstance(item, int) and abs(item) > MAX_INTEGER for item in items):
             raise ValueError("a number of more than 64 bits")
-        level = [item for item in level if isinstance(item, (dict, list))]
+        level = [item for item in items if isinstance(item, (dict, list))]
     if level:
         raise ValueError(f"values nested more than {MAX_PLAIN_DEPTH} levels deep")
     return value

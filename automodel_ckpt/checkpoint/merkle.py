@@ -25,51 +25,59 @@ _BLOCK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A slice that a file holds, and the shape of its whole tensor."""
+class FileSlice:
+    """A slice in a file, and the shape of its tensor."""
 
     piece: Slice
     shape: tuple[int, ...]
 
 
 def has_merkle_digest(record: FileRecord) -> bool:
-    """Whether a file's digest is made from its parts'."""
+    """Whether the digest of a file is a Merkle digest."""
     return record.digest.startswith(COMPOSED)
 
 
-def held_by_file(tensors: Iterable[Tensor]) -> dict[str, list[Held]]:
-    """The slices in each file that are not empty, in the order in which its digest counts them."""
-    found: dict[str, list[Held]] = {}
+def slices_by_file(tensors: Iterable[Tensor]) -> dict[str, list[FileSlice]]:
+    """Map each file to its slices that are not empty, in the order of its Merkle digest."""
+    found: dict[str, list[FileSlice]] = {}
     for tensor in tensors:
         for piece in tensor.slices:
             if piece.nbytes:
-                found.setdefault(piece.file, []).append(Held(piece, tensor.shape))
+                found.setdefault(piece.file, []).append(FileSlice(piece, tensor.shape))
     for held in found.values():
         held.sort(key=lambda one: (one.piece.start, one.piece.offsets))
     return found
 
 
-def merkle_digest(head: str, held: Iterable[Held]) -> str:
-    """The digest of a file whose first bytes have the digest *head*, and which then holds these slices, in order."""
-    lines = [head]
-    for piece in (one.piece for one in held):
-        lines.append(
-            f"{piece.start} {','.join(map(str, piece.offsets))} {piece.nbytes} {piece.digest}"
-        )
-    return COMPOSED + xxhash.xxh3_128_hexdigest("".join(f"{line}\n" for line in lines).encode())
+def merkle_digest(head: str, held: Iterable[FileSlice]) -> str:
+    """Compute the digest of a file. *head* is the digest of the bytes before the first slice; *held* are its slices."""
+    text = f"{head}\n"
+    for one in held:
+        piece = one.piece
+        offsets = ",".join(map(str, piece.offsets))
+        text += f"{piece.start} {offsets} {piece.nbytes} {piece.digest}\n"
+    return COMPOSED + xxhash.xxh3_128_hexdigest(text.encode())
 
 
-def head_fits(root: Path, path: str, record: FileRecord, held: Sequence[Held]) -> bool:
-    """Whether a file's first bytes, and the listed digests of all its slices, give its own. Raises OSError."""
+def head_fits(root: Path, path: str, record: FileRecord, held: Sequence[FileSlice]) -> bool:
+    """Whether the bytes before the first slice, and the digests in the manifest, give the file's digest.
+
+    Raises OSError.
+    """
+    num_bytes = held[0].piece.start if held else record.size
     with _opened(root, path) as descriptor:
-        head = _digest(_blocks(descriptor, 0, held[0].piece.start if held else record.size))
+        head = _digest(_blocks(descriptor, 0, num_bytes))
     return merkle_digest(head, held) == record.digest
 
 
-def damaged(root: Path, path: str, held: Iterable[Held]) -> list[Slice]:
-    """Those of a file's slices that are not what they were. Raises OSError."""
+def damaged(root: Path, path: str, held: Iterable[FileSlice]) -> list[Slice]:
+    """Return the slices of a file whose bytes do not match their digests. Raises OSError."""
+    found = []
     with _opened(root, path) as descriptor:
-        return [one.piece for one in held if _digest(_content(descriptor, one)) != one.piece.digest]
+        for one in held:
+            if _digest(_content(descriptor, one)) != one.piece.digest:
+                found.append(one.piece)
+    return found
 
 
 @contextlib.contextmanager
@@ -81,12 +89,12 @@ def _opened(root: Path, path: str) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _content(descriptor: int, held: Held) -> Iterator[memoryview]:
-    """A slice's bytes, row-major, piece by piece."""
+def _content(descriptor: int, held: FileSlice) -> Iterator[memoryview]:
+    """Yield the bytes of a slice, row-major, in blocks."""
     if not held.piece.interleaved:
         yield from _blocks(descriptor, held.piece.start, held.piece.nbytes)
         return
-    # Its runs are short and many: a system call for each would cost more than the bytes.
+    # Mapped, because an interleaved slice has many short runs: a system call for each would cost more than reading.
     with mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as content, memoryview(content) as view:
         for run in runs_in_file(held.piece, held.shape):
             yield view[run.source : run.source + run.nbytes]

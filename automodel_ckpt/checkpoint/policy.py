@@ -1,4 +1,4 @@
-"""Which checkpoint is the best, and which are kept: pure functions over records of what is on disk."""
+"""The keep policy, and the best checkpoint: pure functions over records of the checkpoints on disk."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ Mode = Literal["min", "max"]
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A checkpoint as the choices below see it: its name's step and epoch, and the value that ranks it (None: not
-    validated at its own step)."""
+    """The step and epoch of a checkpoint, and the metric that ranks it (None if its step was not validated)."""
 
     name: str
     step: int
@@ -22,12 +21,12 @@ class Record:
 
 
 def newest_first(records: Iterable[Record]) -> list[Record]:
-    """By step, then epoch, falling."""
+    """Sort records by step, then epoch, in descending order."""
     return sorted(records, key=lambda record: (record.step, record.epoch), reverse=True)
 
 
 def metric_of(losses: Mapping[str, Any], key: str) -> float | None:
-    """The ranking value among a checkpoint's losses, or None where it is absent or no finite number."""
+    """Return the metric *key* in a checkpoint's losses; None if it is missing or not a finite number."""
     value = losses.get(key)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
@@ -35,31 +34,39 @@ def metric_of(losses: Mapping[str, Any], key: str) -> float | None:
         number = float(value)
     except OverflowError:
         return None
-    return number if math.isfinite(number) else None
+    if not math.isfinite(number):
+        return None
+    return number
 
 
 def is_better(value: float | None, than: float | None, mode: Mode) -> bool:
-    """Whether a checkpoint takes the place of the best one so far: only a strictly better number does."""
+    """Whether *value* is strictly better than the best metric so far (None: there is none)."""
     if value is None or not math.isfinite(value):
         return False
     if than is None:
         return True
-    return value < than if mode == "min" else value > than
+    if mode == "min":
+        return value < than
+    return value > than
 
 
 def best(records: Iterable[Record], mode: Mode) -> Record | None:
-    """The best of the records that have a metric; of equals the one with the lowest step."""
-    leader: Record | None = None
-    for record in sorted(records, key=lambda record: (record.step, record.epoch)):
-        if is_better(record.metric, leader.metric if leader else None, mode):
-            leader = record
-    return leader
+    """Return the record with the best metric, and of equal ones that with the lowest step; None without metrics."""
+    found: Record | None = None
+    for record in reversed(newest_first(records)):
+        best_so_far = found.metric if found else None
+        if is_better(record.metric, best_so_far, mode):
+            found = record
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class KeepPolicy:
-    """What stays: the *last* checkpoints (None: all of them), the *best* ones by their metric, and milestones: every
-    multiple of *every_steps* and the *steps* named."""
+    """Which checkpoints are kept.
+
+    These are the *last* ones (None: all of them), the *best* ones by metric, and milestones: those whose step is a
+    multiple of *every_steps* or in *steps*.
+    """
 
     last: int | None = None
     best: int = 0
@@ -70,27 +77,34 @@ class KeepPolicy:
     def removable(
         self, records: Collection[Record], protected: Collection[str] = ()
     ) -> list[Record]:
-        """The complete checkpoints of a run that need not stay, oldest first.
+        """Return the complete checkpoints of a run that the policy does not keep, oldest first.
 
-        Never among them: the newest, those *protected* by name (pointed to, pinned, just saved), the best, milestones.
+        Never included: the newest one, and those *protected* by name (pointed to, pinned, just saved).
         """
         if self.last is None:
             return []
         ordered = newest_first(records)
-        kept = {record.name for record in ordered[: max(self.last, 1)]} | set(protected)
-        kept |= {record.name for record in self._best_of(ordered)}
-        kept |= {record.name for record in ordered if self._is_milestone(record.step)}
-        return [record for record in reversed(ordered) if record.name not in kept]
+        num_last = max(self.last, 1)
+        keep = set(protected)
+        keep.update(record.name for record in ordered[:num_last])
+        keep.update(record.name for record in self._best_of(ordered))
+        removed = []
+        for record in reversed(ordered):
+            if record.name not in keep and not self._is_milestone(record.step):
+                removed.append(record)
+        return removed
 
     def _best_of(self, records: Iterable[Record]) -> list[Record]:
-        """The best records, at most ``self.best``; of equal metrics the earlier checkpoint, as for LOWEST_VAL."""
+        """Return at most ``self.best`` records with the best metrics; of equal ones the earlier, as for LOWEST_VAL."""
         sign = 1 if self.mode == "min" else -1
-        ranked = [
-            (sign * r.metric, r.step, r)
-            for r in records
-            if r.metric is not None and math.isfinite(r.metric)
-        ]
-        return [record for _, _, record in sorted(ranked, key=lambda entry: entry[:2])[: self.best]]
+        ranked = []
+        for record in records:
+            if record.metric is not None and math.isfinite(record.metric):
+                ranked.append((sign * record.metric, record.step, record))
+        ranked.sort(key=lambda entry: entry[:2])
+        return [record for _, _, record in ranked[: self.best]]
 
     def _is_milestone(self, step: int) -> bool:
-        return step in self.steps or (self.every_steps is not None and step % self.every_steps == 0)
+        if step in self.steps:
+            return True
+        return self.every_steps is not None and step % self.every_steps == 0

@@ -1,8 +1,8 @@
-"""Slices: the data type that all of this package shares. A slice is a box of a tensor and its bytes in a file.
+"""Slices, the data type that the whole package uses. A slice is an index range of a tensor and its bytes in a file.
 
-Save, load, reshard, verify and consolidate are all operations on slices: which bytes of one slice are which bytes
-of another (:func:`overlap`), and whether a set of slices makes up a tensor exactly (:func:`tiling_fault`). Everything
-here is pure: no files are touched, no torch is imported. Tensors are row-major (C order) throughout, as in safetensors
+Save, load, reshard, verify and consolidate are operations on slices: which bytes two slices have in common
+(:func:`overlap`), and whether slices tile a tensor (:func:`tiling_fault`). All functions are pure: they access no files
+and import no torch. Tensors are row-major (C order) throughout, as in safetensors
 and in contiguous torch tensors; offsets and sizes count elements, starts and lengths of runs count bytes.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
 MAX_CUT_DIMENSIONS = 5
 MAX_EXTENTS = 2**59
 """The largest product of a shape's dimensions, zeros not counted: 2**63 bytes at 16 bytes an element."""
-# Slices among which two that overlap are looked for by name; there can be a hundred thousand.
+# Number of slices that are compared to report two that overlap. A tensor can have a hundred thousand.
 _COMPARED = 1000
 
 
@@ -34,11 +35,12 @@ class Box:
         return math.prod(self.sizes)
 
     def within(self, outer: Box) -> tuple[slice, ...]:
-        """Where its elements are in an array of those of *outer*, which holds it."""
-        triples = zip(self.offsets, self.sizes, outer.offsets, strict=True)
-        return tuple(
-            slice(offset - origin, offset - origin + size) for offset, size, origin in triples
-        )
+        """Return the index of this box in an array of the elements of *outer*, which contains it."""
+        index = []
+        for offset, size, origin in zip(self.offsets, self.sizes, outer.offsets, strict=True):
+            start = offset - origin
+            index.append(slice(start, start + size))
+        return tuple(index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +48,9 @@ class Slice:
     """A box of the tensor *fqn*, stored row-major in *file* at bytes ``start .. start + nbytes``.
 
     *file* is relative to the checkpoint (or to the bare directory it was found in). *dtype* is a safetensors code.
-    *digest* is that of the slice's own bytes, row-major, or None where the source has none. The bytes of an
-    *interleaved* slice are at their positions in the whole tensor, which begins at *start*; then all slices of the
-    tensor are interleaved.
+    *digest* is that of the slice's bytes, row-major; None if the source has no digests. The bytes of an *interleaved*
+    slice are located at their positions in the whole tensor, which begins at *start*. If one slice of a tensor is
+    interleaved, all of them are.
     """
 
     fqn: str
@@ -68,7 +70,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A whole tensor: its global *shape*, and the slices that make it up."""
+    """A tensor: its global *shape*, and the slices that tile it."""
 
     fqn: str
     dtype: str
@@ -94,49 +96,53 @@ class Run:
 
 
 def nbytes_of(dtype: str, sizes: Sequence[int]) -> int:
-    """Bytes of a row-major box of that safetensors dtype."""
+    """Return the bytes of a box with a safetensors dtype."""
     return math.prod(sizes) * DTYPE_BITS[dtype] // 8
 
 
 def whole_tensor(fqn: str, dtype: str, shape: tuple[int, ...], file: str, start: int) -> Tensor:
-    """A tensor that is stored in a file as one slice, without a digest."""
+    """Describe a tensor that is stored in a file as one slice, without a digest."""
     nbytes = nbytes_of(dtype, shape)
-    return Tensor(
-        fqn, dtype, shape, (Slice(fqn, dtype, (0,) * len(shape), shape, file, start, nbytes),)
-    )
+    offsets = (0,) * len(shape)
+    piece = Slice(fqn, dtype, offsets, shape, file, start, nbytes)
+    return Tensor(fqn, dtype, shape, (piece,))
 
 
 def counts(value: object) -> tuple[int, ...] | None:
-    """A shape or offsets as a file of another program holds them; None for anything else."""
-    if not isinstance(value, list | tuple) or not all(
-        type(item) is int and 0 <= item < 2**63 for item in value
-    ):
+    """Convert a shape or offsets in a file of another program; None for any other value."""
+    if not isinstance(value, list | tuple):
+        return None
+    if not all(type(item) is int and 0 <= item < 2**63 for item in value):
         return None
     return tuple(value)
 
 
 def flat_index(index: Sequence[int], shape: Sequence[int]) -> int:
-    """The number of the element at *index* of a row-major tensor of that shape."""
-    at = 0
+    """Return the number of the element at *index* in a row-major tensor."""
+    number = 0
     for position, extent in zip(index, shape, strict=True):
-        at = at * extent + position
-    return at
+        number = number * extent + position
+    return number
 
 
 def is_one_run(box: Box, shape: tuple[int, ...]) -> bool:
-    """Whether the box's bytes are consecutive in a row-major tensor of that shape."""
-    return box.numel == 0 or len(list(itertools.islice(overlap(box, _whole(shape), 1), 2))) == 1
+    """Whether the bytes of a box are consecutive in a row-major tensor."""
+    if box.numel == 0:
+        return True
+    first_runs = list(itertools.islice(overlap(box, _whole(shape), 1), 2))
+    return len(first_runs) == 1
 
 
 def row_major_boxes(shape: tuple[int, ...], first: int, last: int) -> Iterator[Box]:
-    """Elements ``first .. last`` of a row-major tensor as boxes, in their order, as few as possible."""
+    """Divide elements ``first .. last`` of a row-major tensor into as few boxes as possible, in order."""
     if first >= last:
         return
     if not shape:
         yield Box((), ())
         return
     inner = math.prod(shape[1:])
-    (row, skipped), (stop, rest) = divmod(first, inner), divmod(last, inner)
+    row, skipped = divmod(first, inner)
+    stop, rest = divmod(last, inner)
     if row == stop:
         yield from _row(row, shape, skipped, rest)
         return
@@ -144,7 +150,8 @@ def row_major_boxes(shape: tuple[int, ...], first: int, last: int) -> Iterator[B
         yield from _row(row, shape, skipped, inner)
         row += 1
     if row < stop:
-        yield Box((row, *(0 for _ in shape[1:])), (stop - row, *shape[1:]))
+        zeros = (0,) * (len(shape) - 1)
+        yield Box((row, *zeros), (stop - row, *shape[1:]))
     yield from _row(stop, shape, 0, rest)
 
 
@@ -154,7 +161,7 @@ def _row(row: int, shape: tuple[int, ...], first: int, last: int) -> Iterator[Bo
 
 
 def in_one_piece(tensor: Tensor) -> tuple[Slice, ...]:
-    """The contiguous byte ranges of a tensor in files: its slices or, where they are interleaved, the whole tensor."""
+    """Return the contiguous byte ranges of a tensor: its slices, or the whole tensor if they are interleaved."""
     if not any(piece.interleaved for piece in tensor.slices):
         return tensor.slices
     first = tensor.slices[0]
@@ -162,7 +169,7 @@ def in_one_piece(tensor: Tensor) -> tuple[Slice, ...]:
 
 
 def runs_in_file(piece: Slice, shape: tuple[int, ...]) -> Iterator[Run]:
-    """The byte ranges of a slice: ``source`` is an offset in the file, ``target`` one in the slice's own bytes."""
+    """Yield the byte ranges of a slice: ``source`` is the offset in the file, ``target`` that in the slice's bytes."""
     if not piece.interleaved:
         yield Run(piece.start, 0, piece.nbytes)
         return
@@ -175,19 +182,24 @@ def _whole(shape: tuple[int, ...]) -> Box:
 
 
 def intersection(a: Box, b: Box) -> Box | None:
-    """The box common to both, or None where they share no element. Two scalars share their element."""
-    starts = tuple(map(max, a.offsets, b.offsets))
-    stops = tuple(
-        min(x + m, y + n) for x, m, y, n in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
-    )
-    sizes = tuple(stop - start for start, stop in zip(starts, stops, strict=True))
-    return Box(starts, sizes) if all(size > 0 for size in sizes) else None
+    """Return the box that both have in common; None if they share no element. Two scalars share their element."""
+    starts = []
+    sizes = []
+    ranges = zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
+    for a_start, a_size, b_start, b_size in ranges:
+        start = max(a_start, b_start)
+        size = min(a_start + a_size, b_start + b_size) - start
+        if size <= 0:
+            return None
+        starts.append(start)
+        sizes.append(size)
+    return Box(tuple(starts), tuple(sizes))
 
 
 def overlap(source: Box, target: Box, itemsize: int) -> Iterator[Run]:
-    """The runs of bytes common to both boxes, in row-major order, each as long as it can be.
+    """Yield the runs of bytes that both boxes have in common, in row-major order, each as long as possible.
 
-    ``itemsize`` is bytes per element. Yields nothing where the boxes share no element.
+    ``itemsize`` is the bytes per element. Yields nothing if the boxes share no element.
     """
     if source == target and source.numel:
         yield Run(0, 0, source.numel * itemsize)
@@ -197,26 +209,23 @@ def overlap(source: Box, target: Box, itemsize: int) -> Iterator[Run]:
         return
     inner = _contiguous_dims(common, source, target)
     outer = len(common.sizes) - inner
-    # The innermost dimensions that both boxes hold entirely, and one more that may be partial, form one run.
-    length = math.prod(common.sizes[max(outer - 1, 0) :]) * itemsize
-    source_strides, target_strides = (
-        _strides(source.sizes, itemsize),
-        _strides(target.sizes, itemsize),
-    )
+    # The innermost dimensions that both boxes contain entirely, and one more that may be partial, form one run.
+    num_looped = max(outer - 1, 0)
+    length = math.prod(common.sizes[num_looped:]) * itemsize
+    source_strides = _strides(source.sizes, itemsize)
+    target_strides = _strides(target.sizes, itemsize)
     source_base = _dot(source_strides, common.offsets, source.offsets)
     target_base = _dot(target_strides, common.offsets, target.offsets)
-    for index in itertools.product(*(range(size) for size in common.sizes[: max(outer - 1, 0)])):
-        at_source = source_base + sum(
-            i * stride for i, stride in zip(index, source_strides, strict=False)
-        )
-        at_target = target_base + sum(
-            i * stride for i, stride in zip(index, target_strides, strict=False)
-        )
+    looped = [range(size) for size in common.sizes[:num_looped]]
+    for index in itertools.product(*looped):
+        # The strides of the inner dimensions are not used: map() ends with the index.
+        at_source = source_base + sum(map(operator.mul, index, source_strides))
+        at_target = target_base + sum(map(operator.mul, index, target_strides))
         yield Run(at_source, at_target, length)
 
 
 def _contiguous_dims(common: Box, source: Box, target: Box) -> int:
-    """How many trailing dimensions both boxes hold in full, so that they are contiguous in both."""
+    """Count the trailing dimensions that both boxes contain entirely, so that they are contiguous in both."""
     count = 0
     for size, in_source, in_target in zip(
         reversed(common.sizes), reversed(source.sizes), reversed(target.sizes), strict=True
@@ -228,7 +237,8 @@ def _contiguous_dims(common: Box, source: Box, target: Box) -> int:
 
 
 def _strides(sizes: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    strides, stride = [], itemsize
+    strides = []
+    stride = itemsize
     for size in reversed(sizes):
         strides.append(stride)
         stride *= size
@@ -240,7 +250,7 @@ def _dot(strides: Sequence[int], at: Sequence[int], origin: Sequence[int]) -> in
 
 
 def shape_fault(shape: Sequence[int]) -> str | None:
-    """Why no program can hold a tensor of that shape, or None.
+    """Return why no program can have a tensor with this shape; None if one can.
 
     Strides are computed from the dimensions even where one of them is 0, so that an empty tensor can overflow too.
     """
@@ -250,10 +260,10 @@ def shape_fault(shape: Sequence[int]) -> str | None:
 
 
 def tiling_fault(boxes: Sequence[Box], shape: tuple[int, ...]) -> str | None:
-    """Why the boxes do not make up a tensor of that shape exactly once, or None where they do.
+    """Return why the boxes do not tile a tensor; None if they do.
 
-    Checked: rank and bounds of every box, no two share an element, and together they hold all of them. An empty
-    tensor is made up by any number of empty boxes, none included; a scalar needs exactly one.
+    Checks the number of dimensions and the bounds of every box, that no two boxes share an element, and that they
+    contain all elements. Any number of empty boxes, or none, tile an empty tensor; exactly one tiles a scalar.
     """
     if fault := shape_fault(shape):
         return fault
@@ -266,7 +276,8 @@ def tiling_fault(boxes: Sequence[Box], shape: tuple[int, ...]) -> str | None:
             if offset < 0 or size < 0 or offset + size > extent:
                 return f"the slice at {list(box.offsets)} of size {list(box.sizes)} exceeds the shape {list(shape)}"
     filled = [box for box in boxes if box.numel]
-    have, want = sum(box.numel for box in filled), math.prod(shape)
+    have = sum(box.numel for box in filled)
+    want = math.prod(shape)
     if not filled and not want:
         return None
     if have < want:
@@ -283,7 +294,7 @@ def tiling_fault(boxes: Sequence[Box], shape: tuple[int, ...]) -> str | None:
 
 
 def interleaving_fault(tensor: Tensor) -> str | None:
-    """Why the tensor's slices cannot be interleaved as they say, or None."""
+    """Return why the interleaved slices of a tensor are inconsistent; None if they are not."""
     places = {(piece.file, piece.start, piece.interleaved) for piece in tensor.slices}
     if len(places) > 1 and any(piece.interleaved for piece in tensor.slices):
         return "some of its slices are interleaved, in one place, and others are not there"
@@ -291,8 +302,11 @@ def interleaving_fault(tensor: Tensor) -> str | None:
 
 
 def _corners(boxes: Sequence[Box], dims: Sequence[int]) -> dict[tuple[int, ...], int]:
-    """How often each corner occurs, upper ends counted against lower ones: equal for two sets of boxes exactly where
-    they cover the same elements equally often (it is the mixed difference of the number of boxes at each element)."""
+    """Count how often each corner occurs, with opposite signs for lower and upper ends of dimensions.
+
+    The counts are the mixed difference of the number of boxes at each element. They are therefore equal for two sets of
+    boxes if and only if both cover the same elements equally often.
+    """
     found: dict[tuple[int, ...], int] = {}
     for box in boxes:
         ends = [((box.offsets[d], 1), (box.offsets[d] + box.sizes[d], -1)) for d in dims]
@@ -304,7 +318,7 @@ def _corners(boxes: Sequence[Box], dims: Sequence[int]) -> dict[tuple[int, ...],
 
 
 def _first_clash(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Two boxes that share an element, if any: a sweep along the first dimension over the boxes still open."""
+    """Find two boxes that share an element, by a sweep along the first dimension; None if there are none."""
     open_boxes: list[Box] = []
     for box in sorted(boxes, key=lambda b: b.offsets):
         if box.offsets:

@@ -1,4 +1,4 @@
-"""Whether the files of a checkpoint are those that its manifest names. Imports no torch."""
+"""Verify that the files of a checkpoint match its manifest. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from automodel_ckpt.checkpoint.files.durable_file import file_record
 from automodel_ckpt.checkpoint.files.safe_open import is_sparse, link_on_the_way, open_safely
 from automodel_ckpt.checkpoint.manifest import Blob, Manifest
 from automodel_ckpt.checkpoint.merkle import (
-    Held,
+    FileSlice,
     damaged,
     has_merkle_digest,
     head_fits,
-    held_by_file,
+    slices_by_file,
 )
 from automodel_ckpt.checkpoint.slices import Slice
 from automodel_ckpt.errors import Problem
@@ -30,7 +30,7 @@ Level = Literal["none", "size", "digest"]
 
 _TASK_BYTES = 64 << 20
 _SHOWN = 5
-_REMEDY = "use another checkpoint of this run, or a copy of the file"
+_HINT = "use another checkpoint of this run, or a copy of the file"
 
 
 def verify(
@@ -42,56 +42,59 @@ def verify(
     num_ranks: int = 1,
     num_threads: int = 2,
 ) -> list[Problem]:
-    """All that is wrong with a checkpoint's files, in the manifest's order; empty where nothing is.
+    """Return the problems of a checkpoint's files, in the order of the manifest; empty if there are none.
 
-    ``size``: every file is there, regular and as long as it was. ``digest``: and holds the same bytes; a damaged file's
-    damaged tensors are named. Of several ranks each reads its share of the files. ``none`` looks at nothing.
+    Level ``size``: every file exists, is regular and has its size. ``digest``: its bytes also match its digest; the
+    problems list the damaged tensors. ``none`` checks nothing. With several ranks, each reads a part of the files.
     """
     if level == "none":
         return []
-    problems = [
-        p
-        for path, record in manifest.files.items()
-        if (p := size_problem(checkpoint, path, record))
-    ]
+    problems = []
+    for path, record in manifest.files.items():
+        problem = size_problem(checkpoint, path, record)
+        if problem is not None:
+            problems.append(problem)
     if problems or level == "size":
         return problems
-    mine = _share([*_tasks(manifest)], rank, num_ranks)
+    mine = _share(list(_tasks(manifest)), rank, num_ranks)
     with ThreadPoolExecutor(num_threads) as pool:
         found = pool.map(lambda task: _digest_problem(checkpoint, manifest, task), mine)
-        return [problem for problem in found if problem]
+        return [problem for problem in found if problem is not None]
 
 
 class _Task(NamedTuple):
-    """A file to read; of one that several ranks filled, whose *held* slices stand for it, those in ``first:last``."""
+    """A file to read, or of a file with a Merkle digest the slices ``held[first:last]``."""
 
     path: str
     nbytes: int
-    held: Sequence[Held] | None = None
+    held: Sequence[FileSlice] | None = None
     first: int = 0
     last: int = 0
 
 
 def _tasks(manifest: Manifest) -> Iterator[_Task]:
-    """The manifest's files, those that can be checked slice by slice in parts of some ten megabytes."""
-    held_by = held_by_file(tensor for tree in manifest.trees.values() for tensor in tree.stored)
+    """Yield the work of verifying all files. Files with a Merkle digest are divided into tasks of about 64 MiB."""
+    held_by = slices_by_file(tensor for tree in manifest.trees.values() for tensor in tree.stored)
     for path, record in manifest.files.items():
         held = held_by.get(path, [])
         if not has_merkle_digest(record):
             yield _Task(path, record.size)
             continue
-        first, nbytes = 0, 0
+        first = 0
+        nbytes = 0
         for last, one in enumerate(held, start=1):
             nbytes += one.piece.nbytes
             if nbytes >= _TASK_BYTES and last < len(held):
                 yield _Task(path, nbytes, held, first, last)
-                first, nbytes = last, 0
+                first = last
+                nbytes = 0
         yield _Task(path, nbytes, held, first, len(held))
 
 
 def _share(tasks: Sequence[_Task], rank: int, num_ranks: int) -> list[_Task]:
-    """Those for this rank, so that all ranks read about as many bytes."""
-    loads, mine = [0] * num_ranks, []
+    """Return the tasks of this rank. They are divided so that all ranks read about the same number of bytes."""
+    loads = [0] * num_ranks
+    mine = []
     for task in sorted(tasks, key=lambda task: -task.nbytes):
         reader = loads.index(min(loads))
         loads[reader] += task.nbytes
@@ -101,71 +104,79 @@ def _share(tasks: Sequence[_Task], rank: int, num_ranks: int) -> list[_Task]:
 
 
 def size_problem(checkpoint: Path, path: str, record: FileRecord) -> Problem | None:
+    """Return the problem of a file that can be found without reading it; None if there is none."""
     where = checkpoint / path
-    if link := link_on_the_way(checkpoint, path):
-        return Problem(
-            "a checkpoint contains a symbolic link", str(checkpoint / link), path, _REMEDY
-        )
+    link = link_on_the_way(checkpoint, path)
+    if link:
+        return Problem("a checkpoint contains a symbolic link", str(checkpoint / link), path, _HINT)
     try:
         status = os.lstat(where)
     except OSError as error:
-        return Problem("a file of the checkpoint is missing", str(where), error.strerror, _REMEDY)
+        return Problem("a file of the checkpoint is missing", str(where), error.strerror, _HINT)
     if not stat.S_ISREG(status.st_mode):
         return Problem(
             "a file of the checkpoint is not a regular file",
             str(where),
             stat.filemode(status.st_mode),
-            _REMEDY,
+            _HINT,
         )
     if status.st_size != record.size:
         value = f"{status.st_size} bytes, {record.size} when it was saved"
-        return Problem("a file of the checkpoint has another size", str(where), value, _REMEDY)
+        return Problem("a file of the checkpoint has another size", str(where), value, _HINT)
     if is_sparse(status):
         value = f"{status.st_size} bytes, of which {status.st_blocks * 512} are on the disk"
-        return Problem("a file of the checkpoint is nearly all hole", str(where), value, _REMEDY)
+        return Problem("a file of the checkpoint is nearly all hole", str(where), value, _HINT)
     return None
 
 
 def _digest_problem(checkpoint: Path, manifest: Manifest, task: _Task) -> Problem | None:
     where = checkpoint / task.path
     try:
-        intact, named = _look(checkpoint, manifest, task)
+        is_intact, damaged_parts = _read_task(checkpoint, manifest, task)
     except OSError as error:
-        return Problem(
-            "a file of the checkpoint cannot be read", str(where), error.strerror, _REMEDY
-        )
-    if intact:
+        return Problem("a file of the checkpoint cannot be read", str(where), error.strerror, _HINT)
+    if is_intact:
         return None
-    shown = named[:_SHOWN] + [f"{len(named) - _SHOWN} more"] * (len(named) > _SHOWN)
-    value = "damaged: " + ", ".join(shown) if named else "the damage is in no tensor"
+    shown = damaged_parts[:_SHOWN]
+    if len(damaged_parts) > _SHOWN:
+        shown.append(f"{len(damaged_parts) - _SHOWN} more")
+    value = "the damage is in no tensor"
+    if shown:
+        value = f"damaged: {', '.join(shown)}"
     return Problem(
         "a file of the checkpoint is not what was saved: its digest differs",
         str(where),
         value,
-        _REMEDY,
+        _HINT,
     )
 
 
-def _look(checkpoint: Path, manifest: Manifest, task: _Task) -> tuple[bool, list[str]]:
-    """Whether a file is the one that was saved, and if not which of its tensors and values are others."""
-    path, record = task.path, manifest.files[task.path]
+def _read_task(checkpoint: Path, manifest: Manifest, task: _Task) -> tuple[bool, list[str]]:
+    """Read a file or slices. Returns whether they are intact, and descriptions of the damaged tensors and values."""
+    path = task.path
+    record = manifest.files[path]
     if task.held is not None:
         wrong = damaged(checkpoint, path, task.held[task.first : task.last])
-        intact = not wrong and (task.first > 0 or head_fits(checkpoint, path, record, task.held))
-        return intact, [_named(piece) for piece in wrong]
+        is_intact = not wrong
+        if is_intact and task.first == 0:
+            # The first task of a file also checks the bytes before the first slice.
+            is_intact = head_fits(checkpoint, path, record, task.held)
+        return is_intact, [_named(piece) for piece in wrong]
     if file_record(checkpoint / path) == record:
         return True, []
     with mapped(checkpoint, path) as data:
-        return False, [*_damaged(_parts(manifest).get(path, ()), data)]
+        return False, list(_damaged(_parts(manifest).get(path, ()), data))
 
 
 def _parts(manifest: Manifest) -> dict[str, list[Slice | Blob]]:
-    """What each file holds that one rank wrote."""
+    """Map each file to its slices and values."""
     parts: dict[str, list[Slice | Blob]] = {}
     for tree in manifest.trees.values():
-        held: list[Slice | Blob] = [s for tensor in tree.tensors.values() for s in tensor.slices]
-        for part in (*held, *tree.objects.values()):
-            parts.setdefault(part.file, []).append(part)
+        for tensor in tree.tensors.values():
+            for piece in tensor.slices:
+                parts.setdefault(piece.file, []).append(piece)
+        for blob in tree.objects.values():
+            parts.setdefault(blob.file, []).append(blob)
     return parts
 
 
@@ -212,9 +223,7 @@ def verify_deep(checkpoint: Path, manifest: Manifest) -> list[Problem]:
             if wrong := _disagreeing(checkpoint, manifest, path, parts.get(path, ())):
                 value = ", ".join(wrong)
                 problems.append(
-                    Problem(
-                        "the manifest's digests disagree", str(checkpoint / path), value, _REMEDY
-                    )
+                    Problem("the manifest's digests disagree", str(checkpoint / path), value, _HINT)
                 )
     for path in unlisted_files(checkpoint, manifest):
         hint = "remove it if it is not yours; nothing reads it"

@@ -356,7 +356,7 @@ def _write(planned: Import, run: Path) -> Path:
         written = RankManifest(0)
         run_all(_jobs(planned), staging, written)
         manifest = _manifest(planned, written)
-        commit.seal(staging, readable_bytes(manifest, run / str(planned.name)))
+        commit.finalize(staging, readable_bytes(manifest, run / str(planned.name)))
         published = commit.publish(staging, str(planned.name))
         newest = resume.newest(run)
         assert newest is not None

@@ -126,7 +126,7 @@ def drop_optimizer(root: Path, name: str) -> int:
     staging = commit.reserve(root, name)
     try:
         _link_files(root / name, staging, omit=dropped | {layout.MANIFEST})
-        commit.seal(staging, slim.to_bytes())
+        commit.finalize(staging, slim.to_bytes())
         if not commit.exchange(staging, root / name):
             raise SaveFailed(
                 "this file system cannot swap two directories in one step",

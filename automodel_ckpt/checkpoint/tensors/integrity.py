@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from automodel_ckpt.checkpoint.merkle import damaged, held_by_file
+from automodel_ckpt.checkpoint.merkle import damaged, slices_by_file
 from automodel_ckpt.checkpoint.slices import Slice, Tensor
 from automodel_ckpt.errors import CheckpointUnusable, Problem
 
@@ -17,7 +17,7 @@ def damaged_slices(root: Path, tensor: Tensor) -> list[Slice]:
     Slices without a digest are skipped. Raises OSError if a file cannot be read.
     """
     found: list[Slice] = []
-    for file, held in held_by_file([tensor]).items():
+    for file, held in slices_by_file([tensor]).items():
         found += damaged(root, file, [one for one in held if one.piece.digest is not None])
     return found
 

@@ -23,7 +23,7 @@ from automodel_ckpt.checkpoint.manifest import (
     sizes_of,
     tensor_of,
 )
-from automodel_ckpt.checkpoint.merkle import held_by_file, merkle_digest
+from automodel_ckpt.checkpoint.merkle import merkle_digest, slices_by_file
 from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 
@@ -122,7 +122,7 @@ def merge_shared_files(
     rank_manifests: Iterable[RankManifest], tensors: Iterable[Tensor]
 ) -> dict[str, FileRecord]:
     """The records of the files that several ranks wrote, from the digests of their headers and slices."""
-    slices = held_by_file(tensors)
+    slices = slices_by_file(tensors)
     files: dict[str, FileRecord] = {}
     for written in rank_manifests:
         for path, header in written.placed.items():
@@ -199,5 +199,5 @@ def finalize(
     files = merge_files(rank_manifests) | merge_shared_files(rank_manifests, stored)
     manifest = replace(partial_manifest, created=time.time(), trees=trees, files=files)
     checkpoint = staging.parent / str(layout.CheckpointName(manifest.step, manifest.epoch))
-    commit.seal(staging, readable_bytes(manifest, checkpoint))
+    commit.finalize(staging, readable_bytes(manifest, checkpoint))
     return manifest.nbytes

@@ -157,7 +157,7 @@ def test_the_steps_of_a_publication_come_in_the_order_that_survives_a_power_cut(
     staging = commit.reserve(tmp_path, "epoch_0_step_20")
     (staging / "model").mkdir()
     commit.write_file(staging / "model" / "shard", b"weights")
-    commit.seal(staging, b"{}")
+    commit.finalize(staging, b"{}")
     commit.publish(staging, "epoch_0_step_20")
     commit.point(tmp_path, "LATEST", "epoch_0_step_20")
     steps = [call for call in calls if call[0] != "mkdir"]

@@ -292,7 +292,7 @@ def test_whatever_has_the_name_of_a_checkpoint_gives_way_and_is_kept(tmp_path: P
     run = RunDirectory(tmp_path / "run", KeepPolicy(), "val_loss")
     run.hold()
     staging = commit.reserve(run.root, NAME)
-    commit.seal(staging, b"{}")
+    commit.finalize(staging, b"{}")
     run.publish(staging, layout.CheckpointName(step=20, epoch=0), {})
     run.release()
     assert (tmp_path / "run" / ASIDE).read_text() == "mine" and (tmp_path / "run" / NAME).is_dir()
@@ -307,7 +307,7 @@ def test_a_run_directory_can_be_held_again_after_its_release(tmp_path: Path) -> 
     run.hold()
     run.check_lease()
     assert run.lease_token is not None
-    commit.seal(staging, b"{}")
+    commit.finalize(staging, b"{}")
     run.publish(staging, layout.CheckpointName(step=20, epoch=0), {})
     run.release()
     assert (tmp_path / "run" / NAME).is_dir()

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from automodel_ckpt.checkpoint.files import direct
 from automodel_ckpt.checkpoint.files.safetensors_header import read_header
 from automodel_ckpt.checkpoint.formats.hf import FileLayout, lay_out_tensors
-from automodel_ckpt.checkpoint.merkle import damaged, head_fits, held_by_file
+from automodel_ckpt.checkpoint.merkle import damaged, head_fits, slices_by_file
 from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor, nbytes_of, runs_in_file
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.writing import shared_file
@@ -209,7 +209,7 @@ def test_ranks_that_write_at_once_make_files_that_safetensors_reads_and_whose_di
         merged = merge_tree("model", "hf", parts, tied)
         records = merge_shared_files(parts, merged.stored)
         for path, record in records.items():
-            held = held_by_file(merged.stored).get(path, [])
+            held = slices_by_file(merged.stored).get(path, [])
             assert head_fits(staging, path, record, held) and damaged(staging, path, held) == []
 
 
@@ -254,7 +254,7 @@ def test_a_flipped_bit_anywhere_is_found_and_its_slice_named(tmp_path: Path) -> 
     tensors = {"a": grid("a", "BF16", (4, 6), (2, 1)), "b": grid("b", "F32", (4, 4), (1, 2))}
     path, part, file_layout = one_file(tmp_path, tensors)
     merged = merge_tree("model", "hf", [part], {})
-    held = held_by_file(merged.stored)[f"model/{path.name}"]
+    held = slices_by_file(merged.stored)[f"model/{path.name}"]
     (record,) = merge_shared_files([part], merged.stored).values()
     data = path.read_bytes()
     end = len(file_layout.files[0].header)
