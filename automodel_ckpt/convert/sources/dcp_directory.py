@@ -47,7 +47,7 @@ _META = "torch.distributed.checkpoint.metadata"
 
 
 def _nothing(*_: Any) -> None:
-    """What stands for a value that nobody asks for (a path, a memory format)."""
+    """Replaces a call whose result is not needed (a path, a memory format)."""
 
 
 def _pair(value: Any = ()) -> Any:
@@ -93,7 +93,7 @@ _METADATA_NAMES: Names = {
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A tensor as a torch archive describes it: storage, its key, where it begins, shape and strides, in elements."""
+    """A tensor as a torch archive describes it: storage, first element in it, shape and strides, in elements."""
 
     storage: Any
     offset: Any
@@ -103,14 +103,11 @@ class _Stored:
 
 
 def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> _Stored:
-    # _rebuild_tensor_v3: requires_grad, hooks, dtype; v2 ends before the last.
-    return _Stored(
-        storage,
-        offset,
-        shape,
-        strides,
-        rest[2] if len(rest) > 2 and isinstance(rest[2], str) else None,
-    )
+    # rest: requires_grad, hooks, and for _rebuild_tensor_v3 the dtype.
+    dtype = None
+    if len(rest) > 2 and isinstance(rest[2], str):
+        dtype = rest[2]
+    return _Stored(storage, offset, shape, strides, dtype)
 
 
 def _parameter(data: Any, *_: Any) -> Any:
@@ -130,7 +127,7 @@ _ARCHIVE_NAMES: Names = {
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Item:
     """An item of a ``.distcp`` file: *nbytes* at *start*."""
 
     file: str
@@ -144,13 +141,15 @@ class Described:
 
     dtype: str
     shape: tuple[int, ...]
-    chunks: tuple[tuple[Box, Place], ...]
+    chunks: tuple[tuple[Box, Item], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class DcpContent:
-    """All that ``.metadata`` says: tensors, the names of values that are not tensors, and the path of each name in the
-    nested state dict that was saved (where it was nested)."""
+    """The content of ``.metadata``: tensors, the names of values that are not tensors, and paths.
+
+    *paths* maps names to their path in the nested state dict that was saved, if it was nested.
+    """
 
     tensors: Mapping[str, Described]
     values: tuple[str, ...]
@@ -158,60 +157,66 @@ class DcpContent:
 
 
 def read_content(directory: Path) -> DcpContent:
-    """What a DCP directory holds. Raises :class:`CheckpointUnusable` where ``.metadata`` is missing or of no known
-    form, or contradicts itself."""
+    """Read ``.metadata`` of a DCP directory.
+
+    Raises :class:`CheckpointUnusable` if it is missing, has an unknown form, or contradicts itself.
+    """
     path = directory / layout.DCP_METADATA
     try:
         program = read_safely(directory, layout.DCP_METADATA, limit=_most_bytes(directory))
         value = read_records(program, _METADATA_NAMES)
         return _content(value, len(program))
     except FileNotFoundError as error:
-        raise _unusable(
-            "these .distcp files have no .metadata beside them", path, "no such file"
-        ) from error
-    except Exception as error:
-        said = str(error) if isinstance(error, Fault) else repr(error)
-        raise _unusable("this .metadata cannot be read", path, said.split("\n")[0][:300]) from error
+        what = "these .distcp files have no .metadata beside them"
+        raise _unusable(what, path, "no such file") from error
+    except Exception as error:  # a damaged pickle can make Python's reader raise anything
+        reason = str(error) if isinstance(error, Fault) else repr(error)
+        value = reason.split("\n")[0][:300]
+        raise _unusable("this .metadata cannot be read", path, value) from error
 
 
 def read_tensors(directory: Path, content: DcpContent) -> Iterator[Tensor]:
-    """The tensors with their raw bytes' places in the files, looked up in each item's archive.
+    """Yield the tensors, with the byte ranges of their raw bytes from the archive of each item.
 
-    Raises :class:`CheckpointUnusable` for a tensor that its chunks do not make up, and for an item that is no
-    contiguous tensor of the stated kind.
+    Raises :class:`CheckpointUnusable` for a tensor that its chunks do not tile, and for an item that is not a
+    contiguous tensor of the described dtype and shape.
     """
     with _Mapped(directory) as files:
         for fqn, described in content.tensors.items():
-            pieces = tuple(
-                _piece(fqn, described, box, place, files) for box, place in described.chunks
-            )
-            if fault := tiling_fault([piece.box for piece in pieces], described.shape):
-                raise _unusable(
-                    f"the chunks of {fqn!r} do not make it up",
-                    directory / layout.DCP_METADATA,
-                    fault,
-                )
-            yield Tensor(fqn, described.dtype, described.shape, pieces)
+            slices: list[Slice] = []
+            for box, item in described.chunks:
+                slices.append(_slice(fqn, described, box, item, files))
+            fault = tiling_fault([stored.box for stored in slices], described.shape)
+            if fault:
+                what = f"the chunks of {fqn!r} do not make it up"
+                raise _unusable(what, directory / layout.DCP_METADATA, fault)
+            yield Tensor(fqn, described.dtype, described.shape, tuple(slices))
 
 
 # ---------------------------------------------------------------- .metadata
 
 
 def _most_bytes(directory: Path) -> int:
-    on_disk = sum(
-        entry.stat(follow_symlinks=False).st_blocks * 512 for entry in os.scandir(directory)
-    )
+    on_disk = 0
+    for entry in os.scandir(directory):
+        # Allocated blocks: a sparse file must not allow a larger pickle.
+        on_disk += entry.stat(follow_symlinks=False).st_blocks * 512
     return min(_MAX_BYTES, max(_FREE_BYTES, on_disk // _DATA_RATIO))
 
 
 def _content(value: Any, budget: int) -> DcpContent:
-    """*budget*: the program's bytes. Each thing it describes takes at least one, unless it names one thing twice."""
+    """Convert the unpickled *value*. *budget* is the number of bytes of the program.
+
+    Each described tensor or chunk takes at least one byte, unless the program refers to the same one again. A small
+    program could do that to describe any number of them, so that is an error.
+    """
     if type(value) is not Record or value.kind != f"{_META}.Metadata":
         raise Fault("it is not a Metadata of PyTorch DCP")
-    described, stored = value.get("state_dict_metadata"), value.get("storage_data")
+    described = value.get("state_dict_metadata")
+    stored = value.get("storage_data")
     if type(described) is not dict or type(stored) is not dict:
         raise Fault("it lacks state_dict_metadata or storage_data")
-    places = dict(_places(stored))
+    items = dict(_items(stored))
     tensors: dict[str, Described] = {}
     values: list[str] = []
     for fqn, entry in described.items():
@@ -220,47 +225,44 @@ def _content(value: Any, budget: int) -> DcpContent:
         if entry.kind.endswith(".BytesStorageMetadata"):
             values.append(fqn)
         else:
-            tensors[fqn] = _described(fqn, entry, places)
+            tensors[fqn] = _described(fqn, entry, items)
             budget -= 1 + len(tensors[fqn].chunks)
         if budget < 0:
             raise Fault("it describes more than it has room for")
     return DcpContent(tensors, tuple(values), dict(_paths(value.get("planner_data"))))
 
 
-def _places(stored: dict[Any, Any]) -> Iterator[tuple[tuple[str, tuple[int, ...] | None], Place]]:
+# The name of a tensor or value, and the offsets of the chunk; None for a value.
+_Key = tuple[str, tuple[int, ...] | None]
+
+
+def _items(stored: dict[Any, Any]) -> Iterator[tuple[_Key, Item]]:
+    """Yield the items of ``storage_data``, with the name and offsets that refer to each."""
     for index, info in stored.items():
-        if (
-            type(index) is not Record
-            or type(info) is not Record
-            or type(index.get("fqn")) is not str
-        ):
+        if type(index) is not Record or type(info) is not Record:
+            raise Fault("its storage_data is of another form")
+        fqn = index.get("fqn")
+        if type(fqn) is not str:
             raise Fault("its storage_data is of another form")
         if info.get("transform_descriptors"):
             raise Fault("its items are compressed or otherwise transformed")
-        offset, file = index.get("offset"), info.get("relative_path")
-        start, length = info.get("offset"), info.get("length")
+        file = info.get("relative_path")
+        start = info.get("offset")
+        length = info.get("length")
         if type(file) is not str or counts([start, length]) is None:
             raise Fault("its storage_data is of another form")
-        if reason := layout.unsafe_path(file):
+        reason = layout.unsafe_path(file)
+        if reason is not None:
             raise Fault(f"it names the file {file[:200]!r}: {reason}")
-        yield (
-            (index.get("fqn"), None if offset is None else _extents(offset)),
-            Place(file, start, length),
-        )
+        offsets = index.get("offset")
+        if offsets is not None:
+            offsets = _extents(offsets)
+        yield (fqn, offsets), Item(file, start, length)
 
 
-def _described(
-    fqn: str, entry: Record, places: Mapping[tuple[str, tuple[int, ...] | None], Place]
-) -> Described:
-    properties, chunks = entry.get("properties"), entry.get("chunks")
-    state = properties.state if type(properties) is Record else None
-    dtype = (
-        state[0]
-        if type(state) is tuple and state
-        else properties.get("dtype")
-        if properties
-        else None
-    )
+def _described(fqn: str, entry: Record, items: Mapping[_Key, Item]) -> Described:
+    dtype = _dtype(entry.get("properties"))
+    chunks = entry.get("chunks")
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS or type(chunks) is not list:
         raise Fault(f"the tensor {fqn[:200]!r} is not described in full")
     found = []
@@ -268,17 +270,25 @@ def _described(
         if type(chunk) is not Record:
             raise Fault(f"a chunk of {fqn[:200]!r} is not described")
         box = Box(_extents(chunk.get("offsets")), _extents(chunk.get("sizes")))
-        place = places.get((fqn, box.offsets))
-        if place is None:
-            raise Fault(
-                f"it does not say where the chunk at {list(box.offsets)} of {fqn[:200]!r} is stored"
-            )
-        found.append((box, place))
+        item = items.get((fqn, box.offsets))
+        if item is None:
+            chunk_text = f"the chunk at {list(box.offsets)} of {fqn[:200]!r}"
+            raise Fault(f"it does not say where {chunk_text} is stored")
+        found.append((box, item))
     shape = _extents(entry.get("size"))
     # Checked here too, not only with the tiling: `ckpt show` adds up sizes without it.
     if fault := shape_fault(shape):
         raise Fault(f"the tensor {fqn[:200]!r}: {fault}")
     return Described(dtype, shape, tuple(found))
+
+
+def _dtype(properties: Any) -> Any:
+    """Return the dtype of TensorProperties, whose state is a tuple or, in older versions of torch, a mapping."""
+    if type(properties) is not Record:
+        return None
+    if type(properties.state) is tuple and properties.state:
+        return properties.state[0]
+    return properties.get("dtype")
 
 
 def _extents(value: Any) -> tuple[int, ...]:
@@ -289,10 +299,15 @@ def _extents(value: Any) -> tuple[int, ...]:
 
 
 def _paths(planner_data: Any) -> Iterator[tuple[str, tuple[str | int, ...]]]:
-    """The paths that are of the known form; torch ignores planner data that is not its own, too."""
-    for fqn, path in planner_data.items() if type(planner_data) is dict else ():
-        known = type(path) in (tuple, list) and 0 < len(path) <= _MAX_PATH
-        if type(fqn) is str and known and all(type(part) in (str, int) for part in path):
+    """Yield (name, path). Other planner data is ignored, as torch does."""
+    if type(planner_data) is not dict:
+        return
+    for fqn, path in planner_data.items():
+        if type(fqn) is not str or type(path) not in (tuple, list):
+            continue
+        if not 0 < len(path) <= _MAX_PATH:
+            continue
+        if all(type(part) in (str, int) for part in path):
             yield fqn, tuple(path)
 
 
@@ -300,7 +315,7 @@ def _paths(planner_data: Any) -> Iterator[tuple[str, tuple[str | int, ...]]]:
 
 
 class _Mapped:
-    """The files of a directory as memory, each mapped once; nothing is read that nobody looks at."""
+    """The memory-mapped files of a directory. Only the pages that are accessed are read."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -326,32 +341,31 @@ class _Mapped:
         return self._maps[file]
 
 
-def _piece(fqn: str, described: Described, box: Box, place: Place, files: _Mapped) -> Slice:
+def _slice(fqn: str, described: Described, box: Box, item: Item, files: _Mapped) -> Slice:
+    """Return the slice of a chunk, whose raw bytes are in the archive *item*."""
+    dtype = described.dtype
     try:
-        start = place.start + _raw_start(
-            files.content(place.file), place, described.dtype, box.sizes
-        )
-    except Exception as error:
-        said = str(error) if isinstance(error, (Fault, OSError)) else repr(error)
+        start = item.start + _raw_start(files.content(item.file), item, dtype, box.sizes)
+    except Exception as error:  # a damaged archive can make its readers raise anything
+        reason = str(error) if isinstance(error, Fault | OSError) else repr(error)
         what = f"the stored chunk at {list(box.offsets)} of {fqn!r} is not what .metadata says"
-        raise _unusable(what, files.path(place.file), said[:300]) from error
-    nbytes = nbytes_of(described.dtype, box.sizes)
-    return Slice(fqn, described.dtype, box.offsets, box.sizes, place.file, start, nbytes)
+        raise _unusable(what, files.path(item.file), reason[:300]) from error
+    nbytes = nbytes_of(dtype, box.sizes)
+    return Slice(fqn, dtype, box.offsets, box.sizes, item.file, start, nbytes)
 
 
-def _raw_start(content: mmap.mmap, place: Place, dtype: str, sizes: tuple[int, ...]) -> int:
-    """Where in an item the tensor's row-major bytes begin."""
-    if place.start + place.nbytes > len(content):
-        raise Fault(
-            f"the file has {len(content)} bytes, the item ends at {place.start + place.nbytes}"
-        )
-    with memoryview(content) as whole, whole[place.start : place.start + place.nbytes] as item:
-        ranges = archive_ranges(item)
-        if bytes(_record(item, ranges, "byteorder")) not in (b"", b"little"):
+def _raw_start(content: mmap.mmap, item: Item, dtype: str, sizes: tuple[int, ...]) -> int:
+    """Return the offset in an item at which the tensor's row-major bytes begin."""
+    stop = item.start + item.nbytes
+    if stop > len(content):
+        raise Fault(f"the file has {len(content)} bytes, the item ends at {stop}")
+    # The views must be released before the map can be closed.
+    with memoryview(content) as everything, everything[item.start : stop] as archive:
+        ranges = archive_ranges(archive)
+        if _record(archive, ranges, "byteorder") not in (b"", b"little"):
             raise Fault("it was written on a machine of the other byte order")
-        key = _checked_key(
-            read_records(_record(item, ranges, "data.pkl"), _ARCHIVE_NAMES), dtype, sizes
-        )
+        program = _record(archive, ranges, "data.pkl")
+        key = _checked_key(read_records(program, _ARCHIVE_NAMES), dtype, sizes)
         begin, end = ranges.get(f"data/{key}", (0, 0))
     if end - begin != nbytes_of(dtype, sizes):
         raise Fault(f"its record has {end - begin} bytes, not {nbytes_of(dtype, sizes)}")
@@ -366,7 +380,10 @@ def _record(item: memoryview, ranges: Mapping[str, tuple[int, int]], name: str) 
 
 
 def _checked_key(stored: Any, dtype: str, sizes: tuple[int, ...]) -> str:
-    """The name of the storage of a contiguous tensor that begins where its storage does."""
+    """Return the key of the storage of a contiguous tensor that begins where its storage does.
+
+    Raises :class:`Fault` if *stored* is not such a tensor, or has another dtype or shape.
+    """
     if type(stored) is not _Stored or type(stored.storage) is not tuple or len(stored.storage) != 5:
         raise Fault("it is not a plain tensor")
     kind, storage, key, _, _ = stored.storage
@@ -374,14 +391,13 @@ def _checked_key(stored: Any, dtype: str, sizes: tuple[int, ...]) -> str:
         raise Fault(f"it is a tensor of another dtype than {dtype}")
     if stored.shape != sizes or stored.offset != 0:
         raise Fault("it is a tensor of another shape, or a view into a larger one")
-    strides, expected = stored.strides, 1
-    for size, stride in zip(
-        reversed(sizes), reversed(strides) if type(strides) is tuple else (), strict=True
-    ):
+    strides = stored.strides if type(stored.strides) is tuple else ()
+    expected = 1
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        # The stride of a dimension of one element has no meaning.
         if size > 1 and stride != expected:
-            raise Fault(
-                "its elements are not in row-major order (it was saved transposed, or as channels_last)"
-            )
+            why = "it was saved transposed, or as channels_last"
+            raise Fault(f"its elements are not in row-major order ({why})")
         expected *= max(size, 1)
     return key
 
