@@ -3,7 +3,8 @@
     checkpointer = Checkpointer("checkpoints", options=CheckpointOptions(keep_last=3))
     state = {"model": model, "optimizer": optimizer}
     resumed = checkpointer.load(state)          # None: a new run
-    checkpointer.save(state, step=20, epoch=0, ...)
+    checkpointer.save(state, step=20, epoch=0)
+    checkpointer.close()
 
 A save has three steps, each followed by a short collective: every rank plans, every rank writes, and rank 0 publishes.
 A failure on one rank is raised on all ranks, with that rank's message.
@@ -117,6 +118,7 @@ class Checkpointer:
 
     @property
     def is_rank0(self) -> bool:
+        """Whether this rank coordinates saves."""
         return self._ranks.rank == 0
 
     @property
@@ -135,7 +137,8 @@ class Checkpointer:
         with self._raise_on_all_ranks("opening checkpoint.checkpoint_dir", RecipeError):
             if self.is_rank0:
                 self._run.hold()
-                if (warning := overlay_warning(self.directory)) is not None:
+                warning = overlay_warning(self.directory)
+                if warning is not None:
                     log.warning("%s", warning)
         with self._raise_on_all_ranks("checking for shared storage", RecipeError):
             check_shared_storage(self._run.root, self._ranks.rank, self._group)
@@ -233,9 +236,9 @@ class Checkpointer:
         *,
         step: int,
         epoch: int,
-        config_yaml: str,
-        losses: Mapping[str, Any],
-        progress: Mapping[str, Any],
+        config_yaml: str = "",
+        losses: Mapping[str, Any] | None = None,
+        progress: Mapping[str, Any] | None = None,
         validated: bool = False,
         last: bool = False,
         before_publishing: Callable[[], None] | None = None,
@@ -244,12 +247,12 @@ class Checkpointer:
         """Save *state* as ``epoch_{epoch}_step_{step}``; return when the checkpoint is published. Collective.
 
         With ``is_async`` it first waits for the previous save, and returns when the state is copied, with
-        :attr:`SaveReport.published` false. A later failure of such a save is raised by
-        :meth:`wait_for_save`.
+        :attr:`SaveReport.published` false. A later failure of such a save is raised by :meth:`wait_for_save`.
 
-        *losses* are written to losses.json; with *validated* they also rank the checkpoint. *last* marks the last save
-        of a run that completes. Rank 0 calls *before_publishing* when all files are written, and *on_saved* with the
-        report after publishing. Raises :class:`SaveFailed` on all ranks, and removes what was written.
+        *config_yaml* is written to config.yaml, *progress* (numbers by name) to the manifest, and *losses* to
+        losses.json; with *validated* they also rank the checkpoint. *last* marks the last save of a run that completes.
+        Rank 0 calls *before_publishing* when all files are written, and *on_saved* with the report after publishing.
+        Raises :class:`SaveFailed` on all ranks, and removes what was written.
         """
         self.wait_for_save()
         started = time.monotonic()
@@ -257,8 +260,8 @@ class Checkpointer:
         save = Save(
             layout.CheckpointName(step=step, epoch=epoch),
             config_yaml=config_yaml,
-            losses=dict(losses),
-            progress=dict(progress),
+            losses=dict(losses or {}),
+            progress=dict(progress or {}),
             validated=validated,
             last=last,
             before_publishing=before_publishing,
@@ -346,10 +349,10 @@ class Checkpointer:
         """Record the losses of a validation that ran after its checkpoint was published, so that it can be ranked."""
         if not self.is_rank0 or resumed.path.parent != self._run.root:
             return
-        with contextlib.suppress(LeaseLost):  # raised on all ranks before the next step
-            self._run.note_validation(
-                resumed.path.name, resumed.manifest.digest, json_values(losses)
-            )
+        name, digest = resumed.path.name, resumed.manifest.digest
+        # A lost lease is raised on all ranks before the next step.
+        with contextlib.suppress(LeaseLost):
+            self._run.note_validation(name, digest, json_values(losses))
 
     # ---------------------------------------------------------------- load
 
@@ -407,6 +410,7 @@ def _log_items(save: Save, digests: Sequence[Mapping[str, str]], *, save_optimiz
 
 
 def _validate_format(options: Options) -> None:
+    """Raise :class:`RecipeError` for a format that the layout of model files does not support."""
     if options.model_layout in (None, "shards") or options.model_save_format == "safetensors":
         return
     raise RecipeError(

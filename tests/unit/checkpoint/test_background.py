@@ -533,7 +533,7 @@ def test_a_failure_between_the_agreement_and_the_copy_is_reported_and_leaves_not
     assert names(root) == ["LATEST", "epoch_0_step_1"]
 
 
-def test_a_copy_that_fails_under_a_kept_plan_is_reported_by_the_next_settling(
+def test_a_copy_that_fails_under_a_kept_plan_is_reported_by_the_next_wait(
     saver: Saver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saver.save(1)
@@ -667,7 +667,7 @@ def test_a_stop_ends_an_export_in_the_background_and_the_next_save_works(exporte
     assert [export_of(report).exists() for report in exporter.reports] == [False, False]
 
 
-def test_settling_without_a_save_under_way_is_nothing(tmp_path: Path) -> None:
+def test_waiting_without_a_save_in_progress_does_nothing(tmp_path: Path) -> None:
     for checkpointer in (
         tiny.checkpointer(tmp_path, is_async=True),
         tiny.checkpointer(tmp_path),

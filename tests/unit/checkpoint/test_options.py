@@ -25,7 +25,7 @@ def test_options_have_the_defaults_of_a_recipes_section() -> None:
 
 
 def save_once(checkpointer: Checkpointer, state: dict[str, object]) -> Path:
-    return checkpointer.save(state, step=1, epoch=0, config_yaml="", losses={}, progress={}).path
+    return checkpointer.save(state, step=1, epoch=0).path
 
 
 def test_a_checkpointer_needs_only_a_directory(tmp_path: Path) -> None:
