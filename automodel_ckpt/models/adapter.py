@@ -1,8 +1,8 @@
-"""Adapters on a frozen base, by the peft library: which layers get one, and what describes the result.
+"""Adapters of the peft library on a frozen base: which layers get one, and the configuration that describes them.
 
-Names are resolved here rather than by peft, which matches loosely in silence: ``head`` in ``modules_to_save`` would
-also mean ``lm_head``. What peft is given selects exactly the modules that were found here, and is what its own tools
-read back from ``adapter_config.json``.
+Names are resolved here, because peft matches suffixes without a message: ``head`` in ``modules_to_save`` would also
+match ``lm_head``. The configuration that peft gets selects exactly the modules found here, and other programs read it
+from ``adapter_config.json``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ADAPTABLE = (*_LINEAR, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """What kind of adapter, and where: the keys of the same names in a recipe's ``peft`` section."""
+    """The kind and the location of adapters. The fields are the keys of a recipe's ``peft`` section."""
 
     r: int = 8
     alpha: int = 16
@@ -51,8 +51,11 @@ class Lora:
 
 @dataclass(frozen=True, slots=True)
 class Adapted:
-    """A model with its adapters: *peft_config* is the content of adapter_config.json but for the base's name,
-    *description* what else is needed to make the same adapters again."""
+    """A model with adapters.
+
+    *peft_config* is the content of adapter_config.json without the name of the base. *description* contains all
+    settings that are necessary to create equal adapters again.
+    """
 
     model: nn.Module
     peft_config: Mapping[str, Any]
@@ -62,82 +65,73 @@ class Adapted:
 def add_adapters(
     model: nn.Module, lora: Lora, *, task_type: str | None, num_base_rows: int | None = None
 ) -> Adapted:
-    """Freeze *model* and put adapters into it (it is changed in place, and wrapped in a ``PeftModel``).
+    """Freeze *model*, add adapters to it in place, and wrap it in a ``PeftModel``.
 
-    *task_type* is peft's (``CAUSAL_LM``), None for a model that peft has no class for. Where the embedding has another
-    number of rows than *num_base_rows*, it was resized, and is saved with the adapters. Raises :class:`RecipeError`
-    for names that match nothing, or nothing that can have an adapter.
+    *task_type* is peft's (``CAUSAL_LM``), or None for a model that peft has no class for. An embedding with another
+    number of rows than *num_base_rows* was resized, and is saved with the adapters. Raises :class:`RecipeError` for
+    names that match no module, or no module that can have an adapter.
     """
     targets, saved = find_modules(model, lora)
     if getattr(model, "is_quantized", False):
         from peft import prepare_model_for_kbit_training
 
         prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)  # type: ignore[no-untyped-call]
-    config_class, parent_library = type(model).__name__, type(model).__module__
+    base_class = {
+        "base_model_class": type(model).__name__,
+        "parent_library": type(model).__module__,
+    }
     peft_config = _lora_config(model, lora, targets, saved, task_type)
     wrapped = _wrap(model, peft_config, autocast=lora.dtype == "float32")
     _draw_without_base(wrapped, peft_config.init_lora_weights)
-    wrapped.save_embedding_layers = num_base_rows is not None and num_base_rows != num_embeddings(
-        model
-    )
+    was_resized = num_base_rows is not None and num_base_rows != num_embeddings(model)
+    wrapped.save_embedding_layers = was_resized
     document = _document(peft_config)
     if task_type is None:
-        document["auto_mapping"] = {
-            "base_model_class": config_class,
-            "parent_library": parent_library,
-        }
-    description = asdict(lora) | {
-        "targets": targets,
-        "saved": saved,
-        "resized": wrapped.save_embedding_layers,
-    }
+        document["auto_mapping"] = base_class
+    description = asdict(lora) | {"targets": targets, "saved": saved, "resized": was_resized}
     _log_what_is_saved(wrapped, targets, saved)
     return Adapted(wrapped, document, description)
 
 
 def why_whole(lora: Lora) -> str:
-    """Why the base must have its values when adapters are put into it; empty where it may be without memory."""
+    """Why the base must have values when adapters are added; empty if it may be on the meta device."""
     if lora.use_dora:
         return "DoRA begins from the base's weights"
-    return (
-        "orthogonal adapters are drawn with the base at hand" if lora.init == "orthogonal" else ""
-    )
+    if lora.init == "orthogonal":
+        return "orthogonal adapters are drawn with the base at hand"
+    return ""
 
 
 def _draw_without_base(model: nn.Module, init: Any) -> None:
-    """First values for adapters on layers without memory, from torch's generator: peft leaves them without, too."""
+    """Give adapters on the meta device memory and first values from torch's generator.
+
+    peft creates the adapters of a base on the meta device there too.
+    """
     from peft.tuners.lora import LoraLayer
 
-    drawn: dict[nn.Parameter, nn.Parameter] = {}
+    replacements: dict[nn.Parameter, nn.Parameter] = {}
     for layer in model.modules():
         if not isinstance(layer, LoraLayer):
             continue
-        parts = [
-            part for name in layer.adapter_layer_names for part in getattr(layer, name).modules()
-        ]
-        held = [
-            (part, name, parameter)
-            for part in parts
-            for name, parameter in part._parameters.items()
-        ]
-        without = [
-            (part, name, parameter)
-            for part, name, parameter in held
-            if parameter is not None and parameter.is_meta
-        ]
-        for part, name, parameter in without:
-            if parameter not in drawn:
-                drawn[parameter] = nn.Parameter(
-                    torch.empty_like(parameter, device="cpu"), parameter.requires_grad
-                )
-            part._parameters[name] = drawn[parameter]
-        if without:
+        was_on_meta = False
+        for layer_name in layer.adapter_layer_names:
+            for part in getattr(layer, layer_name).modules():
+                for name, parameter in part._parameters.items():
+                    if parameter is None or not parameter.is_meta:
+                        continue
+                    was_on_meta = True
+                    # Tied adapters stay tied.
+                    if parameter not in replacements:
+                        values = torch.empty_like(parameter, device="cpu")
+                        replacements[parameter] = nn.Parameter(values, parameter.requires_grad)
+                    part._parameters[name] = replacements[parameter]
+        if was_on_meta:
             layer.reset_lora_parameters(ADAPTER_NAME, init)  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()
 def copy_saved_modules(model: nn.Module) -> None:
-    """Give the modules that are trained as a whole the values of the base's, which got theirs after they were made."""
+    """Copy the base's values to the modules that are fully trained, after the base has got its values."""
     from peft.utils.other import ModulesToSaveWrapper
 
     for module in model.modules():
@@ -149,9 +143,9 @@ def copy_saved_modules(model: nn.Module) -> None:
 
 
 def find_modules(model: nn.Module, lora: Lora) -> tuple[list[str], list[str]]:
-    """The full names of the modules that get an adapter, and of those that are trained as a whole.
+    """Find the full names of the modules that get an adapter, and of those that are fully trained.
 
-    Raises :class:`RecipeError` naming every pattern that finds nothing.
+    Raises :class:`RecipeError` with every pattern that matches no module.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     del modules[""]
@@ -159,34 +153,32 @@ def find_modules(model: nn.Module, lora: Lora) -> tuple[list[str], list[str]]:
     saved = _matching(lora.modules_to_save, modules, modules, "peft.modules_to_save", problems)
     adaptable = {name: module for name, module in modules.items() if isinstance(module, _ADAPTABLE)}
     excluded = _matching(lora.exclude_modules, adaptable, modules, "peft.exclude_modules", problems)
-    patterns = (
-        [lora.target_modules] if isinstance(lora.target_modules, str) else list(lora.target_modules)
-    )
+    patterns = lora.target_modules
+    if isinstance(patterns, str):
+        patterns = [patterns]
     found: set[str] = set()
-    mistaken = _taken_for_experts(model, adaptable)
+    experts = _mistaken_for_experts(model, adaptable)
     if ALL_LINEAR in patterns:
         found |= _all_linear(model, adaptable) - _within(saved, adaptable)
-        if lost := sorted(found & mistaken - set(excluded)):
+        if omitted := sorted(found & experts - set(excluded)):
+            names = ", ".join(_leaves(omitted))
             log.warning(
-                "peft treats layers with these names as experts, so they get no adapter: %s",
-                ", ".join(_leaves(lost)),
+                "peft treats layers with these names as experts, so they get no adapter: %s", names
             )
-        found -= mistaken
+        found -= experts
     named = [pattern for pattern in patterns if pattern != ALL_LINEAR]
     found |= set(_matching(named, adaptable, modules, "peft.target_modules", problems))
     found -= set(excluded)
-    if lost := sorted(found & mistaken):
-        problems.append(_mistaken(lost))
+    if wrong := sorted(found & experts):
+        problems.append(_expert_problem(wrong))
     if both := sorted(found & _within(saved, adaptable)):
         what = "these modules would be both fully trained and adapted"
-        problems.append(
-            Problem(
-                what, "peft.modules_to_save", both[:5], "list them in only one of the two settings"
-            )
-        )
+        hint = "list them in only one of the two settings"
+        problems.append(Problem(what, "peft.modules_to_save", both[:5], hint))
     if not found and not problems:
         what = "no layer is left to adapt"
-        problems.append(Problem(what, "peft.target_modules", patterns, _there_are(adaptable)))
+        hint = _available(adaptable)
+        problems.append(Problem(what, "peft.target_modules", list(patterns), hint))
     if problems:
         raise RecipeError.all_of(problems)
     return [name for name in modules if name in found], saved
@@ -199,97 +191,106 @@ def _matching(
     key: str,
     problems: list[Problem],
 ) -> list[str]:
-    """The names in *wanted* that patterns match; a problem for each pattern that matches none."""
+    """The names in *wanted* that patterns match. Adds a problem for each pattern without a match."""
     found: set[str] = set()
     for pattern in patterns:
         matches = [name for name in wanted if _matches(pattern, name)]
         found.update(matches)
         if not matches:
-            unfit = next((name for name in modules if _matches(pattern, name)), None)
             what = "no module has this name"
-            if unfit is not None:
-                what = f"{unfit} is a {type(modules[unfit]).__name__}: only single layers can have an adapter"
+            others = [name for name in modules if _matches(pattern, name)]
+            if others:
+                kind = type(modules[others[0]]).__name__
+                what = f"{others[0]} is a {kind}: only single layers can have an adapter"
             problems.append(Problem(what, key, pattern, did_you_mean(pattern, wanted)))
     return [name for name in wanted if name in found]
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """A glob means whole names; a plain name also the end of one, after a dot."""
+    """Whether a glob matches the full name, or a pattern without wildcards the name or its last components."""
     if any(character in pattern for character in "*?["):
         return fnmatch.fnmatchcase(name, pattern)
     return name == pattern or name.endswith(f".{pattern}")
 
 
 def _within(parents: Sequence[str], names: Iterable[str]) -> set[str]:
-    return {
-        name
-        for name in names
-        if any(name == parent or name.startswith(f"{parent}.") for parent in parents)
-    }
+    """The names of modules that are in *parents* or inside of one of them."""
+    prefixes = tuple(f"{parent}." for parent in parents)
+    return {name for name in names if name in parents or name.startswith(prefixes)}
 
 
 def _all_linear(model: Any, adaptable: Mapping[str, nn.Module]) -> set[str]:
+    """The names of all linear layers except the output layer."""
     output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    return {
-        name
-        for name, layer in adaptable.items()
-        if isinstance(layer, _LINEAR) and layer is not output
-    }
+    found = set()
+    for name, layer in adaptable.items():
+        if isinstance(layer, _LINEAR) and layer is not output:
+            found.add(name)
+    return found
 
 
-def _taken_for_experts(model: Any, adaptable: Iterable[str]) -> set[str]:
-    """Layers beside fused experts whose names these had in older versions of the model: peft means the experts."""
+def _mistaken_for_experts(model: Any, adaptable: Iterable[str]) -> set[str]:
+    """The names of layers that peft would replace by the fused experts of the model.
+
+    peft interprets such names as those of experts in older versions of the model.
+    """
     from peft import LoraConfig
 
     try:
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-    except ImportError:  # peft that knows no fused experts
+    except ImportError:  # a version of peft without support for fused experts
         return set()
 
-    def kept(leaf: str) -> bool:
+    def is_unchanged(leaf: str) -> bool:
         config: Any = LoraConfig(target_modules=[leaf])
         try:
             convert_peft_config_for_transformers(config, model=model, conversions=None)
-        except ValueError:  # a part of what is fused
+        except ValueError:  # peft rejects a part of a fused tensor
             return False
         return leaf in config.target_modules
 
-    mistaken = {leaf for leaf in _leaves(adaptable) if not kept(leaf)}
-    return {name for name in adaptable if name.rpartition(".")[2] in mistaken}
+    experts = {leaf for leaf in _leaves(adaptable) if not is_unchanged(leaf)}
+    return {name for name in adaptable if name.rpartition(".")[2] in experts}
 
 
-def _mistaken(names: Sequence[str]) -> Problem:
+def _expert_problem(names: Sequence[str]) -> Problem:
     what = "peft treats layers with these names as experts, and would adapt the experts instead"
     return Problem(what, "peft.target_modules", names[:5], "select other layers, or use all-linear")
 
 
 def did_you_mean(pattern: str, wanted: Mapping[str, nn.Module]) -> str:
-    """Names of layers near to what a pattern holds that no layer has; as a glob where layers lie inside."""
-    leaves, parts = (
-        _leaves(wanted),
-        dict.fromkeys(part for name in wanted for part in name.split(".")),
-    )
-    unknown = [word for word in re.split(r"[^\w-]+", pattern) if word and word not in parts]
-    word = unknown[-1] if unknown else pattern.rpartition(".")[2]
-    near = difflib.get_close_matches(
-        word, [part for part in parts if not part.isdecimal()], n=3, cutoff=0.5
-    )
-    shown = [part if part in leaves else f"*.{part}.*" for part in near]
-    return (
-        f"did you mean {' or '.join(shown)}? {_there_are(wanted)}" if near else _there_are(wanted)
-    )
+    """A hint with the names that are similar to the unknown component of *pattern*, and with all names.
 
-
-def _there_are(wanted: Iterable[str]) -> str:
+    The suggestion for a component that is not the last one of a name is a glob.
+    """
     leaves = _leaves(wanted)
+    components: dict[str, None] = {}
+    for name in wanted:
+        components.update(dict.fromkeys(name.split(".")))
+    words = [word for word in re.split(r"[^\w-]+", pattern) if word]
+    unknown = [word for word in words if word not in components]
+    word = unknown[-1] if unknown else pattern.rpartition(".")[2]
+    names = [component for component in components if not component.isdecimal()]
+    near = difflib.get_close_matches(word, names, n=3, cutoff=0.5)
+    if not near:
+        return _available(wanted)
+    suggestions = [name if name in leaves else f"*.{name}.*" for name in near]
+    return f"did you mean {' or '.join(suggestions)}? {_available(wanted)}"
+
+
+def _available(wanted: Iterable[str]) -> str:
+    """A hint with the last components of up to 20 names."""
+    leaves = _leaves(wanted)
+    if not leaves:
+        return "the model has no such layer"
     more = f" and {len(leaves) - 20} more" if len(leaves) > 20 else ""
-    return f"there are {', '.join(leaves[:20])}{more}" if leaves else "the model has no such layer"
+    return f"there are {', '.join(leaves[:20])}{more}"
 
 
 def _leaves(names: Iterable[str]) -> list[str]:
-    return list(
-        dict.fromkeys(leaf for name in names if not (leaf := name.rpartition(".")[2]).isdecimal())
-    )
+    """The last components of module names, without numbers and duplicates."""
+    leaves = dict.fromkeys(name.rpartition(".")[2] for name in names)
+    return [leaf for leaf in leaves if not leaf.isdecimal()]
 
 
 def _lora_config(
@@ -306,9 +307,9 @@ def _lora_config(
             value=adapted,
             hint="set peft.ensure_weight_tying to false, or list the embedding in peft.modules_to_save instead",
         )
-    options: dict[str, Any] = (
-        {"ensure_weight_tying": True} if keep_tied and _ends_of_model(saved) else {}
-    )
+    options: dict[str, Any] = {}
+    if keep_tied and _ends_of_model(saved):
+        options["ensure_weight_tying"] = True
     return LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
@@ -325,23 +326,35 @@ def _lora_config(
 
 
 def _ends_of_model(names: Iterable[str]) -> list[str]:
-    """Those of the names by which peft knows embeddings and output layers."""
+    """The names that peft recognizes as an embedding or an output layer."""
     return [name for name in names if name.rpartition(".")[2] in {"embed_tokens", "lm_head"}]
 
 
 def peft_targets(targets: Sequence[str], names: Sequence[str]) -> list[str] | str:
-    """What makes peft choose exactly *targets* among *names*: ends of names where that can be, else an expression."""
-    found = _peft_names(targets, names, lambda name, end: name == end or name.endswith(f".{end}"))
-    return found or "|".join(map(re.escape, targets))
+    """The target_modules by which peft selects exactly *targets* among *names*.
+
+    These are suffixes of names if possible, otherwise a regular expression.
+    """
+
+    def selects(name: str, suffix: str) -> bool:
+        return name == suffix or name.endswith(f".{suffix}")
+
+    suffixes = _peft_names(targets, names, selects)
+    return suffixes or "|".join(re.escape(target) for target in targets)
 
 
 def _peft_names(
     wanted: Sequence[str], names: Sequence[str], selects: Callable[[str, str], bool]
 ) -> list[str]:
-    """The shortest of two lists that *selects* exactly the wanted names; an empty one where neither does."""
-    for ends in (sorted({name.rpartition(".")[2] for name in wanted}), sorted(wanted)):
-        if {name for name in names if any(selects(name, end) for end in ends)} == set(wanted):
-            return ends
+    """Suffixes that select exactly the *wanted* names by *selects*: last components, or else full names.
+
+    Returns an empty list if neither does. Raises :class:`RecipeError` if peft's only rule is str.endswith.
+    """
+    last_components = sorted({name.rpartition(".")[2] for name in wanted})
+    for suffixes in (last_components, sorted(wanted)):
+        selected = {name for name in names if any(selects(name, suffix) for suffix in suffixes)}
+        if selected == set(wanted):
+            return suffixes
     if wanted and selects is str.endswith:
         raise RecipeError(
             "peft cannot distinguish these modules from others with the same name suffix",
@@ -365,22 +378,23 @@ def _wrap(model: nn.Module, peft_config: Any, *, autocast: bool) -> Any:
             hint = "exclude such layers with peft.exclude_modules, or list others in peft.target_modules"
             what = "peft cannot put adapters there"
             raise RecipeError(what, where="peft.target_modules", value=error, hint=hint) from error
-    for text in {
-        str(w.message)
-        for w in caught
-        if not issubclass(w.category, FutureWarning | DeprecationWarning)
-    }:
+    texts = set()
+    for warning in caught:
+        if not issubclass(warning.category, FutureWarning | DeprecationWarning):
+            texts.add(str(warning.message))
+    for text in texts:
         log.warning("peft: %s", text)
     return wrapped.train()
 
 
 def _document(peft_config: Any) -> dict[str, Any]:
-    """The fields of adapter_config.json as ``save_pretrained`` writes them, in an order that repeats."""
-    fields = peft_config.to_dict()
-    plain = {
-        key: sorted(value) if isinstance(value, set) else value for key, value in fields.items()
-    }
-    return plain | {"inference_mode": True}
+    """The fields of adapter_config.json as ``save_pretrained`` writes them, in a reproducible order."""
+    fields: dict[str, Any] = peft_config.to_dict()
+    for key, value in fields.items():
+        if isinstance(value, set):
+            fields[key] = sorted(value)
+    fields["inference_mode"] = True
+    return fields
 
 
 def _log_what_is_saved(model: nn.Module, targets: Sequence[str], saved: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
-"""Models that are built without memory, cut up, and only then given values: no rank ever holds a whole one.
+"""Initial values for models that are built on the meta device and sharded first: no rank stores a complete model.
 
-transformers builds every model on the meta device when it reads one, and its ``_init_weights`` makes whatever files do
-not hold. Both are used here on a second, uncut copy without memory, whose modules get memory one at a time.
+``_init_weights`` of transformers initializes all weights that files do not contain. It is called here for a second copy
+of the model on the meta device, not sharded, whose modules get memory one at a time.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from transformers.initialization import guard_torch_init_functions
 
 
 class InitialValues:
-    """The values that a transformers model starts from, the same on any number of ranks.
+    """The initial values of a transformers model, equal for any number of ranks.
 
-    Each module draws from a generator of its own, seeded by *seed* and the module's name; the distribution is the
-    model's own. *skeleton* is the model on the meta device, used by nothing else.
+    Each module draws from a separate random stream, seeded by *seed* and the module's name; the distribution is that of
+    the model. *skeleton* is the model on the meta device; nothing else may use it.
     """
 
     def __init__(self, skeleton: PreTrainedModel, seed: int) -> None:
@@ -31,50 +31,59 @@ class InitialValues:
         self._seed = seed
 
     def are_complete(self) -> bool:
-        """Whether ``_init_weights`` gives every tensor a value; what only a constructor knows cannot be made here."""
-        tensors = [t for module in self._modules.values() for t in _own_tensors(module).values()]
+        """Whether ``_init_weights`` writes every tensor. Values that only a constructor sets are not available here."""
+        tensors: list[torch.Tensor] = []
+        for module in self._modules.values():
+            tensors += _own_tensors(module).values()
+        # torch increments _version with each in-place operation, also on the meta device.
         before = [tensor._version for tensor in tensors]
-        with guard_torch_init_functions(), _Touching():
+        with guard_torch_init_functions(), _FastNormal():
             for name in self._modules:
                 self._initialise(name)
-        return all(tensor._version > old for tensor, old in zip(tensors, before, strict=True))
+        after = [tensor._version for tensor in tensors]
+        return all(new > old for new, old in zip(after, before, strict=True))
 
     def of_module(self, name: str, wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
-        """The whole tensors that the module *name* itself holds and that are *wanted* (by their own names), on the CPU.
+        """The complete initial values, on the CPU, of those direct tensors of the module *name* that are *wanted*.
 
-        Called under transformers' ``guard_torch_init_functions``.
+        *wanted* gets a tensor's name inside of the module. Call it in the context of transformers'
+        ``guard_torch_init_functions``.
         """
         module = self._modules[name]
-        kept = _own_tensors(module)
-        lent = {own: torch.empty_like(tensor, device="cpu") for own, tensor in kept.items()}
-        if not any(map(wanted, lent)):
+        on_meta = _own_tensors(module)
+        if not any(wanted(key) for key in on_meta):
             return {}
-        _replace(module, lent)
+        memory = {key: torch.empty_like(tensor, device="cpu") for key, tensor in on_meta.items()}
+        _replace(module, memory)
         try:
             with torch.random.fork_rng(devices=[]):
-                torch.default_generator.manual_seed(
-                    _mixed(self._seed, name)
-                )  # an accelerator's draws are not ours
+                # Only the CPU's generator is restored afterwards, so no other one may be seeded.
+                torch.default_generator.manual_seed(_mixed(self._seed, name))
                 for outer in _outwards(name):
                     self._initialise(outer)
-            return {
-                own: tensor.detach() for own, tensor in _own_tensors(module).items() if wanted(own)
-            }
+            values = {}
+            for key, tensor in _own_tensors(module).items():
+                if wanted(key):
+                    values[key] = tensor.detach()
+            return values
         finally:
-            _replace(module, kept)
+            _replace(module, on_meta)
 
     @torch.no_grad()
     def _initialise(self, name: str) -> None:
-        """What transformers does to one module; a module further out may go over those inside it (GPT-2's does)."""
-        owner = next(self._modules[outer] for outer in _outwards(name) if self._is_model(outer))
-        owner._init_weights(self._modules[name])
+        """Call ``_init_weights`` of the innermost PreTrainedModel for one module.
 
-    def _is_model(self, name: str) -> bool:
-        return isinstance(self._modules[name], PreTrainedModel)
+        The call for an outer module may change inner modules again (GPT-2's does).
+        """
+        for outer in _outwards(name):
+            owner = self._modules[outer]
+            if isinstance(owner, PreTrainedModel):
+                owner._init_weights(self._modules[name])  # type: ignore[no-untyped-call]
+                return
 
 
-class _Touching(TorchFunctionMode):
-    """A normal draw without memory, which torch composes of ten operations in Python, becomes one write."""
+class _FastNormal(TorchFunctionMode):
+    """Replaces normal draws on the meta device, which torch computes by ten operations in Python, with one write."""
 
     def __torch_function__(
         self,
@@ -91,7 +100,7 @@ class _Touching(TorchFunctionMode):
 
 
 def _outwards(name: str) -> Iterator[str]:
-    """The module's name, and those of all around it."""
+    """The module's name, and the names of the modules that contain it, up to the model ("")."""
     while name:
         yield name
         name = name.rpartition(".")[0]
@@ -99,38 +108,39 @@ def _outwards(name: str) -> Iterator[str]:
 
 
 def _mixed(seed: int, name: str) -> int:
-    return (
-        int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "big")
-        >> 1
-    )
+    """A seed of 63 bits, as torch requires, from *seed* and a module's name."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 def _own_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The direct parameters and buffers of a module, without those of its children."""
     own = {**module._parameters, **module._buffers}
     return {name: tensor for name, tensor in own.items() if tensor is not None}
 
 
 def _replace(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Replace direct parameters and buffers. nn.Module's setattr is slower and does not accept every replacement."""
     for name, tensor in tensors.items():
         if name in module._buffers:
             module._buffers[name] = tensor
+        elif isinstance(tensor, nn.Parameter):
+            module._parameters[name] = tensor
         else:
-            module._parameters[name] = (
-                tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, False)
-            )
+            module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
 
 
 def on_meta(build: Callable[[], Any]) -> Any:
-    """What *build* makes, with its tensors on the meta device."""
+    """Call *build* with tensors on the meta device, and return its result."""
     with torch.device("meta"):
         return build()
 
 
 @torch.no_grad()
 def allocate(model: nn.Module, device: torch.device) -> None:
-    """Memory for what is on the meta device, uninitialised; tied parameters stay tied. Sharded models get their shares.
+    """Allocate uninitialized memory on *device* for tensors on the meta device; DTensors get their local shards.
 
-    What has values keeps them.
+    Tied parameters stay tied. Tensors with values are unchanged.
     """
     made: dict[int, torch.Tensor] = {}
     for module in model.modules():
@@ -141,7 +151,7 @@ def allocate(model: nn.Module, device: torch.device) -> None:
                 is_parameter = isinstance(tensor, nn.Parameter)
                 made[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
         _replace(module, {name: made[id(tensor)] for name, tensor in without.items()})
-    # fsdp2 looks for changed parameters when a module is applied to.
+    # fsdp2 detects replaced parameters only in Module._apply.
     model._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]
 
 
@@ -151,39 +161,39 @@ def initialise(
     values: InitialValues,
     wanted: Callable[[str, nn.Module], Callable[[str], bool]],
 ) -> None:
-    """Give *modules* (by their names in the uncut model, in its order) their share of the initial values.
+    """Copy this rank's shards of the initial values to *modules*.
 
-    *wanted*, called with a module's name and the module, says which of its own tensors get them. Tensors that are tied
-    get those of the first name.
+    *modules* are named and ordered as in the complete model. ``wanted(name, module)`` returns a function that selects
+    direct tensors of the module by their names. Tied tensors get the values of their first name.
     """
     done: set[int] = set()
     with guard_torch_init_functions():
         for name, module in modules.items():
-            own = {
-                key: tensor
-                for key, tensor in _own_tensors(module).items()
-                if id(tensor) not in done
-            }
+            selects = wanted(name, module)
+            own = {}
+            for key, tensor in _own_tensors(module).items():
+                if id(tensor) not in done:
+                    own[key] = tensor
             done.update(id(tensor) for tensor in own.values())
-            asked = wanted(name, module)
-            for key, whole in values.of_module(name, lambda key: key in own and asked(key)).items():  # noqa: B023
-                put(own[key], whole)
+            selected = {key for key in own if selects(key)}
+            for key, complete in values.of_module(name, selected.__contains__).items():
+                put(own[key], complete)
 
 
-def put(target: torch.Tensor, whole: torch.Tensor) -> None:
-    """This rank's part of *whole* into *target*, a tensor of the same global shape."""
+def put(target: torch.Tensor, complete: torch.Tensor) -> None:
+    """Copy this rank's shard of *complete* to *target*, a tensor of the same global shape."""
     if not isinstance(target, DTensor):
-        target.copy_(whole)
+        target.copy_(complete)
         return
     sizes, offsets = compute_local_shape_and_global_offset(
         target.shape, target.device_mesh, target.placements
     )
-    part = whole[
-        tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
-    ]
-    target.to_local().copy_(part)
+    ranges = []
+    for offset, size in zip(offsets, sizes, strict=True):
+        ranges.append(slice(offset, offset + size))
+    target.to_local().copy_(complete[tuple(ranges)])
 
 
 def is_transient(module: nn.Module, name: str) -> bool:
-    """Whether a tensor is a buffer that no file holds."""
+    """Whether *name* is a buffer that state dicts, and so files, do not contain."""
     return name in module._non_persistent_buffers_set

@@ -1,9 +1,9 @@
-"""A model of which one stage of a pipeline is left, under the names that everything has in the whole model.
+"""Reduce a model to one stage of a pipeline, without changing the names of its modules.
 
-What other stages hold is replaced by modules that hand on what they get. So the model's own forward goes on to do all
-that lies between the layers (masks, positions, which kind of attention a layer has), from token ids on the first stage
-and from hidden states (``inputs_embeds``) on the others; what it returns as its logits are the hidden states on all
-stages but the last.
+The modules of other stages are replaced by modules that return their input. So the forward of the model still does
+everything between the layers (masks, positions, the kind of attention of a layer), from token ids on the first stage
+and from hidden states (``inputs_embeds``) on the others. On all stages but the last, the logits that it returns are the
+hidden states.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ _ENDS = ("embed_tokens", "norm")
 
 
 class PassThrough(nn.Module):
-    """Stands where another stage has a module: returns the first thing it gets."""
+    """Takes the place of a module of another stage, and returns its first argument."""
 
     def forward(self, given: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-        """*given*, as it is."""
+        """Return *given* unchanged."""
         return given
 
 
 def layers_of(num_layers: int, stage: int, num_stages: int) -> range:
-    """The numbers of a stage's layers: as many for each stage as can be, and one more for the first of them."""
+    """The layers of a stage. Each stage gets the same number of layers; the first stages get one of the remainder."""
     each, more = divmod(num_layers, num_stages)
     start = stage * each + min(stage, more)
     return range(start, start + each + (stage < more))
 
 
 def check_stages(model: nn.Module, num_stages: int) -> None:
-    """:class:`RecipeError` for a model that cannot be cut into so many stages, before it has any weights.
+    """Validate that *model* can be split into *num_stages* stages, before it has weights.
 
-    It has to be built like Llama and Qwen, and to do nothing to the hidden states outside of its embedding, layers,
-    last norm and output layer; what the rest of it does to hidden states is tried.
+    The model must be built like Llama and Qwen, and must not change hidden states outside of its embedding, layers,
+    last norm and output layer, which a forward pass without these shows. Raises :class:`RecipeError`.
     """
-    if reason := _why_not(model):
+    if reason := _unsupported_reason(model):
         raise RecipeError(
             "pipeline parallelism supports only models built like Llama and Qwen",
             where=_WHERE,
@@ -64,9 +64,9 @@ def check_stages(model: nn.Module, num_stages: int) -> None:
 
 
 def keep_stage(model: nn.Module, stage: int, num_stages: int) -> None:
-    """Leave of *model*, in place and before it is shared out, what the *stage* (from 0) holds.
+    """Replace the modules of *model* that belong to other stages than *stage* (from 0), in place, before sharding.
 
-    Of a model whose output layer is tied to its embedding the first and the last stage hold both.
+    If the output layer is tied to the embedding, the first and the last stage have both.
     """
     inner, transformers_model = _inner(model), _any(model)
     is_first, is_last, tied = stage == 0, stage == num_stages - 1, has_tied_ends(model)
@@ -82,20 +82,24 @@ def keep_stage(model: nn.Module, stage: int, num_stages: int) -> None:
 
 
 def has_tied_ends(model: nn.Module) -> bool:
-    """Whether the output layer's weight is the embedding's."""
+    """Whether the output layer and the embedding are one parameter."""
     weight = getattr(_any(model).lm_head, "weight", None)
     return weight is not None and weight is getattr(_inner(model).embed_tokens, "weight", None)
 
 
 def parameters_of_stages(model: nn.Module, num_stages: int) -> Iterator[list[nn.Parameter]]:
-    """What each stage would hold of an uncut *model*."""
+    """The parameters of each stage of a complete *model*, without duplicates."""
     inner, head = _inner(model), _any(model).lm_head
     for stage in range(num_stages):
-        parts = [inner.layers[number] for number in layers_of(len(inner.layers), stage, num_stages)]
-        parts += [inner.embed_tokens] * (stage == 0) + [inner.norm, head] * (
-            stage == num_stages - 1
-        )
-        yield list({id(p): p for part in parts for p in part.parameters()}.values())
+        modules = [inner.layers[i] for i in layers_of(len(inner.layers), stage, num_stages)]
+        if stage == 0:
+            modules.append(inner.embed_tokens)
+        if stage == num_stages - 1:
+            modules += [inner.norm, head]
+        found: dict[int, nn.Parameter] = {}
+        for module in modules:
+            found.update((id(parameter), parameter) for parameter in module.parameters())
+        yield list(found.values())
 
 
 def _any(model: nn.Module) -> Any:
@@ -107,37 +111,35 @@ def _inner(model: nn.Module) -> Any:
     return getattr(model, "base_model", None)
 
 
-def _why_not(model: nn.Module) -> str:
+def _unsupported_reason(model: nn.Module) -> str:
+    """Why the model cannot be split into stages; empty if it can."""
     inner = _inner(model)
-    names = (
-        [*(f"{model.base_model_prefix}.{name}" for name in (*_ENDS, "layers")), "lm_head"]
-        if inner
-        else []
-    )
+    if not inner:
+        return "it has no list of layers"
+    names = [f"{model.base_model_prefix}.{name}" for name in (*_ENDS, "layers")]
+    names.append("lm_head")
     modules = dict(model.named_modules())
-    missing = [name for name in names if name not in modules]
-    if missing or not names or not isinstance(inner.layers, nn.ModuleList):
-        return f"it has no {missing[0] if missing else 'list of layers'}"
-    elsewhere = [
-        name
-        for name, _ in model.named_parameters()
-        if not name.startswith(tuple(f"{n}." for n in names))
-    ]
-    if elsewhere:
-        return f"it has parameters elsewhere ({elsewhere[0]})"
-    return "" if _hands_on(model) else "it modifies hidden states outside of its layers"
+    for name in names:
+        if name not in modules:
+            return f"it has no {name}"
+    if not isinstance(inner.layers, nn.ModuleList):
+        return "it has no list of layers"
+    prefixes = tuple(f"{name}." for name in names)
+    for name, _ in model.named_parameters():
+        if not name.startswith(prefixes):
+            return f"it has parameters elsewhere ({name})"
+    return "" if _passes_through(model) else "it modifies hidden states outside of its layers"
 
 
-def _hands_on(model: nn.Module) -> bool:
-    """Whether hidden states come out as they went in where all that stages hold is replaced."""
-    hull = _hull(model)
+def _passes_through(model: nn.Module) -> bool:
+    """Whether the model without its layers, embedding, norm and output layer returns hidden states unchanged."""
+    shell = _shell(model)
     width = model.config.get_text_config().hidden_size  # type: ignore[operator,union-attr]
     hidden = torch.arange(3.0 * width).sin().reshape(1, 3, width)
+    positions = torch.arange(3).unsqueeze(0)
     try:
         with torch.no_grad():
-            output = hull(
-                inputs_embeds=hidden, position_ids=torch.arange(3).unsqueeze(0), use_cache=False
-            )
+            output = shell(inputs_embeds=hidden, position_ids=positions, use_cache=False)
     except Exception as error:
         log.debug(
             "could not probe the model for pipeline stages: %s: %s", type(error).__name__, error
@@ -146,15 +148,18 @@ def _hands_on(model: nn.Module) -> bool:
     return torch.equal(last_layer_output(output), hidden)
 
 
-def _hull(model: nn.Module) -> nn.Module:
-    """A copy, on the CPU, of what no stage has for itself; the values of its buffers are of no account."""
+def _shell(model: nn.Module) -> nn.Module:
+    """A copy of the model on the CPU without the modules of stages. Its buffers are zeros: the values do not matter."""
     inner = _inner(model)
-    layers = nn.ModuleList(PassThrough() for _ in inner.layers)
-    parts = {id(getattr(inner, name)): PassThrough() for name in _ENDS} | {
-        id(_any(model).lm_head): PassThrough()
+    # deepcopy uses these objects instead of copies.
+    replacements: dict[int, Any] = {
+        id(inner.layers): nn.ModuleList(PassThrough() for _ in inner.layers),
+        id(_any(model).lm_head): PassThrough(),
     }
-    hull: nn.Module = copy.deepcopy(model, {**parts, id(inner.layers): layers})
-    for module in hull.modules():
+    for name in _ENDS:
+        replacements[id(getattr(inner, name))] = PassThrough()
+    shell: nn.Module = copy.deepcopy(model, replacements)
+    for module in shell.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = torch.zeros_like(buffer, device="cpu")
-    return hull
+    return shell

@@ -1,4 +1,4 @@
-"""The parts of a vision-language model by one name each, whatever its family calls them; and its image tokens."""
+"""The parts of vision-language models under common names, and the ids of their image tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-# The first part with one of its names in a parameter's path has it: a projector may lie inside the vision tower.
+# In order of precedence: a projector may be located inside the vision tower.
 _PARTS = {
     "projector": {
         "multi_modal_projector",
@@ -30,17 +30,20 @@ _IMAGE_IDS = ("image_token_id", "image_token_index", "boi_token_index", "eoi_tok
 
 
 def parameters_of(part: str, names: Iterable[str]) -> list[str]:
-    """Those parameter *names* that belong to one of :data:`PARTS`."""
+    """The parameter *names* that belong to *part*, one of :data:`PARTS`."""
     return [name for name in names if _part_of(name) == part]
 
 
 def _part_of(name: str) -> str | None:
-    path = set(name.split("."))
-    return next((part for part, words in _PARTS.items() if words & path), None)
+    components = set(name.split("."))
+    for part, names in _PARTS.items():
+        if names & components:
+            return part
+    return None
 
 
 def image_token_ids(config: PreTrainedConfig | None, processor: Any) -> frozenset[int]:
-    """The tokens in whose places the model puts what it sees, or that frame it: nothing to be learnt as text."""
+    """The ids of tokens that the model replaces by image features or that delimit them; they get no labels."""
     owners = (config, processor, getattr(processor, "tokenizer", None))
     names = (
         *_IMAGE_IDS,
@@ -49,12 +52,17 @@ def image_token_ids(config: PreTrainedConfig | None, processor: Any) -> frozense
         "boi_token_id",
         "eoi_token_id",
     )
-    ids = [getattr(owner, name, None) for owner in owners for name in names]
-    return frozenset(token for token in ids if isinstance(token, int) and token >= 0)
+    found = set()
+    for owner in owners:
+        for name in names:
+            token = getattr(owner, name, None)
+            if isinstance(token, int) and token >= 0:
+                found.add(token)
+    return frozenset(found)
 
 
 def image_settings(processor: Any, default: PreTrainedConfig) -> dict[str, int]:
-    """The ids of image tokens that a configuration of *default*'s type needs, as *processor* has them."""
+    """The ids of image tokens, from *processor*, for the settings that a configuration of *default*'s type has."""
     tokenizer = getattr(processor, "tokenizer", processor)
     image = getattr(tokenizer, "image_token_id", None) or getattr(processor, "image_token_id", None)
     known = {

@@ -1,4 +1,4 @@
-"""Room for more tokens, or fewer, in a model's embedding and output layer."""
+"""The vocabulary of a model: its size, and resizing its embedding and output layer."""
 
 from __future__ import annotations
 
@@ -17,9 +17,14 @@ log = logging.getLogger(__name__)
 
 
 def wanted_size(option: str | int | None, tokenizer: Any) -> int | None:
-    """What ``model.vocab_size`` asks for: ``tokenizer`` as many as that has; None: as many as the model has."""
+    """The number of tokens that ``model.vocab_size`` sets; None if it does not change the model's vocabulary.
+
+    Raises :class:`RecipeError` for ``tokenizer`` without a tokenizer.
+    """
+    if option is None:
+        return None
     if option != "tokenizer":
-        return int(option) if option is not None else None
+        return int(option)
     tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # a processor's
     if tokenizer is None:
         raise RecipeError(
@@ -32,7 +37,7 @@ def wanted_size(option: str | int | None, tokenizer: Any) -> int | None:
 
 
 def num_embeddings(model: nn.Module) -> int | None:
-    """Rows of the input embedding; None for a model that does not say which that is."""
+    """The number of rows of the input embedding; None if the model does not declare one."""
     of_transformers: Any = model
     embedding = (
         of_transformers.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
@@ -44,7 +49,10 @@ def num_embeddings(model: nn.Module) -> int | None:
 def check_token_ids(
     batches: Iterable[Mapping[str, torch.Tensor]], size: int | None, where: str
 ) -> None:
-    """:class:`RecipeError` that names *where* for tokens or labels that a model of *size* embeddings has no row for."""
+    """Validate that a model of *size* embeddings has a row for all tokens and labels; None does not limit the ids.
+
+    Raises :class:`RecipeError` with the setting *where*.
+    """
     for name, ignored in (("input_ids", 0), ("labels", -100)):
         for ids in (batch[name] for batch in batches if name in batch):
             unknown = ids[(ids != ignored) & ((ids < 0) | (ids >= (size or math.inf)))]
@@ -58,31 +66,29 @@ def check_token_ids(
 
 
 def vocabulary_names(model: nn.Module) -> list[str]:
-    """The parameters with a row for each token: of the embedding, and of the output layer where that is not tied."""
+    """The names of parameters with one row per token, of the embedding and of an output layer that is not tied."""
     return list(dict(_vocabulary(model)))
 
 
 def _vocabulary(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     of_transformers: Any = model
     layers = [of_transformers.get_input_embeddings(), of_transformers.get_output_embeddings()]
-    wanted = {
-        id(parameter)
-        for layer in layers
-        if layer is not None
-        for parameter in layer.parameters(recurse=False)
-    }
-    return (
-        (name, parameter) for name, parameter in model.named_parameters() if id(parameter) in wanted
-    )
+    wanted: set[int] = set()
+    for layer in layers:
+        if layer is not None:
+            wanted.update(id(parameter) for parameter in layer.parameters(recurse=False))
+    for name, parameter in model.named_parameters():
+        if id(parameter) in wanted:
+            yield name, parameter
 
 
 def resize_vocabulary(
     model: nn.Module, size: int, new_tokens: Literal["mean", "init"]
 ) -> list[str]:
-    """Give a transformers model room for *size* tokens; returns the names of the parameters that changed.
+    """Resize the vocabulary of a transformers model to *size* tokens. Returns the names of the changed parameters.
 
-    The first rows stay as they are, and tied layers tied. New rows are fresh (from torch's generator), or with ``mean``
-    the mean of the model's own. The names and what became of them are logged.
+    The first rows are unchanged, and tied layers stay tied. New rows are drawn from torch's generator (``init``), or
+    are the mean of the existing rows (``mean``). The changes are logged.
     """
     before = {name: parameter.detach() for name, parameter in _vocabulary(model)}
     if all(len(parameter) == size for parameter in before.values()):
@@ -101,12 +107,12 @@ def resize_vocabulary(
 def log_resized(
     name: str, old: Sequence[int], new: Sequence[int], new_tokens: Literal["mean", "init"]
 ) -> None:
-    """Log what became of the parameter *name*, of two shapes."""
+    """Log that the parameter *name* was resized from the shape *old* to *new*."""
     filled = "the mean of the others" if new_tokens == "mean" else "fresh"
     rows = f", new rows are {filled}" if new[0] > old[0] else ", the last rows are dropped"
     log.info("resized %s: %s -> %s%s", name, list(old), list(new), rows)
 
 
 def set_size(config: PreTrainedConfig, size: int) -> None:
-    """Have a model that is built of *config* make room for *size* tokens."""
+    """Set the size of the vocabulary in *config*, for a model that is built later."""
     config.get_text_config().vocab_size = size
