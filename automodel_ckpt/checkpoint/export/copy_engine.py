@@ -12,7 +12,7 @@ import ctypes
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,7 +64,7 @@ class Workers:
         try:
             with ProcessPoolExecutor(len(shares), context, _die_with_parent) as executor:
                 futures = [executor.submit(function, share, self.num_threads) for share in shares]
-                return _results(futures)
+                return [future.result() for future in futures]
         except BrokenExecutor as error:
             raise SaveFailed(
                 "a worker process was killed",
@@ -72,14 +72,6 @@ class Workers:
                 value=f"one of {len(shares)}",
                 hint="look for a memory limit in the system's log; use fewer processes",
             ) from error
-
-
-def _results(futures: Sequence[Future[Written]]) -> list[Written]:
-    try:
-        return [future.result() for future in futures]
-    finally:
-        for future in futures:
-            future.cancel()
 
 
 def _die_with_parent() -> None:

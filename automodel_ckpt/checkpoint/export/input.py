@@ -100,19 +100,16 @@ class _Input:
         if is_aligned and begins_at_a_sector(memory):
             return self._read_direct(start, memory)
         done = 0
-        step = len(bounce) - 2 * SECTOR_BYTES
+        # Direct reads take whole sectors: those of the bytes that are missing, as many as the bounce buffer holds.
+        last = -(-(start + len(memory)) // SECTOR_BYTES) * SECTOR_BYTES
         while done < len(memory):
-            wanted = memory[done : done + step]
-            begin = start + done
-            end = begin + len(wanted)
-            first = begin // SECTOR_BYTES * SECTOR_BYTES
-            last = -(-end // SECTOR_BYTES) * SECTOR_BYTES
-            skip = begin - first
-            count = self._read_direct(first, bounce[: last - first]) - skip
-            count = min(count, len(wanted))
+            first = (start + done) // SECTOR_BYTES * SECTOR_BYTES
+            skip = start + done - first
+            num_read = self._read_direct(first, bounce[: last - first])
+            count = min(num_read - skip, len(memory) - done)
             if count <= 0:
                 break
-            wanted[:count] = bounce[skip : skip + count]
+            memory[done : done + count] = bounce[skip : skip + count]
             done += count
         return done
 

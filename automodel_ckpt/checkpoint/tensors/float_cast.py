@@ -121,7 +121,7 @@ def cast_into(values: Array, source: str, target: str, out: Array) -> None:
     if source == target:
         out[...] = values
         return
-    if values.size <= _CHUNK_ELEMENTS or values.ndim == 0:
+    if values.size <= _CHUNK_ELEMENTS:
         out[...] = cast(values, source, target)
         return
     rows = max(1, _CHUNK_ELEMENTS * len(values) // values.size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import os
+import pickle
 import resource
 import signal
 import subprocess
@@ -20,6 +21,7 @@ import torch
 
 from automodel_ckpt.checkpoint import Manifest, SaveReport, commit, discover, layout
 from automodel_ckpt.checkpoint.formats import torch_save
+from automodel_ckpt.checkpoint.formats.planning import Fetch
 from automodel_ckpt.checkpoint.manifest import Summary
 from automodel_ckpt.checkpoint.saving import background, host_memory
 from automodel_ckpt.checkpoint.saving.host_memory import HostMemory
@@ -719,3 +721,42 @@ def test_a_recipe_that_leaves_out_its_exports_has_none_at_its_end(tmp_path: Path
         saver.disable_exports()
         assert not saver.exports.only_at_end
         saver.close()
+
+
+def test_the_views_of_host_memory_are_made_once_until_it_is_reallocated() -> None:
+    source = torch.arange(6.0).reshape(2, 3)
+    layout = host_memory.MemoryLayout([], 24)
+    layout.tensors.append((0, Fetch(lambda: source, source.nbytes)))
+    memory = HostMemory()
+    memory.reserve(24)
+    ((first, _),) = memory.fill(layout)
+    ((second, _),) = memory.fill(layout)
+    assert second is first and first.shape == (2, 3)
+    memory.reserve(1 << 20)
+    ((third, _),) = memory.fill(layout)
+    third.copy_(source)
+    assert torch.equal(
+        torch.frombuffer(memory.tensor.numpy(), dtype=torch.float32)[:6], source.flatten()
+    )
+    memory.close()
+
+
+def test_a_writer_ends_with_code_0_when_it_is_idle_and_at_once_when_it_is_busy(
+    tmp_path: Path,
+) -> None:
+    for jobs, code in (([], 0), ([pickle.dumps(TakesLong())], 1)):
+        memory = HostMemory()
+        process = writer.Writer(memory.descriptor)
+        if jobs:
+            command = writer.Write(str(tmp_path), RankManifest(0), jobs, 0)
+            pickle.dump(command, process._commands)
+        process.end()
+        assert process._process.returncode == code
+        memory.close()
+
+
+class TakesLong:
+    """Jobs that take 20 seconds."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return time.sleep, (20,)

@@ -10,6 +10,7 @@ import pickle
 import shutil
 import stat
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,17 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from automodel_ckpt.checkpoint import Manifest, commit, discover, layout
 from automodel_ckpt.checkpoint.discovery import classify
 from automodel_ckpt.checkpoint.files import durable_file
-from automodel_ckpt.checkpoint.run import late_validations, verification_results
+from automodel_ckpt.checkpoint.run import late_validations, links, verification_results
+from automodel_ckpt.checkpoint.run.lease import LOCK_FILE
 from automodel_ckpt.checkpoint.saving.forecast import forecast_manifest_bytes
 from automodel_ckpt.checkpoint.sources.shard_header import files_covered_by_slices
+from automodel_ckpt.checkpoint.state.loading import first_lines
 from automodel_ckpt.checkpoint.verify import unlisted_files, verify
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.cli.commands.ls import rows_of
-from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed
+from automodel_ckpt.errors import CheckpointUnusable, LeaseLost, RecipeError, SaveFailed
 from tests.support import tiny
+from tests.unit.checkpoint.test_background import AdapterFiles
 
 FORMATS = ["safetensors", "torch_save"]
 
@@ -907,3 +911,111 @@ def test_a_caller_may_check_the_checkpoint_before_anything_is_loaded(tmp_path: P
     assert seen == [(path, 20)]
     after = tiny.tensors_of(made)
     assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+class Recomputed(tiny.Counter):
+    """State that belongs to one number of ranks, and can be recomputed for another."""
+
+    def fits(self, state: Mapping[str, Any]) -> bool:
+        return bool(state["value"] == "fits")
+
+    def derive(self, step: int) -> None:
+        self.value = f"recomputed at {step}"
+
+
+def test_state_that_does_not_fit_these_ranks_is_recomputed_and_rank_0_reports_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for value, expected in (("fits", "fits"), ("does not fit", "recomputed at 20")):
+        run = tmp_path / value
+        tiny.save(run, tiny.recipe(sampler=Recomputed(value)))
+        other = tiny.recipe(sampler=Recomputed())
+        tiny.load(run, other)
+        assert other.sampler.value == expected
+    warnings = [r.getMessage() for r in caplog.records if "recomputed" in r.getMessage()]
+    assert warnings == [
+        "The data-parallel size changed: sampler is recomputed from the seed and the step"
+    ]
+
+
+def test_a_validation_of_another_runs_checkpoint_is_recorded_in_neither_run(
+    tmp_path: Path,
+) -> None:
+    made = tiny.recipe()
+    tiny.save(tmp_path / "first", made)
+    tiny.save(tmp_path / "second", made, step=30)
+    loader = tiny.checkpointer(
+        tmp_path / "second", restore_from=str(tmp_path / "first" / "epoch_0_step_20")
+    )
+    resumed = loader.load(discover(made))
+    assert resumed is not None and resumed.path.parent == tmp_path / "first"
+    loader.note_validation(resumed, {"val_loss": 0.5})
+    loader.close()
+    assert list(tmp_path.rglob(layout.LATE_VALIDATIONS)) == []
+
+
+def test_a_run_that_is_taken_over_while_it_sets_checkpoints_aside_publishes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_from(tmp_path, [20, 40])
+    set_aside = links.set_aside
+
+    def then_lose_the_directory(root: Path, name: str) -> str:
+        aside = set_aside(root, name)
+        (tmp_path / LOCK_FILE).unlink()
+        return aside
+
+    monkeypatch.setattr(links, "set_aside", then_lose_the_directory)
+    with pytest.raises(LeaseLost):
+        run_from(tmp_path, [30], restore_from="epoch_0_step_20")
+    assert not (tmp_path / "epoch_0_step_30").exists()
+    assert (tmp_path / "epoch_0_step_40.superseded-1").exists()
+
+
+@pytest.mark.parametrize("saved_with_schedule", [True, False])
+def test_a_learning_rate_schedule_on_one_side_only_can_be_left_out(
+    tmp_path: Path, saved_with_schedule: bool
+) -> None:
+    """A schedule adds initial_lr to the optimizer's groups, which is then on one side only too."""
+    made, other = tiny.recipe(seed=1), tiny.recipe(seed=2)
+    tiny.train(made)
+    without = other if saved_with_schedule else made
+    del without.lr_scheduler
+    for group in without.optimizer.param_groups:
+        del group["initial_lr"]
+    tiny.save(tmp_path, made)
+    with pytest.raises(CheckpointUnusable, match="lr_scheduler"):
+        tiny.load(tmp_path, other)
+    assert tiny.load(tmp_path, other, allow_missing_state=["lr_scheduler"]) is not None
+    assert torch.equal(made.model.embed, other.model.embed)
+    moments = [one.optimizer.state[one.model.embed]["exp_avg"] for one in (made, other)]
+    assert torch.equal(*moments)
+    assert ("initial_lr" in other.optimizer.param_groups[0]) is not saved_with_schedule
+
+
+def test_a_message_lists_twenty_lines_and_counts_the_others() -> None:
+    assert first_lines(["x"] * 20).count("x") == 20
+    assert "more" not in first_lines(["x"] * 20)
+    assert first_lines(["x"] * 22).endswith("... and 2 more")
+
+
+def test_only_values_that_a_run_can_have_written_are_read_back_as_late_losses(
+    tmp_path: Path,
+) -> None:
+    checkpoint = tmp_path / "epoch_0_step_1"
+    losses = {"whole": 2, "float": 0.5, "none": None, "not finite": "nan"}
+    others = {"huge": 1 << 63, "tiny": -(1 << 63) - 1, "list": [], "text": "x" * 10_000}
+    late_validations.note(checkpoint, "digest", losses | others | {"least": -(1 << 63)})
+    assert late_validations.recall(checkpoint, "digest") == losses | {"least": -(1 << 63)}
+    assert late_validations.recall(checkpoint, "another") == {}
+
+
+def test_exports_count_in_the_forecast_only_where_they_are_made(tmp_path: Path) -> None:
+    with_exports, without = (
+        tiny.checkpointer(
+            tmp_path, save_consolidated=save_consolidated, assets={"model": AdapterFiles()}
+        ).forecast(discover(tiny.recipe()))
+        for save_consolidated in ("every", False)
+    )
+    assert with_exports.export_bytes > 0 and without.export_bytes == 0
+    assert with_exports.nbytes > without.nbytes

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from automodel_ckpt.checkpoint.digests import digest_of
 from automodel_ckpt.checkpoint.export import blocks as export_blocks
@@ -32,7 +32,7 @@ from automodel_ckpt.checkpoint.files.ownership import owned
 from automodel_ckpt.checkpoint.files.safetensors_header import read_header
 from automodel_ckpt.checkpoint.layout import LOCK_FILE
 from automodel_ckpt.checkpoint.slices import Box
-from automodel_ckpt.checkpoint.sources.base_maps import MAPS
+from automodel_ckpt.checkpoint.sources.base_maps import MAPS, maps_of
 from automodel_ckpt.checkpoint.writing.writer import Export, SharedMemory
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.errors import (
@@ -782,3 +782,31 @@ def test_where_the_file_system_shares_blocks_whole_ones_are_cloned_and_still_ind
                 file.write(bytes(100_000))
         assert_same(report.output, tensors)
         assert {os.stat(path).st_nlink for path in report.output.iterdir()} == {1}
+
+
+def test_a_target_that_cannot_be_replaced_is_reported_before_the_source_is_verified(
+    tmp_path: Path,
+) -> None:
+    tensors = {"w": torch.randn(4)}
+    write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors))
+    for path in (tmp_path / "c/model").glob("*.safetensors"):
+        flip(path, -1)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.tex").write_text("mine")
+    with pytest.raises(SaveFailed, match=r"thesis\.tex"):
+        consolidate(tmp_path / "c", tmp_path / "out")
+    with pytest.raises(CheckpointUnusable):
+        consolidate(tmp_path / "c", tmp_path / "free")
+
+
+@pytest.mark.parametrize("num_files", [1, 3])
+def test_finished_files_have_the_numbers_of_their_names_order(
+    tmp_path: Path, num_files: int
+) -> None:
+    tensors = {f"t{number}": torch.full((2,), float(number)) for number in range(num_files)}
+    output = tmp_path / "model"
+    output.mkdir()
+    for number, (name, value) in enumerate(tensors.items(), start=1):
+        save_file({name: value}, output / f"model-{number:05}-of-{num_files:05}.safetensors")
+    maps = maps_of(open_source(output))
+    assert maps.file_index == {f"t{number}": number + 1 for number in range(num_files)}

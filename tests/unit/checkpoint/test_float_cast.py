@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from automodel_ckpt.checkpoint.tensors.float_cast import cast, storage_dtype
+from automodel_ckpt.checkpoint.tensors.float_cast import cast, cast_into, storage_dtype
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 BITS = {"BF16": 16, "F16": 16, "F32": 32, "F64": 64}
@@ -91,3 +91,16 @@ def test_a_few_values_that_are_no_normal_numbers_are_cast_like_any_others(
 def test_a_cast_of_nothing_is_nothing() -> None:
     for target in ("BF16", "F16", "F32"):
         assert cast(np.empty((0, 3), dtype=np.float32), "F32", target).shape == (0, 3)
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), ()])
+def test_arrays_without_elements_or_dimensions_are_cast(shape: tuple[int, ...]) -> None:
+    singles = np.full(shape, 1.5, dtype=np.float32)
+    halves = np.zeros(shape, dtype=np.uint16)
+    cast_into(singles, "F32", "BF16", halves)
+    expected = as_bits(torch.full(shape, 1.5, dtype=torch.bfloat16))
+    assert halves.tobytes() == expected
+
+
+def as_bits(tensor: torch.Tensor) -> bytes:
+    return tensor.view(torch.int16).numpy().tobytes()

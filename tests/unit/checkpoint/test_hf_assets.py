@@ -21,6 +21,7 @@ from transformers import (
 from automodel_ckpt.checkpoint.hf_assets import HFAssets
 from automodel_ckpt.checkpoint.sources.base_maps import MAPS, read_maps
 from automodel_ckpt.errors import RecipeError
+from tests.support import vision
 from tests.support.shards import write_assets
 
 
@@ -156,3 +157,25 @@ def test_the_config_of_the_model_is_not_touched() -> None:
     before = model.config.to_dict()
     HFAssets.from_model(model).validate()
     assert model.config.to_dict() == before
+
+
+@pytest.mark.parametrize("change", ["template", "setting"])
+def test_a_processor_that_was_changed_is_written_not_copied(tmp_path: Path, change: str) -> None:
+    _, made = vision.llava()
+    base = tmp_path / "base"
+    made.save_pretrained(base)
+    processor = type(made).from_pretrained(base)
+    for path in base.glob("*.json"):  # spelled as no library would write it
+        path.write_text(path.read_text() + "\n\n")
+    unchanged = {path.name: path.read_bytes() for path in base.iterdir()}
+    written(HFAssets.from_model(model_of(), tokenizer=processor, base_dir=base), tmp_path / "same")
+    copied = {name: (tmp_path / "same" / name).read_bytes() for name in unchanged}
+    assert copied == unchanged
+    if change == "template":
+        processor.chat_template = "{{ changed }}"
+    else:
+        processor.patch_size = 7
+    written(HFAssets.from_model(model_of(), tokenizer=processor, base_dir=base), tmp_path / "m")
+    again = type(processor).from_pretrained(tmp_path / "m")
+    assert again.chat_template == processor.chat_template
+    assert again.patch_size == processor.patch_size

@@ -13,7 +13,10 @@ import pytest
 import torch
 
 from automodel_ckpt.checkpoint import discover
+from automodel_ckpt.checkpoint.manifest import Tree
+from automodel_ckpt.checkpoint.saving import forecast
 from automodel_ckpt.checkpoint.state.optimizer_state import forms_in
+from automodel_ckpt.checkpoint.state.param_groups import match_groups
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from tests.support import tiny
 
@@ -275,3 +278,45 @@ def test_a_group_without_parameters_comes_back_with_its_options(tmp_path: Path) 
     tiny.save(tmp_path, made)
     tiny.load(tmp_path, other)
     assert [group["lr"] for group in other.optimizer.param_groups] == [0.1, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("saved", "here", "absent", "sources"),
+    [
+        ([["a"], []], [["a"], []], (), (0, 1)),
+        ([["a"]], [["a"], []], (), (0, None)),
+        ([["a"], ["b"]], [["a", "b"], []], (), (0, None)),
+        ([["a"], []], [["a"], ["new.x"]], ("new.",), (0, None)),
+        ([[], ["a"]], [["a"]], (), (1,)),
+    ],
+)
+def test_a_group_without_parameters_is_that_of_its_number_if_it_had_none_either(
+    saved: list[list[str]],
+    here: list[list[str]],
+    absent: tuple[str, ...],
+    sources: tuple[int | None, ...],
+) -> None:
+    tree = Tree("dcp", {}, {})
+    match = match_groups("optimizer", saved, here, tree, absent)
+    assert match.sources == sources and match.mismatched == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "names"),
+    [
+        (torch.optim.SGD, {"momentum": 0.9}, {"momentum_buffer"}),
+        (torch.optim.SGD, {"momentum": 0.0}, set()),
+        (torch.optim.Adam, {"amsgrad": True}, {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
+    ],
+)
+def test_the_state_that_a_forecast_counts_is_what_the_optimizer_has_after_a_step(
+    kind: Any, options: dict[str, Any], names: set[str]
+) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2, 3))
+    optimizer = kind([parameter], lr=0.1, **options)
+    (group,) = optimizer.param_groups
+    entries = {
+        name: numel for name, numel, _ in forecast._state_entries(optimizer, group, parameter)
+    }
+    assert entries.keys() == names and optimizer.state == {}
+    assert all(numel in (6, None) for numel in entries.values())

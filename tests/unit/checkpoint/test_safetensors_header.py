@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from automodel_ckpt.checkpoint.files import safetensors_header
 from automodel_ckpt.checkpoint.files.safetensors_header import (
     MAX_HEADER_BYTES,
     TensorEntry,
@@ -142,3 +143,21 @@ def test_a_pipe_in_place_of_a_shard_does_not_hang(tmp_path: Path) -> None:
     thread.start()
     thread.join(timeout=10)
     assert found == ["it is not a regular file"]
+
+
+def test_a_header_of_the_largest_size_is_read_and_built_and_a_larger_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_raw(tmp_path / "f", {"w": entry("U8", [2], 0, 2)}, b"ab")
+    length = int.from_bytes(path.read_bytes()[:8], "little")
+    monkeypatch.setattr(safetensors_header, "MAX_HEADER_BYTES", length)
+    assert set(read_header(path).tensors) == {"w"}
+    monkeypatch.setattr(safetensors_header, "MAX_HEADER_BYTES", length - 1)
+    assert f"its header has {length} bytes, the format allows {length - 1}" in fault_of(path)
+    monkeypatch.undo()
+    header, _ = build_header([("w", "U8", (2,))], {})
+    monkeypatch.setattr(safetensors_header, "MAX_HEADER_BYTES", len(header) - 8)
+    assert build_header([("w", "U8", (2,))], {})[0] == header
+    monkeypatch.setattr(safetensors_header, "MAX_HEADER_BYTES", len(header) - 9)
+    with pytest.raises(ValueError, match="the format allows"):
+        build_header([("w", "U8", (2,))], {})

@@ -1,0 +1,66 @@
+"""Reads of an export: past the page cache at any position, and from it where it has the bytes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from automodel_ckpt.checkpoint.export.input import _Input
+from automodel_ckpt.checkpoint.files.direct import SECTOR_BYTES, block_of
+
+NUM_BYTES = 3 * (1 << 20) + 100
+
+
+@pytest.fixture
+def data() -> bytes:
+    return os.urandom(NUM_BYTES)
+
+
+@pytest.fixture
+def source(tmp_path: Path, data: bytes) -> Iterator[_Input]:
+    path = tmp_path / "data"
+    path.write_bytes(data)
+    opened = _Input(os.open(path, os.O_RDONLY), os.open(path, os.O_RDONLY))
+    with path.open("rb") as file:
+        os.fsync(file.fileno())  # the kernel does not drop pages that are not on the disk yet
+    if not opened._is_direct:
+        pytest.skip("this file system has no direct reads")
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize("start", [0, 1, SECTOR_BYTES - 1, SECTOR_BYTES, 2 * SECTOR_BYTES + 7])
+@pytest.mark.parametrize("nbytes", [1, SECTOR_BYTES, 2 * (1 << 20) + 5])
+def test_a_direct_read_returns_all_bytes_wherever_they_begin(
+    source: _Input, data: bytes, start: int, nbytes: int
+) -> None:
+    memory = memoryview(bytearray(nbytes))
+    bounce = block_of(16 * SECTOR_BYTES)
+    assert source.read_past_cache(start, memory, bounce) == nbytes
+    assert memory == data[start : start + nbytes]
+
+
+def test_a_direct_read_ends_where_the_file_ends(source: _Input, data: bytes) -> None:
+    memory = memoryview(bytearray(1000))
+    bounce = block_of(16 * SECTOR_BYTES)
+    start = NUM_BYTES - 600
+    assert source.read_past_cache(start, memory, bounce) == 600
+    assert memory[:600] == data[start:]
+    assert source.read_past_cache(NUM_BYTES + 10, memory, bounce) == 0
+
+
+def test_the_last_bytes_of_a_file_are_looked_up_in_the_page_cache_and_bytes_after_it_are_not(
+    source: _Input, tmp_path: Path
+) -> None:
+    nbytes = 1 << 17
+    assert source.is_cached(NUM_BYTES - nbytes, nbytes)
+    with (tmp_path / "data").open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if source.is_cached(0, nbytes):
+        pytest.skip("this file system does not drop its pages")
+    assert not source.is_cached(NUM_BYTES - nbytes, nbytes)
+    # An ordinary read finds the end of the file and reports it.
+    assert source.is_cached(NUM_BYTES - nbytes + 1, nbytes)
