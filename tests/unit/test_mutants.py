@@ -82,6 +82,20 @@ def test_a_noticed_change_is_killed_and_an_unnoticed_one_survives(tmp_path: Path
     assert b"x + x" in (tmp_path / "doubling.py").read_bytes(), "the original is unchanged"
 
 
+def test_the_copy_lacks_the_caches_of_the_repository_and_no_test_data(tmp_path: Path) -> None:
+    for directory in ("runs", "tests/golden/runs"):
+        (tmp_path / directory).mkdir(parents=True)
+        (tmp_path / directory / "data").touch()
+    (tmp_path / "code.py").write_bytes(b"def one():\n    return 1 + 0\n")
+    (tmp_path / "test_it.py").write_text(
+        "from pathlib import Path\n\n\ndef test_it():\n"
+        "    assert Path('tests/golden/runs/data').exists() and not Path('runs').exists()\n"
+    )
+    (change,) = mutations((tmp_path / "code.py").read_bytes())
+    tried = trial.Trial("code.py", change, ["test_it.py::test_it"])
+    assert trial.run(tmp_path, tried, timeout_seconds=60) == "survived"
+
+
 def test_a_change_that_makes_the_tests_hang_is_reported_as_timed_out(tmp_path: Path) -> None:
     (tmp_path / "waits.py").write_bytes(b"def seconds():\n    return 1 - 1\n")
     (tmp_path / "test_it.py").write_text(

@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -24,7 +24,8 @@ Outcome = Literal["killed", "timed out", "survived", "not reached"]
 """A mutation is noticed if it is *killed* (a test fails) or *timed out* (the tests do not end within the limit)."""
 
 _SLOW_LIBRARIES = ("torch", "transformers", "datasets", "peft", "numpy", "pytest")
-_NOT_COPIED = (
+# Only at the top of the repository: tests/golden/runs is needed.
+_NOT_COPIED = {
     ".git",
     ".venv",
     ".venv-oldest",
@@ -34,7 +35,7 @@ _NOT_COPIED = (
     "runs",
     "build",
     "dist",
-)
+}
 _POLL_SECONDS = 0.1
 # pytest's exit code for a wrong command line. A conftest.py that cannot be imported has it too.
 _NO_SUCH_TEST = 4
@@ -73,7 +74,7 @@ def run(root: Path, trial: Trial, timeout_seconds: float) -> Outcome:
             copy,
             symlinks=True,
             copy_function=os.link,
-            ignore=shutil.ignore_patterns(*_NOT_COPIED),
+            ignore=_ignored_in(root),
         )
         target = copy / trial.path
         source = target.read_bytes()
@@ -89,6 +90,16 @@ def run(root: Path, trial: Trial, timeout_seconds: float) -> Outcome:
     if code == _NO_SUCH_TEST and "ERROR: not found:" in output:
         raise LookupError(f"recorded tests do not exist: {output[-2000:]}")
     return "survived" if code == 0 else "killed"
+
+
+def _ignored_in(root: Path) -> Callable[[str, list[str]], set[str]]:
+    """Return shutil.copytree's argument *ignore* for a copy of the repository *root*."""
+
+    def ignored(directory: str, names: list[str]) -> set[str]:
+        is_root = Path(directory) == root
+        return _NOT_COPIED & {*names} if is_root else set()
+
+    return ignored
 
 
 def _run_tests(copy: Path, scratch: Path, tests: Sequence[str]) -> None:
