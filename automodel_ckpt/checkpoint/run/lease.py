@@ -1,18 +1,18 @@
-"""One live run per directory: a lock that the kernel releases when its holder dies, and a heartbeat where locks end.
+"""Allow one live run per directory, with a lock that the kernel releases and a heartbeat for where locks do not work.
 
-The holder keeps an exclusive ``flock`` on ``.run.lock``. The file's content names the holder with a unique token,
-and changes every few seconds (the heartbeat). A second run meets the lock and is rejected immediately.
+The owner has an exclusive ``flock`` on ``.run.lock``. The content of the file identifies the owner by a unique token,
+and changes every few seconds (the heartbeat). A second run cannot lock the file, and is rejected immediately.
 
-A lock that was granted proves nothing by itself: two mounts of one directory (FUSE, NFS without a lock service, other
-nodes) do not share locks, and then both runs are granted theirs. So a run that finds another holder's record watches
-its heartbeat first, and takes over only when it has stopped. It does not watch where it can prove that the holder has
-ended: the lock is shared (same boot of the same kernel, same mounted file system), or the holder's process is gone
-from the same process namespace.
+A granted lock is not sufficient: two mounts of a directory (FUSE, NFS without a lock service, other nodes) do not share
+locks, so both runs are granted one. A run that finds the record of another owner therefore watches its heartbeat, and
+takes over only if there is none. It need not watch if it can prove that the owner has ended: the lock is shared (same
+boot of the same kernel, same mounted file system), or the owner's process does not exist in the same process namespace.
 
-Taking over replaces the lock file by rename. A holder that was only suspended, and goes on, finds another token under
-the name: :meth:`Lease.check`, called before everything that the run publishes or logs, raises :class:`LeaseLost`.
+Taking over replaces the lock file by rename. An owner that was only suspended then finds another token in the file:
+:meth:`Lease.check`, called before everything that the run publishes or logs, raises :class:`LeaseLost`.
 
-Every look at the file opens it again: network file systems compare their caches with the server at that point.
+The file is opened for every read, because network file systems compare their caches with the server when a file is
+opened.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from automodel_ckpt.errors import LeaseLost, RecipeError
 BEAT_SECONDS = 5.0
 WATCH_SECONDS = 20.0
 CACHED_WATCH_SECONDS = 90.0
-"""The watch on a FUSE mount: gcsfuse shows what it cached for 60 seconds, sshfs for 20."""
+"""The watch on a FUSE mount: gcsfuse caches for 60 seconds, sshfs for 20."""
 SETTLE_SECONDS = 2.0
-"""After a takeover: time for another run that watched the same dead holder to show itself."""
+"""The time after a takeover in which another run that watched the same dead owner may also take over."""
 _RECORD_BYTES = 2048
 _NO_HARD_LINKS_HERE = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES)
 
@@ -67,7 +67,7 @@ class Holder:
 
     @classmethod
     def read(cls, descriptor: int) -> Holder | None:
-        """Read the record at the start of an open lock file; None for content of any other form."""
+        """Read the record at the start of an open lock file; None if the content is not a record."""
         try:
             raw = json.loads(os.pread(descriptor, 2 * _RECORD_BYTES, 0))
             fields = {name: raw[name] for name in cls.__slots__ if name in raw}
@@ -83,31 +83,29 @@ class Holder:
         return holder
 
     def to_bytes(self) -> bytes:
-        """The record, padded to a fixed size: a shorter one leaves no tail of a longer one."""
+        """Convert to JSON, padded to a fixed size, so that a shorter record overwrites a longer one completely."""
         content = json.dumps({**asdict(self), "time": time.time()}).encode()
         return content.ljust(_RECORD_BYTES)
 
     def shares_locks_with(self, descriptor: int) -> bool:
-        """Whether a lock on this open file would have met the holder's lock, for certain.
+        """Whether a lock on this open file certainly conflicts with the lock of the holder.
 
-        True on the same boot of the same kernel, and on the same mounted file system: the kernel keeps one set of
-        locks for each file of it.
+        This is the case on the same boot of the same kernel and on the same mounted file system, where the kernel has
+        one set of locks for each file.
         """
         if self.boot_id != kernel_boot_id():
             return False
         return (self.device, self.file_system_id) == file_system_identity(descriptor)
 
     def is_known_to_be_dead(self) -> bool:
-        """Whether the holder's process has ended, for certain.
+        """Whether the holder's process has certainly ended.
 
-        False where that cannot be determined: on another node, in another container, or when another process has got
-        the number since.
+        False if that cannot be determined: on another node, in another container, or if another process has the same
+        number now.
         """
-        if (
-            self.boot_id != kernel_boot_id()
-            or not self.pid_namespace
-            or self.pid_namespace != pid_namespace()
-        ):
+        if self.boot_id != kernel_boot_id():
+            return False
+        if not self.pid_namespace or self.pid_namespace != pid_namespace():
             return False
         return is_gone(self.pid)
 
@@ -115,9 +113,9 @@ class Holder:
 class Lease:
     """The right to write in a run directory, from construction until :meth:`release` or the end of the process.
 
-    *beat_seconds* is the pause between two heartbeats, *watch_seconds* how long another holder's heartbeat has to be
-    silent (default: by the kind of file system). Raises :class:`RecipeError`, naming the holder, where another live
-    run has the directory; OSError where the directory cannot be written.
+    *beat_seconds* is the time between two heartbeats. *watch_seconds* is how long another owner must have no heartbeat
+    (default: by the type of file system). Raises :class:`RecipeError` with the owner if another live run uses the
+    directory, OSError if the directory cannot be written.
     """
 
     def __init__(
@@ -133,7 +131,7 @@ class Lease:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.taken_over: Holder | None = None
-        """The holder before, which ended without releasing the directory; None after a clean end."""
+        """The previous owner, if it ended without releasing the directory; otherwise None."""
         _held.add(self)
         try:
             self._acquire(_watch_seconds(root) if watch_seconds is None else watch_seconds)
@@ -147,11 +145,11 @@ class Lease:
         # A forked data-loader worker must not keep the lock of a trainer that was killed.
         os.register_at_fork(after_in_child=self._forget)
 
-    # ---------------------------------------------------------------- while it is held
+    # ---------------------------------------------------------------- checking and releasing
 
     @property
     def token(self) -> tuple[Path, str]:
-        """The lock file, and what it has to contain: for :func:`check_token` in another process of the run."""
+        """The lock file, and the token that it must contain: for :func:`check_token` in another process of the run."""
         return self._path, self._token
 
     @property
@@ -160,42 +158,42 @@ class Lease:
         return self._loss is not None
 
     def check(self) -> None:
-        """Return where the lock file still names this run: open, read, close.
+        """Check that the lock file contains the token of this run.
 
-        Raises :class:`LeaseLost` where it does not, OSError where it cannot be read. A lost lease stays lost.
+        Raises :class:`LeaseLost` if it does not, and in all later calls. Raises OSError if it cannot be read.
         """
         with self._file_guard:
             os.close(self._open_own(os.O_RDONLY))
 
     def release(self) -> None:
-        """Let the next run in immediately. Does nothing when called again, or when the lease was lost."""
+        """Allow the next run to start immediately. Does nothing if it was called before, or if the lease is lost."""
         if os.getpid() != self._process or self not in _held:
             return
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
         with contextlib.suppress(OSError, LeaseLost), self._file_guard:
-            # The name may belong to a run that took over: removing it would let a third run in.
+            # The file may belong to a run that took over. Removing it would allow a third run to start.
             os.close(self._open_own(os.O_RDONLY))
             os.unlink(self._path)
         self._forget()
 
     def _open_own(self, flags: int) -> int:
-        """A new descriptor of the lock file, which names this run. Raises as :meth:`check`."""
+        """Open the lock file, which contains the token of this run. Raises :class:`LeaseLost` or OSError."""
         if self._loss is not None:
             raise self._loss
         try:
             descriptor = _open(self._path, flags)
         except FileNotFoundError:
             if not self._path.parent.is_dir():
-                raise  # the whole directory is gone: that is the next save's failure
+                raise  # the whole directory was removed, which the next save reports
             self._loss = _lost(self._path, None)
             raise self._loss from None
         holder = None
         try:
             holder = Holder.read(descriptor)
         except PermissionError:
-            # SMB: the lock keeps every other handle out, also those of this process.
+            # On SMB, a lock is mandatory and belongs to a handle: other handles of this process cannot read either.
             os.close(descriptor)
             descriptor = os.dup(self._descriptor)
             holder = Holder.read(descriptor)
@@ -209,15 +207,15 @@ class Lease:
 
     def _keep_beating(self, seconds: float) -> None:
         while not self._stop.wait(seconds):
-            # A full or stalled disk is the next save's failure, and a loss is raised by the next check.
+            # The next save reports a full or stalled disk, and the next check raises a loss.
             with contextlib.suppress(OSError, LeaseLost):
                 self._beat()
 
     def _beat(self) -> None:
-        """Write the next heartbeat, and close the file: that is when network file systems send it to the server.
+        """Write the next heartbeat, and close the file, because network file systems send it to the server then.
 
-        A run that takes over between the look at the token and the write has replaced the file by then, so that the
-        write goes to a file without a name.
+        If another run takes over between the check of the token and the write, it has replaced the file, and the write
+        changes a file without a name.
         """
         with self._file_guard:
             descriptor = self._open_own(os.O_RDWR)
@@ -247,7 +245,7 @@ class Lease:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    # ---------------------------------------------------------------- how it is acquired
+    # ---------------------------------------------------------------- acquiring
 
     def _acquire(self, watch_seconds: float) -> None:
         while True:
@@ -263,8 +261,8 @@ class Lease:
                 if watched and _is_beating(self._path, watch_seconds):
                     raise _rejection(self._path, before)
                 if not _is_at(self._path, descriptor):
-                    # The holder released it, and another run may have made a new one, between opening and locking or
-                    # during the watch: a lock on a file without a name keeps nobody out.
+                    # The owner removed the file, and another run may have created a new one, between opening and
+                    # locking it or during the watch. A lock on a file without a name excludes nobody.
                     continue
                 self._place(replace=True)
                 self.taken_over = before
@@ -275,9 +273,9 @@ class Lease:
             return
 
     def _lock_existing(self) -> tuple[int, bool] | None:
-        """Open the lock file that is there and lock it: its descriptor, and whether the file system has locks.
+        """Open and lock the existing lock file. Returns its descriptor, and whether the file system supports locks.
 
-        None where there is no lock file. Raises :class:`RecipeError` where another run holds the lock.
+        Returns None if there is no lock file. Raises :class:`RecipeError` if another run has locked it.
         """
         _reject_special_file(self._path)
         try:
@@ -295,9 +293,9 @@ class Lease:
             raise
 
     def _place(self, *, replace: bool) -> bool:
-        """Put a complete, locked record under the lock file's name.
+        """Create the lock file with a complete record, already locked.
 
-        Without *replace*, False where another run has made the file since.
+        Without *replace*, returns False if another run has created the file meanwhile.
         """
         temporary = self._path.with_name(f"{LOCK_FILE}.{uuid.uuid4().hex}")
         descriptor = _open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -320,7 +318,7 @@ class Lease:
         return placed
 
     def _await_rivals(self, watch_seconds: float) -> None:
-        """Raise :class:`RecipeError` where another run took over from the same dead holder at the same time."""
+        """Raise :class:`RecipeError` if another run took over from the same dead owner at the same time."""
         time.sleep(min(SETTLE_SECONDS, watch_seconds))
         try:
             self.check()
@@ -338,15 +336,15 @@ _held: set[Lease] = set()
 
 
 def release_all() -> None:
-    """Release every lease of a process that ends in the middle of starting, when no other object owns it yet."""
+    """Release all leases of this process. For a process that ends during its start, when no object owns them yet."""
     for lease in list(_held):
         lease.release()
 
 
 def check_token(lock_file: Path, token: str) -> None:
-    """Return where a run directory's lock file contains the *token* of the run that this process belongs to.
+    """Check that a lock file contains the *token* of the run that this process belongs to.
 
-    Raises :class:`LeaseLost` where it does not, OSError where it cannot be read.
+    Raises :class:`LeaseLost` if it does not, OSError if it cannot be read.
     """
     try:
         descriptor = _open(lock_file, os.O_RDONLY)
@@ -355,7 +353,7 @@ def check_token(lock_file: Path, token: str) -> None:
     try:
         holder = Holder.read(descriptor)
     except PermissionError:
-        return  # SMB: the run's own lock keeps other handles out
+        return  # on SMB, the lock of the run's main process prevents reading
     finally:
         os.close(descriptor)
     if holder is None or holder.token != token:
@@ -364,23 +362,27 @@ def check_token(lock_file: Path, token: str) -> None:
 
 def _watch_seconds(root: Path) -> float:
     kind = file_system_of(Path(os.path.realpath(root))) or ""
-    return CACHED_WATCH_SECONDS if kind.startswith(("fuse", "virtiofs")) else WATCH_SECONDS
+    if kind.startswith(("fuse", "virtiofs")):
+        return CACHED_WATCH_SECONDS
+    return WATCH_SECONDS
 
 
 def _has_ended(holder: Holder, descriptor: int, is_locked: bool) -> bool:
-    """Whether the run that left this record has ended, for certain. *is_locked*: this run has the file's lock."""
-    return (is_locked and holder.shares_locks_with(descriptor)) or holder.is_known_to_be_dead()
+    """Whether the run that wrote this record has certainly ended. *is_locked*: this run has locked the file."""
+    if is_locked and holder.shares_locks_with(descriptor):
+        return True
+    return holder.is_known_to_be_dead()
 
 
 def _is_beating(path: Path, seconds: float) -> bool:
-    """Watch the lock file for so many *seconds*; True as soon as its record changes, False where it is removed."""
+    """Watch the lock file for *seconds*. Returns True as soon as its record changes; False if it does not."""
     first = _read(path)
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         time.sleep(min(0.2, seconds / 10))
         now = _read(path)
         if now is None and not os.path.lexists(path):
-            return False
+            return False  # the owner released the directory
         if first is None:
             first = now
         if now is not None and now != first:
@@ -389,7 +391,7 @@ def _is_beating(path: Path, seconds: float) -> bool:
 
 
 def _read(path: Path) -> Holder | None:
-    """The record in the lock file now; None where it cannot be read."""
+    """Return the current record in the lock file; None if it cannot be read."""
     try:
         descriptor = _open(path, os.O_RDONLY)
     except OSError:
@@ -407,7 +409,7 @@ def _open(path: Path, flags: int) -> int:
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    """Whether *path* still leads to the open file."""
+    """Whether *path* is still the name of the open file."""
     try:
         found = os.lstat(path)
     except FileNotFoundError:
@@ -416,7 +418,7 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 
 def _link_or_rename(source: Path, target: Path) -> bool:
-    """Give *source* the name *target*, in addition to its own where there are hard links; False where it is taken."""
+    """Name the file *source* *target*, by a hard link if the file system has them. Returns False if *target* exists."""
     try:
         os.link(source, target)
     except FileExistsError:
@@ -424,7 +426,7 @@ def _link_or_rename(source: Path, target: Path) -> bool:
     except OSError as error:
         if error.errno not in _NO_HARD_LINKS_HERE:
             raise
-        # Two runs that start at the same moment both get here: the loser's first check finds that out.
+        # Two runs that start at the same time may both rename. The first check of one of them detects that.
         if os.path.lexists(target):
             return False
         os.rename(source, target)
@@ -432,7 +434,7 @@ def _link_or_rename(source: Path, target: Path) -> bool:
 
 
 def _reject_special_file(path: Path) -> None:
-    """Raise :class:`RecipeError` for a link or device in the lock file's place: it must not even be opened."""
+    """Raise :class:`RecipeError` if the lock file is a link or a device, which must not be opened."""
     with contextlib.suppress(FileNotFoundError):
         mode = os.lstat(path).st_mode
         if not stat.S_ISREG(mode):
