@@ -102,25 +102,21 @@ class Import:
     @property
     def has_digests(self) -> bool:
         """Whether the source has digests that its tensors are compared with."""
-        slices = [
-            piece
-            for tensor in self.weights.tensors.values()
-            for piece in tensor.slices
-            if piece.nbytes
-        ]
-        return bool(slices) and all(piece.digest is not None for piece in slices)
+        digests: list[str | None] = []
+        for tensor in self.weights.tensors.values():
+            digests += [stored.digest for stored in tensor.slices if stored.nbytes]
+        return bool(digests) and None not in digests
 
     @property
     def nbytes(self) -> int:
-        return self.plan.nbytes + sum(
-            map(len, [*self.side_files.values(), *self.other_files.values()])
-        )
+        contents = [*self.side_files.values(), *self.other_files.values()]
+        return self.plan.nbytes + sum(len(content) for content in contents)
 
 
 def prepare(source: Path, run: Path, *, step: int = 0, epoch: int = 0) -> Import:
     """Inspect *source*, and check that ``epoch_E_step_S`` is free in the run directory *run*; write nothing.
 
-    Reads headers, metadata and side files. Raises :class:`CheckpointUnusable` where there are no weights of a known
+    Reads headers, metadata and side files. Raises :class:`CheckpointUnusable` if there are no weights in a known
     format, or they are damaged.
     """
     source = source.expanduser()
@@ -170,10 +166,10 @@ def _prepared(source: Path, run: Path, name: layout.CheckpointName) -> Import:
 
 
 def run_import(planned: Import) -> Path:
-    """Write and publish what :func:`prepare` found; returns the checkpoint.
+    """Write and publish the checkpoint that :func:`prepare` planned, and return its path.
 
-    ``LATEST`` then points at the newest checkpoint of the run. Raises :class:`SaveFailed` where it cannot be written,
-    :class:`CheckpointUnusable` where the source cannot be read, and leaves no trace then.
+    ``LATEST`` then points at the newest checkpoint of the run. Raises :class:`SaveFailed` if it cannot be written, and
+    :class:`CheckpointUnusable` if the source cannot be read; then nothing of it remains.
     """
     run = RunDirectory(planned.run, KeepPolicy(), "val_loss")
     try:
@@ -199,9 +195,7 @@ def _located(source: Path) -> tuple[Path, Format]:
     known = detect(source)
     if known is not None and not known.is_readable:
         known.open(source)  # raises an error that names the format
-    if os.path.lexists(source / layout.MANIFEST) or os.path.lexists(
-        source.parent / layout.MANIFEST
-    ):
+    if any(os.path.lexists(place / layout.MANIFEST) for place in (source, source.parent)):
         raise CheckpointUnusable(
             "this is already a checkpoint of automodel_ckpt: there is nothing to import",
             where=str(source),
@@ -237,7 +231,9 @@ def _found(source: Path) -> str:
     pickled = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
     if pickled:
         return f"it contains {pickled[0]}: name the file, if it has the model's weights"
-    return f"it holds {', '.join(names[:5])}" if names else "it is empty"
+    if not names:
+        return "it is empty"
+    return f"it holds {', '.join(names[:5])}"
 
 
 def _check_links(directory: Path, concerned: Callable[[str], bool]) -> None:
@@ -249,28 +245,25 @@ def _check_links(directory: Path, concerned: Callable[[str], bool]) -> None:
     if directory.parent.name == "snapshots":
         allowed.append(directory.parent.parent / "blobs")
     for path in directory.iterdir():
+        if not path.is_symlink() or not concerned(path.name):
+            continue
         target = Path(os.path.realpath(path))
-        if (
-            concerned(path.name)
-            and path.is_symlink()
-            and not any(target.is_relative_to(root) for root in allowed)
-        ):
-            raise _unusable(
-                "a symbolic link points outside of the directory", path, os.readlink(path)
-            )
+        if not any(target.is_relative_to(root) for root in allowed):
+            what = "a symbolic link points outside of the directory"
+            raise _unusable(what, path, os.readlink(path))
 
 
 def _check_not_sparse(weights: Tensors) -> None:
-    for file in sorted(
-        {piece.file for tensor in weights.tensors.values() for piece in tensor.slices}
-    ):
-        status = os.lstat(weights.root / file)
+    """Raise :class:`CheckpointUnusable` for a sparse file: it could make an import write terabytes of zeros."""
+    files: set[str] = set()
+    for tensor in weights.tensors.values():
+        files.update(stored.file for stored in tensor.slices)
+    for file in sorted(files):
+        path = weights.root / file
+        status = os.lstat(path)
         if is_sparse(status):
-            raise _unusable(
-                "this file is sparse: nearly all of it is unallocated",
-                weights.root / file,
-                f"{status.st_size} bytes",
-            )
+            what = "this file is sparse: nearly all of it is unallocated"
+            raise _unusable(what, path, f"{status.st_size} bytes")
 
 
 def _check_name_is_free(target: Path) -> None:
@@ -284,13 +277,14 @@ def _check_name_is_free(target: Path) -> None:
 
 
 def _check_step_order(run: Path, name: layout.CheckpointName) -> None:
-    """A run of training resumes from its newest checkpoint: weights alone may not become that."""
+    """Raise :class:`CheckpointUnusable` if the import would become the newest checkpoint of a training run.
+
+    The run resumes from its newest checkpoint, and weights alone would lose its optimizer state.
+    """
     newest = resume.newest(run) if run.is_dir() else None
-    if (
-        newest is None
-        or (newest.step, newest.epoch) > name
-        or not Summary.read(run / newest.name).has_optimizer
-    ):
+    if newest is None or (newest.step, newest.epoch) > name:
+        return
+    if not Summary.read(run / newest.name).has_optimizer:
         return
     raise CheckpointUnusable(
         "the imported weights would become the newest checkpoint of an existing training run",
@@ -301,21 +295,24 @@ def _check_step_order(run: Path, name: layout.CheckpointName) -> None:
 
 
 def _side_files(source: Path, directory: Path) -> dict[str, bytes]:
-    """Config, tokenizer and the like: from ``.hf_metadata`` where there is one, beside the weights, or above them."""
+    """Return config, tokenizer and the like: from ``.hf_metadata``, beside the weights, or in the directory above."""
     for place in (directory / layout.HF_METADATA, directory, source):
         if place.is_symlink() or not place.is_dir():
             continue
-        names = sorted(
-            path.name for path in place.iterdir() if is_side_file(path.name) and path.is_file()
-        )
-        if _CONFIG in names:
-            _check_links(place, lambda name: is_side_file(name) or name == layout.EXPORT_MANIFEST)
-            limits = dict.fromkeys(names, _MAX_SIDE_BYTES) | {_CONFIG: _MAX_CONFIG_BYTES}
-            files = {name: _content(place / name, limit) for name, limit in limits.items()}
-            if (export := find_export_manifest(place, follow_links=True)) is not None:
-                for name, content in files.items():
-                    export.check_bytes(name, content)
-            return files
+        names = [path.name for path in place.iterdir() if path.is_file()]
+        names = sorted(filter(is_side_file, names))
+        if _CONFIG not in names:
+            continue
+        _check_links(place, lambda name: is_side_file(name) or name == layout.EXPORT_MANIFEST)
+        files: dict[str, bytes] = {}
+        for name in names:
+            limit = _MAX_CONFIG_BYTES if name == _CONFIG else _MAX_SIDE_BYTES
+            files[name] = _content(place / name, limit)
+        export = find_export_manifest(place, follow_links=True)
+        if export is not None:
+            for name, content in files.items():
+                export.check_bytes(name, content)
+        return files
     return {}
 
 
@@ -325,7 +322,7 @@ def _content(path: Path, limit: int) -> bytes:
 
 
 def _recipe(source: Path) -> Iterator[tuple[str, bytes]]:
-    """The recipe that the other program kept, as it is, for people to look up."""
+    """Yield the recipe that the other program saved, unchanged, for reference."""
     path = source / layout.CONFIG
     if path.is_file() and not path.is_symlink() and path.stat().st_size <= _MAX_RECIPE_BYTES:
         yield layout.CONFIG, _content(path, _MAX_RECIPE_BYTES)
@@ -371,7 +368,7 @@ def _write(planned: Import, run: Path) -> Path:
 def _jobs(planned: Import) -> Iterator[FileJob]:
     for file in planned.plan.files:
         yield FileJob(
-            f"{MODEL}/{file.name}", list(_pieces(planned.weights, file)), MODEL, file.nbytes
+            f"{MODEL}/{file.name}", list(_chunks(planned.weights, file)), MODEL, file.nbytes
         )
     script = no_need_script().encode()
     beside = {
@@ -387,37 +384,40 @@ def _jobs(planned: Import) -> Iterator[FileJob]:
         yield FileJob(name, [Chunk(0, data)], nbytes=len(data))
 
 
-def _pieces(weights: Tensors, file: OutputFile) -> Iterator[Chunk]:
+def _chunks(weights: Tensors, file: OutputFile) -> Iterator[Chunk]:
+    """Yield the header and the tensors of a file. A tensor is read when its chunk is written."""
     yield Chunk(0, file.header)
+    path = f"{MODEL}/{file.name}"
     for tensor, start in file.placed():
-        entry = whole_tensor(
-            tensor.fqn, tensor.dtype, tensor.stored.shape, f"{MODEL}/{file.name}", start
-        )
+        entry = whole_tensor(tensor.fqn, tensor.dtype, tensor.stored.shape, path, start)
         yield Chunk(start, partial(_row_major, weights.root, tensor.stored), entry)
 
 
 def _row_major(root: Path, tensor: Tensor) -> memoryview:
-    """A tensor's bytes, compared with their digests where there are any: mapped where they are one slice, else put
-    together."""
+    """Return a tensor's bytes, compared with their digests if there are any. A tensor in one slice is mapped."""
     return whole_checked(root, tensor).reshape(-1).view("u1").data
 
 
 def _losses(planned: Import) -> dict[str, Any]:
-    """The entries of the source's losses.json that are finite numbers or null."""
-    found = {key: planned.losses.get(key) for key in ("train_loss", "val_loss")}
+    """Return the content of losses.json: the source's losses, null if they are not finite numbers."""
     return {
         "step": planned.name.step,
         "epoch": planned.name.epoch,
-        **{key: _finite(v) for key, v in found.items()},
+        "train_loss": _finite(planned.losses.get("train_loss")),
+        "val_loss": _finite(planned.losses.get("val_loss")),
     }
 
 
 def _finite(value: object) -> float | None:
-    try:
-        number = float(value) if isinstance(value, (int, float)) else math.nan
-    except OverflowError:
+    if not isinstance(value, int | float):
         return None
-    return number if math.isfinite(number) else None
+    try:
+        number = float(value)
+    except OverflowError:  # an integer of hundreds of digits
+        return None
+    if not math.isfinite(number):
+        return None
+    return number
 
 
 def _manifest(planned: Import, written: RankManifest) -> Manifest:

@@ -381,7 +381,7 @@ def test_a_failed_write_leaves_nothing(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device", "somewhere")
 
-    monkeypatch.setattr(import_checkpoint.commit, "seal", full)
+    monkeypatch.setattr(import_checkpoint.commit, "finalize", full)
     assert main(["import", str(source), str(tmp_path / "run")]) == 4
     assert "ENOSPC" in capsys.readouterr().err and not [*(tmp_path / "run").glob("*epoch*")]
 
