@@ -261,20 +261,31 @@ class _Source:
         # The files are those of the base that the adapters are in.
         adapted: Any = getattr(model, "get_base_model", None)
         model = adapted() if adapted is not None else model
-        now = {id(module): name for name, module in model.named_modules()}
         # A model with adapters has an empty layout: its checkpoints contain no experts, but its base is read with them.
         layout = replace(stored_layout(model), rows=self._layout.rows)
-        fqns = {stored: fqn for fqn, stored in self._layout.names.items()}
-        rows = {name: fqn for fqn, parts in layout.rows.items() for name in parts}
-        fillings: dict[str, Filling] = {}
         for name, (there, here) in self._resized.items():
             log_resized(name, there, here, self._new_rows)
+        fill_module(model, self._fillings(model, modules, layout), self._new_rows, layout)
+
+    def _fillings(
+        self, model: nn.Module, modules: Mapping[str, nn.Module], layout: StoredLayout
+    ) -> dict[str, Filling]:
+        """The stored tensors for the tensors of *model* that are left on this rank, by their names in *layout*."""
+        fqns = {stored: fqn for fqn, stored in self._layout.names.items()}
+        owners_of_rows: dict[str, str] = {}
+        for fqn, parts in layout.rows.items():
+            owners_of_rows.update(dict.fromkeys(parts, fqn))
+        # Adapters moved some modules into others, so that their names changed.
+        present_names = {id(module): name for name, module in model.named_modules()}
+        fillings: dict[str, Filling] = {}
         for name, stored in self._verdict.matches.items():
-            parent, _, key = rows.get(name, fqns.get(name, name)).rpartition(".")
+            former_fqn = owners_of_rows.get(name, fqns.get(name, name))
+            parent, _, key = former_fqn.rpartition(".")
             if parent not in modules:
                 continue
-            outer = now[id(modules[parent])]
-            fqn = f"{outer}.{key}" if outer else key
-            filled = name if name in rows else layout.name_of(fqn)
-            fillings[filled] = Filling(self._tensors, stored, name in self._verdict.resized)
-        fill_module(model, fillings, self._new_rows, layout)
+            present_parent = present_names[id(modules[parent])]
+            fqn = f"{present_parent}.{key}" if present_parent else key
+            target = name if name in owners_of_rows else layout.name_of(fqn)
+            is_resized = name in self._verdict.resized
+            fillings[target] = Filling(self._tensors, stored, is_resized)
+        return fillings

@@ -28,7 +28,7 @@ from automodel_ckpt.errors import Stopped
 from automodel_ckpt.models.vocabulary import check_token_ids, num_embeddings
 from automodel_ckpt.recipes.gradients import GradientAccumulation
 from automodel_ckpt.recipes.objective import Objective
-from automodel_ckpt.recipes.records import Control, StepResult, Validation
+from automodel_ckpt.recipes.records import BatchSize, Control, StepResult, Validation
 from automodel_ckpt.recipes.run_log import RunLog
 from automodel_ckpt.recipes.saves import Saves
 from automodel_ckpt.training.lr import current_rate
@@ -158,18 +158,27 @@ class TrainingLoop:
 
         None means that this rank received a stop request while it waited for the batch.
         """
-        micro_batches = batch.micro_batches if batch is not None else []
-        sizes = [self.objective.size_of(micro_batch) for micro_batch in micro_batches]
-        count = sum(size.count for size in sizes)
-        num_labels = sum(size.num_label_tokens for size in sizes)
-        num_tokens = sum(size.num_tokens for size in sizes)
-        if not self.layout.reports:
-            # Ranks that have the same rows (tensor or context parallel, stages) must count them once.
-            count = num_labels = num_tokens = 0
-        failed = self.checkpointer is not None and self.checkpointer.upload_failed
+        size = self._size_here(batch or _NO_BATCH)
+        save_failed = self.checkpointer is not None and self.checkpointer.upload_failed
+        # Before the flag is read: a signal from here on may be too late to prevent this step, and is logged as such.
         self.step_scheduler.enter_step()
         stop = batch is None or self.stop_request.wanted
-        return Control(count, num_labels, num_tokens, stop, failed).summed(self.layout.gloo_group)
+        control = Control(size.count, size.num_label_tokens, size.num_tokens, stop, save_failed)
+        return control.summed(self.layout.gloo_group)
+
+    def _size_here(self, batch: GlobalBatch) -> BatchSize:
+        """The size of this rank's part of *batch*; zero if another rank reports the same rows.
+
+        The ranks of a tensor or context parallel group, and all stages, have the same rows, which count once.
+        """
+        count, num_labels, num_tokens = 0, 0, 0
+        if self.layout.reports:
+            for micro_batch in batch.micro_batches:
+                size = self.objective.size_of(micro_batch)
+                count += size.count
+                num_labels += size.num_label_tokens
+                num_tokens += size.num_tokens
+        return BatchSize(count, num_labels, num_tokens)
 
     # ---------------------------------------------------------------- step
 
@@ -344,12 +353,8 @@ class TrainingLoop:
         except (IndexError, RuntimeError) as error:
             self.explain(error, batch)
             raise
-        count, num_labels = 0, 0
-        if self.layout.reports:
-            sizes = [self.objective.size_of(micro_batch) for micro_batch in batch.micro_batches]
-            count = sum(size.count for size in sizes)
-            num_labels = sum(size.num_label_tokens for size in sizes)
-        return loss if self.layout.reports_loss else 0.0, count, num_labels
+        size = self._size_here(batch)
+        return loss if self.layout.reports_loss else 0.0, size.count, size.num_label_tokens
 
     def validate_and_save(self, *, validate: bool, save: bool, last: bool = False) -> None:
         """Validate first, so that the checkpoint contains the validation of its own step, then save.

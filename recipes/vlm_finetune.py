@@ -90,7 +90,8 @@ class VLMFinetune(Recipe):
         """Build the ``dataloader.collate_fn`` section, else a collator for conversations with images."""
         section = self.config.dataloader.collate_fn
         if section is not None:
-            return build(section, processor=self.processor, tokenizer=self.processor.tokenizer)
+            tokenizer = self.processor.tokenizer
+            return build(section, processor=self.processor, tokenizer=tokenizer)
         ids = image_token_ids(self.model_config, self.processor)
         return ImageTextCollator(self.processor, ids, row_multiple(self.config, self.layout))
 
