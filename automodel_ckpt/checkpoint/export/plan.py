@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from automodel_ckpt.checkpoint import layout
@@ -142,12 +142,10 @@ def plan_files(
     cast_dtype: str | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     where: str = "",
-    file_name: Callable[[int, int], str] = numbered_file,
 ) -> tuple[tuple[OutputFile, ...], tuple[str, ...]]:
     """Return the files of an export, and warnings for the user. Needs names, dtypes and shapes, but no slices.
 
-    *file_name* returns the name of file I (from 1) of N. Raises :class:`CheckpointUnusable` if names or shapes are not
-    those of the base.
+    Raises :class:`CheckpointUnusable` if names or shapes are not those of the base.
     """
     warnings: list[str] = []
     stored = export_names(tensors, tied, maps, where, warnings)
@@ -162,7 +160,7 @@ def plan_files(
     groups = _group(exported, maps, max_file_bytes)
     files = []
     for number, group in enumerate(groups, start=1):
-        files.append(_output_file(group, file_name(number, len(groups))))
+        files.append(_output_file(group, numbered_file(number, len(groups))))
     return tuple(files), tuple(warnings)
 
 
