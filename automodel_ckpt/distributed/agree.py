@@ -1,8 +1,8 @@
-"""What the ranks of a group must know of each other: one object from all, one object to all, all or nothing.
+"""Collectives for control: gather and broadcast objects, sum numbers, and raise an error on all ranks or on none.
 
-Every function is a collective: each rank of the group calls it, in the same order. The group is a gloo group, so that
-nothing waits for a GPU. A group of one rank costs nothing, and neither does ``None``, which stands for it where no
-process group exists. Objects travel pickled: the ranks of one run trust each other.
+Each rank of the group must call each function, in the same order. The group is a gloo group, so that nothing waits
+for a GPU. None is a group of one rank without a process group. A group of one rank does not communicate. Objects are
+pickled: the ranks of one run trust each other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 0.005, 0.5
 
 
 def gather_objects(group: dist.ProcessGroup | None, value: T) -> list[T]:
-    """Every rank's ``value``, by rank in the group; the same list on all ranks."""
+    """The ``value`` of each rank, ordered by rank in the group; the list is equal on all ranks."""
     if size(group) == 1:
         return [value]
     gathered: list[Any] = [None] * size(group)
@@ -33,7 +33,7 @@ def gather_objects(group: dist.ProcessGroup | None, value: T) -> list[T]:
 
 
 def broadcast_object(group: dist.ProcessGroup | None, value: T, source: int = 0) -> T:
-    """``value`` of the rank ``source`` (its rank in the group); what the others pass is ignored."""
+    """The ``value`` of the rank ``source`` (its rank in the group); the values of other ranks are ignored."""
     if size(group) == 1:
         return value
     box: list[Any] = [value]
@@ -43,7 +43,7 @@ def broadcast_object(group: dist.ProcessGroup | None, value: T, source: int = 0)
 
 
 def sum_over_ranks(group: dist.ProcessGroup | None, *values: float) -> list[float]:
-    """The sums of a few numbers over the ranks, in float64 (exact for counts below 2**53); the same on all ranks."""
+    """The sums of numbers over the ranks in float64 (exact for counts below 2**53); equal on all ranks."""
     if size(group) == 1:
         return [float(value) for value in values]
     vector = torch.tensor(values, dtype=torch.float64)
@@ -53,17 +53,16 @@ def sum_over_ranks(group: dist.ProcessGroup | None, *values: float) -> list[floa
 
 
 def on_all_ranks(group: dist.ProcessGroup | None, holds: bool) -> bool:
-    """Whether *holds* is true on every rank; the same on all ranks."""
+    """Whether *holds* is true on every rank; equal on all ranks."""
     return sum_over_ranks(group, holds)[0] == size(group)
 
 
 def all_or_nothing(group: dist.ProcessGroup | None, error: BaseException | None) -> None:
-    """Return on all ranks when no rank passes an error; else raise on all.
+    """Raise an error on all ranks if any rank passes one; otherwise, return on all ranks.
 
-    What is raised is the error of the first failing rank: of its class where that is an :class:`AutomodelError`, else
-    an :class:`AutomodelError`; it names the rank, and the others that failed with their own reasons in a line each.
-    Its attribute ``rank`` (the first failing rank of the group) tells the failure's origin from its echoes. The origin
-    keeps the original exception as ``__cause__``.
+    The raised error has the class of the first failing rank's error if that is an :class:`AutomodelError`, otherwise
+    the class :class:`AutomodelError`. It names that rank, and the other failing ranks with their reasons. Its attribute
+    ``rank`` is the first failing rank of the group. On that rank, ``__cause__`` is the original exception.
     """
     if size(group) == 1:
         if error is not None:
@@ -100,10 +99,10 @@ def raise_on_all_ranks(
 
 
 def while_working(group: dist.ProcessGroup | None, work: Callable[[], T]) -> T:
-    """Call *work*, which may take any time, and return its value when every rank's is done.
+    """Call *work*, which may take longer than the group's timeout, and return its value when all ranks are done.
 
-    No collective waits for it, so that none runs into the group's timeout: the ranks meet every half second. What it
-    raises is raised here, when all are done, and on this rank only (see :func:`all_or_nothing`).
+    The ranks exchange their status at least every half second, so no collective waits long. An exception of *work* is
+    raised when all ranks are done, on this rank only.
     """
     if size(group) == 1:
         return work()
@@ -117,12 +116,12 @@ def while_working(group: dist.ProcessGroup | None, work: Callable[[], T]) -> T:
 
 
 def size(group: dist.ProcessGroup | None) -> int:
-    """How many ranks the group has."""
+    """The number of ranks of the group."""
     return 1 if group is None else dist.get_world_size(group)
 
 
 def _portable(error: BaseException) -> AutomodelError:
-    """The error as one that every rank can unpickle; a foreign exception becomes its message."""
+    """The error as an object that every rank can unpickle; an exception of another library becomes its message."""
     if isinstance(error, AutomodelError):
         bare = copy.copy(error)
         bare.__dict__ = {"problems": error.problems}
@@ -150,8 +149,11 @@ def _combined(failed: Mapping[int, AutomodelError], num_ranks: int) -> Automodel
 def _named(first: int, failed: Mapping[int, AutomodelError]) -> tuple[Problem, ...]:
     head, *rest = failed[first].problems
     named = Problem(f"rank {first}: {head.what}", head.where, head.value, head.hint)
-    others = [
-        f"rank {rank}: {error.problems[0].what}" for rank, error in failed.items() if rank != first
-    ]
-    also = [Problem("other ranks failed too", "; ".join(others), "", "")] if others else []
-    return (named, *rest, *also)
+    problems = [named, *rest]
+    others = []
+    for rank, error in failed.items():
+        if rank != first:
+            others.append(f"rank {rank}: {error.problems[0].what}")
+    if others:
+        problems.append(Problem("other ranks failed too", "; ".join(others), "", ""))
+    return tuple(problems)

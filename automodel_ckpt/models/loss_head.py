@@ -1,9 +1,9 @@
-"""The last layer and the loss in one, so that the logits of a whole micro-batch never exist.
+"""The output layer and the cross-entropy in one operation, so that the logits of a micro-batch never exist at once.
 
-Positions without a label are dropped before the layer; the others go through it and the cross-entropy in chunks, whose
-gradients are computed at once. At a vocabulary of 128k the logits would be the largest tensors of a training step.
-A layer that is more than a matrix (with an adapter on it) is asked for the logits of each chunk again in the backward
-pass.
+Positions without a label are removed before the layer. The others are computed in chunks: logits, loss, and gradients
+with respect to the layer and the hidden states. With a vocabulary of 128k, the logits would be the largest tensors of a
+training step. A layer that is not a single matrix (one with an adapter) computes the logits of each chunk again in the
+backward pass.
 """
 
 from __future__ import annotations
@@ -33,13 +33,11 @@ from automodel_ckpt.models.forward import (
 log = logging.getLogger("automodel_ckpt")
 
 CHUNK_ELEMENTS = 2**25
-"""Logits that exist at a time: 128 MiB in float32."""
+"""The number of logits in a chunk: 128 MiB in float32."""
 _FEW = 8
-"""Of an eighth of a chunk torch computes the loss alone: a function of one's own costs Python's time in each step."""
-
-
+"""Up to an eighth of a chunk, torch's own functions are used, which have less overhead in Python."""
 _SMALL = 2**18
-"""Logits that are all computed, with or without a label: picking out some costs Python's time in each step."""
+"""Up to this number, all logits are computed, because selecting labeled positions takes longer."""
 
 
 class ComputesLoss:
@@ -68,7 +66,7 @@ class ComputesLoss:
 
 
 class LossPass(AbstractContextManager["LossPass"]):
-    """A forward pass that computes a loss. A class, since a generator takes three times as long, in each step."""
+    """A context in which a model's forward pass computes a loss. A generator would take three times as long."""
 
     def __init__(
         self, head: ComputesLoss, positions: torch.Tensor | None, targets: torch.Tensor
@@ -88,7 +86,7 @@ class LossPass(AbstractContextManager["LossPass"]):
 
 
 _set_past_torch = object.__setattr__
-"""A module looks first whether a value is a parameter or a module, six times as long, twice in each step."""
+"""nn.Module's setattr first checks for parameters and modules, which takes six times as long."""
 
 
 class LossHead(ComputesLoss, nn.Linear):
@@ -96,15 +94,17 @@ class LossHead(ComputesLoss, nn.Linear):
 
     @classmethod
     def of(cls, layer: nn.Linear) -> LossHead:
-        """*layer* itself, made a loss head in place: wrappers and sharding go on to know it."""
+        """Make *layer* a loss head by changing its class, so that wrappers and sharding still refer to it."""
         layer.__class__ = cls
         assert isinstance(layer, LossHead)
         return layer
 
     @property
     def all_up_to(self) -> int:
-        """See :attr:`ComputesLoss.all_up_to`."""
-        return 0 if isinstance(self.weight, DTensor) else _SMALL // self.weight.shape[0]
+        """The number of positions up to which :meth:`computing_loss` takes all positions, labeled or not."""
+        if isinstance(self.weight, DTensor):
+            return 0
+        return _SMALL // self.weight.shape[0]
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Logits [..., V] of hidden states [..., H], or the loss: see :meth:`computing_loss`."""
@@ -122,30 +122,30 @@ class LossHead(ComputesLoss, nn.Linear):
     def _loss_in_parts(
         self, input: DTensor, positions: torch.Tensor, targets: torch.Tensor
     ) -> torch.Tensor:
-        """The loss where tensor parallel ranks have a part of the vocabulary each; the same on all of them."""
+        """The loss if tensor parallel ranks have different rows of the vocabulary; equal on all ranks. Collective."""
         mesh, weight = input.device_mesh, self.weight
         assert isinstance(weight, DTensor)
-        # Each rank's errors reach the hidden states through its own rows only.
-        hidden = (
-            input.to_local(grad_placements=[Partial()]).flatten(0, -2).index_select(0, positions)
-        )
+        # The gradient of a rank covers its rows of the vocabulary only, so the hidden states get partial sums.
+        local = input.to_local(grad_placements=[Partial()])
+        hidden = local.flatten(0, -2).index_select(0, positions)
         bias = self.bias.to_local() if isinstance(self.bias, DTensor) else None
         _, first = Shard.local_shard_size_and_offset(
             len(weight), mesh.size(), mesh.get_local_rank()
         )
-        part = VocabularyPart(mesh.get_group(), first, math.ceil(len(weight) / mesh.size()))
+        largest_part = math.ceil(len(weight) / mesh.size())
+        part = VocabularyPart(mesh.get_group(), first, largest_part)
         loss = linear_cross_entropy(hidden, weight.to_local(), bias, targets, part)
         return DTensor.from_local(loss, mesh, [Replicate()], run_check=False)
 
 
 class ModuleLossHead(ComputesLoss):
-    """Any other layer with a loss, such as a linear one with an adapter. :func:`_with_loss` joins it to their class."""
+    """A mixin that computes the loss of any other layer, such as a linear layer with an adapter."""
 
     _vocabulary = 1
 
     @classmethod
     def of(cls, layer: nn.Module, vocabulary: int) -> ModuleLossHead:
-        """*layer* itself, made a loss head in place; it gives the logits of *vocabulary* tokens."""
+        """Make *layer*, which returns logits of *vocabulary* tokens, a loss head by changing its class."""
         kind: Any = type(layer)
         layer.__class__ = _with_loss(kind)
         assert isinstance(layer, ModuleLossHead)
@@ -161,9 +161,8 @@ class ModuleLossHead(ComputesLoss):
         assert positions is not None
 
         def loss_of_chunk(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            return F.cross_entropy(
-                _widened(layer.forward(hidden, *args, **options)), labels, reduction="sum"
-            )
+            logits = _widened(layer.forward(hidden, *args, **options))
+            return F.cross_entropy(logits, labels, reduction="sum")
 
         hidden = input.flatten(0, -2).index_select(0, positions)
         size = math.ceil(CHUNK_ELEMENTS / self._vocabulary)
@@ -179,23 +178,23 @@ def _with_loss(layer_class: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class VocabularyPart:
-    """The rows of the output layer that a rank of *group* has, from the number *first*; none has more than *most*."""
+    """This rank's rows of the output layer, from row *first*. Each rank of *group* has at most *most* rows."""
 
     group: dist.ProcessGroup
     first: int
     most: int
 
     def largest(self, values: torch.Tensor) -> None:
-        """The largest of all ranks, in place."""
+        """Replace *values* by their maximum over all ranks."""
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
 
     def sum(self, values: torch.Tensor) -> None:
-        """The sum over all ranks, in place."""
+        """Replace *values* by their sum over all ranks."""
         dist.all_reduce(values, group=self.group)
 
 
 def _widened(logits: torch.Tensor) -> torch.Tensor:
-    """Logits in float32, or in float64 where they are: what a loss is computed in."""
+    """Logits in the dtype of the loss: float64 if they have it, otherwise float32."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
@@ -208,18 +207,16 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """Summed cross-entropy of ``hidden [N, H] @ weight [V, H].T + bias [V]`` for targets [N]; 0-dim, at least float32.
 
-    With *part* the weight and bias are those rows of the whole, and the loss is that of the whole: a collective.
+    With *part*, *weight* and *bias* are this rank's rows, and the loss is that of all rows. This is collective.
 
-    Like ``F.cross_entropy(F.linear(hidden, weight, bias).float(), targets, reduction="sum")`` but for the order of
-    additions, with no more than a chunk of the logits at a time. Under autocast the product is in its dtype.
+    Equal to ``F.cross_entropy(F.linear(hidden, weight, bias).float(), targets, reduction="sum")`` except for the order
+    of additions, with at most one chunk of logits in memory. With autocast, the product is computed in its dtype.
     """
     if torch.is_autocast_enabled(hidden.device.type):
+        # Cast here, so that the gradients are computed in the same dtype as the product.
         dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight, bias = (
-            hidden.to(dtype),
-            weight.to(dtype),
-            None if bias is None else bias.to(dtype),
-        )
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = bias.to(dtype) if bias is not None else None
     if part is None and _FEW * targets.shape[0] * weight.shape[0] <= CHUNK_ELEMENTS:
         return F.cross_entropy(_widened(F.linear(hidden, weight, bias)), targets, reduction="sum")
     loss: torch.Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
@@ -229,7 +226,7 @@ def linear_cross_entropy(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The gradients for a loss weight of 1 are computed with the loss; backward scales them."""
+    """Computes the gradients for a loss weight of 1 together with the loss; the backward pass scales them."""
 
     @staticmethod
     def forward(
@@ -243,10 +240,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         needed = ctx.needs_input_grad[:3] if with_gradients else (False, False, False)
         sums = ctx.gradients = _Gradients(hidden, weight, bias, needed)
-        loss = torch.zeros(
-            (), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device
-        )
-        size = math.ceil(CHUNK_ELEMENTS / (part.most if part is not None else weight.shape[0]))
+        loss_dtype = torch.promote_types(hidden.dtype, torch.float32)
+        loss = torch.zeros((), dtype=loss_dtype, device=hidden.device)
+        # All ranks need the same number of chunks, because each chunk is a collective.
+        num_rows = part.most if part is not None else weight.shape[0]
+        size = math.ceil(CHUNK_ELEMENTS / num_rows)
         for start in range(0, len(targets), size):
             chunk = hidden[start : start + size]
             errors = _widened(F.linear(chunk, weight, bias))
@@ -264,28 +262,29 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _losses_of(
     logits: torch.Tensor, labels: torch.Tensor, part: VocabularyPart | None
 ) -> torch.Tensor:
-    """The cross-entropy of each row of logits [n, V]: [n, 1]. In their memory they become the gradient with respect to
-    them, softmax minus one-hot."""
+    """The cross-entropy [n, 1] of logits [n, V]. Overwrites *logits* with their gradient: softmax minus one-hot."""
     largest = logits.amax(1, keepdim=True)
-    here, mine = torch.arange(len(labels), device=labels.device), labels
+    # The positions whose label is one of this rank's rows, and these rows.
+    positions, rows = torch.arange(len(labels), device=labels.device), labels
     if part is not None:
         part.largest(largest)
-        inside = (labels >= part.first) & (labels < part.first + logits.shape[1])
-        here, mine = here[inside], labels[inside] - part.first
-    wanted_and_total = torch.zeros(2, len(logits), 1, dtype=logits.dtype, device=logits.device)
-    wanted_and_total[0, here, 0] = logits[here, mine] - largest[here, 0]
+        is_here = (labels >= part.first) & (labels < part.first + logits.shape[1])
+        positions, rows = positions[is_here], labels[is_here] - part.first
+    # One tensor for the label's logit and the sum of exponentials, so that ranks exchange both at once.
+    sums = torch.zeros(2, len(logits), 1, dtype=logits.dtype, device=logits.device)
+    sums[0, positions, 0] = logits[positions, rows] - largest[positions, 0]
     exponentials = logits.sub_(largest).exp_()
-    wanted_and_total[1] = exponentials.sum(1, keepdim=True)
+    sums[1] = exponentials.sum(1, keepdim=True)
     if part is not None:
-        part.sum(wanted_and_total)
-    wanted, total = wanted_and_total.unbind()
+        part.sum(sums)
+    label_logits, total = sums.unbind()
     exponentials.div_(total)
-    exponentials[here, mine] -= 1
-    return total.log().sub_(wanted)
+    exponentials[positions, rows] -= 1
+    return total.log().sub_(label_logits)
 
 
 class _Gradients:
-    """Sums over the chunks, in float32 where the parameters are shorter; None for what needs no gradient."""
+    """The gradients of the inputs, summed over chunks in at least float32; None for inputs that need none."""
 
     def __init__(
         self,
@@ -296,12 +295,18 @@ class _Gradients:
     ) -> None:
         wide = torch.promote_types(weight.dtype, torch.float32)
         self.factor = weight
-        self.hidden = torch.empty_like(hidden) if needed[0] else None
-        self.weight = torch.zeros_like(weight, dtype=wide) if needed[1] else None
-        self.bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needed[2] else None
+        self.hidden: torch.Tensor | None = None
+        self.weight: torch.Tensor | None = None
+        self.bias: torch.Tensor | None = None
+        if needed[0]:
+            self.hidden = torch.empty_like(hidden)
+        if needed[1]:
+            self.weight = torch.zeros_like(weight, dtype=wide)
+        if needed[2] and bias is not None:
+            self.bias = torch.zeros_like(bias, dtype=wide)
 
     def add(self, start: int, part: torch.Tensor, errors: torch.Tensor) -> None:
-        """A chunk's *errors* [n, V] with respect to the logits of its *part* [n, H] of the hidden states."""
+        """Add a chunk: *errors* [n, V] are the gradient of its logits, *part* [n, H] its hidden states."""
         if self.hidden is not None:
             torch.mm(errors, self.factor, out=self.hidden[start : start + len(part)])
         if self.weight is not None:
@@ -313,12 +318,13 @@ class _Gradients:
             self.bias += errors.sum(0, dtype=self.bias.dtype)
 
     def scaled(self, loss_weight: torch.Tensor) -> list[torch.Tensor | None]:
-        """The gradients times *loss_weight*, in the types of what they belong to; the sums are used up by it."""
-        sums, dtype = (self.hidden, self.weight, self.bias), self.factor.dtype
-        return [
-            None if each is None else each.mul_(loss_weight.to(each.dtype)).to(dtype)
-            for each in sums
-        ]
+        """The gradients times *loss_weight*, in the dtype of the parameters. Call it once: it changes the sums."""
+        scaled: list[torch.Tensor | None] = []
+        for gradient in (self.hidden, self.weight, self.bias):
+            if gradient is not None:
+                gradient = gradient.mul_(loss_weight.to(gradient.dtype)).to(self.factor.dtype)
+            scaled.append(gradient)
+        return scaled
 
 
 def install_loss_head(
@@ -327,23 +333,21 @@ def install_loss_head(
     multiple: int = 1,
     device: torch.device | None = None,
 ) -> LossHead | ModuleLossHead | None:
-    """Make the model's output layer one that gives the loss, where it gives the logits as they are.
+    """Make the output layer of *model* compute the loss, if its output is the logits of the model.
 
-    None, with the model unchanged, where it has no such layer or does more to the logits (scales or caps them), which
-    a few tokens (a number of them divisible by *multiple*) through the model, on *device* (the layer's) and with
-    *options*, show.
+    Returns None, with the model unchanged, if there is no such layer, or if the model changes its output (scaled or
+    capped logits). This is found by a forward pass of a few tokens with *options*, on *device* (default: that of the
+    layer). *multiple* divides the number of tokens.
     """
     layer = _output_layer(model)
     weight = next(layer.parameters(), None) if layer is not None else None
-    if layer is None or weight is None or _is_cut_across(layer):
+    if layer is None or weight is None or _is_sharded_across(layer):
         log.info("computing the loss from full logits: %s has no single output layer", _name(model))
         return None
     tokens = torch.tensor([[1, 2, 3, 1] * multiple], device=device or weight.device)
+    why = "modifies its logits after the output layer"
     try:
-        vocabulary, why = (
-            _num_logits(model, layer, tokens, options),
-            "modifies its logits after the output layer",
-        )
+        vocabulary = _num_logits(model, layer, tokens, options)
     except Exception as error:
         log.debug("the model cannot be asked about its output layer", exc_info=True)
         reason = class_and_message(error)
@@ -352,7 +356,9 @@ def install_loss_head(
     if not vocabulary:
         log.info("computing the loss from full logits: %s %s", _name(model), why)
         return None
-    return LossHead.of(layer) if type(layer) is nn.Linear else ModuleLossHead.of(layer, vocabulary)
+    if type(layer) is nn.Linear:
+        return LossHead.of(layer)
+    return ModuleLossHead.of(layer, vocabulary)
 
 
 def _name(model: nn.Module) -> str:
@@ -360,32 +366,35 @@ def _name(model: nn.Module) -> str:
 
 
 def _output_layer(model: Any) -> nn.Module | None:
-    """The layer that makes logits; of one that peft trains as a whole the trained copy."""
+    """The layer that computes logits; if peft trains a copy of it, that copy."""
     layer: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     copies = getattr(layer, "modules_to_save", None)
-    return copies[layer.active_adapters[0]] if isinstance(copies, nn.ModuleDict) else layer
+    if isinstance(copies, nn.ModuleDict):
+        return copies[layer.active_adapters[0]]
+    return layer  # type: ignore[no-any-return]
 
 
-def _is_cut_across(layer: nn.Module) -> bool:
-    """Whether tensor parallel ranks have parts of the layer that are not rows of its weight (tokens)."""
-    cut = [
-        p
-        for p in layer.parameters()
-        if isinstance(p, DTensor) and "tp" in (p.device_mesh.mesh_dim_names or ())
-    ]
-    return any(
-        type(layer) is not nn.Linear or p.placements[-1] not in (Shard(0), Replicate()) for p in cut
-    )
+def _is_sharded_across(layer: nn.Module) -> bool:
+    """Whether tensor parallel ranks have parts of the layer other than rows of its weight (tokens)."""
+    for parameter in layer.parameters():
+        if not isinstance(parameter, DTensor):
+            continue
+        if "tp" not in (parameter.device_mesh.mesh_dim_names or ()):
+            continue
+        by_rows = parameter.placements[-1] in (Shard(0), Replicate())
+        if type(layer) is not nn.Linear or not by_rows:
+            return True
+    return False
 
 
 def _num_logits(
     model: nn.Module, layer: nn.Module, tokens: torch.Tensor, options: Mapping[str, Any]
 ) -> int:
-    """How many logits *layer* gives for a token; 0 where they are not the model's answer as they are."""
+    """The number of logits that *layer* computes per token; 0 if its output is not the logits of the model."""
     outputs: list[torch.Tensor] = []
 
     def look(module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        # Called here, where what is sharded is whole.
+        # The layer can be called again only here, while its sharded parameters are gathered.
         if type(layer) is nn.Linear or _equal_by_row(module.forward, inputs[0], output):
             outputs.append(output.clone())
 
@@ -396,15 +405,19 @@ def _num_logits(
     finally:
         hook.remove()
     logits = logits_of(output)
-    same = len(outputs) == 1 and logits.shape == outputs[0].shape
-    return logits.shape[-1] if same and torch.equal(logits, outputs[0].to(logits.dtype)) else 0
+    if len(outputs) != 1 or logits.shape != outputs[0].shape:
+        return 0
+    if not torch.equal(logits, outputs[0].to(logits.dtype)):
+        return 0
+    return logits.shape[-1]
 
 
 def _equal_by_row(
     forward: Callable[..., torch.Tensor], hidden: torch.Tensor, logits: torch.Tensor
 ) -> bool:
-    """Whether *forward* gives each position's logits by itself, whatever the others are."""
-    some, rows = forward(hidden.flatten(0, -2)[1:3]), logits.flatten(0, -2)[1:3]
+    """Whether *forward* computes the logits of each position independently of the other positions."""
+    some = forward(hidden.flatten(0, -2)[1:3])
+    rows = logits.flatten(0, -2)[1:3]
     return some.shape == rows.shape and torch.allclose(
         some.float(), rows.float(), rtol=1e-2, atol=1e-2
     )
