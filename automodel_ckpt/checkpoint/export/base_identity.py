@@ -44,11 +44,11 @@ class BaseIdentity:
 
     @property
     def digest(self) -> str:
-        """That of all files together, whatever the base is called."""
+        """One digest of all files. It does not depend on the base's name."""
         return combined_digest({name: record.digest for name, record in self.files.items()})
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return the identity as values for JSON."""
         files = {
             name: {"size": record.size, "digest": record.digest}
             for name, record in self.files.items()
@@ -62,7 +62,7 @@ class BaseIdentity:
 
 
 def combined_digest(digests: Mapping[str, str]) -> str:
-    """One digest of {file name: digest}."""
+    """Return one digest of {file name: digest}."""
     lines = "".join(f"{name} {digest}\n" for name, digest in sorted(digests.items()))
     return digest_of(lines.encode())
 
@@ -70,39 +70,37 @@ def combined_digest(digests: Mapping[str, str]) -> str:
 def identify_base(
     name: str, directory: Path, *, run: Path, cache: Path | None = None
 ) -> BaseIdentity:
-    """The identity of the base called *name* whose files lie in *directory*; digests are kept below *cache*.
+    """Return the identity of the base called *name*, whose files are in *directory*. Digests are stored in *cache*.
 
-    Raises :class:`RecipeError` where there are no weight files, or they cannot be read.
+    Raises :class:`RecipeError` if there are no weight files, or they cannot be read.
     """
     started = time.monotonic()
-    is_local = Path(name).expanduser().is_dir()
-    shown = os.path.realpath(directory) if is_local else name
-    relative = os.path.relpath(shown, os.path.realpath(run)) if is_local else None
+    relative = None
+    if Path(name).expanduser().is_dir():
+        name = os.path.realpath(directory)
+        relative = os.path.relpath(name, os.path.realpath(run))
+    cache_file = _cache_file(cache, directory)
     try:
         names = _weight_files(directory)
         stamps = {file: _stamp(directory / file) for file in names}
-        kept = _read_kept(_kept_file(cache, directory), stamps)
-        new = [file for file in names if file not in kept]
+        records = _cached_records(cache_file, stamps)
+        new = [file for file in names if file not in records]
+        paths = [Path(os.path.realpath(directory / file)) for file in new]
         with ThreadPoolExecutor(_NUM_THREADS, "base") as executor:
-            made = executor.map(
-                lambda file: file_record(Path(os.path.realpath(directory / file))), new
-            )
-            records = kept | dict(zip(new, made, strict=True))
+            records |= dict(zip(new, executor.map(file_record, paths), strict=True))
         if new:
-            _keep(_kept_file(cache, directory), stamps, records)
+            _store(cache_file, stamps, records)
     except OSError as error:
-        problem = os_problem(
-            error, "a file of the base model cannot be read", hint="download the base model again"
-        )
+        hint = "download the base model again"
+        problem = os_problem(error, "a file of the base model cannot be read", hint=hint)
         raise RecipeError.all_of([problem]) from error
     files = {file: records[file] for file in names}
-    return BaseIdentity(
-        shown, relative, files, time.monotonic() - started, sum(files[file].size for file in new)
-    )
+    num_bytes_read = sum(files[file].size for file in new)
+    return BaseIdentity(name, relative, files, time.monotonic() - started, num_bytes_read)
 
 
 def _weight_files(directory: Path) -> list[str]:
-    """config.json and the files that transformers reads the weights from."""
+    """Return config.json and the files from which transformers reads the weights. Raises :class:`RecipeError`."""
     for index in _INDEXES:
         if (directory / index).is_file():
             return ["config.json", index, *files_of_index(directory / index)]
@@ -138,33 +136,38 @@ def _stamp(path: Path) -> list[int]:
     return [status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
 
 
-def _kept_file(cache: Path | None, directory: Path) -> Path | None:
+def _cache_file(cache: Path | None, directory: Path) -> Path | None:
+    if cache is None:
+        return None
     name = xxhash.xxh3_128(os.fsencode(os.path.realpath(directory))).hexdigest()
-    return None if cache is None else cache / "base-digests" / f"{name}.json"
+    return cache / "base-digests" / f"{name}.json"
 
 
-def _read_kept(file: Path | None, stamps: Mapping[str, Sequence[int]]) -> dict[str, FileRecord]:
+def _cached_records(
+    file: Path | None, stamps: Mapping[str, Sequence[int]]
+) -> dict[str, FileRecord]:
+    """Return the stored digests of the files that have not changed since; none if they cannot be read."""
     if file is None:
         return {}
+    found: dict[str, FileRecord] = {}
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        kept = json.loads(file.read_bytes())
-        return {
-            name: FileRecord(stamps[name][0], str(entry["digest"]))
-            for name, entry in kept.items()
-            if name in stamps and entry["stamp"] == stamps[name]
-        }
+        for name, entry in json.loads(file.read_bytes()).items():
+            if name in stamps and entry["stamp"] == stamps[name]:
+                found[name] = FileRecord(stamps[name][0], str(entry["digest"]))
+        return found
     return {}
 
 
-def _keep(
+def _store(
     file: Path | None, stamps: Mapping[str, Sequence[int]], records: Mapping[str, FileRecord]
 ) -> None:
-    """Best effort: without a place to write to, the next start reads the base again."""
+    """Store the digests. If that fails, the next start reads the base again."""
     if file is None:
         return
     entries = {name: {"stamp": stamps[name], "digest": records[name].digest} for name in stamps}
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
+        # Renamed when it is complete: several ranks and runs write and read the same file.
         partial = file.with_name(f".{file.name}.{uuid.uuid4().hex}")
         partial.write_text(json.dumps(entries))
         partial.rename(file)
