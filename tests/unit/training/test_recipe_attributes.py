@@ -17,12 +17,18 @@ from automodel_ckpt.config.schema import (
     RecipeConfig,
     StepSchedulerConfig,
 )
+from automodel_ckpt.distributed.mesh import RankLayout
+from automodel_ckpt.distributed.mesh_sizes import Sizes
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes import recipe as recipe_module
 from automodel_ckpt.recipes.extension_checks import check_moved_methods
+from automodel_ckpt.recipes.gradients import GradientAccumulation
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.recipes.objective import Objective
+from automodel_ckpt.recipes.records import LossSum
 from automodel_ckpt.recipes.resume_overrides import RecipeOptions, compare_recipes
 from automodel_ckpt.recipes.saves import Saves
+from automodel_ckpt.recipes.trainable import Trainable
 from automodel_ckpt.recipes.vlm_finetune import VLMFinetune
 from automodel_ckpt.training.step_scheduler import Cadence, StepScheduler
 
@@ -262,3 +268,24 @@ def test_an_override_that_the_loaded_state_shows_to_have_no_effect_is_rejected(
         RecipeError, match=rf"--{key}\s[\s\S]*0.3; here was saved with 0.1[\s\S]*on_resume recipe"
     ):
         options.compare(at_step(0), names, Path("here"))
+
+
+def test_a_model_that_build_replaced_after_build_trainable_is_rejected() -> None:
+    replaced = recipe()
+    replaced.trainable = Trainable(torch.nn.Linear(2, 2))
+    replaced.model = torch.nn.Linear(2, 2)
+    with pytest.raises(RecipeError, match=r"replaces model[\s\S]*extend build_trainable"):
+        replaced._check_model()
+
+
+def test_metrics_are_summed_and_must_not_have_the_name_of_another_field_of_the_log() -> None:
+    nothing = cast(Any, None)
+    layout = RankLayout(0, Sizes(), 0, torch.device("cpu"), nothing)
+    objective = Objective(Trainable(torch.nn.Linear(2, 2)), layout, nothing)
+    gradients = GradientAccumulation(objective, layout, nothing)
+    loss = torch.zeros(())
+    one, other = (LossSum(loss, {"accuracy": torch.tensor(count)}) for count in (1, 3))
+    gradients._sum_metrics([one, other])
+    assert gradients.metrics == {"accuracy": 4.0}
+    with pytest.raises(RecipeError, match=r"another field of training\.jsonl[\s\S]*lr"):
+        gradients._sum_metrics([LossSum(loss, {"lr": loss})])
