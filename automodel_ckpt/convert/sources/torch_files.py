@@ -9,6 +9,7 @@ a plain training script, or of FSDP's full state dict has the model under such a
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import mmap
@@ -39,8 +40,8 @@ BIN_FILE = "pytorch_model.bin"
 BIN_INDEX = "pytorch_model.bin.index.json"
 _UNCHECKED = "these files are unchecked: there is no manifest with their digests"
 _MODEL_KEYS = ("state_dict", "model_state_dict", "model", "module", "model_state")
-# Prefixes that wrappers add to every name: DistributedDataParallel, torch.compile.
-_WRAPPER_PREFIXES = ("module.", "_orig_mod.")
+# Prefixes that wrappers add to every name: DistributedDataParallel, torch.compile, Lightning's strategy for DeepSpeed.
+_WRAPPER_PREFIXES = ("module.", "_orig_mod.", "_forward_module.")
 _MAX_DEPTH = 32
 # Slices of a tensor whose rows are apart from each other in the file.
 _MAX_SLICES = 1 << 16
@@ -50,7 +51,7 @@ _HEAD_BYTES = 512
 _PARTS = {
     "ds_version": (
         "a rank's file of DeepSpeed",
-        "run DeepSpeed's own zero_to_fp32.py in that directory, and use the files that it writes",
+        "name the directory that the files of all ranks are in, or the directory with the file `latest`",
     ),
     "checkpoint_version": (
         "a rank's file of Megatron-LM",
@@ -130,8 +131,7 @@ class TorchModel:
     def tensors_in(self, file: str) -> dict[str, Tensor]:
         """Return the tensors, as slices of *file*. Raises :class:`Fault` for one that is not in the file."""
         return {
-            fqn: Tensor(fqn, view.dtype, view.shape, tuple(self._slices(fqn, view, file)))
-            for fqn, view in self.views.items()
+            fqn: tensor_of_view(fqn, view, self._archive, file) for fqn, view in self.views.items()
         }
 
     def source(self, root: Path, directory: Path, file: str) -> Source:
@@ -146,22 +146,6 @@ class TorchModel:
             omitted=omitted,
             side_files=side_files,
         )
-
-    def _slices(self, fqn: str, view: StoredView, file: str) -> Iterator[Slice]:
-        """Split a tensor into the boxes that are contiguous in its storage."""
-        begin, _ = self._archive.storages[view.key]
-        itemsize = DTYPE_BITS[view.dtype] // 8
-        num_outer = _num_outer_dimensions(view)
-        outer, inner = view.shape[:num_outer], view.shape[num_outer:]
-        sizes = (*[1] * num_outer, *inner)
-        for index in itertools.product(*map(range, outer)):
-            element = view.offset
-            for position, stride in zip(index, view.strides, strict=False):
-                element += position * stride
-            offsets = (*index, *[0] * len(inner))
-            nbytes = nbytes_of(view.dtype, sizes)
-            start = begin + element * itemsize
-            yield Slice(fqn, view.dtype, offsets, sizes, file, start, nbytes)
 
 
 def is_torch_archive(head: bytes) -> bool:
@@ -178,6 +162,16 @@ def read_model(path: Path) -> TorchModel:
 
     Raises :class:`CheckpointUnusable` if the file is damaged, contains no model, or only a part of one.
     """
+    archive = read_archive(path)
+    with faults_of(path):
+        return _model_of(archive, path)
+
+
+def read_archive(path: Path) -> Archive:
+    """Describe the object in the file *path*, which is not a symbolic link.
+
+    Raises :class:`CheckpointUnusable` if the file is missing or damaged.
+    """
     try:
         descriptor = open_regular(path)
     except FileNotFoundError as error:
@@ -186,18 +180,25 @@ def read_model(path: Path) -> TorchModel:
         raise unusable("a file of weights cannot be read", path, error.strerror) from error
     try:
         with (
+            faults_of(path),
             mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as content,
             memoryview(content) as data,
         ):
-            archive = describe_archive(data)
-        return _model_of(archive, path)
+            return describe_archive(data)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def faults_of(path: Path) -> Iterator[None]:
+    """Raise any error in the block, other than CheckpointUnusable, as one that names the file *path*."""
+    try:
+        yield
     except CheckpointUnusable:
         raise
     except Exception as error:  # a damaged pickle makes the unpickler raise anything
         value = str(error) if isinstance(error, Fault) else repr(error)
         raise unusable("this file of torch.save cannot be read", path, value[:300]) from error
-    finally:
-        os.close(descriptor)
 
 
 def _model_of(archive: Archive, path: Path) -> TorchModel:
@@ -222,12 +223,12 @@ def _model_of(archive: Archive, path: Path) -> TorchModel:
     if not views:
         raise _no_model(path, "no tensors")
     for name, view in views.items():
-        _check_view(name, view, archive)
+        check_view(name, view, archive)
     num_all = len(set(map(id, views_in(value))))
     num_used = len(set(map(id, views.values())))
     if state_dict is not value:
         num_values += len(value) - 1
-    names = _plain_names(value, list(views))
+    names = plain_names(value, list(views))
     renamed = {names[name]: view for name, view in views.items()}
     if len(renamed) != len(views):
         renamed = views
@@ -260,7 +261,31 @@ def _leaves(mapping: dict[Any, Any], prefix: str = "", depth: int = 0) -> Iterat
             yield name, item
 
 
-def _check_view(name: str, view: StoredView, archive: Archive) -> None:
+def tensor_of_view(fqn: str, view: StoredView, archive: Archive, file: str) -> Tensor:
+    """Return a tensor as slices of *file*: the boxes of its elements that are contiguous in the storage.
+
+    The view must have passed :func:`check_view`.
+    """
+    return Tensor(fqn, view.dtype, view.shape, tuple(_slices(fqn, view, archive, file)))
+
+
+def _slices(fqn: str, view: StoredView, archive: Archive, file: str) -> Iterator[Slice]:
+    begin, _ = archive.storages[view.key]
+    itemsize = DTYPE_BITS[view.dtype] // 8
+    num_outer = _num_outer_dimensions(view)
+    outer, inner = view.shape[:num_outer], view.shape[num_outer:]
+    sizes = (*[1] * num_outer, *inner)
+    for index in itertools.product(*map(range, outer)):
+        element = view.offset
+        for position, stride in zip(index, view.strides, strict=False):
+            element += position * stride
+        offsets = (*index, *[0] * len(inner))
+        nbytes = nbytes_of(view.dtype, sizes)
+        start = begin + element * itemsize
+        yield Slice(fqn, view.dtype, offsets, sizes, file, start, nbytes)
+
+
+def check_view(name: str, view: StoredView, archive: Archive) -> None:
     """Raise :class:`Fault` unless the elements of *view* are in the storage that the archive has."""
     place = archive.storages.get(view.key)
     if place is None:
@@ -299,7 +324,7 @@ def _num_outer_dimensions(view: StoredView) -> int:
     return 0
 
 
-def _plain_names(value: dict[Any, Any], names: list[str]) -> dict[str, str]:
+def plain_names(value: dict[Any, Any], names: list[str]) -> dict[str, str]:
     """Return {name in the file: name in the model}: without the prefixes that wrappers and Lightning add."""
     prefix = ""
     rest = names
