@@ -59,6 +59,13 @@ class Format(ABC):
         Raises :class:`CheckpointUnusable` if the files are damaged or contradict each other.
         """
 
+    def parts(self, path: Path) -> frozenset[str]:
+        """Return the names of the subdirectories that :meth:`open` reads, so that they are not listed beside *path*.
+
+        Only a format whose subdirectories have a format when seen alone overrides this method. Never raises.
+        """
+        return frozenset()
+
     def stored_tensors(self, path: Path) -> StoredTensors:
         """Return all tensors in *path* for reading. By default these are the tensors of the model.
 

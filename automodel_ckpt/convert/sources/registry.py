@@ -7,6 +7,7 @@ from pathlib import Path
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.convert.sources.dcp import PyTorchDcp
+from automodel_ckpt.convert.sources.deepspeed import DeepSpeed
 from automodel_ckpt.convert.sources.files import names_in
 from automodel_ckpt.convert.sources.format import Format
 from automodel_ckpt.convert.sources.hugging_face import HuggingFaceFiles
@@ -37,6 +38,8 @@ FORMATS: tuple[Format, ...] = (
     # Directories. Megatron-Core's also contain .metadata, like those of PyTorch DCP.
     *MEGATRON,
     ADAPTER,
+    # A run of transformers' Trainer with DeepSpeed also has model.safetensors: these are the same weights, rounded.
+    DeepSpeed(),
     DCP,
     # Both are recognized by *.safetensors: first the one that looks into a header.
     HUGGING_FACE,
@@ -72,9 +75,10 @@ def detect(path: Path, *, follow_links: bool = False, readable_only: bool = Fals
 def formats_in(directory: Path) -> dict[str, Format]:
     """Return the readable formats of *directory* (``.``) and its subdirectories, by relative path; or of a file.
 
-    Symbolic links are not followed, and a checkpoint of this program is not an external format. Empty if no format is
-    recognized.
+    Symbolic links are not followed, and a checkpoint of this program is not an external format. A subdirectory that is
+    a part of what *directory* itself contains is not listed again. Empty if no format is recognized.
     """
+    parts: frozenset[str] = frozenset()
     found: dict[str, Format] = {}
     if directory.is_file():
         known = detect(directory, follow_links=True, readable_only=True)
@@ -86,6 +90,9 @@ def formats_in(directory: Path) -> dict[str, Format]:
         if os.path.lexists(path / layout.MANIFEST):
             continue
         known = detect(path, readable_only=True)
-        if known is not None:
-            found[name] = known
+        if known is None or name in parts:
+            continue
+        found[name] = known
+        if name == ".":
+            parts = known.parts(directory)
     return found

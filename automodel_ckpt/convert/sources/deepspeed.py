@@ -1,0 +1,550 @@
+"""Weights in checkpoints of DeepSpeed: ZeRO stages 1, 2 and 3, the weights of stage 0, and universal checkpoints.
+
+A run's directory has the file ``latest``, which names the directory of the newest save (its tag). With ZeRO, the
+float32 master weights are in the ranks' files of optimizer states (source: deepspeed/utils/zero_to_fp32.py, 0.19):
+
+* Stages 1 and 2: the parameters of a group are concatenated in the order of ``param_shapes``, padded at the end, and
+  each rank has a range of the result.
+* Stage 3: every parameter is padded and divided among the ranks, and each rank has the concatenation of its parts.
+
+Everything else of the model is in the files of model states: buffers, frozen parameters, names of tied parameters, and
+the weights in the dtype that computed them, which are used without files of optimizer states. DeepSpeed's conversion
+to a universal checkpoint writes a directory ``zero/`` with a file for each parameter.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.checkpoint.files.safe_open import read_safely
+from automodel_ckpt.checkpoint.slices import Slice, Tensor, tiling_fault
+from automodel_ckpt.checkpoint.sources.source import Source, unusable
+from automodel_ckpt.convert.sources.deepspeed_files import (
+    Partition,
+    RankFiles,
+    Shape,
+    StateFile,
+    check_partitions,
+    check_ranks,
+    is_tag_directory,
+    parallelism_error,
+    rank_files,
+    read_partition,
+)
+from automodel_ckpt.convert.sources.files import names_in
+from automodel_ckpt.convert.sources.flat_vector import FlatVector, Segment
+from automodel_ckpt.convert.sources.format import Format
+from automodel_ckpt.convert.sources.torch_files import plain_names
+from automodel_ckpt.convert.sources.torch_objects import StoredView
+from automodel_ckpt.errors import CheckpointUnusable
+
+LATEST = "latest"
+LATEST_UNIVERSAL = "latest_universal"
+_ZERO_DIRECTORY = "zero"
+_FP32_FILE = "fp32.pt"
+_MAX_TAG_BYTES = 1024
+_UNCHECKED = "these files are unchecked: there is no manifest with their digests"
+# What the files of model states contain beside the model, with its name for the user.
+_STATE_NAMES = {
+    "lr_scheduler": "learning-rate schedule (lr_scheduler)",
+    "data_sampler": "data position (data_sampler)",
+    "random_ltd": "schedule of random layer token drop (random_ltd)",
+    "optimizer": "optimizer state (optimizer)",
+}
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+_MODEL_KEYS = {
+    "module",
+    "buffer_names",
+    "param_shapes",
+    "frozen_param_shapes",
+    "frozen_param_fragments",
+    "shared_params",
+    "dp_world_size",
+    "mp_world_size",
+    "checkpoint_parallel_dimensions",
+    "universal_checkpoint_info",
+    "ds_config",
+    "ds_version",
+    "num_experts",
+    "ds_autoep_layers",
+}
+
+
+class DeepSpeed(Format):
+    """A run of DeepSpeed (``latest`` and the directories of tags), or the directory of one tag."""
+
+    name = "DeepSpeed"
+
+    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+        names = names_in(path)
+        if LATEST not in names and LATEST_UNIVERSAL not in names:
+            return is_tag_directory(path)
+        return is_tag_directory(path) or any(
+            is_tag_directory(path / name) for name in names if not (path / name).is_symlink()
+        )
+
+    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+        """Describe the model. Links are never followed: DeepSpeed writes all files to one directory."""
+        tag = _tag_directory(path)
+        files = rank_files(tag)
+        states = StateFile(tag, files.model[0])
+        _check_states(states)
+        model = _Model(states)
+        if os.path.lexists(tag / _ZERO_DIRECTORY):
+            _add_universal(model, tag)
+            _add_frozen(model, tag, files, _num_ranks(states, files))
+        else:
+            _add_parameters(model, tag, files)
+        _add_rest(model, files.is_partitioned)
+        side_files = path if (path / "config.json").is_file() else None
+        return model.source(tag, path, side_files)
+
+    def parts(self, path: Path) -> frozenset[str]:
+        try:
+            tag = _tag_directory(path)
+        except CheckpointUnusable:
+            return frozenset()
+        return frozenset() if tag == path else frozenset({tag.name})
+
+
+@dataclass(slots=True)
+class _Model:
+    """The model as far as it was described. *states* is rank 0's file of model states."""
+
+    states: StateFile
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=lambda: [_UNCHECKED])
+    omitted: list[str] = field(default_factory=list)
+
+    def add(self, tensor: Tensor) -> None:
+        """Add a tensor. Raises :class:`CheckpointUnusable` if its name is taken or its slices do not tile it."""
+        if tensor.fqn in self.tensors:
+            what = f"the parameter {tensor.fqn!r} is stored twice"
+            raise unusable(what, self.states.path, list(tensor.shape))
+        fault = tiling_fault([stored.box for stored in tensor.slices], tensor.shape)
+        if fault:
+            what = f"the slices of {tensor.fqn!r} do not make it up: {fault}"
+            raise unusable(what, self.states.path, list(tensor.shape))
+        self.tensors[tensor.fqn] = tensor
+
+    def source(self, root: Path, directory: Path, side_files: Path | None) -> Source:
+        """Return the description of the complete model, whose files are below *root*."""
+        shared = _shared(self.states)
+        tied = {
+            name: stored
+            for name, stored in shared.items()
+            if stored in self.tensors and name not in self.tensors
+        }
+        names = plain_names(self.states.value, [*self.tensors, *tied])
+        if len(set(names.values())) != len(names):
+            names = {name: name for name in names}
+        tensors: dict[str, Tensor] = {}
+        for fqn, tensor in self.tensors.items():
+            name = names[fqn]
+            slices = tuple(replace(stored, fqn=name) for stored in tensor.slices)
+            tensors[name] = Tensor(name, tensor.dtype, tensor.shape, slices)
+        if not tensors:
+            raise unusable("there are no tensors here", self.states.path, "no parameters")
+        omitted = (*self.omitted, *_omitted(self.states.value))
+        notes = self.notes
+        if omitted:
+            notes = [*notes, f"left out: {', '.join(omitted)}"]
+        return Source(
+            root,
+            directory,
+            tensors,
+            tied={names[name]: names[stored] for name, stored in tied.items()},
+            notes=tuple(notes),
+            omitted=omitted,
+            side_files=side_files,
+        )
+
+
+# ---------------------------------------------------------------- which directory
+
+
+def _tag_directory(path: Path) -> Path:
+    """Return the directory of the save that *path* is, or that its file ``latest`` names."""
+    if is_tag_directory(path):
+        return path
+    names = names_in(path)
+    pointer = LATEST if LATEST in names else LATEST_UNIVERSAL
+    try:
+        tag = read_safely(path, pointer, limit=_MAX_TAG_BYTES).decode().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise unusable("this file cannot be read", path / pointer, repr(error)[:200]) from error
+    # The tag is a name in this directory. Nothing outside of it is read.
+    if not tag.isprintable() or "/" in tag or tag in ("", ".", ".."):
+        raise unusable("this file does not name a directory beside it", path / pointer, tag[:200])
+    directory = path / tag
+    if directory.is_symlink() or not is_tag_directory(directory):
+        raise CheckpointUnusable(
+            "the directory that this file names has no files of DeepSpeed",
+            where=str(path / pointer),
+            value=tag,
+            hint="name the directory of another save, for example global_step100",
+        )
+    return directory
+
+
+def _check_states(states: StateFile) -> None:
+    """Raise :class:`CheckpointUnusable` if the model was divided by more than ZeRO, as far as its states tell."""
+    if not isinstance(states.value, dict):
+        kind = type(states.value).__name__
+        raise unusable("this file has no states of a model", states.path, kind)
+    states.mapping("module")
+    ranks = states.value.get("mp_world_size")
+    if type(ranks) is int and ranks > 1:
+        kind = f"tensor parallelism (mp_world_size {ranks})"
+        raise parallelism_error(states.path, kind, ranks)
+    if states.value.get("ds_autoep_layers"):
+        raise parallelism_error(states.path, "expert parallelism", "ds_autoep_layers")
+
+
+# ---------------------------------------------------------------- parameters
+
+
+def _add_parameters(model: _Model, tag: Path, files: RankFiles) -> None:
+    """Add the parameters that the optimizer trains: the master weights, if there are files with them."""
+    states = model.states
+    has_shapes = states.value.get("param_shapes") is not None
+    if not files.optimizer or not has_shapes:
+        if files.is_partitioned:
+            raise CheckpointUnusable(
+                "the files with the parameters are missing: with ZeRO stage 3, only they have them",
+                where=str(tag),
+                value="no *_optim_states.pt",
+                hint="copy the files *_optim_states.pt of all ranks into this directory",
+            )
+        model.notes.append(_why_module(has_shapes=has_shapes))
+        if files.optimizer:
+            model.omitted.append(_optimizer_text(len(files.optimizer)))
+        return
+    partitions: dict[int, Partition] = {}
+    for rank, name in sorted(files.optimizer.items()):
+        partitions[rank] = read_partition(tag, name)
+    check_partitions(partitions, tag)
+    _check_stage(partitions[0], files, tag)
+    _check_num_ranks(states, len(partitions))
+    groups = _param_shapes(states)
+    if partitions[0].stage == 3:
+        _add_divided(model, groups, partitions)
+        _add_frozen(model, tag, files, len(partitions))
+    else:
+        _add_concatenated(model, groups, partitions)
+        _add_frozen(model, tag, files, 1)
+    model.omitted.append(_optimizer_text(len(partitions)))
+    model.notes.append(
+        f"the weights are the optimizer's master weights, from the files of {len(partitions)} ranks"
+    )
+
+
+def _why_module(*, has_shapes: bool) -> str:
+    if has_shapes:
+        reason = "there are no files with the optimizer's master weights (*_optim_states.pt)"
+    else:
+        reason = "the run did not use ZeRO"
+    return f"the weights are those that computed the model (module): {reason}"
+
+
+def _optimizer_text(num_ranks: int) -> str:
+    return f"optimizer state of {num_ranks} ranks (moments, steps, loss scale)"
+
+
+def _check_stage(partition: Partition, files: RankFiles, tag: Path) -> None:
+    if (partition.stage == 3) != files.is_partitioned:
+        what = "the files of the optimizer's and the model's states are of different stages of ZeRO"
+        raise unusable(what, tag, f"stage {partition.stage} in {partition.file.name}")
+
+
+def _check_num_ranks(states: StateFile, num_ranks: int) -> None:
+    """Compare the number of data-parallel ranks that saved with that of the parts.
+
+    Ranks that share a sequence count as one in ``dp_world_size``, so that it may be a divisor.
+    """
+    stated = states.value.get("dp_world_size")
+    if type(stated) is int and (stated < 1 or num_ranks % stated):
+        what = f"the parameters are divided among {num_ranks} ranks, and the model's states are of another number"
+        raise unusable(what, states.path, f"dp_world_size {stated}")
+
+
+def _num_ranks(states: StateFile, files: RankFiles) -> int:
+    """Return the number of ranks among which frozen parameters are divided, in a universal checkpoint."""
+    if not files.is_partitioned:
+        return 1
+    stated = states.value.get("dp_world_size")
+    return stated if type(stated) is int and stated > 0 else len(files.model)
+
+
+def _param_shapes(states: StateFile) -> list[dict[str, Shape]]:
+    value = states.value.get("param_shapes")
+    if not isinstance(value, (list, tuple)):
+        raise unusable("the shapes of the parameters are missing", states.path, "param_shapes")
+    return [dict(states.shapes(group)) for group in value]
+
+
+def _add_concatenated(
+    model: _Model, groups: list[dict[str, Shape]], partitions: Mapping[int, Partition]
+) -> None:
+    """Add the parameters of ZeRO stages 1 and 2: each rank has a range of a group's concatenated parameters."""
+    first = partitions[0]
+    if len(groups) != len(first.segments):
+        what = f"the model has {len(groups)} groups of parameters, the optimizer another number"
+        raise unusable(what, first.file.path, len(first.segments))
+    for index, shapes in enumerate(groups):
+        vector = FlatVector([partitions[rank].segments[index] for rank in sorted(partitions)])
+        paddings = _group_paddings(first, index, len(shapes))
+        begins: dict[str, int] = {}
+        position = 0
+        for (fqn, shape), padding in zip(shapes.items(), paddings, strict=True):
+            begins[fqn] = position
+            position += math.prod(shape) + padding
+        # The vector is padded to twice the number of ranks, and that padding is stored only in part.
+        unit = 2 * len(partitions)
+        is_complete = vector.num_elements >= position
+        if not is_complete or _aligned(vector.num_elements, unit) != _aligned(position, unit):
+            what = f"the ranks' parts of group {index} do not have the size of its parameters"
+            value = f"{vector.num_elements} elements, not {position}"
+            raise unusable(what, first.file.path.parent, value)
+        _check_addresses(index, shapes, begins, partitions)
+        for fqn, shape in shapes.items():
+            _add_from(model, fqn, shape, {0: vector}, begins[fqn], math.prod(shape))
+
+
+def _group_paddings(partition: Partition, index: int, num_parameters: int) -> tuple[int, ...]:
+    if partition.paddings is None:
+        return (0,) * num_parameters
+    found = partition.paddings[index] if index < len(partition.paddings) else ()
+    if len(found) != num_parameters:
+        what = f"group {index} has {num_parameters} parameters, and another number of paddings"
+        raise unusable(what, partition.file.path, len(found))
+    return found
+
+
+def _aligned(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
+
+
+def _check_addresses(
+    index: int,
+    shapes: Mapping[str, Shape],
+    begins: Mapping[str, int],
+    partitions: Mapping[int, Partition],
+) -> None:
+    """Compare the places of the parameters with those that each rank's file states.
+
+    This finds files under the name of another rank, whose sizes are the same.
+    """
+    rank_begin = 0
+    for rank in sorted(partitions):
+        partition = partitions[rank]
+        rank_end = rank_begin + partition.segments[index].num_elements
+        addresses = partition.addresses[index] if index < len(partition.addresses) else {}
+        for fqn, stated in addresses.items():
+            if fqn not in shapes:
+                what = "a rank's file has a parameter that the model's states do not have"
+                raise unusable(what, partition.file.path, repr(fqn)[:200])
+            begin = max(begins[fqn], rank_begin)
+            end = min(begins[fqn] + math.prod(shapes[fqn]), rank_end)
+            expected = (end - begin, begin - rank_begin)
+            if stated != expected:
+                what = f"the part of {fqn!r} is not where the model's states have it"
+                value = (
+                    f"{stated[0]} elements from {stated[1]}, not {expected[0]} from {expected[1]}"
+                )
+                raise unusable(what, partition.file.path, value)
+        rank_begin = rank_end
+
+
+def _add_divided(
+    model: _Model, groups: list[dict[str, Shape]], partitions: Mapping[int, Partition]
+) -> None:
+    """Add the parameters of ZeRO stage 3: each rank has a part of every parameter, all of the same size."""
+    num_ranks = len(partitions)
+    vectors = {rank: FlatVector(partition.segments) for rank, partition in partitions.items()}
+    position = 0
+    begins: dict[str, tuple[Shape, int]] = {}
+    for shapes in groups:
+        for fqn, shape in shapes.items():
+            if fqn in begins:
+                raise unusable(f"the parameter {fqn!r} is in two groups", model.states.path, shape)
+            begins[fqn] = (shape, position)
+            position += -(-math.prod(shape) // num_ranks)
+    for rank, vector in vectors.items():
+        if vector.num_elements != position:
+            what = "a rank's part does not have the size of its share of the parameters"
+            value = f"{vector.num_elements} elements, not {position}"
+            raise unusable(what, partitions[rank].file.path, value)
+    for fqn, (shape, begin) in begins.items():
+        share = -(-math.prod(shape) // num_ranks)
+        _add_from(model, fqn, shape, vectors, begin, share)
+
+
+def _add_from(
+    model: _Model,
+    fqn: str,
+    shape: Shape,
+    vectors: Mapping[int, FlatVector],
+    position: int,
+    share: int,
+) -> None:
+    """Add a parameter that is divided among *vectors*, *share* elements in each, from *position* on.
+
+    The end of the last parts is padding.
+    """
+    num_elements = math.prod(shape)
+    slices: list[Slice] = []
+    for rank in sorted(vectors):
+        first = min(rank * share, num_elements)
+        last = min(first + share, num_elements)
+        if first < last:
+            slices.extend(vectors[rank].slices(fqn, shape, range(first, last), position))
+    dtype = vectors[min(vectors)].dtype
+    model.add(Tensor(fqn, dtype, shape, tuple(slices)))
+
+
+# ---------------------------------------------------------------- frozen parameters, buffers, tied names
+
+
+def _add_frozen(model: _Model, tag: Path, files: RankFiles, num_ranks: int) -> None:
+    """Add the parameters that the optimizer does not train. With stage 3, each rank's states have a part of them."""
+    states = model.states
+    fragments = states.optional_mapping("frozen_param_fragments")
+    shapes = dict(states.shapes(states.optional_mapping("frozen_param_shapes")))
+    if not shapes:
+        return
+    if not files.is_partitioned:
+        for fqn, shape in shapes.items():
+            view = fragments.get(fqn)
+            if not isinstance(view, StoredView) or view.shape != shape:
+                what = f"the frozen parameter {fqn!r} does not have its shape"
+                raise unusable(what, states.path, f"{view!r:.100}, not {list(shape)}")
+            model.add(states.tensor(fqn, view))
+        return
+    check_ranks(files.model, num_ranks, tag)
+    parts = {0: fragments}
+    ranks = {0: states}
+    for rank in range(1, num_ranks):
+        ranks[rank] = StateFile(tag, files.model[rank])
+        parts[rank] = ranks[rank].mapping("frozen_param_fragments")
+    for fqn, shape in shapes.items():
+        share = -(-math.prod(shape) // num_ranks)
+        vectors: dict[int, FlatVector] = {}
+        for rank, file in ranks.items():
+            segment = file.segment(f"the part of {fqn!r}", parts[rank].get(fqn))
+            _check_fragment(file, fqn, segment, share, vectors)
+            vectors[rank] = FlatVector([segment])
+        _add_from(model, fqn, shape, vectors, 0, share)
+
+
+def _check_fragment(
+    file: StateFile, fqn: str, segment: Segment, share: int, others: Mapping[int, FlatVector]
+) -> None:
+    if segment.num_elements != share:
+        what = f"the part of the frozen parameter {fqn!r} has another size"
+        raise unusable(what, file.path, f"{segment.num_elements} elements, not {share}")
+    for other in others.values():
+        if other.dtype != segment.dtype:
+            what = f"the parts of {fqn!r} have several dtypes"
+            raise unusable(what, file.path, f"{segment.dtype}, {other.dtype}")
+
+
+def _shared(states: StateFile) -> dict[str, str]:
+    """Return {name of a tied parameter: name of the parameter that has its data}."""
+    found: dict[str, str] = {}
+    for name, stored in states.optional_mapping("shared_params").items():
+        found[states.checked_name(name)] = states.checked_name(stored)
+    return found
+
+
+def _add_rest(model: _Model, is_partitioned: bool) -> None:
+    """Add what only ``module`` has: buffers, and the parameters whose data is nowhere else.
+
+    With *is_partitioned* (stage 3), parameters are empty there.
+    """
+    states = model.states
+    module = states.mapping("module")
+    buffers = states.value.get("buffer_names") or ()
+    shared = _shared(states)
+    for fqn, view in states.views(module):
+        stored = model.tensors.get(fqn)
+        is_tied = shared.get(fqn) in model.tensors or shared.get(fqn) in module
+        if stored is None and not is_tied:
+            is_buffer = isinstance(buffers, (list, tuple)) and fqn in buffers
+            if is_partitioned and not is_buffer and view.shape == (0,):
+                what = f"the data of the parameter {fqn!r} is missing"
+                raise unusable(what, states.path, "not in param_shapes or frozen_param_shapes")
+            model.add(states.tensor(fqn, view))
+        elif stored is not None and not is_partitioned and stored.shape != view.shape:
+            what = f"the shapes of {fqn!r} in param_shapes and module are different"
+            raise unusable(what, states.path, f"{list(stored.shape)}, {list(view.shape)}")
+
+
+# ---------------------------------------------------------------- universal checkpoints
+
+
+def _add_universal(model: _Model, tag: Path) -> None:
+    """Add the parameters of a universal checkpoint: ``zero/NAME/fp32.pt``.
+
+    The conversion also writes buffers there, as float32 whatever they were. They are taken from ``module``.
+    """
+    states = model.states
+    zero = tag / _ZERO_DIRECTORY
+    if zero.is_symlink() or not zero.is_dir():
+        raise unusable("this is not a directory of parameters", zero, "a link or a file")
+    names = set(names_in(zero))
+    for shapes in _param_shapes(states):
+        for fqn, shape in shapes.items():
+            if fqn not in names or (zero / fqn).is_symlink():
+                raise unusable(
+                    f"the file of the parameter {fqn!r} is missing", zero, "no such name"
+                )
+            model.add(_universal_tensor(zero / fqn, fqn, shape))
+    model.notes.append("the weights are the float32 weights of a universal checkpoint")
+    model.omitted.append("optimizer state (moments, steps) of each parameter")
+
+
+def _universal_tensor(directory: Path, fqn: str, shape: Shape) -> Tensor:
+    """Return a parameter: a tensor of its shape, or (converted from ZeRO stage 3) a flat one."""
+    file = StateFile(directory, _FP32_FILE)
+    path = f"{_ZERO_DIRECTORY}/{fqn}/{_FP32_FILE}"
+    value = file.value
+    view: Any = value.get("param") if isinstance(value, dict) else value
+    if not isinstance(view, StoredView):
+        raise unusable("this file has no tensor", file.path, type(view).__name__)
+    if view.shape == shape:
+        return file.tensor(fqn, view, path)
+    segment = file.segment(f"the parameter {fqn!r}", view)
+    if segment.num_elements != math.prod(shape):
+        what = f"the parameter {fqn!r} does not have its shape"
+        raise unusable(what, file.path, f"{segment.num_elements} elements, not {list(shape)}")
+    vector = FlatVector([replace(segment, file=path)])
+    elements = range(segment.num_elements)
+    return Tensor(fqn, segment.dtype, shape, tuple(vector.slices(fqn, shape, elements, 0)))
+
+
+# ---------------------------------------------------------------- what is left out
+
+
+def _omitted(value: Mapping[Any, Any]) -> Iterator[str]:
+    """Yield what the model's states contain beside the model, in words."""
+    for key, text in _STATE_NAMES.items():
+        if value.get(key) is not None:
+            yield text
+    counters: list[str] = []
+    for key in _COUNTERS:
+        number = value.get(key)
+        if type(number) is int:
+            counters.append(f"{key} {number}")
+    if counters:
+        yield f"counters ({', '.join(counters)})"
+    known = {*_STATE_NAMES, *_COUNTERS, *_MODEL_KEYS}
+    others = [str(key)[:40] for key in value if key not in known and isinstance(key, str)]
+    if others:
+        shown = ", ".join(name for name in others[:8] if name.isprintable())
+        yield f"entries that the training script added ({shown})"
