@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from automodel_ckpt.checkpoint import Manifest, commit, discover, layout
 from automodel_ckpt.checkpoint.discovery import classify
+from automodel_ckpt.checkpoint.export_manifest import export_problems as verify_export
 from automodel_ckpt.checkpoint.files import durable_file
 from automodel_ckpt.checkpoint.run import late_validations, links, verification_results
 from automodel_ckpt.checkpoint.run.lease import LOCK_FILE
@@ -1019,3 +1020,23 @@ def test_exports_count_in_the_forecast_only_where_they_are_made(tmp_path: Path) 
     )
     assert with_exports.export_bytes > 0 and without.export_bytes == 0
     assert with_exports.nbytes > without.nbytes
+
+
+def test_an_export_from_memory_has_all_tensors_and_verifies(tmp_path: Path) -> None:
+    options = {"save_consolidated": "every", "assets": {"model": AdapterFiles()}}
+    made = tiny.recipe()
+    exported = tiny.save(tmp_path, made, **options).path / "model/consolidated"
+    found = load_file(exported / "adapter_model.safetensors")
+    expected = {name: value for name, value in made.model.state_dict().items() if name != "head"}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert verify_export(exported) == []
+
+
+def test_a_recipe_that_disables_its_exports_makes_none(tmp_path: Path) -> None:
+    saver = tiny.checkpointer(tmp_path, save_consolidated="every", assets={"model": AdapterFiles()})
+    saver.disable_exports()
+    made = discover(tiny.recipe())
+    path = saver.save(made, step=1, epoch=0, config_yaml="", losses={}, progress={}).path
+    saver.close()
+    assert not (path / "model/consolidated").exists()

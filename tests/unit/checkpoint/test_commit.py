@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import fcntl
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -381,3 +385,45 @@ def test_the_page_cache_is_bypassed_where_the_file_system_allows_it(tmp_path: Pa
     assert direct.bypass_page_cache(descriptor, False) == is_supported
     assert not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT
     os.close(descriptor)
+
+
+def test_where_the_system_cannot_swap_two_directories_it_is_reported_and_nothing_is_moved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    assert commit.exchange(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "a" / "b").exists() and (tmp_path / "b" / "a").exists()
+    for library in (object(), SimpleNamespace(renameat2=fails_with(errno.EINVAL))):
+        monkeypatch.setattr(ctypes, "CDLL", lambda *_, library=library, **__: library)
+        assert not commit.exchange(tmp_path / "a", tmp_path / "b")
+        assert (tmp_path / "a" / "b").exists()
+    full = SimpleNamespace(renameat2=fails_with(errno.ENOSPC))
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: full)
+    with pytest.raises(OSError, match="No space left"):
+        commit.exchange(tmp_path / "a", tmp_path / "b")
+
+
+def fails_with(code: int) -> Callable[..., int]:
+    """A system call that fails with errno *code*."""
+
+    def call(*_: object) -> int:
+        ctypes.set_errno(code)
+        return -1
+
+    return call
+
+
+def test_a_direct_stream_knows_where_its_bytes_end(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    data = os.urandom(direct.BLOCK_BYTES + 1000)
+    with path.open("wb") as file:
+        stream = direct.DirectStream(file.fileno(), path)
+        position = 0
+        for nbytes in (700, direct.BLOCK_BYTES - 100, 400):
+            stream.write(memoryview(data)[position : position + nbytes], position)
+            position += nbytes
+            assert stream.end == position
+        stream.close(finish=True)
+    assert path.read_bytes() == data

@@ -13,13 +13,16 @@ from automodel_ckpt.checkpoint.commit import reserve
 from automodel_ckpt.checkpoint.digests import FileRecord, digest_of
 from automodel_ckpt.checkpoint.manifest import (
     FREE_BYTES,
+    MAX_DIMENSIONS,
     MAX_GROWTH,
+    MAX_INTEGER,
     Blob,
     Manifest,
     StateRecord,
     Summary,
     Tree,
     parsed_bytes,
+    sizes_of,
 )
 from automodel_ckpt.checkpoint.slices import Slice, Tensor
 from automodel_ckpt.checkpoint.writing.rank_manifest import (
@@ -266,3 +269,17 @@ def test_files_that_several_ranks_filled_are_read_again_and_have_to_be_full() ->
     ):
         with pytest.raises(CheckpointUnusable, match=what):
             Manifest.parse(replace(manifest, trees={"model": changed}).to_bytes(), WHERE)
+
+
+def test_a_shape_has_at_most_as_many_dimensions_as_readers_can_handle() -> None:
+    assert sizes_of([1] * MAX_DIMENSIONS) == (1,) * MAX_DIMENSIONS
+    with pytest.raises(ValueError, match=f"{MAX_DIMENSIONS + 1} dimensions"):
+        sizes_of([1] * (MAX_DIMENSIONS + 1))
+
+
+def test_a_count_of_more_than_64_bits_is_rejected_without_its_digits() -> None:
+    assert sizes_of([MAX_INTEGER]) == (MAX_INTEGER,)
+    for value, shown in ((MAX_INTEGER + 1, "a value of type int"), ("x" * 500, "'xxx"), (-1, "")):
+        with pytest.raises(ValueError, match="is not a count") as caught:
+            sizes_of([value])
+        assert shown in str(caught.value) and len(str(caught.value)) < 150

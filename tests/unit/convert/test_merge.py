@@ -138,6 +138,17 @@ def test_the_merged_model_answers_as_base_and_adapter(kind: str, tmp_path: Path)
     assert main(["verify", "--deep", str(tmp_path / "epoch_0_step_1")]) == 0
 
 
+def test_a_tied_head_and_embedding_that_learned_different_changes_are_untied(
+    tmp_path: Path,
+) -> None:
+    lora = Lora(target_modules=["embed_tokens", "lm_head"], ensure_weight_tying=False)
+    adapted = make(tmp_path, TIED, lora)
+    assert export(tmp_path) == 0
+    model = load(tmp_path / "epoch_0_step_1" / "model" / "merged")
+    assert model.lm_head.weight is not model.get_input_embeddings().weight
+    assert_equal(model, adapted)
+
+
 def index(directory: Path) -> dict[str, str]:
     found: dict[str, str] = json.loads((directory / "model.safetensors.index.json").read_text())[
         "weight_map"
@@ -162,7 +173,9 @@ def test_more_tokens_than_the_base_has_are_merged_too_and_all_may_be_cast(tmp_pa
 
 def test_what_has_no_adapter_keeps_the_bases_bytes(tmp_path: Path) -> None:
     make(tmp_path, UNTIED, Lora(target_modules="q_proj"), dtype=torch.bfloat16)
+    (tmp_path / "base" / "tokenizer_config.json").write_text("{ }")
     assert export(tmp_path, "-o", str(tmp_path / "out")) == 0
+    assert (tmp_path / "out" / "tokenizer_config.json").read_text() == "{ }"
     before, after = (tensors(tmp_path / name) for name in ("base", "out"))
     assert {name for name in before if not torch.equal(before[name], after[name])} == {
         "model.layers.0.self_attn.q_proj.weight"
