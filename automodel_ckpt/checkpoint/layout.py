@@ -226,7 +226,7 @@ def distcp_file(directory: str, rank: int) -> str:
     return f"{directory}/__{rank}_0.distcp"
 
 
-def part_file(rank: int) -> str:
+def rank_manifest_file(rank: int) -> str:
     """Return the file of a rank's manifest, which rank 0 merges."""
     return f"{PARTS}/rank_{rank:05}.json"
 

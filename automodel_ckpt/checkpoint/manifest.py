@@ -24,7 +24,7 @@ from automodel_ckpt.checkpoint.files.safe_open import open_regular
 from automodel_ckpt.checkpoint.slices import (
     Slice,
     Tensor,
-    in_one_piece,
+    contiguous_slices,
     interleaving_fault,
     nbytes_of,
     tiling_fault,
@@ -226,7 +226,7 @@ class Manifest:
         for piece in tensor.slices:
             if piece.nbytes != nbytes_of(piece.dtype, piece.sizes):
                 return piece
-        for piece in in_one_piece(tensor):
+        for piece in contiguous_slices(tensor):
             if not self._is_in_file(piece):
                 return piece
         return None
@@ -237,7 +237,7 @@ class Manifest:
         for tree in self.trees.values():
             parts += [blob for blob in tree.objects.values() if blob.nbytes]
             for tensor in tree.stored:
-                parts += [piece for piece in in_one_piece(tensor) if piece.nbytes]
+                parts += [piece for piece in contiguous_slices(tensor) if piece.nbytes]
         parts.sort(key=lambda part: (part.file, part.start))
         for one, other in itertools.pairwise(parts):
             if one.file == other.file and one.start + one.nbytes > other.start:
@@ -253,7 +253,7 @@ class Manifest:
         slices_of: dict[str, list[Slice]] = {path: [] for path in sizes}
         for tree in self.trees.values():
             for tensor in tree.stored:
-                for piece in in_one_piece(tensor):
+                for piece in contiguous_slices(tensor):
                     if piece.nbytes and piece.file in slices_of:
                         slices_of[piece.file].append(piece)
         for path, pieces in slices_of.items():

@@ -160,7 +160,7 @@ def _row(row: int, shape: tuple[int, ...], first: int, last: int) -> Iterator[Bo
         yield Box((row, *box.offsets), (1, *box.sizes))
 
 
-def in_one_piece(tensor: Tensor) -> tuple[Slice, ...]:
+def contiguous_slices(tensor: Tensor) -> tuple[Slice, ...]:
     """Return the contiguous byte ranges of a tensor: its slices, or the whole tensor if they are interleaved."""
     if not any(piece.interleaved for piece in tensor.slices):
         return tensor.slices

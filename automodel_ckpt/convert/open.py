@@ -19,7 +19,7 @@ from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.export_manifest import ExportManifest
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.run import resume
-from automodel_ckpt.checkpoint.slices import in_one_piece
+from automodel_ckpt.checkpoint.slices import contiguous_slices
 from automodel_ckpt.checkpoint.sources.opening import (
     MODEL,
     check_finished,
@@ -166,7 +166,7 @@ def _modules_of(checkpoint: Path) -> dict[str, Tensors]:
         if name not in manifest.state or manifest.state[name].kind != "module":
             continue
         tensors = {
-            fqn: replace(tensor, slices=in_one_piece(tensor))
+            fqn: replace(tensor, slices=contiguous_slices(tensor))
             for fqn, tensor in tree.tensors.items()
         }
         modules[name] = Tensors(checkpoint, tensors, tree.tied)

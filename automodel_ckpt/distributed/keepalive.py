@@ -1,9 +1,9 @@
-"""Notices that another machine is gone without a word: its power, its network, the cable between.
+"""Detect that another node stopped responding: it lost power, or its network failed.
 
-A process that ends closes its connections, and the other ends see it. A machine that is cut off closes nothing, and
-ranks wait for it in a collective as long as one may take. So a rank of each machine holds a connection to one of
-machine 0 on which nothing is sent but the kernels' keep-alive probes. A kernel answers for a process that computes, is
-stopped or swapped out: only the machine itself, or the way to it, can be silent.
+A process that ends closes its connections, which the other ends notice. A node that is cut off closes nothing, and
+ranks wait for it in a collective until the timeout of collectives. Therefore one rank of each node keeps a connection
+to node 0 open, on which only the kernels' keep-alive probes are sent. The kernel answers also for a process that
+computes, is stopped or swapped out, so that silence means that the node itself or the network failed.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ CONNECT_SECONDS = 5.0
 NUMBER_BYTES = 16
 
 Lost = Callable[[int, float], None]
-"""Called with the rank at the other end and the seconds that its machine did not answer."""
+"""Called with the rank at the other end and the number of seconds that its node did not answer."""
 
 
 def silent_seconds() -> int:
-    """After so long a silence a machine is lost."""
+    """Return after how many seconds without an answer a node is reported."""
     return IDLE_SECONDS + PROBE_SECONDS * NUM_PROBES
 
 
 def listen() -> socket.socket:
-    """A socket for :func:`hold_all`, on a free port of all of this machine's addresses."""
+    """Open a socket for :func:`serve_connections`, on a free port of all addresses of this node."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", 0))
 
 
-def hold_all(listener: socket.socket, lost: Lost) -> None:
-    """Machine 0's end: hold the connections of all others, for ever."""
+def serve_connections(listener: socket.socket, lost: Lost) -> None:
+    """Keep the connections of all other nodes open, on node 0. Runs until the process ends."""
     selector = selectors.DefaultSelector()
     selector.register(listener, selectors.EVENT_READ)
     ranks: dict[socket.socket, int] = {}
@@ -43,31 +43,33 @@ def hold_all(listener: socket.socket, lost: Lost) -> None:
             assert isinstance(line, socket.socket)
             if line is listener:
                 selector.register(_accepted(listener), selectors.EVENT_READ)
-            elif not _is_held(line, ranks, lost):
+            elif not _read_event(line, ranks, lost):
                 selector.unregister(line)
                 line.close()
 
 
-def hold(address: tuple[str, int], rank: int, lost: Lost) -> None:
-    """The other machines' end, that of *rank*: hold a connection to *address* until either process ends. Does nothing
-    where there is no way there."""
+def keep_connection(address: tuple[str, int], rank: int, lost: Lost) -> None:
+    """Keep a connection of *rank* to node 0 at *address* open until either process ends.
+
+    Returns immediately if the address cannot be reached.
+    """
     try:
         line = socket.create_connection(address, CONNECT_SECONDS)
     except OSError:
         return
     with line:
-        _have_probed(line)
+        _enable_probes(line)
         line.sendall(str(rank).encode())
-        _is_held(line, {line: 0}, lost)
+        _read_event(line, {line: 0}, lost)
 
 
 def _accepted(listener: socket.socket) -> socket.socket:
     line, _ = listener.accept()
-    _have_probed(line)
+    _enable_probes(line)
     return line
 
 
-def _have_probed(line: socket.socket) -> None:
+def _enable_probes(line: socket.socket) -> None:
     line.settimeout(None)
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_SECONDS)
@@ -75,14 +77,17 @@ def _have_probed(line: socket.socket) -> None:
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, NUM_PROBES)
 
 
-def _is_held(line: socket.socket, ranks: dict[socket.socket, int], lost: Lost) -> bool:
-    """Read what has come: the other end's number, its end (a process that ended: others tell of that), or an error."""
+def _read_event(line: socket.socket, ranks: dict[socket.socket, int], lost: Lost) -> bool:
+    """Read what the other end sent: its rank, or nothing if its process ended. Returns whether the connection is open.
+
+    Other parts of the launcher report a process that ended. An error means that the node did not answer the probes.
+    """
     try:
-        told = line.recv(NUMBER_BYTES)
+        received = line.recv(NUMBER_BYTES)
     except OSError:
         if line in ranks:
             lost(ranks[line], silent_seconds())
         return False
-    if told.isdigit():
-        ranks[line] = int(told)
-    return bool(told)
+    if received.isdigit():
+        ranks[line] = int(received)
+    return bool(received)

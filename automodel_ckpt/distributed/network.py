@@ -1,7 +1,7 @@
-"""Which of this machine's addresses the other machines see: the standard library only, asked before torch connects.
+"""Find the address of this node that other nodes can reach. Uses the standard library only, before torch connects.
 
-On many machines the own name leads to 127.0.0.1 or 127.0.1.1 (Debian writes such a line into /etc/hosts). torch then
-does not know that it is the rendezvous' host, tells the others to meet at their own loopback, and gloo listens there.
+On many nodes the host name resolves to 127.0.0.1 or 127.0.1.1 (Debian writes such a line into /etc/hosts). torch then
+does not recognize that the node hosts the rendezvous, sends a loopback address to the others, and gloo listens there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SIOCGIFADDR = 0x8915  # an interface's IPv4 address (source: netdevice(7))
 
 
 def is_own_address(host: str) -> bool:
-    """Whether *host*, a name or an address, is this machine: whether one can listen there."""
+    """Whether *host*, a name or an address, is this node: whether a socket can be bound to it."""
     for family, kind, _, _, place in _resolved(host):
         with socket.socket(family, kind) as probe, contextlib.suppress(OSError):
             probe.bind((place[0], 0, *place[2:]))
@@ -28,13 +28,16 @@ def is_own_address(host: str) -> bool:
 
 
 def is_known(host: str) -> bool:
-    """Whether a name leads to an address."""
+    """Whether a host name resolves to an address."""
     return bool(_resolved(host))
 
 
 def hosts_unknowingly(endpoint: str) -> bool:
-    """Whether this machine has to serve the rendezvous at HOST:PORT and torch would not see it: the address is its own,
-    but its name leads to loopback only; and nobody serves there yet (of several launchers on it, one does)."""
+    """Whether this node has to host the rendezvous at HOST:PORT, and torch would not recognize it.
+
+    That is the case if the address is this node's, its host name resolves to loopback addresses only, and no other
+    launcher of this node serves the port yet.
+    """
     host, _, port = endpoint.rpartition(":")
     host = host.strip("[]")
     if is_loopback(host) or not is_loopback(socket.gethostname()) or not is_own_address(host):
@@ -47,7 +50,7 @@ def hosts_unknowingly(endpoint: str) -> bool:
 
 
 def address_towards(host: str) -> str | None:
-    """This machine's address on the way to *host*; None where there is no way. Nothing is sent."""
+    """Return the local address of the route to *host*; None if there is no route. Nothing is sent."""
     for family, _, _, _, place in _resolved(host):
         with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
             probe.connect((place[0], 9, *place[2:]))
@@ -57,7 +60,7 @@ def address_towards(host: str) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface with this address."""
+    """Return the name of the network interface with this address; None if there is none."""
     if ":" in address:
         return _interface_of_ipv6(address)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -70,7 +73,7 @@ def interface_of(address: str) -> str | None:
 
 
 def _interface_of_ipv6(address: str) -> str | None:
-    """From the kernel's table, a line for each address: 32 hexadecimal digits first, the interface's name last."""
+    """Look it up in the kernel's table, whose lines begin with 32 hexadecimal digits and end with the interface."""
     digits = f"{int(ipaddress.IPv6Address(address.partition('%')[0])):032x}"
     with contextlib.suppress(OSError), open("/proc/net/if_inet6") as table:
         return next((line.split()[-1] for line in table if line.startswith(digits)), None)
@@ -78,7 +81,7 @@ def _interface_of_ipv6(address: str) -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address leads only back to this machine's loopback; so does a name that leads nowhere."""
+    """Whether a name or an address resolves to loopback addresses only. True for a name without any address."""
     return all(
         ipaddress.ip_address(place[0].partition("%")[0]).is_loopback
         for *_, place in _resolved(host)
@@ -86,9 +89,10 @@ def is_loopback(host: str) -> bool:
 
 
 def let_gloo_be_found(environment: MutableMapping[str, str]) -> None:
-    """Have gloo listen where the other machines find it: on the interface towards MASTER_ADDR.
+    """Let gloo listen on the interface towards MASTER_ADDR, where the other nodes can reach it.
 
-    Nothing is done on a single machine, where the own name leads to an address of its own, or where the user chose.
+    Changes nothing on a single node, if the host name resolves to a reachable address, or if the user set
+    GLOO_SOCKET_IFNAME.
     """
     master = environment.get("MASTER_ADDR", "localhost")
     if (
@@ -104,8 +108,10 @@ def let_gloo_be_found(environment: MutableMapping[str, str]) -> None:
 
 
 def bound_silence(port: int, seconds: float) -> None:
-    """Have this process's connections to *port* of other machines fail when nothing comes back for so long, instead of
-    the quarter of an hour of the kernel. For connections of libraries, which do not set it."""
+    """Let this process's connections to *port* of other nodes fail if data is not acknowledged for that many seconds.
+
+    The kernel's default is a quarter of an hour. This is for connections of libraries, which do not set the option.
+    """
     for number in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):
             if not stat.S_ISSOCK(os.fstat(number).st_mode):

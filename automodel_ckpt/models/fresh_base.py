@@ -1,4 +1,4 @@
-"""A base model with fresh weights on disk, for adapters to be trained on: what ``from_pretrained`` needs of one."""
+"""Create a base model with fresh weights on disk, so that adapters can be trained without a pretrained model."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def make_base(
     seed: int,
     preprocessor: Any,
 ) -> bool:
-    """Have a Hugging Face directory of a model by *config*, its weights drawn from *seed*; returns whether it is new.
+    """Create a Hugging Face directory with a model of *config* and weights drawn from *seed*, unless it exists.
 
-    It appears whole or not at all. Raises :class:`RecipeError` where it cannot be written, or another model's files
-    stand there.
+    Returns whether it was created. The directory appears complete or not at all. Raises :class:`RecipeError` if it
+    cannot be written, or contains another model.
     """
     try:
         if directory.exists():
@@ -80,24 +80,24 @@ def _fill(
 
 
 def _check_is_same_base(directory: Path, config: PreTrainedConfig) -> None:
-    """The settings of a base that stands there already must be those of the recipe."""
+    """Raise :class:`RecipeError` unless an existing base has the settings of the recipe."""
     path = directory / "config.json"
     stored = json.loads(path.read_bytes()) if path.is_file() else {}
     wanted = json.loads(config.to_json_string(use_diff=False))
     defaults = json.loads(type(config)().to_json_string(use_diff=False))
     ignored = {"transformers_version", "architectures", "dtype", "torch_dtype", "_name_or_path"}
-    differ = [
-        key
-        for key in sorted({*stored, *wanted} - ignored)
-        if stored.get(key, defaults.get(key)) != wanted.get(key, defaults.get(key))
-    ]
+    differ: list[str] = []
+    for key in sorted({*stored, *wanted} - ignored):
+        # A file that another version of transformers wrote can lack keys with default values.
+        default = defaults.get(key)
+        if stored.get(key, default) != wanted.get(key, default):
+            differ.append(key)
     if not stored or differ:
+        reason = f"differs in {', '.join(differ[:5])}" if stored else "no config.json"
         raise RecipeError(
             "the directory of the base contains another model",
             where=_WHERE,
-            value=f"{directory} (differs in {', '.join(differ[:5])})"
-            if stored
-            else f"{directory} (no config.json)",
-            hint="name another directory; or, to train on what stands there, name it in model.from_pretrained "
+            value=f"{directory} ({reason})",
+            hint="name another directory; or, to train on that model, name it in model.from_pretrained "
             "and leave from_config and base_dir out",
         )

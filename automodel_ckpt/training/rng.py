@@ -17,8 +17,8 @@ class StatefulRNG:
     """Seeds python, numpy, torch's CPU and CUDA generators for *rank*, and saves and restores them.
 
     Ranks draw different numbers (dropout masks must differ), all derived from *seed*. The state holds tensors and
-    ints only, so that it is read back as plain data. *grid* is how the ranks share the work: which of them have to draw
-    alike depends on it.
+    ints only, so that it is read back as plain data. *grid* is how the ranks share the work: it decides which of them
+    have to draw the same numbers.
     """
 
     checkpoint_scope = "rank_rng"

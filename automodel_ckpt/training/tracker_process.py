@@ -54,7 +54,7 @@ class Tracking:
     ) -> None:
         run.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "automodel_ckpt.report.follow", str(run.absolute())]
-        # A session of its own: what kills the trainer's process group leaves it the time to send the rest.
+        # In a separate session, a signal to the trainer's process group leaves it time to send the rest.
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         assert self._process.stdin is not None
         self._pipe = self._process.stdin

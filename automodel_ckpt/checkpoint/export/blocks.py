@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from automodel_ckpt.checkpoint.export.plan import ExportTensor, OutputFile
-from automodel_ckpt.checkpoint.slices import Box, Slice, flat_index, in_one_piece, nbytes_of
+from automodel_ckpt.checkpoint.slices import Box, Slice, contiguous_slices, flat_index, nbytes_of
 
 BLOCK_BYTES = 2 << 20
 
@@ -147,7 +147,7 @@ class _Elements:
         self.stop = start + tensor.nbytes
         shape = tensor.stored.shape
         self._slices: list[_StoredSlice] = []
-        for stored in in_one_piece(tensor.stored):
+        for stored in contiguous_slices(tensor.stored):
             if stored.nbytes:
                 box = stored.box
                 first = flat_index(box.offsets, shape)

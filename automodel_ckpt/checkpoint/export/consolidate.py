@@ -82,12 +82,12 @@ def consolidate(
 
     *output* defaults to ``consolidated`` in the model's directory (a model that is Hugging Face files already is only
     checked then); *cast_dtype* is one of bf16, fp16, fp32, fp64 or a long name. *num_procs* greater than 1 forks: only
-    for a process without threads of its own. *log* gets a line for each warning and each kind of cast;
+    for a process without additional threads. *log* gets a line for each warning and each kind of cast;
     what *before_publishing* raises ends the export.
 
     Raises :class:`CheckpointUnusable` for a source that is damaged, incomplete or not what the base says,
     :class:`SaveFailed` where the output cannot be written, and :class:`RecipeError` for a wrong argument. In each case
-    nothing was written, and an earlier export stands as it was.
+    nothing was written, and an earlier export is unchanged.
     """
     started = time.monotonic()
     workers = _workers(num_procs, num_threads)

@@ -1,4 +1,4 @@
-"""The text of ``consolidate.sh``, which stands in the model's directory of a checkpoint."""
+"""The text of ``consolidate.sh``, which is stored in the model's directory of a checkpoint."""
 
 from __future__ import annotations
 

@@ -31,8 +31,10 @@ class Pickler(pickle.Pickler):
 
 
 def saved(value: Any) -> memoryview:
-    """The bytes of a file that holds *value*, in which
-    :func:`~automodel_ckpt.checkpoint.state.storable.check_safe` found nothing to refuse."""
+    """Return the content of a file with *value*.
+
+    Call :func:`~automodel_ckpt.checkpoint.state.storable.check_safe` before: it raises for values that cannot be read.
+    """
     buffer = io.BytesIO()
     torch.save(value, buffer, pickle_module=sys.modules[__name__])
     return buffer.getbuffer()

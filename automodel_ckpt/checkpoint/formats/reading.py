@@ -27,7 +27,7 @@ from automodel_ckpt.checkpoint.files import pickle_reader
 from automodel_ckpt.checkpoint.files.safe_open import open_safely, read_safely
 from automodel_ckpt.checkpoint.formats.planning import DTYPE_CODES, DTYPES
 from automodel_ckpt.checkpoint.manifest import Blob, Tree
-from automodel_ckpt.checkpoint.slices import Box, Slice, in_one_piece, nbytes_of, overlap
+from automodel_ckpt.checkpoint.slices import Box, Slice, contiguous_slices, nbytes_of, overlap
 from automodel_ckpt.errors import CheckpointUnusable
 
 _HINT = "use another checkpoint of this run (`ckpt ls`)"
@@ -68,7 +68,7 @@ def metadata_of(tree: Tree) -> Metadata:
     state: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     for fqn, tensor in tree.tensors.items():
         chunks: list[ChunkStorageMetadata] = []
-        for stored in in_one_piece(tensor):
+        for stored in contiguous_slices(tensor):
             chunk = ChunkStorageMetadata(torch.Size(stored.offsets), torch.Size(stored.sizes))
             chunks.append(chunk)
         properties = TensorProperties(dtype=DTYPES[tensor.dtype])
@@ -89,7 +89,7 @@ def read_tree(checkpoint: Path, tree: Tree, state_dict: dict[str, Any]) -> None:
     plan = planner.create_local_plan()
     slices: dict[SliceIndex, Slice] = {}
     for tensor in tree.tensors.values():
-        for stored in in_one_piece(tensor):
+        for stored in contiguous_slices(tensor):
             slices[stored.fqn, stored.offsets] = stored
     items = sorted(plan.items, key=lambda item: _position(item, slices, tree))
     with _Files(checkpoint) as files:

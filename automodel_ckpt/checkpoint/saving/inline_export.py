@@ -30,7 +30,7 @@ from automodel_ckpt.checkpoint.formats import hf
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
 from automodel_ckpt.checkpoint.manifest import Tree
 from automodel_ckpt.checkpoint.saving.side_files import Assets
-from automodel_ckpt.checkpoint.slices import Tensor, in_one_piece
+from automodel_ckpt.checkpoint.slices import Tensor, contiguous_slices
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps, maps_of
 from automodel_ckpt.checkpoint.sources.opening import open_checkpoint
 from automodel_ckpt.checkpoint.writing.jobs import run_all
@@ -125,7 +125,7 @@ def _headers(
 def _byte_ranges(directory: Path, tensors: Iterable[Tensor]) -> Iterator[Digested]:
     """The digest of each byte range that one rank wrote. Tensors with interleaved slices are read again."""
     for tensor in tensors:
-        for stored in in_one_piece(tensor):
+        for stored in contiguous_slices(tensor):
             if stored.nbytes == 0:
                 continue
             digest = stored.digest

@@ -53,7 +53,7 @@ def _write(save: Save, proposals: list[Proposal], planner: Planner) -> None:
     if planner.ranks.rank == 0:
         planner.write_common(save, written)
     # Last: a rank manifest on disk means that all files of its rank are durable.
-    commit.write_file(staging / layout.part_file(planner.ranks.rank), written.to_bytes())
+    commit.write_file(staging / layout.rank_manifest_file(planner.ranks.rank), written.to_bytes())
 
 
 def _publish(save: Save, planner: Planner) -> SaveReport:

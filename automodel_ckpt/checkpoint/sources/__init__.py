@@ -1,1 +1,1 @@
-"""What tensors there are, and where they stand, in whatever holds a model: described by slices, no tensor is read."""
+"""Descriptions of the tensors in a checkpoint, as slices of files. No tensor is read."""

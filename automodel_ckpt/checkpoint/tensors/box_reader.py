@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import open_safely
-from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor, in_one_piece, intersection
+from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor, contiguous_slices, intersection
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.tensors.float_cast import Array
@@ -64,7 +64,7 @@ class BoxReader:
         bits = DTYPE_BITS[tensor.dtype]
         self._dtype = f"<u{bits // 8}" if bits <= 64 else "<c16"
         self._maps: list[tuple[Slice, Array]] = []
-        for stored in in_one_piece(tensor):
+        for stored in contiguous_slices(tensor):
             if stored.nbytes:  # an empty range cannot be mapped
                 self._maps.append((stored, self._mapped(root, stored)))
 

@@ -101,7 +101,7 @@ def _parse_dcp_item(raw: Mapping[str, Any]) -> DcpItem:
 
 def rank_manifest_paths(staging: Path, num_ranks: int) -> list[Path]:
     """The paths of the rank manifests, in the order of the ranks."""
-    return [staging / layout.part_file(rank) for rank in range(num_ranks)]
+    return [staging / layout.rank_manifest_file(rank) for rank in range(num_ranks)]
 
 
 def read_rank_manifests(staging: Path, num_ranks: int) -> list[RankManifest]:

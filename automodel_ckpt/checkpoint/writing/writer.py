@@ -61,7 +61,7 @@ class Write:
         for jobs in self.jobs:
             run_all(pickle.loads(jobs), staging, self.written, memory.view(self.memory_bytes))
         commit.write_by_rename(
-            staging / layout.part_file(self.written.rank), self.written.to_bytes()
+            staging / layout.rank_manifest_file(self.written.rank), self.written.to_bytes()
         )
 
 

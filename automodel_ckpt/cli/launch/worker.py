@@ -55,7 +55,7 @@ from automodel_ckpt.cli.launch.failures import (
     second_signal_record,
     unreachable_node_record,
 )
-from automodel_ckpt.distributed.keepalive import hold, hold_all, listen
+from automodel_ckpt.distributed.keepalive import keep_connection, listen, serve_connections
 from automodel_ckpt.distributed.network import let_gloo_be_found
 from automodel_ckpt.distributed.stop import StoppedWaiting, StopRequest, stop_request
 from automodel_ckpt.errors import (
@@ -465,10 +465,10 @@ def _watch_nodes(failure_dir: FailureDirectory, attempt: int, rank: int) -> None
         listener = listen()
         while not channel.publish_keepalive(listener.getsockname()[1]):
             time.sleep(POLL_SECONDS)
-        hold_all(listener, report_unreachable)
+        serve_connections(listener, report_unreachable)
     while (address := channel.keepalive_address()) is None:
         time.sleep(POLL_SECONDS)
-    hold(address, rank, report_unreachable)
+    keep_connection(address, rank, report_unreachable)
 
 
 def _warn_suspended(processes: Mapping[int, int], rank: int, num_polls: Counter[int]) -> None:

@@ -158,7 +158,7 @@ class _Class:
 
 
 class _Function:
-    """A known function of a pickle, and what stands for it here."""
+    """A known function of a pickle, and its replacement."""
 
     def __init__(self, replacement: Callable[..., Any]) -> None:
         self.replacement = replacement
@@ -254,7 +254,7 @@ _KNOWN: dict[str, Any] = {
 
 
 class _Reader(RestrictedUnpickler):
-    # torch.save writes protocol 2 unless told otherwise; these are the data instructions of the protocols up to 5.
+    # torch.save writes protocol 2 by default; these are the data instructions of the protocols up to 5.
     # BYTEARRAY8 is missing: it allocates what a number in the program says.
     extra_opcodes = (
         "FRAME",
@@ -294,7 +294,7 @@ class _Reader(RestrictedUnpickler):
         return self.reject()
 
     def build(self, target: Any, state: Any) -> None:
-        # An OrderedDict (a state dict has _metadata) and a parameter may have attributes, which nobody needs.
+        # An OrderedDict (a state dict has _metadata) and a parameter may have attributes, which are not used.
         if type(target) is Opaque:
             target.state = state
         elif type(target) not in (dict, StoredView):

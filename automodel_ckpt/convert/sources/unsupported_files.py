@@ -1,6 +1,6 @@
 """Single files of other programs that are recognized by their first bytes, and not read. Imports no torch.
 
-Nothing is unpickled or unpacked. A .safetensors file is a format of its own (``safetensors_file.py``).
+Nothing is unpickled or unpacked. A .safetensors file is a separate format (``safetensors_file.py``).
 """
 
 from __future__ import annotations
