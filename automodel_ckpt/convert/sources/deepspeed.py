@@ -311,7 +311,7 @@ def _add_concatenated(
             what = f"the ranks' parts of group {index} do not have the size of its parameters"
             value = f"{vector.num_elements} elements, not {position}"
             raise unusable(what, first.file.path.parent, value)
-        _check_addresses(index, shapes, begins, partitions)
+        _check_addresses(index, shapes, partitions)
         for fqn, shape in shapes.items():
             _add_from(model, fqn, shape, {0: vector}, begins[fqn], math.prod(shape))
 
@@ -331,34 +331,37 @@ def _aligned(number: int, unit: int) -> int:
 
 
 def _check_addresses(
-    index: int,
-    shapes: Mapping[str, Shape],
-    begins: Mapping[str, int],
-    partitions: Mapping[int, Partition],
+    index: int, shapes: Mapping[str, Shape], partitions: Mapping[int, Partition]
 ) -> None:
-    """Compare the places of the parameters with those that each rank's file states.
+    """Check that the ranks' files, in this order, contain each parameter without a gap, as far as they state it.
 
-    This finds files under the name of another rank, whose sizes are the same.
+    This finds most files under the name of another rank, whose sizes are the same. Only the ranges of one parameter
+    are compared: with ``round_robin_gradients``, DeepSpeed states places in another order of the parameters than the
+    one that it stores, which is that of ``param_shapes``.
     """
+    begins: dict[str, int] = {}
+    ends: dict[str, int] = {}
     rank_begin = 0
     for rank in sorted(partitions):
         partition = partitions[rank]
-        rank_end = rank_begin + partition.segments[index].num_elements
         addresses = partition.addresses[index] if index < len(partition.addresses) else {}
-        for fqn, stated in addresses.items():
+        for fqn, (num_elements, start) in addresses.items():
+            begin = rank_begin + start
             if fqn not in shapes:
                 what = "a rank's file has a parameter that the model's states do not have"
                 raise unusable(what, partition.file.path, repr(fqn)[:200])
-            begin = max(begins[fqn], rank_begin)
-            end = min(begins[fqn] + math.prod(shapes[fqn]), rank_end)
-            expected = (end - begin, begin - rank_begin)
-            if stated != expected:
-                what = f"the part of {fqn!r} is not where the model's states have it"
-                value = (
-                    f"{stated[0]} elements from {stated[1]}, not {expected[0]} from {expected[1]}"
-                )
+            if ends.setdefault(fqn, begin) != begin:
+                what = f"the part of {fqn!r} does not continue that of the rank before"
+                value = f"element {begin} of group {index}, not {ends[fqn]}"
                 raise unusable(what, partition.file.path, value)
-        rank_begin = rank_end
+            begins.setdefault(fqn, begin)
+            ends[fqn] = begin + num_elements
+        rank_begin += partition.segments[index].num_elements
+    for fqn, end in ends.items():
+        if end - begins[fqn] != math.prod(shapes[fqn]):
+            what = f"the ranks do not have all of {fqn!r}"
+            value = f"{end - begins[fqn]} elements, not {math.prod(shapes[fqn])}"
+            raise unusable(what, partitions[0].file.path.parent, value)
 
 
 def _add_divided(

@@ -65,7 +65,7 @@ def error_of(path: Path) -> str:
 
 
 def test_there_are_files_of_each_stage_and_dtype_and_of_universal_checkpoints() -> None:
-    assert len(NAMES) == 8
+    assert len(NAMES) == 9
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -173,7 +173,7 @@ def without(pattern: str) -> Callable[[Path], None]:
         ("stage3-float32", without("*1_mp_rank_00_model_states.pt"), "files of 1 of 2 ranks"),
         ("stage2-float32", without("mp_rank_00_model_states.pt"), "model's states is missing"),
         ("stage2-bfloat16", truncate, "cannot be read"),
-        ("stage2-bfloat16", swap, "is not where the model's states have it"),
+        ("stage2-bfloat16", swap, "does not continue that of the rank before"),
         ("stage2-bfloat16", link, "symbolic link"),
         ("stage1-float32", touching("mp_rank_01_model_states.pt"), "tensor parallelism (mp_rank"),
         ("stage3-float32", touching("zero_pp_rank_0_mp_rank_01_optim_states.pt"), "tensor paral"),
@@ -375,6 +375,14 @@ def test_a_damaged_file_of_one_rank_is_an_error(
     }
     torch.save({"optimizer_state_dict": state | optimizer}, file)
     assert message in error_of(tag)
+
+
+def test_an_optimizer_for_bfloat16_that_states_no_stage_is_read(tmp_path: Path) -> None:
+    # DeepSpeed's BF16_Optimizer, which its own zero_to_fp32 does not read.
+    tag = write_zero(tmp_path / "tag", [{"a": torch.ones(4)}], stage=1, num_ranks=1)
+    state = {"partition_count": [1], "single_partition_of_fp32_groups": [torch.arange(4.0)]}
+    torch.save({"optimizer_state_dict": state}, tag / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    assert_equal(values(tag), {"a": torch.arange(4.0)})
 
 
 def test_paddings_between_parameters_are_skipped(tmp_path: Path) -> None:
