@@ -176,8 +176,8 @@ class InitFromConfig:
     """Initial weights of a new run, instead of the pretrained ones. A resumed run ignores this section."""
 
     path: str = setting(MISSING, NOT_EMPTY)
-    """A run directory, a checkpoint, a pointer (checkpoints/LATEST), a Hugging Face directory, a file of torch.save, or
-    a Hub name."""
+    """A run directory, a checkpoint, a pointer (checkpoints/LATEST), a Hugging Face directory, a file of torch.save, a
+    directory of another program (PyTorch DCP, DeepSpeed), or a Hub name."""
     allow_missing: list[str] = field(default_factory=list)
     """Glob patterns of the model's weights that may be missing in path; they keep their initial values."""
     allow_unexpected: list[str] = field(default_factory=list)
