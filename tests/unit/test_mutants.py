@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tools.mutants import __main__ as mutants
 from tools.mutants import trial
 from tools.mutants.__main__ import NO_DIFFERENCE, ROOT, reviewed
 from tools.mutants.operators import mutations
@@ -71,15 +72,35 @@ def test_a_noticed_change_is_killed_and_an_unnoticed_one_survives(tmp_path: Path
     )
     in_double, in_odd = mutations((tmp_path / "doubling.py").read_bytes())
     for mutation, tests, expected in (
-        (in_double, ["test_code.py"], "killed"),
-        (in_odd, ["test_code.py"], "survived"),
-        (in_odd, [], "not reached"),
+        (in_double, ["test_code.py"], trial.Result("killed", "test_code.py::test_it")),
+        (in_odd, ["test_code.py"], trial.Result("survived")),
+        (in_odd, [], trial.Result("not reached")),
     ):
         assert (
             trial.run(tmp_path, trial.Trial("doubling.py", mutation, tests), timeout_seconds=60)
             == expected
         )
     assert b"x + x" in (tmp_path / "doubling.py").read_bytes(), "the original is unchanged"
+
+
+def test_a_change_is_undecided_if_the_test_that_fails_does_so_with_unchanged_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mutants, "ROOT", tmp_path)
+    (tmp_path / "code.py").write_bytes(b"def one():\n    return 1 + 0\n")
+    (tmp_path / "test_it.py").write_text(
+        "def test_fails():\n    assert False\n\n\ndef test_passes():\n    pass\n"
+    )
+    (change,) = mutations((tmp_path / "code.py").read_bytes())
+    results = [
+        trial.Result("killed", "test_it.py::test_fails"),
+        trial.Result("killed", "test_it.py::test_passes"),
+        trial.Result("killed"),
+        trial.Result("survived"),
+    ]
+    trials = [trial.Trial("code.py", change, [])] * len(results)
+    outcomes = mutants._checked(trials, results, 60)
+    assert outcomes == ["undecided", "killed", "killed", "survived"]
 
 
 def test_the_copy_lacks_the_caches_of_the_repository_and_no_test_data(tmp_path: Path) -> None:
@@ -93,7 +114,7 @@ def test_the_copy_lacks_the_caches_of_the_repository_and_no_test_data(tmp_path: 
     )
     (change,) = mutations((tmp_path / "code.py").read_bytes())
     tried = trial.Trial("code.py", change, ["test_it.py::test_it"])
-    assert trial.run(tmp_path, tried, timeout_seconds=60) == "survived"
+    assert trial.run(tmp_path, tried, timeout_seconds=60).outcome == "survived"
 
 
 def test_a_change_that_makes_the_tests_hang_is_reported_as_timed_out(tmp_path: Path) -> None:
@@ -103,7 +124,7 @@ def test_a_change_that_makes_the_tests_hang_is_reported_as_timed_out(tmp_path: P
     )
     (change,) = mutations((tmp_path / "waits.py").read_bytes())
     tried = trial.Trial("waits.py", change, ["test_it.py::test_it"])
-    assert trial.run(tmp_path, tried, timeout_seconds=3) == "timed out"
+    assert trial.run(tmp_path, tried, timeout_seconds=3).outcome == "timed out"
 
 
 def test_a_recorded_test_that_no_longer_exists_kills_no_change(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from pathlib import Path
 from tools.mutants import trial
 from tools.mutants.operators import mutations
 from tools.mutants.recording import Reached, dump, load, record, without_removed_tests
-from tools.mutants.trial import Outcome, Trial
+from tools.mutants.trial import Outcome, Result, Trial
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {
@@ -70,7 +70,8 @@ def main(words: Sequence[str] | None = None) -> int:
         print(f"error: the tests of unchanged code {outcome}: they have to pass in a copy of it")
         return 1
     print(f"{len(trials)} mutations, {options.workers} at a time", flush=True)
-    outcomes = _run_all(trials, options.workers, options.timeout)
+    results = _run_all(trials, options.workers, options.timeout)
+    outcomes = _checked(trials, results, _UNCHANGED_TIMES_LONGER * options.timeout)
     _report(files, trials, outcomes, options.seed)
     return 0
 
@@ -163,29 +164,56 @@ def _unchanged_code(trials: Sequence[Trial], timeout_seconds: float) -> Outcome:
     """
     with_tests = [one for one in trials if one.tests]
     for one in with_tests[:5]:
-        nothing = replace(one.mutation, end=one.mutation.start, replacement="")
-        outcome = trial.run(ROOT, replace(one, mutation=nothing), timeout_seconds)
-        if outcome != "survived":
-            print(f"unchanged {one.path}: {outcome}, of {' '.join(one.tests)}", flush=True)
-            return outcome
+        result = trial.run(ROOT, _unchanged(one, one.tests), timeout_seconds)
+        if result.outcome != "survived":
+            print(f"unchanged {one.path}: {result}, of {' '.join(one.tests)}", flush=True)
+            return result.outcome
     return "survived"
 
 
-def _run_all(trials: Sequence[Trial], workers: int, timeout_seconds: float) -> list[Outcome]:
+def _unchanged(one: Trial, tests: Sequence[str]) -> Trial:
+    """Return a trial of *tests* that changes nothing."""
+    nothing = replace(one.mutation, end=one.mutation.start, replacement="")
+    return replace(one, mutation=nothing, tests=tests)
+
+
+def _checked(
+    trials: Sequence[Trial], results: Sequence[Result], timeout_seconds: float
+) -> list[Outcome]:
+    """Return the outcomes. Those of tests that fail with unchanged code too become "undecided"."""
+    passing = sorted({result.failed_test for result in results if result.failed_test is not None})
+    failing: set[str] = set()
+    while passing:
+        again = trial.run(ROOT, _unchanged(trials[0], passing), timeout_seconds)
+        if again.outcome == "survived":
+            break
+        if again.failed_test is None:
+            raise RuntimeError(f"the tests that failed cannot be run with unchanged code: {again}")
+        failing.add(again.failed_test)
+        passing.remove(again.failed_test)
+    outcomes: list[Outcome] = []
+    for result in results:
+        outcomes.append("undecided" if result.failed_test in failing else result.outcome)
+    return outcomes
+
+
+def _run_all(trials: Sequence[Trial], workers: int, timeout_seconds: float) -> list[Result]:
     done = 0
 
-    def run(one: Trial) -> Outcome:
+    def run(one: Trial) -> Result:
         nonlocal done
         started = time.monotonic()
-        outcome = trial.run(ROOT, one, timeout_seconds)
+        result = trial.run(ROOT, one, timeout_seconds)
         done += 1
         seconds = time.monotonic() - started
         count = f"[{done}/{len(trials)}]"
         print(
-            f"{count} {outcome:11} {seconds:5.0f} s  {one.place}  {one.mutation.description}",
+            f"{count} {result.outcome:11} {seconds:5.0f} s  {one.place}  {one.mutation.description}",
             flush=True,
         )
-        return outcome
+        if result.failed_test is not None:
+            print(f"    by {result.failed_test}", flush=True)
+        return result
 
     with ThreadPoolExecutor(workers) as pool:
         return list(pool.map(run, trials))

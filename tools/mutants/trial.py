@@ -16,12 +16,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tools.mutants.operators import Mutation
 
-Outcome = Literal["killed", "timed out", "survived", "not reached"]
-"""A mutation is noticed if it is *killed* (a test fails) or *timed out* (the tests do not end within the limit)."""
+Outcome = Literal["killed", "timed out", "survived", "not reached", "undecided"]
+"""A mutation is noticed if it is *killed* (a test fails) or *timed out* (the tests do not end within the limit).
+
+It is *undecided* if the test that failed fails with unchanged code too.
+"""
 
 _SLOW_LIBRARIES = ("torch", "transformers", "datasets", "peft", "numpy", "pytest")
 # Only at the top of the repository: tests/golden/runs is needed.
@@ -54,19 +57,27 @@ class Trial:
         return f"{self.path}:{self.mutation.line}"
 
 
+@dataclass(frozen=True)
+class Result:
+    """The outcome of a trial, and the id of the test that failed, if one did."""
+
+    outcome: Outcome
+    failed_test: str | None = None
+
+
 def import_slow_libraries() -> None:
     """Import once what every trial needs."""
     for name in _SLOW_LIBRARIES:
         importlib.import_module(name)
 
 
-def run(root: Path, trial: Trial, timeout_seconds: float) -> Outcome:
+def run(root: Path, trial: Trial, timeout_seconds: float) -> Result:
     """Run the tests of a trial with its mutation, for at most *timeout_seconds*.
 
     Raises LookupError if one of the tests does not exist, because pytest then runs none of them.
     """
     if not trial.tests:
-        return "not reached"
+        return Result("not reached")
     with tempfile.TemporaryDirectory(prefix="mutant-") as name:
         copy = Path(name) / "r"
         shutil.copytree(
@@ -85,11 +96,15 @@ def run(root: Path, trial: Trial, timeout_seconds: float) -> Outcome:
             _run_tests(copy, Path(name), trial.tests)
         code = _wait(child, timeout_seconds)
         output = (Path(name) / "output").read_text(errors="replace")
+        failed = Path(name) / "failed"
+        failed_tests = failed.read_text().splitlines() if failed.exists() else []
     if code is None:
-        return "timed out"
+        return Result("timed out")
     if code == _NO_SUCH_TEST and "ERROR: not found:" in output:
         raise LookupError(f"recorded tests do not exist: {output[-2000:]}")
-    return "survived" if code == 0 else "killed"
+    if code == 0:
+        return Result("survived")
+    return Result("killed", failed_tests[0] if failed_tests else None)
 
 
 def _ignored_in(root: Path) -> Callable[[str, list[str]], set[str]]:
@@ -121,9 +136,22 @@ def _run_tests(copy: Path, scratch: Path, tests: Sequence[str]) -> None:
         )
         import pytest
 
-        code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]))
+        arguments = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests]
+        code = int(pytest.main(arguments, [_FailedTests(scratch / "failed")]))
     finally:
         os._exit(code)
+
+
+class _FailedTests:
+    """A pytest plugin that writes the ids of the tests that fail to a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            with self._path.open("a") as file:
+                print(report.nodeid, file=file)
 
 
 def _wait(child: int, timeout_seconds: float) -> int | None:
