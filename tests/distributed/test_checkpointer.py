@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from automodel_ckpt.checkpoint import Manifest, discover
+from automodel_ckpt.checkpoint import Checkpointer, Manifest, discover
 from automodel_ckpt.checkpoint.files import durable_file
 from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed
@@ -340,3 +340,20 @@ def test_state_that_an_optimizer_makes_late_is_loaded_by_ranks_or_refused(tmp_pa
     assert not (tmp_path / "own/LATEST").exists()
     tiny.load(tmp_path / "run", alone := keeping("single", 1, late=False))
     assert alone.optimizer.state[alone.model.first.weight]["note"] == "late"
+
+
+def save_alone(root: Path) -> tuple[int, int]:
+    """Save with a group of this rank only; (number of ranks in the manifest, of the process group)."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    own = root / str(dist.get_rank())
+    saver = Checkpointer(own, group=groups[dist.get_rank()])
+    state = discover(tiny.recipe())
+    saver.save(state, step=1, epoch=0, config_yaml="", losses={}, progress={})
+    saver.close()
+    return Manifest.read(own / "LATEST").world_size, dist.get_world_size()
+
+
+def test_a_checkpointer_with_a_group_saves_for_the_ranks_of_this_group_only(
+    tmp_path: Path,
+) -> None:
+    assert ranks.run(save_alone, 2, tmp_path) == [(1, 2)] * 2
