@@ -760,3 +760,13 @@ class TakesLong:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return time.sleep, (20,)
+
+
+def test_waiting_returns_when_the_save_in_progress_is_published(saver: Saver) -> None:
+    saver.pause()
+    saver.save(1)
+    timer = threading.Timer(0.3, saver.go_on)
+    timer.start()
+    saver.checkpointer.wait()
+    assert commit.pointed(saver.checkpointer.directory, "LATEST") == "epoch_0_step_1"
+    timer.join()
