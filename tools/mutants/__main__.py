@@ -43,8 +43,9 @@ TESTS = ("tests/unit", "tests/distributed", "tests/golden", "tests/contract", "t
 RESULTS = ROOT / "runs" / "mutants.json"
 RECORDING = ROOT / "runs" / "mutants_reached.json"
 NO_DIFFERENCE = Path(__file__).parent / "no_difference.toml"
-# The most specific tests, those that execute the fewest lines, come first: they notice a change soonest.
-MOST_TESTS = 100
+# The most specific tests, those that execute the fewest lines, come first: they notice a change soonest. The others
+# run if none of the first notices it, and may take several times as long.
+NUM_FIRST_TESTS = 100
 # On a busy machine tests can take several times as long as on an idle one. Passing tests cannot be waited for in vain.
 _UNCHANGED_TIMES_LONGER = 4
 
@@ -141,7 +142,7 @@ def _sample(paths: Sequence[str], reached: Reached, size: int, seed: int) -> lis
         tests = sorted(
             _tests_of(reached.get(path, {}), mutation.line), key=lambda test: lines_of_test[test]
         )
-        trials.append(Trial(path, mutation, tests[:MOST_TESTS]))
+        trials.append(Trial(path, mutation, tests))
     return trials
 
 
@@ -164,9 +165,10 @@ def _unchanged_code(trials: Sequence[Trial], timeout_seconds: float) -> Outcome:
     """
     with_tests = [one for one in trials if one.tests]
     for one in with_tests[:5]:
-        result = trial.run(ROOT, _unchanged(one, one.tests), timeout_seconds)
+        tests = one.tests[:NUM_FIRST_TESTS]
+        result = trial.run(ROOT, _unchanged(one, tests), timeout_seconds)
         if result.outcome != "survived":
-            print(f"unchanged {one.path}: {result}, of {' '.join(one.tests)}", flush=True)
+            print(f"unchanged {one.path}: {result}, of {' '.join(tests)}", flush=True)
             return result.outcome
     return "survived"
 
@@ -197,13 +199,25 @@ def _checked(
     return outcomes
 
 
+def _try(one: Trial, timeout_seconds: float) -> Result:
+    """Run the most specific tests of a trial, then the others if the mutation survived."""
+    first = replace(one, tests=one.tests[:NUM_FIRST_TESTS])
+    others = replace(one, tests=one.tests[NUM_FIRST_TESTS:])
+    result = trial.run(ROOT, first, timeout_seconds)
+    if result.outcome != "survived" or not others.tests:
+        return result
+    result = trial.run(ROOT, others, _UNCHANGED_TIMES_LONGER * timeout_seconds)
+    # So many tests can be slow without any of them hanging.
+    return Result("survived") if result.outcome == "timed out" else result
+
+
 def _run_all(trials: Sequence[Trial], workers: int, timeout_seconds: float) -> list[Result]:
     done = 0
 
     def run(one: Trial) -> Result:
         nonlocal done
         started = time.monotonic()
-        result = trial.run(ROOT, one, timeout_seconds)
+        result = _try(one, timeout_seconds)
         done += 1
         seconds = time.monotonic() - started
         count = f"[{done}/{len(trials)}]"

@@ -38,7 +38,6 @@ class Staging:
     def remove(self) -> None:
         """Delete the directory, if this rank owns one."""
         if self._is_owner:
-            self._is_owner = False
             commit.discard(self.path)
 
     def published(self) -> None:

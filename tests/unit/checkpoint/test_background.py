@@ -451,6 +451,10 @@ def long_value(made: Any) -> None:
     made.optimizer.param_groups[0]["length"] = 200
 
 
+def shorter_value(made: Any) -> None:
+    made.optimizer.param_groups[0]["note"] = "short"
+
+
 CHANGES = {
     replace_data: True,
     transpose_data: True,
@@ -462,6 +466,7 @@ CHANGES = {
     other_dtype: False,
     untie: False,
     long_value: False,
+    shorter_value: False,
 }
 """Whether the plan of the save before is still good after it."""
 

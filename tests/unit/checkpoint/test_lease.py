@@ -87,6 +87,8 @@ def test_a_worker_forked_by_the_holder_does_not_keep_the_lock(tmp_path: Path) ->
 def test_a_process_stopped_while_it_takes_the_place_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
+    before = os.listdir("/proc/self/fd")
+
     def stopped(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
@@ -96,6 +98,7 @@ def test_a_process_stopped_while_it_takes_the_place_leaves_no_file(
             Lease(tmp_path)
     release_all()
     assert list(tmp_path.iterdir()) == []
+    assert os.listdir("/proc/self/fd") == before
     Lease(tmp_path).release()
 
 

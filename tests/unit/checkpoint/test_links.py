@@ -11,6 +11,7 @@ import pytest
 
 from automodel_ckpt.checkpoint import Manifest, commit, discover, layout
 from automodel_ckpt.checkpoint.export_leftovers import leftovers_in
+from automodel_ckpt.checkpoint.files.safe_open import link_on_the_way
 from automodel_ckpt.checkpoint.policy import KeepPolicy
 from automodel_ckpt.checkpoint.run import links, maintenance, resume
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
@@ -350,3 +351,20 @@ def test_leftovers_of_exports_are_not_looked_for_behind_a_checkpoint_that_is_a_l
     link.symlink_to(tmp_path / "outside")
     assert [*leftovers_in(tmp_path / "outside")] == [leftover]
     assert [*leftovers_in(link)] == []
+
+
+def test_the_first_linked_directory_on_the_way_to_a_file_is_found_and_the_root_may_be_a_link(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "real" / "a" / "b").mkdir(parents=True)
+    root = tmp_path / "root"
+    root.symlink_to("real")
+    assert link_on_the_way(root, "file") is None
+    assert link_on_the_way(root, "a/file") is None
+    assert link_on_the_way(root, "a/b/file") is None
+    (root / "a" / "link").symlink_to("b")
+    (root / "link").symlink_to("a")
+    assert link_on_the_way(root, "link/file") == "link"
+    assert link_on_the_way(root, "a/link/file") == "a/link"
+    assert link_on_the_way(root, "link/link/file") == "link"
+    assert link_on_the_way(root, "a/b/link") is None
