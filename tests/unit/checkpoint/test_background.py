@@ -773,5 +773,6 @@ def test_waiting_returns_when_the_save_in_progress_is_published(saver: Saver) ->
     timer = threading.Timer(0.3, saver.go_on)
     timer.start()
     saver.checkpointer.wait()
-    assert commit.pointed(saver.checkpointer.directory, "LATEST") == "epoch_0_step_1"
-    timer.join()
+    latest = commit.pointed(saver.checkpointer.directory, "LATEST")
+    timer.join()  # before anything can fail: closing would wait for the held writer
+    assert latest == "epoch_0_step_1"
