@@ -98,7 +98,8 @@ def test_a_process_stopped_while_it_takes_the_place_leaves_no_file(
             Lease(tmp_path)
     release_all()
     assert list(tmp_path.iterdir()) == []
-    assert os.listdir("/proc/self/fd") == before
+    # Descriptors of earlier tests may be closed meanwhile.
+    assert {*os.listdir("/proc/self/fd")} <= {*before}
     Lease(tmp_path).release()
 
 
