@@ -68,6 +68,8 @@ class Exact:
 
     def is_entry(self, name: str, found: Any) -> bool:
         """Whether the object *found* under *name* belongs to the package of this entry."""
+        # The public name is re-exported from a module inside the package, so only the root is
+        # compared.
         return _is_within(getattr(found, "__module__", None), self.name.partition(".")[0])
 
 
@@ -88,6 +90,8 @@ class ClassesOf:
     def names(self, name: str) -> bool:
         """Whether *name* matches the pattern of this entry's names."""
         method = re.escape(f".{self.method}") if self.method else ""
+        # fullmatch: with a match of the beginning, attributes of an allowed class would be allowed
+        # too.
         return (
             re.fullmatch(f"{re.escape(self.package)}\\.({self.pattern}){method}", name) is not None
         )
@@ -98,6 +102,7 @@ class ClassesOf:
         owner = getattr(importlib.import_module(self.package), class_name, None)
         if not isinstance(owner, type) or not issubclass(owner, _object_at(self.base)):
             return False
+        # The method is checked too, because it may be inherited from a class of another package.
         return all(
             _is_within(getattr(part, "__module__", None), self.defined_in)
             for part in (owner, found)
@@ -120,6 +125,7 @@ def _keywords(text: str) -> frozenset[str]:
 # download_config, data_files by chained URLs, features and other objects, weights_only, use_kernels, gguf_file,
 # adapter_kwargs, custom_generate, code_revision, quantization_config as plain data.
 _LOADING = _keywords(
+    # trust_remote_code is listed because false is harmless. targets.py rejects true without trust.
     "pretrained_model_name_or_path revision subfolder token local_files_only trust_remote_code"
 )
 _TEXT_LOADING = _LOADING | _keywords(
@@ -287,6 +293,7 @@ def purpose_of(key: str, sections: Container[str]) -> str:
 
     *sections* are the top-level sections of ``RecipeConfig``. A custom recipe declares further ones.
     """
+    # optimizer.groups.0 is an item of the list optimizer.groups and has its purpose.
     without_numbers = ".".join(part for part in key.split(".") if not part.isdecimal())
     if without_numbers in PURPOSES:
         return PURPOSES[without_numbers]
@@ -335,6 +342,7 @@ def is_listed(purpose: str, found: Any) -> bool:
             continue
         name = f"{entry.package}.{found.__name__}"
         package = importlib.import_module(entry.package)
+        # By identity: a class of the user may have the name of a listed one.
         is_exported = getattr(package, found.__name__, None) is found
         if is_exported and entry.names(name) and entry.is_entry(name, found):
             return True
@@ -425,6 +433,7 @@ def _readers() -> frozenset[str]:
 def _is_numbers(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(_is_numbers(item) for item in value)
+    # bool is a subclass of int, but a boolean may switch something on, such as force_download.
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

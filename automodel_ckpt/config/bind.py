@@ -29,6 +29,7 @@ from automodel_ckpt.errors import Problem
 
 _LISTS = (list, tuple, set, Sequence, Iterable)
 _MAPPINGS = (dict, Mapping)
+# Not None, which is a valid value of many fields.
 INVALID = object()
 REMOTE_CODE = "trust_remote_code"
 """A key of this name is always a boolean: transformers would take the text ``no`` as true."""
@@ -288,6 +289,8 @@ class Binder:
     def _scalar(self, alternatives: tuple[Any, ...], node: Node, key: str) -> Any:
         assert isinstance(node.value, str)
         try:
+            # The node keeps the reference: nodes are printed and saved, and the resolved text may
+            # be secret.
             text = resolve(node.value)
             if text is None:
                 return typed("null", alternatives)
@@ -313,8 +316,10 @@ class Binder:
     ) -> None:
         """Add a problem if the values of several fields do not fit together."""
         fields = [name.partition(".")[0] for name in relation.keys]
+        # An invalid value has its own problem. A second one that follows from it would mislead.
         if any(values[name] is INVALID for name in fields):
             return
+        # Without an instance of the section, a relation sees its fields but not its properties.
         if relation.accepts(types.SimpleNamespace(**values)):
             return
         nodes = {name: section.at(name) for name in relation.keys}
@@ -339,6 +344,7 @@ class Binder:
             return
         for name in condition.keys:
             node = section.at(name)
+            # Values are compared, not origins: config.yaml of a checkpoint contains every default.
             if node is not None and is_changed(cls, values, name):
                 what = f"{join(key, name)} has no effect: {condition.reason}"
                 self.note(what, node, node, condition.hint)
@@ -456,8 +462,10 @@ def _replace_items(node: Node, default: Node) -> None:
     if not all(is_number(part) for part in node.value):
         return
     items = list(default.value)
+    # Sorted as numbers: as text, item 10 would come before item 2.
     for part, child in sorted(node.value.items(), key=lambda item: int(item[0])):
         index = int(part)
+        # The node remains a mapping, and the caller reports that the key must be a list.
         if index > len(items):
             return
         items[index : index + 1] = [child]

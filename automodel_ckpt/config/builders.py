@@ -25,6 +25,7 @@ from automodel_ckpt.errors import Problem
 
 READ = ("automodel_ckpt.", "torch.optim.", "torch.nn.")
 """Prefixes of the names whose source is read: this package's builders, and torch's optimizers and losses."""
+# Two modules that import a name from each other would otherwise be followed without end.
 _MAX_IMPORTS = 5
 _RULES = {
     "seq_length": Rule(lambda length: length >= 2, "2 or more"),
@@ -177,6 +178,7 @@ def signature(name: str) -> Mapping[str, Parameter] | None:
     if not name.startswith(READ) or not all(part.isidentifier() for part in name.split(".")):
         return None
     found = _definition(name)
+    # A decorator may change the signature.
     if found is None or found.decorator_list:
         return None
     if isinstance(found, ast.FunctionDef):
@@ -244,6 +246,7 @@ def _source_of(statement: ast.ImportFrom, package: str) -> str:
 
 
 def _parameters(arguments: ast.arguments, *, skip: int) -> Mapping[str, Parameter] | None:
+    # With **kwargs, the source does not show all accepted names: check_targets decides later.
     if arguments.kwarg is not None or arguments.posonlyargs:
         return None
     num_required = len(arguments.args) - len(arguments.defaults)

@@ -98,6 +98,7 @@ def _number(value: float) -> str:
         return ".nan"
     if math.isinf(value):
         return ".inf" if value > 0 else "-.inf"
+    # repr is the shortest text that parses to exactly this float.
     text = repr(value)
     if "." in text:
         return text

@@ -31,6 +31,7 @@ class Change:
 
 def saved_recipe(config_yaml: Path) -> dict[str, str]:
     """Map the dotted keys of a saved recipe file to their values as text; empty if it cannot be read."""
+    # A checkpoint is untrusted: a link in it may lead to any file that this user can read.
     if not config_yaml.is_file() or config_yaml.is_symlink():
         return {}
     root = read_file(config_yaml, [])
@@ -80,6 +81,8 @@ def ignored_by_resume(
         is_option = (
             change.key.startswith("optimizer.") and change.key not in _APPLIED_OPTIMIZER_KEYS
         )
+        # By prefix, which covers the keys of sections: no other key may begin with one of these
+        # names.
         if change.key.startswith(_IGNORED) or (is_option and keeps_options):
             ignored.append(change)
     return ignored
@@ -139,5 +142,6 @@ def _joined_lists(values: Mapping[str, str]) -> dict[str, str]:
             joined[key] = value
             continue
         before = joined.get(parent)
+        # leaves() yields the items of a list in order, so appending keeps the order.
         joined[parent] = f"{before[:-1]}, {value}]" if before else f"[{value}]"
     return joined

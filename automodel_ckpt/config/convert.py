@@ -113,6 +113,7 @@ def typed(text: str, alternatives: tuple[Any, ...], *, quoted: bool = False) -> 
         if type(None) not in alternatives and not accepts_any:
             raise ValueError(text)
         return None
+    # By exact type: isinstance would accept True for int.
     if type(guess) in alternatives:
         return guess
     text_last = sorted(alternatives, key=lambda member: member is str)

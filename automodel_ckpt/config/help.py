@@ -60,6 +60,7 @@ def field_docs(section: type[Any]) -> dict[str, str]:
     """Field name -> the line of text below it in the source, for a dataclass and its bases."""
     docs: dict[str, str] = {}
     for cls in reversed([base for base in section.__mro__ if dataclasses.is_dataclass(base)]):
+        # Python discards the string below a field, so it can only be read from the source.
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
         assert isinstance(definition, ast.ClassDef)
         # A field's text is the string expression that follows its assignment.

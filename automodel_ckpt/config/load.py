@@ -40,6 +40,7 @@ class LoadedRecipe:
     @property
     def directory(self) -> Path:
         """Base directory of relative file names in the recipe: its own directory, or the current one for a stream."""
+        # The shell's <(...) is a file in /dev/fd, where no relative file of the recipe can be.
         is_device = self.path.parts[:2] == ("/", "dev")
         if is_device or is_stream(self.path):
             return Path()
@@ -138,6 +139,7 @@ def bind_recipe(
     in_plugins = builder_problems(root, binder.schema)
     if check is not None:
         in_plugins += check(root)
+    # If other plug-ins have to be imported, these problems wait, so that there is one report.
     if found or (in_plugins and not needs_import(root)):
         raise RecipeError.all_of(distinct([*found, *in_plugins]))
     tree = canonical_tree(root, config, with_arguments=False)

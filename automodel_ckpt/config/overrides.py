@@ -118,6 +118,7 @@ class _Parser:
             value = self._next(flag, words)
         if value is None:
             return
+        # Quoted: a job ID such as null or none is text, not the absence of a value.
         node = Node(value, flag, quoted=True)
         if name == "trust":
             items = self.launch.setdefault(name, Node([], flag)).value
@@ -132,6 +133,7 @@ class _Parser:
         if value is None:
             value = self._value_of(flag, annotation_at(self.schema, key) or Any, words)
         if value is not None:
+            # An empty value of the shell is empty text. Unquoted, it would mean an empty section.
             node = Node(value, flag, quoted=value == "")
             self.line.overrides.append(Override(key, node))
 
@@ -140,6 +142,7 @@ class _Parser:
         kinds = members(annotation)
         if bool in kinds and set(kinds) <= {bool, type(None)}:
             optional = type(None) in kinds
+            # The next argument may be the recipe: --deterministic recipe.yaml.
             if words and _reads_as_boolean(words[0], optional=optional):
                 return words.pop(0)
             return "true"
@@ -149,6 +152,7 @@ class _Parser:
         return self._next(flag, words)
 
     def _next(self, flag: str, words: list[str]) -> str | None:
+        # Only two dashes begin an option: -1 is a value.
         if words and not words[0].startswith("--"):
             return words.pop(0)
         self._note(flag, f"{flag} needs a value", f"write {flag} VALUE or {flag}=VALUE")

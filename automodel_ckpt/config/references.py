@@ -14,6 +14,7 @@ from automodel_ckpt.errors import hide
 ALLOWED = (
     "the only interpolations are ${oc.env:NAME} and ${oc.env:NAME,default}; \\${ is a literal ${"
 )
+# As in omegaconf, an odd number of backslashes before ${ makes it text.
 _OPENING = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
 _ENVIRONMENT = re.compile(r"(?<!\\)(?:\\\\)*\$\{oc\.env:")
 _VARIABLE = re.compile(r"\$\{oc\.env:([^,${}]*)\}")
@@ -36,6 +37,7 @@ def resolve(text: str) -> str | None:
     """Replace the references in *text*. Returns None for a reference whose default is null."""
     if "${" not in text:
         return text
+    # omegaconf would also resolve references to other keys, and its other resolvers.
     if len(_OPENING.findall(text)) != len(_ENVIRONMENT.findall(text)):
         raise ReferenceFailed("unsupported interpolation", ALLOWED)
     unset = [name for name in _VARIABLE.findall(text) if name not in os.environ]
@@ -45,6 +47,7 @@ def resolve(text: str) -> str | None:
     try:
         value = OmegaConf.create({"value": text})["value"]
     except OmegaConfBaseException:
+        # Not chained: omegaconf's message can contain the value of a nested reference.
         raise _failure(unset) from None
     used = [name for name in map(str.strip, _NAME.findall(text)) if name in os.environ]
     for name in used:

@@ -14,6 +14,7 @@ _OWN = {
 
 def registered() -> dict[str, str]:
     """Map recipe names to ``module:Class`` without importing them."""
+    # Names of this package take precedence: an installed package must not replace its recipes.
     return {entry.name: entry.value for entry in entry_points(group=GROUP)} | _OWN
 
 

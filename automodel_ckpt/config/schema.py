@@ -59,6 +59,7 @@ SEED = Rule(lambda number: 0 <= number < 2**63, "from 0 to 2^63 - 1")
 AT_LEAST_1 = Rule(lambda number: number >= 1, "1 or more")
 AT_LEAST_1_OR_AUTO = Rule(lambda value: value == "auto" or value >= 1, "1 or more, or auto")
 POSITIVE = Rule(lambda number: 0 < number < math.inf, "more than 0")
+# In minutes. gloo failed before the first step with a few seconds, and 1e30 was an overflow.
 WAIT = Rule(lambda minutes: 0.1 <= minutes <= 1e6, "from 0.1 to 1000000")
 FINITE = Rule(lambda number: 0 <= number < math.inf, "0 or more, and finite")
 FRACTION = Rule(lambda number: 0 <= number <= 1, "from 0 to 1")
@@ -91,6 +92,7 @@ def setting(default: T, *rules: Rule) -> T:
 
 def parse_duration(text: str) -> float | None:
     """Convert ``90``, ``1.5``, ``MM:SS`` or ``HH:MM:SS`` to seconds; None if the text is not a positive duration."""
+    # ASCII: \d and float() accept the digits of every alphabet, other readers do not.
     if not re.fullmatch(r"(\d+:)?\d+:[0-5]\d|\d+(\.\d*)?([eE][+-]?\d+)?", text, re.ASCII):
         return None
     seconds = 0.0
@@ -108,6 +110,7 @@ class Target:
     kwargs: dict[str, Any] = field(default_factory=dict)
     """The section's other keys: arguments, checked against the callable's signature."""
 
+    # A ClassVar is no field, so it is not a key of the recipe.
     takes_any: ClassVar[bool] = True
     """Whether the section accepts keys that are not fields of its dataclass. ``kwargs`` contains them."""
 
@@ -336,6 +339,7 @@ class DistributedConfig:
             "set pp_size above 1, or remove pp_schedule",
         ),
         Relation(
+            # The gradient norm is then summed in CPU memory, which nccl cannot reduce.
             ("cpu_offload", "backend"),
             lambda ranks: (
                 not ranks.cpu_offload or ranks.backend in (None, "gloo") or "cpu:" in ranks.backend
@@ -568,6 +572,7 @@ class StepSchedulerConfig:
     @property
     def effective_num_epochs(self) -> int | None:
         """``num_epochs``; if that is null, 1, or None (no limit) if ``max_steps`` is set."""
+        # max_time does not count: it limits one start, so a requeued run would never end.
         if self.num_epochs is None and self.max_steps is None:
             return 1
         return self.num_epochs

@@ -70,6 +70,7 @@ def prepare(loaded: LoadedRecipe, trust: Trust) -> PreparedRecipe:
     Raises:
         RecipeError: with all names that are not trusted or do not exist, and all invalid arguments.
     """
+    # Before the recipe's class is imported, because an import already runs code.
     _check_names(loaded, trust)
     try:
         recipe_class = resolve_recipe(loaded.config.recipe, trust, loaded.directory)
@@ -114,6 +115,7 @@ def _from_file(folder: Path, written: str, name: str, trust: Trust) -> Any:
         hint = f"if you trust this code, allow it with --trust {path}"
         raise Rejected(f"{path} is not trusted", hint)
     module_name = f"_recipe_{path.stem}"
+    # Before the module runs, so that an error in it is reported as the user's.
     register_user_code(module_name)
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None
@@ -195,6 +197,7 @@ def _remote_code(loaded: LoadedRecipe) -> Iterator[Problem]:
     """Yield a problem for each converted value that would run code from a model's repository."""
     for key, value in _values(loaded.config):
         parts = key.split(".")
+        # Everything else counts as true: transformers would take the text no as true.
         runs_code = parts[-1] == REMOTE_CODE and value is not None and value is not False
         if isinstance(value, str) and "/" in value:
             runs_code = runs_code or not set(parts).isdisjoint(_KERNELS)
@@ -437,6 +440,7 @@ def build(target: Target, /, **supplied: Any) -> Any:
     """
     function = callable_of(target)
     accepted = _signature(function).required
+    # Defaults come first: a recipe may set trust_remote_code, which _remote_code has checked.
     arguments = {**allowlist.defaults(target._target_), **_built(target.kwargs, supplied)}
     for name, value in supplied.items():
         if name in accepted and name not in target.kwargs:
@@ -464,6 +468,7 @@ def _allowed(target: Target) -> Callable[..., Any]:
     """Import the callable of a plug-in that is not part of a checked recipe. Raises :class:`RecipeError`."""
     name = target._target_
     try:
+        # Flags of --trust are not known here. Trust also reads the environment variable.
         function, entry = resolve_entry(name, Trust(()), CUSTOM)
     except Rejected as error:
         raise RecipeError(str(error), where="_target_", value=name, hint=error.hint) from error

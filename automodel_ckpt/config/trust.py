@@ -26,6 +26,7 @@ from automodel_ckpt.user_code import location_in_user_code, register_user_code
 ENVIRONMENT = "AUTOMODEL_CKPT_TRUST"
 LIBRARIES = ("torch", "transformers", "datasets", "peft", "automodel_ckpt")
 """Packages whose code is never user code, even if it is trusted."""
+# Trust in os or builtins would be trust in every command.
 _NEVER = sys.stdlib_module_names | {"builtins", "__main__"}
 
 Entry = allowlist.Exact | allowlist.ClassesOf
@@ -56,6 +57,7 @@ class Trust:
         """Whether a ``.py`` file, or a directory above it, is trusted."""
         if path.stem in self.names:
             return True
+        # Links are resolved: a link in a trusted directory does not make its target trusted.
         resolved = path.resolve()
         trusted = {Path(name).resolve() for name in self.names}
         return not trusted.isdisjoint([resolved, *resolved.parents])
@@ -106,6 +108,7 @@ def called_function(function: Any) -> Any:
 def check_name(name: str, trust: Trust, purpose: str = CUSTOM) -> None:
     """Check a dotted name before anything is imported. Raises :class:`Rejected` if it is not allowed."""
     parts = name.split(".")
+    # Names such as __globals__ and __subclasses__ lead from any object to all loaded code.
     are_public = all(part.isidentifier() and not part.startswith("__") for part in parts)
     if len(parts) < 2 or not are_public:
         raise Rejected(f"{name!r} is not a dotted name", "use the form package.module.callable")
@@ -165,6 +168,7 @@ def _import_module(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except Exception as error:
+        # Another name means that the module exists, and that one of its own imports is missing.
         if isinstance(error, ModuleNotFoundError) and error.name == module:
             return None
         raise import_failure(module, error) from error

@@ -119,6 +119,7 @@ def is_stream(path: str | Path) -> bool:
         return str(path) == "-" or not (
             stat.S_ISREG(mode := os.stat(path).st_mode) or stat.S_ISDIR(mode)
         )
+    # ValueError: the path contains a null character.
     except (OSError, ValueError):
         return False
 
@@ -126,8 +127,10 @@ def is_stream(path: str | Path) -> bool:
 def _read_bytes(path: Path) -> bytes:
     """Read a file or a stream, up to one byte more than is allowed. Raises OSError."""
     if str(path) == "-":
+        # If descriptor 0 were closed, the next file that is opened would become standard input.
         with open(0, "rb", closefd=False) as stream:
             return stream.read(MAX_FILE_BYTES + 1)
+    # Bounded, because the path may be a device without an end, such as /dev/zero.
     with path.open("rb") as file:
         return file.read(MAX_FILE_BYTES + 1)
 
@@ -214,6 +217,7 @@ def _key(text: str) -> Node:
     """Node of a mapping's key, quoted if a YAML reader could take it for something other than text."""
     resolver: Any = _RESOLVER
     tag = resolver.resolve(yaml.ScalarNode, text, (True, False))
+    # PyYAML follows YAML 1.1, in which 1e5 is text. In YAML 1.2 it is a number.
     return Node(
         text,
         "",
@@ -257,6 +261,7 @@ class _Reader(yaml.SafeLoader):
             self.problems.append(
                 Problem("YAML tags are not allowed", self.place(event.start_mark), event.tag, hint)
             )
+        # PyYAML composes nodes recursively: deep nesting would end in a RecursionError.
         self.depth += 1
         self._limit(self.depth, event.start_mark)
         node: yaml.Node | None = super().compose_node(parent, index)
