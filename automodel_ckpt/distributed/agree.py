@@ -68,6 +68,8 @@ def all_or_nothing(group: dist.ProcessGroup | None, error: BaseException | None)
         if error is not None:
             raise error
         return
+    # Ranks without an error take part too: if a failed rank raised before this, they would wait for
+    # it here.
     reports = gather_objects(group, None if error is None else _portable(error))
     failed = {rank: report for rank, report in enumerate(reports) if report is not None}
     if failed:
@@ -94,6 +96,8 @@ def raise_on_all_ranks(
         elif isinstance(error, AutomodelError | OSError):
             failure = error
         else:
+            # A defect ends this rank only. The launcher then ends the others, which wait in the
+            # gather below.
             raise
     all_or_nothing(group, failure)
 
@@ -107,8 +111,11 @@ def while_working(group: dist.ProcessGroup | None, work: Callable[[], T]) -> T:
     if size(group) == 1:
         return work()
     with ThreadPoolExecutor(1, "while-working") as pool:
+        # *work* must not use this group: its collectives would be matched with those of the loop
+        # below.
         done = pool.submit(work)
         pause = _FIRST_PAUSE_SECONDS
+        # Every rank sees the same list, so all leave the loop in the same iteration.
         while not all(gather_objects(group, done.done())):
             wait([done], timeout=pause)
             pause = min(2 * pause, _LAST_PAUSE_SECONDS)
@@ -124,6 +131,7 @@ def _portable(error: BaseException) -> AutomodelError:
     """The error as an object that every rank can unpickle; an exception of another library becomes its message."""
     if isinstance(error, AutomodelError):
         bare = copy.copy(error)
+        # Other attributes may hold objects that cannot be pickled.
         bare.__dict__ = {"problems": error.problems}
         return bare
     if (limit := limit_error(error)) is not None:

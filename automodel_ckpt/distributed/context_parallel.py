@@ -133,6 +133,8 @@ class ContextParallel:
             hook = self._slicing_hook(names, is_first=number == 0)
             layer.register_forward_pre_hook(hook, with_kwargs=True)
             for module in layer.modules():
+                # The attention interface passes only the attention module. State dicts ignore the
+                # mark: it is neither a tensor nor a module.
                 setattr(module, _MARK, self)
 
     def start(self) -> None:
@@ -184,6 +186,8 @@ class ContextParallel:
         """
         repeats = self.size // math.gcd(key.shape[1], self.size)
         if repeats > 1:
+            # repeat_interleave keeps each key next to its own queries (grouped heads); repeat would
+            # pair them with those of other keys.
             key = key.repeat_interleave(repeats, dim=1)
             value = value.repeat_interleave(repeats, dim=1)
         query, key, value = self._exchange(query), self._exchange(key), self._exchange(value)
@@ -198,6 +202,8 @@ class ContextParallel:
     def _exchange(self, tensor: torch.Tensor) -> torch.Tensor:
         """Exchange [B, n, t, D], sharded along t, for [B, n / ranks, t * ranks, D], sharded along n."""
         parts = tensor.reshape(len(tensor), self.size, -1, *tensor.shape[2:]).movedim(1, 0)
+        # Collective in the forward pass, in recomputation and in the backward pass: the ranks of a
+        # group must run their layers in the same order.
         received: torch.Tensor = _AllToAll.apply(parts, self._group)  # type: ignore[no-untyped-call]
         return received.movedim(0, 2).flatten(2, 3)
 

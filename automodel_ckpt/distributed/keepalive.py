@@ -12,6 +12,8 @@ import selectors
 import socket
 from collections.abc import Callable
 
+# A lost node is reported after 5 + 3 x 5 = 20 s: docs/guarantees.md promises that the run ends on
+# every node within 30 s.
 IDLE_SECONDS, PROBE_SECONDS, NUM_PROBES = 5, 3, 5
 CONNECT_SECONDS = 5.0
 NUMBER_BYTES = 16
@@ -70,6 +72,8 @@ def _accepted(listener: socket.socket) -> socket.socket:
 
 
 def _enable_probes(line: socket.socket) -> None:
+    # With the timeout of create_connection, recv would raise an OSError after CONNECT_SECONDS, and
+    # a silent but healthy node would be reported as lost.
     line.settimeout(None)
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, IDLE_SECONDS)
@@ -88,6 +92,7 @@ def _read_event(line: socket.socket, ranks: dict[socket.socket, int], lost: Lost
         if line in ranks:
             lost(ranks[line], silent_seconds())
         return False
+    # Any process can connect to this port: what is not a number is ignored.
     if received.isdigit():
         ranks[line] = int(received)
     return bool(received)

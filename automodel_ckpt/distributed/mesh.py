@@ -40,6 +40,8 @@ class RankLayout:
     @property
     def dp_rank(self) -> int:
         """The part of each global batch that this rank computes; tensor and context parallel groups share one part."""
+        # The divisions of these properties must match the order of dimensions in build_mesh and
+        # context_group: tp is innermost, then cp.
         return self.rank // (self.sizes.tp * self.sizes.cp) % self.sizes.dp
 
     @property
@@ -160,6 +162,7 @@ def context_group(layout: RankLayout) -> dist.ProcessGroup:
     Collective: every rank calls it once.
     """
     sizes = layout.sizes
+    # A separate mesh: in that of build_mesh, dp_shard also contains the ranks of this group.
     num_others = sizes.world // (sizes.cp * sizes.tp)
     shape, names = (num_others, sizes.cp, sizes.tp), ("rest", "cp", "tp")
     mesh = init_device_mesh(layout.device.type, shape, mesh_dim_names=names)
@@ -169,6 +172,7 @@ def context_group(layout: RankLayout) -> dist.ProcessGroup:
 def close_distributed() -> None:
     """Leave all process groups, if there are any."""
     if dist.is_available() and dist.is_initialized():
+        # torch 2.13 sometimes aborts the interpreter at exit while process groups exist.
         dist.destroy_process_group()
 
 
@@ -218,6 +222,7 @@ def _device(backend: str | None, local_rank: int) -> torch.device:
             hint="lower --nproc-per-node, or set distributed.backend to gloo to train on the CPU",
         )
     device = torch.device("cuda", local_rank)
+    # Otherwise the current device of every rank is GPU 0.
     torch.cuda.set_device(device)
     return device
 

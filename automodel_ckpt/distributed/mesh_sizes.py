@@ -108,6 +108,8 @@ def choose_strategy(strategy: str, sizes: Sizes) -> Strategy:
     Raises :class:`RecipeError` with everything that the strategy does not support on this mesh.
     """
     if strategy == "auto":
+        # Ranks of tp and pp hold different parameters anyway: only the others would store the same
+        # ones.
         return "single" if sizes.token_parts == 1 else "fsdp2"
     if problems := _problems(strategy, sizes):
         raise RecipeError.all_of(problems)

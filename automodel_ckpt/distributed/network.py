@@ -43,6 +43,8 @@ def hosts_unknowingly(endpoint: str) -> bool:
     if is_loopback(host) or not is_loopback(socket.gethostname()) or not is_own_address(host):
         return False
     try:
+        # Two launchers of one node that both take themselves for the host would wait for each
+        # other.
         socket.create_connection((host, int(port)), timeout=1.0).close()
     except OSError:
         return True
@@ -53,6 +55,8 @@ def address_towards(host: str) -> str | None:
     """Return the local address of the route to *host*; None if there is no route. Nothing is sent."""
     for family, _, _, _, place in _resolved(host):
         with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+            # connect on a datagram socket only looks up the route; the port (9, discard) does not
+            # matter.
             probe.connect((place[0], 9, *place[2:]))
             address: str = probe.getsockname()[0]
             return address
@@ -67,6 +71,8 @@ def interface_of(address: str) -> str | None:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
                 found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                # struct ifreq is a name of 16 bytes and a sockaddr_in, which has its address at
+                # offset 4 (netdevice(7)).
                 if socket.inet_ntoa(found[20:24]) == address:
                     return name
     return None
@@ -112,10 +118,12 @@ def bound_silence(port: int, seconds: float) -> None:
 
     The kernel's default is a quarter of an hour. This is for connections of libraries, which do not set the option.
     """
+    # A listed descriptor may be closed by now; that of the listing always is.
     for number in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):
             if not stat.S_ISSOCK(os.fstat(number).st_mode):
                 continue
+            # A socket object closes its descriptor, so it gets a copy: the library's stays open.
             with socket.socket(fileno=os.dup(number)) as connection:
                 if (
                     connection.family in (socket.AF_INET, socket.AF_INET6)

@@ -82,6 +82,8 @@ def parallelize(
     strategy = choose_strategy(how.strategy, layout.sizes)
     if mesh is None and (strategy == "fsdp2" or layout.sizes.tp > 1):
         mesh = build_mesh(layout)
+    # Tensor parallelism first: fsdp2 then shards the DTensors that it leaves. torch does not
+    # support the other order.
     if mesh is not None and layout.sizes.tp > 1:
         plan = plan_for(model, how.tp_plan, layout.sizes.tp)
         apply_plan(model, plan, mesh["tp"], sequence_parallel=how.sequence_parallel)
@@ -97,6 +99,8 @@ def parallelize(
     # DDP only reduces gradients, and raises for a model without any (a frozen reference model).
     if strategy == "ddp" and _is_trained(model):
         device_ids = [layout.device] if layout.device.type == "cuda" else None
+        # Views save a copy of all gradients, but detach_() fails on them (torch's documentation of
+        # DDP).
         return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
     return model
 
@@ -110,6 +114,7 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
 
 def _shard(model: nn.Module, mesh: DeviceMesh, how: Parallelism) -> None:
     dtype = how.compute_dtype
+    # In bfloat16, each addition over the ranks would be rounded to 8 significant bits.
     reduce_dtype = torch.float32 if dtype else None
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
     options: dict[str, Any] = {
@@ -117,6 +122,8 @@ def _shard(model: nn.Module, mesh: DeviceMesh, how: Parallelism) -> None:
         "mp_policy": precision,
         "offload_policy": CPUOffloadPolicy() if how.cpu_offload else OffloadPolicy(),
     }
+    # Layers before the root: fully_shard gives the root's group all parameters that no inner group
+    # has.
     for layer in untied_layers(model):
         fully_shard(layer, reshard_after_forward=how.reshard_after_forward, **options)
     # The backward pass needs the root first: gathering it twice would only cost. A frozen model has no backward pass.
@@ -175,8 +182,11 @@ def gradient_sync(model: nn.Module, enabled: bool) -> AbstractContextManager[Non
     Only the last micro-batch of an accumulation does.
     """
     if isinstance(model, DistributedDataParallel) and not enabled:
+        # DDP decides in the forward pass whether the backward pass reduces: the context must
+        # enclose both.
         return _no_sync(model)
     if isinstance(model, FSDPModule):
+        # fsdp2 keeps this setting after the context, so each micro-batch has to set it.
         model.set_requires_gradient_sync(enabled)
     return nullcontext()
 
@@ -222,12 +232,17 @@ def clip_gradients(
     here = _norm_here(counted, device)
     if sharded or in_stages:
         total = torch.as_tensor(here, dtype=torch.float64, device=device).square()
+        # Over all ranks of the run: _counts and counted_elsewhere make each element count on one
+        # rank only.
         dist.all_reduce(total)
         norm = math.sqrt(total.item())
     else:
         norm = float(here)
+    # NaN compares false and infinity does not: the training loop drops the gradients of any norm
+    # that is not finite.
     if limit is not None and norm > limit:
         if in_step is not None and device.type == "cpu":
+            # 1e-6 as in torch.nn.utils.clip_grad_norm_, so that results equal torch's.
             in_step((norm + 1e-6) / limit)
         else:
             torch._foreach_mul_(local, limit / (norm + 1e-6))

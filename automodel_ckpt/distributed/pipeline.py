@@ -101,6 +101,8 @@ class Pipeline:
         part, num = self._part, len(shapes)
         if num == 0:
             return []
+        # All stages get the same shapes, so sender and receiver compute the same capacity without
+        # communication.
         self._ensure_capacity(max(rows * length for rows, length in shapes))
         schedule = self._schedules.get((training, num)) or self._new_schedule(training, num)
         # torch splits its arguments into micro-batches, so each forward pass gets its number.
@@ -134,7 +136,12 @@ class Pipeline:
         # torch 2.10 rejects fewer micro-batches than stages in all schedules, although GPipe's order works with fewer:
         # the number is set after construction.
         schedule = make(
-            stage, max(num_micro_batches, self.num_stages), loss_fn=self._noted, scale_grads=False
+            # By default, torch would divide the gradients by the number of micro-batches; the
+            # weight already contains the divisor.
+            stage,
+            max(num_micro_batches, self.num_stages),
+            loss_fn=self._noted,
+            scale_grads=False,
         )
         schedule._n_microbatches = num_micro_batches
         self._schedules[training, num_micro_batches] = schedule
@@ -150,6 +157,8 @@ class Pipeline:
         )
         given = torch.empty(1, dtype=torch.int64, device="meta") if self.is_first else hidden
         result = torch.empty((), device="meta", requires_grad=True) if self.is_last else hidden
+        # Shapes are given, because torch 2.13 otherwise infers them by running the first
+        # micro-batch twice.
         return _Stage(
             self._part,
             self.stage,
@@ -212,6 +221,8 @@ class _Stage(PipelineStage):  # type: ignore[misc,unused-ignore]
         last_backward: bool = False,
     ) -> None:
         part: Any = self.submod
+        # torch does this only for a submod that is an FSDPModule or DDP itself; here, _Part wraps
+        # it.
         with gradient_sync(part.model, enabled=last_backward):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 

@@ -78,6 +78,7 @@ class MasterRendezvous(RendezvousHandler):
         self._store = None
         if not is_master:
             wait_for(lambda: can_be_reached(host, port), f"node 0 does not answer at {host}:{port}")
+        # wait_for_workers would wait in C++, where no signal handler runs; _join waits in Python.
         self._store = TCPStore(host, port, is_master=is_master, wait_for_workers=False)
         if self._num_nodes > 1:
             self._join(PrefixStore(f"meeting/{self._run_id}", self._store))
@@ -90,10 +91,12 @@ class MasterRendezvous(RendezvousHandler):
         if first_num_nodes != str(self._num_nodes):
             reason = f"another node of this run was started with --nnodes {first_num_nodes}"
             self._raise_inconsistent("--nnodes", self._num_nodes, reason)
+        # add is atomic: of two nodes with the same rank, the later one gets 2.
         if store.add(f"machine_{self._node_rank}", 1) > 1:
             reason = "another node of this run has the same node rank"
             self._raise_inconsistent("--node-rank", self._node_rank, reason)
         store.add("here", 1)
+        # Adding 0 reads the counter without waiting. get can wait in C++ for the key.
         wait_for(lambda: store.add("here", 0) >= self._num_nodes, "not all nodes joined")
 
     def _raise_inconsistent(self, flag: str, value: object, reason: str) -> None:
@@ -203,6 +206,7 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
         return HostedRendezvous(master, host)
     if not is_own_address(name):
         with host.waiting():
+            # torch's c10d gives up after a minute if its host has not started.
             wait_for(lambda: can_be_reached(name, port), f"no node answers at {name}:{port}")
     configs = dict(parameters.config)
     del configs["host"]
@@ -217,5 +221,6 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
         **configs,
     )
     handler = rendezvous_handler_registry.create_handler(inner)
+    # After the handler has connected: the limit applies to existing connections only.
     bound_silence(port, SILENT_SECONDS)
     return HostedRendezvous(handler, host)

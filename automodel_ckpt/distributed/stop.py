@@ -24,6 +24,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 """The default signals that request a stop (``step_scheduler.stop_signals``)."""
 SAME_SIGNAL_SECONDS = 1.0
 """Signals within this time are one request: one Ctrl-C reaches a rank from the terminal and from the launcher."""
+# By default the kernel ignores SIGURG, so that it does no harm before a handler is installed.
 WAKE = signal.SIGURG
 """The signal that a thread sends to interrupt a wait of the main thread. A SIGURG of other programs has no effect."""
 UNHEARD_SECONDS = 2.0
@@ -80,6 +81,8 @@ class StopRequest:
             return
         self._installed = True
         receiver, sender = os.pipe()
+        # set_wakeup_fd requires a descriptor that does not block. It is set before the handlers:
+        # otherwise, the thread would miss a signal that arrives in between.
         os.set_blocking(sender, False)
         signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
         for number in self.signals:
@@ -132,12 +135,16 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.requested = self.requested or number
+        # Not :attr:`_first_at`: the thread may read this signal's byte more than
+        # SAME_SIGNAL_SECONDS later, and would take it for a second signal.
         self.wake(number, frame)
 
     def wake(self, number: int, frame: FrameType | None) -> None:
         """Handle :data:`WAKE`: raise :class:`StoppedWaiting` if the main thread waits and a stop is requested."""
         if self._interrupts and self.wanted and not self.finished:
             self._interrupts = False
+            # The flag is already cleared: another WAKE must not interrupt the code that handles
+            # this exception.
             self.interrupted = True
             self._catch_unraisable()
             raise StoppedWaiting
@@ -155,6 +162,8 @@ class StopRequest:
                 previous(unraisable)
                 return
             self._interrupts = True
+            # Later, because this hook still runs inside the finalizer, where an exception would be
+            # dropped again.
             again = threading.Timer(AGAIN_SECONDS, self._wake_main_thread)
             again.daemon = True
             again.start()
@@ -188,6 +197,8 @@ class StopRequest:
             if self.at_once is not None:
                 self.at_once(number)
         finally:
+            # In `finally` and with os._exit: a failing callback must not keep the process, and
+            # sys.exit would end only this thread.
             os._exit(128 + number)
 
     def _first_arrived(self, number: int) -> None:
@@ -208,6 +219,8 @@ class StopRequest:
             waiting.start()
 
     def _leave_unheard(self, number: int) -> None:
+        # Checked again, because training may have begun, or the main thread handled the signal,
+        # meanwhile.
         if self._leave is not None and self._interrupts:
             self._leave(number)
 
@@ -218,6 +231,8 @@ class StopRequest:
         """
         self._installed = False
         with contextlib.suppress(ValueError):  # forked by another thread than the main thread
+            # The pipe is shared with the parent, whose thread would take the child's signals for
+            # its own.
             signal.set_wakeup_fd(-1)
             for number in self.signals:
                 signal.signal(number, signal.SIG_IGN)
@@ -245,6 +260,7 @@ class PeerStop:
         self._closed = threading.Event()
         signal.signal(WAKE, request.wake)
         request.announce = self._announce
+        # After `announce` is set: a signal in between is announced twice instead of never.
         if request.requested:
             self._announce()
         threading.Thread(target=self._watch, name="peer-stop", daemon=True).start()
@@ -261,6 +277,7 @@ class PeerStop:
     def _watch(self) -> None:
         with contextlib.suppress(RuntimeError):
             while not self._closed.wait(PEER_SECONDS):
+                # check returns immediately; get would wait for the key.
                 if self._store.check([self.KEY]):
                     self._interrupt_until_closed()
 
@@ -278,6 +295,8 @@ class _Interrupting(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         self._request._interrupts = True
+        # The flag is set before this check: a signal in between is raised by the handler instead of
+        # missed.
         if self._request.wanted:
             self._request._interrupts = False
             raise StoppedWaiting

@@ -63,6 +63,7 @@ class Replicated(ParallelStyle):
             owner.register_parameter(name, new)
 
         def sum_over_ranks(gradient: torch.Tensor) -> torch.Tensor:
+            # A hook must not modify its argument (torch's documentation of register_hook).
             total = gradient.clone()
             dist.all_reduce(total, group=group)
             return total
@@ -205,6 +206,7 @@ def _plan_for_base(model: nn.Module, given: Plan | None, tp_size: int) -> dict[s
             hint="remove tp_size (fsdp2 shards any model), or write a plan and set distributed.tp_plan",
         )
     of_parameters = dict(_matches(plan, (name for name, _ in model.named_parameters())))
+    # Before the general checks, which would report the experts' styles as unsupported.
     if experts := _experts(model, found, of_parameters):
         raise RecipeError(
             "tensor parallelism cannot shard the experts of this model, although its plan requires it",
@@ -326,6 +328,8 @@ def apply_plan(
         for name, style in _along_the_sequence(base, local_inputs=base is not model).items():
             for part, part_style in _with_adapters(base, name, style).items():
                 styles[prefix + part] = part_style
+    # Recorded now: parallelize_module creates one parameter per name and so breaks ties without a
+    # message.
     tied = _tied_names(model)
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     parallelize_module(model, mesh, styles)
@@ -337,6 +341,7 @@ def apply_plan(
             continue
         dicts = [child for child in module.children() if isinstance(child, nn.ParameterDict)]
         own = _own_parameters([module, *dicts])
+        # Optimizers and norms do not accept a mixture of DTensors and plain tensors.
         if any(not isinstance(parameter, DTensor) for _, _, parameter in own):
             Replicated()._apply(module, mesh)
     for alias, name in tied.items():
