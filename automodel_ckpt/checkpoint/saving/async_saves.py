@@ -119,6 +119,8 @@ class AsyncSaves:
         except AutomodelError:
             self._abandon(save)
             raise
+        # All ranks keep the plan, or none does: save_with_previous_plan calls a collective only
+        # with a plan, so that a rank without one would leave the others waiting.
         is_reusable = agree.gather_objects(self._group, live is not None)
         if live is not None and all(is_reusable):
             dp_ranks = [proposal.dp_rank for proposal in proposals]
@@ -175,9 +177,11 @@ class AsyncSaves:
             live = inspect_state(save.items, save_optimizer=self._planner.save_optimizer)
         proposal, failure = self._propose_reuse(plan, live, save)
         proposals = agree.gather_objects(self._group, proposal)
+        # All ranks see rank 0's flag, so that all of them enter this collective, or none does.
         if proposals[0].failed:
             agree.all_or_nothing(self._group, failure)
         digests = [proposal.digests for proposal in proposals if proposal.digests is not None]
+        # Rank 0 may have created its directory before it sees that another rank's state differs.
         if len(digests) < len(proposals):
             self._plan = None
             save.staging.remove()
@@ -190,6 +194,7 @@ class AsyncSaves:
             objects = self._planner.object_jobs(save, digests, plan.dp_ranks)
             self._upload(save, plan.written, plan.layout, objects)
         except Exception as error:
+            # Not raised: the last exchange is over, so the other ranks would not notice.
             self._background.fail(as_failure(error, f"saving {save.name}", self._planner.run.path))
         return self._report_started(save)
 
@@ -232,6 +237,7 @@ class AsyncSaves:
             if plan.values.get(name) == pickled:
                 continue
             check_safe_values(tree_name, {key: value})
+            # All later data would move, in memory and in the file: a new size requires a new plan.
             if not plan.layout.replace(name, bytes(saved(value))):
                 return False
             plan.values[name] = pickled
@@ -251,6 +257,8 @@ class AsyncSaves:
         num_ranks = planner.ranks.world_size
         common = RankManifest(planner.ranks.rank)
         planner.write_common(save, common)
+        # No collective: two threads that use one process group hang or crash. A rank manifest
+        # appears complete, by a rename, and is the last thing that the writer of its rank creates.
         for path in rank_manifest_paths(staging, num_ranks):
             while not path.exists():
                 self._background.pause(_POLL_SECONDS)
@@ -273,9 +281,12 @@ class AsyncSaves:
             self._planner.run.check_lease()
             output, log_lines = self._background.export(sources, self._planner.run.lease_token)
         except Cancelled:
+            # disable_exports killed the writer, so that nothing else removes its staging directory.
             for source in sources:
                 clear_leftovers(source / layout.CONSOLIDATED, log.debug)
             return
+        # Not an ExportFailed, which says that the checkpoint is safe: another run owns the
+        # directory.
         except LeaseLost:
             raise
         except Exception as error:
@@ -319,6 +330,7 @@ class AsyncSaves:
         save, background = self._in_flight, self._background
         if save is None:
             return False
+        # Short exchanges, no collective that waits: an upload may exceed the group's timeout.
         while True:
             mine = (background.state, background.idle_seconds(), background.is_writing)
             reports = agree.gather_objects(self._group, mine)
@@ -327,6 +339,7 @@ class AsyncSaves:
                 self._abandon(save)
             if "busy" not in states:
                 break
+            # Progress of any writer counts: the others may be idle only because they wait for it.
             if all(seconds > self._timeout_seconds for _, seconds, _ in reports):
                 any_writes = any(is_writing for _, _, is_writing in reports)
                 background.give_up(also_waiting=not any_writes)
@@ -336,6 +349,8 @@ class AsyncSaves:
 
     def _abandon(self, save: Save) -> None:
         """Stop a failed save on all ranks, remove its staging directory, and raise its failure."""
+        # The exchange below is also a barrier: rank 0 removes the directory only after every rank
+        # has stopped its writer, which would write into it.
         failure = self._background.abandon()
         self._in_flight, self._plan = None, None
         try:

@@ -109,6 +109,8 @@ class Background:
             for _, source in later:
                 # Keeps the allocator from reusing the memory of a temporary tensor before it is copied.
                 source.record_stream(self._stream)
+            # Also covers the copies on the current stream, which this stream waits for
+            # (wait_stream).
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record(self._stream)
 
@@ -148,11 +150,13 @@ class Background:
     def _upload(self, command: Write, then: Callable[[], None] | None, doing: str) -> None:
         try:
             if self._copied is not None:
+                # The writer reads the memory as soon as it has the command.
                 self._copied.synchronize()
             self._do(command, Path(command.staging))
             if then is not None:
                 then()
         except Exception as error:
+            # The writer of an abandoned upload was killed: that is a consequence, not a failure.
             if not self._cancelled.is_set():
                 self._failure = as_failure(error, doing, Path(command.staging))
 
@@ -180,6 +184,8 @@ class Background:
         Called during an upload. *lease* is (lock file, token) of the run. Raises :class:`Cancelled` after
         :meth:`disable_exports`.
         """
+        # Held during an export only: disable_exports must not kill a writer that writes a
+        # checkpoint.
         with self._exporting:
             try:
                 if self._exports_disabled.is_set():
@@ -194,6 +200,8 @@ class Background:
 
     def disable_exports(self) -> None:
         """Make no more exports, and stop one in progress. Its checkpoint is already published."""
+        # The flag comes first. `export` takes the lock and then reads the flag, so that either it
+        # stops there, or the lock is seen here.
         self._exports_disabled.set()
         if self._exporting.locked():
             self._writer.kill()
@@ -264,6 +272,8 @@ class _Uploads:
         threading.Thread(target=self._run, name="upload", daemon=True).start()
 
     def begin(self, task: Callable[[], None]) -> None:
+        # Not in the thread: a caller that waits right after `begin` must find the upload in
+        # progress.
         self.idle.clear()
         self._tasks.put(task)
 

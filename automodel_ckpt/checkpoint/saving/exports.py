@@ -85,6 +85,8 @@ class Exports:
         self._wait_for_save()
         if name is not None and self.is_exported(self._planner.run.root / name):
             name = None
+        # The ranks may see different states of the directory. Rank 0 decides, because all ranks
+        # must call the same collectives.
         name = agree.broadcast_object(self._group, name)
         parsed = layout.parse_checkpoint_name(name) if name else None
         if parsed is None:
@@ -106,11 +108,14 @@ class Exports:
             output = None
             for attribute in self._planner.assets:
                 directory = run.root / str(name) / layout.state_directory(attribute)
+                # Checked again before the rename: a run that is suspended in a long export can
+                # lose its lease.
                 done = consolidate(directory, log=log.info, before_publishing=run.check_lease)
                 output = done.output
             return output
 
         with self._raise_on_all_ranks(name):
+            # Not in one collective: the export of a large model can outlast the group's timeout.
             return agree.while_working(self._group, export)
 
     def export_save(self, save: Save, report: SaveReport) -> SaveReport:

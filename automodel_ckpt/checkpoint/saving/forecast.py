@@ -61,6 +61,7 @@ def free_bytes(directory: Path) -> int:
     while not path.exists():
         path = path.parent
     status = os.statvfs(path)
+    # Not f_bfree, which includes the blocks that only root may use.
     return status.f_bavail * status.f_frsize
 
 
@@ -206,6 +207,7 @@ def _num_slices(tensor: torch.Tensor, num_shards: int | None) -> int:
         return max(1, num_slices)
     if tensor.dim() == 0:
         return 1
+    # Not sharded yet: fully_shard shards dimension 0.
     return max(1, min(num_shards or 1, tensor.shape[0]))
 
 
@@ -256,6 +258,7 @@ def _state_after_a_step(
     optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor
 ) -> dict[str, Any]:
     """The state of *parameter* after one step with the optimizer's class and the options of *group*."""
+    # LR schedulers add keys to the groups (initial_lr) that the constructor rejects.
     options = {name: value for name, value in group.items() if name in optimizer.defaults}
     try:
         trial = type(optimizer)([parameter], **options)
@@ -272,4 +275,5 @@ def archive_overhead() -> int:
     """Bytes that ``torch.save`` adds to those of a tensor."""
     buffer = io.BytesIO()
     torch.save(torch.zeros(16), buffer)
+    # The 16 float32 elements take 64 bytes.
     return buffer.tell() - 64

@@ -51,6 +51,8 @@ class HostMemory:
                 f"a copy of this rank's state needs {wanted} bytes of host memory, {free} are available",
             )
         self._release()
+        # The memfd grows and keeps its contents. A new one would lose the constants of a kept
+        # layout, which are written only once.
         os.ftruncate(self.descriptor, wanted)
         mapped = mmap.mmap(self.descriptor, wanted)
         _touch_all_pages(mapped)
@@ -81,6 +83,7 @@ class HostMemory:
     def _tensor_at(self, start: int, source: torch.Tensor) -> torch.Tensor:
         """The memory from byte *start* as a tensor with the shape and dtype of *source*."""
         if source.numel() == 0:
+            # torch.frombuffer rejects a count of 0 (torch 2.13).
             return torch.empty_like(source, device="cpu")
         flat = torch.frombuffer(self._view, dtype=source.dtype, count=source.numel(), offset=start)
         return flat.view(source.shape)
@@ -122,6 +125,8 @@ def available_bytes() -> int | None:
                     limits.append(int(line.split()[1]) * 1024)
     except OSError:
         pass
+    # cgroup v2. In a container this is the container's own group; the root group of a host has no
+    # memory.max. memory.current includes reclaimable page cache, so the result is a lower bound.
     group = Path("/sys/fs/cgroup")
     try:
         limit = (group / "memory.max").read_text().strip()

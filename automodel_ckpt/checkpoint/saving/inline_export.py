@@ -69,11 +69,14 @@ def export_from_memory(
                     staged(target, log, before_publishing=before_publishing)
                 )
                 name, maps = staging.name, assets.maps
+        # Every rank computes offsets in the same files, so all must plan from the same values.
         name, maps, tied = agree.broadcast_object(group, (name, maps, tied))
         written = RankManifest(rank)
         with raise_on_all_ranks():
             file_layout = hf.lay_out(plan, name, maps, tied)
         with raise_on_all_ranks():
+            # A generator: it plans inside of `run_all`. A rank that failed here would leave the
+            # others in the collectives of while_working.
             jobs = hf.shared_file_jobs(plan, rank, file_layout)
             agree.while_working(group, partial(run_all, jobs, directory, written))
         rank_manifests = agree.gather_objects(group, written)
@@ -82,6 +85,7 @@ def export_from_memory(
             if rank == 0:
                 tree = merge_tree(plan.name, hf.NAME, rank_manifests, {})
                 _complete(directory, file_layout, tree, rank_manifests, log)
+                # Publishes the export: `staged` renames its directory when its context ends.
                 stack.close()
 
         with raise_on_all_ranks():
@@ -128,6 +132,7 @@ def _byte_ranges(directory: Path, tensors: Iterable[Tensor]) -> Iterator[Digeste
         for stored in contiguous_slices(tensor):
             if stored.nbytes == 0:
                 continue
+            # The digests of interleaved slices are not those of byte ranges of the file.
             digest = stored.digest
             if not digest:
                 digest = range_digest(directory / stored.file, stored.start, stored.nbytes)

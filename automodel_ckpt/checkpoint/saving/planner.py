@@ -313,6 +313,7 @@ class Planner:
     ) -> list[Job]:
         """The jobs of this rank for a tree, in the tree's format."""
         rank = self.ranks.rank
+        # Rank 0's for all ranks: each computes the offsets in files that all of them write.
         maps = of_rank0.maps.get(tree.name)
         if maps is not None:
             tied = of_rank0.tied[tree.name]
@@ -384,6 +385,7 @@ class Planner:
         return Manifest(
             step=save.name.step,
             epoch=save.name.epoch,
+            # `finalize` sets the time.
             created=0.0,
             world_size=self.ranks.world_size,
             dp_size=self.ranks.dp_size,
@@ -420,8 +422,11 @@ class Planner:
         """
         losses = json_values(save.losses) if save.validated else {}
         self.run.publish(save.staging.path, save.name, losses)
+        # Before anything that can fail: a published checkpoint must not be removed as a staging
+        # directory.
         save.staging.published()
         report = self.report(save)
+        # After publishing: until then, the newest old checkpoint is what a resume needs.
         pruned = self.run.prune(str(save.name))
         return replace(report, nbytes=nbytes, pruned=pruned)
 

@@ -71,4 +71,6 @@ def _write(
         file = f"{directory}/{name}"
         path = staging / file
         path.parent.mkdir(parents=True, exist_ok=True)
+        # This fsyncs the file only; commit.finalize fsyncs its directories before the manifest
+        # exists.
         written.files[file] = commit.write_file(path, data)

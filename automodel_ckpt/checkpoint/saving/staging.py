@@ -49,6 +49,7 @@ class Staging:
         """Remove the directory when the block ends with any exception."""
         try:
             yield self
+        # Not Exception: KeyboardInterrupt and DCP's CheckpointException do not derive from it.
         except BaseException:
             self.remove()
             raise

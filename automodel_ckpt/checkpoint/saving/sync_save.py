@@ -29,6 +29,7 @@ def save_now(
     where = planner.run.path
     with raise_on_all_ranks(group, f"saving {save.name}", where):
         _write(save, proposals, planner)
+    # The exchange above is also a barrier: all rank manifests exist when rank 0 reads them.
     with raise_on_all_ranks(group, f"publishing {save.name}", where):
         if planner.ranks.rank == 0:
             report = _publish(save, planner)
@@ -63,6 +64,8 @@ def _publish(save: Save, planner: Planner) -> SaveReport:
     metadata = planner.write_metadata(save, lambda: rank_manifests)
     rank_manifests[0].files.update(metadata)
     if save.before_publishing is not None:
+        # A recipe flushes its logs here: no checkpoint is published before the log lines of its
+        # step.
         save.before_publishing()
     nbytes = finalize(staging, planner.partial_manifest(save), rank_manifests)
     return planner.publish(save, nbytes)

@@ -75,6 +75,7 @@ class FileJob:
     def run(self, staging: Path, written: RankManifest, memory: memoryview) -> None:
         """Write the file below *staging*; add it and its chunks to *written*. Raises OSError naming the file."""
         path = staging / self.file
+        # Another rank may create the directory of an object that differs between ranks.
         path.parent.mkdir(exist_ok=True)
         tree = RankTree() if self.tree is None else written.trees.setdefault(self.tree, RankTree())
         contiguous = _contiguous_span(self.chunks)
@@ -84,6 +85,7 @@ class FileJob:
                     out.write(data)
                 _add_entry(tree, chunk, data)
             # One call for the whole file: its chunks may be far smaller than a block of O_DIRECT.
+            # Only after the loop, which fills the checksums into this memory.
             if contiguous is not None:
                 out.write(_bytes_of(contiguous, memory))
         written.files[self.file] = out.close()

@@ -78,6 +78,8 @@ class RankManifest:
 
 def _fields(record: Any) -> dict[str, Any]:
     """The fields of a dataclass, without recursion and copies as in dataclasses.asdict: there are thousands."""
+    # The records are dataclasses with slots=True and no base class, so that __slots__ has all
+    # fields.
     return {name: getattr(record, name) for name in record.__slots__}
 
 

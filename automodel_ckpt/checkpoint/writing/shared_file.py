@@ -90,6 +90,7 @@ class SharedFile:
                 if self._stream is not None:
                     self._stream.close(finish=kind is None)
                 if kind is None:
+                    # On every rank: what it wrote is in the page cache of its own node.
                     os.fsync(descriptor)
             finally:
                 os.close(descriptor)
@@ -141,4 +142,6 @@ def _reserve(descriptor: int, nbytes: int) -> None:
         if done != 0 and code not in _UNSUPPORTED:
             raise OSError(code, os.strerror(code))
     if done != 0 and os.fstat(descriptor).st_size < nbytes:
+        # Never shortens the file: nbytes is the size of the whole file, so no rank's bytes are
+        # lost.
         os.ftruncate(descriptor, nbytes)

@@ -35,6 +35,7 @@ from automodel_ckpt.checkpoint.writing.rank_manifest import (
 )
 from automodel_ckpt.errors import AutomodelError, SaveFailed
 
+# Not SCHED_IDLE: on a busy machine, the upload took twice as long.
 NICENESS = 10
 _POLL_SECONDS = 1.0
 _REPORT_SECONDS = 0.25
@@ -60,6 +61,7 @@ class Write:
         staging = Path(self.staging)
         for jobs in self.jobs:
             run_all(pickle.loads(jobs), staging, self.written, memory.view(self.memory_bytes))
+        # The last action: as soon as the file appears, rank 0 may publish and remove its directory.
         commit.write_by_rename(
             staging / layout.rank_manifest_file(self.written.rank), self.written.to_bytes()
         )
@@ -258,15 +260,19 @@ def _listen(
     """
     poll = select.poll()
     poll.register(commands, select.POLLIN)
+    # The trainer sends one command and waits for its answer. A second one in the buffer of this
+    # file would be invisible to poll.
     with open(commands, "rb") as incoming:
         while True:
             if not poll.poll(_POLL_SECONDS * 1000):
+                # os._exit: in a thread, sys.exit would end only the thread.
                 if os.getppid() != trainer:
                     os._exit(1)
                 continue
             try:
                 command = pickle.load(incoming)
             except (EOFError, pickle.UnpicklingError):
+                # The trainer ended during a command: nobody awaits its result.
                 if not idle.is_set():
                     os._exit(1)
                 todo.put(None)
