@@ -52,6 +52,7 @@ def fresh_base(
     assert config.peft is not None and config.peft.base_dir is not None
     directory, seed = Path(config.peft.base_dir).expanduser(), config.seed
 
+    # Its end is a collective: the other ranks read the base only after rank 0 has written it.
     with raise_on_all_ranks(layout.gloo_group):
         if layout.is_rank0 and make_base(
             directory,

@@ -44,6 +44,7 @@ def _difference(
 ) -> str:
     """How the logits of this rank's slice differ from those of complete rows; empty if only by rounding."""
     length = context.size * _TOKENS_PER_SLICE
+    # Small ids, which every vocabulary has.
     tokens = torch.arange(length, device=device).remainder(5).unsqueeze(0)
     last_tokens = tokens[:, -_TOKENS_PER_SLICE:]
     try:
@@ -52,6 +53,7 @@ def _difference(
             without_context = logits_of(model(input_ids=last_tokens, **options)).float()
             context.start()
             sliced = logits_of(model(input_ids=tokens, **options)).float()
+    # Returned, not raised: the other ranks wait in gather_objects().
     except Exception as error:
         log.debug("could not probe the model for divided rows", exc_info=True)
         return f"{type(error).__name__}: {error}"

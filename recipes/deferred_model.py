@@ -146,9 +146,12 @@ def _on_meta(
         options["attn_implementation"] = section.attn_implementation
 
     def build() -> Any:
+        # transformers' from_config changes the config that it gets.
         return on_meta(lambda: auto_class.from_config(copy.deepcopy(config), **options))
 
     try:
+        # Built twice: InitialValues needs one that nothing else changes, and the model is
+        # resized, adapted and sharded in place.
         model, values = build(), InitialValues(build(), seed)
         if not values.are_complete():
             raise NotDeferrable(
@@ -167,6 +170,7 @@ def _on_meta(
 def _materialiser(
     model: nn.Module, values: InitialValues, source: _Source | None, group: ProcessGroup | None
 ) -> Materialise:
+    # Names before adapters change them: each module's random stream is seeded by its name.
     modules = dict(model.named_modules())
     transient = {
         name: {key for key in module._buffers if is_transient(module, key)}
@@ -180,10 +184,12 @@ def _materialiser(
 
     def materialise(shared: nn.Module, device: torch.device) -> None:
         allocate(shared, device)
+        # A pipeline stage has lost the modules of the other stages.
         here = set(shared.modules())
         left = {name: module for name, module in modules.items() if module in here}
         initialise(left, values, wanted)
         if source is not None:
+            # A node reads its own copy of the files, which may be damaged or missing there only.
             with raise_on_all_ranks(group):
                 source.fill(shared, left)
 

@@ -53,6 +53,7 @@ def start_from(
     """
     with raise_on_all_ranks(group):
         weights, verdict = _found(section, modules, resizable, ranks, verify)
+    # From here on weights are overwritten: all ranks have compared and verified the files above.
     log.info("Starting from the weights in %s", weights.path)
     verdict.log_differences("they and the model")
 
@@ -136,6 +137,7 @@ def _found(
 def _open_local(path: str) -> Weights | None:
     """The weights of a path, or of a Hub name that is in the cache; None for any other Hub name."""
     local = Path(path).expanduser()
+    # A path in an existing directory is never a Hub name: a typo must not become a download.
     if local.exists() or local.is_symlink() or local.parent.is_dir():
         return open_weights(local)
     require_local(path, "init_from.path")

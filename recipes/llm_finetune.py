@@ -90,6 +90,7 @@ class LLMFinetune(Recipe):
         section = self.config.dataloader.collate_fn
         if section is not None:
             return build(section, tokenizer=self.tokenizer)
+        # Padding has no label and is masked, so any id of the vocabulary will do.
         pad_token_id = 0
         for name in ("pad_token_id", "eos_token_id"):
             token = getattr(self.tokenizer, name, None)

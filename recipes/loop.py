@@ -93,6 +93,7 @@ class TrainingLoop:
     def run(self) -> None:
         """Train from the present step to the end of the run. Raises :class:`Stopped` after a stop request."""
         scheduler = self.step_scheduler
+        # Also for a finished run: a stop may have prevented the validation of its last step.
         self.make_up_validation()
         if scheduler.is_finished():
             self.already_complete()
@@ -116,8 +117,10 @@ class TrainingLoop:
                 self._end_early()
                 return
             control = self.agree_on(batch)
+            # The flag is summed over the ranks, so that all enter wait(), a collective.
             if control.save_failed:
                 self.saves.wait()
+            # This batch was not counted as consumed: the resumed run trains on it.
             if control.stop or batch is None:
                 self.stop()
             try:
@@ -144,6 +147,7 @@ class TrainingLoop:
         with closing(iter(source)) as batches:  # type: ignore[type-var]
             while True:
                 try:
+                    # Nothing else: an exception within a collective would leave the others in it.
                     with self.stop_request.interrupting():
                         batch = next(batches, None)
                 except StoppedWaiting:
@@ -186,6 +190,7 @@ class TrainingLoop:
         """Train on one global batch, count it and log it; returns what is due after it."""
         started = time.perf_counter()
         self.step_scheduler.start_step()
+        # Read before the schedule moves on: the log has the rate that this step used.
         lr = current_rate(self.optimizer)
         loss_sum, grad_norm = self.train_step(batch, control)
         if self.lr_scheduler is not None:
@@ -208,6 +213,7 @@ class TrainingLoop:
 
     def _mean_metrics(self, control: Control) -> dict[str, float]:
         """Divide the sums of the objective's metrics by the count of the global batch. A collective if it has any."""
+        # The sum is by position, and ranks may have added the names in different orders.
         names = sorted(self.gradients.metrics)
         if not names or not control.count:
             return {}
@@ -235,6 +241,7 @@ class TrainingLoop:
         scale = self.layout.sizes.token_parts / control.count
         loss_sum = self.gradients.accumulate(batch, scale)
         grad_norm = self.clip_gradients()
+        # The norm is global, so all ranks skip the same update. The schedule advances nevertheless.
         if not math.isfinite(grad_norm):
             log.warning("step %d: the gradient norm is %s, no update", step, grad_norm)
             self.optimizer.zero_grad(set_to_none=True)
@@ -274,6 +281,7 @@ class TrainingLoop:
         router_loss = self.trainable.router_loss
         total, aux_loss, elapsed, save, end, stop = sum_over_ranks(
             self.layout.gloo_group,
+            # Tensor and context parallel ranks compute the same loss, which counts once.
             loss_sum if self.layout.reports_loss else 0.0,
             router_loss.value_here if router_loss is not None else 0.0,
             scheduler.measured_seconds() if is_rank0 else 0.0,
@@ -281,6 +289,7 @@ class TrainingLoop:
             is_rank0 and scheduler.time_is_up(),
             self.stop_request.wanted,
         )
+        # The loader's position counts finished steps only, not what its workers have prefetched.
         self.dataloader.mark_consumed(batch)
         due = scheduler.finish_step(
             epoch=batch.epoch,
@@ -319,6 +328,7 @@ class TrainingLoop:
                 totals = self.validation_totals(self.validation_batches())
         finally:
             self.model.train()
+            # With FSDP2, a forward pass without a backward pass leaves parameters gathered.
             reshard(self.model)
         if totals is None:
             return None
@@ -335,6 +345,7 @@ class TrainingLoop:
         """
         loss, count, num_labels = 0.0, 0.0, 0.0
         mine = (0.0, 0, 0)
+        # Each round reduces the sums of the batch before; the extra round those of the last.
         for batch in chain(self.batches(batches), [_NO_BATCH]):
             wants_stop = batch is None or self.stop_request.wanted
             sums = sum_over_ranks(self.layout.gloo_group, *mine, wants_stop)
@@ -349,6 +360,7 @@ class TrainingLoop:
     def validation_sums(self, batch: GlobalBatch) -> tuple[float, int, int]:
         """This rank's summed loss, its count, and the label tokens of *batch*; zeros if another rank reports them."""
         try:
+            # float64, as in the reduction over the ranks.
             loss = sum(loss.double().item() for loss in self.objective.losses(batch.micro_batches))
         except (IndexError, RuntimeError) as error:
             self.explain(error, batch)
@@ -442,6 +454,7 @@ class TrainingLoop:
 
     def end(self) -> None:
         """Log the end of a complete run. Raises the failure of the last save if training continued after it."""
+        # A failed save in the background must end the run before it is logged as done.
         self.saves.wait()
         scheduler = self.step_scheduler
         loss = f"training loss {self.last_step.loss:.4f}" if self.last_step else "no step was made"

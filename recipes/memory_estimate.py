@@ -36,6 +36,7 @@ from automodel_ckpt.training.step_scheduler import planned_end
 
 log = logging.getLogger("automodel_ckpt")
 
+# Measured by tools/bench_forecast.py: the heap keeps holes between long-lived tensors.
 _HEAP = 1.5
 _OF_TEXT = frozenset(
     {"input_ids", "labels", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids"}
@@ -85,6 +86,7 @@ class Plan:
 def plan(recipe: Recipe, sizes: Sizes) -> Plan:
     """Build *recipe* without weights for a mesh of *sizes*. Raises :class:`RecipeError` if it could not train."""
     recipe.is_dry_run = True
+    # No process group: collectives return this rank's own values.
     recipe.layout = RankLayout(0, sizes, 0, torch.device("cpu"), None)  # type: ignore[arg-type]
     recipe.build()
     num_parameters, num_trained = 0, 0
@@ -110,6 +112,7 @@ def plan(recipe: Recipe, sizes: Sizes) -> Plan:
 
 def _checkpoint_bytes(recipe: Recipe, sizes: Sizes, assets: Mapping[str, Assets]) -> int:
     """Expected bytes of one checkpoint of this run. Raises :class:`RecipeError` where it could not be read back."""
+    # setup() does this in a run. discover() below has to find it.
     recipe.rng = StatefulRNG(recipe.config.seed, recipe.layout.random_stream, sizes.grid)
     assets = recipe.build_assets()
     check_export(recipe.config.checkpoint, assets)

@@ -76,6 +76,7 @@ class Objective:
 
         An objective that calls :meth:`row_loss` itself returns the value of this method.
         """
+        # The pass that only counts the routers' choices is in training mode, without gradients.
         if self.router_loss is None or not self.model.training or not torch.is_grad_enabled():
             return LossSum(loss)
         return LossSum(loss, {AUX_LOSS: self.router_loss.share()})

@@ -71,6 +71,7 @@ def trained_parameters(model: nn.Module) -> list[Trained]:
     owners = {id(p): module for module in inner.modules() for p in module.parameters(recurse=False)}
     layout = stored_layout(inner)
     names: dict[int, list[str]] = {}
+    # A tied parameter has several names. Patterns may use each, with peft's prefix, or as in files.
     for fqn, parameter in inner.named_parameters(remove_duplicate=False):
         plain = fqn.removeprefix(_PEFT_PREFIX)
         names.setdefault(id(parameter), []).extend([fqn, plain, layout.name_of(fqn)])
@@ -157,6 +158,7 @@ def plan_groups(section: Section, trained: Sequence[Trained], add_up: AddUp) -> 
         number = next(matching, -1)
         owner = None if number < 0 else section.groups[number]
         excluded = _excludes(section, owner) and _is_without_decay(section, each)
+        # Groups are in pairs, with and without decay. The first pair is of what matches no entry.
         planned[2 * (number + 1) + excluded].members.append(each)
     sizes = add_up([len(group.members) for group in planned])
     empty = [
@@ -171,6 +173,8 @@ def plan_groups(section: Section, trained: Sequence[Trained], add_up: AddUp) -> 
             value=section.groups[empty[0]].params,
             hint="a parameter belongs to the first group that matches it: put the narrower group first",
         )
+    # By the sum over the stages: checkpoints store the groups of all stages as one optimizer,
+    # so a group that is empty on this stage has to exist if another stage has it.
     return [group for group, size in zip(planned, sizes, strict=True) if size]
 
 
@@ -203,6 +207,7 @@ def _check_patterns(section: Section, trained: Sequence[Trained], add_up: AddUp)
     ]
     if isinstance(section.no_decay, list):
         patterns += [("optimizer.no_decay", pattern) for pattern in section.no_decay]
+    # A pattern may match parameters of other pipeline stages only.
     counts = add_up([sum(each.matches(pattern) for each in trained) for _, pattern in patterns])
     known = {name for each in trained for name in each.names}
     problems = [

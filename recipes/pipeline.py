@@ -65,6 +65,7 @@ def split_stages(
         embedding.embedding_dim, compute_dtype or embedding.weight.dtype
     )
     tied = has_tied_ends(model)
+    # What needs the complete model comes before keep_stage(), which removes the other stages.
     record_complete_tensors(model)
     keep_stage(model, layout.pp_rank, layout.sizes.pp)
     left = {name for name, module in model.named_modules() if not isinstance(module, PassThrough)}
@@ -94,6 +95,7 @@ class PipelineStage:
             lambda number, hidden: output(rows[number], hidden), _shapes(rows), weight
         )
         if self._tied is not None:
+            # Each end has only the gradient of its own use of the shared weight.
             self._tied.sum_gradients()
         return losses
 
@@ -177,6 +179,7 @@ def sum_over_stages(layout: RankLayout, counts: list[int]) -> list[int]:
 def _of_each_stage(layout: RankLayout, value: T) -> list[T]:
     """*value* of one rank of each pipeline stage, in the order of the stages. A collective."""
     ranks_per_stage = layout.world_size // layout.sizes.pp
+    # Pipeline stages are the outermost dimension of the mesh: the ranks of a stage are consecutive.
     return gather_objects(layout.gloo_group, value)[::ranks_per_stage]
 
 
@@ -194,6 +197,7 @@ def train_stages(optimizer: Optimizer, model: nn.Module, layout: RankLayout) -> 
         settings.append({key: repr(value) for key, value in group.items() if key != "params"})
     stages = _of_each_stage(layout, (mine, settings))
     expected = stages[0][1]
+    # All ranks raise the same error, since each compares all stages.
     for number, (_, found) in enumerate(stages):
         if found != expected:
             raise RecipeError(

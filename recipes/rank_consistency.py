@@ -34,6 +34,7 @@ def validate_equal_on_all_ranks(config_yaml: str, group: ProcessGroup | None) ->
     """
     if agree.size(group) == 1:
         return
+    # The text has references to environment variables, not their values, which may be secrets.
     mine = Start(config_yaml, _versions())
     first = agree.broadcast_object(group, mine)
     found = [] if mine == first else list(_differences(first, mine))

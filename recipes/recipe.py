@@ -146,6 +146,7 @@ class Recipe:
         check_parallelism(parallelism(self.config.distributed), self.layout)
         if self.layout.in_stages:
             check_pipeline_extensions(type(self), Recipe, self.objective_class, self.loop_class)
+        # It takes the lease: a second run of this directory fails before it reads data or weights.
         self.checkpointer = self.build_checkpointer()
         self.build()
         self._check_model()
@@ -175,6 +176,7 @@ class Recipe:
         config = self.config
         section = config.distributed
         require_trackers(config.logging.trackers, has_logs=config.checkpoint.enabled)
+        # Registered before the groups exist: init_distributed may fail after it has opened some.
         self._resources.callback(close_distributed)
         layout = init_distributed(
             backend=section.backend,
@@ -185,9 +187,11 @@ class Recipe:
             pp_size=section.pp_size,
             cp_size=section.cp_size,
         )
+        # First: with another learning rate on one node, its shards would train apart silently.
         validate_equal_on_all_ranks(self.config_yaml, layout.gloo_group)
         self.stop_request = stop_request()
         if layout.world_size > 1:
+            # torch has no public function for the default store.
             peer_stop = PeerStop(self.stop_request, dist.distributed_c10d._get_default_store())
             self._resources.callback(peer_stop.close)
         self.run_log = RunLog(config.logging, layout)
@@ -443,12 +447,15 @@ class Recipe:
         self.saves.resumed = resumed
         self.run_log.open(checkpointer.directory, checkpointer.check_lease)
         if resumed is not None:
+            # Wall-clock time: the checkpoint may be from another process or node.
             seconds_since_save = time.time() - resumed.manifest.created
             self.run_log.progress.note_saved(resumed.step, seconds_since_save)
+            # After the load: an earlier resume may have kept options that no recipe shows.
             recipe_options.compare(self.step_scheduler, resumed.manifest.saved, resumed.path)
         self.saves.check_space(state, steps_per_epoch(self.dataloader))
         if not self.step_scheduler.is_finished():
             checkpointer.prepare(state)
+        # Only now is the step known to which the logs are truncated.
         self.run_log.resume(self.step_scheduler, resumed.path.name if resumed is not None else None)
         self.saves.make_missing_export()
 

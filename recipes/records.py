@@ -48,6 +48,7 @@ class Control:
 
     def summed(self, group: ProcessGroup | None) -> Control:
         """Combine the values of all ranks: tokens are summed, and a flag is set if any rank sets it. A collective."""
+        # The sums are float64, exact for counts below 2**53.
         count, num_label_tokens, num_tokens, stop, save_failed = sum_over_ranks(
             group, self.count, self.num_label_tokens, self.num_tokens, self.stop, self.save_failed
         )

@@ -222,6 +222,7 @@ class RecipeOptions:
             )
             log.warning(message, schedule.base_lrs, self._rates)
         saved = current_rate(self._optimizer)
+        # Its rates are a function of the step alone, so they can be computed again.
         if isinstance(schedule, LambdaLR):
             follow_schedule(schedule)
         now = current_rate(self._optimizer)
@@ -243,6 +244,7 @@ def _numbers(value: Any) -> list[float]:
     """A number, or several, as a list; empty for anything else, and for switches."""
     values = value if isinstance(value, tuple | list) else [value]
     for each in values:
+        # bool is a subclass of int.
         if isinstance(each, bool) or not isinstance(each, int | float):
             return []
     return list(values)

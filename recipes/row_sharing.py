@@ -48,6 +48,7 @@ def choose_row_layout(
     # Flash attention finds the samples by their position ids only in a batch of one row.
     one_row = "flash" in attention
     apart = keeps_samples_apart(probe_model, one_row, options, row_multiple, layout.device)
+    # Each pipeline stage probes its own layers, and all stages need the same rows.
     if not on_all_ranks(layout.gloo_group, bool(apart)):
         if is_packed:
             raise RecipeError(
@@ -89,6 +90,7 @@ def _attends_by_document(
         return False
     able = attend_by_document(probe_model, options, row_multiple, layout.device)
     if not on_all_ranks(layout.gloo_group, able):
+        # Another rank could not: undo the change on this rank.
         attend_by_mask(probe_model)
         return False
     return True

@@ -124,6 +124,7 @@ class RunLog:
         record.update(result.metrics)
         if self._settings.sample_ids:
             record["samples"] = sample_ids
+        # Not fsynced for each step: flush() does that before a checkpoint is published.
         self._append(self.training, record, soon=True)
         self.progress.update(
             StepView(

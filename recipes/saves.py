@@ -148,11 +148,13 @@ class Saves:
         try:
             report = self.save_now(self.checkpointer, losses, validated=validated, last=last)
         except SaveFailed as failure:
+            # Before _handle(), which may raise. A failed save must not be retried after every step.
             self._scheduler.note_failed_save()
             self._handle(failure)
             return
         self._scheduler.note_save(time.monotonic() - started)
         self.last_save = report
+        # An asynchronous save is not published yet: wait() clears an earlier failure then.
         if report.published:
             self.failure = None
         if report.export_failure is not None:
@@ -167,6 +169,7 @@ class Saves:
             self._warn_of_unknown_metric(losses)
         self._run_log.progress.follow(lambda: saving_view(checkpointer.saving(), self._num_ranks))
         return checkpointer.save(
+            # Discovered for each save: a recipe may have replaced an attribute.
             self._state(),
             step=scheduler.step,
             epoch=scheduler.epoch,
@@ -179,6 +182,7 @@ class Saves:
             },
             validated=validated,
             last=last,
+            # A resume truncates the logs to the checkpoint's step; it cannot restore lines.
             before_publishing=self._run_log.flush,
             on_saved=self.note_saved,
         )
@@ -215,6 +219,7 @@ class Saves:
             if self.checkpointer.wait_for_save():
                 self.failure = None
         except SaveFailed as failure:
+            # If only the export failed, the checkpoint is published, and the step counts as saved.
             if not isinstance(failure, ExportFailed):
                 self._scheduler.note_lost_save()
             self._handle(failure)
@@ -232,6 +237,7 @@ class Saves:
     def stop(self, losses: Mapping[str, Any]) -> None:
         """Save the last completed step unless it is saved, without an export. Raises the failure of that save."""
         if self.checkpointer is not None:
+            # An export may take longer than a scheduler's grace period. The next start makes it.
             self.checkpointer.disable_exports()
         if self._scheduler.unsaved:
             self.save(losses, validated=False, started=time.monotonic(), last=False)

@@ -27,6 +27,7 @@ from automodel_ckpt.recipes.records import Control
 from automodel_ckpt.training.lr import current_rate
 from automodel_ckpt.training.step_scheduler import Due
 
+# State that differs between any two runs.
 _OF_THE_CLOCK = {"elapsed_seconds"}
 
 

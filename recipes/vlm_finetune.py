@@ -39,6 +39,7 @@ class VLMLoop(TrainingLoop):
         Such parameters (the last layers of a LLaVA vision tower, whose features are not used) would make the ranks of
         ddp wait forever, and take memory for nothing elsewhere.
         """
+        # Gradients exist only between the backward pass and zero_grad(); once is enough.
         if not self._checked_gradients:
             check_all_trained(self.model, has_adapters=self.config.peft is not None)
             self._checked_gradients = True
