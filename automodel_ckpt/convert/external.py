@@ -20,6 +20,7 @@ from automodel_ckpt.convert.sources.registry import formats_in
 from automodel_ckpt.errors import CheckpointUnusable
 
 _MAX_LOSSES_BYTES = 1 << 20
+# The directory may be anything, and the list is only displayed.
 _MAX_FILES = 100_000
 
 
@@ -84,6 +85,7 @@ def losses_in(directory: Path) -> Mapping[str, Any]:
     """Return the content of losses.json; empty if there is none, or none that can be read."""
     try:
         value = json.loads(read_safely(directory, layout.LOSSES, limit=_MAX_LOSSES_BYTES))
+    # Deeply nested JSON raises RecursionError, which is not a ValueError.
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -226,6 +226,7 @@ def _general(source: Source, tensors: Mapping[str, ExportTensor]) -> list[KeyVal
     for tensor in tensors.values():
         nbytes[tensor.dtype] += tensor.nbytes
     kind = max(nbytes, key=lambda code: nbytes[code])
+    # GGUF strings are UTF-8, and the name of a directory can be any bytes.
     name = os.fsencode(source.root.name).decode(errors="replace")
     return [
         ("general.type", "string", "model"),
@@ -253,6 +254,7 @@ def _staged(target: Path, log: Log) -> Iterator[Path]:
         path.touch(exist_ok=False)
         with owned(path):
             yield path
+            # Data before the name: after a power failure, the target is complete, old or new.
             fsync_file(path)
             os.replace(path, target)
         fsync_directory(target.parent)
@@ -307,6 +309,7 @@ def _write(
         writer.write_ti_data_to_file()
         if factors.size:
             writer.write_tensor_data(factors)
+        # In the order of add_tensor_info(): the library matches data to names by order (gguf 0.19).
         for fqn, name in names.items():
             writer.write_tensor_data(_values(root, tensors[fqn], model, name))
     finally:

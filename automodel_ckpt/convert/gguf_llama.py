@@ -146,6 +146,7 @@ class Llama:
 
 def rotary_order(num_heads: int, head_dim: int) -> list[int]:
     """Return, for each row of llama.cpp's query or key projection, the number of the row in transformers'."""
+    # A wrong order loads without an error in llama.cpp, and generates nonsense.
     half = head_dim // 2
     rows: list[int] = []
     for head in range(num_heads):
@@ -179,6 +180,7 @@ def read_llama(config: Mapping[str, Any], where: str) -> Llama:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
+        # Defaults here and below are those of transformers' LlamaConfig (5.23).
         context_length=_integer(config, "max_position_embeddings", where, default=2048),
         rms_norm_eps=_number(config, "rms_norm_eps", where, 1e-6),
         rope_theta=_number(scaling, "rope_theta", where, default_theta),

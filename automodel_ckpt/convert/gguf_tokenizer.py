@@ -14,7 +14,9 @@ from typing import Any, NoReturn
 
 from automodel_ckpt.convert.gguf_llama import KeyValue, not_convertible
 
+# Token types of GGUF (source: gguf.md, tokenizer.ggml.token_type).
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
+# Compared as text: llama.cpp has this pattern built in, and any other splits text differently.
 _LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -146,6 +148,7 @@ def _tokens(
                 _CONTROL if entry.get("special") else _USER_DEFINED,
             )
         )
+    # Added tokens come last: for an id that is in both lists, theirs is the type.
     for text, index, kind in entries:
         if not isinstance(text, str) or type(index) is not int or not 0 <= index < vocab_size:
             raise not_convertible(
@@ -225,6 +228,7 @@ def _added(
 def _part(part: Any, ids: Mapping[str, int]) -> int | None:
     """A special token's id; None for the text itself."""
     name = part["SpecialToken"].get("id") if "SpecialToken" in part else None
+    # -2 is neither an id nor the -1 of a beginning or end token that does not exist.
     return None if name is None else ids.get(str(name), -2)
 
 

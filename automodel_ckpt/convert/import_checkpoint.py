@@ -173,6 +173,7 @@ def run_import(planned: Import) -> Path:
     """
     run = RunDirectory(planned.run, KeepPolicy(), "val_loss")
     try:
+        # The lease first: recover() removes staging directories, which a live run may be writing.
         run.hold()
         maintenance.recover(run.root)
     except OSError as error:
@@ -195,6 +196,7 @@ def _located(source: Path) -> tuple[Path, Format]:
     known = detect(source)
     if known is not None and not known.is_readable:
         known.open(source)  # raises an error that names the format
+    # lexists(): a broken link must not make a checkpoint look like files of another program.
     if any(os.path.lexists(place / layout.MANIFEST) for place in (source, source.parent)):
         raise CheckpointUnusable(
             "this is already a checkpoint of automodel_ckpt: there is nothing to import",
@@ -317,6 +319,7 @@ def _side_files(source: Path, directory: Path) -> dict[str, bytes]:
 
 
 def _content(path: Path, limit: int) -> bytes:
+    # read_safely() rejects links. Those of the Hub's cache have passed _check_links().
     real = Path(os.path.realpath(path))
     return read_safely(real.parent, real.name, limit=limit)
 
@@ -357,6 +360,7 @@ def _write(planned: Import, run: Path) -> Path:
         published = commit.publish(staging, str(planned.name))
         newest = resume.newest(run)
         assert newest is not None
+        # Not to the import itself: one of an earlier step must not move LATEST back.
         commit.point(run, layout.LATEST, newest.name)
         return published
     except OSError as error:

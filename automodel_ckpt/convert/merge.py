@@ -156,6 +156,7 @@ def _base(
         )
     identity = identify_base(base_name, directory, run=checkpoint.parent, cache=cache)
     digest = record["base"].get("digest")
+    # Shapes prove nothing: an adapter on another base loads and answers nonsense.
     if identity.digest != digest:
         raise CheckpointUnusable(
             "this is not the base that the adapter was trained on",
@@ -342,6 +343,7 @@ class MergedModel:
         if start.dtype not in ORDINARY_FLOATS:
             what = f"a layer of the base is stored as {start.dtype}, which nothing can be added to"
             raise self._not_mergeable(what, name)
+        # Computed in float32 or float64, and rounded once, when the file is written.
         dtype = "F64" if start.dtype == "F64" else "F32"
         weight = _read_as(start, dtype)
         factors: dict[str, Array] = {}
@@ -419,6 +421,7 @@ def _write(file: OutputFile, model: MergedModel, staging: Path) -> Iterator[Dige
             data = _bytes_of(tensor, model)
             output.write(data, at, ())
             yield Digested(file.name, at, len(data), digest_of(data))
+        # Before the rename that publishes: a name must not become durable before its data.
         os.fsync(descriptor)
     finally:
         output.close()
@@ -426,5 +429,6 @@ def _write(file: OutputFile, model: MergedModel, staging: Path) -> Iterator[Dige
 
 
 def _bytes_of(tensor: ExportTensor, model: MergedModel) -> memoryview:
+    # The merged weight of a transposed layer is a view, whose bytes are not in row-major order.
     values = np.ascontiguousarray(model.value(tensor.fqn, tensor.dtype)).reshape(-1)
     return values.view(np.uint8).data

@@ -93,6 +93,7 @@ def open_weights(path: str | os.PathLike[str]) -> Weights:
     if given.is_file() and not _is_pointer(given):
         return _weights_of(given, _open_file(given))
     found = _resolved(given)
+    # lexists(): a broken link must not let a checkpoint pass as files without digests.
     if os.path.lexists(found / layout.MANIFEST):
         return Weights(found, _modules_of(found), found)
     if os.path.lexists(found.parent / layout.MANIFEST):
@@ -130,6 +131,7 @@ def _open_external(directory: Path, *, follow_links: bool = False) -> Source:
 
 def _open_file(path: Path) -> Source:
     try:
+        # Links are followed: the user named this file.
         known = detect(path, follow_links=True)
     except OSError as error:
         raise _unusable("the file cannot be read", path, error.strerror) from error
