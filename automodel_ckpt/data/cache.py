@@ -59,10 +59,14 @@ def cached(name: str, key: tuple[object, ...], build: Callable[[Path], None]) ->
     digest = hashlib.blake2b(repr(key).encode(), digest_size=12).hexdigest()
     try:
         final = cache_directory() / f"{name}-{digest}"
+        # Without the lock: the rename publishes a complete directory, so its name is proof.
         if final.is_dir():
             return final
         final.parent.mkdir(parents=True, exist_ok=True)
+        # Never remove the lock file: a process could lock a new file while another one holds the
+        # old one.
         with _locked(final.with_name(f".{final.name}.lock")):
+            # Another process may have built it while this one waited for the lock.
             if not final.is_dir():
                 _build(final, build)
     except OSError as error:
@@ -75,12 +79,14 @@ def cached(name: str, key: tuple[object, ...], build: Callable[[Path], None]) ->
 
 def _build(final: Path, build: Callable[[Path], None]) -> None:
     partial = final.with_name(f".{final.name}.partial")
+    # The name is the same in every process: only the holder of the lock may remove leftovers.
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
     try:
         build(partial)
         for path in partial.iterdir():
             fsync_file(path)
+        # The parent is not flushed: if a power failure undoes the rename, the data is built again.
         partial.rename(final)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)

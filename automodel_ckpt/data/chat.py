@@ -177,6 +177,7 @@ class ChatTemplate:
         """Whether the template writes the current time, so that samples depend on it."""
         if "strftime_now" not in self.template:
             return False
+        # A macro takes precedence over the function of this name that transformers provides.
         watched = replace(self, template=_WATCHED + self.template)
         question = [{"role": "user", "content": "probe"}]
         with suppress(UnusableSample):
@@ -251,6 +252,7 @@ class ChatTemplate:
 
     def _by_markers(self, turns: list[dict[str, Any]], tools: Any) -> TokenizedSample:
         """Tokenize a conversation. The generation markers of the template determine the labels."""
+        # Not transformers' mask of assistant tokens: a character without a token throws it off.
         text, labeled_spans = self._marks(turns, tools)
         try:
             encoded: Any = self.tokenizer(
@@ -311,6 +313,8 @@ class ChatTemplate:
         tokens = self._encode(whole)
         labelled = [False] * len(tokens)
         for number in self._labeled_turns(turns):
+            # Borders are located in the tokens of the whole text: the text before a border,
+            # tokenized alone, may end in other tokens.
             before, after = self._prefixes(turns, tools, number, whole)
             start = _num_equal(self._encode(before), tokens)
             end = _num_equal(self._encode(after), tokens)
@@ -444,6 +448,7 @@ class ChatTemplate:
             ) from error
 
     def _encode(self, text: str) -> list[int]:
+        # The template has written the special tokens: the tokenizer must not add them again.
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 

@@ -22,6 +22,8 @@ class PadCollator:
     -100. Packs also have ``position_ids``, with position 0 for padding. Raises :class:`RecipeError` for other samples.
     """
 
+    # A promise: no generator is seeded per sample, so numbers drawn here would not repeat on
+    # resume.
     draws_nothing = True
 
     def __init__(self, pad_token_id: int, pad_to_multiple_of: int | None = None) -> None:

@@ -112,6 +112,8 @@ def _load(split: str) -> tuple[np.ndarray[Any, Any], list[int]]:
             hint="install it: pip install scikit-learn",
         ) from error
     bunch: Any = load_digits()
+    # RandomState, not default_rng: NumPy keeps its stream unchanged (NEP 19), so the split is
+    # fixed.
     order = np.random.RandomState(0).permutation(len(bunch.target))
     chosen = order[:NUM_HELD_OUT] if split == "validation" else order[NUM_HELD_OUT:]
     return bunch.images[chosen], [int(digit) for digit in bunch.target[chosen]]

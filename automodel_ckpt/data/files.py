@@ -73,6 +73,7 @@ def files_of(paths: Sequence[str]) -> list[Path]:
             value=", ".join(f"*{kind}" for kind in kinds),
             hint="use files of one format, for example data/*.jsonl",
         )
+    # By real path: a pattern may match a file and a link to it.
     real_paths = Counter(os.path.realpath(file) for file in files)
     [(name, count)] = real_paths.most_common(1)
     if count > 1:
@@ -87,6 +88,7 @@ def files_of(paths: Sequence[str]) -> list[Path]:
 
 def _matching(path: str) -> list[Path]:
     expanded = os.path.expanduser(path)
+    # A URL may contain ? as well. require_readable rejects it with its own hint.
     if not is_pattern(path) or _REMOTE.match(path):
         return [Path(expanded)]
     names = sorted(glob.glob(expanded, recursive=True))
@@ -103,6 +105,7 @@ def _matching(path: str) -> list[Path]:
 
 def digest(path: Path) -> str:
     """Return a digest of a file's format and content."""
+    # With the format, because the same bytes are other rows in another format.
     with path.open("rb") as file:
         return kind_of(path) + hashlib.file_digest(file, "blake2b").hexdigest()
 

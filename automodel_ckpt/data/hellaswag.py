@@ -60,6 +60,7 @@ def hellaswag(
 def _ending(source: Rows, row: int, endings: Any, label: Any) -> str:
     try:
         number = int(label)
+        # A negative number would count from the last ending.
         if number < 0:
             raise IndexError
         return str(endings[number]).strip()

@@ -58,6 +58,7 @@ class ImageTextCollator:
             used.append(sample if is_used else self.blank)
         if any(sample is not given for sample, given in zip(used, samples, strict=True)):
             # Processed again, because the tensors of the pixels do not show to which sample they belong.
+            # The blank sample has no seq_length and is always used, so this happens at most once.
             return self(used)
         labels = torch.full_like(batch["input_ids"], IGNORE_INDEX)
         for number, flags in enumerate(labeled):
@@ -169,6 +170,7 @@ class ImageTextCollator:
         cuts_image = any(token in self.image_token_ids for token in tokens[limit:])
         if not cuts_image and any(labeled[1:limit]):
             return True
+        # In a worker process, this counts the samples of that worker.
         self.num_left_out += 1
         why = "cut an image" if cuts_image else "remove all labels"
         log.warning(

@@ -40,6 +40,8 @@ def open_image(value: Any, folder: Path) -> Any:
     source = _source(value, folder)
     try:
         with warnings.catch_warnings():
+            # Above its limit of pixels, Pillow only warns. It raises an error above twice the
+            # limit.
             warnings.simplefilter("error", image_module.DecompressionBombWarning)
             opened = source
             if not isinstance(source, image_module.Image):

@@ -118,6 +118,7 @@ class GlobalBatchLoader:
             if self.num_samples is None
             else self._map_batches(self.num_samples)
         )
+        # If the caller stops early, worker processes end now and not when garbage is collected.
         with closing(batches):
             first = next(batches, None)
             if first is not None:
@@ -190,6 +191,7 @@ class GlobalBatchLoader:
         self._require_same_data(state["num_samples"])
         self._report_other_data(state)
         self._report_differences(state)
+        # Assigned after all checks, so that a rejected state changes nothing.
         self.epoch = state["epoch"]
         self.consumed_samples = state["consumed_samples"]
         self.seed = state["seed"]
@@ -204,6 +206,7 @@ class GlobalBatchLoader:
         end = num_samples - size + 1 if self.sizes.drop_last else num_samples
         starts = range(self.consumed_samples, end, size)
         batches_of_ids = (order[start : start + size] for start in starts)
+        # Workers prefetch, so requests are drawn early: they must not depend on what is consumed.
         requests = chain.from_iterable(self._requests(epoch, ids) for ids in batches_of_ids)
         reader = SampleReader(self.dataset, self.collate_fn)
         advances_rng = reader.may_draw or self.num_workers > 0
@@ -211,6 +214,8 @@ class GlobalBatchLoader:
             for start in starts:
                 ids = order[start : start + size].tolist()
                 num_micro_batches = len(self._rank_part(ids))
+                # Left before the yield: the training step draws from the generators that
+                # checkpoints store.
                 with isolated_rng() if advances_rng else nullcontext():
                     micro_batches = list(islice(batches, num_micro_batches))
                 is_last = start == starts[-1]
@@ -248,6 +253,7 @@ class GlobalBatchLoader:
                 )
 
     def _skip_to_next_epoch(self) -> None:
+        # Otherwise __iter__ would continue forever with a source that yields nothing.
         if self.consumed_samples == 0:
             raise _empty(f"epoch {self.epoch} of the iterable data set yields no {self._unit()}")
         self._warn(
@@ -309,6 +315,7 @@ class GlobalBatchLoader:
 
     def _report_other_data(self, state: Mapping[str, Any]) -> None:
         current, saved = self._identity, state.get("data")
+        # Checkpoints of earlier versions have no identity of the data.
         is_known = current is not None and saved is not None
         if is_known and current != saved:
             self._warn(

@@ -149,6 +149,7 @@ def _without_nulls(turn: Any) -> Any:
     """Copy a message without null values, which mean that a key is missing; transformers drops them, too."""
     if not isinstance(turn, dict):
         return turn
+    # Only the keys of the message: a null in the arguments of a call is a value.
     return {key: value for key, value in turn.items() if value is not None}
 
 

@@ -55,16 +55,21 @@ class SampleReader(Dataset[Any]):
         self.may_draw = not (_draws_nothing(dataset) and _draws_nothing(collate_fn))
 
     def __getitem__(self, request: Request) -> Batch | Failure:
+        # FSDP needs equal numbers of forward passes, so a rank without samples reads one.
         ids = request.sample_ids or [request.filler]
         try:
             samples = [self._read(request, sample_id) for sample_id in ids]
+            # A collator that draws continues with the seed of the last sample, as on a resume.
             return collate(self.collate_fn, samples, ids, empty=not request.sample_ids)
         except AutomodelError as error:
+            # Not raised: torch would replace it in the rank by one whose only argument is a
+            # traceback.
             return Failure(error)
 
     def _read(self, request: Request, sample_id: int) -> Any:
         if self.may_draw:
             seed = derive_seed(request.seed, request.epoch, sample_id)
+            # CPU generators only: a forked worker must not initialize CUDA.
             seed_everything(seed, devices=False)
         try:
             return self.dataset[sample_id]

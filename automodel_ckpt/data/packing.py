@@ -32,6 +32,7 @@ def best_fit_decreasing(lengths: Sequence[int] | _Lengths, size: int) -> list[li
     """
     packs: list[list[int]] = []
     free = _FreeSpace()
+    # Stable: all ranks and every resume must make the same packs of samples of equal length.
     order = np.argsort(-np.asarray(lengths, dtype=np.int64), kind="stable")
     for item in order.tolist():
         length = int(lengths[item])
@@ -202,6 +203,7 @@ class RowLayout:
         return rows, length
 
     def _cost(self, num_rows: int, length: int) -> int:
+        # The cost of the class docstring, divided by 4 * hidden_size.
         return num_rows * length * (6 * self.hidden_size + length)
 
     def _rounded(self, length: int) -> int:

@@ -31,6 +31,7 @@ from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
 
+# Part of the tokenizer's cache key: increase it when _train makes another tokenizer.
 _FORMAT = 1
 _PAD, _BOS, _EOS = "<pad>", "<s>", "</s>"
 _SMALLEST_VOCABULARY = 256 + len((_PAD, _BOS, _EOS))
@@ -123,6 +124,7 @@ def _train(vocab_size: int) -> PreTrainedTokenizerFast:
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[_PAD, _BOS, _EOS],
+        # Sorted, because tokenizers returns the alphabet in another order in each process.
         initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -161,6 +163,7 @@ def _of_split(names: Iterable[str], split: str) -> list[str]:
 
 
 def _bucket(name: str) -> int:
+    # Not hash(), which differs between processes.
     return hashlib.blake2b(name.encode(), digest_size=1).digest()[0] % 10
 
 

@@ -31,6 +31,7 @@ KINDS = frozenset({".jsonl", ".json", ".csv", ".tsv", ".txt"})
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _BLANK = " \t\n\r"
 _FIRST_ROWS = 1000
+# The csv module keeps the limit in a C long, which has 32 bits on some platforms.
 _LONGEST_CSV_VALUE = 2**31 - 1
 
 
@@ -117,6 +118,7 @@ class _Lines:
     def __init__(self, path: Path, file: IO[bytes], start: Mark) -> None:
         self.path, self.file = path, file
         self.offset, self.number = start
+        # In a compressed file, this decompresses everything before the offset again.
         file.seek(start.offset)
 
     def __iter__(self) -> _Lines:
@@ -268,6 +270,7 @@ def _not_json(path: Path, line: int, reason: str) -> RecipeError:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # By default, json keeps the last of several values of a field without a message.
     row = dict(pairs)
     if len(row) < len(pairs):
         raise ValueError(f"duplicate field, among {', '.join(name for name, _ in pairs)}")
@@ -296,6 +299,7 @@ def _read_table(path: Path, file: IO[bytes], start: Mark) -> Iterator[Record]:
         if len(values) != len(names):
             raise _other_length(values, names, separator, f"{path}:{line}")
         content = {name: value or None for name, value in zip(names, values, strict=True)}
+        # csv.reader reads no line ahead, so the mark is the end of this row.
         yield Record(content, line, lines.mark)
 
 
@@ -325,7 +329,9 @@ def _split_tabs(lines: _Lines) -> Iterator[list[str]]:
 
 
 def _split_csv(lines: _Lines) -> Iterator[list[str]]:
+    # The limit is global: the csv module has none for a single reader.
     csv.field_size_limit(_LONGEST_CSV_VALUE)  # by default a value of 128 KiB is an error
+    # If not strict, csv.reader accepts text after a closing quote as part of the value.
     reader = csv.reader(lines, strict=True)
     before = lines.number
     while True:
@@ -459,6 +465,7 @@ class RecordStream:
                 if self._limit is not None and row >= self._limit:
                     return
                 row += 1
+                # Set before the yield: a state that is saved during it is the state after this row.
                 self._state = _state_at(number, record.end, row)
                 yield record.content, f"{self._files[number]}:{record.line}"
             start = _BEGINNING

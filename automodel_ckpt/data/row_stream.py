@@ -84,6 +84,7 @@ class RowStream(IterableDataset[Row]):
         self._order = (seed, epoch, shuffle)
 
     def __iter__(self) -> Iterator[Row]:
+        # Copied, because the source may change the dictionary that it loads.
         self.rows.load_state_dict(copy.deepcopy(self._block_start))
         rows = iter(self.rows)
         while block := self._read_block(rows):
@@ -157,6 +158,7 @@ class RowStream(IterableDataset[Row]):
         self._block_start = state["rows"]
         self._first = state["first"]
         self._given = state["given"]
+        # The interrupted block keeps its size, also if the recipe's shuffle_block has changed.
         self._block_size = state["block"]
         if isinstance(self.rows, RecordStream) and self._block_start.keys() != self._start.keys():
             # Saved by a version that read these files with the library datasets: its state has another format.
@@ -170,6 +172,7 @@ class RowStream(IterableDataset[Row]):
 
     def _order_of(self, num_rows: int) -> Any:
         seed, epoch, shuffle = self._order
+        # Seeded by the block's first row, so that a resume needs no earlier block.
         return permutation(num_rows, derive_seed(seed, self._first), epoch, shuffle)
 
 

@@ -19,6 +19,7 @@ _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 
 def derive_seed(*parts: int) -> int:
     """Derive a seed of 63 bits from several integers. It does not depend on the machine or on library versions."""
+    # Pass Python integers: NumPy 2 writes np.int64(1), which would give another order.
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -40,6 +41,7 @@ def permutation(num_samples: int, seed: int, epoch: int, shuffle: bool) -> torch
 
 def _splitmix64(seed: int, count: int) -> np.ndarray[tuple[int], np.dtype[np.uint64]]:
     state = np.arange(1, count + 1, dtype=np.uint64)
+    # Arithmetic modulo 2**64: arrays of uint64 wrap silently, NumPy scalars would warn.
     state *= np.uint64(_GOLDEN_GAMMA)
     state += np.uint64(seed)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -66,6 +68,7 @@ def rank_part(
     end = first + num_each + int(has_extra)
     own = micro_batches[first:end]
     if num_extra > 0 and not has_extra:
+        # Every rank must run the same number of forward passes: FSDP communicates in each.
         own.append([])
     return own
 

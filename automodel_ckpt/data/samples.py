@@ -45,6 +45,7 @@ def samples_of(
     policy_key = (*key, policy.seq_length, policy.policy)
     if streaming:
         stream = row_stream(source, encode, policy, block=shuffle_block, max_samples=max_samples)
+        # Names and sizes only: a digest of the content would read all files before the first step.
         stream.identity = identity((source.files_signature(), *policy_key), tokenizer)
         return stream
 
@@ -54,6 +55,7 @@ def samples_of(
             _report_unused(source, fields)
         return policy.apply_to_all(samples, source.place)
 
+    # Without max_samples: the cache has all samples, of which first() takes some.
     whole_key = (source.fingerprint(), *policy_key)
     dataset = prepared(str(key[0]), whole_key, tokenizer, build)
     dataset.report_truncation(source.path, policy.seq_length)
@@ -100,6 +102,7 @@ def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str | None:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer):
         return None
+    # The serialized backend does not contain which tokens are bos and eos.
     special = f"{tokenizer.bos_token_id} {tokenizer.eos_token_id}"
     content = special + backend.to_str()
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()

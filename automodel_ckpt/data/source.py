@@ -350,6 +350,7 @@ class Source(Rows):
 
         if not self._filled:
             return datasets.Dataset.from_dict({})
+        # The cache of datasets would keep a copy of the data, but the samples are cached already.
         with TemporaryDirectory() as scratch:
             try:
                 return datasets.load_dataset(
@@ -428,6 +429,7 @@ def _has_reading_options(config: Any, kinds: set[str]) -> bool:
 @contextmanager
 def _quiet(datasets: Any) -> Iterator[None]:
     """Hide the progress bars and log lines of ``datasets``: errors are reported by exceptions."""
+    # These are settings of the process, so other threads see them, too.
     has_bars = not datasets.are_progress_bars_disabled()
     level = datasets.logging.get_verbosity()
     cards = logging.getLogger("huggingface_hub.repocard")  # warns about a directory's README

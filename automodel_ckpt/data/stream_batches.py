@@ -129,10 +129,12 @@ class StreamReader(IterableDataset[Any]):
             self.source.set_epoch(position.epoch)
         num_to_skip = position.consumed
         if position.source_state is not None:
+            # Copied, because the source may change the dictionary that it loads.
             self.source.load_state_dict(copy.deepcopy(position.source_state))
             num_to_skip = 0
         stream: Iterator[Any] = iter(self.source)
         for number in range(num_to_skip):
+            # Seeded like a sample that is used, so that a source that draws reaches the same state.
             if not self._read(stream, number):
                 break
         return stream

@@ -94,6 +94,7 @@ _COMPARING = frozenset(
     }
 )
 _WIDE = re.compile(r"%[^a-zA-Z%]*\d{5,}|\{[^{}]*\d{5,}")
+# A width that is an argument itself, as in %*d or {:{}}.
 _GIVEN_WIDTH = re.compile(r"%[^a-zA-Z%]*\*|\{[^{}]*\{")
 _CONTAINERS = (list, tuple, dict, set, frozenset, range)
 
@@ -154,6 +155,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     """Jinja's immutable sandbox with limits of time and size; output within them is the same."""
 
     template_class = _BoundedTemplate
+    # Jinja calls call_binop for these only. The other operators make nothing large.
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -184,6 +186,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         _meter.spend(_size(result))
         return result
 
+    # The names are Jinja's: a template may pass keywords named self or context.
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         _meter.check_time()
         name, owner = _called(__obj)
@@ -359,6 +362,7 @@ def _weigh(value: Any) -> int:
         elif isinstance(item, list | tuple | set | frozenset):
             waiting += item
         elif isinstance(item, Namespace):
+            # A namespace answers other names from its own entries.
             waiting.append(object.__getattribute__(item, "_Namespace__attrs"))
         if total > _meter.left:
             _meter.spend(total)
@@ -413,6 +417,8 @@ def _concatenated(context: Context, values: list[Any]) -> str:
     return str_join(values)
 
 
+# All have pass_context, because Jinja computes other filters of constants only once, when it
+# compiles the template.
 _METERS: dict[str, Callable[..., Any]] = {
     "__spend": _spend,
     "__weighed": _weighed,
@@ -430,6 +436,7 @@ class _Metering(NodeTransformer):
         size = _own_text(node.body)
         self.generic_visit(node)
         node.body.insert(0, _statement(size, node))
+        # An item that the loop's condition rejects does not reach the body, but takes time as well.
         if node.test is not None:
             node.test = nodes.And(
                 _metered(nodes.Const(1), "__spend", node), node.test, lineno=node.lineno
@@ -461,6 +468,7 @@ class _Metering(NodeTransformer):
     def visit_List(self, node: Any) -> nodes.Node:
         self.generic_visit(node)
         is_constant = all(isinstance(item, nodes.Const) for item in node.items)
+        # The targets of an assignment, such as (a, b) in a loop, cannot be wrapped in a filter.
         is_assigned = getattr(node, "ctx", "load") != "load"
         if is_constant or is_assigned:
             return node  # type: ignore[no-any-return]

@@ -44,6 +44,8 @@ class Truncation:
 
         With the policy ``error``, raises :class:`RecipeError` with the location ``where()`` for a long sample.
         """
+        # The first token is never predicted. A sample without labels is skipped, also if it is too
+        # long.
         if not any(sample.labelled[1:]):
             self.num_left_out += 1
             return None

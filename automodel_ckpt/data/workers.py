@@ -34,6 +34,7 @@ def run_workers(dataset: Dataset[Any], num_workers: int, **options: Any) -> Gene
         num_workers=num_workers,
         collate_fn=_unchanged,
         worker_init_fn=_leave_signals_to_the_rank,
+        # Without it, torch draws the seed of the workers from the global generator.
         generator=torch.Generator(),
         **options,
     )
@@ -46,6 +47,7 @@ def run_workers(dataset: Dataset[Any], num_workers: int, **options: Any) -> Gene
     finally:
         _end_workers(items)
         del items
+    # Raised here, because an exception that is chained to torch's would keep its iterator alive.
     if death is not None:
         raise AutomodelError(
             "a data loading worker died",
