@@ -88,6 +88,7 @@ def finalize(staging: Path, manifest: bytes) -> None:
     os.rmdir(staging / layout.PARTS)
     for directory, _, _ in os.walk(staging, topdown=False):
         fsync_directory(Path(directory))
+    # Last, because it makes the directory complete: all that it lists must be durable before.
     replace_file(staging / layout.MANIFEST, manifest)
 
 
@@ -97,6 +98,7 @@ def publish(staging: Path, name: str) -> Path:
     Raises :class:`FileExistsError` if the name exists, OSError if fsync fails; then the checkpoint is removed.
     """
     final = staging.parent / name
+    # rename() would silently replace an empty directory. The lease prevents races with other runs.
     if os.path.lexists(final):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
     os.rename(staging, final)
@@ -120,6 +122,7 @@ def point(root: Path, pointer: str, name: str) -> None:
         replace_file(root / f"{pointer}.txt", name.encode() + b"\n")
         return
     with contextlib.suppress(FileNotFoundError):
+        # After the link exists, so that the pointer is never absent.
         os.unlink(root / f"{pointer}.txt")
     fsync_directory(root)
 
@@ -192,6 +195,7 @@ def pointer_text(root: Path, pointer: str) -> str | None:
         with contextlib.suppress(OSError):
             content = read_safely(root, f"{pointer}.txt", limit=_POINTER_BYTES)
             name = content.decode(errors="replace").strip()
+    # A pointer can contain any text, such as a path out of the run directory.
     if name is None or not layout.is_checkpoint(name):
         return None
     return name
@@ -209,12 +213,14 @@ def supersede(root: Path, name: str, aside: str | None = None) -> str:
     """Rename an abandoned checkpoint to *aside* (default: the next unused ``.superseded-N`` name). Returns the name."""
     aside = aside or free_superseded_name(root, name)
     os.rename(root / name, root / aside)
+    # Durable before a new checkpoint gets the old name.
     fsync_directory(root)
     return aside
 
 
 def exchange(a: Path, b: Path) -> bool:
     """Atomically swap two existing paths (renameat2, Linux). Returns False if that is not supported."""
+    # Python has no function for this system call; the C library has it since glibc 2.28.
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
@@ -230,6 +236,7 @@ def withdraw(path: Path) -> Path:
     """Rename a checkpoint to a trash name and fsync the parent. Returns the trash directory for :func:`discard`."""
     trash = path.with_name(layout.trash_name(uuid.uuid4().hex))
     os.rename(path, trash)
+    # Durable before the files are deleted: a checkpoint that has its name must be whole.
     fsync_directory(path.parent)
     return trash
 
@@ -258,6 +265,7 @@ def recover(root: Path) -> list[str]:
     leftovers = [entry.name for entry in os.scandir(root) if _is_leftover(entry.name)]
     for name in leftovers:
         path = root / name
+        # A link is removed and not followed: its target is not a leftover.
         if path.is_dir() and not path.is_symlink():
             discard(path)
         else:

@@ -109,6 +109,7 @@ class RunDirectory:
     def candidates(self, restore_from: str | None) -> resume.Request:
         """Remove leftovers, repair the pointers, and list the checkpoints to resume from, in order."""
         if self.root.is_dir():
+            # The lease comes first: a staging directory may belong to a live save of another run.
             self.hold()
             for name in commit.recover(self.root):
                 log.info("Removed the leftover of an unfinished save: %s", self.path / name)
@@ -159,7 +160,10 @@ class RunDirectory:
 
         In this order, a LATEST that points to the newest checkpoint shows at the next start that LOWEST_VAL is current.
         """
+        # After a failed update, LOWEST_VAL may be wrong, so that comparing it with the newest
+        # checkpoint alone is not enough.
         were_behind = self._pointers_are_behind
+        # Until both pointers are written, prune() protects the best checkpoint without LOWEST_VAL.
         self._pointers_are_behind = True
         try:
             self.check_lease()
@@ -177,6 +181,8 @@ class RunDirectory:
         if newest is None:
             return
         before = commit.pointed(self.root, layout.LATEST)
+        # LATEST is replaced last: if it is current, so is LOWEST_VAL, and the other manifests need
+        # not be read (0.1 s for 4 MB).
         is_behind = before != newest.name
         self._warn_of_going_back(before, newest.name)
         self._point_to_best(None if is_behind else newest.name)
@@ -201,6 +207,7 @@ class RunDirectory:
         try:
             self.check_lease()
             late_validations.note(self.root / name, digest, losses)
+            # The manifest is unchanged, so that the cache would ignore this validation.
             self._known.pop(name, None)
             self._point_to_best(None if self._pointers_are_behind else name)
         except OSError as error:
@@ -274,12 +281,15 @@ class RunDirectory:
             what = "could not list the checkpoints to remove"
             log.warning("%s", os_problem(error, what, hint=RETRY))
             return ()
+        # Only the renames delay training: a thread deletes the files.
         withdrawn = {}
         for record in removable:
             trash = self._withdraw(record.name)
             if trash is not None:
                 withdrawn[record.name] = trash
         if withdrawn:
+            # A daemon thread does not delay the end of the process; the next start deletes what
+            # remains.
             thread = threading.Thread(
                 target=_discard, args=(withdrawn.values(),), name="prune", daemon=True
             )

@@ -15,6 +15,7 @@ from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.durable_io import replace_file
 
+# The file is not trusted, and JSON takes many times its size once parsed.
 _MAX_BYTES = 1 << 22
 _MAX_TEXT = 100
 
@@ -22,6 +23,7 @@ _MAX_TEXT = 100
 def note(checkpoint: Path, digest: str, losses: Mapping[str, Any]) -> None:
     """Store the *losses* of a checkpoint whose manifest has *digest*. Raises OSError."""
     run = checkpoint.parent
+    # Entries of removed checkpoints are dropped: a long run would reach the limit of _read().
     entries = {}
     for name, entry in _read(run).items():
         if layout.parse_checkpoint_name(name) and (run / name).is_dir():
@@ -44,6 +46,7 @@ def recall(checkpoint: Path, digest: str) -> dict[str, Any]:
 
 def _is_loss(value: object) -> bool:
     """Whether a value can be a loss that a run wrote: null, a 64-bit number, or text for a value that is not finite."""
+    # JSON integers can have thousands of digits, which float() cannot convert.
     if isinstance(value, int):
         return -(1 << 63) <= value < 1 << 63
     if isinstance(value, str):

@@ -69,6 +69,7 @@ class Holder:
     def read(cls, descriptor: int) -> Holder | None:
         """Read the record at the start of an open lock file; None if the content is not a record."""
         try:
+            # A record can exceed its padding: JSON escapes the command's non-ASCII characters.
             raw = json.loads(os.pread(descriptor, 2 * _RECORD_BYTES, 0))
             fields = {name: raw[name] for name in cls.__slots__ if name in raw}
             holder = cls(**fields)
@@ -132,9 +133,11 @@ class Lease:
         self._thread: threading.Thread | None = None
         self.taken_over: Holder | None = None
         """The previous owner, if it ended without releasing the directory; otherwise None."""
+        # Before the file exists: release_all() must find it if a signal interrupts the acquisition.
         _held.add(self)
         try:
             self._acquire(_watch_seconds(root) if watch_seconds is None else watch_seconds)
+        # A signal's exception is not caught here, so that release_all() still removes the file.
         except (OSError, RecipeError):
             self._forget()
             raise
@@ -167,10 +170,12 @@ class Lease:
 
     def release(self) -> None:
         """Allow the next run to start immediately. Does nothing if it was called before, or if the lease is lost."""
+        # A forked child has a copy of this object and must not remove the file of its parent.
         if os.getpid() != self._process or self not in _held:
             return
         self._stop.set()
         if self._thread is not None:
+            # Not under the guard: a heartbeat in progress needs it, and join() would never return.
             self._thread.join()
         with contextlib.suppress(OSError, LeaseLost), self._file_guard:
             # The file may belong to a run that took over. Removing it would allow a third run to start.
@@ -229,6 +234,7 @@ class Lease:
         device, file_system_id = file_system_identity(descriptor)
         return Holder(
             host=socket.gethostname(),
+            # Without a boot id, this equals no boot id, so that only the heartbeat shows an end.
             boot_id=kernel_boot_id() or socket.gethostname(),
             pid=os.getpid(),
             command=" ".join(sys.argv)[:500],
@@ -405,6 +411,8 @@ def _read(path: Path) -> Holder | None:
 
 
 def _open(path: Path, flags: int) -> int:
+    # A link or a pipe that replaced the file after its type was checked is neither followed nor
+    # waited for.
     return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 

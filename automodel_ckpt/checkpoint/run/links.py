@@ -31,6 +31,7 @@ def protected_names(root: Path) -> set[str]:
     top = root.resolve()
     for link in _links(root):
         target = Path(os.path.realpath(link))
+        # A link to a file in a checkpoint protects the whole checkpoint.
         for path in (target, *target.parents):
             if path.parent == top:
                 names.add(path.name)
@@ -74,6 +75,7 @@ def set_aside(root: Path, name: str) -> str:
     a link cannot be changed, a warning is logged.
     """
     aside = commit.free_superseded_name(root, name)
+    # In the other order, a kill would leave links with a name that a new checkpoint may get.
     _redirect(root, name, aside)
     commit.supersede(root, name, aside)
     return aside
@@ -111,11 +113,14 @@ def pinned_names(root: Path) -> set[str]:
 def _redirect(root: Path, old: str, new: str) -> None:
     """Change the pins and the users' links that point to the checkpoint *old*, so that they point to *new*."""
     if old in pinned_names(root):
+        # The new pin first: after a kill between the two calls, the checkpoint is protected twice.
         commit.point(root, layout.PIN + new, new)
         commit.unpoint(root, layout.PIN + old)
     for link in _links(root):
         name = os.path.basename(link)
         is_at_top = os.path.dirname(link) == str(root)
+        # Pins were replaced above, because their names contain the checkpoint's. Pointers are
+        # updated after the next checkpoint is published.
         if is_at_top and (name in layout.POINTERS or layout.is_pin(name)):
             continue
         text = _text_after_renaming(root, link, old, new)
@@ -135,6 +140,7 @@ def _text_after_renaming(root: Path, link: str, old: str, new: str) -> str | Non
         if part != old:
             continue
         parents = parts[:index]
+        # Other runs have checkpoints of the same names: only those in this directory are renamed.
         directory = os.path.realpath(os.path.join(os.path.dirname(link), *parents))
         if directory == str(root.resolve()):
             return str(PurePosixPath(*parents, new, *parts[index + 1 :]))
@@ -142,6 +148,7 @@ def _text_after_renaming(root: Path, link: str, old: str, new: str) -> str | Non
 
 
 def _replace_link(link: Path, text: str) -> None:
+    # By rename: a kill between unlink and symlink would leave the checkpoint unprotected.
     temporary = link.with_name(layout.link_name(uuid.uuid4().hex))
     os.symlink(text, temporary)
     try:

@@ -25,6 +25,8 @@ class Removal:
 
 def pin(root: Path, name: str) -> None:
     """Protect a checkpoint from the keep policy with a link in the run directory."""
+    # Without the lease, so that a user can pin during training: removals read the pins before and
+    # after their rename (links.py).
     commit.point(root, layout.PIN + name, name)
 
 
@@ -127,6 +129,7 @@ def drop_optimizer(root: Path, name: str) -> int:
     try:
         _link_files(root / name, staging, omit=dropped | {layout.MANIFEST})
         commit.finalize(staging, slim.to_bytes())
+        # In one step: a kill between a removal and a rename would leave no checkpoint of this name.
         if not commit.exchange(staging, root / name):
             raise SaveFailed(
                 "this file system cannot swap two directories in one step",
@@ -134,6 +137,7 @@ def drop_optimizer(root: Path, name: str) -> int:
                 value=name,
                 hint="remove whole checkpoints instead: leave out --drop-optimizer",
             )
+        # Durable before the files of the old checkpoint are deleted.
         fsync_directory(root)
     finally:
         # After the swap, the staging directory is the old checkpoint.
@@ -153,6 +157,7 @@ def without_optimizer(manifest: Manifest) -> Manifest:
     trees = {name: tree for name, tree in manifest.trees.items() if name not in dropped}
     files = {}
     for path, file in manifest.files.items():
+        # Each directory ends with a slash: optim/ does not match a file in optimizer_2/.
         if not path.startswith(directories):
             files[path] = file
     return replace(manifest, state=state, trees=trees, files=files)

@@ -86,6 +86,7 @@ def record(root: Path, name: str, metric_key: str, known: Known) -> policy.Recor
     if parsed is None:
         return None
     try:
+        # Before reading the manifest: if it is replaced meanwhile, the stamp differs next time.
         current = stamp(root / name)
         if name in known and known[name][0] == current:
             return known[name][1]
@@ -103,6 +104,7 @@ def record(root: Path, name: str, metric_key: str, known: Known) -> policy.Recor
 
 def stamp(checkpoint: Path) -> tuple[int, int, int]:
     """Return (inode, mtime in ns, bytes) of a checkpoint's manifest, to detect a replaced one. Raises OSError."""
+    # The inode counts because a copy can keep time and size.
     found = os.lstat(checkpoint / layout.MANIFEST)
     return found.st_ino, found.st_mtime_ns, found.st_size
 
@@ -156,6 +158,7 @@ def _published_under(newest: list[Path], root: Path, restore_from: str) -> Path 
             lineage = Summary.read(path).lineage
         except CheckpointUnusable:
             continue
+        # Only the newest one counts: if it was saved without this request, the request applies.
         if _is_same_request(root, lineage.get("restore_from"), restore_from):
             return path
         return None

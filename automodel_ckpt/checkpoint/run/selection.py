@@ -40,6 +40,7 @@ class Chooser:
         ):
             if is_rank_0:
                 request = run.candidates(restore_from)
+        # _examine() is collective, so all ranks must try the same checkpoints in the same order.
         request = agree.broadcast_object(self._group, request)
         assert request is not None
         chosen = self._first_usable(run, request)
@@ -53,6 +54,8 @@ class Chooser:
         skipped: list[resume.Rejected] = []
         for path in request.candidates:
             manifest, problems = self._examine(path)
+            # *problems* are those of all ranks: a rank that could read everything must skip the
+            # checkpoint, too.
             if manifest is not None and not problems:
                 return path, manifest
             name = layout.parse_checkpoint_name(path.name)
@@ -96,6 +99,8 @@ class Chooser:
             )
         except CheckpointUnusable as error:
             problems = list(error.problems)
+        # Every rank must get here: an exception of one rank would leave the others waiting. The
+        # dict removes duplicates, because all ranks check the sizes of all files.
         found: dict[Problem, None] = {}
         for problems_of_rank in agree.gather_objects(self._group, problems):
             found.update(dict.fromkeys(problems_of_rank))

@@ -33,6 +33,8 @@ def check_shared_storage(directory: Path, rank: int, group: ProcessGroup | None)
             (directory / name).touch()
         except OSError as error:
             failure = error
+    # Each rank drew another name; that of rank 0 counts. The broadcast also orders its touch()
+    # before the other ranks' checks.
     name = agree.broadcast_object(group, name)
     # If rank 0 cannot write, nobody waits for the file.
     is_seen = failure is not None or _appears(directory / name)

@@ -20,6 +20,7 @@ from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.durable_io import replace_file
 
+# The file is not trusted, and JSON takes many times its size once parsed.
 _MAX_BYTES = 1 << 22
 
 
@@ -38,6 +39,7 @@ def recall(run: Path) -> dict[str, Note]:
 
 def _current(run: Path) -> dict[str, tuple[Note, list[int]]]:
     """Return the results, each with the :func:`resume.stamp` of its manifest."""
+    # By stamp and not by name: a checkpoint may have been renamed, or replaced by another one.
     notes: dict[tuple[int, ...], Note] = {}
     for entry in _read(run).values():
         with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
