@@ -41,6 +41,7 @@ def _fsync(path: Path, flags: int) -> None:
 def write_all(descriptor: int, data: memoryview, start: int) -> None:
     """Write all of *data* at byte *start*. Raises OSError."""
     while data:  # a system call may write only a part
+        # Not write(): the threads of a process share a descriptor's position.
         count = os.pwrite(descriptor, data, start)
         data, start = data[count:], start + count
 

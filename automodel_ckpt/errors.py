@@ -23,6 +23,7 @@ EXIT_STOPPED = 75
 
 _references: dict[str, str] = {}
 """Maps the value of an environment variable to the reference to it in the recipe. The value may be a secret."""
+# Replacing such values would change unrelated words and numbers of a message, too.
 _NOT_SECRET = re.compile(r"[-+0-9.eE_]{0,5}|true|false|null", re.IGNORECASE)
 
 
@@ -42,6 +43,7 @@ def without_hidden(text: str) -> str:
 
     Values shorter than 8 characters are replaced only as whole words.
     """
+    # In another order, the rest of a value that contains a shorter one would stay visible.
     for value in sorted(_references, key=len, reverse=True):
         reference = _references[value]
         if len(value) >= 8:
@@ -196,6 +198,7 @@ _MEMORY = _Limit(
     "raise the memory limit (ulimit -v, or that of the job or container), or use less: a smaller local batch, fewer "
     "workers or threads",
 )
+# CPython and torch raise RuntimeError without an errno for these: only the text shows the limit.
 _LIMIT_TEXTS = {
     "can't start new thread": _THREADS,
     "Too many open files": _OPEN_FILES,
@@ -255,6 +258,7 @@ def describe(error: BaseException) -> tuple[int, str]:
     if isinstance(error, AutomodelError):
         return error.exit_code, f"error: {error}"
     if isinstance(error, KeyboardInterrupt):
+        # 128 plus the number of SIGINT, as shells report it.
         return 130, "interrupted"
     limit = limit_error(error)
     if limit is not None:

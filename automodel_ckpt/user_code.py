@@ -26,6 +26,7 @@ def location_in_user_code(error: BaseException) -> str | None:
         if owner == "user":
             code = frame.f_code
             locations.append(f"{code.co_filename}:{line} in {code.co_name}")
+        # Frames of libraries do not count: user code may fail inside a library that it calls.
         innermost_owner = owner or innermost_owner
     if innermost_owner != "user":
         return None

@@ -78,6 +78,7 @@ class DirectStream:
     def __init__(self, descriptor: int, path: Path) -> None:
         self._descriptor = descriptor
         try:
+            # A second descriptor: partial sectors go through the page cache, with the first one.
             self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
             self._direct = -1
@@ -102,6 +103,7 @@ class DirectStream:
         """
         if start != self.end:
             self._submit(self._blocks[self._current])
+            # O_DIRECT needs an aligned offset. Bytes before *low* may belong to another rank.
             self._base = start // SECTOR_BYTES * SECTOR_BYTES
             self._low = self._high = start - self._base
         if not self._high and len(data) == BLOCK_BYTES and begins_at_a_sector(data):
@@ -121,9 +123,12 @@ class DirectStream:
         try:
             if finish:
                 self._submit(self._blocks[self._current])
+                # Errors of the last two writes are raised here; otherwise they would be lost.
                 self._wait(0)
                 self._wait(1)
         finally:
+            # Before the close: a write in progress would go to another file that gets this
+            # descriptor.
             self._disk.shutdown(wait=True, cancel_futures=True)
             if self._direct >= 0:
                 os.close(self._direct)
@@ -155,6 +160,7 @@ class DirectStream:
 
     def _past_cache(self, block: memoryview, base: int, first: int, last: int) -> int:
         """Write whole sectors ``first .. last`` directly; return the offset from which the page cache must be used."""
+        # A short write may end within a sector, where O_DIRECT cannot continue.
         while first < last and self._direct >= 0 and first % SECTOR_BYTES == 0:
             try:
                 first += os.pwrite(self._direct, block[first:last], base + first)

@@ -42,6 +42,7 @@ class DurableFile:
         self._passed_on = 0
         self._failure: OSError | None = None
         self._stream: DirectStream | None = None
+        # O_EXCL: a leftover or a second writer is an error, and their bytes are never mixed.
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             with self._named():
@@ -94,6 +95,7 @@ class DurableFile:
         """Flush, fsync and close. Returns the file's size and digest."""
         if self.record is None:
             self._put_small()
+            # First, so that _abandon() does not close the number again when another file has it.
             descriptor, self._descriptor = self._descriptor, -1
             with self._named():
                 try:
@@ -101,6 +103,8 @@ class DurableFile:
                         self._stream.close(finish=True)
                     # The reserved size can be larger than what was written.
                     os.ftruncate(descriptor, self._written)
+                    # A failed fsync is not repeated: the kernel may have dropped the data, and a
+                    # second call can succeed without it.
                     os.fsync(descriptor)
                 finally:
                     os.close(descriptor)
@@ -174,6 +178,7 @@ def range_digest(path: Path, start: int, nbytes: int) -> str:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[int]:
+    # A link or a pipe in place of the file must be neither followed nor waited for.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
@@ -203,6 +208,8 @@ def preallocate(descriptor: int, nbytes: int) -> None:
     if nbytes <= 0:
         return
     try:
+        # Where the file system lacks fallocate, the C library writes zeros instead. So this is only
+        # for files of one process; SharedFile uses the system call.
         os.posix_fallocate(descriptor, 0, nbytes)
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):

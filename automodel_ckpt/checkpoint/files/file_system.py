@@ -32,7 +32,9 @@ def file_system_of(path: Path) -> str | None:
     found: tuple[int, str | None] = (0, None)
     for line in lines:
         before, _, after = line.partition(" - ")
+        # proc(5): spaces, tabs, newlines and backslashes are written as octal numbers.
         point = _ESCAPED.sub(lambda match: chr(int(match[1], 8)), before.split()[4])
+        # Of mounts on the same path, the last one hides the others.
         if after and path.is_relative_to(point) and len(point) >= found[0]:
             found = len(point), after.split()[0]
     return found[1]

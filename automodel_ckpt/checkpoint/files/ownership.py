@@ -56,6 +56,7 @@ def is_gone(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
+    # EPERM: the process exists and belongs to another user.
     except (OSError, OverflowError):
         return False
     return False
@@ -66,6 +67,7 @@ def lock(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
+        # NFS emulates flock by fcntl, where EACCES can be a conflict (flock(2), fcntl(2)).
         if error.errno == errno.EACCES:
             raise BlockingIOError(error.errno, error.strerror) from None
         if error.errno not in _NO_LOCKS_HERE:
@@ -80,6 +82,7 @@ def owner_digits(directory: Path) -> str:
     8 digits of boot and file system, 10 of boot and process namespace (with a mark among them), 6 of the process
     number, 8 random ones. Raises OSError where there is no such directory.
     """
+    # Linux process numbers are at most 2**22, which takes 6 hexadecimal digits.
     return _lock_digits(directory) + _process_digits() + f"{os.getpid():06x}" + uuid.uuid4().hex[:8]
 
 
@@ -126,6 +129,7 @@ def _lock_digits(directory: Path) -> str:
         identity = file_system_identity(descriptor)
     finally:
         os.close(descriptor)
+    # Without a boot id, a random value: then no two processes count as sharing locks.
     return _hashed(f"{kernel_boot_id() or uuid.uuid4()} {identity}")[:8]
 
 

@@ -22,6 +22,7 @@ from automodel_ckpt.checkpoint.files.restricted_unpickler import RestrictedUnpic
 from automodel_ckpt.checkpoint.files.torch_archive_reading import Fault, archive_records
 from automodel_ckpt.errors import CheckpointUnusable
 
+# Saves allow 25 levels of containers (state/storable.py).
 MAX_DEPTH = 200
 MAX_TUPLES = 30
 # Twice what state/storable.py lets through: it counts a mapping's keys and values as one.
@@ -70,9 +71,11 @@ class _Reader(RestrictedUnpickler):
         full = f"{module}.{name}"
         if full in _FUNCTIONS:
             return _FUNCTIONS[full]
+        # pickle's own find_class resolves dotted names in protocol 4, which lead to other modules.
         found = getattr(torch, name, None) if module == "torch" else None
         if isinstance(found, torch.dtype):
             return found
+        # Storage classes only name a dtype in a persistent id; call() rejects them.
         if isinstance(found, type) and name.endswith("Storage"):
             return found
         raise Fault(f"it asks for {full!r}")
@@ -123,6 +126,7 @@ class _Reader(RestrictedUnpickler):
 def _storage(record: memoryview) -> UntypedStorage:
     if not record:
         return UntypedStorage(0)  # type: ignore[no-untyped-call]
+    # A copy: the file's bytes are read-only, and torch does not define writes to such a tensor.
     return torch.frombuffer(bytearray(record), dtype=torch.uint8).untyped_storage()
 
 
@@ -135,16 +139,19 @@ def _checked_tuple(build: Callable[[_Reader], None]) -> Callable[[_Reader], None
 
 
 def _encode(text: str, encoding: str) -> bytes:
+    # Protocol 2 has no bytes, so that Python's pickler writes them as text in latin1.
     if encoding != "latin1":
         raise Fault(f"it encodes text as {encoding!r:.40}")
     return text.encode(encoding)
 
 
 def _bytearray(data: bytes = b"") -> bytearray:
+    # Never an integer, for which bytearray() would allocate so many bytes.
     return bytearray(_instance(data, bytes))
 
 
 def _bytes() -> bytes:
+    # In protocol 2, empty bytes are a call without arguments.
     return b""
 
 
@@ -226,6 +233,7 @@ for _name, _function in {
 # Classes that a program may name as an argument, but not call.
 _NOT_CALLABLE = ("torch.Tensor", "torch.storage.UntypedStorage")
 _CALLABLE = [function for name, function in _FUNCTIONS.items() if name not in _NOT_CALLABLE]
+# The table belongs to this class: Python's own unpickler is not changed.
 for _opcode in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3):
     _Reader.dispatch[_opcode[0]] = _checked_tuple(_Reader.dispatch[_opcode[0]])
 

@@ -25,8 +25,10 @@ class Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, np.ndarray | np.generic):
             return NotImplemented
+        # A copy, because from_numpy rejects negative strides and warns about read-only arrays.
         tensor = torch.from_numpy(np.array(value))
         setattr(tensor, NUMPY_MARK, "array" if isinstance(value, np.ndarray) else "scalar")
+        # torch.save uses protocol 2.
         return tensor.__reduce_ex__(2)  # type: ignore[no-untyped-call]
 
 

@@ -98,6 +98,7 @@ def instruction_table(opcodes: Iterable[str]) -> dict[int, Any]:
     for name in opcodes:
         code = getattr(pickle, name)[0]
         table[code] = _PythonUnpickler.dispatch[code]
+    # Python's own versions call anything on the stack, and __setstate__ of any object.
     table[pickle.REDUCE[0]] = _reduce
     table[pickle.BUILD[0]] = _build
     return table

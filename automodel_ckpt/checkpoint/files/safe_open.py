@@ -29,6 +29,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
     Only the last component of *path* is checked: it must not be a link, a pipe, a device or a sparse file. Raises
     OSError.
     """
+    # Before opening, because opening a device can already have an effect.
     with contextlib.suppress(FileNotFoundError):  # which open() raises, or makes
         _check_regular(os.lstat(path), path)
     # What is put there meanwhile must not be followed or waited for either.

@@ -57,6 +57,7 @@ def read_header(path: str | os.PathLike[str]) -> Header:
     over-long files included), and OSError where it cannot be opened.
     """
     # O_NONBLOCK: a pipe that stands where a shard should must not hang the reader.
+    # Links are followed, because the Hub's cache consists of links.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     info = os.fstat(descriptor)
     if not stat.S_ISREG(info.st_mode):
@@ -145,6 +146,7 @@ def _json_object(text: bytes) -> dict[str, object]:
 
 
 def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    # json keeps the last of two equal names without an error.
     result = dict(pairs)
     if len(result) < len(pairs):
         seen: set[str] = set()
@@ -198,6 +200,7 @@ def _check_data_section(
     tensors: Mapping[str, TensorEntry], data_start: int, file_bytes: int
 ) -> None:
     at, before = data_start, "the header"
+    # An empty tensor begins where the next one does, and has to come first.
     for fqn, entry in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end)):
         if entry.start != at:
             relation = "overlaps" if entry.start < at else "leaves a gap after"

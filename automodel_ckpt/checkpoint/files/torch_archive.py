@@ -51,6 +51,7 @@ def tensor_archive(dtype: torch.dtype, sizes: tuple[int, ...], nbytes: int) -> T
     head = bytes(zip_file.written)
     zip_file.written.clear()
     zip_file.skipped = len(head) + nbytes
+    # The CRC is not known yet: the writer puts it at *crc_at*.
     zip_file.end(_DATA, nbytes, 0)
     crc_at = [4]  # in the descriptor, behind its signature
     for name, content in _AFTER.items():
@@ -179,5 +180,6 @@ def _strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
     strides, step = [], 1
     for size in reversed(sizes):
         strides.append(step)
+        # torch counts an empty dimension as 1 in the strides of a contiguous tensor.
         step *= max(size, 1)
     return tuple(reversed(strides))

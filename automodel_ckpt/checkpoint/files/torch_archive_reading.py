@@ -44,6 +44,7 @@ def archive_ranges(data: bytes | memoryview) -> dict[str, tuple[int, int]]:
         if stored != length or begin + length > start or total > len(data):
             raise Fault(f"the archive's record {name!r} is not in the archive")
         at += 46 + name_bytes + extra_bytes + comment_bytes
+    # Of two records with one name, readers could use different ones.
     if at != start + size or len(records) != count:
         raise Fault("the archive's directory is damaged")
     return records

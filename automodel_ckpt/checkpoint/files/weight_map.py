@@ -57,6 +57,7 @@ def _read(
     if check_bytes is not None:
         check_bytes(index.name, content)
     weight_map = _parse(content, index)
+    # An index from another source must not lead to files outside of its directory.
     _check_file_names(set(weight_map.values()), index)
     return weight_map
 
