@@ -165,6 +165,8 @@ def find_modules(model: nn.Module, lora: Lora) -> tuple[list[str], list[str]]:
             log.warning(
                 "peft treats layers with these names as experts, so they get no adapter: %s", names
             )
+        # peft would adapt the fused experts instead, and the saved adapter would give other outputs
+        # in peft.
         found -= experts
     named = [pattern for pattern in patterns if pattern != ALL_LINEAR]
     found |= set(_matching(named, adaptable, modules, "peft.target_modules", problems))
@@ -300,6 +302,8 @@ def _lora_config(
 
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     keep_tied = bool(getattr(model, "all_tied_weights_keys", None)) and lora.ensure_weight_tying
+    # peft makes the adapter of the output layer a transposed view of the embedding's. Sharding,
+    # building in parts and the optimizer would treat the two as separate tensors.
     if keep_tied and (adapted := _ends_of_model(targets)):
         raise RecipeError(
             "adapters on an embedding and on its tied output layer cannot be kept equal",
@@ -392,7 +396,9 @@ def _document(peft_config: Any) -> dict[str, Any]:
     fields: dict[str, Any] = peft_config.to_dict()
     for key, value in fields.items():
         if isinstance(value, set):
+            # The order of a set of strings differs between processes (PYTHONHASHSEED).
             fields[key] = sorted(value)
+    # save_pretrained writes true also after training, so that a loaded adapter is frozen.
     fields["inference_mode"] = True
     return fields
 

@@ -97,10 +97,14 @@ def attend_by_document(
         with side_effect_free(model):
             by_masks = _logits(model, tokens, restarted, options)
             crossed = _logits(model, tokens, continued, options)
+            # A model that computes with the mask fails below or returns other logits, and keeps its
+            # masks.
             _enable(model)
             by_document = _logits(model, tokens, restarted, options)
     except Exception as error:
         log.debug("attention cannot be limited to each sample: %s: %s", type(error).__name__, error)
+        # Undone on every failure: a model that stays enabled would get documents in place of its
+        # mask.
         attend_by_mask(model)
         return False
     # The effect of crossing attention is the scale: rounding is far below it in every dtype.
@@ -153,6 +157,8 @@ def _register() -> None:
 def _mask(by_pairs: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Replace transformers' mask function *by_pairs*: returns documents if possible, else the mask of *by_pairs*."""
     config = options.get("config")
+    # The configuration itself is compared, because another object may have the id of a freed one.
+    # documents_of needs all arguments by name, as transformers 5.17 to 5.23 pass them.
     if args or config is None or _enabled.get(id(config)) is not config:
         return by_pairs(*args, **options)
     return documents_of(**options) or by_pairs(**options)
@@ -216,6 +222,7 @@ def _is_causal_within(
     lowest = starts
     if window is not None:
         lowest = torch.maximum(starts, positions - window + 1)
+    # Not all pairs: they would take the quadratic memory that this module avoids.
     inside = torch.cat([positions, lowest, (positions + lowest) // 2])
     seen = sees(positions.repeat(3), inside)
     has_next = positions < len(positions) - 1
@@ -246,6 +253,7 @@ def _attention(
     needs_pairs = any(options.get(name) is not None for name in _NEEDS_PAIRS)
     if len(query) > 1 or not is_complete or needs_pairs:
         return attention(module, query, key, value, attention_mask.mask, **options)
+    # transformers' sdpa function uses it only for a call without a mask.
     options["is_causal"] = True
     outputs = []
     parts = [torch.split(tensor, attention_mask.sizes, dim=2) for tensor in tensors]

@@ -90,6 +90,8 @@ def fetched_directory(name: str) -> Path | None:
     if Path(name).expanduser().is_dir():
         return base_directory(name)
     try:
+        # If the files are not in the cache, they cannot be read in parts, and each rank would build
+        # the complete model.
         index = _fetched(name, SAFE_WEIGHTS_INDEX_NAME)
         if index is not None:
             get_checkpoint_shard_files(name, index)  # type: ignore[no-untyped-call]
@@ -279,12 +281,14 @@ def build_model(
     Raises :class:`RecipeError` if the weights cannot be read or do not match the model, or if transformers does not
     have such a model.
     """
+    # Never None, with which transformers asks on the terminal whether to run the repository's code.
     options: dict[str, Any] = {"trust_remote_code": False}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
     try:
         if from_pretrained is None:
             options["dtype"] = fresh_dtype(config, dtype)
+            # from_config changes the configuration that it is given.
             model: nn.Module = auto_class.from_config(copy.deepcopy(config), **options)
         else:
             options["dtype"] = "auto" if dtype == "auto" else getattr(torch, dtype)
@@ -318,6 +322,7 @@ def build_model(
         verdict.log_differences(f"{from_pretrained} and the model")
         if dtype != "auto" and not loading:
             cast_to(model, getattr(torch, dtype))
+    # from_pretrained returns models in evaluation mode, without dropout.
     return model.train()
 
 
@@ -372,6 +377,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
     The parts of a vision-language model are also patterns: ``vision_tower``, ``projector``, ``language_model``. Raises
     :class:`RecipeError` for patterns without a match, and if no parameter is left to train.
     """
+    # With duplicates, because a pattern may match only the second name of a tied parameter.
     parameters = dict(model.named_parameters(remove_duplicate=False))
     parts = [part for part in PARTS if parameters_of(part, parameters)]
     frozen: set[str] = set()
@@ -449,6 +455,8 @@ def checkpoint_activations(model: Any) -> None:
     enable = getattr(model, "activation_checkpointing_enable", None)
     if enable is None:
         enable = model.gradient_checkpointing_enable
+    # The reentrant variant computes no gradients if no input of a layer requires any, as with a
+    # frozen embedding.
     enable({"use_reentrant": False})
 
 

@@ -37,6 +37,7 @@ def compile_layers(
     _check_backend(backend, device or torch.device("cpu"))
     _check_mode(backend, mode)
     for layer in layers:
+        # Not torch.compile(layer), whose wrapper adds _orig_mod to the names of parameters.
         layer.compile(backend=backend, mode=mode, fullgraph=fullgraph, dynamic=dynamic)
     log.info("compiling %d layers with %s: the first steps take longer", len(layers), backend)
 
@@ -53,6 +54,8 @@ def _check_backend(backend: str, device: torch.device) -> None:
     from torch._inductor.exc import InvalidCxxCompiler
 
     try:
+        # Checked here, because inductor looks for it only in the first forward pass, after the
+        # weights are loaded.
         get_cpp_compiler()
     except (InvalidCxxCompiler, RuntimeError) as error:
         hint = "install g++, or set compile.backend aot_eager"

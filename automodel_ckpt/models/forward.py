@@ -66,4 +66,5 @@ def side_effect_free(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         for module, training in modes.items():
+            # Not train(), which would also set all inner modules.
             module.training = training

@@ -69,6 +69,7 @@ def _fill(
     model.save_pretrained(directory)
     if preprocessor is not None:
         preprocessor.save_pretrained(directory)
+    # Before the rename: after a power failure, the final name must not contain empty files.
     for path in directory.iterdir():
         fsync_file(path)
     fsync_directory(directory)

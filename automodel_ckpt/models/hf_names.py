@@ -108,6 +108,7 @@ class _Markers:
         in_tensor = []
         extents = zip(self.shapes[name][1:], marker.shape[1:], strict=True)
         for part, (extent, small) in zip(in_marker, extents, strict=True):
+            # Exact, because the extent of a marker divides that of its tensor.
             factor = extent // small
             in_tensor.append(slice(part.start * factor, part.stop * factor))
         return name, (row, tuple(in_tensor))
@@ -133,6 +134,7 @@ def _read_off(
         raise ValueError("the conversion drops, repeats or changes elements")
     names, parts = dict[str, str](), dict[str, dict[str, RowPart]]()
     for name, value in reverted.items():
+        # Nothing identifies the origin of an empty tensor, so it keeps its name in memory.
         if value.numel() == 0:
             continue
         fqn, part = markers.origin(value)

@@ -160,6 +160,8 @@ class ModuleLossHead(ComputesLoss):
         positions, targets = self._labeled
         assert positions is not None
 
+        # Recomputed in the backward pass, when the context has ended and `_labeled` is None. So it
+        # must call the layer's own forward and not this one.
         def loss_of_chunk(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             logits = _widened(layer.forward(hidden, *args, **options))
             return F.cross_entropy(logits, labels, reduction="sum")
@@ -250,11 +252,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
             errors = _widened(F.linear(chunk, weight, bias))
             loss += _losses_of(errors, targets[start : start + size], part).sum()
             if any(needed):
+                # Autograd also casts the gradient of widened logits back to the dtype of the
+                # product.
                 sums.add(start, chunk, errors.to(hidden.dtype))
         return loss
 
     @staticmethod
     def backward(ctx: Any, loss_weight: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # Scaling changes the sums in place: a second backward pass must fail, not scale them twice.
         gradients, ctx.gradients = ctx.gradients, None
         return *gradients.scaled(loss_weight), None, None, None
 
@@ -263,6 +268,7 @@ def _losses_of(
     logits: torch.Tensor, labels: torch.Tensor, part: VocabularyPart | None
 ) -> torch.Tensor:
     """The cross-entropy [n, 1] of logits [n, V]. Overwrites *logits* with their gradient: softmax minus one-hot."""
+    # Subtracted before the exponential, which would overflow in float32 for logits above 88.
     largest = logits.amax(1, keepdim=True)
     # The positions whose label is one of this rank's rows, and these rows.
     positions, rows = torch.arange(len(labels), device=labels.device), labels
@@ -279,6 +285,7 @@ def _losses_of(
         part.sum(sums)
     label_logits, total = sums.unbind()
     exponentials.div_(total)
+    # Correct only because no position occurs twice: indexed subtraction counts duplicates once.
     exponentials[positions, rows] -= 1
     return total.log().sub_(label_logits)
 
@@ -299,6 +306,7 @@ class _Gradients:
         self.weight: torch.Tensor | None = None
         self.bias: torch.Tensor | None = None
         if needed[0]:
+            # Not initialized: each row belongs to exactly one chunk, and `add` overwrites it.
             self.hidden = torch.empty_like(hidden)
         if needed[1]:
             self.weight = torch.zeros_like(weight, dtype=wide)
@@ -356,6 +364,7 @@ def install_loss_head(
     if not vocabulary:
         log.info("computing the loss from full logits: %s %s", _name(model), why)
         return None
+    # No subclasses: theirs may compute something else than weight and bias.
     if type(layer) is nn.Linear:
         return LossHead.of(layer)
     return ModuleLossHead.of(layer, vocabulary)
@@ -381,6 +390,7 @@ def _is_sharded_across(layer: nn.Module) -> bool:
             continue
         if "tp" not in (parameter.device_mesh.mesh_dim_names or ()):
             continue
+        # tp is the innermost dimension of the mesh, so its placement is the last one.
         by_rows = parameter.placements[-1] in (Shard(0), Replicate())
         if type(layer) is not nn.Linear or not by_rows:
             return True
@@ -396,6 +406,8 @@ def _num_logits(
     def look(module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         # The layer can be called again only here, while its sharded parameters are gathered.
         if type(layer) is nn.Linear or _equal_by_row(module.forward, inputs[0], output):
+            # A copy: a model that changes its logits in place would otherwise appear to return
+            # them.
             outputs.append(output.clone())
 
     hook = layer.register_forward_hook(look)

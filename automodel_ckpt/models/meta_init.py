@@ -59,6 +59,8 @@ class InitialValues:
             with torch.random.fork_rng(devices=[]):
                 # Only the CPU's generator is restored afterwards, so no other one may be seeded.
                 torch.default_generator.manual_seed(_mixed(self._seed, name))
+                # Draws for other modules, which are on the meta device, do not advance the CPU's
+                # generator: the values depend on this module only.
                 for outer in _outwards(name):
                     self._initialise(outer)
             values = {}
@@ -95,6 +97,7 @@ class _FastNormal(TorchFunctionMode):
         named = dict(kwargs or {})
         if function in (nn.init.normal_, torch.Tensor.normal_):
             tensor: torch.Tensor = args[0] if args else named["tensor"]
+            # zero_ increments _version as a draw does, which are_complete reads.
             return tensor.zero_() if tensor.is_meta else function(*args, **named)
         return function(*args, **named)
 
@@ -147,6 +150,8 @@ def allocate(model: nn.Module, device: torch.device) -> None:
         without = {name: tensor for name, tensor in _own_tensors(module).items() if tensor.is_meta}
         for tensor in without.values():
             if id(tensor) not in made:
+                # Garbage, also in buffers that no file contains (inv_freq): the caller must fill
+                # every tensor.
                 new = torch.empty_like(tensor, device=device)
                 is_parameter = isinstance(tensor, nn.Parameter)
                 made[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
@@ -177,6 +182,8 @@ def initialise(
             done.update(id(tensor) for tensor in own.values())
             selected = {key for key in own if selects(key)}
             for key, complete in values.of_module(name, selected.__contains__).items():
+                # Each rank draws the complete tensor and keeps its slice: drawing shards with one
+                # seed would give all ranks the same values.
                 put(own[key], complete)
 
 

@@ -23,6 +23,8 @@ from automodel_ckpt.models.forward import (
 
 log = logging.getLogger(__name__)
 
+# Small token ids, which every vocabulary has. _OTHER replaces _FIRST to show whether _SECOND sees
+# it.
 _FIRST, _OTHER, _SECOND = [1, 2, 3], [3, 1, 2], [2, 2, 1, 3]
 
 

@@ -73,6 +73,8 @@ def keep_stage(model: nn.Module, stage: int, num_stages: int) -> None:
     mine = layers_of(len(inner.layers), stage, num_stages)
     for number in range(len(inner.layers)):
         if number not in mine:
+            # Replaced, not removed: the other layers keep their numbers, and so their names in
+            # checkpoints.
             inner.layers[number] = PassThrough()
     if not (is_first or (is_last and tied)):
         inner.embed_tokens = PassThrough()
@@ -145,6 +147,8 @@ def _passes_through(model: nn.Module) -> bool:
             "could not probe the model for pipeline stages: %s: %s", type(error).__name__, error
         )
         return False
+    # Exact: a model that scales hidden states outside of its layers (Gemma 2, Granite) would do so
+    # on every stage.
     return torch.equal(last_layer_output(output), hidden)
 
 

@@ -77,6 +77,7 @@ class _Settings(dict[str, Any]):
     """What the files say of videos, in the place of the part that would prepare them: some processors look at it."""
 
     def __getattr__(self, name: str) -> Any:
+        # copy and pickle look up special methods, and would call the None of a missing one.
         if name.startswith("__"):
             raise AttributeError(name)
         return self.get(name)
@@ -102,6 +103,7 @@ def without_videos(processor_class: Any) -> Any:
                 list(args),
                 {key: value for key, value in processor_dict.items() if key != _VIDEOS},
             )
+            # transformers passes the parts by position.
             given.insert(parts.index(_VIDEOS), None)
             return super().from_args_and_dict(given, others, **options)
 
@@ -117,5 +119,6 @@ def without_videos(processor_class: Any) -> Any:
             made.video_processor = _Settings(within.get(_VIDEOS) or next(filter(None, files), {}))
             return made
 
+    # The class name is saved (processor_class), and other programs look it up in transformers.
     TextAndImages.__name__ = TextAndImages.__qualname__ = processor_class.__name__
     return TextAndImages

@@ -85,6 +85,7 @@ def cast_to(model: nn.Module, dtype: torch.dtype) -> None:
         stays = parameter.dtype == torch.float32 and any(part in kept for part in name.split("."))
         if parameter.dtype in _ORDINARY and parameter.dtype != dtype and not stays:
             found[parameter.dtype] += 1
+            # The parameter stays the same object, so that ties are kept.
             parameter.data = parameter.data.to(dtype)
     for other, number in found.items():
         log.info(

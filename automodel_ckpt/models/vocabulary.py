@@ -94,6 +94,7 @@ def resize_vocabulary(
     if all(len(parameter) == size for parameter in before.values()):
         return []
     resizable: Any = model
+    # mean_resizing draws new rows with the covariance of all rows, which no rank holds.
     resizable.resize_token_embeddings(size, mean_resizing=False)
     for name, parameter in _vocabulary(model):
         old = before[name]
