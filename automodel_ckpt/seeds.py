@@ -15,6 +15,7 @@ def seed_everything(seed: int, *, devices: bool = True) -> None:
     must not change those that the model draws on an accelerator, and a forked worker must not initialize CUDA.
     """
     random.seed(seed)
+    # NumPy's global generator accepts seeds of 32 bits only.
     numpy.random.seed(seed % 2**32)
     if devices:
         torch.manual_seed(seed)

@@ -29,6 +29,7 @@ class CombinedOptimizer(Optimizer):
         loss = None
         if closure is not None:
             with torch.enable_grad():
+                # Called once here; each optimizer would compute the gradients again.
                 loss = closure()
         for optimizer in self.optimizers:
             optimizer.step()
@@ -51,6 +52,8 @@ class CombinedOptimizer(Optimizer):
         start = 0
         for optimizer in self.optimizers:
             end = start + len(optimizer.param_groups)
+            # Each optimizer refers to the state of all parameters, and uses only that of its own
+            # groups.
             optimizer.__setstate__(
                 {"state": self.state, "param_groups": self.param_groups[start:end]}
             )

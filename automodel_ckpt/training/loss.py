@@ -53,6 +53,8 @@ def labelled_positions(
     """
     # numpy is three times as fast as torch for tensors of this size.
     rows = in_numpy(labels)
+    # Shifted before *part* is taken: the last position of a slice predicts the first token of the
+    # next slice, which another rank has.
     shifted = np.full_like(rows, IGNORE_INDEX)
     shifted[:, :-1] = rows[:, 1:]
     flat = shifted[:, part].reshape(-1)

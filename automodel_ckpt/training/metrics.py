@@ -80,10 +80,13 @@ class JsonlLog:
         self._records.clear()
         self._write_after = time.monotonic() + PAUSE_SECONDS
         if self._unwritten:
+            # May raise: another run may own the file since this process was suspended.
             self._before_writing()
         # An unbuffered write may write only a part, for example on a full disk.
         while self._unwritten:
             count = self._open().write(self._unwritten)
+            # What is left of a line after an error is written first next time, and completes the
+            # line.
             self._unwritten = self._unwritten[count:]
 
     def truncate_after(self, step: float) -> int:
@@ -108,6 +111,7 @@ class JsonlLog:
             raise SaveFailed.all_of([problem]) from error
 
     def _truncate_after(self, step: float) -> int:
+        # The rewrite renames a new file into place: an open descriptor would still append to the old one.
         self.close()
         if not os.path.lexists(self.path):
             return 0
@@ -172,6 +176,7 @@ class _Content:
         if earlier is not None:
             self.num_dropped += 1
             self._duplicates.append(self.kept[earlier])
+            # Emptied instead of removed, so that the indices in *positions* stay valid.
             self.kept[earlier] = b""
         positions[identity] = len(self.kept)
         self.kept.append(line)
@@ -187,6 +192,7 @@ class _Content:
 
 
 def _is_step(value: object) -> bool:
+    # Not isinstance, which accepts true and false.
     return type(value) is int and value >= 0
 
 
@@ -210,6 +216,7 @@ def _line_of(record: dict[str, Any]) -> bytes:
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
     """Each line with its record; the record is None if the line is torn or not a JSON object."""
     with os.fdopen(open_regular(path), "rb") as file:
+        # Bytes: splitlines of text also splits at characters such as U+2028 inside a JSON string.
         lines = file.read().splitlines(keepends=True)
     for line in lines:
         try:

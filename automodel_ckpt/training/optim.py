@@ -122,6 +122,8 @@ class FusedAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def _step_on_shards(self) -> bool:
         """Update this rank's shards. Returns False, without an update, if a group requires torch's own step."""
+        # All groups are read before any is updated: if one requires torch's step, that step updates
+        # all.
         inputs = []
         for group in self.param_groups:
             shards = self._shards_of(group)
@@ -143,6 +145,7 @@ class FusedAdamW(torch.optim.AdamW):
                 gradients += [p.grad for p in group["params"] if p.grad is not None]
             torch._foreach_div_(_local(gradients), self.grad_scale.item())
             self.grad_scale = None
+        # grad_scale is None by now: torch's fused step would divide by it again.
         return _STEP_OF_TORCH(self, closure)  # type: ignore[no-any-return]
 
     def _shards_of(self, group: dict[str, Any]) -> _Shards | None:

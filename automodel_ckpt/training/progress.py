@@ -175,6 +175,7 @@ class Progress:
         """Print the line of the last step, and end the thread."""
         self._closed.set()
         if self._ticker is not None:
+            # Not while holding the lock, which the thread takes to show a line.
             self._ticker.join()
             self._ticker, self._saving = None, None
         if self._latest is not None and self._live:

@@ -46,6 +46,7 @@ class StatefulRNG:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore all generators; CUDA's only where this machine has as many devices as the state."""
+        # Restore it last: building objects and iter() of a torch DataLoader draw random numbers.
         _set_python_state(state["python"])
         _set_numpy_state(state["numpy"])
         torch.set_rng_state(state["torch"])

@@ -144,9 +144,12 @@ class RouterLoss:
 
     def count(self, micro_batches: Sequence[Routing]) -> None:
         """Sum the choices in all micro-batches of the step, over all ranks. Collective."""
+        # float64: counts are exact, so the sums do not depend on the number of ranks or their
+        # order.
         counts = [routing.assigned.double() for routing in micro_batches]
         here = torch.stack(counts).sum(0)
         if not self._counts_here:
+            # The rank still takes part in the sum, which is collective.
             here.zero_()
         sums = self._sum_over_ranks(*here.tolist())
         total = torch.tensor(sums, device=here.device)

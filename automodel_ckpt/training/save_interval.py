@@ -47,6 +47,7 @@ class AutoInterval:
         """
         if not self._step_seconds:
             return None
+        # Not the mean: the first step of a process is slow.
         median = sorted(self._step_seconds)[len(self._step_seconds) // 2]
         step_seconds = max(median, 1e-6)
         best = best_interval_seconds(stall_seconds, self._mtbf_seconds)

@@ -114,6 +114,7 @@ def _check_plausible(state: Mapping[str, Any]) -> None:
     invalid = []
     for name in _COUNTERS:
         count = state[name]
+        # Not isinstance, which accepts booleans. Ranks sum numbers in float64, exact below 2**53.
         if type(count) is not int or not 0 <= count < 2**53:
             invalid.append(name)
     for name in ("elapsed_seconds", "best"):
@@ -307,6 +308,7 @@ class StepScheduler:
 
     def note_lost_save(self) -> None:
         """Record that the save of the last :meth:`note_save` failed afterwards."""
+        # No step has this number, so the current one counts as unsaved.
         self._saved_step = -1
 
     def save_is_wanted(self) -> bool:
@@ -324,10 +326,13 @@ class StepScheduler:
         limit = self.cadence.max_time_seconds
         if limit is None:
             return False
+        # Two saves: the step that ends now may have to be saved, and the next one, too.
         ahead = self._longest_step_seconds + 2 * self._longest_save_seconds
         return self._clock() - self._session_start + ahead >= limit
 
     def state_dict(self) -> dict[str, Any]:
+        # Not ended_early and ran_out_of_time: max_time limits one start, and the same command
+        # continues.
         return {
             "step": self.step,
             "epoch": self.epoch,
@@ -358,6 +363,7 @@ class StepScheduler:
         # Checkpoints written before 2026-11-21 contain neither.
         self.validation_is_due = state.get("validation_is_due", False)
         self.save_was_due = state.get("save_was_due", self.validation_is_due)
+        # Subtracts the start-up of this session, so that it does not count as training time.
         self._elapsed_before = self.elapsed_seconds - (self._clock() - self._session_start)
         self._saved_step = self.step
         self._attempted_step = self.step

@@ -57,6 +57,7 @@ class Tracking:
         # In a separate session, a signal to the trainer's process group leaves it time to send the rest.
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         assert self._process.stdin is not None
+        # The other process ends when the kernel closes this pipe, also if this process is killed.
         self._pipe = self._process.stdin
         job = {"trackers": trackers, "after": after, "went_back": went_back}
         self._pipe.write(json.dumps(job).encode() + b"\n")
