@@ -144,12 +144,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = verb.run(arguments)
         sys.stdout.flush()
         return code
+    # Before OSError, its base class: a reader such as head(1) that has enough is no failure.
     except BrokenPipeError:
         leave_reader()
         return EXIT_DONE
     except (AutomodelError, OSError, KeyboardInterrupt) as error:
         limit = limit_error(error) if isinstance(error, OSError) else None
         return _report_failure(limit or error, arguments)
+    # RuntimeError is what Python raises if no thread can be started.
     except (RuntimeError, MemoryError) as error:
         limit = limit_error(error)
         if limit is None:

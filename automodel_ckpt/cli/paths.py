@@ -35,6 +35,7 @@ def run_around(path: Path) -> Path | None:
     if run is not None:
         return run
     real = Path(os.path.realpath(path))
+    # realpath() first: the path may be a pointer, or go through a link.
     for inside in (real, *real.parents):
         if layout.parse_checkpoint_name(inside.name):
             return inside.parent

@@ -127,6 +127,7 @@ def print_path(path: str | os.PathLike[str]) -> None:
         print(printable(os.fspath(path)))
         return
     sys.stdout.flush()
+    # The bytes of the path: a name that is not valid UTF-8 cannot be printed as text.
     sys.stdout.buffer.write(os.fsencode(path) + b"\n")
     sys.stdout.flush()
 

@@ -58,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         record = failure_record(error, 0)
         code = record.code
         print_error(failure_text(record, several_ranks=False))
+    # The interpreter's teardown sometimes aborts in torch's threads after distributed work.
     if argv is None and "torch" in sys.modules:
         from automodel_ckpt.cli.launch.launcher import exit_process
 
@@ -315,6 +316,7 @@ def _copy(source: Path, directory: Path) -> Path:
     target = directory / source.name
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        # x: fails if the file exists, also if another process has just created it.
         with target.open("xb") as copy:
             copy.write(source.read_bytes())
     except OSError as error:

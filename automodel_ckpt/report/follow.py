@@ -51,6 +51,7 @@ def upload_lock(run: Path, *, wait: bool) -> Iterator[bool]:
     """
     with _appending(run / OUTPUT) as file:
         try:
+            # The kernel releases the lock when the process ends, even by SIGKILL.
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
             yield False
@@ -84,6 +85,7 @@ class Follower:
             _LogReader(run / layout.TRAINING_LOG),
             _LogReader(run / layout.VALIDATION_LOG),
         ]
+        # Read before the trackers start: _first_step_to_send() needs the steps that they lack.
         self._unsent = self._new_records()
         for name, options in trackers.items():
             self._try(name, partial(self._start, name, options, after, went_back))
@@ -134,6 +136,7 @@ class Follower:
             memory = {"sent": {}, "attempt": memory.get("attempt", 1) + 1}
             self._memory[name] = memory
             sent = memory["sent"]
+        # If the next start finds it, this process was killed, perhaps with values not sent yet.
         memory["open"] = True
         # Created first: the constructor stores the id of the tracker's run in the memory.
         tracker = tracker_class(self.run, memory, **options)
@@ -163,12 +166,14 @@ class Follower:
         if step > sent.get(group, 0):
             self._try(name, lambda: self._trackers[name].log(step, values))
             if name in self._trackers:
+                # Only after success: a tracker that raised has been removed.
                 sent[group] = step
 
     def _try(self, name: str, action: Callable[[], None]) -> None:
         """Call *action*; if it raises, disable the tracker and warn."""
         try:
             action()
+        # SystemExit: a library must not end the uploads to the other trackers.
         except (Exception, SystemExit) as error:
             self._trackers.pop(name, None)
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -178,6 +183,8 @@ class Follower:
         staged = self.run / (MEMORY + ".tmp")
         with os.fdopen(open_regular(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
             json.dump(self._memory, file)
+        # A kill leaves the old or the new file. Without an fsync, a power failure may damage it,
+        # which _read_memory() treats as no memory.
         staged.replace(self.run / MEMORY)
 
 
@@ -260,6 +267,7 @@ def main(run: Path) -> None:
         follower = Follower(run, job["trackers"], job["after"], warn, went_back=job["went_back"])
         while not _is_closed(sys.stdin.fileno()):
             follower.feed()
+        # The default action of SIGALRM ends the process even if a library hangs.
         signal.alarm(LAST_SECONDS)
         follower.close()
 

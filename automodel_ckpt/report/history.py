@@ -192,6 +192,7 @@ def _number(value: object) -> float | None:
         return None
     try:
         number = float(value)
+    # An integer of hundreds of digits.
     except OverflowError:
         return None
     # False for NaN, too
@@ -207,6 +208,7 @@ def _checkpoints(root: Path) -> Iterator[Checkpoint]:
             summary = Summary.read(root / name)
         except CheckpointUnusable:
             continue
+        # A published checkpoint never changes: later validations are stored beside it.
         losses = {**summary.losses, **late_validations.recall(root / name, summary.digest)}
         yield Checkpoint(
             name,

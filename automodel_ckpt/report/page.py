@@ -23,6 +23,7 @@ def page(runs: Sequence[History]) -> str:
     """Return the HTML document for *runs*."""
     style, script = _resource("page.css"), _resource("page.js")
     charts = charts_of(runs)
+    # Names of runs and checkpoints are names of directories: any text, also HTML.
     title = escape(" · ".join(run.name for run in runs))
     heads = _run_sections(runs) if len(runs) <= _MAX_SECTIONS else _run_table(runs)
     figures = [_figure(chart) for chart in charts]

@@ -35,6 +35,7 @@ def write_picture(runs: Sequence[History], file: Path) -> None:
             value=str(file),
             hint="pip install 'automodel_ckpt[plot]', or write an .html file, which requires nothing",
         ) from error
+    # Needs no display, which another backend may need.
     pyplot.switch_backend("agg")
     figure = draw_figure(pyplot, runs)
     figure.savefig(file, dpi=110)

@@ -81,6 +81,7 @@ class WeightsAndBiases(Tracker):
         if "id" in memory:
             defaults |= {"id": memory["id"], "resume": "allow"}
         self._run = wandb.init(**(defaults | options))
+        # Stored for the next start, which resumes the same run of wandb.
         memory["id"] = self._run.id
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
@@ -122,6 +123,7 @@ class MLflow(Tracker):
             )
             memory["id"] = created.info.run_id
         self._id = memory["id"]
+        # close() of an earlier process has marked the run as finished.
         client.update_run(self._id, status="RUNNING")
         # Values that were sent just before a kill may be missing in the memory: ask the server.
         self._stored: set[tuple[str, int]] = set()
@@ -131,6 +133,7 @@ class MLflow(Tracker):
                     self._stored.add((name, point.step))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        # MLflow's timestamps are in milliseconds.
         now = int(1000 * time.time())
         metrics = []
         for name, value in values.items():

@@ -104,6 +104,7 @@ def compare_loosely(
             difference = _relative_difference(one[name], other[name])
             largest[name] = max(largest[name], difference)
     first = first or _length_difference(straight, resumed)
+    # Ranks draw their own random numbers, so another number of ranks has other dropout masks.
     judged = not any(step["has_dropout"] for step in straight[0])
     ranks = (len(straight), len(resumed))
     steps = _summaries(straight, resumed)
@@ -202,6 +203,7 @@ def _relative_difference(one: str, other: str) -> float:
     a, b = _number(one), _number(other)
     if a == b or (math.isnan(a) and math.isnan(b)):
         return 0.0
+    # Not 0: the numbers are different.
     larger = max(abs(a), abs(b))
     difference = abs(a - b) / larger
     return difference if math.isfinite(difference) else math.inf

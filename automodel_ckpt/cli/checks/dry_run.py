@@ -158,6 +158,7 @@ def _resume_rows(loaded: LoadedRecipe, sizes: Sizes | None, config_json: bytes |
     for path in request.candidates:
         try:
             manifest = Manifest.read(path)
+            # Digests would read all data.
             problems = verify(path, manifest, "size")
         except CheckpointUnusable as error:
             yield "skip", f"{path.name}: {error.problems[0].what}"

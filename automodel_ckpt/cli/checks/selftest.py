@@ -133,7 +133,9 @@ class Runs:
     def compare(self) -> Comparison:
         """Execute the three runs and compare them. Raises :class:`RunFailed`."""
         plan = self.plan
+        # Without checkpoints: the next run has the same directory, and would resume from them.
         straight = self._run("straight", plan.flags, None, EXIT_DONE, "--checkpoint.enabled=false")
+        # The run may be shorter than planned, and a step has to be left for the resume.
         stop_after = min(plan.stop_after, max(1, len(straight[0]) - 1))
         stopped = self._run(
             "stopped", plan.flags, stop_after, EXIT_STOPPED, "--checkpoint.enabled=true"
@@ -173,6 +175,7 @@ class Runs:
 
     def _tolerance(self) -> float:
         config = self._loaded().config
+        # Rounding dominates: sums in half precision depend much more on their order.
         dtypes = (config.distributed.mixed_precision, getattr(config.model, "dtype", None))
         return HALF_TOLERANCE if any(dtype in _HALF_DTYPES for dtype in dtypes) else TOLERANCE
 

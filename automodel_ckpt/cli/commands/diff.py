@@ -285,6 +285,7 @@ def _schedule_factor(
             kwargs[key.partition(".")[2]] = float(text)
     warmup_steps = numbers.get("warmup_steps")
     decay_steps = numbers.get("decay_steps")
+    # Any optimizer: only the factors of its schedule are used.
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
     schedule: Any = build_schedule(
         optimizer,

@@ -240,6 +240,7 @@ def _summary_row(path: Path, summary: Summary, pointers: tuple[str, ...], note: 
         reason = f"moved to {os.readlink(path)}"
     else:
         reason = ""
+    # A published checkpoint never changes: later validations are stored beside it.
     losses = {**summary.losses, **recall(path, summary.digest)}
     return Row(
         path.name,
@@ -289,6 +290,7 @@ def _run_row(above: Path, run: Path) -> RunRow:
     newest = max(complete, key=lambda row: (row.step or 0, row.epoch or 0))
     val_losses = []
     for row in complete:
+        # min() of values with NaN depends on their order.
         if row.val_loss is not None and not math.isnan(row.val_loss):
             val_losses.append(row.val_loss)
     return RunRow(

@@ -139,6 +139,7 @@ def _remove(
     freed = {}
     if arguments.drop_optimizer:
         for name in removable:
+            # Removing takes long: a suspended process may have lost the lease meanwhile.
             check_lease()
             freed[name] = maintenance.drop_optimizer(run, name)
     else:

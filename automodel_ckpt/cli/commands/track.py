@@ -59,8 +59,10 @@ def run(arguments: argparse.Namespace) -> int:
             value=arguments.to,
             hint=f"pip install {arguments.to}",
         )
+    # Follower disables a tracker that raises, and only reports it.
     failures: list[str] = []
     options = _options(arguments.option)
+    # 0: the tracker has to forget, or to start anew, because all steps are sent again.
     after = 0 if arguments.again else None
     with upload_lock(run, wait=False) as is_locked:
         if not is_locked:

@@ -290,6 +290,7 @@ class FailureDirectory:
     def write(self, attempt: int, record: FailureRecord) -> None:
         """Write a record, unless its rank already has one: the first one is kept."""
         name = f"rank_{record.rank}.json"
+        # A later record of a rank describes what followed from the first one.
         if not (self._directory_of(attempt) / name).exists():
             self._write(attempt, name, json.dumps(asdict(record)))
 
@@ -354,6 +355,7 @@ class FailureDirectory:
 
     def record_signal(self, number: int) -> None:
         """Record that the launcher received a signal. Called in its signal handler."""
+        # Appended: another signal may interrupt this handler, and neither byte may be lost.
         with open(self.directory / "stop", "ab") as file:
             file.write(bytes([number]))
 
@@ -394,6 +396,7 @@ def is_suspended(process: int) -> bool:
 def _state_of(process: int) -> str:
     """Return the letter of the process state (source: proc(5)); empty if the process does not exist."""
     try:
+        # The name of the command comes first, and may contain spaces and parentheses.
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return ""

@@ -274,6 +274,7 @@ def _run_forked(flags: LaunchFlags, rendezvous: Rendezvous, prepare: Prepare) ->
         num_ranks = count_ranks(flags.nproc_per_node, torch.cuda.device_count(), on_gpu=on_gpu)
         _check_cuda_not_started(torch)
         _validate_no_autograd_threads()
+        # A signal after the imports: no rank exists yet that it could be sent to.
         if signals.received:
             raise StoppedWaiting
         max_restarts = rendezvous.max_restarts(flags.max_restarts)
@@ -289,6 +290,7 @@ def _run_forked(flags: LaunchFlags, rendezvous: Rendezvous, prepare: Prepare) ->
                 return _stopped(signals.received, "while waiting for the other nodes")
             is_last = attempt == CONNECT_ATTEMPTS
             is_local = rendezvous.rdzv_backend == LOCAL
+            # Only on one node: the launchers of other nodes do not take part in this loop.
             may_repeat = is_local and not is_last and not signals.received
             if not (may_repeat and _never_connected(failure_dir)):
                 break
@@ -346,6 +348,7 @@ def _elastic(
     except Exception as error:
         if failure_dir.attempt < 0:
             raise _rendezvous_error(rendezvous, error) from error
+        # No rank has registered: the system could not start them.
         if isinstance(error, OSError) and not failure_dir.attempts():
             raise _start_error(error) from error
         where = f"rendezvous {rendezvous.rdzv_backend} at {rendezvous.rdzv_endpoint}"
@@ -444,6 +447,7 @@ def _report_outcome(
     silent = [death for death in deaths if death.rank not in recorded]
     cause = root_cause(records + silent)
     if cause is None:
+        # Ranks return the codes that a restart cannot fix: the agent takes them for success.
         return max(codes.values(), default=EXIT_DONE)
     if not deaths and set(codes.values()) == {EXIT_DONE}:
         return EXIT_DONE
@@ -545,6 +549,7 @@ class _SignalForwarder:
                 has_ranks = True
         if is_second and not has_ranks:
             self._exit_immediately(number)
+        # Last, since both may raise: the ranks have got the signal.
         self._rendezvous_host.stop(number)
         stop_request().wake(number, frame)
 
@@ -571,6 +576,7 @@ class _SignalForwarder:
 
     def _send(self, process: int, number: int) -> bool:
         """Send a signal; return False if the process has ended."""
+        # kill() succeeds for a process that has ended and whose parent has not read its status yet.
         if has_ended(process):
             return False
         try:

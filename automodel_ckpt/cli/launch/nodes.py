@@ -58,6 +58,7 @@ class RendezvousHost:
         timer.start()
         try:
             self.is_waiting = True
+            # The signal may have come just before is_waiting was set, when stop() raised nothing.
             if self.received:
                 raise RendezvousInterrupted
             yield

@@ -42,6 +42,7 @@ def remove_leftovers(parent: Path) -> None:
             is_own = status.st_uid == os.geteuid()
             is_old = time.time() - status.st_mtime > FRESH_SECONDS
             if is_own and is_old:
+                # The kernel releases the lock when its last process has ended, even by SIGKILL.
                 with _locked(entry.path, wait=False):
                     shutil.rmtree(entry.path, ignore_errors=True)
 

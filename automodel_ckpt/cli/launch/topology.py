@@ -121,6 +121,7 @@ def slurm_environment(environment: Mapping[str, str], flags: LaunchFlags) -> dic
     # All tasks compute the same port, and concurrent jobs or steps on a node most likely different ones.
     job = slurm_number(environment, "SLURM_JOB_ID", default=0)
     step = slurm_number(environment, "SLURM_STEP_ID", default=0)
+    # Below 32768, where the ports that Linux gives to outgoing connections begin.
     port = 20000 + (job * 31 + step) % 10000
     variables = {
         "RANK": str(slurm_number(environment, "SLURM_PROCID", default=0)),
@@ -218,6 +219,7 @@ def choose_rendezvous(flags: LaunchFlags, environment: Mapping[str, str]) -> Ren
     _validate_static_nodes(flags, min_nodes, max_nodes)
     node_rank = _node_rank(flags, max_nodes, environment)
     if max_nodes == 1:
+        # Port 0: the system selects a free one, so that several runs can share a node.
         endpoint = f"{flags.master_addr or '127.0.0.1'}:{flags.master_port or 0}"
         return Rendezvous(LOCAL, endpoint, flags.rdzv_id or str(uuid.uuid4()), 1, 1)
     endpoint = f"{flags.master_addr}:{flags.master_port or DEFAULT_PORT}"
@@ -357,6 +359,7 @@ def visible_gpus(environment: Mapping[str, str]) -> int:
 def set_threads(environment: MutableMapping[str, str], num_ranks: int) -> None:
     """Divide the cores among the ranks, unless the user has set OMP_NUM_THREADS. torch reads it once, at its import."""
     num_threads = max(1, cores() // max(1, num_ranks))
+    # Without this, each rank would start a thread for every core of the node.
     environment.setdefault("OMP_NUM_THREADS", str(num_threads))
 
 

@@ -128,6 +128,7 @@ def run_rank(
 
     def leave(number: int) -> None:
         on_failure(early_stop_record(this_rank(), number))
+        # During setup, no object may own the lease yet, and exit_now() closes nothing.
         _run_with_time_limit(release_all)
         exit_now(exit_stopped)
 
@@ -146,6 +147,7 @@ def run_rank(
         _leave_process_groups()
         stop.finished = True
         return EXIT_DONE
+    # BaseException: StoppedWaiting and SystemExit must also leave a record for the other ranks.
     except BaseException as error:
         # A second signal must not change the exit code of a rank that has saved: srun sends one to all tasks as soon
         # as the first has ended with 75, where Slurm's KillOnBadExit is set.
@@ -156,6 +158,7 @@ def run_rank(
             stop.finished = True
         _end_progress_line(recipe)
         on_failure(record)
+        # After on_failure(): closing may wait for dead ranks, and the others act on the record.
         _close_quietly(recipe)
         if not is_training:
             _run_with_time_limit(release_all)
@@ -219,7 +222,9 @@ def launched_rank(
                 channel.report(record)
 
     code = run_rank(loaded, recipe_class, on_failure)
+    # The watcher must not end this rank while it waits below.
     done.set()
+    # Before this process ends: peers take one that ends without this file for a dead rank.
     failure_dir.mark_done(attempt, rank)
     if stores and rank == 0:
         time.sleep(STORE_LINGER_SECONDS)
@@ -379,6 +384,8 @@ def flush() -> None:
 
 def _die_with(launcher: int) -> None:
     """Make the kernel kill this process when the launcher dies, even by SIGKILL. Saves are atomic, so this is safe."""
+    # The kernel sends it when the thread that forked this process ends (prctl(2)):
+    # it has to live as long as the launcher, as its main thread does.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:  # it died before the line above
         os._exit(EXIT_INTERNAL)
