@@ -88,6 +88,7 @@ def model_names(content: DcpContent) -> Mapping[str, str]:
             for fqn, path in paths.items()
             if path[0] == key and len(path) > 1
         }
+        # Two paths can join to one name: ("a.b",) and ("a", "b").
         is_unique = len(set(found.values())) == len(found)
         if found and is_unique:
             return found

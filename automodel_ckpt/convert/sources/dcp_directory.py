@@ -357,6 +357,7 @@ def _slice(fqn: str, described: Described, box: Box, item: Item, files: _Mapped)
 def _raw_start(content: mmap.mmap, item: Item, dtype: str, sizes: tuple[int, ...]) -> int:
     """Return the offset in an item at which the tensor's row-major bytes begin."""
     stop = item.start + item.nbytes
+    # A slice of a memoryview beyond its end is shorter, without an error.
     if stop > len(content):
         raise Fault(f"the file has {len(content)} bytes, the item ends at {stop}")
     # The views must be released before the map can be closed.

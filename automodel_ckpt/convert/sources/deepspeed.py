@@ -304,7 +304,8 @@ def _add_concatenated(
         for (fqn, shape), padding in zip(shapes.items(), paddings, strict=True):
             begins[fqn] = position
             position += math.prod(shape) + padding
-        # The vector is padded to twice the number of ranks, and that padding is stored only in part.
+        # The vector is padded to twice the number of ranks, and that padding is stored only in part
+        # (source: deepspeed/utils/zero_to_fp32.py, 0.19).
         unit = 2 * len(partitions)
         is_complete = vector.num_elements >= position
         if not is_complete or _aligned(vector.num_elements, unit) != _aligned(position, unit):
@@ -478,6 +479,7 @@ def _add_rest(model: _Model, is_partitioned: bool) -> None:
         stored = model.tensors.get(fqn)
         is_tied = shared.get(fqn) in model.tensors or shared.get(fqn) in module
         if stored is None and not is_tied:
+            # A buffer may be empty; a parameter that is empty here has no data in this file.
             is_buffer = isinstance(buffers, (list, tuple)) and fqn in buffers
             if is_partitioned and not is_buffer and view.shape == (0,):
                 what = f"the data of the parameter {fqn!r} is missing"
@@ -500,6 +502,7 @@ def _add_universal(model: _Model, tag: Path) -> None:
     zero = tag / _ZERO_DIRECTORY
     if zero.is_symlink() or not zero.is_dir():
         raise unusable("this is not a directory of parameters", zero, "a link or a file")
+    # Names of files, compared with the listing: one with a slash or ".." is never in it.
     names = set(names_in(zero))
     for shapes in _param_shapes(states):
         for fqn, shape in shapes.items():

@@ -113,6 +113,7 @@ def _check_parallelism(directory: Path, name: str) -> None:
     """Raise :class:`CheckpointUnusable` for a file of a model that was divided by more than ZeRO."""
     kind = ""
     match = _MODEL_FILE.fullmatch(name) or _OPTIMIZER_FILE.fullmatch(name)
+    # The last group of both patterns is the rank of tensor parallelism.
     if match is not None and int(match[match.re.groups]) > 0:
         kind = "tensor parallelism (mp_rank above 00)"
     elif _PIPELINE_FILE.fullmatch(name):

@@ -27,6 +27,7 @@ def names_in(directory: Path) -> list[str]:
 
 def first_bytes(path: Path, num_bytes: int) -> bytes:
     """Return the first bytes of the file *path*, after following links. Raises OSError, also for special files."""
+    # A plain open() of a FIFO would wait for a writer forever.
     descriptor = open_regular(Path(os.path.realpath(path)))
     try:
         return os.pread(descriptor, num_bytes, 0)

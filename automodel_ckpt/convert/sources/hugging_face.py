@@ -37,6 +37,7 @@ class HuggingFaceFiles(Format):
             return False
         try:
             header = _header(path, names[0], follow_links)
+        # detect() never raises; opening the directory in the next format reports the damage.
         except (CheckpointUnusable, OSError):
             return False
         return SHARDING_INFO not in header.metadata

@@ -78,6 +78,7 @@ def _sharded_backend(directory: Path) -> str | None:
     """Return ``torch_dist`` or ``zarr`` from the metadata.json of Megatron-Core; None if it is not there."""
     try:
         value = json.loads(read_safely(directory, "metadata.json", limit=_MAX_METADATA_BYTES))
+    # Deeply nested JSON raises RecursionError.
     except (OSError, ValueError, RecursionError):
         return None
     backend = value.get("sharded_backend") if isinstance(value, dict) else None

@@ -116,6 +116,8 @@ def _tensor(fqn: str, found: _Found, directory: Path) -> Tensor:
     if len(dtypes) > 1 or len(num_dimensions) > 1:
         where = directory / slices[-1].file
         raise unusable(f"shards disagree on the dtype or rank of {fqn!r}", where, sorted(dtypes))
+    # PyTorch's writer states no global shape. Then a missing last shard only makes the tensor
+    # smaller, which nothing here can detect: the note _NO_SHAPES reports it.
     shape = _extents(slices) if found.shape is None else found.shape
     fault = tiling_fault([stored.box for stored in slices], shape)
     if fault:

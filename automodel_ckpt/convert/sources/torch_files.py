@@ -152,6 +152,7 @@ def is_torch_archive(head: bytes) -> bool:
     """Return whether a file that begins with *head* is a zip archive of ``torch.save``, by its first entry's name."""
     if head[:4] != b"PK\x03\x04":
         return False
+    # The local file header of a zip archive: the length of the name, and the name from byte 30.
     length = int.from_bytes(head[26:28], "little")
     first_name = head[30 : 30 + length].decode(errors="replace")
     return first_name.rpartition("/")[2] in _TORCH_RECORDS
@@ -231,6 +232,7 @@ def _model_of(archive: Archive, path: Path) -> TorchModel:
     names = plain_names(value, list(views))
     renamed = {names[name]: view for name, view in views.items()}
     if len(renamed) != len(views):
+        # Two names become equal without their prefixes: keep all as they are.
         renamed = views
     return TorchModel(renamed, archive, num_others=num_all - num_used, num_values=num_values)
 
@@ -277,6 +279,7 @@ def _slices(fqn: str, view: StoredView, archive: Archive, file: str) -> Iterator
     sizes = (*[1] * num_outer, *inner)
     for index in itertools.product(*map(range, outer)):
         element = view.offset
+        # index has only the outer dimensions.
         for position, stride in zip(index, view.strides, strict=False):
             element += position * stride
         offsets = (*index, *[0] * len(inner))
@@ -302,6 +305,7 @@ def check_view(name: str, view: StoredView, archive: Archive) -> None:
         return
     last = view.offset
     for extent, stride in zip(view.shape, view.strides, strict=True):
+        # Strides are counts, never negative: the last index has the largest offset.
         last += (extent - 1) * stride
     if (last + 1) * DTYPE_BITS[view.dtype] // 8 > view.storage_bytes:
         raise Fault(f"the tensor {name[:100]!r} ends after its storage")

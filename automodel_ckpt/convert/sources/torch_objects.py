@@ -273,6 +273,7 @@ class _Reader(RestrictedUnpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
+        # Nothing is imported: an unknown class is only its name.
         return _KNOWN.get(full) or _Class(full)
 
     def persistent_load(self, saved_id: Any) -> Any:
