@@ -86,6 +86,8 @@ def lay_out_tensors(
     *tied* and *maps* decide names, tying, dtypes and split as in an export (:func:`plan_files`); without maps each
     tensor keeps its name and dtype. Raises :class:`CheckpointUnusable` where names or shapes are not those of the base.
     """
+    # All ranks must get the same files and offsets, or they overwrite each other's slices. Nothing
+    # here may depend on the rank or on the order of a set.
     files, warnings = plan_files(
         tensors, tied or {}, maps or BaseMaps(), max_file_bytes=max_file_bytes, where=directory
     )

@@ -66,6 +66,9 @@ class TreePlan:
 
     def partition(self, plans: Sequence[SavePlan], rank: int) -> None:
         """Assign each slice, and each value that is not a tensor, to exactly one rank. *plans* are those of all."""
+        # DCP's result depends only on the plans and their order (torch 2.13), so that each rank
+        # computes it alone. If several plans contain an item, one rank writes it: state that
+        # differs between ranks needs different names.
         partitioned, self.metadata = self.planner.create_global_plan(list(plans))
         self.items = partitioned[rank].items
 
@@ -109,6 +112,7 @@ class TreePlan:
 
     def _local_data(self, fqn: str, sizes: tuple[int, ...]) -> torch.Tensor:
         """The local data of a slice of shape *sizes*, on its device, from the present state dict."""
+        # Looked up at each save: a kept plan must see parameters that were replaced.
         value = self.planner.state_dict[fqn]
         local: torch.Tensor = value.to_local() if isinstance(value, DTensor) else value
         if local.requires_grad:

@@ -40,11 +40,15 @@ class _Planner(DefaultLoadPlanner):
     """DCP's planner, except that values that are not tensors are unpickled by a reader that runs no code."""
 
     def __init__(self) -> None:
+        # Partial: DCP would raise for the first missing key; `differences` reports all of them
+        # before.
         super().__init__(
             flatten_state_dict=False, flatten_sharded_tensors=False, allow_partial_load=True
         )
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        # The base class calls torch.load(weights_only=False) (torch 2.13), which can run code in
+        # the file.
         fqn = read_item.dest_index.fqn
         self.original_state_dict[fqn] = pickle_reader.load(value.getvalue(), fqn)
 
@@ -187,6 +191,7 @@ def differences(tree: Tree, state_dict: Mapping[str, Any]) -> list[str]:
     for fqn, tensor in tree.tensors.items():
         if fqn not in here:
             continue
+        # With the dtype: reading into another one casts without a message.
         saved = f"{tensor.dtype} {list(tensor.shape)}"
         now = _describe(here[fqn])
         if now != saved:

@@ -60,10 +60,13 @@ def metadata_of(plan: TreePlan, rank_manifests: Sequence[RankManifest]) -> bytes
     for written in rank_manifests:
         tree = written.trees.get(plan.name)
         for item in tree.dcp_items if tree is not None else ():
+            # Only the name: torch's reader looks for the file beside .metadata.
             info = _StorageInfo(Path(item.file).name, item.start, item.nbytes)
             storage[MetadataIndex(item.fqn, item.offsets)] = info
     metadata: Metadata = plan.metadata
     metadata.storage_data = storage
+    # Empty: torch's own writer stores the path of the directory, here that of the staging
+    # directory.
     metadata.storage_meta = StorageMeta()
     metadata.version = _VERSION
     return pickle.dumps(metadata)

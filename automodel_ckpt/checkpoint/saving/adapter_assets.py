@@ -97,6 +97,7 @@ class AdapterAssets:
         base, where = recorded["base"], str(checkpoint / directory)
         if base.get("digest") != self._base.digest:
             _raise_other_base(base, self._base, where)
+        # Through JSON, as the saved settings: tuples are lists there.
         saved, here = recorded["adapter"], json.loads(_json(self._description))
         lines: list[str] = []
         for key in _BINDING:

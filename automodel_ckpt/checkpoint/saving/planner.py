@@ -267,6 +267,7 @@ class Planner:
         """Create the staging directory of *save*; only rank 0 calls this. Returns its path.
 
         Raises OSError, and :class:`SaveFailed` where the disk is too full."""
+        # At every save, not only the first: it checks that no other run took over the directory.
         self.run.hold()
         self.check_fits(forecast)
         directories = [tree.directory for tree in save.trees.values()]

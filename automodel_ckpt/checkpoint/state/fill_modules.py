@@ -106,6 +106,8 @@ def _fill_rows(source: Tensors, stored: Tensor, target: torch.Tensor, new_rows: 
         local[row : row + len(block)].copy_(block[:, *columns])
     if stop > num_stored and new_rows == "mean":
         # In double precision: the mean of a hundred thousand bf16 rows would lose its lower digits.
+        # Each rank sums all rows in the same blocks, so that the mean does not depend on the
+        # sharding.
         total = torch.zeros(stored.shape[1:], dtype=torch.float64)
         for _, block in _blocks(source, stored, 0, num_stored):
             total += block.sum(0, dtype=torch.float64)
@@ -165,5 +167,6 @@ def _rows_of_slice(stored: Slice, wanted: Box) -> Slice | None:
         sizes=common.sizes,
         start=start,
         nbytes=common.sizes[0] * row_bytes,
+        # The slice's digest covers all of its rows.
         digest=None,
     )

@@ -64,6 +64,8 @@ def inspect_state(items: Iterable[Item], *, save_optimizer: bool) -> LiveState:
     for item in items:
         found.signature.append((item.name, item.kind, item.scope, item.aliases, item.owner))
         if item.kind == "module":
+            # keep_vars: without it, the values are detached copies whose ids are not the
+            # parameters'.
             state = unwrap(item.value).state_dict(keep_vars=True)
             layout = stored_layout(item.value)
             names, tied = stored_names(item.value, state, state.items(), layout)
@@ -78,6 +80,8 @@ def inspect_state(items: Iterable[Item], *, save_optimizer: bool) -> LiveState:
             tree = dict(_optimizer_tree(item, fqns))
             for other in items:
                 if other.owner == item.name:
+                    # In a tuple, as in `optimizer_tree`: the names and values are compared with
+                    # that tree.
                     tree[other.name] = (other.value.state_dict(),)
             found.trees[item.name] = tree
             specs = [(name, _spec(value, nested=True)) for name, value in tree.items()]

@@ -78,6 +78,8 @@ class Loader:
                 trees[item.name] = self._manifest.trees[saved_name]
         for item in matched:
             if item.kind == "module":
+                # All modules before any is read: a later mismatch would leave the others
+                # overwritten.
                 self._check_differences(item, trees[item.name], complete_state(item.value)[0])
         # Before modules are read: an optimizer's state is created by a step of it, which may change weights.
         created: dict[str, dict[str, Any]] = {}
@@ -243,6 +245,7 @@ class Loader:
         """The parameters of each group that the optimizer *name* had, by FQN."""
         prefix = f"{name}.param_groups."
         keys = [key for key in tree.objects if key.startswith(prefix) and key.endswith(".params")]
+        # By number: as text, group 10 would come before group 2.
         keys.sort(key=lambda key: int(key.split(".")[-2]))
         return [read_object(self._path, tree, key) for key in keys]
 

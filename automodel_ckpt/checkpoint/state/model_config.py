@@ -161,6 +161,7 @@ def _leaves(
 ) -> Iterator[tuple[str, Any]]:
     """(dotted key, value) of each value that is not a mapping; a list is one value."""
     for name, value in config.items():
+        # The file is not trusted: beyond the limit a mapping is compared as one value.
         if isinstance(value, Mapping) and value and depth < _MAX_DEPTH and name not in _COSMETIC:
             yield from _leaves(value, f"{prefix}{name}.", depth + 1)
         else:

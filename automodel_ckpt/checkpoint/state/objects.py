@@ -35,6 +35,7 @@ class ObjectPlanner:
     def plan(self, item: Item, state: Any) -> StateRecord:
         """Plan this rank's share of an object's state; the record is the same on all ranks."""
         scope = item.scope
+        # Decided by the digests of all ranks, so that all ranks plan the same files.
         if scope == "replicated" and len({digests[item.name] for digests in self._digests}) > 1:
             scope = "rank"
         files = self._files(item.name, scope)

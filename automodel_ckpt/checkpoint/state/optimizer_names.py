@@ -171,6 +171,7 @@ def _state_creation(item: Item) -> Iterator[None]:
     instance_step = vars(optimizer).get("step")
     arguments = inspect.signature(step).parameters.values()
     if not any(a.name == "closure" or a.kind is a.VAR_KEYWORD for a in arguments):
+        # torch 2.13 calls step(closure=None) to create the state.
         optimizer.step = lambda closure: step()
     try:
         yield

@@ -71,6 +71,8 @@ def _is_container(value: Any) -> bool:
         return True
     if not isinstance(value, list):
         return False
+    # Must agree with traverse_state_dict of torch.distributed.checkpoint (2.13), which flattens the
+    # state: a different answer gives names that no saved value has.
     return any(isinstance(element, torch.Tensor) or _is_container(element) for element in value)
 
 

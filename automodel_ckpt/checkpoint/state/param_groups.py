@@ -125,6 +125,8 @@ def match_groups(
             numbers = " and ".join(map(str, found))
             reason = f"saved as groups {numbers} with different options"
             mismatched.append(f"~ {name}.param_groups.{number}: {reason}")
+        # If none was found, the group is in *mismatched*, which is raised before values are read:
+        # any number does.
         sources.append(found[0] if found else 0)
     trained = {fqn for group in here for fqn in group}
     for number, group in enumerate(saved):
@@ -171,6 +173,7 @@ def _without(group: Sequence[str], absent: tuple[str, ...]) -> list[str]:
 
 
 def _prefix(name: str, number: int) -> str:
+    # With the last dot: group 1 must not match the names of group 10.
     return f"{name}.param_groups.{number}."
 
 

@@ -145,6 +145,8 @@ class _Walk:
 
     def _container(self, key: str, value: Any, depth: int, again: bool) -> None:
         kind = type(value)
+        # Containers that contain themselves end at _MAX_DEPTH or, where they branch, at
+        # _MAX_REPEATED.
         again = again or id(value) in self._seen
         self._seen.add(id(value))
         if again:

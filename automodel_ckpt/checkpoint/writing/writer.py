@@ -176,6 +176,7 @@ class Writer:
                 if is_write:
                     self.written_bytes = value
                 failed, value = pickle.load(self._answers)
+        # UnpicklingError: the process died while it wrote an answer.
         except (EOFError, OSError, pickle.UnpicklingError) as error:
             raise self._died(command) from error
         if failed:
