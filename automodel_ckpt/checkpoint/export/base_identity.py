@@ -82,9 +82,11 @@ def identify_base(
     cache_file = _cache_file(cache, directory)
     try:
         names = _weight_files(directory)
+        # Before the files are read: one that changes meanwhile has another stamp at the next start.
         stamps = {file: _stamp(directory / file) for file in names}
         records = _cached_records(cache_file, stamps)
         new = [file for file in names if file not in records]
+        # Resolved: in the Hub's cache these files are links, which file_record does not follow.
         paths = [Path(os.path.realpath(directory / file)) for file in new]
         with ThreadPoolExecutor(_NUM_THREADS, "base") as executor:
             records |= dict(zip(new, executor.map(file_record, paths), strict=True))
@@ -133,6 +135,7 @@ def files_of_index(index: Path) -> list[str]:
 
 def _stamp(path: Path) -> list[int]:
     status = path.stat()
+    # A program can set mtime back, but not ctime.
     return [status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns]
 
 
@@ -169,5 +172,6 @@ def _store(
         file.parent.mkdir(parents=True, exist_ok=True)
         # Renamed when it is complete: several ranks and runs write and read the same file.
         partial = file.with_name(f".{file.name}.{uuid.uuid4().hex}")
+        # No fsync: after a power failure a torn file is not JSON, and the base is read again.
         partial.write_text(json.dumps(entries))
         partial.rename(file)

@@ -160,6 +160,8 @@ class _Elements:
     def segment(self, start: int, stop: int) -> Segment:
         """Return the elements that fill bytes ``start .. stop`` of the output file."""
         itemsize = nbytes_of(self.tensor.dtype, ())
+        # Exact: blocks and tensors begin at multiples of the item size, because headers are padded
+        # to 4096 bytes and wide dtypes come first (plan.py).
         first = (start - self.start) // itemsize
         last = (stop - self.start) // itemsize
         reads = tuple(self._reads(first, last))
@@ -200,6 +202,7 @@ def elements_before(box: Box, shape: Sequence[int], flat: int) -> int:
     inner = math.prod(shape)
     within = box.numel
     for offset, size, extent in zip(box.offsets, box.sizes, shape, strict=True):
+        # Neither is 0: for an empty tensor the function has returned, and empty slices are omitted.
         inner //= extent
         within //= size
         index, flat = divmod(flat, inner)

@@ -176,6 +176,8 @@ def _check_source(source: Source, workers: Workers) -> None:
         return
     if problems := _problems(source, workers, "size"):
         raise CheckpointUnusable.all_of(problems)
+    # Slices are verified during the copy. After damage here, all files are compared, to report all
+    # damage.
     if _problems(source, workers, "digest", files_covered_by_slices(source.root, source.manifest)):
         raise CheckpointUnusable.all_of(_problems(source, workers, "digest"))
 

@@ -136,9 +136,12 @@ class _Turns:
     @contextlib.contextmanager
     def turn(self, number: int) -> Iterator[None]:
         with self._change:
+            # A block that skips its turn would block all later ones.
             self._change.wait_for(lambda: self._stopped or self._next == number)
             if self._stopped:
                 raise _Stopped
+        # No finally: after an exception no later block may enter. `stop` ends the threads that
+        # wait.
         yield
         with self._change:
             self._next += 1
@@ -185,11 +188,13 @@ class _Run:
                     self._fill(block, sources)
         except _Stopped:
             pass
+        # Also KeyboardInterrupt: the other threads must end before it is raised.
         except BaseException as failure:
             self._failure = self._failure or failure
             self._stop()
 
     def _take(self) -> Block | None:
+        # Two threads must not advance one generator at the same time: Python raises ValueError.
         with self._taking:
             return next(self._todo, None)
 
@@ -234,6 +239,8 @@ class _Run:
 
     def _digest(self, block: Block, segment: Segment, data: memoryview) -> None:
         """Digest the output bytes of a tensor that was reordered or cast."""
+        # Another thread uses the dict in the other section at the same time. No slice begins at -1,
+        # so that the keys differ.
         key = (f"{block.file}:{segment.tensor.fqn}", -1)
         if segment.first == 0:
             self._digests[key] = xxhash.xxh3_128()

@@ -65,6 +65,7 @@ class Inputs:
         if file not in self._open:
             if len(self._open) >= _MAX_OPEN:
                 self._open.popitem(last=False)[1].close()
+            # Opened twice: a duplicated descriptor would share the flag O_DIRECT.
             self._open[file] = _Input(open_safely(self._root, file), open_safely(self._root, file))
         self._open.move_to_end(file)
         return self._open[file]
@@ -153,6 +154,7 @@ class _Map:
     def __init__(self, descriptor: int) -> None:
         self.nbytes = os.fstat(descriptor).st_size
         self._library = ctypes.CDLL(None)
+        # By default ctypes returns a C int, which truncates the address.
         self._library.mmap.restype = ctypes.c_void_p
         address = self._library.mmap(
             None,

@@ -190,6 +190,8 @@ def export_names(
     groups = _tie_groups(tied)
     result: dict[str, Tensor] = {}
     missing: list[str] = []
+    # Sorted: the order of a set of text differs between processes, and ranks that fill files
+    # together must plan the same ones (formats/hf.py).
     for fqn in sorted(maps.names):
         # The same tensor can be stored under another of its tied names.
         stored_names = [name for name in groups.get(fqn, (fqn,)) if name in tensors]

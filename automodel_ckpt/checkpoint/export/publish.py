@@ -79,9 +79,12 @@ def staged(target: Path, log: Log, *, before_publishing: Check = lambda: None) -
         clear_leftovers(target, log)
         staging = target.with_name(layout.staging_name(target.name, owner_digits(target.parent)))
         os.mkdir(staging)
+        # Locked: another export could remove an unlocked staging directory as a leftover.
         with owned(staging):
             yield staging
+            # Again: files may have been added to the target while the export was written.
             check_target(target)
+            # Right before the rename: a run may have lost its lease during a long copy.
             before_publishing()
             _publish(staging, target, log)
     except OSError as error:
@@ -107,6 +110,7 @@ def _publish(staging: Path, target: Path, log: Log) -> None:
 def _replace_with_gap(staging: Path, target: Path, log: Log) -> None:
     aside = target.with_name(f".{target.name}.previous-{owner_digits(target.parent)}")
     log(f"this filesystem cannot swap directories: for a moment {target} is missing")
+    # After a kill between the two renames, clear_leftovers gives the old export its name back.
     os.rename(target, aside)
     try:
         os.rename(staging, target)

@@ -28,6 +28,7 @@ def open_checkpoint(path: Path) -> Source:
 
     Raises :class:`CheckpointUnusable` if there is no such checkpoint or model, or if files and manifest do not match.
     """
+    # A checkpoint that was moved to another disk may be a link, but nothing in a checkpoint may.
     if path.is_symlink() and os.path.lexists(path.parent / layout.MANIFEST):
         raise unusable("a checkpoint contains a symbolic link", path, os.readlink(path))
     path = Path(os.path.realpath(path))

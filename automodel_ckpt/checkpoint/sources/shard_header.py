@@ -64,6 +64,8 @@ def _is_covered(
         return False
     finally:
         os.close(descriptor)
+    # Byte by byte: a header that only parses to the same values could differ in bytes that no
+    # digest of a slice covers.
     if found != header:
         return False
     if any(starts[stored.fqn] != stored.start for stored, _ in ordered):

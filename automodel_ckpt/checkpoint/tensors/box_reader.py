@@ -62,6 +62,8 @@ class BoxReader:
     def __init__(self, root: Path, tensor: Tensor) -> None:
         self._tensor = tensor
         bits = DTYPE_BITS[tensor.dtype]
+        # Bits are compared, not floats: NaN is not equal to itself, and -0.0 equals 0.0. numpy has
+        # no integers of 128 bits.
         self._dtype = f"<u{bits // 8}" if bits <= 64 else "<c16"
         self._maps: list[tuple[Slice, Array]] = []
         for stored in contiguous_slices(tensor):

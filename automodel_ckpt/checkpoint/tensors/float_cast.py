@@ -40,6 +40,7 @@ def cast(values: Array, source: str, target: str) -> Array:
         elif source == "F16":
             wide = _single_from_half(values)
         elif target in ("BF16", "F16"):
+            # Rounds F64 twice, as torch does: a direct cast would differ for some values.
             wide = values.astype(np.float32, copy=False)
         if target == "BF16":
             return _bfloat16_from_single(wide)
@@ -65,6 +66,7 @@ def _single_from_half(values: Array) -> Array:
     sign = np.left_shift(bits & np.uint32(0x8000), np.uint32(16))
     bits &= np.uint32(0x7FFF)
     # Zero and subnormals wrap around to large numbers; infinity and NaN are above the largest exponent.
+    # 0x0400 is the smallest normal half, 0x0400 + 0x7800 is infinity.
     is_special = bits - np.uint32(0x0400) >= np.uint32(0x7800)
     bits <<= _MANTISSA_SHIFT
     bits += np.uint32(_BIAS_DIFFERENCE)
@@ -78,6 +80,7 @@ def _half_from_single(values: Array) -> Array:
     sign &= np.uint32(0x8000)
     magnitude = bits & np.uint32(0x7FFFFFFF)
     # Values whose half is zero, subnormal, infinite or NaN.
+    # Normal halves begin at 2**-14 (exponent 113) and end below 2**16, 30 exponents on.
     is_special = magnitude - np.uint32(113 << 23) >= np.uint32(30 << 23)
     # Round to nearest, ties to even: add half a unit less one (0xFFF), and the last bit that stays.
     last_bit = np.right_shift(magnitude, _MANTISSA_SHIFT)

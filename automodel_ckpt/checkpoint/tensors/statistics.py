@@ -112,6 +112,7 @@ def statistics_of(root: Path, tensor: Tensor) -> Statistics:
         reader = BoxReader(root, tensor)
         for box in boxes(tensor.shape):
             sums.take(reader.wide(reader.read(box)))
+    # ValueError: a file that is too short for the map that numpy asks for.
     except (OSError, ValueError) as error:
         value = error.strerror if isinstance(error, OSError) else str(error)
         raise CheckpointUnusable(
