@@ -111,7 +111,8 @@ class JsonlLog:
             raise SaveFailed.all_of([problem]) from error
 
     def _truncate_after(self, step: float) -> int:
-        # The rewrite renames a new file into place: an open descriptor would still append to the old one.
+        # The rewrite renames a new file into place: an open descriptor would still append to the
+        # old one.
         self.close()
         if not os.path.lexists(self.path):
             return 0
