@@ -14,6 +14,7 @@ from typing import Any, Literal
 from automodel_ckpt.config.schema import Target
 from automodel_ckpt.config.yaml_tree import NULL_WORDS
 
+# The words of YAML 1.1, and 1 and 0. Only boolean fields read them: elsewhere on is text.
 TRUE_WORDS = frozenset({"true", "yes", "on", "y", "1"})
 FALSE_WORDS = frozenset({"false", "no", "off", "n", "0"})
 # YAML 1.2's core schema, except that a leading zero makes no number: an identifier such as 017 stays as it is.
@@ -138,11 +139,13 @@ def is_open(member: Any) -> bool:
     if dataclasses.is_dataclass(member):
         return False
     if isinstance(member, type):
+        # A parameter such as lr: float | Tensor must not accept every text because of the tensor.
         return not issubclass(member, enum.Enum) and not _is_tensor(member)
     return True
 
 
 def _is_tensor(member: Any) -> bool:
+    # By name, because torch is not imported; builders.py has a class that stands for it.
     return getattr(member, "__name__", "") == "Tensor" and member.__module__.startswith("torch")
 
 

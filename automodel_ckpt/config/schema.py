@@ -58,6 +58,7 @@ AT_LEAST_0 = Rule(lambda number: number >= 0, "0 or more")
 SEED = Rule(lambda number: 0 <= number < 2**63, "from 0 to 2^63 - 1")
 AT_LEAST_1 = Rule(lambda number: number >= 1, "1 or more")
 AT_LEAST_1_OR_AUTO = Rule(lambda value: value == "auto" or value >= 1, "1 or more, or auto")
+# nan is rejected as well, because it compares false with every number.
 POSITIVE = Rule(lambda number: 0 < number < math.inf, "more than 0")
 # In minutes. gloo failed before the first step with a few seconds, and 1e30 was an overflow.
 WAIT = Rule(lambda minutes: 0.1 <= minutes <= 1e6, "from 0.1 to 1000000")
@@ -286,6 +287,7 @@ class DistributedConfig:
     """fsdp2: replicas of the model, each sharded across dp_size / dp_replicate_size ranks (HSDP above 1)."""
     tp_size: int = setting(1, AT_LEAST_1)
     """Tensor-parallel size. Layers are sharded according to the model's tensor-parallel plan."""
+    # supplied: arguments that the recipe's class adds, so that they are not reported as missing.
     tp_plan: Target | None = field(default=None, metadata={"supplied": ("model",)})
     """Builder of a custom tensor-parallel plan {module name: style}, called with the model; * matches any layer."""
     sequence_parallel: bool = False
@@ -309,6 +311,7 @@ class DistributedConfig:
 
     relations: ClassVar[tuple[Relation, ...]] = (
         Relation(
+            # Without a loss scaler, updates below 6e-8 of a weight would vanish.
             ("mixed_precision",),
             lambda ranks: ranks.mixed_precision != "float16",
             "float16 needs a loss scaler, which is not supported",
@@ -437,6 +440,7 @@ class OptionsGroup:
 class TargetGroup(Target):
     """Parameters with their own optimizer, such as torch.optim.Muon for matrices."""
 
+    # kw_only, because a required field cannot follow the defaults of Target otherwise.
     params: list[str] = field(kw_only=True, metadata={"rules": (NOT_EMPTY,)})
     """Parameters of the group: glob patterns, or hidden_matrices, vision_tower, projector, language_model."""
 

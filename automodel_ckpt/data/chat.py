@@ -184,6 +184,7 @@ class ChatTemplate:
             return _MARK in watched._apply(question, None, tokenize=False)
         return False
 
+    # cached_property writes to __dict__, which a frozen dataclass allows, but one with slots does not.
     @cached_property
     def takes_parts(self) -> bool:
         """Whether the template writes the text of a content that is a list of parts, rather than the list itself."""
@@ -375,6 +376,8 @@ class ChatTemplate:
         header = self._header_of_tool(turns, tools)
         for length in range(len(header), 0, -1):
             start = header[:length]
+            # What ends the assistant's turn keeps its label, even if a tool's header begins with
+            # it.
             ends_turn = self._end_of_turn.startswith(start)
             if text.endswith(start) and start.strip() and not ends_turn:
                 return text.removesuffix(start)
@@ -405,6 +408,7 @@ class ChatTemplate:
         if not added:
             return ""
         longest_first = sorted(added, key=len, reverse=True)
+        # re takes the first alternative that matches: a longer token precedes its own beginning.
         pattern = "|".join(re.escape(token) for token in longest_first)
         parts = re.split(f"({pattern})", first)[::-1]
         others = re.split(f"({pattern})", second)[::-1]

@@ -48,6 +48,7 @@ class ImageTextCollator:
         batch = self._process(samples)
         lengths: list[int] = batch["attention_mask"].sum(1).tolist()
         rows: list[list[int]] = batch["input_ids"].tolist()
+        # _call pads on the right, whatever the processor's own setting is.
         tokens = [row[:length] for row, length in zip(rows, lengths, strict=True)]
         labeled = []
         used = []

@@ -367,6 +367,7 @@ def _length(dataset: Any) -> int | None:
 
     Raises :class:`RecipeError` if *dataset* is neither.
     """
+    # Checked first: it inherits __getitem__ from torch's Dataset, and may have __len__.
     if isinstance(dataset, IterableDataset):
         return None
     if isinstance(dataset, Mapping):

@@ -190,6 +190,7 @@ def _library_pairs(split: str) -> Iterator[_Pair]:
 def _module_pairs(module: str, path: Path) -> Iterator[_Pair]:
     """The signatures and docstrings of a module, found without importing it: some imports have side effects."""
     try:
+        # From bytes, so that a module's own declaration of its encoding is followed.
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
         return

@@ -29,6 +29,7 @@ from automodel_ckpt.errors import RecipeError
 KINDS = frozenset({".jsonl", ".json", ".csv", ".tsv", ".txt"})
 """Suffixes of the files that this module reads."""
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+# The white space of JSON. str.strip() removes characters that are not allowed there.
 _BLANK = " \t\n\r"
 _FIRST_ROWS = 1000
 # The csv module keeps the limit in a C long, which has 32 bits on some platforms.
@@ -154,6 +155,7 @@ def _decoded(raw: bytes, path: Path, line: int) -> str:
 def _read_text(path: Path, file: IO[bytes], start: Mark) -> Iterator[Record]:
     lines = _Lines(path, file, start)
     for text in lines:
+        # Only the end of the line: other white space belongs to the document.
         document = text.removesuffix("\n").removesuffix("\r")
         yield Record({"text": document}, lines.number, lines.mark)
 
@@ -424,6 +426,7 @@ class RecordTable:
     def row(self, number: int) -> dict[str, Any]:
         """Return the fields of a row."""
         text = self._texts[self._ends[number] : self._ends[number + 1]]
+        # A row without fields may be written as null.
         return json.loads(text.decode()) or {}
 
     def place(self, number: int) -> str:
@@ -454,6 +457,7 @@ class RecordStream:
             if number == _FIRST_ROWS:
                 break
         self.fields = list(fields)
+        # Reading the first rows has moved the state.
         self._state = _state_at(0, _BEGINNING, 0)
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], str]]:
@@ -472,6 +476,7 @@ class RecordStream:
 
     def take(self, limit: int) -> RecordStream:
         """Return a stream of the first *limit* rows."""
+        # A shallow copy is enough, because a state is replaced and never changed in place.
         stream = copy.copy(self)
         stream._limit = limit
         return stream

@@ -129,6 +129,7 @@ class OneRow(Rows):
 
     @property
     def fields(self) -> Sequence[str]:
+        # With the fields of other rows: a field that only this row lacks is null, not unknown.
         return list(dict.fromkeys([*self.content, *self.known]))
 
     def read(self, fields: Sequence[str]) -> list[list[Any]]:
@@ -177,6 +178,7 @@ class RecordRows(Rows):
         return table.place(inner)
 
     def _find(self, number: int) -> tuple[RecordTable, int]:
+        # bisect_right skips empty parts, which end where the part before them ends.
         part = bisect_right(self._ends, number)
         before = self._ends[part - 1] if part else 0
         table, start, _ = self.parts[part]

@@ -214,6 +214,7 @@ class Source(Rows):
             fields: dict[str, Any] = self._table[number]
             return {name: without_nulls(value) for name, value in fields.items()}
         except (OSError, ValueError, SyntaxError) as error:
+            # Pillow raises SyntaxError for some damaged PNG images.
             value = f"{type(error).__name__}: {error}"
             hint = "correct or remove this sample"
             raise RecipeError(
@@ -239,6 +240,7 @@ class Source(Rows):
 
         try:
             with _quiet(datasets):
+                # datasets assigns the files to splits, as on the Hub. This reads no row.
                 builder = datasets.load_dataset_builder(**self._of_name())
         except (*UNREADABLE, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
             raise self._cannot_read(error) from error

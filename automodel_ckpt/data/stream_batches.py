@@ -184,6 +184,7 @@ class StreamReader(IterableDataset[Any]):
         # FSDP needs equal numbers of forward passes, so a rank without samples runs one whose labels do not count.
         chosen = offsets or [0]
         ids = [chunk.start + offset for offset in chosen]
+        # Seeded again: how far the source was read ahead must not change what collate_fn draws.
         seed = derive_seed(self.position.seed, self.position.epoch, ids[0])
         seed_everything(seed, devices=False)
         samples = [self._prepared(chunk, offset) for offset in chosen]

@@ -94,12 +94,14 @@ def prompt_completion(
         tokenizer, _template_text(tokenizer, chat_template), dict(template_kwargs or {}), False
     )
 
+    # encode runs for each row of a stream, but this is logged once.
     @cache
     def report_method() -> None:
         log.info("%s: the assistant's tokens are found by %s", path, template.method)
 
     def encode(rows: Rows) -> list[TokenizedSample]:
         if rows.contain_messages(fields):
+            # Raises the error for a missing template, which _template_text accepts for plain text.
             template_of(tokenizer, chat_template)
             report_method()
             return conversations(template, rows, fields, "tools", prompt_and_completion)

@@ -86,6 +86,8 @@ class TokenizedDataset:
         """Load a data set that :meth:`save` wrote; its arrays are memory-mapped."""
         arrays = []
         for name in _FILES:
+            # np.load rejects pickled objects by default: a cache that others can write must not run
+            # code.
             mapped = np.load(directory / f"{name}.npy", mmap_mode="r")
             # A plain array over the mapping: numpy's memmap class takes ten times as long to slice.
             arrays.append(np.asarray(mapped))
@@ -99,6 +101,7 @@ class TokenizedDataset:
     def first(self, max_samples: int | None) -> TokenizedDataset:
         """Return a data set of the first *max_samples* samples (None: all), which shares the arrays."""
         num_samples = at_most(max_samples, len(self))
+        # The counts remain those of all samples: report them before.
         return TokenizedDataset(self.tokens, self.ends[:num_samples], self.labelled, self.counts)
 
     @property
@@ -110,6 +113,7 @@ class TokenizedDataset:
         return len(self.ends)
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
+        # IndexError also ends an iteration over this class, which has no __iter__.
         if not 0 <= index < len(self.ends):
             raise IndexError(index)
         start = int(self.ends[index - 1]) if index else 0

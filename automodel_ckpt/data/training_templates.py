@@ -73,6 +73,7 @@ def select_template(own: str, given: str | None) -> str:
     *given* is None or ``training`` for the shipped template that replaces *own*, or ``original`` for *own* itself.
     Without a shipped one, None gives *own*, and ``training`` raises :class:`RecipeError`.
     """
+    # By digest, not by the model's name: a changed template needs other labels.
     shipped = _BY_DIGEST.get(hashlib.sha256(own.rstrip().encode()).hexdigest())
     if given == "original" or (shipped is None and given is None):
         return own
