@@ -140,6 +140,7 @@ class Checkpointer:
                 warning = overlay_warning(self.directory)
                 if warning is not None:
                     log.warning("%s", warning)
+        # A block of its own: it has collectives, which rank 0 would miss if hold() failed in it.
         with self._raise_on_all_ranks("checking for shared storage", RecipeError):
             check_shared_storage(self._run.root, self._ranks.rank, self._group)
 
@@ -213,6 +214,7 @@ class Checkpointer:
             share_bytes = self.forecast(state).nbytes // self._ranks.world_size
             self._async.reserve(share_bytes + _SLACK_BYTES)
         except (OSError, AttributeError) as error:  # AttributeError: a system without memfd_create
+            # Not raised here: every rank must reach the exchange below.
             reason = str(error)
         reasons = [reason for reason in agree.gather_objects(self._group, reason) if reason]
         if not reasons:
@@ -282,6 +284,7 @@ class Checkpointer:
         with self._raise_on_all_ranks(f"saving {save.name}"):
             self._planner.read_state(save, state)
             proposal = self._planner.propose(save)
+        # After the block: the others would wait here for a rank that failed in it.
         proposals = agree.gather_objects(self._group, proposal)
         save.staging.path = Path(proposals[0].staging or "")
         if self.is_rank0 and not self._items_are_logged:
@@ -386,6 +389,7 @@ class Checkpointer:
         """Wait, then release the run directory."""
         self.wait()
         self._close_async()
+        # Last: until here, removals and a background save may write in the directory.
         self._run.release()
 
     def _raise_on_all_ranks(

@@ -98,6 +98,7 @@ def _stateful_objects(recipe: object) -> Iterator[tuple[str, object]]:
 
 def _attributes(recipe: object) -> Iterator[tuple[str, object]]:
     """The attributes of the recipe, then those of its classes that have state themselves."""
+    # Not getattr(), which would run the code of properties.
     yield from vars(recipe).items()
     seen = set(vars(recipe))
     for base in type(recipe).__mro__:
@@ -124,6 +125,7 @@ def _stateful_within(
 
 
 def _is_stateful(value: object) -> bool:
+    # A class has the methods, but no state.
     if isinstance(value, type):
         return False
     return callable(getattr(value, "state_dict", None)) and callable(
@@ -139,6 +141,8 @@ def classify(state: Mapping[str, Any]) -> list[Item]:
     """
     names: dict[int, list[str]] = {}
     for name, value in state.items():
+        # By identity: equal objects are separate state. *state* keeps them alive, so ids are
+        # unique.
         names.setdefault(id(value), []).append(name)
     items: list[Item] = []
     for name, *aliases in names.values():
@@ -228,6 +232,7 @@ def _check_clashes(items: Iterable[Item]) -> None:
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """The row-major bytes of a tensor: its memory where it is contiguous and on the CPU, else a copy."""
+    # A view of live memory if possible: the caller reads it before training changes the tensor.
     return flat_bytes(tensor.to("cpu")).numpy().data
 
 

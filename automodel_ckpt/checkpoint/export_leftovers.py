@@ -62,6 +62,7 @@ def clear_leftovers(target: Path, log: Log) -> None:
         if re.fullmatch(rf"\.{name}\.previous-[0-9a-f]{{32}}", entry) and not os.path.lexists(
             target
         ):
+            # The kill was between two renames, where the file system cannot swap directories.
             os.rename(path, target)
             log(f"restored {target}: an earlier export was interrupted while replacing it")
         elif re.fullmatch(rf"\.{name}\.(staging|previous)-[0-9a-f]{{32}}", entry) and is_abandoned(

@@ -59,6 +59,7 @@ class ListedFile:
     def parse(cls, entry: Mapping[str, Any]) -> ListedFile:
         """Return the file that an entry of the manifest describes. Raises ValueError, KeyError or TypeError."""
         size = int(entry["size"])
+        # Only files with weights have parts; the others have one digest (docs/format.md).
         raw = entry["parts"] if "parts" in entry else [(size, entry["digest"])]
         ranges = []
         start = 0
@@ -141,6 +142,7 @@ class ExportManifest:
         if problems or level == "size":
             return problems
         tasks = [task for name in names for task in self._tasks(name)]
+        # All ranks list the same tasks in the same order, so that one of them reads each.
         mine = [task for number, task in enumerate(tasks) if number % num_ranks == rank]
         with ThreadPoolExecutor(num_threads) as pool:
             results = list(pool.map(lambda task: self._damaged_ranges(*task), mine))
@@ -348,5 +350,6 @@ def _most_bytes(directory: Path) -> int:
     for entry in os.scandir(directory):
         status = entry.stat()
         if entry.is_file() and not is_sparse(status):
+            # st_blocks counts units of 512 bytes, whatever the file system's block size (stat(2)).
             nbytes += status.st_blocks * 512
     return min(_MAX_BYTES, max(_FREE_BYTES, nbytes // _DATA_RATIO))

@@ -36,6 +36,7 @@ def as_failure(
     if isinstance(error, AutomodelError):
         return error
     if isinstance(error, OSError):
+        # Errors of a descriptor's system calls do not contain a path.
         error.filename = error.filename or str(where)
         hint = RETRY
         if kind is RecipeError:

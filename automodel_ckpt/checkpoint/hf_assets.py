@@ -113,6 +113,7 @@ class HFAssets:
             generation_config=generation_config,
             tokenizer=tokenizer,
             base_dir=base_dir,
+            # fully_shard puts a subclass with this prefix in the place of the model's class.
             architecture=type(inner).__name__.removeprefix("FSDP"),
             tensors=tensor_specs(inner),
             tied=tied,
@@ -180,6 +181,7 @@ class HFAssets:
 
     @functools.cached_property
     def _files(self) -> dict[str, bytes]:
+        # The base's own bytes take precedence, except for config.json, which describes this model.
         files = self._generated() | self._copied()
         files["config.json"] = self._config_json()
         if self._tensors:
@@ -193,6 +195,7 @@ class HFAssets:
         return files
 
     def _config_json(self) -> bytes:
+        # The model still uses its config, which must not change.
         config = copy.deepcopy(self._config)
         if self._architecture is not None:
             config.architectures = [self._architecture]

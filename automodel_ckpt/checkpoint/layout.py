@@ -35,6 +35,7 @@ PIN = "pin-"
 
 Scope = Literal["replicated", "dp_rank", "rank_rng", "rank"]
 
+# No leading zeros, so that a step has one name; at most 18 digits, which fit into 64 bits.
 _CHECKPOINT = re.compile(r"epoch_(0|[1-9][0-9]{0,17})_step_(0|[1-9][0-9]{0,17})", re.ASCII)
 _SUPERSEDED = re.compile(r"(epoch_[0-9]+_step_[0-9]+)\.superseded-([1-9][0-9]*)", re.ASCII)
 _STAGING = re.compile(r"\.(.+)\.staging-[0-9a-f]{32}", re.ASCII)
@@ -191,6 +192,7 @@ def sibling(directory: Path) -> Path:
 
 def escape_key(key: object) -> str:
     """Escape a dict key for a file name: all characters but letters, digits, ``_`` and ``-`` become ``%XX``."""
+    # quote() keeps these two. An unescaped dot would look like the end of the attribute's name.
     return quote(str(key), safe="").replace(".", "%2E").replace("~", "%7E")
 
 
@@ -235,6 +237,7 @@ def unsafe_path(path: str) -> str | None:
     """Return why a path that was read from a checkpoint is not safe; None for a relative path inside of it."""
     if "\0" in path:
         return "it contains a NUL byte"
+    # A lone surrogate, which JSON can contain, cannot be encoded as UTF-8.
     if any("\ud800" <= character <= "\udfff" for character in path):
         return "it is not valid Unicode"
     if not path or path.startswith("/") or "\\" in path:

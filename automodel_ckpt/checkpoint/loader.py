@@ -73,6 +73,7 @@ class CheckpointLoader:
         """
         restore_from = self._options.restore_from
         found = self._chooser.choose(self._run, restore_from)
+        # choose() is collective, so all ranks must compute the same differences.
         while found is not None and (differences := self._incompatible(*found, state)):
             self._move_to_sibling(found[0], differences)
             found = self._chooser.choose(self._run, restore_from)
@@ -85,6 +86,7 @@ class CheckpointLoader:
             if before_loading is not None and self._is_rank0:
                 before_loading(path, manifest)
             self._load(path, manifest, state)
+        # Without restore_from, too: checkpoints that were skipped as damaged may have later names.
         self._run.went_back_to = manifest.step
         self._planner.resumed_from = path.name
         return Resumed(path, manifest.step, manifest.epoch, manifest)

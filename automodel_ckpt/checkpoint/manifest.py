@@ -182,6 +182,7 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Return the content of the file. The last line has the digest of everything before it."""
+        # The digest is on the last line, so that a reader can compare it before it parses anything.
         body = json.dumps(_to_json(self), ensure_ascii=True, separators=(",", ":"), allow_nan=True)
         head = body[:-1].encode() + b",\n"
         return head + _TAIL % digest_of(head).encode()
@@ -342,6 +343,7 @@ def _read_bounded(path: Path) -> bytes:
             "there is no manifest: the checkpoint is incomplete", path, "no such file"
         ) from error
     except OSError as error:
+        # read() can fail, too (EIO): a bare OSError on one rank would leave the others waiting.
         raise _unusable("the manifest cannot be read", path, error.strerror) from error
 
 
@@ -372,6 +374,7 @@ def _checked_json(data: bytes, path: Path) -> dict[str, Any]:
     _check_size(len(data), path)
     _check_growth(data, path)
     head, tail = data[:-_TAIL_BYTES], data[-_TAIL_BYTES:]
+    # Before the digest: a later version may end in another way, which is not damage.
     version = _claimed_version(data)
     if version is not None and version > FORMAT_VERSION:
         raise _unusable(
@@ -504,6 +507,7 @@ def blob_of(raw: Mapping[str, Any]) -> Blob:
 
 
 def _integer(value: object) -> int:
+    # Not isinstance: True is an int, too.
     if type(value) is not int or not 0 <= value <= MAX_INTEGER:
         raise ValueError(f"{_shown(value)} is not a count")
     return value
@@ -532,6 +536,7 @@ def _text(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{_shown(value)} is not text")
     try:
+        # JSON can contain lone surrogates, which only fail later, when they are printed or written.
         value.encode()
     except UnicodeEncodeError:
         raise ValueError(f"{_shown(value)} is not valid Unicode") from None

@@ -45,6 +45,7 @@ def slices_by_file(tensors: Iterable[Tensor]) -> dict[str, list[FileSlice]]:
             if piece.nbytes:
                 found.setdefault(piece.file, []).append(FileSlice(piece, tensor.shape))
     for held in found.values():
+        # Interleaved slices of a tensor have the same start; their offsets order them.
         held.sort(key=lambda one: (one.piece.start, one.piece.offsets))
     return found
 
@@ -55,6 +56,7 @@ def merkle_digest(head: str, held: Iterable[FileSlice]) -> str:
     for one in held:
         piece = one.piece
         offsets = ",".join(map(str, piece.offsets))
+        # The text is part of the format: every reader must get the same bytes (docs/format.md).
         text += f"{piece.start} {offsets} {piece.nbytes} {piece.digest}\n"
     return COMPOSED + xxhash.xxh3_128_hexdigest(text.encode())
 
@@ -106,6 +108,7 @@ def _blocks(descriptor: int, start: int, nbytes: int) -> Iterator[memoryview]:
         count = os.preadv(descriptor, [buffer[:nbytes]], start)
         if count == 0:
             return
+        # The buffer is reused: a block is valid only until the next one is read.
         yield buffer[:count]
         start, nbytes = start + count, nbytes - count
 
@@ -114,5 +117,6 @@ def _digest(blocks: Iterable[memoryview]) -> str:
     hashed = xxhash.xxh3_128()
     for block in blocks:
         hashed.update(block)
+        # A mapping with a view of it cannot be closed (BufferError).
         block.release()
     return digest_from(hashed)

@@ -215,6 +215,7 @@ def adapter_keys(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str] 
             module,
             tokens,
             name,
+            # Not getattr: a PeftModel forwards names that it lacks to the base model.
             save_embedding_layers=bool(module.__dict__.get("save_embedding_layers", False)),
         )
     # Resized embeddings that are also trained are named a second time by peft.
@@ -240,6 +241,8 @@ def _tied(module: nn.Module, tensors: Iterable[tuple[str, Any]]) -> dict[str, st
     """{name: the name it is tied to} among the names of *tensors* with the same identity."""
     names: dict[int, list[str]] = {}
     for name, tensor in tensors:
+        # By identity. parallelize_module silently unties weights (torch 2.13): tie them again after
+        # it.
         names.setdefault(id(tensor), []).append(name)
     declared = set(
         getattr(module, "all_tied_weights_keys", None)

@@ -28,10 +28,12 @@ def newest_first(records: Iterable[Record]) -> list[Record]:
 def metric_of(losses: Mapping[str, Any], key: str) -> float | None:
     """Return the metric *key* in a checkpoint's losses; None if it is missing or not a finite number."""
     value = losses.get(key)
+    # True would rank as 1.0, because bool is a subclass of int.
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:
         number = float(value)
+    # JSON has integers of any size; float() fails for those above 1.8e308.
     except OverflowError:
         return None
     if not math.isfinite(number):
@@ -84,6 +86,7 @@ class KeepPolicy:
         if self.last is None:
             return []
         ordered = newest_first(records)
+        # The newest always stays: without a checkpoint, the run could not resume.
         num_last = max(self.last, 1)
         keep = set(protected)
         keep.update(record.name for record in ordered[:num_last])

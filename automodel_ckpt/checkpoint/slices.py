@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
 
+# _corners() visits 2**n corners of each box that is partitioned in n dimensions.
 MAX_CUT_DIMENSIONS = 5
 MAX_EXTENTS = 2**59
 """The largest product of a shape's dimensions, zeros not counted: 2**63 bytes at 16 bytes an element."""
@@ -112,6 +113,7 @@ def counts(value: object) -> tuple[int, ...] | None:
     """Convert a shape or offsets in a file of another program; None for any other value."""
     if not isinstance(value, list | tuple):
         return None
+    # Not isinstance: True is an int, too.
     if not all(type(item) is int and 0 <= item < 2**63 for item in value):
         return None
     return tuple(value)
@@ -282,9 +284,11 @@ def tiling_fault(boxes: Sequence[Box], shape: tuple[int, ...]) -> str | None:
         return None
     if have < want:
         return f"{want - have} of {want} elements are not in any slice"
+    # Only the dimensions that a slice partitions: each further one would double the corners.
     cut = [d for d, extent in enumerate(shape) if any(box.sizes[d] != extent for box in filled)]
     if len(cut) > MAX_CUT_DIMENSIONS:
         return f"its slices partition {len(cut)} dimensions, more than {MAX_CUT_DIMENSIONS}"
+    # The number of elements alone proves nothing: a gap and an overlap can cancel.
     if _corners(filled, cut) == _corners([_whole(shape)], cut):
         return None
     if clash := _first_clash(filled[:_COMPARED]):

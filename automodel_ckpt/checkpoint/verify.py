@@ -93,6 +93,7 @@ def _tasks(manifest: Manifest) -> Iterator[_Task]:
 
 def _share(tasks: Sequence[_Task], rank: int, num_ranks: int) -> list[_Task]:
     """Return the tasks of this rank. They are divided so that all ranks read about the same number of bytes."""
+    # The ranks do not communicate: each must compute the same division, from the manifest alone.
     loads = [0] * num_ranks
     mine = []
     for task in sorted(tasks, key=lambda task: -task.nbytes):
@@ -207,6 +208,7 @@ def mapped(root: Path, path: str) -> Iterator[memoryview]:
         yield memoryview(b"")
         return
     with content:
+        # If the file is truncated while it is mapped, reading ends the process (SIGBUS).
         content.madvise(mmap.MADV_SEQUENTIAL)
         with memoryview(content) as view:
             yield view
