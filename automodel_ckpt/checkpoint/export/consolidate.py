@@ -96,6 +96,8 @@ def consolidate(
     _check_needs_consolidation(opened)
     if opened.finished and output is None and cast_code is None:
         return _no_need(opened, workers, log)
+    # Resolved: a rename onto a link would replace the link, and the staging directory must be on
+    # the file system of the target.
     target = Path(
         os.path.realpath(
             output if output is not None else opened.model_directory / layout.CONSOLIDATED

@@ -181,6 +181,7 @@ def write_manifest(plan: Plan, source: Source, staging: Path, parts: Iterable[Di
         "checkpoint": source.root.name,
         "checked": manifest is not None,
         "casts": {f"{a}->{b}": count for (a, b), count in sorted(plan.casts.items())},
+        # Lists the directory: all other files must be in it by now.
         "files": _listed(plan, staging, parts),
     }
     commit.write_file(staging / layout.EXPORT_MANIFEST, json.dumps(document).encode() + b"\n")

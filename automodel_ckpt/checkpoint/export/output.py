@@ -100,6 +100,7 @@ class Output:
         """
         with naming(self._path):
             done = 0
+            # The ranges are in ascending order: the bytes between two of them are written.
             for start, stop in self._cloned_ranges(unchanged):
                 self._put(data[done : start - at], at + done)
                 done = stop - at
@@ -133,6 +134,7 @@ class Output:
         self._put_cached(data[tail:], at + tail)
 
     def _put_direct(self, data: memoryview, at: int) -> None:
+        # A short write can end within a sector: the rest then goes through the page cache.
         while data and self._direct is not None and at % SECTOR_BYTES == 0:
             try:
                 count = os.pwrite(self._direct, data, at)

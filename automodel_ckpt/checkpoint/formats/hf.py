@@ -57,6 +57,7 @@ class FileLayout:
         dtype = position.dtype
         is_interleaved = tensor.fqn in self.interleaved
         start = position.start
+        # An interleaved slice has the start of the whole tensor (see `Slice`).
         if not is_interleaved and box.numel:
             start += flat_index(box.offsets, tensor.shape) * DTYPE_BITS[dtype] // 8
         stored = Slice(

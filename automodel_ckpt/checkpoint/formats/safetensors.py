@@ -29,6 +29,7 @@ def plan_jobs(
     into the same number of files.
     """
     mapping = file_mapping or {}
+    # The base's number, also where this rank has slices of some of its files only.
     num_files = max(mapping.values(), default=1)
     by_file: dict[int, list[Tensor]] = {}
     for tensor in plan.tensors():

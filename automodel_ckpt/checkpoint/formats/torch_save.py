@@ -50,6 +50,7 @@ def plan_jobs(plan: TreePlan, rank: int) -> tuple[FileJob, list[DcpItem]]:
         chunks.append(Chunk(start, archive.head))
         chunks.append(Chunk(data_start, plan.fetch(tensor), entry))
         chunks.append(Chunk(tail_start, archive.tail, crc_at=archive.crc_at))
+        # torch's reader gets the whole archive, the manifest's entry has only the raw bytes in it.
         items.append(DcpItem(tensor.fqn, stored.offsets, file, start, end - start))
     return FileJob(file, chunks, plan.name, end), items
 

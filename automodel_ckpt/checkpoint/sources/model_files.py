@@ -44,6 +44,7 @@ def read_files(directory: Path, patterns: Iterable[str]) -> dict[str, bytes]:
     """The files at the top of *directory*, or in a folder that a pattern names, whose relative name fits a pattern."""
     wanted = tuple(patterns)
     candidates = [*directory.glob("*"), *directory.glob("additional_chat_templates/*")]
+    # Links are followed: in the Hub's cache, every file is a link.
     names = {
         path.relative_to(directory).as_posix(): path
         for path in sorted(candidates)

@@ -12,6 +12,7 @@ from automodel_ckpt.checkpoint.files.safetensors_header import build_header
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.slices import Slice
 
+# A sector (files/direct.py): O_DIRECT reads and cloned blocks must begin at one.
 ALIGN = 4096
 Entry = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 """A slice in a shard: tensor name, dtype code, offsets, sizes, and the tensor's whole shape."""
@@ -19,6 +20,7 @@ Entry = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 def shard_header(entries: Sequence[Entry]) -> tuple[bytes, dict[str, int]]:
     """Return the header of a shard with these slices in this order, and {tensor name: byte where its slice begins}."""
+    # The keys of torch/distributed/checkpoint/_hf_utils.py; global_shape is an addition.
     sharding = {
         fqn: {"saved_offsets": list(offsets), "global_shape": list(shape)}
         for fqn, _, offsets, _, shape in entries

@@ -62,6 +62,7 @@ class Source:
         if self.finished:
             return self.model_directory
         path = self.model_directory / layout.HF_METADATA
+        # A link could lead out of the checkpoint.
         if path.is_symlink() or not path.is_dir():
             return None
         return path

@@ -74,6 +74,7 @@ def inspect_state(items: Iterable[Item], *, save_optimizer: bool) -> LiveState:
             # As in Owners: module names may not contain dots.
             prefix = item.name.replace(".", "%")
             for key, value in state.items():
+                # A tied parameter keeps its first name, which named_parameters gives it in Owners.
                 fqns.setdefault(id(value), f"{prefix}.{key}")
     for item in items:
         if item.kind == "optimizer" and save_optimizer:

@@ -164,6 +164,7 @@ def check_consistent(digests: Sequence[Mapping[str, str]]) -> None:
 
 def forms_in(value: Any) -> Forms:
     """The forms from the value saved under :data:`FORMS`; empty for any other value."""
+    # The file is not trusted: any plain value may have this name.
     if type(value) is not tuple or len(value) != 1:
         return {}
     forms = value[0]
