@@ -130,6 +130,7 @@ def bind_recipe(
         RecipeError: with all problems of the file and the overrides.
     """
     found = list(problems)
+    # graft and Binder change the tree, but with_overrides and with_schema need the parsed one.
     root = parsed.copy()
     for override in overrides:
         graft(root, override, found)

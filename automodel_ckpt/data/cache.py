@@ -56,6 +56,7 @@ def cached(name: str, key: tuple[object, ...], build: Callable[[Path], None]) ->
     its name only after all files are flushed to disk. Other processes that need it wait meanwhile. Raises
     :class:`RecipeError` if the cache cannot be written.
     """
+    # A repr with an address, such as that of a function, would be another key in every process.
     digest = hashlib.blake2b(repr(key).encode(), digest_size=12).hexdigest()
     try:
         final = cache_directory() / f"{name}-{digest}"

@@ -184,7 +184,7 @@ class ChatTemplate:
             return _MARK in watched._apply(question, None, tokenize=False)
         return False
 
-    # cached_property writes to __dict__, which a frozen dataclass allows, but one with slots does not.
+    # cached_property writes to __dict__: a frozen dataclass allows it, one with slots does not.
     @cached_property
     def takes_parts(self) -> bool:
         """Whether the template writes the text of a content that is a list of parts, rather than the list itself."""

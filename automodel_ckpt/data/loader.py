@@ -144,6 +144,7 @@ class GlobalBatchLoader:
             self.epoch += 1
             self.consumed_samples = 0
         else:
+            # The whole global batch, not this rank's part: the position is the same on every rank.
             self.consumed_samples += len(batch.sample_ids)
 
     def state_dict(self) -> dict[str, Any]:

@@ -30,6 +30,7 @@ def run_workers(dataset: Dataset[Any], num_workers: int, **options: Any) -> Gene
     signal_handling._SIGCHLD_handler_set = True
     loader: DataLoader[Any] = DataLoader(
         dataset,
+        # torch makes no batches: each item that the sampler yields is a request for a micro-batch.
         batch_size=None,
         num_workers=num_workers,
         collate_fn=_unchanged,
