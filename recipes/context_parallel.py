@@ -62,6 +62,7 @@ def _difference(
     tolerance = 0.1 * float(error_without_context)
     expected = complete[:, context.slice_of(length)]
     is_equal = sliced.shape == expected.shape
+    # The comparison is false for NaN.
     if is_equal and float((sliced - expected).abs().max()) <= tolerance:
         return ""
     return "slices of rows have other logits than complete rows"

@@ -235,6 +235,7 @@ class _Source:
         self._resized = {
             fqns.get(name, name): shapes for name, shapes in self._verdict.resized.items()
         }
+        # from_pretrained would read this file; from_config does not.
         if (directory / "generation_config.json").is_file() and model.can_generate():
             model.generation_config = GenerationConfig.from_pretrained(directory)
 

@@ -51,6 +51,7 @@ def export_assets(
     assets = HFAssets.from_model(
         trainable.model, tokenizer=preprocessor, base_dir=base_dir, declared=declared
     )
+    # Now, not at the first export: transformers rejects an invalid generation config when it saves.
     assets.validate()
     return {"model": assets}
 

@@ -74,6 +74,7 @@ MOVED_METHODS = {
 
 def check_moved_methods(recipe_class: type) -> None:
     """Raise :class:`RecipeError` if *recipe_class* has a method that only former versions called."""
+    # Without an error, nothing would call the override, and no message would say so.
     found = [name for name in MOVED_METHODS if hasattr(recipe_class, name)]
     if not found:
         return

@@ -244,6 +244,7 @@ class TrainingLoop:
         # The norm is global, so all ranks skip the same update. The schedule advances nevertheless.
         if not math.isfinite(grad_norm):
             log.warning("step %d: the gradient norm is %s, no update", step, grad_norm)
+            # step() below skips parameters without a gradient.
             self.optimizer.zero_grad(set_to_none=True)
         if self.checkpointer is not None:
             # An asynchronous save may still be copying the weights that the optimizer changes now.

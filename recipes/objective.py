@@ -137,6 +137,8 @@ class Objective:
         positions, targets = labelled_positions(rows["labels"], part, all_up_to=trainable.all_up_to)
         if positions is not None:
             positions = self._on_device(positions)
+        # The root module computes the loss: only its forward pass gathers the root's parameters and
+        # sets the backward hooks of FSDP2, and prepares the reduction of DDP.
         loss_pass = trainable.loss_head.computing_loss(positions, self._on_device(targets))
         with trainable.compute(), loss_pass:
             output = self.model(**inputs, **trainable.forward_options)

@@ -132,6 +132,7 @@ class FromTokens(nn.Module):
         super().__init__()
         self.model, self.config = model, model.config
         # As small as fresh embeddings, so that what layers add to them is not lost in rounding.
+        # A separate generator: only later stages draw here, and the global ones must stay equal.
         self._hidden = 0.02 * torch.randn(8, width, generator=torch.Generator().manual_seed(0))
 
     def get_output_embeddings(self) -> Any:

@@ -357,6 +357,7 @@ class Recipe:
             self.config,
             self.trainable,
             preprocessor=self.preprocessor,
+            # The digest reads all bytes of the base, so only one rank computes it.
             reads_base=self.layout.is_rank0 and not self.is_dry_run,
         )
 

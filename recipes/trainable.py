@@ -272,6 +272,7 @@ class _TrainableBuilder:
         options = self._forward_options(model)
         router = self._router_settings(model)
         if router is None and router_settings(model) is not None:
+            # Otherwise the model would compute router logits that nothing uses.
             options["output_router_logits"] = False
         if self.layout.in_stages:
             check_stages(model, self.layout.sizes.pp)
@@ -303,6 +304,7 @@ class _TrainableBuilder:
         assert self.model_config is not None
         base = self._base()
         if base is not None:
+            # A dry run reads no weights.
             level = "size" if self.is_dry_run else self.config.checkpoint.verify
             verify_base(base, level, self.layout, self.layout.gloo_group)
         peft = self.config.peft
@@ -346,6 +348,7 @@ class _TrainableBuilder:
         num_base_rows = self._num_base_rows(model)
         resized = self._resize(model, section)
         directory = base_directory(section.from_pretrained) if section.from_pretrained else None
+        # Before adapters and sharding, which change names and shapes.
         names = layout_in_files(model, directory)
         set_stored_layout(model, names)
         resized = tuple(names.name_of(name) for name in resized)
@@ -505,10 +508,12 @@ def shard(deferred: DeferredModel, config: RecipeConfig, layout: RankLayout) -> 
     compute = compute_context(strategy, layout.device, how.compute_dtype)
     stages = None
     if layout.in_stages:
+        # Under autocast, residual additions keep the hidden states in the weights' dtype.
         hidden_dtype = how.compute_dtype if strategy == "fsdp2" else None
         stages = split_stages(model, layout, plan, hidden_dtype)
         how = replace(how, tp_plan=stages.tp_plan)
     if config.compile.enabled:
+        # Layer by layer and in place: torch.compile(model) would add `_orig_mod.` to all names.
         _compile(model, config.compile, layout.device)
     mesh = stages.mesh if stages is not None else None
     sharded = parallelize(model, layout, how, deferred.materialise, mesh)

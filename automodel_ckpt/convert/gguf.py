@@ -87,7 +87,9 @@ def export_gguf(
     opened = open_source(Path(source))
     if output is None:
         output = opened.root.with_name(opened.root.name + ".gguf")
+    # Publishing renames: without this, it would replace a link instead of its target.
     target = Path(os.path.realpath(output))
+    # Before the digests are verified, which reads the complete source.
     _check_target(target, overwrite)
     _check_digests(opened, num_threads)
     tensors = _tensors(opened, cast_code)

@@ -234,6 +234,7 @@ def _integer(config: Mapping[str, Any], key: str, where: str, default: int | Non
     value: Any = config.get(key)
     if value is None:
         value = default
+    # type(), because True is an int for isinstance().
     if type(value) is not int or not 0 < value < 2**31:
         raise not_convertible("config.json holds no usable value", where, f"{key}: {value!r:.100}")
     return int(value)

@@ -103,6 +103,7 @@ def merge(
         checkpoint, name = source, "model"
     if output is None:
         output = checkpoint / name / layout.MERGED
+    # Publishing renames: without this, it would replace a link instead of its target.
     target = Path(os.path.realpath(output))
     check_target(target)
     manifest = Manifest.read(checkpoint)

@@ -49,6 +49,7 @@ def upload_lock(run: Path, *, wait: bool) -> Iterator[bool]:
 
     With *wait*, waits for another process that uploads it; without, yields False if there is one.
     """
+    # The output file is also the lock: if it is replaced, two processes can hold a lock each.
     with _appending(run / OUTPUT) as file:
         try:
             # The kernel releases the lock when the process ends, even by SIGKILL.
@@ -95,6 +96,7 @@ class Follower:
         """Send the complete lines that were added since the last call, in the order of their steps."""
         records = self._unsent + self._new_records()
         self._unsent = []
+        # The sort is stable: the lines of one step keep their order.
         records.sort(key=lambda record: record["step"])
         for record in records:
             values = values_of(record)

@@ -378,6 +378,7 @@ class FailureDirectory:
         """Write a file atomically: other processes poll the directory, and must not read half of it."""
         directory = self._directory_of(attempt)
         directory.mkdir(exist_ok=True)
+        # The globs of this class do not match the leading dot.
         staged = directory / f".{name}"
         staged.write_text(text)
         staged.rename(directory / name)

@@ -245,6 +245,7 @@ def joined_rank(
 
     def on_failure(record: FailureRecord) -> None:
         if not record.primary:
+            # Let the rank that failed first be the first to report.
             time.sleep(SECONDARY_DELAY_SECONDS)
         all_ranks_stop = record.code == EXIT_STOPPED and record.was_training
         is_reporter = this_rank() == 0 if all_ranks_stop else is_first_to_report()

@@ -394,6 +394,7 @@ def _checked_key(stored: Any, dtype: str, sizes: tuple[int, ...]) -> str:
         raise Fault("it is a tensor of another shape, or a view into a larger one")
     strides = stored.strides if type(stored.strides) is tuple else ()
     expected = 1
+    # strict: another number of strides raises ValueError, which _slice() reports.
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
         # The stride of a dimension of one element has no meaning.
         if size > 1 and stride != expected:

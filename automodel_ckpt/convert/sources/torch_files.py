@@ -78,6 +78,7 @@ class TorchFile(Format):
         """Describe the model in the file. Symbolic links are followed: the user chose this file."""
         real = Path(os.path.realpath(path))
         model = read_model(real)
+        # Slices name files below a root. Behind a link, a file can be anywhere.
         root = Path("/") if follow_links else real.parent
         file = str(real).lstrip("/") if follow_links else real.name
         return model.source(root, path.parent, file)
