@@ -169,6 +169,7 @@ def is_temporary(name: str) -> bool:
     if match is None:
         return False
     stem = match[1].removesuffix(".txt")
+    # Leftovers are removed: any other name that begins with a dot belongs to the user.
     files = (LATE_VALIDATIONS, VERIFIED, TRAINING_LOG, VALIDATION_LOG)
     return stem in (*POINTERS, *files) or f".{stem}" == LOCK_FILE or is_pin(stem)
 
@@ -215,6 +216,7 @@ def rank_file(attribute: str, scope: Scope, ranks: RankLayout) -> str:
 
 def shard_file(directory: str, rank: int, file_index: int, num_files: int) -> str:
     """Return the name of a safetensors shard. *rank* counts from 0, *file_index* from 1; in names both count from 1."""
+    # The names of PyTorch's HuggingFaceStorageWriter, whose reader can read these files.
     return f"{directory}/shard-{rank + 1:05}-model-{file_index:05}-of-{num_files:05}.safetensors"
 
 

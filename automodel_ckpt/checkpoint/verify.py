@@ -78,6 +78,7 @@ def _tasks(manifest: Manifest) -> Iterator[_Task]:
     for path, record in manifest.files.items():
         held = held_by.get(path, [])
         if not has_merkle_digest(record):
+            # One task: XXH3 digests of parts cannot be combined into that of the file.
             yield _Task(path, record.size)
             continue
         first = 0

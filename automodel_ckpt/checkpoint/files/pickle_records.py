@@ -98,6 +98,7 @@ def _new(reader: _Reader) -> None:
     kind = reader.stack[-1]
     if type(kind) is not _Kind or arguments != ():
         reader.reject()
+    # Python's NEWOBJ calls __new__ of the class; here nothing is called.
     reader.stack[-1] = Record(kind.name)
 
 

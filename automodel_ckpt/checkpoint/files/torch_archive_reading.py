@@ -87,4 +87,5 @@ def _body(data: bytes | memoryview, offset: int) -> int:
     signature, name_bytes, extra_bytes = struct.unpack_from("<4s22xHH", data, offset)
     if signature != b"PK\x03\x04":
         raise Fault("an archive's record does not begin where the directory says")
+    # These lengths may differ from the directory's: torch pads this extra field for alignment.
     return int(offset + 30 + name_bytes + extra_bytes)
