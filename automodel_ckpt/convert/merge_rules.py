@@ -70,6 +70,7 @@ def changes_by(keys: Mapping[str, Any], where: str) -> dict[str, Change]:
         if match is not None:
             change = changes.setdefault(f"{match[1]}.weight", Change())
             change.factors[_ROLES[match[2]]] = key
+        # All tensors of an adapter have peft's prefix, which is missing if the name is the key.
         elif name == key or "lora_" in name:
             what = "this tensor is not one of LoRA, rsLoRA, DoRA or a whole module"
             raise _unusable(what, where, key)
@@ -103,6 +104,7 @@ def merged(
     *factors* has the arrays a, b and, for DoRA, m, of the weight's dtype. If *transposed*, the weight has shape
     [inputs, outputs]. Raises ValueError if the shapes do not match.
     """
+    # transformers' Conv1D (GPT-2) stores weights as (inputs, outputs).
     matrix = weight.T if transposed else _as_matrix(weight)
     a = _as_matrix(factors["a"])
     b = _as_matrix(factors["b"])

@@ -192,6 +192,7 @@ def _launch(
 
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
+        # The descriptors, not sys.stdout: libraries in C and forked ranks write to them.
         os.dup2(descriptor, stream)
     exit_now(launch(loaded, flags, prepare))  # skip the atexit handlers inherited from the parent
 

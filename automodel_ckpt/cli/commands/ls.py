@@ -119,6 +119,7 @@ def rows_of(run: Path) -> list[Row]:
     notes = _verification_notes(run)
     candidates = []
     for entry in os.scandir(run):
+        # Pointers and pins are links to checkpoints, which have their own rows.
         if entry.is_dir(follow_symlinks=False):
             candidates.append(Path(entry.path))
     for name in resume.checkpoint_names(run):

@@ -178,6 +178,7 @@ def _is_raised_by_backend(error: BaseException) -> bool:
     while trace.tb_next is not None:
         trace = trace.tb_next
     module = str(trace.tb_frame.f_globals.get("__name__"))
+    # co_code has the original instructions, also where Python 3.11 has specialized them.
     instruction = dis.opname[trace.tb_frame.f_code.co_code[trace.tb_lasti]]
     if instruction in RAISE_STATEMENTS:
         return f"{module}.".startswith("torch.distributed.")

@@ -280,6 +280,7 @@ def _run_forked(flags: LaunchFlags, rendezvous: Rendezvous, prepare: Prepare) ->
             raise StoppedWaiting
         max_restarts = rendezvous.max_restarts(flags.max_restarts)
         for attempt in range(1, CONNECT_ATTEMPTS + 1):
+            # One per launch: records of ranks that could not connect must not count later.
             failure_dir = FailureDirectory(
                 directory / f"launch_{attempt}", is_elastic=rendezvous.is_elastic
             )

@@ -64,6 +64,7 @@ class TarArchive(_FileByContent):
 
     def matches(self, head: bytes) -> bool:
         is_gzip = head[:2] == b"\x1f\x8b"
+        # The magic of a tar header is at byte 257.
         return is_gzip or head[257:262] == b"ustar"
 
 
@@ -72,6 +73,7 @@ class Pickle(_FileByContent):
     hint = _SAVE_AGAIN
 
     def matches(self, head: bytes) -> bool:
+        # The opcode PROTO and a protocol number. torch.save writes protocol 2.
         return head[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
 
