@@ -117,4 +117,6 @@ def _replace_with_gap(staging: Path, target: Path, log: Log) -> None:
     except OSError:
         os.rename(aside, target)
         raise
+    # Durable before the old export is deleted: a power failure must leave one of the two.
+    fsync_directory(target.parent)
     commit.discard(aside)

@@ -135,9 +135,9 @@ class RunDirectory:
         """
         self.check_lease()
         if self.went_back_to is not None:
-            step = self.went_back_to
+            self._set_aside_after(self.went_back_to)
+            # Only now: after a failure, the next save sets the rest aside.
             self.went_back_to = None
-            self._set_aside_after(step)
             # Again, because renaming many directories takes time on a network file system.
             self.check_lease()
         if os.path.lexists(self.root / str(name)):

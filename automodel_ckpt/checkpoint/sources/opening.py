@@ -20,7 +20,6 @@ from automodel_ckpt.units import left_out, values_text
 MODEL = "model"
 FINISHED = "hf"
 _SHARD_SUFFIXES = (".safetensors", ".distcp")
-_SHARD_SUFFIXES = (".safetensors", ".distcp")
 
 
 def open_checkpoint(path: Path) -> Source:

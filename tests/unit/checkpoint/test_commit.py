@@ -17,6 +17,7 @@ import xxhash
 
 from automodel_ckpt.checkpoint import commit
 from automodel_ckpt.checkpoint.digests import FileRecord
+from automodel_ckpt.checkpoint.export import publish
 from automodel_ckpt.checkpoint.files import direct, durable_file
 
 
@@ -198,6 +199,26 @@ def test_a_superseded_checkpoint_has_its_new_name_durably_before_its_old_name_is
     calls.clear()
     aside = commit.supersede(tmp_path, "epoch_0_step_20")
     assert calls == [("rename", aside), ("fsync", tmp_path.name)]
+
+
+def test_a_new_export_is_durable_before_the_old_one_is_deleted_without_a_swap(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: list[tuple[str, str]]
+) -> None:
+    for name in ("new", "consolidated"):
+        (tmp_path / name).mkdir()
+    real_rmtree = shutil.rmtree
+
+    def remove(path: Any, **options: Any) -> None:
+        calls.append(("rmtree", Path(path).name.split("-")[0]))
+        real_rmtree(path, **options)
+
+    monkeypatch.setattr(commit, "exchange", lambda a, b: False)
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    calls.clear()
+    publish._publish(tmp_path / "new", tmp_path / "consolidated", lambda text: None)
+    deleted = calls.index(("rmtree", ".consolidated.previous"))
+    renamed = calls.index(("rename", "consolidated"))
+    assert ("fsync", tmp_path.name) in calls[renamed:deleted]
 
 
 def test_every_new_directory_above_the_run_is_durable_in_its_parent(
