@@ -1,4 +1,4 @@
-"""What killed exports leave in a checkpoint, and how it is removed.
+"""Find and remove what killed exports leave in a checkpoint.
 
 An export is staged in ``.NAME.staging-HEX`` beside its target ``NAME``, and locked (flock) while it is written. On a
 file system that cannot swap directories, the export that is replaced is ``.NAME.previous-HEX`` for a moment. Both can
@@ -52,7 +52,7 @@ def clear_checkpoint(checkpoint: Path, log: Log) -> None:
 
 
 def clear_leftovers(target: Path, log: Log) -> None:
-    """Remove what killed exports to *target* left beside it; one that was killed while it replaced another is undone.
+    """Remove what killed exports to *target* left next to it, and undo a replacement that was interrupted.
 
     Raises OSError.
     """

@@ -239,7 +239,7 @@ def verify_deep(checkpoint: Path, manifest: Manifest) -> list[Problem]:
 def _disagreeing(
     checkpoint: Path, manifest: Manifest, path: str, parts: Iterable[Slice | Blob]
 ) -> list[str]:
-    """Of a file that is whole by its own digest: what is damaged by its slices' digests."""
+    """Return the damage that the digests of slices show in a file whose own digest is correct."""
     record = manifest.files[path]
     if has_merkle_digest(record):
         return []  # its own digest is of its slices'

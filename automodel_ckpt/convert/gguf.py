@@ -1,4 +1,4 @@
-"""A checkpoint's model as one GGUF file, for llama.cpp and what is built on it: checked, written aside, published.
+"""A checkpoint's model as one GGUF file, for llama.cpp and programs based on it: verified, staged, published.
 
 Written with the ``gguf`` package (the extra of that name). Memory: the largest tensor.
 """

@@ -447,7 +447,7 @@ def _manifest(planned: Import, written: RankManifest) -> Manifest:
 
 
 def _without_ties(tree: Tree, config: bytes | None) -> Tree:
-    """Where config.json ties the head to the embedding and both were saved with the same bytes: the head is a copy."""
+    """Record the head as a copy of the embedding, if config.json ties them and both have the same bytes."""
     if config is None or not json.loads(config).get("tie_word_embeddings"):
         return tree
     tied = {}

@@ -1,4 +1,4 @@
-"""Opening weights, whatever their format: the single entry point of everything that reads a model from files.
+"""Open weights in any format: the single entry point for reading a model from files.
 
 :func:`open_source` describes one model for ``export``, ``diff`` and ``gguf``. :func:`open_weights` describes weights to
 start from, for ``init_from`` and ``ckpt import``: it also accepts run directories, pointers, single files, and symbolic

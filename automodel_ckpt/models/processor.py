@@ -64,7 +64,7 @@ def _class_of(name: str) -> Any:
 
 
 def _content(name: str, file: str) -> dict[str, Any]:
-    """What a JSON file of a directory or Hub name holds; nothing where there is no such file."""
+    """Return the content of a JSON file of a directory or Hub name; empty if there is no such file."""
     try:
         path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
     except OSError:  # no such place, or out of reach
@@ -74,7 +74,7 @@ def _content(name: str, file: str) -> dict[str, Any]:
 
 
 class _Settings(dict[str, Any]):
-    """What the files say of videos, in the place of the part that would prepare them: some processors look at it."""
+    """The settings for videos. It replaces the video processor, whose attributes some processors read."""
 
     def __getattr__(self, name: str) -> Any:
         # copy and pickle look up special methods, and would call the None of a missing one.

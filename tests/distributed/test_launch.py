@@ -445,23 +445,17 @@ def test_two_launches_side_by_side_do_not_meet(start: Start) -> None:
 
 
 def test_two_machines_meet_at_a_rendezvous(start: Start) -> None:
-    meet = ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "both"]
-    commands = [start("ok", *meet, ranks=1) for _ in range(2)]
+    rendezvous = f"--nnodes 2 --rdzv-endpoint 127.0.0.1:{free_port()} --rdzv-id both".split()
+    commands = [start("ok", *rendezvous, ranks=1) for _ in range(2)]
     assert [command.wait().code for command in commands] == [0, 0]
     assert sorted(command.out for command in commands) == ["rank 0 trained\n", "rank 1 trained\n"]
 
 
 def test_two_machines_meet_at_a_master(start: Start) -> None:
-    meet = [
-        "--nnodes",
-        "2",
-        "--master-addr",
-        "127.0.0.1",
-        "--master-port",
-        str(free_port()),
-        "--node-rank",
-    ]
-    commands = [start("ok", *meet, str(node), ranks=1) for node in (0, 1)]
+    rendezvous = (
+        f"--nnodes 2 --master-addr 127.0.0.1 --master-port {free_port()} --node-rank".split()
+    )
+    commands = [start("ok", *rendezvous, str(node), ranks=1) for node in (0, 1)]
     assert [command.wait().code for command in commands] == [0, 0]
     assert [command.out for command in commands] == ["rank 0 trained\n", "rank 1 trained\n"]
 
@@ -469,33 +463,20 @@ def test_two_machines_meet_at_a_master(start: Start) -> None:
 def test_what_one_machine_knows_all_machines_say_and_none_is_restarted_in_vain(
     start: Start,
 ) -> None:
-    meet = [
-        "--nnodes",
-        "2",
-        "--rdzv-endpoint",
-        f"127.0.0.1:{free_port()}",
-        "--rdzv-id",
-        "x",
-        "--max-restarts",
-        "2",
-    ]
-    commands = [start("save_fails_on_one", *meet, ranks=1) for _ in range(2)]
+    rendezvous = (
+        f"--nnodes 2 --rdzv-endpoint 127.0.0.1:{free_port()} --rdzv-id x --max-restarts 2".split()
+    )
+    commands = [start("save_fails_on_one", *rendezvous, ranks=1) for _ in range(2)]
     for done in [command.wait() for command in commands]:
         assert (done.code, done.err) == (4, f"error: {DISK_FULL}\n  rank:   1\n")
 
 
 def test_a_rank_that_dies_ends_the_busy_ranks_of_other_machines(start: Start) -> None:
-    meet = [
-        "--nnodes",
-        "2",
-        "--master-addr",
-        "127.0.0.1",
-        "--master-port",
-        str(free_port()),
-        "--node-rank",
-    ]
+    rendezvous = (
+        f"--nnodes 2 --master-addr 127.0.0.1 --master-port {free_port()} --node-rank".split()
+    )
     begun = time.monotonic()
-    busy = ("value_error_on_one_of_the_busy", "--peer-grace=2", *meet)
+    busy = ("value_error_on_one_of_the_busy", "--peer-grace=2", *rendezvous)
     commands = [start(*busy, str(node), ranks=1) for node in (0, 1)]
     for done in [command.wait() for command in commands]:
         assert (done.code, done.err.count("ValueError: boom\n  rank:   1\n")) == (1, 1)
@@ -503,16 +484,10 @@ def test_a_rank_that_dies_ends_the_busy_ranks_of_other_machines(start: Start) ->
 
 
 def test_a_machine_that_is_gone_is_told_without_a_traceback(start: Start) -> None:
-    meet = [
-        "--nnodes",
-        "2",
-        "--master-addr",
-        "127.0.0.1",
-        "--master-port",
-        str(free_port()),
-        "--node-rank",
-    ]
-    commands = [start("train_until_stopped", *meet, str(node), ranks=1) for node in (0, 1)]
+    rendezvous = (
+        f"--nnodes 2 --master-addr 127.0.0.1 --master-port {free_port()} --node-rank".split()
+    )
+    commands = [start("train_until_stopped", *rendezvous, str(node), ranks=1) for node in (0, 1)]
     commands[0].wait_for("training_0", "training_1")
     commands[1].process.kill()
     done = commands[0].wait(30)
@@ -537,13 +512,13 @@ def test_a_machine_that_is_gone_is_told_without_a_traceback(start: Start) -> Non
 def test_machines_that_contradict_each_other_are_refused(
     start: Start, flags: tuple[list[str], list[str]], said: str
 ) -> None:
-    meet = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    rendezvous = f"--master-addr 127.0.0.1 --master-port {free_port()}".split()
     master = (
-        start("ok", *meet, "--nnodes=3", "--node-rank=0", ranks=1)
+        start("ok", *rendezvous, "--nnodes=3", "--node-rank=0", ranks=1)
         if "--node-rank=0" not in flags[0]
         else None
     )
-    commands = [start("ok", *meet, *words, ranks=1) for words in flags]
+    commands = [start("ok", *rendezvous, *words, ranks=1) for words in flags]
     wait_until(lambda: any(command.process.poll() is not None for command in commands), 30)
     refused, other = sorted(commands, key=lambda command: command.process.poll() is None)
     assert refused.wait().code == 2
@@ -555,18 +530,11 @@ def test_machines_that_contradict_each_other_are_refused(
 
 
 def test_a_machine_that_joins_or_goes_restarts_the_others(start: Start) -> None:
-    meet = [
-        "--nnodes",
-        "1:2",
-        "--rdzv-endpoint",
-        f"127.0.0.1:{free_port()}",
-        "--rdzv-id",
-        "x",
-        "--last-call",
-        "3",
-    ]
-    first = start("train_until_stopped", *meet, ranks=1).wait_for("training_0")
-    second = start("train_until_stopped", *meet, ranks=1).wait_for("training_1")
+    rendezvous = (
+        f"--nnodes 1:2 --rdzv-endpoint 127.0.0.1:{free_port()} --rdzv-id x --last-call 3".split()
+    )
+    first = start("train_until_stopped", *rendezvous, ranks=1).wait_for("training_0")
+    second = start("train_until_stopped", *rendezvous, ranks=1).wait_for("training_1")
     starts = len(first.note("training_0"))
     second.process.kill()
     wait_until(lambda: len(first.note("training_0")) > starts, 60)

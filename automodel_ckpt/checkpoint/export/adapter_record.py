@@ -1,4 +1,4 @@
-"""What a checkpoint of adapters says of them: automodel_peft_config.json, and where their base is. Imports no torch."""
+"""Read automodel_peft_config.json of a checkpoint of adapters, and find their base. Imports no torch."""
 
 from __future__ import annotations
 
@@ -73,8 +73,10 @@ def _invalid_record(path: Path, value: str) -> NoReturn:
 
 
 def find_base(record: Mapping[str, Any], run: Path) -> str:
-    """Where the base of an adapter is now: the recorded path or, when the run was moved with it, the relative one;
-    a Hub name as it is. Raises :class:`CheckpointUnusable` where it is gone."""
+    """Return the present path of an adapter's base: the recorded path, or the relative one if both were moved.
+
+    A Hub name is returned unchanged. Raises :class:`CheckpointUnusable` if the base does not exist.
+    """
     base = record["base"]
     name, relative = str(base["name"]), base.get("relative_to_run")
     if not isinstance(relative, str):

@@ -1,8 +1,8 @@
-"""Which base model an adapter belongs to: a name to find it by, and a digest that tells it from any other.
+"""Identify the base model of an adapter by a name, to find it, and by a digest of its content.
 
-The digest is made of the bytes of ``config.json`` and of the weight files: a base with other values in the same shapes
-is another base. That costs one read of the files when a base is met first; after that it is kept, and trusted while the
-files' sizes, inodes and times are the same. Imports no torch.
+The digest covers the bytes of ``config.json`` and of the weight files, so that a base with other values in the same
+shapes has another digest. The files are read once. The digest is then cached, and valid while the files' sizes, inodes
+and times are unchanged. Imports no torch.
 """
 
 from __future__ import annotations

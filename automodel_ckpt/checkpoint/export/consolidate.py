@@ -83,10 +83,10 @@ def consolidate(
     *output* defaults to ``consolidated`` in the model's directory (a model that is Hugging Face files already is only
     checked then); *cast_dtype* is one of bf16, fp16, fp32, fp64 or a long name. *num_procs* greater than 1 forks: only
     for a process without additional threads. *log* gets a line for each warning and each kind of cast;
-    what *before_publishing* raises ends the export.
+    an exception that *before_publishing* raises ends the export.
 
-    Raises :class:`CheckpointUnusable` for a source that is damaged, incomplete or not what the base says,
-    :class:`SaveFailed` where the output cannot be written, and :class:`RecipeError` for a wrong argument. In each case
+    Raises :class:`CheckpointUnusable` for a source that is damaged, incomplete or does not match its base,
+    :class:`SaveFailed` if the output cannot be written, and :class:`RecipeError` for a wrong argument. In each case
     nothing was written, and an earlier export is unchanged.
     """
     started = time.monotonic()
@@ -228,7 +228,7 @@ def _donor(source: Source, file: OutputFile, stack: contextlib.ExitStack) -> int
 
 
 def _damaged(source: Source, damaged: Sequence[Slice], workers: Workers) -> AutomodelError:
-    """What stopped the copy; all other damage is named with it."""
+    """Return the error that stopped the copy, with all other damage in the source."""
     if problems := _problems(source, workers, "digest"):
         return CheckpointUnusable.all_of(problems)
     return CheckpointUnusable(

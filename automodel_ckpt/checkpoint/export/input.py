@@ -1,7 +1,7 @@
-"""The files of a checkpoint while they are consolidated: from the page cache what is in it, past it what is not.
+"""Read the files of a checkpoint for an export: through the page cache what it contains, with O_DIRECT the rest.
 
-What the page cache does not hold comes faster from the disk into blocks of our own: memory that is there already, in
-pieces that a disk takes whole (``files/direct.py``). What it holds must come from it: that is a copy in memory.
+Bytes that are not in the page cache are read faster into preallocated, aligned blocks (``files/direct.py``). Bytes that
+are in it are only copied in memory.
 """
 
 from __future__ import annotations

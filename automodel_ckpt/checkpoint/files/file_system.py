@@ -1,4 +1,4 @@
-"""What kind of file system a directory is on. Imports no torch."""
+"""Find the type of the file system of a directory. Imports no torch."""
 
 from __future__ import annotations
 

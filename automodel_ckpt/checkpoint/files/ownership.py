@@ -1,4 +1,4 @@
-"""Which process owns a file or directory, and whether it has ended, for certain. Imports no torch.
+"""Record which process owns a file or directory, and prove that it has ended. Imports no torch.
 
 Two proofs count. The lock is shared and free: the owner had the same boot of the same kernel and the same mounted file
 system, and this process can lock what the owner had locked. Or the owner's process is gone from this process namespace.

@@ -1,4 +1,4 @@
-"""Reading what ``torch.save`` wrote of plain data, and nothing else of what a pickle or a zip archive can ask for.
+"""Read plain data that ``torch.save`` wrote, and nothing else that a pickle or a zip archive can contain.
 
 ``torch.load(weights_only=True)`` runs no code either, but a small file can make it take any amount of memory (records
 that are compressed or overlap, ``bytearray(10**11)``) or end the process (a tuple nested a million times, as a key).

@@ -12,7 +12,11 @@ import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from automodel_ckpt.checkpoint.files.restricted_unpickler import RestrictedUnpickler
+from automodel_ckpt.checkpoint.files.restricted_unpickler import (
+    RestrictedUnpickler,
+    set_item,
+    set_items,
+)
 from automodel_ckpt.checkpoint.files.torch_archive_reading import Fault
 
 Names = Mapping[str, Any]
@@ -92,6 +96,15 @@ class _Reader(RestrictedUnpickler):
             self.reject()
         target.state = state
 
+    def fill(self, target: Any, items: list[Any]) -> None:
+        keys = items[::2]
+        if type(target) is not dict:
+            self.reject()
+        # The hash of a nested tuple would take stack for each of its levels.
+        if not all(type(key) in (str, int, Record) for key in keys):
+            self.reject()
+        target.update(zip(keys, items[1::2], strict=True))
+
 
 def _new(reader: _Reader) -> None:
     arguments = reader.stack.pop()
@@ -102,27 +115,6 @@ def _new(reader: _Reader) -> None:
     reader.stack[-1] = Record(kind.name)
 
 
-def _set_items(reader: _Reader) -> None:
-    items = reader.pop_mark()
-    _fill(reader, reader.stack[-1], items)
-
-
-def _set_item(reader: _Reader) -> None:
-    value = reader.stack.pop()
-    key = reader.stack.pop()
-    _fill(reader, reader.stack[-1], [key, value])
-
-
-def _fill(reader: _Reader, target: Any, items: list[Any]) -> None:
-    keys = items[::2]
-    if type(target) is not dict:
-        reader.reject()
-    # The hash of a nested tuple would take stack for each of its levels.
-    if not all(type(key) in (str, int, Record) for key in keys):
-        reader.reject()
-    target.update(zip(keys, items[1::2], strict=True))
-
-
 _Reader.dispatch[pickle.NEWOBJ[0]] = _new
-_Reader.dispatch[pickle.SETITEM[0]] = _set_item
-_Reader.dispatch[pickle.SETITEMS[0]] = _set_items
+_Reader.dispatch[pickle.SETITEM[0]] = set_item
+_Reader.dispatch[pickle.SETITEMS[0]] = set_items

@@ -20,7 +20,7 @@ NUMPY_MARK = "automodel_ckpt.numpy"
 
 
 class Pickler(pickle.Pickler):
-    """What ``torch.save`` extends; it asks a module for this name."""
+    """The pickler that ``torch.save`` derives from; it looks up this name in the module that it is given."""
 
     def reducer_override(self, value: Any) -> Any:
         if not isinstance(value, np.ndarray | np.generic):

@@ -73,7 +73,7 @@ class RestrictedUnpickler(_PythonUnpickler):  # type: ignore[misc]
 
     @abstractmethod
     def find_class(self, module: str, name: str) -> Any:
-        """Return what the global *module*.*name* stands for in this program."""
+        """Return the replacement of the global *module*.*name* in this program."""
 
     @abstractmethod
     def persistent_load(self, saved_id: Any) -> Any:
@@ -86,6 +86,10 @@ class RestrictedUnpickler(_PythonUnpickler):  # type: ignore[misc]
     @abstractmethod
     def build(self, target: Any, state: Any) -> None:
         """Apply the *state* that the program gives to the object *target* (BUILD)."""
+
+    def fill(self, target: Any, items: list[Any]) -> None:
+        """Add *items*, alternating keys and values, to *target*. Called by :func:`set_item` and :func:`set_items`."""
+        self.reject()
 
     def reject(self) -> NoReturn:
         """Raise :class:`Fault` for an instruction that the program must not contain."""
@@ -102,6 +106,19 @@ def instruction_table(opcodes: Iterable[str]) -> dict[int, Any]:
     table[pickle.REDUCE[0]] = _reduce
     table[pickle.BUILD[0]] = _build
     return table
+
+
+def set_item(reader: RestrictedUnpickler) -> None:
+    """Execute SETITEM with the reader's :meth:`~RestrictedUnpickler.fill`."""
+    value = reader.stack.pop()
+    key = reader.stack.pop()
+    reader.fill(reader.stack[-1], [key, value])
+
+
+def set_items(reader: RestrictedUnpickler) -> None:
+    """Execute SETITEMS with the reader's :meth:`~RestrictedUnpickler.fill`."""
+    items = reader.pop_mark()
+    reader.fill(reader.stack[-1], items)
 
 
 def _reduce(reader: RestrictedUnpickler) -> None:

@@ -1,4 +1,4 @@
-"""Opening the files that a checkpoint names: regular files below its directory, and nothing else. Imports no torch."""
+"""Open the files that a checkpoint names: only regular files below its directory. Imports no torch."""
 
 from __future__ import annotations
 

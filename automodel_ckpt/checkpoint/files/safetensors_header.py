@@ -39,7 +39,7 @@ class TensorEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a safetensors file holds; *data_start* is the absolute byte where its data section begins."""
+    """The contents of a safetensors file; *data_start* is the absolute byte where its data section begins."""
 
     tensors: dict[str, TensorEntry]
     metadata: dict[str, str] = field(default_factory=dict)

@@ -1,9 +1,9 @@
-"""The archive that ``torch.save`` makes of one tensor, split into what stands before and after the tensor's raw bytes.
+"""Build the archive that ``torch.save`` makes of one tensor, as the parts before and after the tensor's raw bytes.
 
-So whoever writes the bytes needs no torch. A zip file (source: PKWARE APPNOTE 4.3), nothing compressed: each record's
-local header, padded so that its data begin at a multiple of 64 bytes, the data, and a descriptor with their CRC-32;
-then the directory in its 64-bit form. Records, in torch's order: the pickled description, format marks, ``data/0`` with
-the tensor's bytes, version, an identifier.
+The process that writes the bytes therefore needs no torch. The archive is a zip file (source: PKWARE APPNOTE 4.3)
+without compression. Each record has a local header, padded so that its data begin at a multiple of 64 bytes, the data,
+and a descriptor with their CRC-32. The directory follows in its 64-bit form. The records, in torch's order: the pickled
+description, format marks, ``data/0`` with the tensor's bytes, version, an identifier.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ def tensor_archive(dtype: torch.dtype, sizes: tuple[int, ...], nbytes: int) -> T
         zip_file.add(name, content)
     directory = len(zip_file.written)
     zip_file.finish()
-    # In the directory's entry of a record the CRC stands 16 bytes behind its signature.
+    # In the directory's entry of a record the CRC is 16 bytes after its signature.
     crc_at.append(directory + zip_file.entry_at(_DATA) + 16)
     return TensorArchive(head, bytes(zip_file.written), tuple(crc_at))
 
 
 @dataclass(slots=True)
 class _Zip:
-    """Writes records one after another; *skipped* bytes stand before those in *written*."""
+    """Writes records one after another; *skipped* bytes precede those in *written*."""
 
     written: bytearray = field(default_factory=bytearray)
     skipped: int = 0

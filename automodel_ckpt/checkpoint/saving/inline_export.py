@@ -1,8 +1,8 @@
-"""The export of a checkpoint whose state is still in memory: all ranks write it from there, and nothing is read again.
+"""Export a checkpoint whose state is still in memory: all ranks write it from there, and no file is read again.
 
-It begins when the checkpoint has its name, so that whatever happens to it, the checkpoint is there. Every rank casts
-and writes its slices at their places (:mod:`automodel_ckpt.checkpoint.writing.placement`); rank 0 adds the rest and
-publishes it all as every export is (:mod:`automodel_ckpt.checkpoint.export.publish`).
+The export begins after the checkpoint is published, so a failed export leaves the checkpoint intact. Every rank casts
+its slices and writes them at their offsets (:mod:`automodel_ckpt.checkpoint.formats.hf`). Rank 0 adds the side files
+and publishes the export (:mod:`automodel_ckpt.checkpoint.export.publish`).
 """
 
 from __future__ import annotations

@@ -482,7 +482,7 @@ def _export_when(save_consolidated: bool | str | None, model_format: str, model_
         return "final" if model_format == "safetensors" else "never"
     if isinstance(save_consolidated, bool):
         return "every" if save_consolidated else "never"
-    return {"true": "every", "false": "never"}.get(save_consolidated, save_consolidated)
+    return save_consolidated
 
 
 def json_values(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,7 +25,7 @@ class Tensors:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The description of a stored model: slices in files relative to *root*, and what else its directory tells.
+    """The description of a stored model: slices in files relative to *root*, and the notes that its directory gives.
 
     *tied* maps tied names to stored names. *notes* are sentences for the user. *omitted* names, in words, what the
     files contain beside the model, such as optimizer state.

@@ -2,7 +2,7 @@
 
 PyTorch makes a state dict in milliseconds per hundred tensors, and planning a save takes as long again. Both depend
 only on names, shapes, dtypes and placements, which rarely change in a run. A save therefore inspects the live objects
-first: where their signature (the signature) is unchanged, the plan of the previous save is valid for their present
+first: if their signature is unchanged, the plan of the previous save is valid for their present
 values.
 """
 
@@ -106,7 +106,7 @@ def _optimizer_tree(item: Item, fqns: Mapping[int, str]) -> Iterator[tuple[str, 
 
 
 def _spec(value: Any, *, nested: bool = False) -> Any:
-    """What a plan depends on. For a value that DCP would flatten (*nested*), an object that equals no other."""
+    """Return what a plan depends on; for a value that DCP would flatten (*nested*), an object that equals no other."""
     if isinstance(value, DTensor):
         return (
             type(value),

@@ -22,10 +22,9 @@ Groups = list[dict[str, torch.Tensor]]
 
 
 def trained_by_all(optimizer: Optimizer) -> Groups | None:
-    """What all ranks train together, by the names of :class:`Owners`, where their optimizers train different
-    parameters.
+    """Return the parameters that all ranks train together, if their optimizers train different ones; else None.
 
-    None where they train the same. Such an optimizer has it in its attribute ``whole``.
+    The names are those of :class:`Owners`. The recipe stores them in the optimizer's attribute ``whole``.
     """
     groups: Groups | None = getattr(optimizer, "whole", None)
     return groups

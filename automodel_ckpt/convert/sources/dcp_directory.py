@@ -22,7 +22,7 @@ from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.dtypes import CODES, DTYPE_BITS
 from automodel_ckpt.checkpoint.files.pickle_records import RECORD, Names, Record, read_records
 from automodel_ckpt.checkpoint.files.safe_open import open_safely, read_safely
-from automodel_ckpt.checkpoint.files.torch_archive_reading import Fault, archive_ranges
+from automodel_ckpt.checkpoint.files.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.slices import (
     Box,
     Slice,
@@ -32,7 +32,7 @@ from automodel_ckpt.checkpoint.slices import (
     shape_fault,
     tiling_fault,
 )
-from automodel_ckpt.convert.sources.torch_objects import STORAGE_DTYPES
+from automodel_ckpt.convert.sources.torch_objects import StoredView, describe_archive
 from automodel_ckpt.errors import CheckpointUnusable
 
 # Read, a pickle takes up to eighty times its size; a larger one must have data on the disk to describe.
@@ -88,41 +88,6 @@ _METADATA_NAMES: Names = {
             "PureWindowsPath",
         )
     },
-}
-
-
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """A tensor as a torch archive describes it: storage, first element in it, shape and strides, in elements."""
-
-    storage: Any
-    offset: Any
-    shape: Any
-    strides: Any
-    dtype: Any = None
-
-
-def _tensor(storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> _Stored:
-    # rest: requires_grad, hooks, and for _rebuild_tensor_v3 the dtype.
-    dtype = None
-    if len(rest) > 2 and isinstance(rest[2], str):
-        dtype = rest[2]
-    return _Stored(storage, offset, shape, strides, dtype)
-
-
-def _parameter(data: Any, *_: Any) -> Any:
-    return data
-
-
-_ARCHIVE_NAMES: Names = {
-    "torch._utils._rebuild_tensor_v2": _tensor,
-    "torch._utils._rebuild_tensor_v3": _tensor,
-    "torch._utils._rebuild_parameter": _parameter,
-    "collections.OrderedDict": dict,
-    "torch.Size": _pair,
-    "torch.storage.UntypedStorage": "U8",
-    "torch.serialization._get_layout": _nothing,
-    **{f"torch.{name}": code for name, code in (STORAGE_DTYPES | CODES).items()},
 }
 
 
@@ -228,7 +193,7 @@ def _content(value: Any, budget: int) -> DcpContent:
             tensors[fqn] = _described(fqn, entry, items)
             budget -= 1 + len(tensors[fqn].chunks)
         if budget < 0:
-            raise Fault("it describes more than it has room for")
+            raise Fault("it describes more entries than it has bytes for")
     return DcpContent(tensors, tuple(values), dict(_paths(value.get("planner_data"))))
 
 
@@ -361,47 +326,22 @@ def _raw_start(content: mmap.mmap, item: Item, dtype: str, sizes: tuple[int, ...
     if stop > len(content):
         raise Fault(f"the file has {len(content)} bytes, the item ends at {stop}")
     # The views must be released before the map can be closed.
-    with memoryview(content) as everything, everything[item.start : stop] as archive:
-        ranges = archive_ranges(archive)
-        if _record(archive, ranges, "byteorder") not in (b"", b"little"):
-            raise Fault("it was written on a machine of the other byte order")
-        program = _record(archive, ranges, "data.pkl")
-        key = _checked_key(read_records(program, _ARCHIVE_NAMES), dtype, sizes)
-        begin, end = ranges.get(f"data/{key}", (0, 0))
+    with memoryview(content) as everything, everything[item.start : stop] as data:
+        archive = describe_archive(data, max_program_bytes=_MAX_PROGRAM_BYTES)
+    view = archive.value
+    if not isinstance(view, StoredView):
+        raise Fault("it is not a plain tensor")
+    if view.dtype != dtype:
+        raise Fault(f"it is a tensor of another dtype than {dtype}")
+    if view.shape != sizes or view.offset != 0:
+        raise Fault("it is a tensor of another shape, or a view into a larger one")
+    if view.num_outer_dimensions > 0:
+        why = "it was saved transposed, or as channels_last"
+        raise Fault(f"its elements are not in row-major order ({why})")
+    begin, end = archive.storages.get(view.key, (0, 0))
     if end - begin != nbytes_of(dtype, sizes):
         raise Fault(f"its record has {end - begin} bytes, not {nbytes_of(dtype, sizes)}")
     return begin
-
-
-def _record(item: memoryview, ranges: Mapping[str, tuple[int, int]], name: str) -> bytes:
-    begin, end = ranges.get(name, (0, 0))
-    if end - begin > _MAX_PROGRAM_BYTES:
-        raise Fault(f"its record {name} takes {end - begin} bytes")
-    return bytes(item[begin:end])
-
-
-def _checked_key(stored: Any, dtype: str, sizes: tuple[int, ...]) -> str:
-    """Return the key of the storage of a contiguous tensor that begins where its storage does.
-
-    Raises :class:`Fault` if *stored* is not such a tensor, or has another dtype or shape.
-    """
-    if type(stored) is not _Stored or type(stored.storage) is not tuple or len(stored.storage) != 5:
-        raise Fault("it is not a plain tensor")
-    kind, storage, key, _, _ = stored.storage
-    if kind != "storage" or type(key) is not str or (stored.dtype or storage) != dtype:
-        raise Fault(f"it is a tensor of another dtype than {dtype}")
-    if stored.shape != sizes or stored.offset != 0:
-        raise Fault("it is a tensor of another shape, or a view into a larger one")
-    strides = stored.strides if type(stored.strides) is tuple else ()
-    expected = 1
-    # strict: another number of strides raises ValueError, which _slice() reports.
-    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
-        # The stride of a dimension of one element has no meaning.
-        if size > 1 and stride != expected:
-            why = "it was saved transposed, or as channels_last"
-            raise Fault(f"its elements are not in row-major order ({why})")
-        expected *= max(size, 1)
-    return key
 
 
 def _unusable(what: str, where: Path, value: object) -> CheckpointUnusable:

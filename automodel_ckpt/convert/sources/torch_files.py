@@ -275,7 +275,7 @@ def tensor_of_view(fqn: str, view: StoredView, archive: Archive, file: str) -> T
 def _slices(fqn: str, view: StoredView, archive: Archive, file: str) -> Iterator[Slice]:
     begin, _ = archive.storages[view.key]
     itemsize = DTYPE_BITS[view.dtype] // 8
-    num_outer = _num_outer_dimensions(view)
+    num_outer = view.num_outer_dimensions
     outer, inner = view.shape[:num_outer], view.shape[num_outer:]
     sizes = (*[1] * num_outer, *inner)
     for index in itertools.product(*map(range, outer)):
@@ -310,23 +310,12 @@ def check_view(name: str, view: StoredView, archive: Archive) -> None:
         last += (extent - 1) * stride
     if (last + 1) * DTYPE_BITS[view.dtype] // 8 > view.storage_bytes:
         raise Fault(f"the tensor {name[:100]!r} ends after its storage")
-    num_slices = math.prod(view.shape[: _num_outer_dimensions(view)])
+    num_slices = math.prod(view.shape[: view.num_outer_dimensions])
     if num_slices > _MAX_SLICES:
         raise Fault(
             f"the elements of {name[:100]!r} are not in row-major order (it was saved transposed, or as "
             "channels_last): save its .contiguous()"
         )
-
-
-def _num_outer_dimensions(view: StoredView) -> int:
-    """Return the number of leading dimensions whose elements are apart: the others are contiguous in the storage."""
-    expected = 1
-    for dimension in range(len(view.shape) - 1, -1, -1):
-        extent, stride = view.shape[dimension], view.strides[dimension]
-        if extent > 1 and stride != expected:
-            return dimension + 1
-        expected *= max(extent, 1)
-    return 0
 
 
 def plain_names(value: dict[Any, Any], names: list[str]) -> dict[str, str]:

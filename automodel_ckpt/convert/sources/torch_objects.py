@@ -14,7 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from automodel_ckpt.checkpoint.dtypes import CODES, DTYPE_BITS
-from automodel_ckpt.checkpoint.files.restricted_unpickler import RestrictedUnpickler
+from automodel_ckpt.checkpoint.files.restricted_unpickler import (
+    RestrictedUnpickler,
+    set_item,
+    set_items,
+)
 from automodel_ckpt.checkpoint.files.torch_archive_reading import Fault, archive_ranges
 from automodel_ckpt.checkpoint.slices import counts
 
@@ -57,6 +61,18 @@ class StoredView:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
+    @property
+    def num_outer_dimensions(self) -> int:
+        """The number of leading dimensions whose elements are apart in the storage; the others are contiguous."""
+        expected = 1
+        for dimension in range(len(self.shape) - 1, -1, -1):
+            extent, stride = self.shape[dimension], self.strides[dimension]
+            # The stride of a dimension of one element has no meaning.
+            if extent > 1 and stride != expected:
+                return dimension + 1
+            expected *= max(extent, 1)
+        return 0
+
 
 class Opaque:
     """An object of a class that this program does not know: the class, and what the pickle makes it of."""
@@ -90,16 +106,19 @@ class Archive:
     storages: Mapping[str, tuple[int, int]]
 
 
-def describe_archive(data: bytes | memoryview) -> Archive:
+def describe_archive(data: bytes | memoryview, *, max_program_bytes: int | None = None) -> Archive:
     """Describe the object in *data*, the content of a file of ``torch.save``.
 
+    The pickle has at most *max_program_bytes*; by default the limit grows with *data*.
     Raises :class:`Fault`, or whatever a damaged pickle makes Python's reader raise (any Exception).
     """
     ranges = archive_ranges(data)
     byteorder = _record(data, ranges, "byteorder", 16)
     if byteorder not in (b"", b"little"):
         raise Fault("it was written on a machine of the other byte order")
-    limit = min(_MAX_PROGRAM_BYTES, max(_FREE_PROGRAM_BYTES, len(data) // _DATA_RATIO))
+    limit = max_program_bytes
+    if limit is None:
+        limit = min(_MAX_PROGRAM_BYTES, max(_FREE_PROGRAM_BYTES, len(data) // _DATA_RATIO))
     program = _record(data, ranges, "data.pkl", limit)
     storages = {
         name.removeprefix("data/"): place
@@ -301,33 +320,21 @@ class _Reader(RestrictedUnpickler):
         elif type(target) not in (dict, StoredView):
             self.reject()
 
+    def fill(self, target: Any, items: list[Any]) -> None:
+        if type(target) is Opaque:
+            target.items.extend(items)
+            return
+        if type(target) is not dict:
+            self.reject()
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            _check_key(key)
+            target[key] = value
+
 
 def _check_key(key: Any) -> None:
     items = key if type(key) is tuple else (key,)
     if type(key) is not Opaque and not all(type(item) in _KEY_TYPES for item in items):
         raise Fault("a key of a mapping is neither text nor a number")
-
-
-def _fill(reader: _Reader, target: Any, items: list[Any]) -> None:
-    if type(target) is Opaque:
-        target.items.extend(items)
-        return
-    if type(target) is not dict:
-        reader.reject()
-    for key, value in zip(items[::2], items[1::2], strict=True):
-        _check_key(key)
-        target[key] = value
-
-
-def _set_items(reader: _Reader) -> None:
-    items = reader.pop_mark()
-    _fill(reader, reader.stack[-1], items)
-
-
-def _set_item(reader: _Reader) -> None:
-    value = reader.stack.pop()
-    key = reader.stack.pop()
-    _fill(reader, reader.stack[-1], [key, value])
 
 
 def _new_object(reader: _Reader) -> None:
@@ -363,8 +370,8 @@ def _frozen_set(reader: _Reader) -> None:
     reader.append(reader.pop_mark())
 
 
-_Reader.dispatch[pickle.SETITEM[0]] = _set_item
-_Reader.dispatch[pickle.SETITEMS[0]] = _set_items
+_Reader.dispatch[pickle.SETITEM[0]] = set_item
+_Reader.dispatch[pickle.SETITEMS[0]] = set_items
 _Reader.dispatch[pickle.NEWOBJ[0]] = _new_object
 _Reader.dispatch[pickle.NEWOBJ_EX[0]] = _new_object_with_keywords
 # A set is only a list here: hashing an item could take any amount of stack.

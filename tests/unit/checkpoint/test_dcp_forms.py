@@ -64,5 +64,5 @@ def test_what_is_of_another_form_is_refused(value: Record, said: str) -> None:
 
 
 def test_more_is_described_than_there_is_room_for() -> None:
-    with pytest.raises(Fault, match="more than it has room for"):
+    with pytest.raises(Fault, match="more entries than it has bytes for"):
         _content(metadata({"w": tensor([], dtype="F32")}, {}), 0)

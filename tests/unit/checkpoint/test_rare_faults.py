@@ -28,7 +28,6 @@ from automodel_ckpt.checkpoint.writing import shared_file
 from automodel_ckpt.consolidate import main as consolidate
 from automodel_ckpt.convert import gguf, gguf_llama, import_checkpoint
 from automodel_ckpt.convert.open import open_source
-from automodel_ckpt.convert.sources import dcp_directory
 from automodel_ckpt.convert.sources.registry import DCP
 from automodel_ckpt.data.loader import GlobalBatchLoader
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, SaveFailed
@@ -120,31 +119,27 @@ def test_state_that_would_cost_more_than_it_holds(data: bytes, said: str) -> Non
         pickle_reader.load(data, "here")
 
 
-def stored(shape: tuple[int, ...] = (2,), numel: int = 2) -> dcp_directory._Stored:
-    return dcp_directory._Stored(("storage", "F32", "0", "cpu", numel), 0, shape, (1,))
-
-
-def test_a_chunk_of_dcp_that_is_not_what_its_description_says() -> None:
-    assert dcp_directory._checked_key(stored(), "F32", (2,)) == "0"
-    with pytest.raises(Fault, match="a tensor of another shape"):
-        dcp_directory._checked_key(stored((3,)), "F32", (2,))
-    with pytest.raises(Fault, match="takes 99999999 bytes"):
-        dcp_directory._record(memoryview(b""), {"data.pkl": (0, 99_999_999)}, "data.pkl")
-
-
 @pytest.mark.parametrize(
-    ("others", "said"),
+    ("tensor", "others", "said"),
     [
-        ({"byteorder": b"big", "data/0": bytes(8)}, "a machine of the other byte order"),
-        ({"data/0": bytes(4)}, "its record has 4 bytes, not 8"),
-        ({}, "its record has 0 bytes, not 8"),
+        (
+            torch.ones(2),
+            {"byteorder": b"big", "data/0": bytes(8)},
+            "a machine of the other byte order",
+        ),
+        (torch.ones(2), {"data/0": bytes(4)}, "its record has 4 bytes, not 8"),
+        (torch.ones(2), {}, "its record has 0 bytes, not 8"),
+        (torch.ones(3), {"data/0": bytes(12)}, "a tensor of another shape"),
+        (torch.ones(2).half(), {"data/0": bytes(4)}, "a tensor of another dtype than F32"),
+        (None, {}, "it is not a plain tensor"),
+        ("x" * 100_000, {}, "its record data.pkl takes"),
     ],
 )
-def test_an_item_of_dcp_whose_record_is_not_that_of_the_tensor(
-    tmp_path: Path, others: dict[str, bytes], said: str
+def test_an_item_of_dcp_that_is_not_what_its_description_says(
+    tmp_path: Path, tensor: object, others: dict[str, bytes], said: str
 ) -> None:
     directory = save_dcp(tmp_path / "dcp", {"w": torch.ones(2)})
-    item = archive_of(program_of(saved(torch.ones(2))), **others)
+    item = archive_of(program_of(saved(tensor)), **others)
     (directory / "__0_0.distcp").write_bytes(item)
     metadata = pickle.loads((directory / layout.DCP_METADATA).read_bytes())
     (place,) = metadata.storage_data.values()

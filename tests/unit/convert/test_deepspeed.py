@@ -16,32 +16,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from automodel_ckpt.checkpoint.dtypes import TORCH_NAMES
-from automodel_ckpt.checkpoint.tensors.stored import whole
 from automodel_ckpt.cli import ckpt
 from automodel_ckpt.convert.open import open_source, open_weights
 from automodel_ckpt.convert.sources.registry import detect, formats_in
 from automodel_ckpt.errors import CheckpointUnusable
+from tests.support.external_tensors import values
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "deepspeed"
 NAMES = sorted(path.name for path in FIXTURES.iterdir() if (path / "expected.safetensors").exists())
 TAG = "global_step3"
 
 Groups = list[dict[str, torch.Tensor]]
-
-
-def values(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors that the description of *path* leads to, read from the files, with their tied names."""
-    module = open_weights(path).modules["model"]
-    found = {}
-    for name, tensor in module.tensors.items():
-        content = bytearray(whole(module.root, tensor).tobytes())
-        dtype = getattr(torch, TORCH_NAMES[tensor.dtype])
-        flat = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
-        found[name] = flat.reshape(tensor.shape)
-    for name, stored in module.tied.items():
-        found[name] = found[stored]
-    return found
 
 
 def assert_equal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:

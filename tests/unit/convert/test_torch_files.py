@@ -13,12 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from automodel_ckpt.checkpoint.dtypes import TORCH_NAMES
-from automodel_ckpt.checkpoint.tensors.stored import whole
 from automodel_ckpt.cli import ckpt
 from automodel_ckpt.convert.open import open_source, open_weights
 from automodel_ckpt.convert.sources.torch_objects import describe_archive, views_in
 from automodel_ckpt.errors import CheckpointUnusable
+from tests.support.external_tensors import values
 
 
 def state_dict() -> dict[str, torch.Tensor]:
@@ -29,18 +28,6 @@ def state_dict() -> dict[str, torch.Tensor]:
         "layers.0.steps": torch.tensor(3),
         "empty": torch.empty(0, 4),
     }
-
-
-def values(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors that the description of *path* leads to, read from the files."""
-    module = open_weights(path).modules["model"]
-    found = {}
-    for name, tensor in module.tensors.items():
-        content = bytearray(whole(module.root, tensor).tobytes())
-        dtype = getattr(torch, TORCH_NAMES[tensor.dtype])
-        flat = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
-        found[name] = flat.reshape(tensor.shape)
-    return found
 
 
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
