@@ -99,6 +99,7 @@ LIGHT = [
     "consolidate",
     "convert",
     "convert.sources",
+    "convert.targets",
     "checkpoint",
     "checkpoint.layout",
     "checkpoint.slices",

@@ -8,8 +8,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Container, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,8 +99,9 @@ def _add_shared_options(command: argparse.ArgumentParser, *, only_hf: str, cast_
 
 def run(arguments: argparse.Namespace) -> int:
     """Run either command. The path of the export is the only line on standard output."""
-    export_to = _TARGETS[arguments.to]
-    report = export_to(arguments, find_checkpoint(Path(arguments.path)))
+    target = _TARGETS[arguments.to]
+    _check_used(arguments, arguments.to, target.uses)
+    report = target.run(arguments, find_checkpoint(Path(arguments.path)))
     if arguments.json:
         print(json.dumps(report, indent=2))
     return EXIT_DONE
@@ -138,10 +139,9 @@ def export_hf(
 
 
 def _to_hf(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
-    _check_unused(arguments, "hf", force=arguments.force)
     if arguments.merge:
         return _to_merged_hf(arguments, source)
-    _check_unused(arguments, "hf without --merge", base=arguments.base is not None)
+    _check_used(arguments, "hf without --merge", _TARGETS["hf"].uses - {"base"})
     report = export_hf(
         source,
         arguments.output,
@@ -154,7 +154,7 @@ def _to_hf(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
 
 
 def _to_merged_hf(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
-    _check_unused(arguments, "hf --merge", nproc=arguments.nproc != 1)
+    _check_used(arguments, "hf --merge", _TARGETS["hf"].uses - {"nproc"})
     from automodel_ckpt.convert.merge import merge
     from automodel_ckpt.data.cache import cache_directory
     from automodel_ckpt.models.build import base_directory
@@ -177,15 +177,8 @@ def _to_merged_hf(arguments: argparse.Namespace, source: Path) -> dict[str, Any]
 
 
 def _to_gguf(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
-    from automodel_ckpt.convert.gguf import export_gguf
+    from automodel_ckpt.convert.targets.gguf import export_gguf
 
-    _check_unused(
-        arguments,
-        "gguf",
-        nproc=arguments.nproc != 1,
-        merge=arguments.merge,
-        base=arguments.base is not None,
-    )
     report = export_gguf(
         source,
         arguments.output,
@@ -202,23 +195,45 @@ def _to_gguf(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
     return {**asdict(report), "output": str(report.output)}
 
 
-_TARGETS: Mapping[str, Callable[[argparse.Namespace, Path], dict[str, Any]]] = {
-    "hf": _to_hf,
-    "gguf": _to_gguf,
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """A value of ``--to``: the function that exports and returns the document of ``--json``, and the options it uses.
+
+    Any other option of ``ckpt export`` is an error when it is given.
+    """
+
+    run: Callable[[argparse.Namespace, Path], dict[str, Any]]
+    uses: frozenset[str]
+
+
+_TARGETS: Mapping[str, _Target] = {
+    "hf": _Target(_to_hf, frozenset({"cast_dtype", "nproc", "num_threads", "merge", "base"})),
+    "gguf": _Target(_to_gguf, frozenset({"cast_dtype", "num_threads", "force"})),
 }
-"""Each value of ``--to``, and the function that exports to it and returns the document of ``--json``."""
+_DEFAULTS: Mapping[str, object] = {
+    "cast_dtype": None,
+    "nproc": 1,
+    "num_threads": 5,
+    "merge": False,
+    "base": None,
+    "force": False,
+}
+"""The default of each option that some targets use and others do not."""
 
 
-def _check_unused(arguments: argparse.Namespace, target: str, **given: bool) -> None:
-    """Raise :class:`RecipeError` for the first option in *given* that was set although *target* does not use it."""
-    for name, is_set in given.items():
-        if is_set:
-            raise RecipeError(
-                f"this option has no effect with --to {target}",
-                where=f"ckpt {arguments.command} --{name}",
-                value=getattr(arguments, name),
-                hint=f"remove --{name}",
-            )
+def _check_used(arguments: argparse.Namespace, target: str, uses: Container[str]) -> None:
+    """Raise :class:`RecipeError` for the first option that was given although *target* does not use it."""
+    for name, default in _DEFAULTS.items():
+        given = getattr(arguments, name)
+        if given == default or name in uses:
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        raise RecipeError(
+            f"this option has no effect with --to {target}",
+            where=f"ckpt {arguments.command} {flag}",
+            value=given,
+            hint=f"remove {flag}",
+        )
 
 
 def _summary(report: ConsolidationReport) -> str:

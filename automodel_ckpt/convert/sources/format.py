@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
+from automodel_ckpt.convert.training_state import Parameters, TrainingState
 from automodel_ckpt.errors import CheckpointUnusable
 
 
@@ -73,6 +74,14 @@ class Format(ABC):
         """
         source = self.open(path)
         return StoredTensors(source.root, source.tensors)
+
+    def training_state(self, path: Path, parameters: Parameters) -> TrainingState | None:
+        """Return the training state in *path*; None for a format that has none, or none that can be transferred.
+
+        *parameters* returns the model's parameters in order, for a format that numbers them. Raises
+        :class:`CheckpointUnusable` if the files are damaged or contradict each other or the model.
+        """
+        return None
 
     def inventory(self, path: Path) -> Inventory:
         """Return the names, dtypes and shapes of all tensors in *path* for display.

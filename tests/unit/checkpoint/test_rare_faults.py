@@ -26,9 +26,11 @@ from automodel_ckpt.checkpoint.sources import opening as export_source
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.writing import shared_file
 from automodel_ckpt.consolidate import main as consolidate
-from automodel_ckpt.convert import gguf, gguf_llama, import_checkpoint
+from automodel_ckpt.convert import import_checkpoint
 from automodel_ckpt.convert.open import open_source
+from automodel_ckpt.convert.publishing import published_file
 from automodel_ckpt.convert.sources.registry import DCP
+from automodel_ckpt.convert.targets import gguf, gguf_llama
 from automodel_ckpt.data.loader import GlobalBatchLoader
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, SaveFailed
 from tests.support.llamas import llama_checkpoint
@@ -174,7 +176,7 @@ def broken_template(directory: Path) -> object:
 
 
 def full(directory: Path) -> object:
-    with gguf._staged(directory / "model.gguf", logging.debug):
+    with published_file(directory / "model.gguf", logging.debug, what="the GGUF file"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

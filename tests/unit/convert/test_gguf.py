@@ -19,8 +19,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.files.ownership import owned
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.convert.gguf_llama import name_faults, read_llama, rotary_order
-from automodel_ckpt.convert.gguf_tokenizer import tokenizer_keys
+from automodel_ckpt.convert.targets.gguf_llama import name_faults, read_llama, rotary_order
+from automodel_ckpt.convert.targets.gguf_tokenizer import tokenizer_keys
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.llamas import LLAMA_3_ROPE, llama_checkpoint
 from tests.support.shards import bits

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from automodel_ckpt.convert.gguf_llama import KeyValue, not_convertible
+from automodel_ckpt.convert.targets.gguf_llama import KeyValue, not_convertible
 
 # Token types of GGUF (source: gguf.md, tokenizer.ggml.token_type).
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5

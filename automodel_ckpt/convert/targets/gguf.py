@@ -5,7 +5,6 @@ Written with the ``gguf`` package (the extra of that name). Memory: the largest 
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import logging
 import os
@@ -17,19 +16,20 @@ from typing import Any
 
 import numpy as np
 
-from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.export.plan import ExportTensor, make_plan, parse_cast_dtype
 from automodel_ckpt.checkpoint.export_leftovers import Log
 from automodel_ckpt.checkpoint.export_manifest import ExportManifest
-from automodel_ckpt.checkpoint.files.ownership import is_abandoned, owned, owner_digits
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.sources.base_maps import maps_of
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.checkpoint.tensors.float_cast import Array, cast, storage_dtype
 from automodel_ckpt.checkpoint.tensors.stored import whole_checked
 from automodel_ckpt.checkpoint.verify import verify
-from automodel_ckpt.convert.gguf_llama import (
+from automodel_ckpt.convert.open import open_source
+from automodel_ckpt.convert.publishing import check_file_target, published_file
+from automodel_ckpt.convert.sources.files import read_json
+from automodel_ckpt.convert.targets.gguf_llama import (
     KeyValue,
     Llama,
     layers_fault,
@@ -37,11 +37,8 @@ from automodel_ckpt.convert.gguf_llama import (
     read_llama,
     rotary_order,
 )
-from automodel_ckpt.convert.gguf_tokenizer import tokenizer_keys
-from automodel_ckpt.convert.open import open_source
-from automodel_ckpt.convert.sources.files import read_json
-from automodel_ckpt.durable_io import fsync_directory, fsync_file
-from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed, os_problem
+from automodel_ckpt.convert.targets.gguf_tokenizer import tokenizer_keys
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 log_default = logging.getLogger("automodel_ckpt")
 
@@ -90,14 +87,14 @@ def export_gguf(
     # Publishing renames: without this, it would replace a link instead of its target.
     target = Path(os.path.realpath(output))
     # Before the digests are verified, which reads the complete source.
-    _check_target(target, overwrite)
+    check_file_target(target, overwrite=overwrite)
     _check_digests(opened, num_threads)
     tensors = _tensors(opened, cast_code)
     keys, model = _described(opened, tensors)
     warnings = (*opened.notes, *_warnings(keys))
     for text in warnings:
         log(f"warning: {text}")
-    with _staged(target, log) as path:
+    with published_file(target, log, what="the GGUF file") as path:
         _write(library, path, opened.root, keys, model, tensors)
     nbytes = target.stat().st_size
     seconds = time.monotonic() - started
@@ -114,21 +111,6 @@ def _library() -> Any:
             value=str(error),
             hint="pip install 'automodel_ckpt[gguf]'",
         ) from error
-
-
-def _check_target(target: Path, overwrite: bool) -> None:
-    if target.is_dir():
-        found = "a directory"
-    elif os.path.lexists(target) and not overwrite:
-        found = "a file"
-    else:
-        return
-    raise SaveFailed(
-        "there is something already",
-        where=str(target),
-        value=found,
-        hint="choose another --output, or say --force to replace the file",
-    )
 
 
 def _check_digests(source: Source, num_threads: int) -> None:
@@ -240,44 +222,6 @@ def _general(source: Source, tensors: Mapping[str, ExportTensor]) -> list[KeyVal
 def _warnings(keys: list[KeyValue]) -> Iterator[str]:
     if not any(key == "tokenizer.ggml.eos_token_id" for key, _, _ in keys):
         yield "tokenizer_config.json names no end-of-sequence token: llama.cpp takes one of its own"
-
-
-@contextlib.contextmanager
-def _staged(target: Path, log: Log) -> Iterator[Path]:
-    """Yield the path of a file that replaces *target* when the block ends, and is removed if the block raises.
-
-    Leftovers of killed exports to *target* are removed first. An OSError in the block or in publishing becomes
-    :class:`SaveFailed` with path and errno.
-    """
-    path = None
-    try:
-        _clear_leftovers(target, log)
-        path = target.with_name(layout.staging_name(target.name, owner_digits(target.parent)))
-        path.touch(exist_ok=False)
-        with owned(path):
-            yield path
-            # Data before the name: after a power failure, the target is complete, old or new.
-            fsync_file(path)
-            os.replace(path, target)
-        fsync_directory(target.parent)
-    except OSError as error:
-        error.filename = error.filename or str(target)
-        hint = "free space or choose another --output"
-        problem = os_problem(error, "the GGUF file could not be written", hint=hint)
-        raise SaveFailed.all_of([problem]) from error
-    finally:
-        if path is not None:
-            path.unlink(missing_ok=True)
-
-
-def _clear_leftovers(target: Path, log: Log) -> None:
-    for entry in os.scandir(target.parent):
-        if layout.staged_name(entry.name) != target.name:
-            continue
-        is_file = entry.is_file(follow_symlinks=False)
-        if is_file and is_abandoned(Path(entry.path)):
-            log(f"removing {entry.path}, left by an interrupted export")
-            os.unlink(entry.path)
 
 
 def _write(

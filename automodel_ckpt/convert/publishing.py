@@ -1,0 +1,120 @@
+"""Publish what a command writes for another program: staged next to its target, made durable, and then renamed.
+
+A reader finds the complete file or directory, or nothing new. A killed command leaves only ``.NAME.staging-HEX``, which
+the next command with the same target removes. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.export_leftovers import Log
+from automodel_ckpt.checkpoint.files.ownership import is_abandoned, owned, owner_digits
+from automodel_ckpt.durable_io import fsync_directory, fsync_file
+from automodel_ckpt.errors import SaveFailed, os_problem
+
+_HINT = "free space or choose another --output"
+
+
+def check_file_target(target: Path, *, overwrite: bool) -> None:
+    """Raise :class:`SaveFailed` unless a file may be published as *target*: only *overwrite* replaces a file."""
+    if target.is_dir():
+        raise _occupied(target, "a directory", "choose another --output")
+    if os.path.lexists(target) and not overwrite:
+        raise _occupied(
+            target, "a file", "choose another --output, or add --force to replace the file"
+        )
+
+
+def check_directory_target(target: Path) -> None:
+    """Raise :class:`SaveFailed` unless *target* does not exist or is an empty directory."""
+    if not os.path.lexists(target):
+        return
+    if not target.is_dir():
+        raise _occupied(target, "a file", "choose another --output")
+    names = sorted(os.listdir(target))
+    if names:
+        value = f"a directory with {', '.join(names[:3])}"
+        raise _occupied(target, value, "choose another --output, or remove the directory")
+
+
+def _occupied(target: Path, value: str, hint: str) -> SaveFailed:
+    return SaveFailed("the output path already exists", where=str(target), value=value, hint=hint)
+
+
+@contextlib.contextmanager
+def published_file(target: Path, log: Log, *, what: str) -> Iterator[Path]:
+    """Yield the path of a file that replaces *target* when the block ends, and is removed if the block raises.
+
+    The parent of *target* must exist, and *target* must not be a symbolic link: publishing renames, and would replace
+    the link. *what* names the file in errors, for example ``the GGUF file``. An OSError in the block or in publishing
+    becomes :class:`SaveFailed` with path and errno.
+    """
+    with _staged(target, log, what) as staging:
+        staging.touch(exist_ok=False)
+        with owned(staging):
+            yield staging
+            # Data before the name: after a power failure, the target is complete, old or new.
+            fsync_file(staging)
+            os.replace(staging, target)
+        fsync_directory(target.parent)
+
+
+@contextlib.contextmanager
+def published_directory(target: Path, log: Log, *, what: str) -> Iterator[Path]:
+    """Yield a directory that becomes *target* when the block ends, and is removed if the block raises.
+
+    *target* must have passed :func:`check_directory_target`. The block may leave files that are not fsynced. *what*
+    names the directory in errors. Its parent must exist. An OSError in the block or in publishing becomes
+    :class:`SaveFailed` with path and errno.
+    """
+    with _staged(target, log, what) as staging:
+        staging.mkdir()
+        with owned(staging):
+            yield staging
+            for parent, _, names in os.walk(staging, topdown=False):
+                for name in names:
+                    fsync_file(Path(parent, name))
+                fsync_directory(Path(parent))
+            # Replaces nothing but an empty directory: rename(2) raises ENOTEMPTY for any other.
+            os.rename(staging, target)
+        fsync_directory(target.parent)
+
+
+@contextlib.contextmanager
+def _staged(target: Path, log: Log, what: str) -> Iterator[Path]:
+    """Yield a free path next to *target*; remove what is there when the block ends."""
+    staging = None
+    try:
+        _clear_leftovers(target, log)
+        staging = target.with_name(layout.staging_name(target.name, owner_digits(target.parent)))
+        yield staging
+    except OSError as error:
+        error.filename = error.filename or str(target)
+        problem = os_problem(error, f"{what} could not be written", hint=_HINT)
+        raise SaveFailed.all_of([problem]) from error
+    finally:
+        if staging is not None:
+            _remove(staging)
+
+
+def _clear_leftovers(target: Path, log: Log) -> None:
+    for entry in os.scandir(target.parent):
+        if layout.staged_name(entry.name) != target.name or entry.is_symlink():
+            continue
+        is_ours = entry.is_file() or entry.is_dir()
+        if is_ours and is_abandoned(Path(entry.path)):
+            log(f"removing {entry.path}, left by an interrupted export")
+            _remove(Path(entry.path))
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
