@@ -14,6 +14,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 AUTOMODEL_TOOL ?=
 MUTANTS_ARGS ?=
+INTEROP_ARGS ?=
 QUICK_TESTS := tests/unit/config tests/unit/data tests/unit/models tests/unit/distributed tests/unit/cli
 # Their image processors need torchvision with the oldest transformers, and its wheels need torch with CUDA.
 QUICK_TESTS += $(patsubst %,--ignore=%,tests/unit/data/test_vlm.py tests/unit/models/test_vision.py tests/unit/models/test_processor.py)
@@ -111,5 +112,8 @@ mutants: $(STAMP)  ## change the code in 40 places of each package and count wha
 clients: $(STAMP)  ## vLLM, llama.cpp, transformers, AutoModel, SGLang load our exports: half an hour, 8 GB in .clients
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.clients
 
+interop: $(STAMP)  ## Trainer, Lightning, DeepSpeed and others write checkpoints that we read, and read ours: an hour, 20 GB in .peers
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.interop $(INTEROP_ARGS)
+
 clean:  ## remove .venv, caches and what the demo wrote
-	rm -rf $(VENV) $(OLDEST)* .clients runs bases build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST)* .clients .peers runs bases build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -19,6 +19,7 @@ from typing import Any
 
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from tools.clients.environments import TORCH, Environment, own_variables, python_of
+from tools.interop.page import section_of
 
 ROOT = Path(__file__).resolve().parents[2]
 HOME = ROOT / ".clients"
@@ -194,7 +195,12 @@ def page(log: dict[str, Any]) -> str:
             lines.append(
                 f"| {program} | {version} | {answer['date']} | {what} | {found} | {verdict} |"
             )
-    return "\n".join(lines) + "\n"
+    text = "\n".join(lines) + "\n"
+    # The second table is written by `make interop`.
+    others = section_of(PAGE.read_text())
+    if others:
+        text += f"\n{others}"
+    return text
 
 
 if __name__ == "__main__":
