@@ -191,7 +191,11 @@ def _keys_of(group: Mapping[str, Any], path: Path) -> list[Key]:
     for key in keys:
         # Not isinstance: True is an int, too.
         if type(key) is not int and type(key) is not str:
-            raise _unusable("a parameter has neither a number nor a name", path, repr(key)[:100])
+            raise _unusable(
+                "the optimizer lists a parameter with neither a number nor a name",
+                path,
+                repr(key)[:100],
+            )
     return keys
 
 
