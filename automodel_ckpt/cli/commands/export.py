@@ -25,13 +25,14 @@ if TYPE_CHECKING:
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Describe the command ``ckpt export``."""
     command.description = (
-        "Export the model of a checkpoint: hf (Hugging Face files, the same as `ckpt consolidate`) or gguf "
-        "(one file for llama.cpp; Llama models with byte-level BPE tokenizers)."
+        "Export the model of a checkpoint: hf (Hugging Face files, the same as `ckpt consolidate`), gguf "
+        "(one file for llama.cpp; Llama models with byte-level BPE tokenizers), or torch (one state dict for "
+        "torch.load)."
     )
     command.add_argument(
         "path",
         metavar="DIR",
-        help=f"{WHERE}, its model/ directory, or a directory of shards; for gguf also Hugging Face files",
+        help=f"{WHERE}, its model/ directory, or a directory of shards; for gguf and torch also Hugging Face files",
     )
     command.add_argument(
         "--to", choices=sorted(_TARGETS), default="hf", help="output format (default: hf)"
@@ -40,12 +41,15 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--output",
         "-o",
         metavar="OUT",
-        help="output path (default for hf: consolidated/ in the model's directory; for gguf: NAME.gguf next to the "
-        "checkpoint)",
+        help="output path (default for hf: consolidated/ in the model's directory; for gguf: NAME.gguf, for torch: "
+        "NAME.pt, next to the checkpoint)",
+    )
+    command.add_argument(
+        "--prefix", metavar="P", help="torch only: prefix of all names in the state dict"
     )
     _add_shared_options(command, only_hf="hf only: ", cast_note=" (fp64: hf only)")
     command.add_argument(
-        "--force", action="store_true", help="gguf only: overwrite an existing file"
+        "--force", action="store_true", help="gguf, torch: overwrite an existing file"
     )
 
 
@@ -55,7 +59,7 @@ def add_consolidate_arguments(command: argparse.ArgumentParser) -> None:
         "Alias of `ckpt export --to hf`: export the model of a checkpoint to Hugging Face files, and verify its "
         "digests."
     )
-    command.set_defaults(to="hf", force=False)
+    command.set_defaults(to="hf", force=False, prefix=None)
     command.add_argument(
         "path",
         metavar="DIR",
@@ -195,6 +199,25 @@ def _to_gguf(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
     return {**asdict(report), "output": str(report.output)}
 
 
+def _to_torch(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
+    from automodel_ckpt.convert.targets.torch_file import export_torch
+
+    report = export_torch(
+        source,
+        arguments.output,
+        prefix=arguments.prefix or "",
+        cast_dtype=arguments.cast_dtype,
+        overwrite=arguments.force,
+        log=_log,
+    )
+    size = size_text(report.nbytes)
+    checked = _checked_text(report.checked)
+    _log(f"wrote {report.num_tensors} tensors, {size}, {report.seconds:.1f} s ({checked})")
+    if not arguments.json:
+        print_path(report.output)
+    return {**asdict(report), "output": str(report.output)}
+
+
 @dataclass(frozen=True, slots=True)
 class _Target:
     """A value of ``--to``: the function that exports and returns the document of ``--json``, and the options it uses.
@@ -209,6 +232,7 @@ class _Target:
 _TARGETS: Mapping[str, _Target] = {
     "hf": _Target(_to_hf, frozenset({"cast_dtype", "nproc", "num_threads", "merge", "base"})),
     "gguf": _Target(_to_gguf, frozenset({"cast_dtype", "num_threads", "force"})),
+    "torch": _Target(_to_torch, frozenset({"cast_dtype", "force", "prefix"})),
 }
 _DEFAULTS: Mapping[str, object] = {
     "cast_dtype": None,
@@ -217,6 +241,7 @@ _DEFAULTS: Mapping[str, object] = {
     "merge": False,
     "base": None,
     "force": False,
+    "prefix": None,
 }
 """The default of each option that some targets use and others do not."""
 

@@ -1,0 +1,27 @@
+"""The bytes of a stored tensor for an export, in blocks: memory does not grow with the tensor. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
+from automodel_ckpt.checkpoint.slices import Tensor
+from automodel_ckpt.checkpoint.tensors.box_reader import BoxReader, boxes
+from automodel_ckpt.checkpoint.tensors.float_cast import cast, storage_dtype
+from automodel_ckpt.checkpoint.tensors.integrity import require_intact
+
+
+def tensor_blocks(root: Path, tensor: Tensor, dtype: str) -> Iterator[memoryview]:
+    """Yield the row-major bytes of a tensor in files below *root*, cast to *dtype*, in blocks of at most 256 Ki
+    elements.
+
+    The stored bytes are compared with their digests first, if there are any. Raises :class:`CheckpointUnusable` for a
+    damaged tensor.
+    """
+    require_intact(root, tensor)
+    reader = BoxReader(root, tensor)
+    stored_dtype = storage_dtype(tensor.dtype, DTYPE_BITS[tensor.dtype])
+    for box in boxes(tensor.shape):
+        values = reader.read(box).reshape(-1).view(stored_dtype)
+        yield cast(values, tensor.dtype, dtype).view("u1").data

@@ -1,0 +1,153 @@
+"""A checkpoint's model as one state dict in a file of ``torch.save``: verified, streamed, staged, published.
+
+``torch.load(FILE, weights_only=True)`` returns a dict of tensors under the names of the model's Hugging Face files.
+Tied names share one storage in the file, as ``torch.save`` writes them. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.checkpoint.dtypes import ORDINARY_FLOATS
+from automodel_ckpt.checkpoint.export.plan import parse_cast_dtype
+from automodel_ckpt.checkpoint.export_leftovers import Log
+from automodel_ckpt.checkpoint.files.torch_archive_writing import (
+    ArchiveTensor,
+    write_torch_archive,
+)
+from automodel_ckpt.checkpoint.slices import Tensor
+from automodel_ckpt.checkpoint.sources.source import Source
+from automodel_ckpt.checkpoint.verify import verify
+from automodel_ckpt.convert.open import open_source
+from automodel_ckpt.convert.publishing import check_file_target, published_file
+from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
+from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
+
+log_default = logging.getLogger("automodel_ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class TorchFileReport:
+    """A file of ``torch.save`` that was published. *checked* says whether the source's digests were compared."""
+
+    output: Path
+    num_tensors: int
+    nbytes: int
+    seconds: float
+    checked: bool
+    warnings: tuple[str, ...]
+
+
+def export_torch(
+    source: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None = None,
+    *,
+    prefix: str = "",
+    cast_dtype: str | None = None,
+    overwrite: bool = False,
+    log: Log = log_default.info,
+) -> TorchFileReport:
+    """Write the model in *source* (anything that ``open_source`` of ``convert/open.py`` accepts) as one state dict.
+
+    *output* defaults to the source's name with ``.pt``, next to it. *prefix* is added to all names. Tensors keep the
+    dtype of the checkpoint, unless *cast_dtype* (bf16, fp16, fp32, fp64) casts the floating-point ones.
+
+    Raises :class:`CheckpointUnusable` for a damaged source, :class:`SaveFailed` if the file cannot be written, and
+    :class:`RecipeError` for a wrong argument. In each case nothing was written.
+    """
+    started = time.monotonic()
+    cast_code = parse_cast_dtype(cast_dtype)
+    opened = open_source(Path(source))
+    target = target_of(opened, output, ".pt", overwrite=overwrite)
+    check_files(opened)
+    for text in opened.notes:
+        log(f"warning: {text}")
+    state_dict = state_dict_of(opened, prefix, cast_code)
+    publish_archive(target, state_dict, log)
+    return TorchFileReport(
+        target,
+        len(state_dict),
+        target.stat().st_size,
+        time.monotonic() - started,
+        opened.has_digests,
+        opened.notes,
+    )
+
+
+def target_of(
+    source: Source, output: str | os.PathLike[str] | None, suffix: str, *, overwrite: bool
+) -> Path:
+    """Return the path of the file to publish: *output*, or the source's name with *suffix*, next to it.
+
+    Raises :class:`SaveFailed` if there is something that may not be replaced.
+    """
+    if output is None:
+        output = source.root.with_name(source.root.name + suffix)
+    # Publishing renames: without this, it would replace a link instead of its target.
+    target = Path(os.path.realpath(output))
+    check_file_target(target, overwrite=overwrite)
+    if not target.parent.is_dir():
+        raise SaveFailed(
+            "the directory of the output does not exist",
+            where=str(target),
+            value=str(target.parent),
+            hint="create it, or choose another --output",
+        )
+    return target
+
+
+def check_files(source: Source) -> None:
+    """Raise :class:`CheckpointUnusable` if a file of a checkpoint is missing or has another size than in the manifest.
+
+    The bytes of each tensor are compared with their digests when they are read.
+    """
+    if source.manifest is None:
+        return
+    problems = verify(source.root, source.manifest, "size")
+    if problems:
+        raise CheckpointUnusable.all_of(problems)
+
+
+def state_dict_of(source: Source, prefix: str, cast_code: str | None) -> dict[str, ArchiveTensor]:
+    """Return the tensors of a model by name, with the *prefix*. A tied name is the tensor that it is tied to."""
+    state_dict: dict[str, ArchiveTensor] = {}
+    for fqn, tensor in source.tensors.items():
+        dtype = tensor.dtype
+        if cast_code is not None and dtype in ORDINARY_FLOATS:
+            dtype = cast_code
+        state_dict[prefix + fqn] = archive_tensor(source.root, tensor, dtype)
+    for alias, stored in _ties(source).items():
+        if stored in source.tensors:
+            state_dict.setdefault(prefix + alias, state_dict[prefix + stored])
+    return state_dict
+
+
+def archive_tensor(root: Path, tensor: Tensor, dtype: str) -> ArchiveTensor:
+    """Return a stored tensor as a value of an archive: it is read when its record is written."""
+    return ArchiveTensor(dtype, tensor.shape, partial(tensor_blocks, root, tensor, dtype))
+
+
+def _ties(source: Source) -> Mapping[str, str]:
+    """Return {tied name: stored name}. The manifest of Hugging Face files has them, but not the source."""
+    if source.tied or source.manifest is None:
+        return source.tied
+    ties: dict[str, str] = {}
+    for tree in source.manifest.trees.values():
+        ties.update(tree.tied)
+    return ties
+
+
+def publish_archive(target: Path, value: Any, log: Log) -> None:
+    """Write *value* as a file of ``torch.save``, which replaces *target* when it is complete."""
+    with (
+        published_file(target, log, what="the file of torch.save") as path,
+        path.open("wb") as file,
+    ):
+        write_torch_archive(file, value)
