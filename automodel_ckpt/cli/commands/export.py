@@ -26,13 +26,13 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     """Describe the command ``ckpt export``."""
     command.description = (
         "Export the model of a checkpoint: hf (Hugging Face files, the same as `ckpt consolidate`), gguf "
-        "(one file for llama.cpp; Llama models with byte-level BPE tokenizers), or torch (one state dict for "
-        "torch.load)."
+        "(one file for llama.cpp; Llama models with byte-level BPE tokenizers), dcp (a directory for "
+        "torch.distributed.checkpoint), or torch (one state dict for torch.load)."
     )
     command.add_argument(
         "path",
         metavar="DIR",
-        help=f"{WHERE}, its model/ directory, or a directory of shards; for gguf and torch also Hugging Face files",
+        help=f"{WHERE}, its model/ directory, or a directory of shards; except for hf also Hugging Face files",
     )
     command.add_argument(
         "--to", choices=sorted(_TARGETS), default="hf", help="output format (default: hf)"
@@ -42,10 +42,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "-o",
         metavar="OUT",
         help="output path (default for hf: consolidated/ in the model's directory; for gguf: NAME.gguf, for torch: "
-        "NAME.pt, next to the checkpoint)",
+        "NAME.pt, for dcp: NAME-dcp, next to the checkpoint)",
     )
     command.add_argument(
-        "--prefix", metavar="P", help="torch only: prefix of all names in the state dict"
+        "--prefix", metavar="P", help="dcp, torch: prefix of all names in the state dict"
     )
     _add_shared_options(command, only_hf="hf only: ", cast_note=" (fp64: hf only)")
     command.add_argument(
@@ -218,6 +218,24 @@ def _to_torch(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
     return {**asdict(report), "output": str(report.output)}
 
 
+def _to_dcp(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
+    from automodel_ckpt.convert.targets.dcp import export_dcp
+
+    report = export_dcp(
+        source,
+        arguments.output,
+        prefix=arguments.prefix or "",
+        cast_dtype=arguments.cast_dtype,
+        log=_log,
+    )
+    size = size_text(report.nbytes)
+    checked = _checked_text(report.checked)
+    _log(f"wrote {report.num_tensors} tensors, {size}, {report.seconds:.1f} s ({checked})")
+    if not arguments.json:
+        print_path(report.output)
+    return {**asdict(report), "output": str(report.output)}
+
+
 @dataclass(frozen=True, slots=True)
 class _Target:
     """A value of ``--to``: the function that exports and returns the document of ``--json``, and the options it uses.
@@ -232,6 +250,7 @@ class _Target:
 _TARGETS: Mapping[str, _Target] = {
     "hf": _Target(_to_hf, frozenset({"cast_dtype", "nproc", "num_threads", "merge", "base"})),
     "gguf": _Target(_to_gguf, frozenset({"cast_dtype", "num_threads", "force"})),
+    "dcp": _Target(_to_dcp, frozenset({"cast_dtype", "prefix"})),
     "torch": _Target(_to_torch, frozenset({"cast_dtype", "force", "prefix"})),
 }
 _DEFAULTS: Mapping[str, object] = {

@@ -1,0 +1,92 @@
+"""A checkpoint's model as a plain directory of PyTorch DCP: verified, streamed, staged, published. Imports no torch.
+
+``torch.distributed.checkpoint.load(state_dict, checkpoint_id=DIR)`` fills a state dict from it, sharded in any way.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from automodel_ckpt.checkpoint.export.plan import parse_cast_dtype
+from automodel_ckpt.checkpoint.export_leftovers import Log
+from automodel_ckpt.convert.open import open_source
+from automodel_ckpt.convert.publishing import check_directory_target, published_directory
+from automodel_ckpt.convert.targets.dcp_files import DcpWriter
+from automodel_ckpt.convert.targets.torch_file import check_files, state_dict_of
+from automodel_ckpt.errors import SaveFailed
+
+log_default = logging.getLogger("automodel_ckpt")
+
+_SUFFIX = "-dcp"
+
+
+@dataclass(frozen=True, slots=True)
+class DcpReport:
+    """A DCP directory that was published. *checked* says whether the source's digests were compared."""
+
+    output: Path
+    num_tensors: int
+    nbytes: int
+    seconds: float
+    checked: bool
+    warnings: tuple[str, ...]
+
+
+def export_dcp(
+    source: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None = None,
+    *,
+    prefix: str = "",
+    cast_dtype: str | None = None,
+    log: Log = log_default.info,
+) -> DcpReport:
+    """Write the model in *source* (anything that ``open_source`` of ``convert/open.py`` accepts) as a DCP directory.
+
+    *output* defaults to the source's name with ``-dcp``, next to it. *prefix* is added to all names: with ``model.``,
+    ``dcp.load({"model": model.state_dict()}, ...)`` finds them. Tensors keep the dtype of the checkpoint, unless
+    *cast_dtype* (bf16, fp16, fp32, fp64) casts the floating-point ones.
+
+    Raises :class:`CheckpointUnusable` for a damaged source, :class:`SaveFailed` if the directory cannot be written, and
+    :class:`RecipeError` for a wrong argument. In each case nothing was written. Memory: one block of a tensor.
+    """
+    started = time.monotonic()
+    cast_code = parse_cast_dtype(cast_dtype)
+    opened = open_source(Path(source))
+    if output is None:
+        output = opened.root.with_name(opened.root.name + _SUFFIX)
+    # Publishing renames: without this, it would replace a link instead of its target.
+    target = Path(os.path.realpath(output))
+    _check_target(target)
+    check_files(opened)
+    for text in opened.notes:
+        log(f"warning: {text}")
+    state_dict = state_dict_of(opened, "", cast_code)
+    outer = tuple(part for part in prefix.split(".") if part)
+    with (
+        published_directory(target, log, what="the DCP directory") as directory,
+        DcpWriter(directory) as writer,
+    ):
+        for fqn, tensor in state_dict.items():
+            writer.add_tensor((*outer, fqn), tensor)
+        writer.finish()
+    nbytes = sum(path.stat().st_size for path in target.iterdir())
+    seconds = time.monotonic() - started
+    return DcpReport(
+        target, len(state_dict), nbytes, seconds, opened.has_digests, tuple(opened.notes)
+    )
+
+
+def _check_target(target: Path) -> None:
+    """Raise :class:`SaveFailed` if *target* is occupied, or its parent does not exist."""
+    check_directory_target(target)
+    if not target.parent.is_dir():
+        raise SaveFailed(
+            "the directory of the output does not exist",
+            where=str(target),
+            value=str(target.parent),
+            hint="create it, or choose another --output",
+        )
