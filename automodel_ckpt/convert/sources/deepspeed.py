@@ -17,12 +17,12 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
-from automodel_ckpt.checkpoint.slices import Slice, Tensor, tiling_fault
+from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.convert.sources.deepspeed_files import (
     Partition,
@@ -36,17 +36,31 @@ from automodel_ckpt.convert.sources.deepspeed_files import (
     rank_files,
     read_partition,
 )
+from automodel_ckpt.convert.sources.deepspeed_optimizer import (
+    partitioned_optimizer,
+    universal_optimizer,
+)
+from automodel_ckpt.convert.sources.deepspeed_partitions import (
+    ParameterSet,
+    add_from,
+    add_parameters,
+)
+from automodel_ckpt.convert.sources.deepspeed_universal import (
+    FP32,
+    ZERO_DIRECTORY,
+    UniversalDirectory,
+)
 from automodel_ckpt.convert.sources.files import names_in
 from automodel_ckpt.convert.sources.flat_vector import FlatVector, Segment
 from automodel_ckpt.convert.sources.format import Format
-from automodel_ckpt.convert.sources.torch_files import plain_names
+from automodel_ckpt.convert.sources.plain_values import plain_values
+from automodel_ckpt.convert.sources.torch_files import faults_of, plain_names
 from automodel_ckpt.convert.sources.torch_objects import StoredView
+from automodel_ckpt.convert.training_state import Parameters, TrainingState
 from automodel_ckpt.errors import CheckpointUnusable
 
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
-_ZERO_DIRECTORY = "zero"
-_FP32_FILE = "fp32.pt"
 _MAX_TAG_BYTES = 1024
 _UNCHECKED = "these files are unchecked: there is no manifest with their digests"
 # What the files of model states contain beside the model, with its name for the user.
@@ -91,18 +105,35 @@ class DeepSpeed(Format):
     def open(self, path: Path, *, follow_links: bool = False) -> Source:
         """Describe the model. Links are never followed: DeepSpeed writes all files to one directory."""
         tag = _tag_directory(path)
-        files = rank_files(tag)
-        states = StateFile(tag, files.model[0])
-        _check_states(states)
-        model = _Model(states)
-        if os.path.lexists(tag / _ZERO_DIRECTORY):
-            _add_universal(model, tag)
-            _add_frozen(model, tag, files, _num_ranks(states, files))
-        else:
-            _add_parameters(model, tag, files)
-        _add_rest(model, files.is_partitioned)
         side_files = path if (path / "config.json").is_file() else None
-        return model.source(tag, path, side_files)
+        return _described(tag).source(tag, path, side_files)
+
+    def training_state(self, path: Path, parameters: Parameters) -> TrainingState | None:
+        """Return moments, counters and the LR schedule. DeepSpeed names parameters: *parameters* is not called.
+
+        A checkpoint without files of the optimizer's states has counters only.
+        """
+        tag = _tag_directory(path)
+        model = _described(tag)
+        optimizer = None
+        if os.path.lexists(tag / ZERO_DIRECTORY):
+            optimizer = universal_optimizer(tag, model.groups, model.names())
+        elif model.partitions:
+            optimizer = partitioned_optimizer(tag, model.groups, model.partitions, model.names())
+        omitted = list(_omitted(model.states.value, are_transferred=True))
+        if optimizer is None:
+            omitted.insert(0, "optimizer state: there are no files with it that can be read")
+        else:
+            omitted.insert(0, "loss scale")
+        value = model.states.value
+        return TrainingState(
+            step=_count(value, "global_steps"),
+            epoch=_count(value, "epoch"),
+            consumed_samples=_count(value, "global_samples"),
+            optimizer=optimizer,
+            scheduler=_schedule(model.states),
+            omitted=tuple(omitted),
+        )
 
     def parts(self, path: Path) -> frozenset[str]:
         try:
@@ -112,39 +143,43 @@ class DeepSpeed(Format):
         return frozenset() if tag == path else frozenset({tag.name})
 
 
-@dataclass(slots=True)
 class _Model:
-    """The model as far as it was described. *states* is rank 0's file of model states."""
+    """The model as far as it was described. *states* is rank 0's file of model states.
 
-    states: StateFile
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=lambda: [_UNCHECKED])
-    omitted: list[str] = field(default_factory=list)
+    *groups* are the shapes of the trained parameters, and *partitions* the ranks' parts of them, if they are stored in
+    parts.
+    """
 
-    def add(self, tensor: Tensor) -> None:
-        """Add a tensor. Raises :class:`CheckpointUnusable` if its name is taken or its slices do not tile it."""
-        if tensor.fqn in self.tensors:
-            what = f"the parameter {tensor.fqn!r} is stored twice"
-            raise unusable(what, self.states.path, list(tensor.shape))
-        fault = tiling_fault([stored.box for stored in tensor.slices], tensor.shape)
-        if fault:
-            what = f"the slices of {tensor.fqn!r} do not make it up: {fault}"
-            raise unusable(what, self.states.path, list(tensor.shape))
-        self.tensors[tensor.fqn] = tensor
+    def __init__(self, states: StateFile) -> None:
+        self.states = states
+        self.parameters = ParameterSet(states.path)
+        self.groups: list[dict[str, Shape]] = []
+        self.partitions: Mapping[int, Partition] = {}
+        self.notes = [_UNCHECKED]
+        self.omitted: list[str] = []
+
+    def names(self) -> dict[str, str]:
+        """Return {name in the files: name in the model}, which has no prefixes of wrappers."""
+        stored = [*self.parameters.tensors, *self._tied()]
+        names = plain_names(self.states.value, stored)
+        if len(set(names.values())) != len(names):
+            names = {name: name for name in names}
+        return names
+
+    def _tied(self) -> dict[str, str]:
+        """Return {tied name: stored name}, for tied names that have no data in the files."""
+        tied: dict[str, str] = {}
+        for name, stored in _shared(self.states).items():
+            if stored in self.parameters.tensors and name not in self.parameters.tensors:
+                tied[name] = stored
+        return tied
 
     def source(self, root: Path, directory: Path, side_files: Path | None) -> Source:
         """Return the description of the complete model, whose files are below *root*."""
-        shared = _shared(self.states)
-        tied = {
-            name: stored
-            for name, stored in shared.items()
-            if stored in self.tensors and name not in self.tensors
-        }
-        names = plain_names(self.states.value, [*self.tensors, *tied])
-        if len(set(names.values())) != len(names):
-            names = {name: name for name in names}
+        tied = self._tied()
+        names = self.names()
         tensors: dict[str, Tensor] = {}
-        for fqn, tensor in self.tensors.items():
+        for fqn, tensor in self.parameters.tensors.items():
             name = names[fqn]
             slices = tuple(replace(stored, fqn=name) for stored in tensor.slices)
             tensors[name] = Tensor(name, tensor.dtype, tensor.shape, slices)
@@ -163,6 +198,21 @@ class _Model:
             omitted=omitted,
             side_files=side_files,
         )
+
+
+def _described(tag: Path) -> _Model:
+    """Return the model of the save in the directory *tag*."""
+    files = rank_files(tag)
+    states = StateFile(tag, files.model[0])
+    _check_states(states)
+    model = _Model(states)
+    if os.path.lexists(tag / ZERO_DIRECTORY):
+        _add_universal(model, tag)
+        _add_frozen(model, tag, files, _num_ranks(states, files))
+    else:
+        _add_parameters(model, tag, files)
+    _add_rest(model, files.is_partitioned)
+    return model
 
 
 # ---------------------------------------------------------------- which directory
@@ -231,13 +281,10 @@ def _add_parameters(model: _Model, tag: Path, files: RankFiles) -> None:
     check_partitions(partitions, tag)
     _check_stage(partitions[0], files, tag)
     _check_num_ranks(states, len(partitions))
-    groups = _param_shapes(states)
-    if partitions[0].stage == 3:
-        _add_divided(model, groups, partitions)
-        _add_frozen(model, tag, files, len(partitions))
-    else:
-        _add_concatenated(model, groups, partitions)
-        _add_frozen(model, tag, files, 1)
+    model.groups = _param_shapes(states)
+    model.partitions = partitions
+    add_parameters(model.parameters, model.groups, partitions)
+    _add_frozen(model, tag, files, len(partitions) if partitions[0].stage == 3 else 1)
     model.omitted.append(_optimizer_text(len(partitions)))
     model.notes.append(
         f"the weights are the optimizer's master weights, from the files of {len(partitions)} ranks"
@@ -288,130 +335,6 @@ def _param_shapes(states: StateFile) -> list[dict[str, Shape]]:
     return [dict(states.shapes(group)) for group in value]
 
 
-def _add_concatenated(
-    model: _Model, groups: list[dict[str, Shape]], partitions: Mapping[int, Partition]
-) -> None:
-    """Add the parameters of ZeRO stages 1 and 2: each rank has a range of a group's concatenated parameters."""
-    first = partitions[0]
-    if len(groups) != len(first.segments):
-        what = f"the model has {len(groups)} groups of parameters, the optimizer another number"
-        raise unusable(what, first.file.path, len(first.segments))
-    for index, shapes in enumerate(groups):
-        vector = FlatVector([partitions[rank].segments[index] for rank in sorted(partitions)])
-        paddings = _group_paddings(first, index, len(shapes))
-        begins: dict[str, int] = {}
-        position = 0
-        for (fqn, shape), padding in zip(shapes.items(), paddings, strict=True):
-            begins[fqn] = position
-            position += math.prod(shape) + padding
-        # The vector is padded to twice the number of ranks, and that padding is stored only in part
-        # (source: deepspeed/utils/zero_to_fp32.py, 0.19).
-        unit = 2 * len(partitions)
-        is_complete = vector.num_elements >= position
-        if not is_complete or _aligned(vector.num_elements, unit) != _aligned(position, unit):
-            what = f"the ranks' parts of group {index} do not have the size of its parameters"
-            value = f"{vector.num_elements} elements, not {position}"
-            raise unusable(what, first.file.path.parent, value)
-        _check_addresses(index, shapes, partitions)
-        for fqn, shape in shapes.items():
-            _add_from(model, fqn, shape, {0: vector}, begins[fqn], math.prod(shape))
-
-
-def _group_paddings(partition: Partition, index: int, num_parameters: int) -> tuple[int, ...]:
-    if partition.paddings is None:
-        return (0,) * num_parameters
-    found = partition.paddings[index] if index < len(partition.paddings) else ()
-    if len(found) != num_parameters:
-        what = f"group {index} has {num_parameters} parameters, and another number of paddings"
-        raise unusable(what, partition.file.path, len(found))
-    return found
-
-
-def _aligned(number: int, unit: int) -> int:
-    return -(-number // unit) * unit
-
-
-def _check_addresses(
-    index: int, shapes: Mapping[str, Shape], partitions: Mapping[int, Partition]
-) -> None:
-    """Check that the ranks' files, in this order, contain each parameter without a gap, as far as they state it.
-
-    This finds most files under the name of another rank, whose sizes are the same. Only the ranges of one parameter
-    are compared: with ``round_robin_gradients``, DeepSpeed states places in another order of the parameters than the
-    one that it stores, which is that of ``param_shapes``.
-    """
-    begins: dict[str, int] = {}
-    ends: dict[str, int] = {}
-    rank_begin = 0
-    for rank in sorted(partitions):
-        partition = partitions[rank]
-        addresses = partition.addresses[index] if index < len(partition.addresses) else {}
-        for fqn, (num_elements, start) in addresses.items():
-            begin = rank_begin + start
-            if fqn not in shapes:
-                what = "a rank's file has a parameter that the model's states do not have"
-                raise unusable(what, partition.file.path, repr(fqn)[:200])
-            if ends.setdefault(fqn, begin) != begin:
-                what = f"the part of {fqn!r} does not continue that of the rank before"
-                value = f"element {begin} of group {index}, not {ends[fqn]}"
-                raise unusable(what, partition.file.path, value)
-            begins.setdefault(fqn, begin)
-            ends[fqn] = begin + num_elements
-        rank_begin += partition.segments[index].num_elements
-    for fqn, end in ends.items():
-        if end - begins[fqn] != math.prod(shapes[fqn]):
-            what = f"the ranks do not have all of {fqn!r}"
-            value = f"{end - begins[fqn]} elements, not {math.prod(shapes[fqn])}"
-            raise unusable(what, partitions[0].file.path.parent, value)
-
-
-def _add_divided(
-    model: _Model, groups: list[dict[str, Shape]], partitions: Mapping[int, Partition]
-) -> None:
-    """Add the parameters of ZeRO stage 3: each rank has a part of every parameter, all of the same size."""
-    num_ranks = len(partitions)
-    vectors = {rank: FlatVector(partition.segments) for rank, partition in partitions.items()}
-    position = 0
-    begins: dict[str, tuple[Shape, int]] = {}
-    for shapes in groups:
-        for fqn, shape in shapes.items():
-            if fqn in begins:
-                raise unusable(f"the parameter {fqn!r} is in two groups", model.states.path, shape)
-            begins[fqn] = (shape, position)
-            position += -(-math.prod(shape) // num_ranks)
-    for rank, vector in vectors.items():
-        if vector.num_elements != position:
-            what = "a rank's part does not have the size of its share of the parameters"
-            value = f"{vector.num_elements} elements, not {position}"
-            raise unusable(what, partitions[rank].file.path, value)
-    for fqn, (shape, begin) in begins.items():
-        share = -(-math.prod(shape) // num_ranks)
-        _add_from(model, fqn, shape, vectors, begin, share)
-
-
-def _add_from(
-    model: _Model,
-    fqn: str,
-    shape: Shape,
-    vectors: Mapping[int, FlatVector],
-    position: int,
-    share: int,
-) -> None:
-    """Add a parameter that is divided among *vectors*, *share* elements in each, from *position* on.
-
-    The end of the last parts is padding.
-    """
-    num_elements = math.prod(shape)
-    slices: list[Slice] = []
-    for rank in sorted(vectors):
-        first = min(rank * share, num_elements)
-        last = min(first + share, num_elements)
-        if first < last:
-            slices.extend(vectors[rank].slices(fqn, shape, range(first, last), position))
-    dtype = vectors[min(vectors)].dtype
-    model.add(Tensor(fqn, dtype, shape, tuple(slices)))
-
-
 # ---------------------------------------------------------------- frozen parameters, buffers, tied names
 
 
@@ -428,7 +351,7 @@ def _add_frozen(model: _Model, tag: Path, files: RankFiles, num_ranks: int) -> N
             if not isinstance(view, StoredView) or view.shape != shape:
                 what = f"the frozen parameter {fqn!r} does not have its shape"
                 raise unusable(what, states.path, f"{view!r:.100}, not {list(shape)}")
-            model.add(states.tensor(fqn, view))
+            model.parameters.add(states.tensor(fqn, view))
         return
     check_ranks(files.model, num_ranks, tag)
     parts = {0: fragments}
@@ -443,7 +366,7 @@ def _add_frozen(model: _Model, tag: Path, files: RankFiles, num_ranks: int) -> N
             segment = file.segment(f"the part of {fqn!r}", parts[rank].get(fqn))
             _check_fragment(file, fqn, segment, share, vectors)
             vectors[rank] = FlatVector([segment])
-        _add_from(model, fqn, shape, vectors, 0, share)
+        add_from(model.parameters, fqn, shape, vectors, 0, share)
 
 
 def _check_fragment(
@@ -476,15 +399,15 @@ def _add_rest(model: _Model, is_partitioned: bool) -> None:
     buffers = states.value.get("buffer_names") or ()
     shared = _shared(states)
     for fqn, view in states.views(module):
-        stored = model.tensors.get(fqn)
-        is_tied = shared.get(fqn) in model.tensors or shared.get(fqn) in module
+        stored = model.parameters.tensors.get(fqn)
+        is_tied = shared.get(fqn) in model.parameters.tensors or shared.get(fqn) in module
         if stored is None and not is_tied:
             # A buffer may be empty; a parameter that is empty here has no data in this file.
             is_buffer = isinstance(buffers, (list, tuple)) and fqn in buffers
             if is_partitioned and not is_buffer and view.shape == (0,):
                 what = f"the data of the parameter {fqn!r} is missing"
                 raise unusable(what, states.path, "not in param_shapes or frozen_param_shapes")
-            model.add(states.tensor(fqn, view))
+            model.parameters.add(states.tensor(fqn, view))
         elif stored is not None and not is_partitioned and stored.shape != view.shape:
             what = f"the shapes of {fqn!r} in param_shapes and module are different"
             raise unusable(what, states.path, f"{list(stored.shape)}, {list(view.shape)}")
@@ -498,52 +421,45 @@ def _add_universal(model: _Model, tag: Path) -> None:
 
     The conversion also writes buffers there, as float32 whatever they were. They are taken from ``module``.
     """
-    states = model.states
-    zero = tag / _ZERO_DIRECTORY
-    if zero.is_symlink() or not zero.is_dir():
-        raise unusable("this is not a directory of parameters", zero, "a link or a file")
-    # Names of files, compared with the listing: one with a slash or ".." is never in it.
-    names = set(names_in(zero))
-    for shapes in _param_shapes(states):
+    model.groups = _param_shapes(model.states)
+    zero = UniversalDirectory(tag)
+    for shapes in model.groups:
         for fqn, shape in shapes.items():
-            if fqn not in names or (zero / fqn).is_symlink():
-                raise unusable(
-                    f"the file of the parameter {fqn!r} is missing", zero, "no such name"
-                )
-            model.add(_universal_tensor(zero / fqn, fqn, shape))
+            model.parameters.add(zero.tensor(fqn, shape, FP32))
     model.notes.append("the weights are the float32 weights of a universal checkpoint")
     model.omitted.append("optimizer state (moments, steps) of each parameter")
-
-
-def _universal_tensor(directory: Path, fqn: str, shape: Shape) -> Tensor:
-    """Return a parameter: a tensor of its shape, or (converted from ZeRO stage 3) a flat one."""
-    file = StateFile(directory, _FP32_FILE)
-    path = f"{_ZERO_DIRECTORY}/{fqn}/{_FP32_FILE}"
-    value = file.value
-    view: Any = value.get("param") if isinstance(value, dict) else value
-    if not isinstance(view, StoredView):
-        raise unusable("this file has no tensor", file.path, type(view).__name__)
-    if view.shape == shape:
-        return file.tensor(fqn, view, path)
-    segment = file.segment(f"the parameter {fqn!r}", view)
-    if segment.num_elements != math.prod(shape):
-        what = f"the parameter {fqn!r} does not have its shape"
-        raise unusable(what, file.path, f"{segment.num_elements} elements, not {list(shape)}")
-    vector = FlatVector([replace(segment, file=path)])
-    elements = range(segment.num_elements)
-    return Tensor(fqn, segment.dtype, shape, tuple(vector.slices(fqn, shape, elements, 0)))
 
 
 # ---------------------------------------------------------------- what is left out
 
 
-def _omitted(value: Mapping[Any, Any]) -> Iterator[str]:
-    """Yield what the model's states contain beside the model, in words."""
+def _count(value: Mapping[Any, Any], key: str) -> int | None:
+    """Return the counter *key* of the model's states; None if there is none."""
+    number = value.get(key)
+    return number if type(number) is int and number >= 0 else None
+
+
+def _schedule(states: StateFile) -> dict[str, Any] | None:
+    """Return the plain values of the LR scheduler's state; None if there is no scheduler."""
+    state = states.value.get("lr_scheduler")
+    if not isinstance(state, dict):
+        return None
+    with faults_of(states.path):
+        return plain_values(state)
+
+
+def _omitted(value: Mapping[Any, Any], *, are_transferred: bool = False) -> Iterator[str]:
+    """Yield what the model's states contain beside the model, in words.
+
+    If the training state is transferred, the schedule and the counters are not among it.
+    """
     for key, text in _STATE_NAMES.items():
+        if are_transferred and key == "lr_scheduler":
+            continue
         if value.get(key) is not None:
             yield text
     counters: list[str] = []
-    for key in _COUNTERS:
+    for key in ("skipped_steps",) if are_transferred else _COUNTERS:
         number = value.get(key)
         if type(number) is int:
             counters.append(f"{key} {number}")

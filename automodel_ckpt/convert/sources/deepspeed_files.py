@@ -16,6 +16,7 @@ from typing import Any
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.slices import Tensor, counts, shape_fault
 from automodel_ckpt.checkpoint.sources.source import check_no_links, unusable
+from automodel_ckpt.checkpoint.tensors.stored import whole
 from automodel_ckpt.convert.sources.files import check_regular_files, names_in
 from automodel_ckpt.convert.sources.flat_vector import Segment
 from automodel_ckpt.convert.sources.torch_files import (
@@ -46,6 +47,8 @@ _STAGE_ENUM = "deepspeed.runtime.zero.config.ZeroStageEnum"
 _MAX_DIMENSIONS = 64
 _MAX_LISTED = 8
 _FLOATS = ("F64", "F32", "F16", "BF16")
+# Of tensors without dimensions, such as the step of each parameter.
+_NUMBERS = ("F64", "F32", "I64", "I32")
 
 Shape = tuple[int, ...]
 
@@ -176,6 +179,19 @@ class StateFile:
         with faults_of(self.path):
             check_view(fqn, view, self._archive)
             return tensor_of_view(fqn, view, self._archive, file or self.name)
+
+    def number(self, what: str, value: Any) -> int | float | bool:
+        """Return *value*, a number or a tensor without dimensions, as a number. *what* is its name in errors."""
+        if type(value) in (int, float, bool):
+            number: int | float | bool = value
+            return number
+        if not isinstance(value, StoredView) or value.shape:
+            raise unusable(f"{what} is not a number", self.path, f"{value!r:.100}")
+        if value.dtype not in _NUMBERS:
+            raise unusable(f"{what} is not a number", self.path, value.dtype)
+        with faults_of(self.path):
+            found: int | float = whole(self.path.parent, self.tensor(what, value)).item()
+        return found
 
     def views(self, mapping: Mapping[Any, Any]) -> Iterator[tuple[str, StoredView]]:
         """Yield the tensors of *mapping* by name. Values that are not tensors, such as extra state, are left out."""
