@@ -69,6 +69,7 @@ def document(path: Path, stats: bool = False) -> dict[str, Any] | None:
             "problem": tree.problem,
             "values": tree.inventory.num_values,
             "tensors": _tensors(path / tree_name, tree, stats),
+            "details": {title: list(content) for title, content in tree.details.items()},
         }
     return {
         "path": str(path),
@@ -119,3 +120,5 @@ def lines(document: Mapping[str, Any], *, everything: bool) -> Iterator[str]:
         problem = tree["problem"]
         content = [problem] if problem else tensor_lines(tensors, everything)
         yield from section(title, content)
+        for title, details in tree["details"].items():
+            yield from section(title, details)

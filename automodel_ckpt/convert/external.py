@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,15 @@ _MAX_FILES = 100_000
 
 @dataclass(frozen=True, slots=True)
 class ExternalTree:
-    """A directory with tensors: its format and their inventory, or the reason why it cannot be read."""
+    """A directory with tensors: its format and their inventory, or the reason why it cannot be read.
+
+    *details* are further lines about it, by section title.
+    """
 
     format: Format
     inventory: Inventory
     problem: str = ""
+    details: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +96,17 @@ def losses_in(directory: Path) -> Mapping[str, Any]:
 
 
 def _tree(directory: Path, known: Format) -> ExternalTree:
+    details: Mapping[str, tuple[str, ...]] = {}
     try:
-        return ExternalTree(known, known.inventory(directory))
+        # First: a model whose weights cannot be read here still shows its config.
+        details = known.details(directory)
+        return ExternalTree(known, known.inventory(directory), details=details)
     except CheckpointUnusable as error:
         problem = error.problems[0]
         reason = f"{problem.what}: {problem.value}"
     except OSError as error:
         reason = str(error.strerror)
-    return ExternalTree(known, Inventory({}), reason)
+    return ExternalTree(known, Inventory({}), reason, details)
 
 
 def _files(directory: Path) -> Iterator[tuple[str, int]]:

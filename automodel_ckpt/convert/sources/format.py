@@ -67,6 +67,13 @@ class Format(ABC):
         """
         return frozenset()
 
+    def details(self, path: Path) -> Mapping[str, tuple[str, ...]]:
+        """Return what else ``ckpt show`` prints about *path*: lines by section title, for example a model's config.
+
+        Raises :class:`CheckpointUnusable` if the files are damaged.
+        """
+        return {}
+
     def stored_tensors(self, path: Path) -> StoredTensors:
         """Return all tensors in *path* for reading. By default these are the tensors of the model.
 

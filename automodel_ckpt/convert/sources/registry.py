@@ -12,6 +12,7 @@ from automodel_ckpt.convert.sources.files import names_in
 from automodel_ckpt.convert.sources.format import Format
 from automodel_ckpt.convert.sources.hugging_face import HuggingFaceFiles
 from automodel_ckpt.convert.sources.megatron import MegatronCore, MegatronRanks, MegatronRun, Nemo2
+from automodel_ckpt.convert.sources.nemo import NemoDirectory, NemoFile
 from automodel_ckpt.convert.sources.peft_adapter import PeftAdapter
 from automodel_ckpt.convert.sources.safetensors_file import SafetensorsFile
 from automodel_ckpt.convert.sources.safetensors_shards import SafetensorsShards
@@ -36,6 +37,8 @@ TORCH_FILE: Format = TorchFile()
 
 FORMATS: tuple[Format, ...] = (
     # Directories. Megatron-Core's also contain .metadata, like those of PyTorch DCP.
+    # A model of NeMo can have a directory for each rank, as Megatron-LM's.
+    NemoDirectory(),
     *MEGATRON,
     ADAPTER,
     # A run of transformers' Trainer with DeepSpeed also has model.safetensors: these are the same weights, rounded.
@@ -51,6 +54,7 @@ FORMATS: tuple[Format, ...] = (
     NumpyArchive(),
     TORCH_FILE,
     ZipArchive(),
+    NemoFile(),
     TarArchive(),
     Pickle(),
     Hdf5File(),

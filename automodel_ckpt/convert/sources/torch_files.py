@@ -159,19 +159,21 @@ def is_torch_archive(head: bytes) -> bool:
     return first_name.rpartition("/")[2] in _TORCH_RECORDS
 
 
-def read_model(path: Path) -> TorchModel:
+def read_model(path: Path, *, start: int = 0, nbytes: int | None = None) -> TorchModel:
     """Describe the model in the file *path*, which is not a symbolic link.
 
+    If the model's file is packed in another one, *start* and *nbytes* are its byte range in *path*.
     Raises :class:`CheckpointUnusable` if the file is damaged, contains no model, or only a part of one.
     """
-    archive = read_archive(path)
+    archive = read_archive(path, start=start, nbytes=nbytes)
     with faults_of(path):
         return _model_of(archive, path)
 
 
-def read_archive(path: Path) -> Archive:
-    """Describe the object in the file *path*, which is not a symbolic link.
+def read_archive(path: Path, *, start: int = 0, nbytes: int | None = None) -> Archive:
+    """Describe the object in the file *path*, which is not a symbolic link, or in a byte range of it.
 
+    The storages of the archive are byte ranges of *path* in both cases.
     Raises :class:`CheckpointUnusable` if the file is missing or damaged.
     """
     try:
@@ -184,11 +186,20 @@ def read_archive(path: Path) -> Archive:
         with (
             faults_of(path),
             mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ) as content,
-            memoryview(content) as data,
+            memoryview(content) as everything,
         ):
-            return describe_archive(data)
+            end = len(everything) if nbytes is None else start + nbytes
+            # The views must be released before the map can be closed.
+            with everything[start:end] as data:
+                archive = describe_archive(data)
+            return archive if start == 0 else _shifted(archive, start)
     finally:
         os.close(descriptor)
+
+
+def _shifted(archive: Archive, start: int) -> Archive:
+    storages = {key: (begin + start, end + start) for key, (begin, end) in archive.storages.items()}
+    return Archive(archive.value, storages)
 
 
 @contextlib.contextmanager

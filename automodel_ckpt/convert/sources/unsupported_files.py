@@ -9,6 +9,7 @@ from pathlib import Path
 
 from automodel_ckpt.convert.sources.files import first_bytes
 from automodel_ckpt.convert.sources.format import UnsupportedFormat
+from automodel_ckpt.convert.tar_reading import is_gzip, is_tar
 
 _HEAD_BYTES = 512
 _SAVE_AGAIN = (
@@ -56,16 +57,16 @@ class ZipArchive(_FileByContent):
 
 
 class TarArchive(_FileByContent):
-    name = "a tar archive, such as a .nemo file"
+    """An archive that is neither a model of NeMo nor of TensorRT-LLM, or too damaged to recognize one."""
+
+    name = "a tar or gzip archive"
     hint = (
-        "if it is a .nemo file: convert it to Hugging Face files with NeMo's own scripts; otherwise unpack it "
-        "(tar), and import the directory"
+        "unpack it (tar), and use the directory; a .nemo file contains model_config.yaml: if this is one, take it "
+        "from another copy"
     )
 
     def matches(self, head: bytes) -> bool:
-        is_gzip = head[:2] == b"\x1f\x8b"
-        # The magic of a tar header is at byte 257.
-        return is_gzip or head[257:262] == b"ustar"
+        return is_gzip(head) or is_tar(head)
 
 
 class Pickle(_FileByContent):

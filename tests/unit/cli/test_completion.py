@@ -27,7 +27,7 @@ def bash(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_bash_completes_commands_and_their_options(bash: str) -> None:
-    assert completed(bash, "_ckpt", "ckpt", "un") == ["unpin"]
+    assert completed(bash, "_ckpt", "ckpt", "unp") == ["unpack", "unpin"]
     assert completed(bash, "_ckpt", "ckpt", "prune", "--keep-e") == ["--keep-every-steps"]
     assert completed(bash, "_ckpt", "ckpt", "completion", "z") == ["zsh"]
     assert completed(bash, "_ckpt", "ckpt", "nonsense", "--") == []

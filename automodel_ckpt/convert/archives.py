@@ -1,0 +1,165 @@
+"""``ckpt unpack`` and ``ckpt pack``: models that NeMo and TensorRT-LLM keep in one tar archive, as a directory to edit.
+
+Only archives that contain such a model are unpacked: ``.nemo`` (``model_config.yaml``) and ``.qnemo`` (``config.json``
+and ``rank0.safetensors``). Both functions publish their result at the end: a failure leaves nothing. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from automodel_ckpt.checkpoint.export_leftovers import Log
+from automodel_ckpt.checkpoint.sources.source import unusable
+from automodel_ckpt.convert.publishing import (
+    check_directory_target,
+    check_file_target,
+    published_directory,
+    published_file,
+)
+from automodel_ckpt.convert.sources.files import first_bytes
+from automodel_ckpt.convert.sources.nemo import CONFIG, artifacts_in, read_config
+from automodel_ckpt.convert.sources.packed_files import PackedFiles, StoredFile, files_in_directory
+from automodel_ckpt.convert.tar_reading import TarMember, TarReader, is_gzip, tar_members
+from automodel_ckpt.convert.tar_writing import TarWriter
+from automodel_ckpt.errors import CheckpointUnusable
+
+QNEMO_CONFIG = "config.json"
+_QNEMO_WEIGHTS = "rank0.safetensors"
+_MAX_CONFIG_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ArchiveReport:
+    """What was packed or unpacked to *output*: ``nemo`` or ``qnemo``, and its files."""
+
+    output: Path
+    kind: str
+    num_files: int
+    nbytes: int
+
+
+def unpack(source: Path, target: Path, log: Log) -> ArchiveReport:
+    """Unpack the ``.nemo`` or ``.qnemo`` file *source*, compressed or not, to the directory *target*.
+
+    *target* must not exist, or be empty. Only regular files and directories with safe names are written, with the
+    permissions that the umask gives. Raises :class:`CheckpointUnusable` for a damaged archive, for one with links or
+    other members, and for one of another program; :class:`SaveFailed` if it cannot be written. Then nothing remains.
+    """
+    real = Path(os.path.realpath(source))
+    if not real.is_file():
+        value = "a directory" if real.is_dir() else "no such file"
+        raise unusable("there is no archive to unpack", source, value)
+    target = Path(os.path.realpath(target))
+    check_directory_target(target)
+    if not is_gzip(first_bytes(real, 2)):
+        # Before anything is written: the headers alone are read, which is quick.
+        _kind([member.name for member in tar_members(real)], source)
+    files: dict[str, StoredFile] = {}
+    with published_directory(target, log, what="the unpacked model") as staging:
+        with TarReader(real) as reader:
+            for member in reader:
+                _extract(reader, member, staging)
+                if not member.is_directory:
+                    files[member.name] = StoredFile(member.name, 0, member.nbytes)
+        kind = _kind(files, source)
+    return ArchiveReport(target, kind, len(files), sum(file.nbytes for file in files.values()))
+
+
+def pack(source: Path, target: Path, log: Log, *, overwrite: bool = False) -> ArchiveReport:
+    """Pack the directory *source* as the ``.nemo`` or ``.qnemo`` file *target*, an uncompressed tar archive.
+
+    The bytes of the archive depend only on the names and contents of the files. Raises :class:`CheckpointUnusable` if
+    the directory has no model of NeMo or TensorRT-LLM, lacks a file that its config names, or contains links or special
+    files; :class:`SaveFailed` if the archive cannot be written.
+    """
+    directory = Path(os.path.realpath(source))
+    if not directory.is_dir():
+        value = "a file" if directory.exists() else "no such directory"
+        raise unusable("there is no directory to pack", source, value)
+    target = Path(os.path.realpath(target))
+    if target.is_relative_to(directory):
+        raise unusable("the archive would be in the directory that it packs", target, target.name)
+    check_file_target(target, overwrite=overwrite)
+    packed = files_in_directory(directory)
+    kind = _kind(packed.files, source)
+    if kind == "nemo":
+        _check_nemo(packed)
+    else:
+        _check_qnemo(packed)
+    with (
+        published_file(target, log, what=f"the .{kind} file") as staging,
+        open(staging, "r+b") as file,
+    ):
+        writer = TarWriter(file)
+        # The config first: readers recognize the archive without reading the weights.
+        config = CONFIG if kind == "nemo" else QNEMO_CONFIG
+        for name in sorted(packed.files, key=lambda name: (name != config, name)):
+            writer.add_file(name, directory, name)
+        writer.finish()
+    nbytes = sum(file.nbytes for file in packed.files.values())
+    return ArchiveReport(target, kind, len(packed.files), nbytes)
+
+
+def _extract(reader: TarReader, member: TarMember, staging: Path) -> None:
+    if member.name == ".":
+        return
+    path = staging / member.name
+    if member.is_directory:
+        path.mkdir(parents=True, exist_ok=True)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # x: an existing file, for example on a file system that ignores case, is an error.
+    with open(path, "xb") as file:
+        for block in reader.blocks(member):
+            file.write(block)
+
+
+def _kind(files: Collection[str], where: Path) -> str:
+    """Return ``nemo`` or ``qnemo``. Raises :class:`CheckpointUnusable` for other files."""
+    if CONFIG in files:
+        return "nemo"
+    if QNEMO_CONFIG in files and _QNEMO_WEIGHTS in files:
+        return "qnemo"
+    raise CheckpointUnusable(
+        "this is neither a model of NeMo (.nemo) nor of TensorRT-LLM (.qnemo)",
+        where=str(where),
+        value=", ".join(sorted(files)[:5]) or "no files",
+        hint=f"a .nemo file contains {CONFIG}; a .qnemo file {QNEMO_CONFIG} and {_QNEMO_WEIGHTS}",
+    )
+
+
+def _check_nemo(packed: PackedFiles) -> None:
+    """Raise :class:`CheckpointUnusable` if an artifact that the config names is missing: NeMo could not restore it."""
+    missing: list[str] = []
+    for key, name in artifacts_in(read_config(packed)):
+        if name not in packed.files:
+            missing.append(f"{name} ({key})")
+    if missing:
+        raise CheckpointUnusable(
+            "an artifact that the model's config names is missing",
+            where=str(packed.path / CONFIG),
+            value=", ".join(missing[:5]),
+            hint="put the file into the directory, or change the config",
+        )
+
+
+def _check_qnemo(packed: PackedFiles) -> None:
+    """Raise :class:`CheckpointUnusable` if the weights of a rank are missing."""
+    path = packed.path / QNEMO_CONFIG
+    try:
+        config = json.loads(packed.read(QNEMO_CONFIG, _MAX_CONFIG_BYTES))
+        num_ranks = int(config["mapping"]["world_size"])
+    # Deeply nested JSON raises RecursionError.
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        what = "the config has no mapping.world_size, the number of ranks"
+        raise unusable(what, path, repr(error)[:200]) from error
+    if not 0 < num_ranks <= len(packed.files):
+        raise unusable("the weights of some ranks are missing", path, f"{num_ranks} ranks")
+    for rank in range(num_ranks):
+        name = f"rank{rank}.safetensors"
+        if name not in packed.files:
+            raise unusable("the weights of a rank are missing", packed.path, name)

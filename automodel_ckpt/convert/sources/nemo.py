@@ -1,0 +1,183 @@
+"""Models of NeMo: a ``.nemo`` file, which is a tar archive, and the directory that one is unpacked to. No torch.
+
+Layout (source: nemo.core.connectors.save_restore_connector, NeMo 3.0): ``model_config.yaml``; the weights, which are
+one file of torch.save (``model_weights.ckpt``), a distributed checkpoint of Megatron-Core (``model_weights/``), or such
+a file in a directory for each rank of tensor and pipeline parallelism (``nemo_ranks.py``); and *artifacts*, for example
+a tokenizer. The config refers to an artifact by the text ``nemo:`` and its name in the archive.
+
+NeMo 3 writes uncompressed archives, whose tensors are read in place. Older ones compress with gzip: these are
+recognized, and have to be unpacked first.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.checkpoint.sources.source import Source, unusable
+from automodel_ckpt.convert.plain_yaml import parse_yaml, scalars_in
+from automodel_ckpt.convert.sources.format import Format
+from automodel_ckpt.convert.sources.megatron import MegatronCore
+from automodel_ckpt.convert.sources.nemo_ranks import RankedFile, merged_ranks, rank_of_directory
+from automodel_ckpt.convert.sources.packed_files import (
+    PackedFiles,
+    files_in_archive,
+    files_in_directory,
+    has_member,
+    read_beginning,
+)
+from automodel_ckpt.convert.sources.torch_files import TorchModel, read_model
+from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.units import left_out, values_text
+
+CONFIG = "model_config.yaml"
+WEIGHTS = "model_weights.ckpt"
+DISTRIBUTED_WEIGHTS = "model_weights"
+ARTIFACT_PREFIX = "nemo:"
+MAX_CONFIG_BYTES = 1 << 20
+_UNCHECKED = "the weights are unchecked: a .nemo file has no digests"
+
+
+class NemoFile(Format):
+    """A ``.nemo`` file."""
+
+    name = "a .nemo file of NeMo"
+
+    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+        return has_member(path, CONFIG)
+
+    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+        """Describe the model. Symbolic links to the file are followed: the user chose it."""
+        packed = files_in_archive(path)
+        if packed.names_below(DISTRIBUTED_WEIGHTS):
+            raise CheckpointUnusable(
+                "the distributed checkpoint in this .nemo file cannot be read in place",
+                where=str(path),
+                value=f"{DISTRIBUTED_WEIGHTS}/",
+                hint=f"unpack it (`ckpt unpack {path} DIR`), and use the directory",
+            )
+        return _source(packed, path.parent)
+
+    def details(self, path: Path) -> Mapping[str, tuple[str, ...]]:
+        content, sizes = read_beginning(path, CONFIG, MAX_CONFIG_BYTES)
+        return nemo_details(path, content, sizes)
+
+
+class NemoDirectory(Format):
+    """A directory that a ``.nemo`` file was unpacked to, or that NeMo wrote with ``pack_nemo_file = False``."""
+
+    name = "an unpacked .nemo file of NeMo"
+
+    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+        if not (path / CONFIG).is_file():
+            return False
+        return any(_is_weights(path, name) for name in _names(path))
+
+    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+        """Describe the model. Symbolic links are never followed."""
+        if (path / DISTRIBUTED_WEIGHTS).is_dir():
+            return MegatronCore().open(path / DISTRIBUTED_WEIGHTS)
+        return _source(files_in_directory(path), path)
+
+    def parts(self, path: Path) -> frozenset[str]:
+        return frozenset(name for name in _names(path) if _is_weights(path, name))
+
+    def details(self, path: Path) -> Mapping[str, tuple[str, ...]]:
+        packed = files_in_directory(path)
+        sizes = {name: stored.nbytes for name, stored in packed.files.items()}
+        return nemo_details(path, packed.read(CONFIG, MAX_CONFIG_BYTES), sizes)
+
+
+def _names(path: Path) -> list[str]:
+    try:
+        return os.listdir(path)
+    except OSError:
+        return []
+
+
+def _is_weights(path: Path, name: str) -> bool:
+    if name == WEIGHTS:
+        return True
+    is_weights = name == DISTRIBUTED_WEIGHTS or rank_of_directory(name) is not None
+    return is_weights and (path / name).is_dir()
+
+
+def read_config(packed: PackedFiles) -> dict[str, Any]:
+    """Return the model's config, with each scalar as text. Raises :class:`CheckpointUnusable`."""
+    return parse_config(packed.path, packed.read(CONFIG, MAX_CONFIG_BYTES))
+
+
+def parse_config(path: Path, content: bytes) -> dict[str, Any]:
+    """Return the config in *content*, which is that of the model *path*. Raises :class:`CheckpointUnusable`."""
+    try:
+        value = parse_yaml(content.decode())
+    except ValueError as error:
+        raise unusable("the model's config cannot be read", path / CONFIG, error) from error
+    if not isinstance(value, dict):
+        what = "the model's config is not a mapping"
+        raise unusable(what, path / CONFIG, type(value).__name__)
+    return value
+
+
+def artifacts_in(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (path in the config, file name) for each artifact that *config* refers to."""
+    for path, text in scalars_in(config):
+        if text.startswith(ARTIFACT_PREFIX):
+            yield path, text.removeprefix(ARTIFACT_PREFIX)
+
+
+def nemo_details(
+    path: Path, content: bytes, sizes: Mapping[str, int] | None
+) -> Mapping[str, tuple[str, ...]]:
+    """Return the sections for ``ckpt show``: the artifacts, with their *sizes* in bytes if these are known, and the
+    config as written, which is *content*."""
+    artifacts: list[str] = []
+    for key, name in artifacts_in(parse_config(path, content)):
+        line = f"{key}: {name}"
+        if sizes is not None:
+            size = f"{sizes[name]} bytes" if name in sizes else "missing"
+            line = f"{line} ({size})"
+        artifacts.append(line)
+    return {"artifacts": tuple(artifacts), CONFIG: tuple(content.decode().splitlines())}
+
+
+# ---------------------------------------------------------------- weights
+
+
+def _source(packed: PackedFiles, directory: Path) -> Source:
+    config = read_config(packed)
+    if WEIGHTS in packed.files:
+        model = _model(packed, WEIGHTS)
+        tensors = model.tensors_in(packed.files[WEIGHTS].file)
+        num_values = model.num_values
+    else:
+        ranked = list(_ranked_files(packed))
+        tensors = merged_ranks(ranked, config, packed.path)
+        num_values = sum(item.model.num_values for item in ranked)
+    notes = [_UNCHECKED]
+    omitted: list[str] = []
+    if num_values:
+        omitted.append(values_text(num_values))
+        notes.append(left_out(values_text(num_values), num_values))
+    names = sorted({name for _, name in artifacts_in(config)})
+    if names:
+        omitted.append(f"artifacts of NeMo ({', '.join(names[:5])})")
+    return Source(packed.root, directory, tensors, notes=tuple(notes), omitted=tuple(omitted))
+
+
+def _ranked_files(packed: PackedFiles) -> Iterator[RankedFile]:
+    for directory in packed.directories():
+        rank = rank_of_directory(directory)
+        if rank is None:
+            continue
+        name = f"{directory}/{WEIGHTS}"
+        if name not in packed.files:
+            raise unusable("a rank's weights are missing", packed.path / directory, WEIGHTS)
+        yield RankedFile(*rank, _model(packed, name), packed.files[name].file)
+
+
+def _model(packed: PackedFiles, name: str) -> TorchModel:
+    stored = packed.files[name]
+    return read_model(packed.root / stored.file, start=stored.start, nbytes=stored.nbytes)
