@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint import Checkpointer, SaveReport, policy
@@ -13,6 +14,7 @@ from automodel_ckpt.checkpoint.run.resume import checkpoint_names
 from automodel_ckpt.checkpoint.saving.forecast import Forecast
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import AutomodelError, ExportFailed, SaveFailed
+from automodel_ckpt.recipes.averages import average_last
 from automodel_ckpt.recipes.disk_use import still_to_come
 from automodel_ckpt.recipes.run_log import RunLog
 from automodel_ckpt.training.progress import SavingView
@@ -255,12 +257,13 @@ class Saves:
             log.info("not exported, since a signal leaves little time; to export it: %s", command)
 
     def end(self) -> None:
-        """Log the newest checkpoint and export the best one. Raises the failure of the last save."""
+        """Log the newest checkpoint, export the best, average the last ones. Raises the failure of the last save."""
         if self.last_save is not None:
             log.info("newest checkpoint: %s", self.last_save.path)
             if self.last_save.export is not None:
                 log.info("Hugging Face export: %s", self.last_save.export)
         self._export_best()
+        self._average_last()
         if self.failure is not None:
             raise self.failure
 
@@ -269,10 +272,27 @@ class Saves:
         if self.checkpointer is not None and self.resumed is not None:
             self.checkpointer.exports.export_if_missing(self.resumed.path, last=True)
             self._export_best()
+            self._average_last()
 
     def _export_best(self) -> None:
         if self.checkpointer is not None and self._section.export_best:
             self.checkpointer.exports.export_best()
+
+    def _average_last(self) -> None:
+        """Average the newest checkpoints (``checkpoint.average_last``). Raises :class:`ExportFailed` on all ranks."""
+        checkpointer = self.checkpointer
+        count = self._section.average_last
+        if checkpointer is None or count is None:
+            return
+        self.wait()
+
+        def average() -> Path | None:
+            checkpointer.check_lease()
+            return average_last(checkpointer.directory, count)
+
+        checkpointer.exports.run_on_rank0(
+            f"averaging the last {count} checkpoints (the checkpoints themselves are safe)", average
+        )
 
 
 def saving_view(saving: Saving | None, num_ranks: int) -> SavingView | None:

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from automodel_ckpt import __version__
 from automodel_ckpt.cli.commands import (
+    average,
     completion,
     diff,
     export,
@@ -101,6 +102,13 @@ VERBS: Sequence[Verb] = (
         "pack a directory as a .nemo or .qnemo file",
         pack.add_pack_arguments,
         pack.run_pack,
+        writes=True,
+    ),
+    Verb(
+        "average",
+        "combine the weights of several checkpoints",
+        average.add_arguments,
+        average.run,
         writes=True,
     ),
     Verb("prune", "remove old checkpoints", prune.add_arguments, prune.run, writes=True),

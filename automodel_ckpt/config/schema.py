@@ -57,6 +57,7 @@ class Condition:
 AT_LEAST_0 = Rule(lambda number: number >= 0, "0 or more")
 SEED = Rule(lambda number: 0 <= number < 2**63, "from 0 to 2^63 - 1")
 AT_LEAST_1 = Rule(lambda number: number >= 1, "1 or more")
+AT_LEAST_2 = Rule(lambda number: number >= 2, "2 or more")
 AT_LEAST_1_OR_AUTO = Rule(lambda value: value == "auto" or value >= 1, "1 or more, or auto")
 # nan is rejected as well, because it compares false with every number.
 POSITIVE = Rule(lambda number: 0 < number < math.inf, "more than 0")
@@ -607,6 +608,9 @@ class CheckpointConfig:
     """Save asynchronously: training continues as soon as the state is copied to CPU memory."""
     export_best: bool = False
     """At the end, also export the checkpoint that LOWEST_VAL points to. Not needed with adapters."""
+    average_last: int | None = setting(None, AT_LEAST_2)
+    """At the end, average the weights of the newest N checkpoints. The result is a checkpoint of Hugging Face files in
+    averaged/ in the run directory; a resume does not use it."""
     restore_from: str | None = None
     """Checkpoint to resume from: LATEST, LOWEST_VAL, a name or a path; null: the newest usable one."""
     save_optimizer: bool = True
@@ -653,6 +657,16 @@ class CheckpointConfig:
             ),
             "save_consolidated and export_best have no effect with model_layout hf",
             "remove them: model/ in each checkpoint already contains the Hugging Face files",
+        ),
+        Relation(
+            ("average_last", "keep_last"),
+            lambda section: (
+                section.average_last is None
+                or section.keep_last is None
+                or section.keep_last >= section.average_last
+            ),
+            "average_last needs more checkpoints than keep_last keeps",
+            "set keep_last to at least average_last",
         ),
     )
     conditions: ClassVar[tuple[Condition, ...]] = (

@@ -36,7 +36,7 @@ from automodel_ckpt.checkpoint.sources.model_files import is_side_file
 from automodel_ckpt.checkpoint.sources.opening import MODEL
 from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.checkpoint.tensors.stored import whole_checked
-from automodel_ckpt.checkpoint.writing.jobs import Chunk, FileJob, run_all
+from automodel_ckpt.checkpoint.writing.jobs import Blocks, Chunk, Data, FileJob, run_all
 from automodel_ckpt.checkpoint.writing.rank_manifest import (
     RankManifest,
     merge_files,
@@ -76,7 +76,8 @@ class Import:
     """What an import takes from *source* and writes to ``run/name``.
 
     *side_files* are written to ``model/``, *other_files* to the checkpoint, each by name. *left_out* lists what exists
-    in the source and is not imported.
+    in the source and is not imported. *contents*, if given, computes the data of each tensor of *weights*; by default
+    it is read from the source. *lineage* is recorded in the manifest, by default the path and kind of the source.
     """
 
     source: Path
@@ -89,6 +90,8 @@ class Import:
     run: Path
     name: layout.CheckpointName
     left_out: tuple[str, ...]
+    contents: Callable[[Tensor], Blocks] | None = None
+    lineage: Mapping[str, Any] | None = None
 
     @property
     def target(self) -> Path:
@@ -98,6 +101,11 @@ class Import:
     def has_config(self) -> bool:
         """Whether the model's config.json is among the side files."""
         return _CONFIG in self.side_files
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether the weights are those of an adapter, a single file that PEFT reads."""
+        return layout.ADAPTER_CONFIG in self.side_files
 
     @property
     def has_digests(self) -> bool:
@@ -144,11 +152,10 @@ def _prepared(source: Path, run: Path, name: layout.CheckpointName) -> Import:
         opened = open_weights(directory)
     weights = opened.modules[MODEL]
     _check_not_sparse(weights)
-    _check_name_is_free(run / str(name))
-    _check_step_order(run, name)
+    check_free(run, name)
     plan = make_plan(weights.tensors, {}, BaseMaps(), where=str(directory))
     place = directory if source.is_file() else source
-    side = _side_files(place, directory)
+    side = side_files_of(place, directory)
     if _CONFIG in side:
         side[_CONFIG], _ = agreeing_config(side[_CONFIG], plan, BaseMaps(), directory / _CONFIG)
     return Import(
@@ -268,6 +275,12 @@ def _check_not_sparse(weights: Tensors) -> None:
             raise _unusable(what, path, f"{status.st_size} bytes")
 
 
+def check_free(run: Path, name: layout.CheckpointName) -> None:
+    """Check that the checkpoint *name* can be imported into *run*. Raises :class:`CheckpointUnusable`."""
+    _check_name_is_free(run / str(name))
+    _check_step_order(run, name)
+
+
 def _check_name_is_free(target: Path) -> None:
     if os.path.lexists(target):
         raise CheckpointUnusable(
@@ -296,7 +309,7 @@ def _check_step_order(run: Path, name: layout.CheckpointName) -> None:
     )
 
 
-def _side_files(source: Path, directory: Path) -> dict[str, bytes]:
+def side_files_of(source: Path, directory: Path) -> dict[str, bytes]:
     """Return config, tokenizer and the like: from ``.hf_metadata``, beside the weights, or in the directory above."""
     for place in (directory / layout.HF_METADATA, directory, source):
         if place.is_symlink() or not place.is_dir():
@@ -371,15 +384,11 @@ def _write(planned: Import, run: Path) -> Path:
 
 def _jobs(planned: Import) -> Iterator[FileJob]:
     for file in planned.plan.files:
-        yield FileJob(
-            f"{MODEL}/{file.name}", list(_chunks(planned.weights, file)), MODEL, file.nbytes
-        )
-    script = no_need_script().encode()
-    beside = {
-        layout.HF_INDEX: planned.plan.index(),
-        layout.CONSOLIDATE_SCRIPT: script,
-        **planned.side_files,
-    }
+        yield FileJob(f"{MODEL}/{file.name}", list(_chunks(planned, file)), MODEL, file.nbytes)
+    beside = dict(planned.side_files)
+    if not planned.is_adapter:
+        beside[layout.HF_INDEX] = planned.plan.index()
+        beside[layout.CONSOLIDATE_SCRIPT] = no_need_script().encode()
     contents = {f"{MODEL}/{name}": data for name, data in beside.items()} | dict(
         planned.other_files
     )
@@ -388,13 +397,16 @@ def _jobs(planned: Import) -> Iterator[FileJob]:
         yield FileJob(name, [Chunk(0, data)], nbytes=len(data))
 
 
-def _chunks(weights: Tensors, file: OutputFile) -> Iterator[Chunk]:
+def _chunks(planned: Import, file: OutputFile) -> Iterator[Chunk]:
     """Yield the header and the tensors of a file. A tensor is read when its chunk is written."""
     yield Chunk(0, file.header)
     path = f"{MODEL}/{file.name}"
     for tensor, start in file.placed():
         entry = whole_tensor(tensor.fqn, tensor.dtype, tensor.stored.shape, path, start)
-        yield Chunk(start, partial(_row_major, weights.root, tensor.stored), entry)
+        data: Data = partial(_row_major, planned.weights.root, tensor.stored)
+        if planned.contents is not None:
+            data = planned.contents(tensor.stored)
+        yield Chunk(start, data, entry)
 
 
 def _row_major(root: Path, tensor: Tensor) -> memoryview:
@@ -425,6 +437,9 @@ def _finite(value: object) -> float | None:
 
 
 def _manifest(planned: Import, written: RankManifest) -> Manifest:
+    lineage = planned.lineage
+    if lineage is None:
+        lineage = {"imported_from": str(planned.source), "imported_kind": planned.kind}
     return Manifest(
         step=planned.name.step,
         epoch=planned.name.epoch,
@@ -435,7 +450,7 @@ def _manifest(planned: Import, written: RankManifest) -> Manifest:
         losses=_losses(planned),
         validated=False,
         environment=environment(),
-        lineage={"imported_from": str(planned.source), "imported_kind": planned.kind},
+        lineage=lineage,
         state={MODEL: StateRecord("module", "replicated", f"{MODEL}/")},
         trees={
             MODEL: _without_ties(

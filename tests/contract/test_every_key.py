@@ -752,6 +752,11 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
         "test_export_best_exports_what_lowest_val_points_to_and_a_killed_final_export_is_made_up_for",
         "true",
     ),
+    "checkpoint.average_last": Proven(
+        "tests/distributed/test_save_failures.py::"
+        "test_average_last_averages_the_newest_checkpoints_and_a_finished_run_makes_up_for_it",
+        "3",
+    ),
     "checkpoint.restore_from": Observed(loaded_again, "epoch_0_step_1"),
     "checkpoint.save_optimizer": Observed(saved, "false"),
     "checkpoint.best_metric_key": Observed(saved_often, "train_loss", VALIDATED),

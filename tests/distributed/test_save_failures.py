@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import pytest
+from transformers import AutoModelForCausalLM
 
 from automodel_ckpt.checkpoint import Manifest, commit
+from automodel_ckpt.checkpoint.tensors.stored import whole
 from automodel_ckpt.checkpoint.verify import verify
+from automodel_ckpt.convert.open import open_weights
 from tests.support.command_server import CommandServer
 
 RECIPE = Path(__file__).parents[2] / "examples/llm_finetune/tiny_llama_python_docs.yaml"
@@ -114,6 +119,35 @@ def test_export_best_exports_what_lowest_val_points_to_and_a_killed_final_export
     )
     assert again.returncode == 0 and "already complete at step 8" in again.stderr
     assert (run / "LATEST/model/consolidated/config.json").is_file()
+
+
+def test_average_last_averages_the_newest_checkpoints_and_a_finished_run_makes_up_for_it(
+    tmp_path: Path, train: Train
+) -> None:
+    run = tmp_path / "run"
+    words = ["--nproc-per-node", "2", "--checkpoint.average_last", "3"]
+    ended = train(run, *words)
+    assert ended.returncode == 0, ended.stderr
+    average = run / "averaged" / "epoch_0_step_8"
+    sources = [open_weights(run / f"epoch_0_step_{step}") for step in (4, 6, 8)]
+    modules = [source.modules["model"] for source in sources]
+    found = open_weights(run / "averaged").modules["model"]
+    for name, tensor in found.tensors.items():
+        stored = [whole(module.root, module.tensors[name]) for module in modules]
+        expected = np.mean([values.astype(np.float64) for values in stored], axis=0)
+        np.testing.assert_allclose(whole(found.root, tensor), expected, rtol=1e-5, atol=1e-7)
+    assert commit.pointed(run, "LATEST") == "epoch_0_step_8"
+    # Other programs load it.
+    AutoModelForCausalLM.from_pretrained(average / "model")
+    # An average that a kill prevented is made by the next start; one of other checkpoints is replaced.
+    shutil.rmtree(run / "averaged")
+    assert train(run, *words).returncode == 0
+    first = Manifest.read(average).created
+    assert train(run, *words).returncode == 0 and Manifest.read(average).created == first
+    ended = train(run, "--checkpoint.average_last", "2")
+    assert ended.returncode == 0 and len(Manifest.read(average).lineage["averaged_from"]) == 2
+    ended = train(run, "--checkpoint.average_last", "2", "--checkpoint.keep_last", "1")
+    assert ended.returncode == 2 and "average_last needs more checkpoints" in ended.stderr
 
 
 def test_a_directory_that_cannot_be_written_ends_the_run_before_the_model_is_built(

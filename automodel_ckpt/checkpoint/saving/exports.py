@@ -102,8 +102,6 @@ class Exports:
         run = self._planner.run
 
         def export() -> Path | None:
-            if not self._is_rank0:
-                return None
             run.check_lease()
             output = None
             for attribute in self._planner.assets:
@@ -114,9 +112,20 @@ class Exports:
                 output = done.output
             return output
 
-        with self._raise_on_all_ranks(name):
-            # Not in one collective: the export of a large model can outlast the group's timeout.
-            return agree.while_working(self._group, export)
+        return self.run_on_rank0(f"exporting {name} (the checkpoint itself is safe)", export)
+
+    def run_on_rank0(self, doing: str, work: Callable[[], Path | None]) -> Path | None:
+        """Run *work* on rank 0 while the others wait. Returns its result there, None elsewhere. Collective.
+
+        Raises :class:`ExportFailed` on all ranks where it fails; *doing* describes it in the message.
+        """
+
+        def work_of_rank0() -> Path | None:
+            return work() if self._is_rank0 else None
+
+        with raise_on_all_ranks(self._group, doing, self._planner.run.path, ExportFailed):
+            # Not in one collective: work on a large model can outlast the group's timeout.
+            return agree.while_working(self._group, work_of_rank0)
 
     def export_save(self, save: Save, report: SaveReport) -> SaveReport:
         """Export the model of a published *save* from memory; return *report* with the result. Collective.

@@ -19,7 +19,7 @@ import torch
 
 from automodel_ckpt.checkpoint.formats.planning import Fetch
 from automodel_ckpt.checkpoint.manifest import Blob
-from automodel_ckpt.checkpoint.writing.jobs import Data, FileJob, Job, Span, with_data
+from automodel_ckpt.checkpoint.writing.jobs import Blocks, Data, FileJob, Job, Span, with_data
 
 PAGE_BYTES = 4096
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
@@ -200,7 +200,7 @@ def _append(layout: MemoryLayout, data: Data) -> Span:
         layout.tensors.append((layout.end, data))
         span = Span(layout.end, data.nbytes)
     else:
-        assert not isinstance(data, Span), "the data are a copy already"
+        assert not isinstance(data, Span | Blocks), "the data must be in this process, and no copy"
         constant = data if isinstance(data, bytes) else data()
         layout.constants.append((layout.end, constant))
         span = Span(layout.end, len(constant))

@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from automodel_ckpt.checkpoint.digests import FileRecord, digest_of
+import xxhash
+
+from automodel_ckpt.checkpoint.digests import FileRecord, digest_from, digest_of
 from automodel_ckpt.checkpoint.files.durable_file import DurableFile
 from automodel_ckpt.checkpoint.manifest import Blob
 from automodel_ckpt.checkpoint.slices import Tensor
@@ -31,9 +33,21 @@ class Span:
     nbytes: int
 
 
-Data = bytes | Span | Callable[[], memoryview]
-"""The bytes, their position in shared memory, or a function that fetches them: called once, as late as possible, as
-the bytes may be a copy."""
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Bytes that are computed block by block while they are written, so that no more than a block is in memory.
+
+    *blocks* is called once; the blocks that it yields have *nbytes* bytes in total. Only a :class:`FileJob` writes
+    them, in the process that planned it.
+    """
+
+    nbytes: int
+    blocks: Callable[[], Iterator[memoryview]]
+
+
+Data = bytes | Span | Blocks | Callable[[], memoryview]
+"""The bytes, their position in shared memory, their blocks, or a function that fetches them: called once, as late as
+possible, as the bytes may be a copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +95,12 @@ class FileJob:
         contiguous = _contiguous_span(self.chunks)
         with DurableFile(path, nbytes=self.nbytes) as out:
             for chunk, data in _with_checksums(self.chunks, memory):
+                if isinstance(data, Blocks):
+                    _add_entry(tree, chunk, _write_blocks(out, data))
+                    continue
                 if contiguous is None:
                     out.write(data)
-                _add_entry(tree, chunk, data)
+                _add_entry(tree, chunk, digest_of(data))
             # One call for the whole file: its chunks may be far smaller than a block of O_DIRECT.
             # Only after the loop, which fills the checksums into this memory.
             if contiguous is not None:
@@ -168,10 +185,13 @@ def _contiguous_span(chunks: Sequence[Chunk]) -> Span | None:
 
 def _with_checksums(
     chunks: Iterable[Chunk], memory: memoryview
-) -> Iterator[tuple[Chunk, bytes | memoryview]]:
+) -> Iterator[tuple[Chunk, bytes | memoryview | Blocks]]:
     """Each chunk with its bytes and with checksums filled in (for a span: in the memory)."""
     previous: bytes | memoryview = b""
     for chunk in chunks:
+        if isinstance(chunk.data, Blocks):
+            yield chunk, chunk.data
+            continue
         data = _bytes_of(chunk.data, memory)
         if chunk.crc_at:
             data = _fill_crc(data, chunk.crc_at, zlib.crc32(previous))
@@ -192,15 +212,28 @@ def _bytes_of(data: Data, memory: memoryview) -> bytes | memoryview:
         return memory[data.start : data.start + data.nbytes]
     if isinstance(data, bytes):
         return data
+    assert not isinstance(data, Blocks), "only a FileJob writes blocks"
     return data()
 
 
-def _add_entry(tree: RankTree, chunk: Chunk, data: bytes | memoryview) -> None:
-    """Add the entry of a chunk, with the digest of *data*, to what this rank wrote of a tree."""
+def _write_blocks(out: DurableFile, data: Blocks) -> str:
+    """Write *data* block by block; return the digest of all of it."""
+    hashed = xxhash.xxh3_128()
+    nbytes = 0
+    for block in data.blocks():
+        out.write(block)
+        hashed.update(block)
+        nbytes += len(block)
+    assert nbytes == data.nbytes, "the header of the file states another size"
+    return digest_from(hashed)
+
+
+def _add_entry(tree: RankTree, chunk: Chunk, digest: str) -> None:
+    """Add the entry of a chunk, with the *digest* of its bytes, to what this rank wrote of a tree."""
     if isinstance(chunk.entry, Blob):
-        tree.objects.append(replace(chunk.entry, digest=digest_of(data)))
+        tree.objects.append(replace(chunk.entry, digest=digest))
     elif chunk.entry is not None:
-        tree.tensors.append(_digested(chunk.entry, digest_of(data)))
+        tree.tensors.append(_digested(chunk.entry, digest))
 
 
 def _slice_entry(chunk: Chunk) -> Tensor:
