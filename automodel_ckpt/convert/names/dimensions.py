@@ -1,0 +1,107 @@
+"""The dimensions of a transformer that conversions need, from a Hugging Face config or Megatron's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from automodel_ckpt.errors import CheckpointUnusable
+
+
+@dataclass(frozen=True, slots=True)
+class Dimensions:
+    """Counts of a decoder. *num_query_groups* is the number of key-value heads, *head_size* the rows of one head.
+
+    *vocab_size* is the number of embedding rows without padding; None if it is unknown, and then rows are neither
+    removed nor added. *num_experts* is 0 for a dense model.
+    """
+
+    num_layers: int
+    num_heads: int
+    num_query_groups: int
+    head_size: int
+    vocab_size: int | None = None
+    num_experts: int = 0
+
+
+def dimensions_of_config(config: Mapping[str, Any], where: str) -> Dimensions:
+    """Return the dimensions in the content of a Hugging Face ``config.json``, which is located at *where*.
+
+    Raises :class:`CheckpointUnusable` if a dimension is missing or is not a positive integer.
+    """
+    num_heads = _count(config, "num_attention_heads", where)
+    head_size = _optional_count(config, "head_dim", where)
+    if head_size is None:
+        hidden_size = _count(config, "hidden_size", where)
+        if hidden_size % num_heads:
+            raise _unusable("hidden_size", hidden_size, where)
+        head_size = hidden_size // num_heads
+    num_query_groups = _optional_count(config, "num_key_value_heads", where) or num_heads
+    if num_heads % num_query_groups:
+        raise _unusable("num_key_value_heads", num_query_groups, where)
+    # Mixtral calls its experts local; Qwen 3 does not.
+    num_experts = _optional_count(config, "num_local_experts", where)
+    if num_experts is None:
+        num_experts = _optional_count(config, "num_experts", where)
+    return Dimensions(
+        _count(config, "num_hidden_layers", where),
+        num_heads,
+        num_query_groups,
+        head_size,
+        _optional_count(config, "vocab_size", where),
+        num_experts or 0,
+    )
+
+
+def dimensions_of_arguments(arguments: Mapping[str, Any], where: str) -> Dimensions:
+    """Return the dimensions in the command-line arguments of Megatron-LM, which the file *where* contains.
+
+    Source of the names: megatron/training/arguments.py of Megatron-LM. Its ``padded_vocab_size`` includes padding, so
+    that the vocabulary's own size is unknown unless ``vocab_size`` is set. Raises :class:`CheckpointUnusable` if a
+    dimension is missing or is not a positive integer.
+    """
+    num_heads = _count(arguments, "num_attention_heads", where)
+    head_size = _optional_count(arguments, "kv_channels", where)
+    if head_size is None:
+        head_size = _count(arguments, "hidden_size", where) // num_heads
+    num_query_groups = num_heads
+    if arguments.get("group_query_attention"):
+        num_query_groups = _count(arguments, "num_query_groups", where)
+    if head_size < 1 or num_heads % num_query_groups:
+        raise _unusable("num_query_groups", num_query_groups, where)
+    return Dimensions(
+        _count(arguments, "num_layers", where),
+        num_heads,
+        num_query_groups,
+        head_size,
+        _optional_count(arguments, "vocab_size", where),
+        _optional_count(arguments, "num_experts", where) or 0,
+    )
+
+
+def _optional_count(values: Mapping[str, Any], key: str, where: str) -> int | None:
+    value = values.get(key)
+    if value is None:
+        return None
+    # Not isinstance: True is an int, too.
+    if type(value) is not int or not 0 < value < 2**31:
+        raise _unusable(key, value, where)
+    return value
+
+
+def _count(values: Mapping[str, Any], key: str, where: str) -> int:
+    value = _optional_count(values, key, where)
+    if value is None:
+        raise _unusable(key, None, where)
+    return value
+
+
+def _unusable(key: str, value: object, where: str) -> CheckpointUnusable:
+    found = "not set" if value is None else str(value)[:100]
+    return CheckpointUnusable(
+        f"the model's {key} is missing or invalid",
+        where=where,
+        value=found,
+        hint="use the config.json of a Hugging Face model with the same dimensions",
+    )

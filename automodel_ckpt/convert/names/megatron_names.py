@@ -1,0 +1,158 @@
+"""The arrangements in which Megatron-Core and NeMo store the same tensors, as one: a tensor for each layer and expert.
+
+Source of the names: megatron-core 0.16 (files that it wrote), NeMo 1 and 2. A distributed checkpoint stacks layers
+along a first dimension (``decoder.layers.mlp...`` of shape [layers, ...]) or stores each on its own
+(``decoder.layers.0.mlp...``, with ``non_homogeneous_layers``); it stacks experts too, or stores them apart, and with
+``singleton_local_shards`` stores gate and up as ``weight_w`` and ``weight_v``. Transformer Engine has the norm in the
+linear layer that follows it, the local implementation in a module. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from automodel_ckpt.checkpoint.slices import Tensor
+from automodel_ckpt.convert.names.slicing import RowRange, join_rows, renamed, stack, unstack
+from automodel_ckpt.errors import CheckpointUnusable
+
+# What wrappers and NeMo put before the names of the model.
+_PREFIXES = ("model.", "module.")
+_ROOTS = ("embedding.", "decoder.", "output_layer.", "rotary_pos_emb.")
+_NORMS = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+_LAYER = re.compile(r"decoder\.layers\.(?:([0-9]{1,6})\.)?(.+)", re.ASCII)
+_EXPERT = re.compile(
+    r"mlp\.experts\.(?:experts|local_experts)\.(?:([0-9]{1,6})\.)?(linear_fc[12]\.weight(?:_[wv])?)",
+    re.ASCII,
+)
+# Transformer Engine's grouped linear layer numbers the weights of its experts.
+_GROUPED = re.compile(r"mlp\.experts\.(linear_fc[12]\.weight)([0-9]{1,6})", re.ASCII)
+# A tensor without elements could claim any number of layers.
+_MAX_STACKED = 1 << 16
+_HALVES = {"linear_fc1.weight_w": 0, "linear_fc1.weight_v": 1}
+
+
+def is_model_tensor(name: str) -> bool:
+    """Return whether *name*, as stored, is that of a weight: neither optimizer state nor a computed buffer."""
+    plain = _without_prefix(name)
+    if plain.startswith("rotary_pos_emb.") or "_extra_state" in plain:
+        return False
+    return plain.startswith(_ROOTS)
+
+
+def plain_names(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+    """Return Megatron's *tensors* under one naming scheme: ``decoder.layers.0.mlp.experts.local_experts.3...``.
+
+    Norms are under the names of Transformer Engine. Raises :class:`CheckpointUnusable` if two stored tensors are the
+    same one, or half of a tensor is missing.
+    """
+    found: dict[str, Tensor] = {}
+    halves: dict[str, dict[int, Tensor]] = {}
+    for stored_name, tensor in tensors.items():
+        for name, one in _unstacked(_without_prefix(stored_name), tensor, where):
+            for suffix, number in _HALVES.items():
+                if name.endswith(suffix):
+                    whole = name.removesuffix(suffix) + "linear_fc1.weight"
+                    halves.setdefault(whole, {})[number] = one
+                    break
+            else:
+                if name in found:
+                    raise _unusable("a tensor is stored twice", name, where)
+                found[name] = renamed(one, name)
+    for name, pair in halves.items():
+        if len(pair) != 2 or name in found or pair[0].shape != pair[1].shape:
+            raise _unusable("the two halves of a tensor are not there or do not match", name, where)
+        num_rows = pair[0].shape[0]
+        ranges = [RowRange(0, 0, num_rows), RowRange(1, 0, num_rows)]
+        found[name] = join_rows(name, [pair[0], pair[1]], ranges)
+    return found
+
+
+def stacked_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors of :func:`plain_names` as a distributed checkpoint of megatron-core stores them by default.
+
+    Layers are stacked along a first dimension, and experts along a second. All layers have the same tensors.
+    """
+    layers: dict[str, dict[int, dict[int, Tensor]]] = {}
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        match = _LAYER.fullmatch(name)
+        if match is None or match[1] is None:
+            found[name] = tensor
+            continue
+        rest, expert = match[2], 0
+        of_expert = _EXPERT.fullmatch(rest)
+        if of_expert is not None and of_expert[1] is not None:
+            rest, expert = f"mlp.experts.experts.{of_expert[2]}", int(of_expert[1])
+        layers.setdefault(rest, {}).setdefault(int(match[1]), {})[expert] = tensor
+    for rest, by_layer in layers.items():
+        name = f"decoder.layers.{rest}"
+        rows: list[Tensor] = []
+        for _, by_expert in sorted(by_layer.items()):
+            own = [tensor for _, tensor in sorted(by_expert.items())]
+            rows.append(stack(name, own) if _EXPERT.fullmatch(rest) else own[0])
+        found[name] = stack(name, rows)
+    return found
+
+
+def _without_prefix(name: str) -> str:
+    while not name.startswith(_ROOTS):
+        for prefix in _PREFIXES:
+            if name.startswith(prefix):
+                name = name.removeprefix(prefix)
+                break
+        else:
+            return name
+    return name
+
+
+def _unstacked(name: str, tensor: Tensor, where: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of single layers and experts that *tensor* consists of, by name."""
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        yield name, tensor
+        return
+    rest = _NORMS.get(match[2], match[2])
+    if match[1] is not None:
+        layers = [(int(match[1]), tensor)]
+    else:
+        layers = list(enumerate(_checked_unstack(name, tensor, where)))
+    for layer, one in layers:
+        prefix = f"decoder.layers.{layer}."
+        for own, expert in _experts(rest, one, where):
+            yield prefix + own, expert
+
+
+def _experts(rest: str, tensor: Tensor, where: str) -> Iterator[tuple[str, Tensor]]:
+    prefix = "mlp.experts.local_experts."
+    grouped = _GROUPED.fullmatch(rest)
+    if grouped is not None:
+        yield f"{prefix}{int(grouped[2])}.{grouped[1]}", tensor
+        return
+    match = _EXPERT.fullmatch(rest)
+    if match is None:
+        yield rest, tensor
+    elif match[1] is not None:
+        yield f"{prefix}{int(match[1])}.{match[2]}", tensor
+    else:
+        for expert, one in enumerate(_checked_unstack(rest, tensor, where)):
+            yield f"{prefix}{expert}.{match[2]}", one
+
+
+def _checked_unstack(name: str, tensor: Tensor, where: str) -> list[Tensor]:
+    if not tensor.shape or tensor.shape[0] > _MAX_STACKED:
+        text = f"{name} of shape {list(tensor.shape)}"
+        raise _unusable("this tensor does not stack layers or experts", text, where)
+    return unstack(tensor)
+
+
+def _unusable(what: str, value: str, where: str) -> CheckpointUnusable:
+    return CheckpointUnusable(
+        what,
+        where=where,
+        value=value[:300],
+        hint="take the files from another copy, or convert them with Megatron Bridge",
+    )

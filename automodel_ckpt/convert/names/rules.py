@@ -1,0 +1,88 @@
+"""Rules: the statements that a converter consists of, and the arrangements of rows that they name."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from automodel_ckpt.convert.names.dimensions import Dimensions
+from automodel_ckpt.convert.names.slicing import RowRange
+
+Arrangement = Callable[[Dimensions, int, int], Sequence[RowRange]]
+"""Takes the dimensions, the number of rows of Megatron's tensor, and the number of Hugging Face tensors. Returns the
+ranges of their rows that Megatron's tensor consists of, in order. Each row occurs once. If the number of rows does not
+match the dimensions, the ranges have another sum, which the converter reports."""
+
+
+def one_after_another(dimensions: Dimensions, num_rows: int, num_parts: int) -> list[RowRange]:
+    """All rows of the first tensor, then all of the second, and so on. All have the same number of rows."""
+    share = num_rows // num_parts
+    return [RowRange(part, 0, share) for part in range(num_parts)]
+
+
+def by_query_group(dimensions: Dimensions, num_rows: int, num_parts: int) -> list[RowRange]:
+    """Queries, keys and values as Megatron fuses them: for each group its query heads, its key, and its value.
+
+    Source: SelfAttention.get_query_key_value_tensors of megatron-core 0.16.
+    """
+    head_size = dimensions.head_size
+    num_heads = dimensions.num_heads + 2 * dimensions.num_query_groups
+    if num_rows != num_heads * head_size:
+        # A list for other dimensions could have any length. Without ranges, the caller reports the rows.
+        return []
+    query_rows = dimensions.num_heads // dimensions.num_query_groups * head_size
+    ranges: list[RowRange] = []
+    for group in range(dimensions.num_query_groups):
+        ranges.append(RowRange(0, group * query_rows, query_rows))
+        ranges.append(RowRange(1, group * head_size, head_size))
+        ranges.append(RowRange(2, group * head_size, head_size))
+    return ranges
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """The tensor *megatron* consists of the rows of the tensors *hugging_face*, in the order of *rows*.
+
+    Names contain ``{layer}`` and ``{expert}`` where they apply to each. An *optional* tensor is absent from some
+    models: then it is absent on both sides. The rows of a *padded* tensor are those of the vocabulary; Megatron may
+    have more of them, which are removed, and added as zeros in the other direction.
+    """
+
+    megatron: str
+    hugging_face: tuple[str, ...]
+    rows: Arrangement = one_after_another
+    optional: bool = False
+    padded: bool = False
+
+    def expanded(self, dimensions: Dimensions) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Yield Megatron's name and the Hugging Face names for each layer and each expert."""
+        layers = range(dimensions.num_layers) if "{layer}" in self.megatron else range(1)
+        experts = range(dimensions.num_experts) if "{expert}" in self.megatron else range(1)
+        for layer, expert in itertools.product(layers, experts):
+            # str.replace, not str.format: names could contain other braces.
+            def filled(name: str, layer: int = layer, expert: int = expert) -> str:
+                return name.replace("{layer}", str(layer)).replace("{expert}", str(expert))
+
+            yield filled(self.megatron), tuple(map(filled, self.hugging_face))
+
+
+def rename(megatron: str, hugging_face: str, *, optional: bool = False) -> Rule:
+    """Return the rule for a tensor that only has another name."""
+    return Rule(megatron, (hugging_face,), optional=optional)
+
+
+def vocabulary(megatron: str, hugging_face: str, *, optional: bool = False) -> Rule:
+    """Return the rule for a tensor with a row for each token, to which Megatron adds rows of padding."""
+    return Rule(megatron, (hugging_face,), optional=optional, padded=True)
+
+
+def fuse(
+    megatron: str,
+    hugging_face: tuple[str, ...],
+    rows: Arrangement = one_after_another,
+    *,
+    optional: bool = False,
+) -> Rule:
+    """Return the rule for a tensor in which Megatron joins the rows of several."""
+    return Rule(megatron, hugging_face, rows, optional=optional)

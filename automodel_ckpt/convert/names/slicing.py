@@ -1,0 +1,127 @@
+"""Operations on described tensors: select and join rows, stack and unstack. Nothing is read, and no torch is imported.
+
+The rows of a tensor are its first dimension. A range of rows of a slice is contiguous in the file, since slices are
+row-major, so that every result is again a tensor of contiguous slices. Digests of whole slices do not hold for a part
+of one: the results have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
+from automodel_ckpt.checkpoint.slices import Slice, Tensor, contiguous_slices
+
+
+@dataclass(frozen=True, slots=True)
+class RowRange:
+    """*num_rows* rows of the tensor number *part*, from row *first*."""
+
+    part: int
+    first: int
+    num_rows: int
+
+
+def join_rows(fqn: str, parts: Sequence[Tensor], ranges: Sequence[RowRange]) -> Tensor:
+    """Return the tensor *fqn* that consists of *ranges* of rows of *parts*, in that order.
+
+    All parts have the same dtype and the same dimensions after the first.
+    """
+    dtype, inner = parts[0].dtype, parts[0].shape[1:]
+    slices: list[Slice] = []
+    num_rows = 0
+    for wanted in ranges:
+        shift = num_rows - wanted.first
+        for stored in _rows_of(parts[wanted.part], wanted.first, wanted.num_rows):
+            offsets = (stored.offsets[0] + shift, *stored.offsets[1:])
+            slices.append(replace(stored, fqn=fqn, offsets=offsets))
+        num_rows += wanted.num_rows
+    return Tensor(fqn, dtype, (num_rows, *inner), tuple(_merged(slices)))
+
+
+def unstack(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors that *tensor* stacks along its first dimension, without that dimension. All keep its name."""
+    found: list[list[Slice]] = [[] for _ in range(tensor.shape[0])]
+    for stored in contiguous_slices(tensor):
+        num_stacked = stored.sizes[0]
+        if not num_stacked:
+            continue
+        nbytes = stored.nbytes // num_stacked
+        for number in range(num_stacked):
+            one = replace(
+                stored,
+                offsets=stored.offsets[1:],
+                sizes=stored.sizes[1:],
+                start=stored.start + number * nbytes,
+                nbytes=nbytes,
+                digest=None,
+            )
+            found[stored.offsets[0] + number].append(one)
+    return [Tensor(tensor.fqn, tensor.dtype, tensor.shape[1:], tuple(own)) for own in found]
+
+
+def stack(fqn: str, tensors: Sequence[Tensor]) -> Tensor:
+    """Return the tensor *fqn* that stacks *tensors* of one dtype and shape along a new first dimension."""
+    slices: list[Slice] = []
+    for number, tensor in enumerate(tensors):
+        for stored in contiguous_slices(tensor):
+            offsets = (number, *stored.offsets)
+            sizes = (1, *stored.sizes)
+            slices.append(replace(stored, fqn=fqn, offsets=offsets, sizes=sizes, digest=None))
+    shape = (len(tensors), *tensors[0].shape)
+    return Tensor(fqn, tensors[0].dtype, shape, tuple(slices))
+
+
+def renamed(tensor: Tensor, fqn: str) -> Tensor:
+    """Return *tensor* under the name *fqn*. Its slices keep their digests."""
+    slices = tuple(replace(stored, fqn=fqn) for stored in tensor.slices)
+    return replace(tensor, fqn=fqn, slices=slices)
+
+
+def _rows_of(tensor: Tensor, first: int, num_rows: int) -> Iterator[Slice]:
+    """Yield what the slices of *tensor* have of its rows ``first .. first + num_rows``, at their offsets in it."""
+    itemsize = DTYPE_BITS[tensor.dtype] // 8
+    for stored in contiguous_slices(tensor):
+        begin = max(stored.offsets[0], first)
+        end = min(stored.offsets[0] + stored.sizes[0], first + num_rows)
+        if begin >= end:
+            continue
+        if end - begin == stored.sizes[0]:
+            yield replace(stored, digest=None)
+            continue
+        row_bytes = itemsize
+        for size in stored.sizes[1:]:
+            row_bytes *= size
+        yield replace(
+            stored,
+            offsets=(begin, *stored.offsets[1:]),
+            sizes=(end - begin, *stored.sizes[1:]),
+            start=stored.start + (begin - stored.offsets[0]) * row_bytes,
+            nbytes=(end - begin) * row_bytes,
+            digest=None,
+        )
+
+
+def _merged(slices: Sequence[Slice]) -> Iterator[Slice]:
+    """Yield *slices*, with neighbors joined that follow each other in the tensor's rows and in the file."""
+    previous: Slice | None = None
+    for stored in slices:
+        if previous is not None and _continues(previous, stored):
+            sizes = (previous.sizes[0] + stored.sizes[0], *previous.sizes[1:])
+            previous = replace(previous, sizes=sizes, nbytes=previous.nbytes + stored.nbytes)
+            continue
+        if previous is not None:
+            yield previous
+        previous = stored
+    if previous is not None:
+        yield previous
+
+
+def _continues(one: Slice, other: Slice) -> bool:
+    return (
+        other.file == one.file
+        and other.start == one.start + one.nbytes
+        and other.offsets == (one.offsets[0] + one.sizes[0], *one.offsets[1:])
+        and other.sizes[1:] == one.sizes[1:]
+    )
