@@ -37,7 +37,7 @@ class PyTorchDcp(Format):
         check_no_links(path, (*data_files, layout.DCP_METADATA, layout.HF_METADATA))
         check_regular_files(path, data_files)
         content = read_content(path)
-        names = model_names(content)
+        names = self.names(content)
         model = DcpContent({stored: content.tensors[stored] for stored in names}, ())
         tensors: dict[str, Tensor] = {}
         for tensor in read_tensors(path, model):
@@ -61,6 +61,10 @@ class PyTorchDcp(Format):
             omitted.append(values_text(num_values))
             notes.append(left_out(values_text(num_values), num_values))
         return Source(path, path, tensors, notes=tuple(notes), omitted=tuple(omitted))
+
+    def names(self, content: DcpContent) -> Mapping[str, str]:
+        """Return {stored name: name in the model} of the model's tensors. A format of one program overrides this."""
+        return model_names(content)
 
     def stored_tensors(self, path: Path) -> StoredTensors:
         tensors = {tensor.fqn: tensor for tensor in read_tensors(path, read_content(path))}

@@ -11,6 +11,7 @@ from automodel_ckpt.convert.sources.deepspeed import DeepSpeed
 from automodel_ckpt.convert.sources.files import names_in
 from automodel_ckpt.convert.sources.format import Format
 from automodel_ckpt.convert.sources.hugging_face import HuggingFaceFiles
+from automodel_ckpt.convert.sources.lightning import LightningDistributed, LightningFile
 from automodel_ckpt.convert.sources.megatron import MegatronCore, MegatronRanks, MegatronRun, Nemo2
 from automodel_ckpt.convert.sources.nemo import NemoDirectory, NemoFile
 from automodel_ckpt.convert.sources.peft_adapter import PeftAdapter
@@ -43,6 +44,8 @@ FORMATS: tuple[Format, ...] = (
     ADAPTER,
     # A run of transformers' Trainer with DeepSpeed also has model.safetensors: these are the same weights, rounded.
     DeepSpeed(),
+    # A directory of PyTorch DCP, too.
+    LightningDistributed(),
     DCP,
     # Both are recognized by *.safetensors: first the one that looks into a header.
     HUGGING_FACE,
@@ -52,6 +55,7 @@ FORMATS: tuple[Format, ...] = (
     # Single files. The first bytes count more than the suffix .safetensors.
     GgufFile(),
     NumpyArchive(),
+    LightningFile(),
     TORCH_FILE,
     ZipArchive(),
     NemoFile(),

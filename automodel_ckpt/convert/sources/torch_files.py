@@ -14,7 +14,7 @@ import itertools
 import math
 import mmap
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,14 @@ from automodel_ckpt.convert.sources.torch_objects import (
     describe_archive,
     views_in,
 )
+from automodel_ckpt.convert.training_state import Parameters, TrainingState
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.units import left_out, others_text, values_text
 
 BIN_FILE = "pytorch_model.bin"
 BIN_INDEX = "pytorch_model.bin.index.json"
+LIGHTNING_VERSION = "pytorch-lightning_version"
+"""The key in every file of PyTorch Lightning."""
 _UNCHECKED = "these files are unchecked: there is no manifest with their digests"
 _MODEL_KEYS = ("state_dict", "model_state_dict", "model", "module", "model_state")
 # Prefixes that wrappers add to every name: DistributedDataParallel, torch.compile, Lightning's strategy for DeepSpeed.
@@ -83,6 +86,12 @@ class TorchFile(Format):
         file = str(real).lstrip("/") if follow_links else real.name
         return model.source(root, path.parent, file)
 
+    def training_state(self, path: Path, parameters: Parameters) -> TrainingState | None:
+        # Imported here: the module describes what this one finds, and imports it.
+        from automodel_ckpt.convert.sources.torch_training_state import read_training_state
+
+        return read_training_state(Path(os.path.realpath(path)), parameters)
+
 
 class TorchModelDirectory(Format):
     """A directory with ``pytorch_model.bin``, or with several such files and their index, as transformers 4 wrote."""
@@ -119,12 +128,22 @@ class TorchModelDirectory(Format):
 
 
 class TorchModel:
-    """The model in one file: its tensors by name, and the number of other tensors and of other values."""
+    """The model in one file: its tensors by name, and the number of other tensors and of other values.
+
+    *prefix* was removed from all names.
+    """
 
     def __init__(
-        self, views: Mapping[str, StoredView], archive: Archive, *, num_others: int, num_values: int
+        self,
+        views: Mapping[str, StoredView],
+        archive: Archive,
+        *,
+        prefix: str,
+        num_others: int,
+        num_values: int,
     ) -> None:
         self.views = views
+        self.prefix = prefix
         self.num_others = num_others
         self.num_values = num_values
         self._archive = archive
@@ -165,7 +184,11 @@ def read_model(path: Path, *, start: int = 0, nbytes: int | None = None) -> Torc
     If the model's file is packed in another one, *start* and *nbytes* are its byte range in *path*.
     Raises :class:`CheckpointUnusable` if the file is damaged, contains no model, or only a part of one.
     """
-    archive = read_archive(path, start=start, nbytes=nbytes)
+    return model_of(read_archive(path, start=start, nbytes=nbytes), path)
+
+
+def model_of(archive: Archive, path: Path) -> TorchModel:
+    """Describe the model in *archive*, the description of the file *path*. Raises :class:`CheckpointUnusable`."""
     with faults_of(path):
         return _model_of(archive, path)
 
@@ -241,21 +264,26 @@ def _model_of(archive: Archive, path: Path) -> TorchModel:
     num_used = len(set(map(id, views.values())))
     if state_dict is not value:
         num_values += len(value) - 1
-    names = plain_names(value, list(views))
-    renamed = {names[name]: view for name, view in views.items()}
-    if len(renamed) != len(views):
-        # Two names become equal without their prefixes: keep all as they are.
-        renamed = views
-    return TorchModel(renamed, archive, num_others=num_all - num_used, num_values=num_values)
+    prefix = common_prefix(value, list(views))
+    renamed = {name.removeprefix(prefix): view for name, view in views.items()}
+    return TorchModel(
+        renamed, archive, prefix=prefix, num_others=num_all - num_used, num_values=num_values
+    )
 
 
 def _state_dict(value: dict[Any, Any]) -> dict[Any, Any]:
-    """Return the mapping under the first usual key that has tensors; else the mapping itself."""
+    key = model_key(value)
+    nested: dict[Any, Any] = value if key is None else value[key]
+    return nested
+
+
+def model_key(value: dict[Any, Any]) -> str | None:
+    """Return the first usual key under which *value* has a mapping with tensors; None if it is the model itself."""
     for key in _MODEL_KEYS:
         nested = value.get(key)
         if isinstance(nested, dict) and any(True for _ in views_in(nested)):
-            return nested
-    return value
+            return key
+    return None
 
 
 def _leaves(mapping: dict[Any, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
@@ -331,6 +359,15 @@ def check_view(name: str, view: StoredView, archive: Archive) -> None:
 
 def plain_names(value: dict[Any, Any], names: list[str]) -> dict[str, str]:
     """Return {name in the file: name in the model}: without the prefixes that wrappers and Lightning add."""
+    prefix = common_prefix(value, names)
+    return {name: name.removeprefix(prefix) for name in names}
+
+
+def common_prefix(value: dict[Any, Any], names: list[str]) -> str:
+    """Return the prefix that wrappers and Lightning added to all *names* of a model, such as ``module.``.
+
+    *value* is the object in the file.
+    """
     prefix = ""
     rest = names
     is_stripped = True
@@ -341,13 +378,19 @@ def plain_names(value: dict[Any, Any], names: list[str]) -> dict[str, str]:
                 prefix += wrapper
                 rest = [name.removeprefix(wrapper) for name in rest]
                 is_stripped = True
-    if "pytorch-lightning_version" in value:
-        # A LightningModule has the model as an attribute, often `model`. A model of transformers has a prefix too
-        # (`model.`), but not for all tensors: its output layer has none.
-        attribute = rest[0].partition(".")[0] + "."
-        if all(name.startswith(attribute) for name in rest):
-            prefix += attribute
-    return {name: name.removeprefix(prefix) for name in names}
+    if LIGHTNING_VERSION in value:
+        prefix += attribute_prefix(rest)
+    return prefix
+
+
+def attribute_prefix(names: Sequence[str]) -> str:
+    """Return the attribute of a LightningModule that all *names* begin with, often ``model.``; else an empty text.
+
+    A model of transformers has a prefix too (``model.``), but not for all tensors: its output layer has none.
+    """
+    attribute = names[0].partition(".")[0] + "."
+    is_common = all(name.startswith(attribute) for name in names)
+    return attribute if is_common else ""
 
 
 def _check_index(

@@ -1,0 +1,114 @@
+"""Files of Lightning and of training scripts that an attacker wrote: nothing in them is executed."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from automodel_ckpt.checkpoint.files.torch_archive_reading import archive_ranges
+from automodel_ckpt.cli import ckpt
+from automodel_ckpt.convert.sources.registry import detect
+from automodel_ckpt.errors import CheckpointUnusable
+
+from . import bombs, sandbox
+from .test_torch_files import NAMES, contents
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "lightning"
+# HOSTILE=all (make hostile) runs every file; else every eighth.
+CHOSEN = NAMES if bombs.EVERY else NAMES[1::8]
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize("file", ["meta.pt", "__1_0.distcp", ".metadata"])
+def test_a_hostile_file_in_a_distributed_checkpoint_harms_nobody(
+    name: str, file: str, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    source = shutil.copytree(FIXTURES / "distributed", run / "source")
+    marker = tmp_path / "executed"
+    (source / file).write_bytes(contents(marker)[name])
+    outcome = sandbox.run(lambda: ckpt.main(["import", str(source), str(run / "imported")]), run)
+    report = f"{outcome.text[-2000:]}\n{outcome}"[:3000]
+    assert not outcome.violations, report
+    assert not marker.exists()
+    assert os.listdir(tmp_path) == ["run"]
+    assert "Traceback" not in outcome.text, report
+    assert "this is a bug" not in outcome.text, report
+    # Weights do not depend on meta.pt: the directory is then one of PyTorch DCP.
+    assert outcome.code == (0 if file == "meta.pt" else 3), report
+    assert outcome.seconds < sandbox.SECONDS, report
+    assert outcome.extra_bytes < sandbox.EXTRA_BYTES, report
+
+
+class Hostile:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch '{self.marker}'",)
+
+
+PLACES = ("callbacks", "hyper_parameters", "loops", "lr_schedulers", "optimizer_states", "epoch")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_objects_beside_the_weights_are_not_executed(tmp_path: Path, place: str) -> None:
+    marker = tmp_path / "executed"
+    saved = torch.load(FIXTURES / "epoch=0-step=5.ckpt", weights_only=True)
+    saved[place] = [Hostile(marker)] if place.endswith("s") else Hostile(marker)
+    path = tmp_path / "x.ckpt"
+    torch.save(saved, path, pickle_module=pickle)
+    assert ckpt.main(["import", str(path), str(tmp_path / "run")]) == 0
+    known = detect(path)
+    assert known is not None
+    if place == "optimizer_states":
+        with pytest.raises(CheckpointUnusable, match="not a mapping"):
+            known.training_state(path, list)
+    else:
+        with pytest.raises(CheckpointUnusable, match="cannot be assigned"):
+            known.training_state(path, list)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.5, 0.9])
+def test_a_truncated_file_is_an_error(tmp_path: Path, fraction: float) -> None:
+    content = (FIXTURES / "epoch=0-step=5.ckpt").read_bytes()
+    path = tmp_path / "x.ckpt"
+    path.write_bytes(content[: int(len(content) * fraction)])
+    assert ckpt.main(["import", str(path), str(tmp_path / "run")]) == 3
+
+
+def test_a_damaged_pickle_is_reported_and_raises_nothing_else(tmp_path: Path) -> None:
+    content = bytearray((FIXTURES / "epoch=0-step=5.ckpt").read_bytes())
+    path = tmp_path / "x.ckpt"
+    begin, end = archive_ranges(bytes(content))["data.pkl"]
+    # A byte in the middle of each part of the pickle.
+    step = (end - begin) // (200 if bombs.EVERY else 20)
+    for position in range(begin, end, step):
+        damaged = bytearray(content)
+        damaged[position] ^= 0x55
+        path.write_bytes(damaged)
+        known = detect(path)
+        assert known is not None
+        try:
+            known.open(path)
+            known.training_state(path, list)
+        except CheckpointUnusable:
+            pass
+
+
+def test_a_link_in_place_of_the_metadata_is_not_followed(tmp_path: Path) -> None:
+    source = shutil.copytree(FIXTURES / "distributed", tmp_path / "source")
+    secret = tmp_path / "meta.pt"
+    (source / "meta.pt").rename(secret)
+    (source / "meta.pt").symlink_to(secret)
+    known = detect(source)
+    assert known is not None
+    assert known.name == "PyTorch DCP"
