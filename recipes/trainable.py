@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -320,13 +321,18 @@ class _TrainableBuilder:
         )
 
     def _base(self) -> str | None:
-        """The directory or Hub name of the pretrained weights; ``peft.base_dir`` is filled first if it is empty. None
-        for fresh weights."""
+        """The directory or Hub name of the pretrained weights. None for fresh weights.
+
+        ``peft.base_dir`` is created first if it does not exist, except in a dry run.
+        """
         section, peft = self.config.model, self.config.peft
         assert not isinstance(section, Target)
         if peft is None or peft.base_dir is None:
             return section.from_pretrained
         assert self.model_config is not None
+        if self.is_dry_run and not Path(peft.base_dir).expanduser().exists():
+            # A dry run writes nothing: the base would have the shapes of model.from_config.
+            return None
         fresh_base(
             self.config,
             self.model_config,

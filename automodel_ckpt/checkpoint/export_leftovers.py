@@ -17,6 +17,9 @@ from automodel_ckpt.checkpoint.files.ownership import is_abandoned
 
 Log = Callable[[str], None]
 
+# A live process replaces an export between two renames, which takes milliseconds.
+_REPLACED_SECONDS = 60.0
+
 
 def leftovers_in(checkpoint: Path) -> Iterator[Path]:
     """The directories that killed exports left in the directories of a checkpoint's modules, and those that exports use
@@ -58,15 +61,15 @@ def clear_leftovers(target: Path, log: Log) -> None:
     """
     name = re.escape(target.name)
     for entry in sorted(os.listdir(target.parent)):
+        match = re.fullmatch(rf"\.{name}\.(staging|previous)-[0-9a-f]{{32}}", entry)
+        if match is None:
+            continue
         path = target.parent / entry
-        if re.fullmatch(rf"\.{name}\.previous-[0-9a-f]{{32}}", entry) and not os.path.lexists(
-            target
-        ):
+        is_only_export = match[1] == "previous" and not os.path.lexists(target)
+        if is_only_export and is_abandoned(path, after_seconds=_REPLACED_SECONDS):
             # The kill was between two renames, where the file system cannot swap directories.
             os.rename(path, target)
             log(f"restored {target}: an earlier export was interrupted while replacing it")
-        elif re.fullmatch(rf"\.{name}\.(staging|previous)-[0-9a-f]{{32}}", entry) and is_abandoned(
-            path
-        ):
+        elif not is_only_export and is_abandoned(path):
             log(f"removing {path}, left by an interrupted export")
             commit.discard(path)

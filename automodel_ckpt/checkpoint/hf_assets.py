@@ -225,8 +225,8 @@ class HFAssets:
         if self._tokenizer is None:
             return None
         name = getattr(_tokenizer_of(self._tokenizer), "name_or_path", "")
-        origin = Path(name or self._base_dir or "")
-        if not origin.is_dir() or not read_files(origin, TOKENIZER_FILES):
+        origin = Path(name) if name else self._base_dir
+        if origin is None or not origin.is_dir() or not read_files(origin, TOKENIZER_FILES):
             return None
         return origin if _is_unchanged(self._tokenizer, origin) else None
 

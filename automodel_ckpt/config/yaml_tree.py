@@ -140,12 +140,19 @@ def read_file(path: Path, problems: list[Problem]) -> Node | None:
     origin = "standard input" if str(path) == "-" else str(path)
     try:
         content = _read_bytes(path)
-        text = content.decode("utf-8-sig")
     except OSError as error:
         problems.append(
             os_problem(error, "the recipe cannot be read", hint="grant this user read permission")
         )
         return None
+    # Before it is decoded: the last character of a longer file can be cut in two.
+    if len(content) > MAX_FILE_BYTES:
+        problems.append(
+            Problem("the recipe is too large", origin, f"over {MAX_FILE_BYTES} bytes", "shorten it")
+        )
+        return None
+    try:
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         problems.append(
             Problem(
@@ -154,11 +161,6 @@ def read_file(path: Path, problems: list[Problem]) -> Node | None:
                 "",
                 "save it as UTF-8",
             )
-        )
-        return None
-    if len(text.encode()) > MAX_FILE_BYTES:
-        problems.append(
-            Problem("the recipe is too large", origin, f"over {MAX_FILE_BYTES} bytes", "shorten it")
         )
         return None
     num_before = len(problems)

@@ -350,9 +350,11 @@ class MergedModel:
         factors: dict[str, Array] = {}
         for role, key in change.factors.items():
             factors[role] = _read_as(self._adapter.tensors[key], dtype)
-        transposed = name.removesuffix(".weight") in self._naming.transposed
+        module = name.removesuffix(".weight")
+        transposed = module in self._naming.transposed
+        config = self._adapter.config
         try:
-            return merged(weight, factors, self._adapter.config, transposed=transposed), dtype
+            return merged(weight, factors, config, module=module, transposed=transposed), dtype
         except ValueError as error:
             what = f"an adapter does not fit its layer: {error}"
             raise self._not_mergeable(what, name) from error

@@ -21,6 +21,7 @@ from automodel_ckpt.errors import CheckpointUnusable
 
 _LARGEST_ALPHA = 1e9
 _PREFIX = "base_model.model."
+_MODULE_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _FACTOR = re.compile(
     r"(.+)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.weight)?"
 )
@@ -84,9 +85,20 @@ def changes_by(keys: Mapping[str, Any], where: str) -> dict[str, Change]:
     return changes
 
 
-def scale_of(config: Mapping[str, Any], rank: int) -> float:
-    """Return the scale of an adapter of that *rank*. Raises ValueError if its adapter_config.json has none."""
+def scale_of(config: Mapping[str, Any], rank: int, module: str) -> float:
+    """Return the scale of the adapter of that *rank* on a *module*.
+
+    The module's entry of ``alpha_pattern`` takes precedence over ``lora_alpha`` (source: peft, LoraConfig). Raises
+    ValueError if the content of adapter_config.json gives no scale.
+    """
     alpha: Any = config.get("lora_alpha")
+    patterns = config.get("alpha_pattern") or {}
+    if not isinstance(patterns, Mapping):
+        raise ValueError(f"alpha_pattern is {str(patterns)[:50]}")
+    for pattern, value in patterns.items():
+        if _names_module(str(pattern), module):
+            alpha = value
+            break
     is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
     # The comparison is false for NaN.
     if not is_number or not abs(alpha) <= _LARGEST_ALPHA:
@@ -96,10 +108,28 @@ def scale_of(config: Mapping[str, Any], rank: int) -> float:
     return float(alpha / rank)
 
 
+def _names_module(pattern: str, module: str) -> bool:
+    """Whether a key of ``alpha_pattern`` names the module: by its end, or with ``^`` by its whole name.
+
+    peft accepts regular expressions too. They are rejected here, because one from a file can take forever to match.
+    """
+    name = pattern.removeprefix("^").removesuffix("$")
+    if not _MODULE_NAME.fullmatch(name):
+        raise ValueError(f"alpha_pattern has a regular expression: {pattern[:50]}")
+    if module == name:
+        return True
+    return not pattern.startswith("^") and module.endswith(f".{name}")
+
+
 def merged(
-    weight: Array, factors: Mapping[str, Array], config: Mapping[str, Any], *, transposed: bool
+    weight: Array,
+    factors: Mapping[str, Array],
+    config: Mapping[str, Any],
+    *,
+    module: str,
+    transposed: bool,
 ) -> Array:
-    """Return the *weight* merged with its adapter, of the same shape and dtype.
+    """Return the *weight* of the *module* merged with its adapter, of the same shape and dtype.
 
     *factors* has the arrays a, b and, for DoRA, m, of the weight's dtype. If *transposed*, the weight has shape
     [inputs, outputs]. Raises ValueError if the shapes do not match.
@@ -110,7 +140,7 @@ def merged(
     b = _as_matrix(factors["b"])
     if b.shape[1] != a.shape[0] or matrix.shape != (b.shape[0], a.shape[1]):
         raise ValueError(f"weight {weight.shape}, A {factors['a'].shape}, B {factors['b'].shape}")
-    scale = np.asarray(scale_of(config, len(a)), weight.dtype)
+    scale = np.asarray(scale_of(config, len(a), module), weight.dtype)
     result: Array = matrix + scale * (b @ a)
     if "m" in factors:
         magnitude = factors["m"].reshape(-1)

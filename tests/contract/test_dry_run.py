@@ -159,3 +159,12 @@ def test_what_a_model_keeps_of_images_is_foretold_too(capsys: pytest.CaptureFixt
         )
         kept.append(foretold("activations SIZE", capsys.readouterr().out))
     assert kept[1] > 1.2 * kept[0], "the layers for text, and what they see, are as wide as before"
+
+
+def test_a_base_that_does_not_exist_yet_is_not_created(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapters = "--peft={base_dir: base, target_modules: [q_proj]}"
+    assert main(["--dry-run", "recipe.yaml", adapters]) == 0
+    assert [path.name for path in recipe.parent.iterdir()] == ["recipe.yaml"]
+    assert "trained" in capsys.readouterr().out

@@ -110,13 +110,16 @@ def _publish(staging: Path, target: Path, log: Log) -> None:
 def _replace_with_gap(staging: Path, target: Path, log: Log) -> None:
     aside = target.with_name(f".{target.name}.previous-{owner_digits(target.parent)}")
     log(f"this filesystem cannot swap directories: for a moment {target} is missing")
-    # After a kill between the two renames, clear_leftovers gives the old export its name back.
-    os.rename(target, aside)
-    try:
-        os.rename(staging, target)
-    except OSError:
-        os.rename(aside, target)
-        raise
-    # Durable before the old export is deleted: a power failure must leave one of the two.
-    fsync_directory(target.parent)
-    commit.discard(aside)
+    # Another process must not take the export that is aside for a leftover: it is locked, and was changed just now.
+    with owned(target):
+        os.utime(target)
+        # After a kill between the two renames, clear_leftovers gives the old export its name back.
+        os.rename(target, aside)
+        try:
+            os.rename(staging, target)
+        except OSError:
+            os.rename(aside, target)
+            raise
+        # Durable before the old export is deleted: a power failure must leave one of the two.
+        fsync_directory(target.parent)
+        commit.discard(aside)

@@ -98,11 +98,11 @@ def owned(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def is_abandoned(path: Path) -> bool:
+def is_abandoned(path: Path, *, after_seconds: float = ABANDONED_SECONDS) -> bool:
     """Whether the process that made something temporary has ended.
 
     For certain, or as far as can be determined: a name of an earlier version has a lock only, and what a process on
-    another node, or before a restart, has made counts when it was not touched for a day. Raises OSError.
+    another node, or before a restart, has made counts when it was not touched for *after_seconds*. Raises OSError.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -117,7 +117,7 @@ def is_abandoned(path: Path) -> bool:
             return True
         if is_locked and made_by[:8] == _lock_digits(path.parent):
             return _untouched_seconds(path) > UNLOCKED_SECONDS
-        return _untouched_seconds(path) > ABANDONED_SECONDS
+        return _untouched_seconds(path) > after_seconds
     finally:
         os.close(descriptor)
 

@@ -24,7 +24,7 @@ from automodel_ckpt.checkpoint.discovery import Item, classify
 from automodel_ckpt.checkpoint.export_leftovers import clear_leftovers
 from automodel_ckpt.checkpoint.failures import as_failure
 from automodel_ckpt.checkpoint.files.pickle_values import saved
-from automodel_ckpt.checkpoint.saving.background import Background, Cancelled
+from automodel_ckpt.checkpoint.saving.background import Background, Cancelled, Upload
 from automodel_ckpt.checkpoint.saving.forecast import Forecast, free_bytes
 from automodel_ckpt.checkpoint.saving.host_memory import MemoryLayout, lay_out
 from automodel_ckpt.checkpoint.saving.planner import Planner, Proposal, Save, SaveReport
@@ -245,7 +245,7 @@ class AsyncSaves:
 
     # ---------------------------------------------------------------- in rank 0's thread
 
-    def _complete(self, save: Save) -> None:
+    def _complete(self, save: Save, upload: Upload) -> None:
         """Finish the checkpoint, publish and export it, after rank 0 has written its share. Runs in a thread of rank
         0.
 
@@ -261,25 +261,26 @@ class AsyncSaves:
         # appears complete, by a rename, and is the last thing that the writer of its rank creates.
         for path in rank_manifest_paths(staging, num_ranks):
             while not path.exists():
-                self._background.pause(_POLL_SECONDS)
+                upload.pause(_POLL_SECONDS)
         read_all = partial(read_rank_manifests, staging, num_ranks)
         common.files.update(planner.write_metadata(save, read_all))
         if save.before_publishing is not None:
             save.before_publishing()
-        nbytes = self._background.finalize(staging, planner.partial_manifest(save), common)
+        nbytes = upload.finalize(staging, planner.partial_manifest(save), common)
         report = planner.publish(save, nbytes)
         save.is_published = True
         if save.on_saved is not None:
             save.on_saved(report)
         if planner.exports(save.last):
-            self._export_in_background(save)
+            self._export_in_background(save, upload)
 
-    def _export_in_background(self, save: Save) -> None:
+    def _export_in_background(self, save: Save, upload: Upload) -> None:
         path = self._planner.run.root / str(save.name)
         sources = [path / layout.state_directory(name) for name in self._planner.assets]
         try:
             self._planner.run.check_lease()
-            output, log_lines = self._background.export(sources, self._planner.run.lease_token)
+            lease = self._planner.run.lease_token
+            output, log_lines = self._background.export(upload, sources, lease)
         except Cancelled:
             # disable_exports killed the writer, so that nothing else removes its staging directory.
             for source in sources:

@@ -37,10 +37,8 @@ class Background:
         self._stream = torch.cuda.Stream() if on_cuda else None  # type: ignore[no-untyped-call]
         self._copied: torch.cuda.Event | None = None
         self._uploads = _Uploads()
+        self._upload = Upload(self._writer)
         self._failure: AutomodelError | None = None
-        self._cancelled = threading.Event()
-        self._where = Path()
-        self.is_writing = False
         self._last_progress: tuple[float, tuple[bytes, ...]] = (0.0, ())
         self._exports_disabled = threading.Event()
         self._exporting = threading.Lock()
@@ -60,6 +58,11 @@ class Background:
         if self._failure is not None:
             return "failed"
         return "idle" if self._uploads.idle.is_set() else "busy"
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether the writer process runs a command of the current upload."""
+        return self._upload.is_writing
 
     def reserve(self, nbytes: int) -> None:
         """Allocate *nbytes* of host memory before the first save. Raises :class:`OSError` where there is not enough."""
@@ -131,57 +134,47 @@ class Background:
         written: RankManifest,
         jobs: Sequence[bytes],
         *,
-        then: Callable[[], None] | None,
+        then: Callable[[Upload], None] | None,
         doing: str,
     ) -> None:
-        """Write the staged copy in the background, then call *then* in the upload thread.
+        """Write the staged copy in the background, then call *then* with the upload in the upload thread.
 
-        The previous upload must have ended. *doing* describes the save in error messages. Raises :class:`OSError`
-        where the writer process has ended and cannot be restarted.
+        The previous upload must have ended, or be abandoned. *doing* describes the save in error messages. Raises
+        :class:`OSError` where the writer process has ended and cannot be restarted.
         """
         if not self._writer.alive:
             self._writer.end()
             self._writer = Writer(self._memory.descriptor)
         command = Write(str(staging), written, jobs, self._memory.tensor.nbytes)
-        self._cancelled.clear()
         self._last_progress = (time.monotonic(), ())
-        self._uploads.begin(lambda: self._upload(command, then, doing))
+        upload = Upload(self._writer)
+        self._upload = upload
+        self._uploads.begin(lambda: self._run(upload, command, then, doing))
 
-    def _upload(self, command: Write, then: Callable[[], None] | None, doing: str) -> None:
+    def _run(
+        self, upload: Upload, command: Write, then: Callable[[Upload], None] | None, doing: str
+    ) -> None:
         try:
             if self._copied is not None:
                 # The writer reads the memory as soon as it has the command.
                 self._copied.synchronize()
-            self._do(command, Path(command.staging))
+            upload.do(command, Path(command.staging))
             if then is not None:
-                then()
+                then(upload)
         except Exception as error:
             # The writer of an abandoned upload was killed: that is a consequence, not a failure.
-            if not self._cancelled.is_set():
+            if not upload.is_abandoned:
                 self._failure = as_failure(error, doing, Path(command.staging))
-
-    def _do(self, command: Command, where: Path) -> Any:
-        self._where, self.is_writing = where, True
-        try:
-            return self._writer.do(command)
         finally:
-            self.is_writing = False
-
-    def finalize(self, staging: Path, partial_manifest: Manifest, common: RankManifest) -> int:
-        """Merge all rank manifests of *staging* into the manifest in the writer process; return the checkpoint's
-        bytes.
-
-        Called during an upload. Raises :class:`SaveFailed` or OSError.
-        """
-        nbytes: int = self._do(Finalize(str(staging), partial_manifest, common), staging)
-        return nbytes
+            if upload.writer is not self._writer:
+                upload.writer.end()
 
     def export(
-        self, sources: Sequence[Path], lease: tuple[Path, str] | None
+        self, upload: Upload, sources: Sequence[Path], lease: tuple[Path, str] | None
     ) -> tuple[str, list[str]]:
         """Export the model directories *sources* in the writer process; return (last output directory, log lines).
 
-        Called during an upload. *lease* is (lock file, token) of the run. Raises :class:`Cancelled` after
+        Called in the thread of *upload*. *lease* is (lock file, token) of the run. Raises :class:`Cancelled` after
         :meth:`disable_exports`.
         """
         # Held during an export only: disable_exports must not kill a writer that writes a
@@ -191,7 +184,7 @@ class Background:
                 if self._exports_disabled.is_set():
                     raise Cancelled
                 command = Export([str(source) for source in sources], lease)
-                answer: tuple[str, list[str]] = self._do(command, sources[0])
+                answer: tuple[str, list[str]] = upload.do(command, sources[0])
                 return answer
             except Exception as error:
                 if self._exports_disabled.is_set():
@@ -205,11 +198,6 @@ class Background:
         self._exports_disabled.set()
         if self._exporting.locked():
             self._writer.kill()
-
-    def pause(self, seconds: float) -> None:
-        """Wait for *seconds* during an upload. Raises :class:`Cancelled` when the upload has been abandoned."""
-        if self._cancelled.wait(seconds):
-            raise Cancelled
 
     def idle_seconds(self) -> float:
         """Seconds since the writer process last made progress, as observed by calls of this method."""
@@ -232,7 +220,7 @@ class Background:
         seconds = f"{self.idle_seconds():.0f} s (distributed.timeout_minutes)"
         self._failure = kind(
             what,
-            where=str(self._where),
+            where=str(self._upload.where),
             value=f"process {self.writer_pid}: none for {seconds}",
             hint="check for a disk that does not respond or a stopped process, then run the same command",
         )
@@ -243,11 +231,12 @@ class Background:
 
     def abandon(self) -> AutomodelError | None:
         """Stop the upload and prepare for the next one. Returns the failure of the upload, or None."""
-        self._cancelled.set()
+        self._upload.abandon()
         if not self._uploads.idle.is_set():
             self._writer.kill()
             self.wait(_END_SECONDS)
-            # The thread may be in a call that cannot be interrupted. It ends when that returns; a new one replaces it.
+            # The thread may be in a call that cannot be interrupted. A new one replaces it. It ends when the call
+            # returns: its upload stays abandoned, and its writer dead.
             if not self._uploads.idle.is_set():
                 self._uploads.end()
                 self._writer, self._uploads = Writer(self._memory.descriptor), _Uploads()
@@ -260,6 +249,55 @@ class Background:
         self._uploads.end()
         self._writer.end()
         self._memory.close()
+
+
+class Upload:
+    """One save that is being written: what its thread asks of the writer process.
+
+    An abandoned upload stays abandoned. Its thread can return from a disk that did not respond while the next upload is
+    in progress, and must not touch that one's writer or state.
+    """
+
+    def __init__(self, writer: Writer) -> None:
+        self.writer = writer
+        self._abandoned = threading.Event()
+        self.where = Path()
+        self.is_writing = False
+
+    @property
+    def is_abandoned(self) -> bool:
+        return self._abandoned.is_set()
+
+    def abandon(self) -> None:
+        """Make :meth:`pause` and :meth:`do` raise from now on."""
+        self._abandoned.set()
+
+    def pause(self, seconds: float) -> None:
+        """Wait for *seconds*. Raises :class:`Cancelled` when the upload has been abandoned."""
+        if self._abandoned.wait(seconds):
+            raise Cancelled
+
+    def do(self, command: Command, where: Path) -> Any:
+        """Run *command*, which is about the directory *where*, in the writer process and return its result.
+
+        Raises :class:`Cancelled` when the upload has been abandoned, else what :meth:`Writer.do` raises.
+        """
+        if self.is_abandoned:
+            raise Cancelled
+        self.where, self.is_writing = where, True
+        try:
+            return self.writer.do(command)
+        finally:
+            self.is_writing = False
+
+    def finalize(self, staging: Path, partial_manifest: Manifest, common: RankManifest) -> int:
+        """Merge all rank manifests of *staging* into the manifest in the writer process; return the checkpoint's
+        bytes.
+
+        Raises :class:`SaveFailed` or OSError.
+        """
+        nbytes: int = self.do(Finalize(str(staging), partial_manifest, common), staging)
+        return nbytes
 
 
 class _Uploads:

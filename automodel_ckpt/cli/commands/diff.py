@@ -27,6 +27,7 @@ from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, Problem, descri
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
 
+_SECTIONS = ("general", "recipe", "environment")
 _GENERAL = ("step", "epoch", "world_size", "dp_size", "losses", "progress")
 # State of the data loader that a resume restores whatever the recipe says, and its key in the recipe.
 _RESTORED = {"seed": "seed", "shuffle": "dataloader.shuffle"}
@@ -140,13 +141,21 @@ def _document(a: Side, b: Side) -> dict[str, Any]:
         # The keys of problems in JSON are not the names of their fields.
         for fqn, problems in difference.damaged.items():
             trees[name]["damaged"][fqn] = [problem_json(problem) for problem in problems]
+    sections: dict[str, Any] = {}
+    not_compared: list[str] = []
+    for section in _SECTIONS:
+        before, after = getattr(a, section), getattr(b, section)
+        # Another program's checkpoint has none of this: that is no change from a value to none.
+        if bool(before) != bool(after):
+            not_compared.append(section)
+            before = after = {}
+        sections[section] = changed_leaves(before, after)
     return {
         "a": str(a.path),
         "b": str(b.path),
         "foreign": [str(side.path) for side in (a, b) if side.is_external],
-        "general": changed_leaves(a.general, b.general),
-        "recipe": changed_leaves(a.recipe, b.recipe),
-        "environment": changed_leaves(a.environment, b.environment),
+        **sections,
+        "not_compared": not_compared,
         "trees": trees,
         "resume": list(resume_lines(a, b)),
     }
@@ -324,9 +333,12 @@ def _lines(document: Mapping[str, Any]) -> Iterator[str]:
     yield coloured(printable(f"{document['a']} -> {document['b']}"), "bold", sys.stdout)
     for path in document["foreign"]:
         yield coloured(printable(f"external, unverified: {path}"), "yellow", sys.stdout)
-    yield from _section("checkpoint", _change_lines(document["general"]))
-    yield from _section("recipe", _change_lines(document["recipe"]))
-    yield from _section("environment", _change_lines(document["environment"]))
+    for section in _SECTIONS:
+        title = "checkpoint" if section == "general" else section
+        lines = _change_lines(document[section])
+        if section in document["not_compared"]:
+            lines = ["not compared: only one of the two has this information"]
+        yield from _section(title, lines)
     for name, tree in document["trees"].items():
         yield from _section(f"{name}: tensors", list(_tree_lines(tree)))
     if document["resume"]:

@@ -20,6 +20,7 @@ import json
 import os
 import re
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Collection, Iterable
@@ -379,8 +380,9 @@ class FailureDirectory:
         """Write a file atomically: other processes poll the directory, and must not read half of it."""
         directory = self._directory_of(attempt)
         directory.mkdir(exist_ok=True)
-        # The globs of this class do not match the leading dot.
-        staged = directory / f".{name}"
+        # Two threads of a rank can write one record at the same time. The globs of this class do not match the leading
+        # dot.
+        staged = directory / f".{name}.{os.getpid()}.{threading.get_native_id()}"
         staged.write_text(text)
         staged.rename(directory / name)
 

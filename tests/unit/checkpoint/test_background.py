@@ -776,3 +776,100 @@ def test_waiting_returns_when_the_save_in_progress_is_published(saver: Saver) ->
     latest = commit.pointed(saver.checkpointer.directory, "LATEST")
     timer.join()  # before anything can fail: closing would wait for the held writer
     assert latest == "epoch_0_step_1"
+
+
+class Uploading:
+    """A writer process with nothing to write, and uploads whose last part is a function of the test."""
+
+    def __init__(self) -> None:
+        self.background = background.Background()
+        self.background.stage([host_memory.MemoryLayout([], 8)])
+
+    def start(self, directory: Path, then: Any) -> None:
+        (directory / layout.PARTS).mkdir(exist_ok=True)
+        self.background.start(directory, RankManifest(0), [], then=then, doing="saving")
+
+
+@pytest.fixture
+def uploading(monkeypatch: pytest.MonkeyPatch) -> Iterator[Uploading]:
+    monkeypatch.setattr(background, "_END_SECONDS", 0.2)
+    made = Uploading()
+    yield made
+    made.background.close()
+
+
+def test_an_abandoned_upload_stays_abandoned_when_the_next_one_has_started(
+    tmp_path: Path, uploading: Uploading
+) -> None:
+    """As after a disk that did not respond for longer than the wait for the thread."""
+    began, respond, ended = threading.Event(), threading.Event(), threading.Event()
+    outcome: list[str] = []
+
+    def in_a_call_to_the_disk(upload: Any) -> None:
+        began.set()
+        respond.wait(20)
+        for step in (
+            lambda: upload.pause(0),
+            lambda: upload.finalize(tmp_path, None, RankManifest(0)),
+        ):
+            try:
+                step()
+            except background.Cancelled:
+                outcome.append("cancelled")
+        ended.set()
+
+    uploading.start(tmp_path, in_a_call_to_the_disk)
+    assert began.wait(20)
+    assert uploading.background.abandon() is None
+    next_one = threading.Event()
+    uploading.start(tmp_path, lambda *_: next_one.wait(20))
+    respond.set()
+    assert ended.wait(20) and outcome == ["cancelled", "cancelled"]
+    # The late thread changed neither the state nor the failure of the upload in progress.
+    assert uploading.background.state == "busy"
+    next_one.set()
+    uploading.background.wait(20)
+    assert uploading.background.state == "idle"
+
+
+def test_the_wait_of_an_abandoned_upload_ends_it_without_a_failure(
+    tmp_path: Path, uploading: Uploading
+) -> None:
+    began = threading.Event()
+
+    def wait_for_other_ranks(upload: Any) -> None:
+        began.set()
+        for _ in range(2000):
+            upload.pause(0.01)
+        raise AssertionError("nothing ended the wait")
+
+    uploading.start(tmp_path, wait_for_other_ranks)
+    assert began.wait(20)
+    started = time.monotonic()
+    assert uploading.background.abandon() is None
+    uploading.background.wait(20)
+    assert time.monotonic() - started < 5 and uploading.background.state == "idle"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_busy_writer_is_seen_to_work_where_its_io_counters_cannot_be_read() -> None:
+    """Another user may read a process's times, and not its bytes, as on systems that restrict /proc."""
+    memory = HostMemory()
+    process = writer.Writer(memory.descriptor)
+    readable, writable = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.setuid(65534)
+        try:
+            Path(f"/proc/{process.pid}/io").read_bytes()
+        except PermissionError:
+            before = process.activity()
+            process.written_bytes += 1
+            os.write(writable, b"seen" if before and process.activity() != before else b"idle")
+        os._exit(0)
+    os.close(writable)
+    os.waitpid(child, 0)
+    assert os.read(readable, 10) == b"seen"
+    os.close(readable)
+    process.end()
+    memory.close()

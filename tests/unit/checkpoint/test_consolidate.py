@@ -12,6 +12,7 @@ import resource
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from automodel_ckpt.checkpoint.export import output as export_output
 from automodel_ckpt.checkpoint.export import plan as export_plan
 from automodel_ckpt.checkpoint.export import publish as export_publish
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
+from automodel_ckpt.checkpoint.export_leftovers import clear_leftovers
 from automodel_ckpt.checkpoint.files.ownership import owned
 from automodel_ckpt.checkpoint.files.safetensors_header import read_header
 from automodel_ckpt.checkpoint.layout import LOCK_FILE
@@ -577,6 +579,49 @@ def test_what_killed_exports_left_is_cleared_and_what_is_in_use_is_not(tmp_path:
         assert used.exists() and not left.exists()
     assert len(loaded(output)) == 1
     assert sorted(p.name for p in output.parent.iterdir() if p.name.startswith(".")) == [used.name]
+
+
+def test_an_export_that_starts_while_another_one_is_replacing_its_target_leaves_both_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = consolidated_once(tmp_path)
+    inode = output.stat().st_ino
+    age_all(output, 3600)
+    seen: list[bool] = []
+    rename = os.rename
+
+    def renamed(source: Path, target: Path) -> None:
+        if Path(target) == output:
+            # What another process does first, between the two renames of this one.
+            clear_leftovers(output, lambda _: None)
+            seen.append(output.exists())
+        rename(source, target)
+
+    monkeypatch.setattr(export_publish.commit, "exchange", lambda *_: False)
+    monkeypatch.setattr(os, "rename", renamed)
+    consolidate(tmp_path / "c", log=lambda _: None)
+    assert seen == [False]
+    assert output.stat().st_ino != inode and len(loaded(output)) == 1
+    assert [path.name for path in output.parent.iterdir() if path.name.startswith(".con")] == []
+
+
+def test_an_export_that_another_node_is_replacing_is_restored_when_it_took_over_a_minute(
+    tmp_path: Path,
+) -> None:
+    output = consolidated_once(tmp_path)
+    # The digits of another boot and process namespace; the 13th digit marks them as such.
+    aside = output.parent / f".consolidated.previous-012345670123f567{'0' * 16}"
+    os.rename(output, aside)
+    clear_leftovers(output, lambda _: None)
+    assert aside.is_dir() and not output.exists()
+    age_all(aside, 61)
+    clear_leftovers(output, lambda _: None)
+    assert not aside.exists() and len(loaded(output)) == 1
+
+
+def age_all(directory: Path, seconds: float) -> None:
+    for path in (directory, *directory.rglob("*")):
+        os.utime(path, (time.time() - seconds,) * 2)
 
 
 def test_a_run_that_lost_its_lease_publishes_no_export(tmp_path: Path) -> None:

@@ -132,6 +132,25 @@ def test_another_programs_files_are_compared_and_marked(tmp_path: Path, capsys: 
     assert [change["fqn"] for change in document["trees"]["model"]["changed"]] == ["moved"]
 
 
+def test_what_another_programs_files_do_not_say_is_not_a_change(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    save_file(weights(), tmp_path / "external.safetensors")
+    own = checkpoint(tmp_path / "a", weights())
+    for one, other in (
+        (own, tmp_path / "external.safetensors"),
+        (tmp_path / "external.safetensors", own),
+    ):
+        found = shown(capsys, one, other)
+        assert "general" in found["not_compared"] and found["general"] == {}
+        assert main(["diff", str(one), str(other)]) == 0
+        text = capsys.readouterr().out
+        assert "(none)" not in text and "not compared: only one of the two" in text
+    assert shown(capsys, own, own)["not_compared"] == []
+    assert main(["diff", str(own), str(own)]) == 0
+    assert "not compared" not in capsys.readouterr().out
+
+
 def test_optimizer_state_is_compared_without_torch(tmp_path: Path) -> None:
     made = tiny.recipe()
     for step in (10, 20):

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,21 @@ def test_a_board_keeps_each_ranks_first_record_by_attempt(tmp_path: Path) -> Non
     failure_dir.record_signal(signal.SIGTERM)
     failure_dir.record_signal(signal.SIGINT)
     assert list(failure_dir.stop_signals()) == [signal.SIGTERM, signal.SIGINT]
+
+
+def test_several_peers_that_see_the_same_end_record_it_without_disturbing_each_other(
+    tmp_path: Path,
+) -> None:
+    failure_dir = FailureDirectory(tmp_path)
+
+    def record_often(_: int) -> None:
+        for number in range(200):
+            failure_dir.record_store(0, "localhost", str(number))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(record_often, range(4)))
+    assert failure_dir.store(0) == ("localhost", 199)
+    assert [path.name for path in (tmp_path / "attempt_0").iterdir()] == ["store"]
 
 
 def test_an_ended_process_is_gone_before_its_parent_asked() -> None:

@@ -558,6 +558,14 @@ def test_a_huge_file_is_refused(tmp_path: Path) -> None:
         load(tmp_path, "#" * 300_000)
 
 
+def test_a_huge_file_whose_cut_end_is_half_a_character_is_too_large(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="too large") as caught:
+        load(tmp_path, "#" + "é" * 200_000)
+    assert "UTF-8" not in str(caught.value)
+    with pytest.raises(RecipeError, match="too large"):
+        load(tmp_path, "#" + "é" * 200_001 + "#")
+
+
 # Custom recipes
 
 

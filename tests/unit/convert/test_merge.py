@@ -7,8 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
@@ -240,6 +242,7 @@ def test_options_that_make_no_sense_together_are_refused(
     assert capsys.readouterr().err.count("this option has no effect with") == 3
 
 
+NO_NAMES = ModelSignature({}, {}, frozenset())
 FITTING = {"x.lora_A.weight": (2, 3), "x.lora_B.weight": (4, 2)}
 
 
@@ -274,6 +277,42 @@ def test_what_cannot_be_merged_is_refused_by_name(
     )
     with pytest.raises(CheckpointUnusable, match=said):
         MergedModel(merge, tmp_path, ModelSignature({}, {}, frozenset())).value("x.weight", "F32")
+
+
+def test_alphas_of_single_modules_scale_as_in_peft(tmp_path: Path) -> None:
+    """The reference is peft's own merge of the same adapter."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential()
+    for name in ("up", "down", "out_up"):
+        model.add_module(name, torch.nn.Linear(3, 3, bias=False))
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    patterns = {"up": 5, "^down": 7}
+    lora = LoraConfig(
+        r=2,
+        lora_alpha=3,
+        alpha_pattern=patterns,
+        target_modules=["up", "down", "out_up"],
+        init_lora_weights=False,
+    )
+    adapted = get_peft_model(model, lora)
+    adapted.save_pretrained(tmp_path)
+    tensors = tensors_in_file(tmp_path, "adapter_model.safetensors", follow_links=True)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    ours = MergedModel(Adapter(tmp_path, tensors, config), tmp_path, NO_NAMES)
+    for name, value in adapted.merge_and_unload().state_dict().items():
+        assert np.allclose(ours.value(name, "F32"), value.numpy(), atol=1e-6), name
+
+
+@pytest.mark.parametrize("patterns", [{"(a+)+": 5}, [5], {"x": "5"}])
+def test_an_alpha_pattern_that_cannot_be_followed_is_refused(tmp_path: Path, patterns: Any) -> None:
+    save_file({"x.weight": torch.ones(4, 3)}, tmp_path / "model.safetensors")
+    file = tmp_path / "adapter_model.safetensors"
+    factors = {f"base_model.model.{name}": torch.ones(shape) for name, shape in FITTING.items()}
+    save_file(factors, file)
+    tensors = tensors_in_file(tmp_path, file.name, follow_links=True)
+    config = {"lora_alpha": 2, "alpha_pattern": patterns}
+    with pytest.raises(CheckpointUnusable, match=r"alpha_pattern|lora_alpha"):
+        MergedModel(Adapter(tmp_path, tensors, config), tmp_path, NO_NAMES).value("x.weight", "F32")
 
 
 def test_a_base_of_pickles_or_of_another_library_is_refused(tmp_path: Path) -> None:
