@@ -98,6 +98,7 @@ LIGHT = [
     "durable_io",
     "consolidate",
     "convert",
+    "convert.gguf",
     "convert.sources",
     "convert.targets",
     "checkpoint",

@@ -26,7 +26,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     """Describe the command ``ckpt export``."""
     command.description = (
         "Export the model of a checkpoint: hf (Hugging Face files, the same as `ckpt consolidate`), gguf "
-        "(one file for llama.cpp; Llama models with byte-level BPE tokenizers), dcp (a directory for "
+        "(one file for llama.cpp: Llama, Mistral, Qwen 2 and 3, SmolLM, Gemma 2 and 3), dcp (a directory for "
         "torch.distributed.checkpoint), or torch (one state dict for torch.load)."
     )
     command.add_argument(
@@ -49,6 +49,11 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     _add_shared_options(command, only_hf="hf only: ", cast_note=" (fp64: hf only)")
     command.add_argument(
+        "--type",
+        metavar="KIND",
+        help="gguf only: type of the tensors: F32, F16, BF16, Q8_0, Q5_1, Q5_0, Q4_1 or Q4_0 (default: as stored)",
+    )
+    command.add_argument(
         "--force", action="store_true", help="gguf, torch: overwrite an existing file"
     )
 
@@ -59,7 +64,7 @@ def add_consolidate_arguments(command: argparse.ArgumentParser) -> None:
         "Alias of `ckpt export --to hf`: export the model of a checkpoint to Hugging Face files, and verify its "
         "digests."
     )
-    command.set_defaults(to="hf", force=False, prefix=None)
+    command.set_defaults(to="hf", type=None, force=False, prefix=None)
     command.add_argument(
         "path",
         metavar="DIR",
@@ -187,13 +192,17 @@ def _to_gguf(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
         source,
         arguments.output,
         cast_dtype=arguments.cast_dtype,
+        tensor_type=arguments.type,
         overwrite=arguments.force,
         num_threads=arguments.num_threads,
         log=_log,
     )
     size = size_text(report.nbytes)
     checked = _checked_text(report.checked)
-    _log(f"wrote {report.num_tensors} tensors, {size}, {report.seconds:.1f} s ({checked})")
+    kinds = ", ".join(f"{count} {name}" for name, count in report.kinds.items())
+    _log(
+        f"wrote {report.num_tensors} tensors ({kinds}), {size}, {report.seconds:.1f} s ({checked})"
+    )
     if not arguments.json:
         print_path(report.output)
     return {**asdict(report), "output": str(report.output)}
@@ -249,7 +258,7 @@ class _Target:
 
 _TARGETS: Mapping[str, _Target] = {
     "hf": _Target(_to_hf, frozenset({"cast_dtype", "nproc", "num_threads", "merge", "base"})),
-    "gguf": _Target(_to_gguf, frozenset({"cast_dtype", "num_threads", "force"})),
+    "gguf": _Target(_to_gguf, frozenset({"cast_dtype", "type", "num_threads", "force"})),
     "dcp": _Target(_to_dcp, frozenset({"cast_dtype", "prefix"})),
     "torch": _Target(_to_torch, frozenset({"cast_dtype", "force", "prefix"})),
 }
@@ -259,6 +268,7 @@ _DEFAULTS: Mapping[str, object] = {
     "num_threads": 5,
     "merge": False,
     "base": None,
+    "type": None,
     "force": False,
     "prefix": None,
 }

@@ -1,6 +1,7 @@
 """A checkpoint's model as one GGUF file, for llama.cpp and programs based on it: verified, staged, published.
 
-Written with the ``gguf`` package (the extra of that name). Memory: the largest tensor.
+The ``gguf`` package (the extra of that name) writes the header and quantizes. The data of tensors are written here, in
+blocks of rows. Memory: some blocks; for a checkpoint of several shards, the largest tensor.
 """
 
 from __future__ import annotations
@@ -12,52 +13,76 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.export.plan import ExportTensor, make_plan, parse_cast_dtype
 from automodel_ckpt.checkpoint.export_leftovers import Log
 from automodel_ckpt.checkpoint.export_manifest import ExportManifest
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.sources.base_maps import maps_of
 from automodel_ckpt.checkpoint.sources.source import Source
-from automodel_ckpt.checkpoint.tensors.float_cast import Array, cast, storage_dtype
+from automodel_ckpt.checkpoint.tensors.float_cast import Array, cast
 from automodel_ckpt.checkpoint.tensors.stored import whole_checked
 from automodel_ckpt.checkpoint.verify import verify
+from automodel_ckpt.convert.gguf.kinds import F32, Q8_0, QUANTIZATION_VERSION, WRITABLE, Kind
+from automodel_ckpt.convert.gguf.model import (
+    GgufModel,
+    GgufTensor,
+    layers_fault,
+    name_faults,
+    read_model,
+)
+from automodel_ckpt.convert.gguf.positions import rotary_order
+from automodel_ckpt.convert.gguf.tokenizer import convert_tokenizer
+from automodel_ckpt.convert.gguf.values import KeyValue
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.publishing import check_file_target, published_file
 from automodel_ckpt.convert.sources.files import read_json
-from automodel_ckpt.convert.targets.gguf_llama import (
-    KeyValue,
-    Llama,
-    layers_fault,
-    name_faults,
-    read_llama,
-    rotary_order,
-)
-from automodel_ckpt.convert.targets.gguf_tokenizer import tokenizer_keys
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 log_default = logging.getLogger("automodel_ckpt")
 
-# GGML's tensor types, and the file type that says of which most are (source: gguf.md, `general.file_type`).
-_FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32}
+# Rows are cast, reordered and quantized in blocks of about this many bytes in single precision.
+_BLOCK_BYTES = 16 << 20
+# llama.cpp requires each tensor to begin at a multiple (general.alignment, by default).
+_ALIGNMENT = 32
+_CASTS = {"F16": "fp16", "BF16": "bf16"}
+_OUTPUT = "output.weight"
+_EMBEDDING = "token_embd.weight"
 _MAX_TEMPLATE_BYTES = 1 << 20
 _TEMPLATE = "chat_template.jinja"
 
 
 @dataclass(frozen=True, slots=True)
 class GgufReport:
-    """A GGUF file that was published. *checked* says whether the source's digests were known, and so compared."""
+    """A GGUF file that was published. *checked* says whether the source's digests were known, and so compared.
+
+    *kinds* is the number of tensors of each GGUF type, for example ``{"F32": 65, "Q8_0": 226}``.
+    """
 
     output: Path
     num_tensors: int
     nbytes: int
     seconds: float
     checked: bool
+    kinds: Mapping[str, int]
     warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A tensor of the file: what it is, where its values come from, and its type."""
+
+    target: GgufTensor
+    source: ExportTensor
+    kind: Kind
+
+    @property
+    def nbytes(self) -> int:
+        numel = int(np.prod(self.target.shape, dtype=np.int64))
+        return numel // self.kind.block_size * self.kind.block_bytes
 
 
 def export_gguf(
@@ -65,14 +90,16 @@ def export_gguf(
     output: str | os.PathLike[str] | None = None,
     *,
     cast_dtype: str | None = None,
+    tensor_type: str | None = None,
     overwrite: bool = False,
     num_threads: int = 5,
     log: Log = log_default.info,
 ) -> GgufReport:
     """Write the model in *source* (anything that ``open_source`` of ``convert/open.py`` accepts) as a GGUF file.
 
-    *output* defaults to the source's name with ``.gguf``, next to it. Norms are written as F32, other tensors in the
-    dtype that an export of Hugging Face files has; *cast_dtype* is bf16, fp16 or fp32.
+    *output* defaults to the source's name with ``.gguf``, next to it. Vectors (norms, biases) are written as F32, other
+    tensors as *tensor_type*: a name in ``WRITABLE`` of ``convert/gguf/kinds.py``, in any case, for example ``Q8_0``. By
+    default they have the dtype of an export of Hugging Face files, which *cast_dtype* changes to bf16, fp16 or fp32.
 
     Raises :class:`CheckpointUnusable` for a damaged source, and for a model or a tokenizer that GGUF cannot represent;
     :class:`SaveFailed` if the file cannot be written; :class:`RecipeError` for a wrong argument, or if the package gguf
@@ -80,25 +107,56 @@ def export_gguf(
     """
     started = time.monotonic()
     library = _library()
+    wanted = _wanted_kind(tensor_type, cast_dtype)
+    if wanted is not None:
+        # Quantized values are computed from the stored ones: a cast before would only lose precision.
+        cast_dtype = _CASTS.get(wanted.name, "fp32")
     cast_code = parse_cast_dtype(cast_dtype)
     opened = open_source(Path(source))
     if output is None:
-        output = opened.root.with_name(opened.root.name + ".gguf")
+        name = opened.model_directory if opened.root == Path("/") else opened.root
+        output = name.with_name(name.name + ".gguf")
     # Publishing renames: without this, it would replace a link instead of its target.
     target = Path(os.path.realpath(output))
     # Before the digests are verified, which reads the complete source.
     check_file_target(target, overwrite=overwrite)
     _check_digests(opened, num_threads)
     tensors = _tensors(opened, cast_code)
-    keys, model = _described(opened, tensors)
-    warnings = (*opened.notes, *_warnings(keys))
+    model, keys, tokenizer_warnings = _described(opened, tensors)
+    entries = _entries(model, tensors, wanted)
+    warnings = (*opened.notes, *tokenizer_warnings, *_warnings(model, entries, wanted))
     for text in warnings:
         log(f"warning: {text}")
     with published_file(target, log, what="the GGUF file") as path:
-        _write(library, path, opened.root, keys, model, tensors)
+        all_keys = [*_general(opened, entries), *keys]
+        _write(library, path, opened.root, all_keys, model, entries)
     nbytes = target.stat().st_size
     seconds = time.monotonic() - started
-    return GgufReport(target, len(tensors), nbytes, seconds, opened.has_digests, warnings)
+    counts: dict[str, int] = {}
+    for entry in entries:
+        counts[entry.kind.name] = counts.get(entry.kind.name, 0) + 1
+    return GgufReport(target, len(entries), nbytes, seconds, opened.has_digests, counts, warnings)
+
+
+def _wanted_kind(tensor_type: str | None, cast_dtype: str | None) -> Kind | None:
+    if tensor_type is None:
+        return None
+    if cast_dtype is not None:
+        raise RecipeError(
+            "--type and --cast-dtype both select the type of tensors",
+            where="ckpt export --to gguf",
+            value=f"--type {tensor_type} --cast-dtype {cast_dtype}",
+            hint="remove --cast-dtype",
+        )
+    kind = WRITABLE.get(tensor_type.upper())
+    if kind is None:
+        raise RecipeError(
+            "no such type of tensors is written",
+            where="ckpt export --to gguf --type",
+            value=tensor_type,
+            hint=f"use one of {', '.join(WRITABLE)}; llama.cpp's llama-quantize makes others from F16 or F32",
+        )
+    return kind
 
 
 def _library() -> Any:
@@ -128,25 +186,27 @@ def _tensors(source: Source, cast_code: str | None) -> dict[str, ExportTensor]:
     )
     found = {tensor.fqn: tensor for file in plan.files for tensor in file.tensors}
     for fqn, tensor in found.items():
-        if tensor.dtype not in _FILE_TYPES:
+        if tensor.dtype not in WRITABLE:
             raise CheckpointUnusable(
                 f"a tensor of dtype {tensor.dtype} is not written as GGUF",
                 where=where,
                 value=fqn,
-                hint="F64 weights can be cast: --cast-dtype fp32",
+                hint="F64 weights can be cast: --cast-dtype fp32 or --type F32",
             )
     return found
 
 
-def _described(source: Source, tensors: Mapping[str, ExportTensor]) -> tuple[list[KeyValue], Llama]:
-    """Return all keys of the file, and the model that they describe. The tensors are those of that model.
+def _described(
+    source: Source, tensors: Mapping[str, ExportTensor]
+) -> tuple[GgufModel, list[KeyValue], tuple[str, ...]]:
+    """Return the model that config.json describes, the keys of model and tokenizer, and warnings about the tokenizer.
 
     Raises :class:`CheckpointUnusable` if config.json and the tensors do not match, or a file is missing.
     """
-    side = source.metadata_directory or source.model_directory
+    side = source.metadata_directory or source.side_files or source.model_directory
     config = _required_json(side, "config.json", source.export)
     tokenizer = _required_json(side, "tokenizer.json", source.export)
-    model = read_llama(config, str(side / "config.json"))
+    model = read_model(config, str(side / "config.json"))
     fault = layers_fault(model.num_layers, tensors)
     if fault is not None:
         raise CheckpointUnusable(
@@ -155,8 +215,9 @@ def _described(source: Source, tensors: Mapping[str, ExportTensor]) -> tuple[lis
             value=fault,
             hint="restore the file from another copy, or use another checkpoint",
         )
+    expected = {tensor.fqn: tensor.shape for tensor in model.tensors()}
     shapes = {fqn: tensor.stored.shape for fqn, tensor in tensors.items()}
-    fault = name_faults(model.tensors(), shapes)
+    fault = name_faults(expected, shapes)
     if fault is not None:
         raise CheckpointUnusable(
             "the tensors are not those of the config",
@@ -165,14 +226,41 @@ def _described(source: Source, tensors: Mapping[str, ExportTensor]) -> tuple[lis
             hint="use another checkpoint, or export Hugging Face files (--to hf)",
         )
     settings = read_json(side, "tokenizer_config.json", source.export) or {}
-    vocabulary = tokenizer_keys(
+    vocabulary = convert_tokenizer(
         tokenizer,
         settings,
         model.vocab_size,
         str(side / "tokenizer.json"),
         _chat_template(side, source.export),
     )
-    return [*_general(source, tensors), *model.key_values(), *vocabulary], model
+    return model, [*model.key_values(), *vocabulary.keys], vocabulary.warnings
+
+
+def _entries(
+    model: GgufModel, tensors: Mapping[str, ExportTensor], wanted: Kind | None
+) -> list[_Entry]:
+    """Return the tensors of the file in order, with the type of each."""
+    entries = []
+    for target in model.tensors():
+        tensor = tensors[target.fqn]
+        kind = _kind(target, WRITABLE[tensor.dtype], wanted, is_tied=model.is_tied)
+        entries.append(_Entry(target, tensor, kind))
+    return entries
+
+
+def _kind(target: GgufTensor, native: Kind, wanted: Kind | None, *, is_tied: bool) -> Kind:
+    """Return the type of a tensor in the file, as llama.cpp's llama-quantize chooses it."""
+    # llama.cpp requires vectors in F32.
+    if len(target.shape) < 2:
+        return F32
+    if wanted is None or not wanted.is_quantized:
+        return wanted or native
+    # The output layer gets more bits than the rest: there 6 (Q6_K), which the library gguf does not write.
+    is_output = target.name == _OUTPUT or (is_tied and target.name == _EMBEDDING)
+    kind = Q8_0 if is_output else wanted
+    if target.shape[-1] % kind.block_size:
+        return WRITABLE["F16"]
+    return kind
 
 
 def _required_json(side: Path, name: str, export: ExportManifest | None) -> dict[str, Any]:
@@ -204,24 +292,43 @@ def _chat_template(side: Path, export: ExportManifest | None) -> str | None:
         ) from error
 
 
-def _general(source: Source, tensors: Mapping[str, ExportTensor]) -> list[KeyValue]:
-    # The type of the file is the dtype of most of its bytes.
-    nbytes = dict.fromkeys(_FILE_TYPES, 0)
-    for tensor in tensors.values():
-        nbytes[tensor.dtype] += tensor.nbytes
-    kind = max(nbytes, key=lambda code: nbytes[code])
+def _general(source: Source, entries: list[_Entry]) -> list[KeyValue]:
+    # The type of the file is that of most of its bytes.
+    nbytes: dict[Kind, int] = {}
+    for entry in entries:
+        nbytes[entry.kind] = nbytes.get(entry.kind, 0) + entry.source.nbytes
+    most = max(nbytes, key=lambda kind: nbytes[kind])
     # GGUF strings are UTF-8, and the name of a directory can be any bytes.
-    name = os.fsencode(source.root.name).decode(errors="replace")
-    return [
+    name = os.fsencode(source.model_directory.name).decode(errors="replace")
+    if source.root != Path("/"):
+        name = os.fsencode(source.root.name).decode(errors="replace")
+    keys: list[KeyValue] = [
         ("general.type", "string", "model"),
         ("general.name", "string", name),
-        ("general.file_type", "uint32", _FILE_TYPES[kind]),
+        ("general.file_type", "uint32", most.file_type),
     ]
+    if any(entry.kind.is_quantized for entry in entries):
+        keys.append(("general.quantization_version", "uint32", QUANTIZATION_VERSION))
+    return keys
 
 
-def _warnings(keys: list[KeyValue]) -> Iterator[str]:
-    if not any(key == "tokenizer.ggml.eos_token_id" for key, _, _ in keys):
-        yield "tokenizer_config.json names no end-of-sequence token: llama.cpp takes one of its own"
+def _warnings(model: GgufModel, entries: list[_Entry], wanted: Kind | None) -> Iterator[str]:
+    if model.context_limit is not None:
+        yield (
+            f"the model's attention slides over {model.context_limit} tokens, and llama.cpp's does not for this "
+            f"architecture: the context length is written as {model.context_limit}, up to which both are equal"
+        )
+    if wanted is None or not wanted.is_quantized:
+        return
+    ragged = []
+    for entry in entries:
+        if len(entry.target.shape) > 1 and not entry.kind.is_quantized:
+            ragged.append(entry.target.name)
+    if ragged:
+        yield (
+            f"{len(ragged)} tensors are written as F16, because their rows are not a multiple of {wanted.block_size} "
+            f"elements: {', '.join(ragged[:3])}"
+        )
 
 
 def _write(
@@ -229,49 +336,85 @@ def _write(
     path: Path,
     root: Path,
     keys: list[KeyValue],
-    model: Llama,
-    tensors: Mapping[str, ExportTensor],
+    model: GgufModel,
+    entries: list[_Entry],
 ) -> None:
-    writer = library.GGUFWriter(None, "llama")
+    factors = np.array(model.positions.factors(model.head_dim), np.float32)
+    _write_header(library, path, keys, model.architecture.name, factors, entries)
+    with open(path, "ab") as file:
+        if factors.size:
+            _pad(file)
+            file.write(factors.tobytes())
+        # In the order of the header.
+        for entry in entries:
+            _pad(file)
+            for block in _blocks(library, root, entry, model.head_dim):
+                file.write(np.ascontiguousarray(block).data)
+        _pad(file)
+
+
+def _write_header(
+    library: Any,
+    path: Path,
+    keys: list[KeyValue],
+    architecture: str,
+    factors: Array,
+    entries: list[_Entry],
+) -> None:
+    writer = library.GGUFWriter(None, architecture)
     try:
         for key, kind, value in keys:
             getattr(writer, f"add_{kind}")(key, value)
-        names = {fqn: name for fqn, (name, _) in model.tensors().items()}
-        factors = np.array(model.rope_factors(), np.float32)
         if factors.size:
             writer.add_tensor_info(
                 "rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes
             )
-        for fqn, name in names.items():
-            code = _code(tensors[fqn])
-            dtype = storage_dtype(code, DTYPE_BITS[code])
-            shape = tensors[fqn].stored.shape
-            nbytes = int(np.prod(shape)) * dtype.itemsize
-            kind = library.GGMLQuantizationType[code]
-            writer.add_tensor_info(name, shape, dtype, nbytes, raw_dtype=kind)
-        # All descriptions come before the data, which is written tensor by tensor: memory holds one tensor.
+        for entry in entries:
+            number = library.GGMLQuantizationType[entry.kind.name]
+            # A shape of elements: only for uint8, the library takes it as one of bytes.
+            writer.add_tensor_info(
+                entry.target.name,
+                entry.target.shape,
+                np.dtype(np.float32),
+                entry.nbytes,
+                raw_dtype=number,
+            )
         writer.write_header_to_file(path)
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        if factors.size:
-            writer.write_tensor_data(factors)
-        # In the order of add_tensor_info(): the library matches data to names by order (gguf 0.19).
-        for fqn, name in names.items():
-            writer.write_tensor_data(_values(root, tensors[fqn], model, name))
     finally:
         writer.close()
 
 
-def _code(tensor: ExportTensor) -> str:
-    """Return the dtype in the file. llama.cpp requires vectors (norms) in F32."""
-    if len(tensor.stored.shape) < 2:
-        return "F32"
-    return tensor.dtype
+def _pad(file: BinaryIO) -> None:
+    file.write(bytes(-file.tell() % _ALIGNMENT))
 
 
-def _values(root: Path, tensor: ExportTensor, model: Llama, name: str) -> Array:
-    values = cast(whole_checked(root, tensor.stored), tensor.stored.dtype, _code(tensor))
-    heads = model.heads_of(name)
-    if heads is None:
-        return values
-    return values[rotary_order(heads, model.head_dim)]
+def _blocks(library: Any, root: Path, entry: _Entry, head_dim: int) -> Iterator[Array]:
+    """Yield the rows of a tensor as they are in the file, about ``_BLOCK_BYTES`` at a time."""
+    target, source = entry.target, entry.source
+    values = whole_checked(root, source.stored)
+    if not target.shape or values.ndim == 1:
+        values = values.reshape(1, -1)
+    order = None
+    if target.heads is not None:
+        order = np.array(rotary_order(target.heads, head_dim))
+    num_rows = max(1, _BLOCK_BYTES // max(4 * values.shape[1], 1))
+    for first in range(0, values.shape[0], num_rows):
+        last = min(first + num_rows, values.shape[0])
+        rows = values[first:last] if order is None else values[order[first:last]]
+        yield _converted(library, rows, source, entry.kind, target.offset)
+
+
+def _converted(library: Any, rows: Array, source: ExportTensor, kind: Kind, offset: int) -> Array:
+    """Return *rows*, in the dtype of the stored tensor, as values or blocks of *kind*."""
+    stored = source.stored.dtype
+    if kind.dtype is not None and not offset:
+        return cast(rows, stored, kind.dtype)
+    wide = cast(rows, stored, "F32")
+    if offset:
+        wide = wide + np.float32(offset)
+    if kind.dtype is not None:
+        return cast(wide, "F32", kind.dtype)
+    quantized: Array = library.quants.quantize(wide, library.GGMLQuantizationType[kind.name])
+    return quantized

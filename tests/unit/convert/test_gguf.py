@@ -19,8 +19,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.files.ownership import owned
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.convert.targets.gguf_llama import name_faults, read_llama, rotary_order
-from automodel_ckpt.convert.targets.gguf_tokenizer import tokenizer_keys
+from automodel_ckpt.convert.gguf.model import name_faults, read_model
+from automodel_ckpt.convert.gguf.positions import rotary_order
+from automodel_ckpt.convert.gguf.tokenizer import convert_tokenizer
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.llamas import LLAMA_3_ROPE, llama_checkpoint
 from tests.support.shards import bits
@@ -83,7 +84,7 @@ def test_the_file_holds_keys_and_tensors(tmp_path: Path, capsys: Capture, tied: 
     found = {tensor.name: tensor for tensor in reader.tensors}
     state = model.state_dict()
     assert found.keys() == {
-        name for name, _ in read_llama(model.config.to_dict(), "").tensors().values()
+        tensor.name for tensor in read_model(model.config.to_dict(), "").tensors()
     } | {"rope_freqs.weight"}
     assert ("output.weight" in found) is not tied
     assert np.array_equal(
@@ -239,7 +240,9 @@ def test_the_frequency_factors_are_transformers_own() -> None:
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     plain = 500_000.0 ** (-torch.arange(0, 64, 2) / 64)
     factors = torch.tensor(
-        read_llama(config.to_dict() | {"architectures": ["LlamaForCausalLM"]}, "").rope_factors()
+        read_model(
+            config.to_dict() | {"architectures": ["LlamaForCausalLM"]}, ""
+        ).positions.factors(64)
     )
     assert torch.allclose(plain / factors, scaled, rtol=1e-5) and len(set(factors.tolist())) > 5
 
@@ -247,7 +250,7 @@ def test_the_frequency_factors_are_transformers_own() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"architectures": ["Qwen2ForCausalLM"]}, "Qwen2ForCausalLM"),
+        ({"architectures": ["PhiForCausalLM"]}, "PhiForCausalLM"),
         ({"architectures": None}, "architectures"),
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_act": "gelu"}, "hidden_act"),
@@ -255,7 +258,7 @@ def test_the_frequency_factors_are_transformers_own() -> None:
         ({"hidden_size": None}, "hidden_size"),
         ({"num_hidden_layers": -1}, "num_hidden_layers"),
         ({"rms_norm_eps": "x"}, "rms_norm_eps"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "yarn"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
         ({"rope_scaling": {"type": "linear"}}, "factor"),
         ({"rope_parameters": LLAMA_3_ROPE | {"low_freq_factor": 4.0}}, "low_freq_factor"),
         ({"num_attention_heads": 3, "head_dim": 4, "num_key_value_heads": 2}, "3, 2 of 4"),
@@ -263,22 +266,22 @@ def test_the_frequency_factors_are_transformers_own() -> None:
 )
 def test_models_that_it_cannot_hold_are_refused_by_name(change: dict[str, Any], said: str) -> None:
     with pytest.raises(CheckpointUnusable) as caught:
-        read_llama(CONFIG | change, "config.json")
+        read_model(CONFIG | change, "config.json")
     assert said in str(caught.value)
 
 
 def test_linear_scaling_is_two_keys() -> None:
-    model = read_llama(CONFIG | {"rope_scaling": {"type": "linear", "factor": 4.0}}, "")
+    model = read_model(CONFIG | {"rope_scaling": {"type": "linear", "factor": 4.0}}, "")
     assert (
         "llama.rope.scaling.factor",
         "float32",
         4.0,
-    ) in model.key_values() and model.rope_factors() == []
+    ) in model.key_values() and model.positions.factors(4) == []
 
 
 def test_tensors_that_are_not_the_configs_are_named() -> None:
-    expected = read_llama(CONFIG, "").tensors()
-    shapes: dict[str, Any] = {fqn: shape for fqn, (_, shape) in expected.items()}
+    expected = {tensor.fqn: tensor.shape for tensor in read_model(CONFIG, "").tensors()}
+    shapes: dict[str, Any] = dict(expected)
     assert name_faults(expected, shapes) is None
     assert "model.norm.weight" in str(
         name_faults(expected, {f: s for f, s in shapes.items() if "model.norm" not in f})
@@ -292,7 +295,9 @@ def keys(change: Callable[[dict[str, Any]], object] = lambda _: None) -> dict[st
     change(document)
     return {
         key: value
-        for key, _, value in tokenizer_keys(document, SETTINGS, 6, "tokenizer.json", "{{ x }}")
+        for key, _, value in convert_tokenizer(
+            document, SETTINGS, 6, "tokenizer.json", "{{ x }}"
+        ).keys
     }
 
 
@@ -375,7 +380,7 @@ def test_nothing_in_a_tokenizer_file_makes_a_traceback() -> None:
                     inner = inner[key]
                 inner[path[-1]] = junk
                 try:
-                    found = tokenizer_keys(changed, SETTINGS, 6, "tokenizer.json", None)
+                    found = convert_tokenizer(changed, SETTINGS, 6, "tokenizer.json", None).keys
                 except CheckpointUnusable as error:
                     num_refused += 1
                     str(error).encode()
@@ -392,7 +397,7 @@ def test_text_that_no_file_can_hold_is_refused(
     settings: dict[str, Any], template: str | None
 ) -> None:
     with pytest.raises(CheckpointUnusable, match="not valid Unicode"):
-        tokenizer_keys(TOKENIZER, settings, 6, "tokenizer.json", template)
+        convert_tokenizer(TOKENIZER, settings, 6, "tokenizer.json", template)
 
 
 def test_a_config_of_more_layers_than_there_are_is_refused_at_once(
@@ -437,8 +442,8 @@ def test_llama_3_splits_text_in_its_own_way() -> None:
     [
         (lambda d: d["model"].update(type="Unigram"), "Unigram"),
         (lambda d: d.update(model=None), "model"),
-        (lambda d: d["model"].update(byte_fallback=True), "SentencePiece"),
-        (lambda d: d.update(normalizer={"type": "NFC"}), "normalizer"),
+        (lambda d: d["model"].update(byte_fallback=True), "<0x00>"),
+        (lambda d: d.update(normalizer={"type": "Lowercase"}), "normalizer"),
         (lambda d: d["model"].update(dropout=0.1), "dropout"),
         (lambda d: d.update(pre_tokenizer={"type": "Whitespace"}), "Whitespace"),
         (lambda d: d["pre_tokenizer"].update(add_prefix_space=True), "ByteLevel"),

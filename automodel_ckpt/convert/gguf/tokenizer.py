@@ -1,8 +1,9 @@
-"""A byte-level BPE tokenizer of Hugging Face as GGUF's ``tokenizer.ggml.*`` keys: pure, no file is touched.
+"""A tokenizer of Hugging Face as GGUF's ``tokenizer.ggml.*`` keys: pure, no file is touched.
 
-Source: the GGUF specification's section on tokenizers, and llama.cpp's names of pre-tokenizers
-(``tokenizer.ggml.pre``), each of which names one way of splitting text that is built into it. A tokenizer that splits
-text in another way, or changes it first, would give other tokens there, so it is rejected.
+Source: the GGUF specification's section on tokenizers, and llama.cpp's ``src/llama-vocab.cpp``. Two kinds are
+converted: byte-level BPE (``gpt2``), whose way of splitting text must be built into llama.cpp (``pre_tokenizers.py``),
+and BPE with byte fallback (``llama``), as SentencePiece makes it (``sentencepiece.py``). A tokenizer that splits text
+in another way, or changes it first, would give other tokens there, so it is rejected.
 
 The files are not trusted: :func:`_checked` validates the types of everything that is used, before it is used.
 """
@@ -10,17 +11,15 @@ The files are not trusted: :func:`_checked` validates the types of everything th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from automodel_ckpt.convert.targets.gguf_llama import KeyValue, not_convertible
+from automodel_ckpt.convert.gguf import sentencepiece
+from automodel_ckpt.convert.gguf.pre_tokenizers import PRE_TOKENIZERS, find_pre_tokenizer
+from automodel_ckpt.convert.gguf.values import KeyValue, not_convertible
 
 # Token types of GGUF (source: gguf.md, tokenizer.ggml.token_type).
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
-# Compared as text: llama.cpp has this pattern built in, and any other splits text differently.
-_LLAMA_3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 _SPECIAL_KEYS = {
     "bos_token": "bos",
     "eos_token": "eos",
@@ -29,54 +28,69 @@ _SPECIAL_KEYS = {
 }
 
 
-def tokenizer_keys(
+@dataclass(frozen=True, slots=True)
+class GgufTokenizer:
+    """The keys of a tokenizer, and in *warnings* where llama.cpp may split text in another way."""
+
+    keys: list[KeyValue]
+    warnings: tuple[str, ...] = field(default=())
+
+
+def convert_tokenizer(
     tokenizer: Mapping[str, Any],
     settings: Mapping[str, Any],
     vocab_size: int,
     where: str,
     template: str | None = None,
-) -> list[KeyValue]:
-    """The keys for *tokenizer* (the content of tokenizer.json, at *where*).
+) -> GgufTokenizer:
+    """Return the keys for *tokenizer* (the content of tokenizer.json, at *where*).
 
     *settings* is tokenizer_config.json's content; the list of tokens is filled up to *vocab_size*; *template* is the
     chat template. Raises :class:`CheckpointUnusable` for a file that is no tokenizer's, and for a tokenizer that
-    llama.cpp would not follow exactly.
+    llama.cpp would not follow.
     """
     template = template or settings.get("chat_template")
     for value in (tokenizer, settings, template):
         _require_text(value, where)
     model = _checked(tokenizer, where)
-    pre = _pre_tokenizer(tokenizer, model, where)
+    _check_model(model, where)
     tokens, types = _tokens(tokenizer, model, vocab_size, where)
     ids = {token: index for index, token in enumerate(tokens)}
     special = _special_ids(settings, ids)
-    keys: list[KeyValue] = [
-        ("tokenizer.ggml.model", "string", "gpt2"),
-        ("tokenizer.ggml.pre", "string", pre),
+    steps = _steps(tokenizer.get("pre_tokenizer"), "pretokenizers")
+    merges = _merges(model, where)
+    if model.get("byte_fallback"):
+        normalizers = _steps(tokenizer.get("normalizer"), "normalizers")
+        found = sentencepiece.convert(model, normalizers, steps, merges, tokens, types, where)
+        keys, warnings = found.keys, found.warnings
+        tokens, types = found.tokens, found.types
+    else:
+        keys, warnings = _byte_level(tokenizer, model, steps, merges, where)
+    if len(set(tokens)) != len(tokens):
+        raise not_convertible("two tokens have the same text", where, "model.vocab")
+    keys += [
         ("tokenizer.ggml.tokens", "array", tokens),
         ("tokenizer.ggml.token_type", "array", types),
-        ("tokenizer.ggml.merges", "array", _merges(model, where)),
-        *((f"tokenizer.ggml.{name}_token_id", "uint32", index) for name, index in special.items()),
     ]
+    for name, index in special.items():
+        keys.append((f"tokenizer.ggml.{name}_token_id", "uint32", index))
     begins, ends = _added(tokenizer.get("post_processor"), ids, special, where)
-    keys += [
-        ("tokenizer.ggml.add_bos_token", "bool", begins),
-        ("tokenizer.ggml.add_eos_token", "bool", ends),
-    ]
-    return keys + (
-        [("tokenizer.chat_template", "string", template)] if isinstance(template, str) else []
-    )
-
-
-def _pre_tokenizer(tokenizer: Mapping[str, Any], model: Mapping[str, Any], where: str) -> str:
-    if model.get("type") != "BPE" or model.get("byte_fallback"):
-        kind = "a SentencePiece-like BPE" if model.get("byte_fallback") else repr(model.get("type"))
-        raise not_convertible(
-            "only byte-level BPE tokenizers are written as GGUF so far", where, kind
+    keys.append(("tokenizer.ggml.add_bos_token", "bool", begins))
+    keys.append(("tokenizer.ggml.add_eos_token", "bool", ends))
+    if isinstance(template, str):
+        keys.append(("tokenizer.chat_template", "string", template))
+    if "eos" not in special:
+        no_end = (
+            "tokenizer_config.json names no end-of-sequence token: llama.cpp takes one of its own"
         )
-    if tokenizer.get("normalizer") is not None:
+        warnings = (*warnings, no_end)
+    return GgufTokenizer(keys, warnings)
+
+
+def _check_model(model: Mapping[str, Any], where: str) -> None:
+    if model.get("type") != "BPE":
         raise not_convertible(
-            "this tokenizer changes the text before splitting it", where, "normalizer"
+            "only BPE tokenizers are written as GGUF", where, repr(model.get("type"))
         )
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
@@ -85,69 +99,70 @@ def _pre_tokenizer(tokenizer: Mapping[str, Any], model: Mapping[str, Any], where
                 where,
                 f"model.{key}: {model[key]!r:.100}",
             )
-    steps = _steps(tokenizer.get("pre_tokenizer"))
-    if len(steps) == 1 and _is_byte_level(steps[0], splits=True):
-        pre = "gpt-2"
-    elif (
-        len(steps) == 2 and _is_split(steps[0], _LLAMA_3) and _is_byte_level(steps[1], splits=False)
-    ):
-        pre = "llama-bpe"
-    else:
+
+
+def _byte_level(
+    tokenizer: Mapping[str, Any],
+    model: Mapping[str, Any],
+    steps: list[Mapping[str, Any]],
+    merges: list[str],
+    where: str,
+) -> tuple[list[KeyValue], tuple[str, ...]]:
+    """Return the keys of a byte-level BPE beside its tokens, and warnings."""
+    warnings: tuple[str, ...] = ()
+    kinds = [step.get("type") for step in _steps(tokenizer.get("normalizer"), "normalizers")]
+    if kinds == ["NFC"]:
+        decomposed = (
+            "the tokenizer normalizes text (NFC), and llama.cpp does not: text of decomposed characters gets other "
+            "tokens there"
+        )
+        warnings = (decomposed,)
+    elif tokenizer.get("normalizer") is not None:
+        raise not_convertible(
+            "this tokenizer changes the text before splitting it",
+            where,
+            f"normalizer: {kinds!r:.100}",
+        )
+    ignore_merges = bool(model.get("ignore_merges"))
+    pre = find_pre_tokenizer(steps, ignore_merges=ignore_merges)
+    if pre is None:
         kinds = [step.get("type") for step in steps]
+        known = ", ".join(known.name for known in PRE_TOKENIZERS)
         raise not_convertible(
             "llama.cpp knows no pre-tokenizer like this one",
             where,
-            f"pre_tokenizer: {kinds!r:.200}",
+            f"pre_tokenizer: {kinds!r:.200}, ignore_merges: {ignore_merges} (known: {known})",
         )
-    # llama.cpp takes whole words that are tokens without merging for the one, and never for the other.
-    if bool(model.get("ignore_merges")) != (pre == "llama-bpe"):
-        raise not_convertible(
-            "this tokenizer merges words otherwise than llama.cpp's of its kind",
-            where,
-            "ignore_merges",
-        )
-    return pre
+    keys: list[KeyValue] = [
+        ("tokenizer.ggml.model", "string", "gpt2"),
+        ("tokenizer.ggml.pre", "string", pre.name),
+        ("tokenizer.ggml.merges", "array", merges),
+    ]
+    return keys, warnings
 
 
-def _steps(value: Any) -> list[Mapping[str, Any]]:
-    steps = (
-        value.get("pretokenizers")
-        if isinstance(value, Mapping) and value.get("type") == "Sequence"
-        else [value]
-    )
-    return [step for step in steps if isinstance(step, Mapping)] if isinstance(steps, list) else []
-
-
-def _is_byte_level(step: Mapping[str, Any], *, splits: bool) -> bool:
-    plain = step.get("type") == "ByteLevel" and not step.get("add_prefix_space")
-    return plain and bool(step.get("use_regex", True)) is splits
-
-
-def _is_split(step: Mapping[str, Any], pattern: str) -> bool:
-    wanted = {
-        "type": "Split",
-        "pattern": {"Regex": pattern},
-        "behavior": "Isolated",
-        "invert": False,
-    }
-    return dict(step) == wanted
+def _steps(value: Any, key: str) -> list[Mapping[str, Any]]:
+    """Return the steps of a normalizer or pre_tokenizer: those of a Sequence under *key*, or the only one."""
+    steps: Any = [value]
+    if isinstance(value, Mapping) and value.get("type") == "Sequence":
+        steps = value.get(key)
+    if not isinstance(steps, list):
+        return []
+    return [step for step in steps if isinstance(step, Mapping)]
 
 
 def _tokens(
     tokenizer: Mapping[str, Any], model: Mapping[str, Any], vocab_size: int, where: str
 ) -> tuple[list[str], list[int]]:
-    """Each token's text and type, in the order of their ids; what the model has room for beyond them is unused."""
-    tokens, types = [f"[PAD{index}]" for index in range(vocab_size)], [_UNUSED] * vocab_size
-    entries: list[tuple[Any, Any, int]]
-    entries = [(text, index, _NORMAL) for text, index in model["vocab"].items()]
+    """Return each token's text and type, in the order of ids. Ids of the model that have no token are unused."""
+    tokens = [f"[PAD{index}]" for index in range(vocab_size)]
+    types = [_UNUSED] * vocab_size
+    entries: list[tuple[Any, Any, int]] = []
+    for text, index in model["vocab"].items():
+        entries.append((text, index, _NORMAL))
     for entry in tokenizer.get("added_tokens") or []:
-        entries.append(
-            (
-                entry.get("content"),
-                entry.get("id"),
-                _CONTROL if entry.get("special") else _USER_DEFINED,
-            )
-        )
+        kind = _CONTROL if entry.get("special") else _USER_DEFINED
+        entries.append((entry.get("content"), entry.get("id"), kind))
     # Added tokens come last: for an id that is in both lists, theirs is the type.
     for text, index, kind in entries:
         if not isinstance(text, str) or type(index) is not int or not 0 <= index < vocab_size:
@@ -244,7 +259,11 @@ def _checked(tokenizer: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     _mapping(model.get("vocab"), "model.vocab", where)
     _list(model.get("merges"), "model.merges", where)
     _mappings(tokenizer.get("added_tokens"), "added_tokens", where)
-    for key, inner in (("pre_tokenizer", "pretokenizers"), ("post_processor", "processors")):
+    for key, inner in (
+        ("normalizer", "normalizers"),
+        ("pre_tokenizer", "pretokenizers"),
+        ("post_processor", "processors"),
+    ):
         outer = tokenizer.get(key)
         if outer is None:
             continue

@@ -1,0 +1,50 @@
+"""Values of untrusted files: checked numbers, and the error for a model that is not converted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from automodel_ckpt.errors import CheckpointUnusable
+
+KeyValue = tuple[str, str, Any]
+"""Key, the GGUF type's name as in ``GGUFWriter.add_<type>``, value."""
+
+
+def positive_integer(
+    values: Mapping[str, Any], key: str, where: str, default: float | None = None
+) -> int:
+    """Return ``values[key]``, or *default* if it is missing or null; validate that it is an integer from 1 to 2**31.
+
+    Raises :class:`CheckpointUnusable`, which names the file *where* and the key.
+    """
+    value: Any = values.get(key)
+    if value is None:
+        value = default
+    # type(), because True is an int for isinstance().
+    if type(value) is not int or not 0 < value < 2**31:
+        raise not_convertible("there is no usable value", where, f"{key}: {value!r:.100}")
+    return int(value)
+
+
+def positive_number(
+    values: Mapping[str, Any], key: str, where: str, default: float | None = None
+) -> float:
+    """Return ``values[key]``, or *default* if it is missing or null; validate that it is a number above 0.
+
+    Raises :class:`CheckpointUnusable`, which names the file *where* and the key.
+    """
+    value: Any = values.get(key)
+    if value is None:
+        value = default
+    # A bool is an int, and the comparison is false for NaN.
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < 1e30:
+        raise not_convertible("there is no usable value", where, f"{key}: {value!r:.100}")
+    return float(value)
+
+
+def not_convertible(what: str, where: str, value: object) -> CheckpointUnusable:
+    """Return the error for a model that cannot be converted to or from GGUF, with an alternative."""
+    hint = "export Hugging Face files (--to hf) and convert them with llama.cpp's own convert_hf_to_gguf.py"
+    return CheckpointUnusable(what, where=where, value=value, hint=hint)
