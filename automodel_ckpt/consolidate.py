@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from automodel_ckpt.cli.commands.export import export_hf
+from automodel_ckpt.cli.targets.hf import export_hf
 from automodel_ckpt.cli.terminal import print_error
 from automodel_ckpt.errors import EXIT_DONE, AutomodelError, RecipeError, describe, limit_error
 

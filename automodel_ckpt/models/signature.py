@@ -35,7 +35,8 @@ def read_signature(directory: Path) -> ModelSignature:
 
     Raises :class:`CheckpointUnusable` if its class is not part of transformers.
     """
-    model = _empty_model(directory)
+    hint = "load the base and the adapter with peft in your own code, and call merge_and_unload"
+    model = empty_model(directory, hint=hint)
     renamed = names_in_files(model, directory).names
     stored = _stored_names(directory)
     files = {}
@@ -45,7 +46,11 @@ def read_signature(directory: Path) -> ModelSignature:
     return ModelSignature(files, dict(model.all_tied_weights_keys), frozenset(transposed))
 
 
-def _empty_model(directory: Path) -> Any:
+def empty_model(directory: Path, *, hint: str) -> Any:
+    """Build the transformers model that the config.json in *directory* describes, on the meta device.
+
+    Raises :class:`CheckpointUnusable` with *hint* if its class is not part of transformers.
+    """
     try:
         config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
         model_class = getattr(transformers, (config.architectures or ["?"])[0])
@@ -57,10 +62,10 @@ def _empty_model(directory: Path) -> Any:
             return model_class(config)
     except (OSError, ValueError, AttributeError) as error:
         raise CheckpointUnusable(
-            "the base is not a model of the transformers library",
+            "this is not a model of the transformers library",
             where=str(directory / "config.json"),
             value=str(error).strip()[:300],
-            hint="load the base and the adapter with peft in your own code, and call merge_and_unload",
+            hint=hint,
         ) from error
 
 

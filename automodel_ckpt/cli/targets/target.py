@@ -1,0 +1,83 @@
+"""What a target of ``ckpt export`` defines: its options, and the function that exports."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.cli.terminal import print_path, printable, size_text
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """An option of ``ckpt export`` that some targets use: its flag, its help, and more arguments of argparse.
+
+    Targets that use the same option share one object.
+    """
+
+    flag: str
+    help: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def attribute(self) -> str:
+        """The attribute of the parsed arguments."""
+        return self.flag.removeprefix("--").replace("-", "_")
+
+    @property
+    def default(self) -> object:
+        """The value of an option that was not given."""
+        if self.arguments.get("action") == "store_true":
+            return False
+        return self.arguments.get("default")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A value of ``--to``.
+
+    *summary* describes it in ``--help``, as does *output*, the default of ``--output``. *run* exports the checkpoint in
+    a path, prints the path of the export, and returns the document of ``--json``. An option that is not in *options* is
+    an error when it is given.
+    """
+
+    name: str
+    summary: str
+    output: str
+    run: Callable[[argparse.Namespace, Path], dict[str, Any]]
+    options: tuple[Option, ...]
+
+
+CAST_DTYPE = Option(
+    "--cast-dtype",
+    "cast floating-point tensors to bf16, fp16, fp32 or fp64 (gguf and compressed-tensors: not fp64)",
+    {"metavar": "T"},
+)
+NUM_THREADS = Option(
+    "--num-threads", "threads per process (default: 5)", {"type": int, "default": 5, "metavar": "N"}
+)
+FORCE = Option("--force", "overwrite an existing file", {"action": "store_true"})
+PREFIX = Option("--prefix", "prefix of all names in the state dict", {"metavar": "P"})
+
+
+def log(text: str) -> None:
+    """Log a line on standard error, with the time."""
+    print(f"{time.strftime('%H:%M:%S')} {printable(text)}", file=sys.stderr, flush=True)
+
+
+def finish(arguments: argparse.Namespace, output: Path, text: str) -> None:
+    """Log *text*, which describes the finished export, and print its path unless ``--json`` was given."""
+    log(text)
+    if not arguments.json:
+        print_path(output)
+
+
+def totals(num_tensors: int, nbytes: int, seconds: float, checked: bool) -> str:
+    """Describe an export in words. *checked* states whether the digests of its source were compared."""
+    digests = "digests checked" if checked else "source unchecked"
+    return f"{num_tensors} tensors, {size_text(nbytes)}, {seconds:.1f} s ({digests})"

@@ -1,0 +1,364 @@
+"""A checkpoint's model with quantized linear layers, in the format compressed-tensors of vLLM and transformers.
+
+Weights are rounded to the nearest value, without calibration. The library ``compressed-tensors`` (the extra of that
+name) defines the schemes, quantizes and packs. Memory: blocks of rows, not whole tensors.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS, ORDINARY_FLOATS
+from automodel_ckpt.checkpoint.export.files import side_files
+from automodel_ckpt.checkpoint.export.plan import (
+    ExportTensor,
+    OutputFile,
+    Plan,
+    make_plan,
+    parse_cast_dtype,
+)
+from automodel_ckpt.checkpoint.export_leftovers import Log
+from automodel_ckpt.checkpoint.files.safetensors_header import build_header
+from automodel_ckpt.checkpoint.slices import Box, nbytes_of
+from automodel_ckpt.checkpoint.sources.base_maps import maps_of
+from automodel_ckpt.checkpoint.sources.source import Source
+from automodel_ckpt.checkpoint.tensors.box_reader import BoxReader
+from automodel_ckpt.checkpoint.tensors.float_cast import cast, storage_dtype
+from automodel_ckpt.checkpoint.tensors.integrity import require_intact
+from automodel_ckpt.convert.open import open_source
+from automodel_ckpt.convert.publishing import check_directory_target, published_directory
+from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
+from automodel_ckpt.durable_io import write_all
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+
+log_default = logging.getLogger("automodel_ckpt")
+
+SCHEMES = ("FP8_DYNAMIC", "W4A16", "W8A16", "W8A8")
+"""Presets of the library. W and A are the bits of weights and activations; FP8_DYNAMIC is 8-bit floats for both."""
+_FORMATS = {
+    "FP8_DYNAMIC": "float-quantized",
+    "W4A16": "pack-quantized",
+    "W8A16": "pack-quantized",
+    "W8A8": "int-quantized",
+}
+_PACKED = "pack-quantized"
+_CODES = {"FP8_DYNAMIC": "F8_E4M3", "W8A8": "I8"}
+_CONFIG = "config.json"
+_WORD_BITS = 32
+# Elements of a weight that are quantized at a time; the library takes several copies of them in float32.
+_BLOCK_ELEMENTS = 1 << 22
+
+LinearWeights = Callable[[Path], frozenset[str]]
+"""Returns the names of the weights of the linear layers of the model whose config.json is in a directory."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedReport:
+    """A directory that was published. *checked* says whether the source's digests were known, and so compared."""
+
+    output: Path
+    num_quantized: int
+    num_tensors: int
+    nbytes: int
+    seconds: float
+    checked: bool
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A tensor of the output: the name after that of the layer, its dtype code, and its shape."""
+
+    suffix: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def export_compressed_tensors(
+    source: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None,
+    scheme: str,
+    linear_weights: LinearWeights,
+    *,
+    cast_dtype: str | None = None,
+    log: Log = log_default.info,
+) -> CompressedReport:
+    """Quantize the linear layers of the model in *source* by *scheme* (one of SCHEMES), and write Hugging Face files.
+
+    *output* defaults to the source's name with the scheme's name, next to it. Tensors that are not quantized (norms,
+    embeddings, the output layer, biases) have the dtype of an export of Hugging Face files; *cast_dtype* is bf16, fp16
+    or fp32.
+
+    Raises :class:`CheckpointUnusable` for a damaged source or a model without config.json, :class:`SaveFailed` if the
+    files cannot be written, and :class:`RecipeError` if the package compressed-tensors is missing.
+    """
+    started = time.monotonic()
+    quantizer = _Quantizer(scheme)
+    opened = open_source(Path(source))
+    side = opened.metadata_directory or opened.side_files or opened.model_directory
+    if not (side / _CONFIG).is_file():
+        raise CheckpointUnusable(
+            "quantizing needs the model's config.json",
+            where=str(side),
+            value="no such file",
+            hint="put the file there",
+        )
+    if output is None:
+        output = opened.root.with_name(f"{opened.root.name}-{scheme}")
+    target = Path(os.path.realpath(output))
+    check_directory_target(target)
+    maps = maps_of(opened)
+    plan = make_plan(
+        opened.tensors,
+        opened.tied,
+        maps,
+        cast_dtype=parse_cast_dtype(cast_dtype),
+        where=str(opened.model_directory),
+    )
+    files, file_warnings = side_files(opened, plan, maps)
+    # The warnings are about weights that lie among the side files: here they are the source.
+    warnings = [] if opened.finished else file_warnings
+    quantized, skipped = _selected(plan, linear_weights(side), quantizer)
+    files[_CONFIG] = _config(files[_CONFIG], quantizer, _ignored(plan, quantized))
+    warnings += [*opened.notes, *skipped]
+    for text in warnings:
+        log(f"warning: {text}")
+    with published_directory(target, log, what="the quantized model") as staging:
+        index = _write_weights(staging, opened, plan, quantized, quantizer)
+        files[layout.HF_INDEX] = index
+        for name, content in files.items():
+            path = staging / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+    nbytes = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+    seconds = time.monotonic() - started
+    num_tensors = sum(len(file.tensors) for file in plan.files)
+    return CompressedReport(
+        target,
+        len(quantized),
+        num_tensors,
+        nbytes,
+        seconds,
+        opened.has_digests,
+        tuple(warnings),
+    )
+
+
+class _Quantizer:
+    """The library's scheme *name*, and what it makes of a weight. Raises :class:`RecipeError` without the library."""
+
+    def __init__(self, name: str) -> None:
+        try:
+            quantization = importlib.import_module("compressed_tensors.quantization")
+            compressors = importlib.import_module("compressed_tensors.compressors")
+            self._utils = importlib.import_module("compressed_tensors.quantization.utils")
+        except ImportError as error:
+            raise RecipeError(
+                "quantizing needs the package compressed-tensors",
+                where="ckpt export --to compressed-tensors",
+                value=str(error),
+                hint="pip install 'automodel_ckpt[compressed-tensors]'",
+            ) from error
+        self.name = name
+        self.format = _FORMATS[name]
+        self._quantization = quantization
+        self._scheme = quantization.preset_name_to_scheme(name, ["Linear"])
+        self._compressor = compressors.BaseCompressor.get_value_from_registry(self.format)
+
+    @property
+    def group_size(self) -> int | None:
+        """The columns that share a scale; None if all columns of a row do."""
+        size: int | None = self._scheme.weights.group_size
+        return size
+
+    def config(self, ignored: Sequence[str]) -> dict[str, Any]:
+        """Return ``quantization_config`` for config.json, which names the layers that are not quantized."""
+        config = self._quantization.QuantizationConfig(
+            config_groups={"group_0": self._scheme},
+            format=self.format,
+            quantization_status="compressed",
+            ignore=list(ignored),
+        )
+        document: dict[str, Any] = json.loads(config.model_dump_json())
+        return document
+
+    def parts(self, shape: tuple[int, ...], scale_dtype: str) -> tuple[_Part, ...]:
+        """Return what is stored for a weight of *shape* [out, in]."""
+        rows, columns = shape
+        num_groups = columns // self.group_size if self.group_size else 1
+        scale = _Part("weight_scale", scale_dtype, (rows, num_groups))
+        if self.format != _PACKED:
+            return _Part("weight", _CODES[self.name], shape), scale
+        num_words = math.ceil(columns * self._scheme.weights.num_bits / _WORD_BITS)
+        packed = _Part("weight_packed", "I32", (rows, num_words))
+        return packed, scale, _Part("weight_shape", "I64", (2,))
+
+    def compress(self, rows: Any, shape: tuple[int, ...]) -> dict[str, memoryview]:
+        """Return the bytes of each part for some rows of a weight of *shape*; *rows* is a tensor [rows, in]."""
+        size = self.group_size or rows.shape[1]
+        groups = rows.reshape(rows.shape[0], -1, size)
+        scale, _ = self._utils.calculate_qparams(
+            groups.amin(-1), groups.amax(-1), self._scheme.weights
+        )
+        state = self._compressor.compress({"weight": rows, "weight_scale": scale}, self._scheme)
+        if "weight_shape" in state:
+            # That of the whole weight, not of these rows.
+            state["weight_shape"] = state["weight_shape"].new_tensor(shape)
+        return {suffix: _bytes_of(value) for suffix, value in state.items()}
+
+
+def _bytes_of(tensor: Any) -> memoryview:
+    torch = importlib.import_module("torch")
+    data: memoryview = tensor.contiguous().view(torch.uint8).numpy().reshape(-1).data
+    return data
+
+
+def _selected(
+    plan: Plan, linear: frozenset[str], quantizer: _Quantizer
+) -> tuple[frozenset[str], list[str]]:
+    """Return the names of the weights to quantize, and warnings about linear layers that stay as they are."""
+    chosen: set[str] = set()
+    unsuited: list[str] = []
+    for tensor in _tensors_of(plan):
+        if tensor.fqn not in linear or len(tensor.stored.shape) != 2:
+            continue
+        is_float = tensor.stored.dtype in ORDINARY_FLOATS and tensor.dtype in ORDINARY_FLOATS
+        if is_float and tensor.stored.shape[1] % (quantizer.group_size or 1) == 0:
+            chosen.add(tensor.fqn)
+        else:
+            unsuited.append(tensor.fqn)
+    if not chosen:
+        size = quantizer.group_size
+        raise CheckpointUnusable(
+            "no weight of this model can be quantized by this scheme",
+            where="ckpt export --to compressed-tensors --scheme",
+            value=quantizer.name,
+            hint=f"the columns of a weight must be divisible by {size}; use another scheme, such as W8A8",
+        )
+    if not unsuited:
+        return frozenset(chosen), []
+    text = (
+        f"{len(unsuited)} linear layers are not quantized, such as {unsuited[0]}: their columns are not divisible "
+        f"by {quantizer.group_size}, or they are no ordinary floats"
+    )
+    return frozenset(chosen), [text]
+
+
+def _tensors_of(plan: Plan) -> Iterator[ExportTensor]:
+    for file in plan.files:
+        yield from file.tensors
+
+
+def _ignored(plan: Plan, quantized: frozenset[str]) -> list[str]:
+    """Return the names of the layers with a matrix that is not quantized, for readers that quantize each one listed."""
+    names: set[str] = set()
+    for tensor in _tensors_of(plan):
+        layer, _, last = tensor.fqn.rpartition(".")
+        is_matrix = last == "weight" and len(tensor.stored.shape) >= 2
+        if is_matrix and tensor.fqn not in quantized:
+            names.add(layer)
+    # The output layer has no tensor if it is tied to the embedding.
+    return sorted(names | {"lm_head"})
+
+
+def _config(raw: bytes, quantizer: _Quantizer, ignored: Sequence[str]) -> bytes:
+    config: dict[str, Any] = json.loads(raw)
+    config["quantization_config"] = quantizer.config(ignored)
+    return json.dumps(config, indent=2).encode() + b"\n"
+
+
+# ---------------------------------------------------------------- writing
+
+
+def _write_weights(
+    staging: Path, source: Source, plan: Plan, quantized: frozenset[str], quantizer: _Quantizer
+) -> bytes:
+    """Write the files of weights, and return the index of all tensors."""
+    weight_map: dict[str, str] = {}
+    total = 0
+    for file in plan.files:
+        entries = _entries(file, quantized, quantizer)
+        header, starts = build_header(entries, {"format": "pt"})
+        for name, dtype, shape in entries:
+            weight_map[name] = file.name
+            total += nbytes_of(dtype, shape)
+        descriptor = os.open(staging / file.name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            write_all(descriptor, memoryview(header), 0)
+            for tensor in file.tensors:
+                for name, data in _outputs(source.root, tensor, quantized, quantizer):
+                    write_all(descriptor, data, starts[name])
+                    starts[name] += data.nbytes
+        finally:
+            os.close(descriptor)
+    document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return json.dumps(document, indent=2).encode() + b"\n"
+
+
+def _entries(
+    file: OutputFile, quantized: frozenset[str], quantizer: _Quantizer
+) -> list[tuple[str, str, tuple[int, ...]]]:
+    """Return name, dtype and shape of all tensors of a file."""
+    entries: list[tuple[str, str, tuple[int, ...]]] = []
+    for tensor in file.tensors:
+        shape = tensor.stored.shape
+        if tensor.fqn not in quantized:
+            entries.append((tensor.fqn, tensor.dtype, shape))
+            continue
+        layer = tensor.fqn.removesuffix("weight")
+        for part in quantizer.parts(shape, tensor.dtype):
+            entries.append((layer + part.suffix, part.dtype, part.shape))
+    # Wide elements first: every tensor is then aligned to its elements, which readers that map the file need.
+    return sorted(entries, key=lambda entry: -DTYPE_BITS[entry[1]])
+
+
+def _outputs(
+    root: Path, tensor: ExportTensor, quantized: frozenset[str], quantizer: _Quantizer
+) -> Iterator[tuple[str, memoryview]]:
+    """Yield the name and the next bytes of each tensor that is stored for *tensor*."""
+    if tensor.fqn not in quantized:
+        for block in tensor_blocks(root, tensor.stored, tensor.dtype):
+            yield tensor.fqn, block
+        return
+    layer = tensor.fqn.removesuffix("weight")
+    is_first = True
+    for rows in _row_blocks(root, tensor):
+        for suffix, data in quantizer.compress(rows, tensor.stored.shape).items():
+            # The shape is stored once.
+            if suffix != "weight_shape" or is_first:
+                yield layer + suffix, data
+        is_first = False
+
+
+def _row_blocks(root: Path, tensor: ExportTensor) -> Iterator[Any]:
+    """Yield blocks of rows of a weight as torch tensors, in the dtype of the export.
+
+    Raises :class:`CheckpointUnusable` for a damaged tensor.
+    """
+    torch = importlib.import_module("torch")
+    dtypes: Mapping[str, Any] = {
+        "BF16": torch.bfloat16,
+        "F16": torch.float16,
+        "F32": torch.float32,
+        "F64": torch.float64,
+    }
+    require_intact(root, tensor.stored)
+    reader = BoxReader(root, tensor.stored)
+    code = tensor.stored.dtype
+    num_rows, num_columns = tensor.stored.shape
+    step = max(1, _BLOCK_ELEMENTS // num_columns)
+    for begin in range(0, num_rows, step):
+        box = Box((begin, 0), (min(step, num_rows - begin), num_columns))
+        stored = reader.read(box).view(storage_dtype(code, DTYPE_BITS[code]))
+        values = cast(stored, code, tensor.dtype).reshape(box.sizes).copy()
+        yield torch.from_numpy(values.view("u1")).view(dtypes[tensor.dtype])
