@@ -21,8 +21,11 @@ from automodel_ckpt.units import values_text
 
 if TYPE_CHECKING:
     from automodel_ckpt.convert.external import ExternalTree
+    from automodel_ckpt.convert.sources.format import Counters
 
 _UNVERIFIABLE = "external checkpoint, unverifiable: no MANIFEST.json"
+# The directory can be anything, such as that of a data set.
+_MAX_ENTRIES = 10_000
 _EXPORT = "export: verify it with `ckpt verify`"
 
 
@@ -31,6 +34,42 @@ def is_external(path: Path) -> bool:
     from automodel_ckpt.convert.sources.registry import formats_in
 
     return not path.is_symlink() and bool(formats_in(path))
+
+
+def named_checkpoints(directory: Path) -> list[Path]:
+    """Return the checkpoints of other programs in *directory* whose names state a step, an epoch or a metric.
+
+    Links and hidden names are skipped. Empty if *directory* is a checkpoint itself, such as a directory of DeepSpeed
+    with its tags, or no directory.
+    """
+    from automodel_ckpt.convert.file_names import parse_name
+    from automodel_ckpt.convert.sources.files import names_in
+    from automodel_ckpt.convert.sources.registry import detect, formats_in
+
+    if not directory.is_dir() or detect(directory, readable_only=True) is not None:
+        return []
+    found: list[Path] = []
+    for name in names_in(directory)[:_MAX_ENTRIES]:
+        path = directory / name
+        if name.startswith(".") or path.is_symlink() or parse_name(name).is_empty:
+            continue
+        is_ordinary = path.is_dir() or path.is_file()
+        if is_ordinary and formats_in(path):
+            found.append(path)
+    return found
+
+
+def counters_in(path: Path) -> Counters:
+    """Return the step, the epoch and the samples that the files in *path* state; empty if they cannot be read."""
+    from automodel_ckpt.convert.sources.format import Counters
+    from automodel_ckpt.convert.sources.registry import detect
+    from automodel_ckpt.errors import CheckpointUnusable
+
+    try:
+        known = detect(path, readable_only=True)
+        return Counters() if known is None else known.counters(path)
+    except (CheckpointUnusable, OSError):
+        return Counters()
 
 
 def row_fields(path: Path) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""``ckpt ls``: list the checkpoints of a run, or the runs in a directory."""
+"""``ckpt ls``: list the checkpoints of a run, the runs in a directory, or checkpoints of other programs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,7 +45,7 @@ class Row:
 
     *created* and *verified* are in seconds since 1970. *reason* states why the directory is not a complete checkpoint.
     *damaged* means that the last ``ckpt verify`` found damage: then it is not complete until ``ckpt verify`` succeeds.
-    *foreign* means that another program wrote it.
+    *foreign* means that another program wrote it. *consumed_samples* and *metrics* are stated in its name then.
     """
 
     name: str
@@ -61,6 +61,8 @@ class Row:
     foreign: bool = False
     verified: float | None = None
     damaged: bool = False
+    consumed_samples: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,10 @@ class RunRow:
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Describe the command ``ckpt ls``."""
-    command.description = "List the checkpoints of a run, or the runs in a directory."
+    command.description = (
+        "List the checkpoints of a run, the runs in a directory, or checkpoints of other programs whose names state "
+        "steps and metrics."
+    )
     add_path(command)
 
 
@@ -100,7 +105,13 @@ def run(arguments: argparse.Namespace) -> int:
         run_rows = [_run_row(path, each) for each in runs]
         _print_runs(run_rows, arguments.json)
         return EXIT_DONE
-    rows = rows_of(run) if run else [_single_row(path)]
+    named = [] if run else external_checkpoints.named_checkpoints(path)
+    if named:
+        rows = _named_rows(named)
+    elif run:
+        rows = rows_of(run)
+    else:
+        rows = [_single_row(path)]
     if arguments.json:
         print(json_text([asdict(row) for row in rows]))
     else:
@@ -272,6 +283,47 @@ def _row_without_manifest(
         fields["train_loss"] = _number(fields["train_loss"])
         fields["val_loss"] = _number(fields["val_loss"])
     return Row(path.name, False, step, epoch, pointers=pointers, **fields)
+
+
+def _named_rows(paths: Sequence[Path]) -> list[Row]:
+    """Return a row for each checkpoint of another program in one directory, ranked by the metric in their names."""
+    from automodel_ckpt.convert.file_names import last_of, parse_name, rank
+
+    metadata = {path.name: parse_name(path.name) for path in paths}
+    ranking = rank(metadata)
+    rows: list[Row] = []
+    for path in paths:
+        found = metadata[path.name]
+        if found.step is None:
+            # The name says nothing, such as last.ckpt: then the file is asked, which takes longer.
+            stated = external_checkpoints.counters_in(path)
+            found = replace(found, step=stated.step, epoch=stated.epoch)
+            metadata[path.name] = found
+    last = last_of(metadata)
+    for path in paths:
+        found = metadata[path.name]
+        notes: list[str] = []
+        if ranking is not None and path.name == ranking.names[0]:
+            notes.append(ranking.label)
+        if path.name in last:
+            notes.append("last")
+        row = _row_without_manifest(path, found.step, found.epoch, tuple(notes))
+        if ranking is not None and path.name in ranking.names:
+            place = ranking.names.index(path.name) + 1
+            reason = f"{ranking.metric} {found.metrics[ranking.metric]:g}: {place} of {len(ranking.names)}"
+            row = replace(row, reason=f"{reason}; {row.reason}")
+        train_loss = found.metrics.get("train_loss", found.metrics.get("loss"))
+        val_loss = found.metrics.get("val_loss")
+        rows.append(
+            replace(
+                row,
+                train_loss=row.train_loss if row.train_loss is not None else train_loss,
+                val_loss=row.val_loss if row.val_loss is not None else val_loss,
+                consumed_samples=found.consumed_samples,
+                metrics=found.metrics,
+            )
+        )
+    return sorted(rows, key=_row_order)
 
 
 def _number(value: object) -> float | None:

@@ -31,6 +31,15 @@ class Inventory:
     num_values: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What a checkpoint states about its position in a run, as its program counts; None for what it does not state."""
+
+    step: int | None = None
+    epoch: int | None = None
+    consumed_samples: int | None = None
+
+
 class Format(ABC):
     """A format in which other programs save models. Instances are listed in ``registry.py``.
 
@@ -89,6 +98,13 @@ class Format(ABC):
         :class:`CheckpointUnusable` if the files are damaged or contradict each other or the model.
         """
         return None
+
+    def counters(self, path: Path) -> Counters:
+        """Return the step, epoch and samples that the files in *path* state, without a look at the model.
+
+        Raises :class:`CheckpointUnusable` if the files are damaged.
+        """
+        return Counters()
 
     def inventory(self, path: Path) -> Inventory:
         """Return the names, dtypes and shapes of all tensors in *path* for display.

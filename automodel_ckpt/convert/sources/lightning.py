@@ -20,11 +20,13 @@ from automodel_ckpt.checkpoint.files.safe_open import open_regular
 from automodel_ckpt.checkpoint.files.torch_archive_reading import archive_ranges
 from automodel_ckpt.convert.sources.dcp import PyTorchDcp, model_names
 from automodel_ckpt.convert.sources.dcp_directory import DcpContent
+from automodel_ckpt.convert.sources.format import Counters
 from automodel_ckpt.convert.sources.torch_files import (
     LIGHTNING_VERSION,
     TorchFile,
     attribute_prefix,
 )
+from automodel_ckpt.convert.sources.torch_training_state import read_counters
 
 META_FILE = "meta.pt"
 _PROGRAM = "data.pkl"
@@ -56,6 +58,9 @@ class LightningDistributed(PyTorchDcp):
             return names
         prefix = attribute_prefix(list(names.values()))
         return {stored: name.removeprefix(prefix) for stored, name in names.items()}
+
+    def counters(self, path: Path) -> Counters:
+        return read_counters(path / META_FILE)
 
 
 def _states_version(path: Path) -> bool:

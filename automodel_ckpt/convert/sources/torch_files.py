@@ -25,7 +25,7 @@ from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
 from automodel_ckpt.checkpoint.slices import Slice, Tensor, nbytes_of, shape_fault
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.convert.sources.files import first_bytes, names_in
-from automodel_ckpt.convert.sources.format import Format
+from automodel_ckpt.convert.sources.format import Counters, Format
 from automodel_ckpt.convert.sources.torch_objects import (
     Archive,
     Opaque,
@@ -91,6 +91,11 @@ class TorchFile(Format):
         from automodel_ckpt.convert.sources.torch_training_state import read_training_state
 
         return read_training_state(Path(os.path.realpath(path)), parameters)
+
+    def counters(self, path: Path) -> Counters:
+        from automodel_ckpt.convert.sources.torch_training_state import read_counters
+
+        return read_counters(Path(os.path.realpath(path)))
 
 
 class TorchModelDirectory(Format):

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from automodel_ckpt.convert.sources.format import Counters
 from automodel_ckpt.convert.sources.numbered_optimizer import optimizer_state, without_wrappers
 from automodel_ckpt.convert.sources.plain_values import plain_values
 from automodel_ckpt.convert.sources.torch_files import (
@@ -88,6 +89,24 @@ def read_training_state(path: Path, parameters: Parameters) -> TrainingState | N
         if LIGHTNING_VERSION in value:
             epoch = finished_epochs(value.get("loops"), epoch)
     return TrainingState(step, epoch, samples, optimizer, scheduler, tuple(omitted))
+
+
+def read_counters(path: Path) -> Counters:
+    """Return the step, epoch and samples that the file *path*, which is not a symbolic link, states.
+
+    Raises :class:`CheckpointUnusable` if the file is damaged.
+    """
+    return counters_of(read_archive(path).value)
+
+
+def counters_of(value: object) -> Counters:
+    """Return the counters in the object of a file; none if it is a state dict itself."""
+    if not isinstance(value, dict):
+        return Counters()
+    step, _ = _count(value, _STEP_KEYS)
+    epoch, _ = _count(value, _EPOCH_KEYS)
+    samples, _ = _count(value, _SAMPLES_KEYS)
+    return Counters(step, epoch, samples)
 
 
 def _optimizer(

@@ -6,6 +6,7 @@ The files in tests/fixtures/lightning and tests/fixtures/torch_states were writt
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -212,3 +213,38 @@ def test_weights_are_imported_and_what_is_not_is_counted(
     assert report["num_tensors"] == len(values(path))
     assert report["left_out"]
     assert main(["diff", str(path), str(tmp_path / "run")]) == 0
+
+
+def test_a_directory_of_named_checkpoints_is_listed_and_ranked(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    stem = "megatron_gpt--val_loss={}-step={}-consumed_samples={}"
+    names = {
+        stem.format("0.432", 1000, "32000.0") + ".ckpt": LIGHTNING_FILE,
+        stem.format("0.40", 2000, "64000.0") + ".ckpt": DISTRIBUTED,
+        stem.format("0.45", 3000, "96000.0") + "-last.ckpt": LIGHTNING_FILE,
+        "last.ckpt": LIGHTNING_FILE,
+    }
+    for name, source in names.items():
+        (tmp_path / name).symlink_to(source)
+    assert main(["ls", str(tmp_path), "--json"]) == 3  # links are not followed
+    capsys.readouterr()
+    for name, source in names.items():
+        (tmp_path / name).unlink()
+        if source.is_dir():
+            shutil.copytree(source, tmp_path / name)
+        else:
+            shutil.copy(source, tmp_path / name)
+    (tmp_path / "notes step=1.txt").write_text("no checkpoint")
+    assert main(["ls", str(tmp_path), "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert set(rows) == set(names)
+    first, second, third, last = (rows[name] for name in names)
+    assert (first["step"], first["consumed_samples"], first["val_loss"]) == (1000, 32000, 0.432)
+    assert second["pointers"] == ["lowest val_loss"]
+    assert third["pointers"] == last["pointers"] == ["last"]
+    # Its name does not state them.
+    assert (last["step"], last["epoch"]) == (5, 0)
+    assert "2 of 3" in first["reason"]
+    assert main(["ls", str(tmp_path)]) == 0
+    assert "lowest val_loss" in capsys.readouterr().out
