@@ -73,7 +73,7 @@ def pack(source: Path, target: Path, log: Log, *, overwrite: bool = False) -> Ar
     """Pack the directory *source* as the ``.nemo`` or ``.qnemo`` file *target*, an uncompressed tar archive.
 
     The bytes of the archive depend only on the names and contents of the files. Raises :class:`CheckpointUnusable` if
-    the directory has no model of NeMo or TensorRT-LLM, lacks a file that its config names, or contains links or special
+    the directory has no model of NeMo or TensorRT-LLM, lacks the weights of a rank, or contains links or special
     files; :class:`SaveFailed` if the archive cannot be written.
     """
     directory = Path(os.path.realpath(source))
@@ -87,7 +87,7 @@ def pack(source: Path, target: Path, log: Log, *, overwrite: bool = False) -> Ar
     packed = files_in_directory(directory)
     kind = _kind(packed.files, source)
     if kind == "nemo":
-        _check_nemo(packed)
+        _warn_of_missing_artifacts(packed, log)
     else:
         _check_qnemo(packed)
     with (
@@ -132,19 +132,15 @@ def _kind(files: Collection[str], where: Path) -> str:
     )
 
 
-def _check_nemo(packed: PackedFiles) -> None:
-    """Raise :class:`CheckpointUnusable` if an artifact that the config names is missing: NeMo could not restore it."""
-    missing: list[str] = []
+def _warn_of_missing_artifacts(packed: PackedFiles, log: Log) -> None:
+    """Log the artifacts that the config names and that are missing. Raises :class:`CheckpointUnusable` for a damaged
+    config.
+
+    No error: NeMo looks only for those that the model's class registers, and itself drops others when it saves a model.
+    """
     for key, name in artifacts_in(read_config(packed)):
         if name not in packed.files:
-            missing.append(f"{name} ({key})")
-    if missing:
-        raise CheckpointUnusable(
-            "an artifact that the model's config names is missing",
-            where=str(packed.path / CONFIG),
-            value=", ".join(missing[:5]),
-            hint="put the file into the directory, or change the config",
-        )
+            log(f"warning: the config names an artifact that is missing: {name} ({key})")
 
 
 def _check_qnemo(packed: PackedFiles) -> None:

@@ -10,11 +10,18 @@ from pathlib import Path
 
 from automodel_ckpt.cli.arguments import WHERE
 from automodel_ckpt.cli.paths import find_checkpoint
-from automodel_ckpt.cli.targets import compressed_tensors, dcp, gguf, hf, torch_file
+from automodel_ckpt.cli.targets import compressed_tensors, dcp, gguf, hf, nemo, torch_file
 from automodel_ckpt.cli.targets.target import Option, Target
 from automodel_ckpt.errors import EXIT_DONE, RecipeError
 
-_ALL = (hf.TARGET, gguf.TARGET, torch_file.TARGET, dcp.TARGET, compressed_tensors.TARGET)
+_ALL = (
+    hf.TARGET,
+    gguf.TARGET,
+    torch_file.TARGET,
+    dcp.TARGET,
+    compressed_tensors.TARGET,
+    nemo.TARGET,
+)
 """The targets, in the order of ``--help``. A new target is a module of ``cli/targets/`` and an entry here."""
 _TARGETS: Mapping[str, Target] = {target.name: target for target in _ALL}
 

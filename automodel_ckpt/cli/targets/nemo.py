@@ -1,0 +1,58 @@
+"""``ckpt export --to nemo``: a ``.nemo`` file that NeMo restores."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.cli.targets.target import (
+    CAST_DTYPE,
+    FORCE,
+    PREFIX,
+    Option,
+    Target,
+    finish,
+    log,
+    totals,
+)
+
+MODEL_CONFIG = Option(
+    "--model-config",
+    "config of the NeMo class, to which references to the tokenizer's files are added",
+    {"metavar": "YAML"},
+)
+NEMO_CLASS = Option(
+    "--target",
+    "the NeMo class, as the key `target` of the config (default: none; NeMo 3 rejects classes of other packages)",
+    {"metavar": "CLASS"},
+)
+
+
+def _run(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
+    from automodel_ckpt.convert.targets.nemo import export_nemo
+
+    config = arguments.model_config
+    report = export_nemo(
+        source,
+        arguments.output,
+        prefix=arguments.prefix or "",
+        model_config=None if config is None else Path(config),
+        model_class=arguments.target,
+        cast_dtype=arguments.cast_dtype,
+        overwrite=arguments.force,
+        log=log,
+    )
+    text = totals(report.num_tensors, report.nbytes, report.seconds, report.checked)
+    finish(arguments, report.output, f"wrote {text}")
+    return {**asdict(report), "output": str(report.output)}
+
+
+TARGET = Target(
+    "nemo",
+    "a .nemo file for NeMo",
+    "NAME.nemo next to the checkpoint",
+    _run,
+    (CAST_DTYPE, FORCE, PREFIX, MODEL_CONFIG, NEMO_CLASS),
+)

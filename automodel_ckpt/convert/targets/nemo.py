@@ -1,0 +1,171 @@
+"""A checkpoint's model as a ``.nemo`` file: config, artifacts and one file of torch.save in a tar archive, streamed.
+
+NeMo restores it with ``restore_from`` of a class whose state dict has these names. The config has no key ``target``
+unless one is given: NeMo 3 rejects classes outside of its own packages. The Hugging Face config and the tokenizer's
+files are artifacts: the config refers to them by ``nemo:`` and their names in the archive (source: NeMo 3.0,
+nemo.core.connectors.save_restore_connector). Imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import yaml
+
+from automodel_ckpt.checkpoint.export.files import side_files
+from automodel_ckpt.checkpoint.export.plan import make_plan, parse_cast_dtype
+from automodel_ckpt.checkpoint.export_leftovers import Log
+from automodel_ckpt.checkpoint.files.safe_open import read_safely
+from automodel_ckpt.checkpoint.files.torch_archive_writing import write_torch_archive
+from automodel_ckpt.checkpoint.sources.base_maps import maps_of
+from automodel_ckpt.checkpoint.sources.model_files import is_tokenizer_file
+from automodel_ckpt.checkpoint.sources.source import Source
+from automodel_ckpt.convert.open import open_source
+from automodel_ckpt.convert.plain_yaml import parse_yaml
+from automodel_ckpt.convert.publishing import published_file
+from automodel_ckpt.convert.sources.nemo import ARTIFACT_PREFIX, CONFIG, MAX_CONFIG_BYTES, WEIGHTS
+from automodel_ckpt.convert.tar_writing import TarWriter
+from automodel_ckpt.convert.targets.torch_file import (
+    TorchFileReport,
+    check_files,
+    state_dict_of,
+    target_of,
+)
+from automodel_ckpt.errors import RecipeError
+
+log_default = logging.getLogger("automodel_ckpt")
+
+
+def export_nemo(
+    source: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None = None,
+    *,
+    prefix: str = "",
+    model_config: Path | None = None,
+    model_class: str | None = None,
+    cast_dtype: str | None = None,
+    overwrite: bool = False,
+    log: Log = log_default.info,
+) -> TorchFileReport:
+    """Write the model in *source* (anything that ``open_source`` of ``convert/open.py`` accepts) as a ``.nemo`` file.
+
+    *output* defaults to the source's name with ``.nemo``, next to it. *prefix* is added to the names of all tensors,
+    for a NeMo class that has the model as an attribute. The file *model_config* is YAML with the config of that class;
+    the references to artifacts are added to it. *model_class* becomes its key ``target``.
+
+    Raises :class:`CheckpointUnusable` for a damaged source, :class:`SaveFailed` if the file cannot be written, and
+    :class:`RecipeError` for a wrong argument. In each case nothing was written.
+    """
+    started = time.monotonic()
+    cast_code = parse_cast_dtype(cast_dtype)
+    config = _given_config(model_config)
+    if model_class is not None:
+        config["target"] = model_class
+    opened = open_source(Path(source))
+    target = target_of(opened, output, ".nemo", overwrite=overwrite)
+    check_files(opened)
+    files, warnings = _artifact_files(opened, cast_code)
+    for text in warnings:
+        log(f"warning: {text}")
+    artifacts = _add_artifacts(config, files)
+    state_dict = state_dict_of(opened, prefix, cast_code)
+    content = yaml.safe_dump(config, sort_keys=False, allow_unicode=True).encode()
+    with (
+        published_file(target, log, what="the .nemo file") as staging,
+        open(staging, "r+b") as file,
+    ):
+        writer = TarWriter(file)
+        writer.add_bytes(CONFIG, content)
+        for name, data in artifacts.items():
+            writer.add_bytes(name, data)
+        writer.add_streamed(WEIGHTS, partial(_write_weights, value=state_dict))
+        writer.finish()
+    return TorchFileReport(
+        target,
+        len(state_dict),
+        target.stat().st_size,
+        time.monotonic() - started,
+        opened.has_digests,
+        warnings,
+    )
+
+
+def _write_weights(file: BinaryIO, value: Mapping[str, Any]) -> None:
+    write_torch_archive(file, value)
+
+
+def _given_config(path: Path | None) -> dict[str, Any]:
+    """Return the content of the user's YAML file; an empty mapping without one. Raises :class:`RecipeError`."""
+    if path is None:
+        return {}
+    try:
+        real = Path(os.path.realpath(path))
+        text = read_safely(real.parent, real.name, limit=MAX_CONFIG_BYTES).decode()
+        # Checked first: it rejects references and deep nesting. Then read again, with numbers as numbers.
+        parse_yaml(text)
+        value = yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise _wrong_config(path, str(error)[:300]) from error
+    if not isinstance(value, dict):
+        raise _wrong_config(path, f"a {type(value).__name__}, not a mapping")
+    return value
+
+
+def _wrong_config(path: Path, value: str) -> RecipeError:
+    return RecipeError(
+        "the config of the NeMo model cannot be used",
+        where=f"ckpt export --model-config {path}",
+        value=value,
+        hint="use a YAML mapping, such as the model_config.yaml of another .nemo file",
+    )
+
+
+def _artifact_files(
+    source: Source, cast_code: str | None
+) -> tuple[dict[str, bytes], tuple[str, ...]]:
+    """Return the Hugging Face config and the tokenizer's files by name, and warnings for the user."""
+    maps = maps_of(source)
+    where = str(source.model_directory)
+    plan = make_plan(source.tensors, source.tied, maps, cast_dtype=cast_code, where=where)
+    beside, warnings = side_files(source, plan, maps)
+    files: dict[str, bytes] = {}
+    for name, content in sorted(beside.items()):
+        is_artifact = name == "config.json" or is_tokenizer_file(name)
+        # NeMo looks for artifacts in the top directory only.
+        if is_artifact and "/" not in name:
+            files[name] = content
+    return files, (*source.notes, *warnings)
+
+
+def _add_artifacts(config: dict[str, Any], files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Add references to *files* to *config*; return the artifacts by their names in the archive.
+
+    The Hugging Face config becomes ``hf_config``, and the files of the tokenizer become keys of ``tokenizer``, in which
+    dots are replaced: OmegaConf separates keys by dots. Keys that the user's config has are not changed.
+    """
+    artifacts: dict[str, bytes] = {}
+    tokenizer = config.setdefault("tokenizer", {})
+    for name, content in files.items():
+        # NeMo puts 32 hexadecimal digits before the names, so that artifacts of several models can coexist.
+        digest = hashlib.sha256(content).hexdigest()[:32]
+        artifact = f"{digest}_{name}"
+        if name == "config.json":
+            section, key = config, "hf_config"
+        elif isinstance(tokenizer, dict):
+            section, key = tokenizer, name.replace(".", "_")
+        else:
+            continue
+        if key in section:
+            continue
+        section[key] = ARTIFACT_PREFIX + artifact
+        artifacts[artifact] = content
+    if not tokenizer:
+        del config["tokenizer"]
+    return artifacts
