@@ -155,7 +155,10 @@ def _prepared(source: Path, run: Path, name: layout.CheckpointName) -> Import:
     check_free(run, name)
     plan = make_plan(weights.tensors, {}, BaseMaps(), where=str(directory))
     place = directory if source.is_file() else source
-    side = side_files_of(place, directory)
+    side = {}
+    if opened.side_files is not None:
+        side = side_files_of(opened.side_files, opened.side_files)
+    side = side or side_files_of(place, directory)
     if _CONFIG in side:
         side[_CONFIG], _ = agreeing_config(side[_CONFIG], plan, BaseMaps(), directory / _CONFIG)
     return Import(

@@ -42,7 +42,7 @@ class Weights:
 
     Weights with digests have either *checkpoint*, a directory with a manifest, or *export*, the manifest of an export;
     *files* are then the names of the files that were opened. *omitted* names, in words, what *path* contains beside the
-    modules.
+    modules. *side_files* is the directory with config.json and the like, if the format knows it.
     """
 
     path: Path
@@ -51,6 +51,7 @@ class Weights:
     export: ExportManifest | None = None
     files: frozenset[str] = frozenset()
     omitted: tuple[str, ...] = ()
+    side_files: Path | None = None
 
     def verify(self, level: Level, rank: int, num_ranks: int) -> None:
         """Compare this rank's share of the files with the manifest, if there is one.
@@ -104,7 +105,12 @@ def open_weights(path: str | os.PathLike[str]) -> Weights:
 def _weights_of(path: Path, source: Source) -> Weights:
     module = Tensors(source.root, source.tensors, source.tied)
     return Weights(
-        path, {MODEL: module}, export=source.export, files=source.files, omitted=source.omitted
+        path,
+        {MODEL: module},
+        export=source.export,
+        files=source.files,
+        omitted=source.omitted,
+        side_files=source.side_files,
     )
 
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from automodel_ckpt.checkpoint.files.safe_open import open_regular
 from automodel_ckpt.checkpoint.slices import shape_fault
 from automodel_ckpt.convert.gguf.kinds import BY_NUMBER, Kind
@@ -36,7 +38,7 @@ _MAX_ALIGNMENT = 1 << 16
 # An array of strings of at most this many is kept; others are counted.
 _MAX_KEPT = 64
 
-_STRING, _ARRAY = 8, 9
+_FLOAT, _STRING, _ARRAY = 6, 8, 9
 _SCALARS: Mapping[int, struct.Struct] = {
     0: struct.Struct("<B"),
     1: struct.Struct("<b"),
@@ -210,7 +212,11 @@ class _Parser:
         scalar = _SCALARS.get(kind)
         if scalar is None:
             raise HeaderFault(f"a value has the unknown type {kind}")
-        return scalar.unpack(self._bytes(scalar.size))[0]
+        value = scalar.unpack(self._bytes(scalar.size))[0]
+        if kind == _FLOAT:
+            # 1e-06, and not 9.999999974752427e-07: the number that was rounded to single precision.
+            return float(str(np.float32(value)))
+        return value
 
     def _string(self, limit: int) -> str:
         length = self._number(8)

@@ -10,6 +10,7 @@ from automodel_ckpt.convert.sources.dcp import PyTorchDcp
 from automodel_ckpt.convert.sources.deepspeed import DeepSpeed
 from automodel_ckpt.convert.sources.files import names_in
 from automodel_ckpt.convert.sources.format import Format
+from automodel_ckpt.convert.sources.gguf_file import GgufFile
 from automodel_ckpt.convert.sources.hugging_face import HuggingFaceFiles
 from automodel_ckpt.convert.sources.lightning import LightningDistributed, LightningFile
 from automodel_ckpt.convert.sources.megatron import MegatronCore, MegatronRanks, MegatronRun, Nemo2
@@ -19,7 +20,6 @@ from automodel_ckpt.convert.sources.safetensors_file import SafetensorsFile
 from automodel_ckpt.convert.sources.safetensors_shards import SafetensorsShards
 from automodel_ckpt.convert.sources.torch_files import TorchFile, TorchModelDirectory
 from automodel_ckpt.convert.sources.unsupported_files import (
-    GgufFile,
     Hdf5File,
     NumpyArchive,
     Pickle,

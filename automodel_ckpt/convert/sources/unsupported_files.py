@@ -29,17 +29,6 @@ class _FileByContent(UnsupportedFormat):
         raise NotImplementedError
 
 
-class GgufFile(_FileByContent):
-    name = "GGUF, a file for llama.cpp"
-    hint = (
-        "import the Hugging Face files that it was made from; or load it with transformers "
-        "(from_pretrained(..., gguf_file=...)), save_pretrained, and import that"
-    )
-
-    def matches(self, head: bytes) -> bool:
-        return head[:4] == b"GGUF"
-
-
 class NumpyArchive(_FileByContent):
     name = "an archive of NumPy arrays"
     hint = "save its arrays with safetensors.numpy.save_file, and import that"

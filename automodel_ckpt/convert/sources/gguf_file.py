@@ -1,0 +1,296 @@
+"""GGUF, the files of llama.cpp: weights under Hugging Face's names, and a config.json made from the metadata.
+
+Tensors that have the same bytes as in Hugging Face files are slices of the file. Others are computed once
+(``decoded.py``): quantized tensors, which become F32; query and key projections, whose rows llama.cpp has in another
+order; norms of Gemma, which are larger by 1 there. Quantized blocks are decoded with the ``gguf`` library, some rows at
+a time.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
+from automodel_ckpt.checkpoint.slices import Tensor, nbytes_of, whole_tensor
+from automodel_ckpt.checkpoint.sources.source import Source
+from automodel_ckpt.checkpoint.tensors.float_cast import Array, storage_dtype
+from automodel_ckpt.convert.decoded import decoded_directory
+from automodel_ckpt.convert.gguf.header import MAGIC, GgufHeader, TensorInfo, read_gguf_header
+from automodel_ckpt.convert.gguf.kinds import F32
+from automodel_ckpt.convert.gguf.model import (
+    GgufModel,
+    GgufTensor,
+    layers_fault,
+    model_of_metadata,
+    name_faults,
+)
+from automodel_ckpt.convert.gguf.positions import rotary_order
+from automodel_ckpt.convert.sources.files import first_bytes
+from automodel_ckpt.convert.sources.format import Format, Inventory, TensorSummary
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+
+_FACTORS = "rope_freqs.weight"
+# Head dimensions are at most some hundred.
+_MAX_FACTORS = 4096
+# About this many bytes of single precision are decoded at a time.
+_BLOCK_BYTES = 16 << 20
+_VALUES = "values.bin"
+_METADATA = "metadata"
+# The way of decoding, for directories that several processes share.
+_VARIANT = "gguf-1"
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_TOKEN_IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+_SHOWN = (
+    "general.architecture",
+    "general.name",
+    "general.file_type",
+    "tokenizer.ggml.model",
+    "tokenizer.ggml.pre",
+)
+_UNCHECKED = "this file is unchecked: there is no manifest with its digests"
+_NO_TOKENIZER = "the tokenizer, which is in the metadata: use the files of the original model"
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor under the name that it gets, where it is in the file, and how its values differ."""
+
+    fqn: str
+    info: TensorInfo
+    target: GgufTensor | None
+
+    @property
+    def dtype(self) -> str:
+        """The safetensors dtype of the values."""
+        return self.info.kind.dtype or F32.name
+
+    @property
+    def is_decoded(self) -> bool:
+        if self.info.kind.is_quantized:
+            return True
+        return self.target is not None and bool(self.target.heads or self.target.offset)
+
+
+class GgufFile(Format):
+    """A file that begins with ``GGUF``. The bytes of tensors are not read, unless they have to be decoded."""
+
+    name = "GGUF"
+
+    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+        return path.is_file() and first_bytes(path, len(MAGIC)) == MAGIC
+
+    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+        """Describe the model. A file of an unknown architecture is described under its own names, with a note."""
+        real = Path(os.path.realpath(path))
+        header = read_gguf_header(real)
+        model, reason = _model_of(header, real)
+        stored = _stored(header, model)
+        notes = [_UNCHECKED]
+        if model is None:
+            notes.append(f"only weights are read, under the names of GGUF: {reason}")
+        num_quantized = sum(item.info.kind.is_quantized for item in stored)
+        if num_quantized:
+            notes.append(f"{num_quantized} quantized tensors become F32")
+        config = None
+        if model is not None:
+            config = _config(model, stored, header.values)
+        tensors, side_files = _described(real, stored, config, model)
+        omitted: tuple[str, ...] = ()
+        if "tokenizer.ggml.model" in header.values:
+            omitted = (_NO_TOKENIZER,)
+        return Source(
+            Path("/"),
+            real.parent,
+            tensors,
+            notes=tuple(notes),
+            omitted=omitted,
+            side_files=side_files,
+        )
+
+    def details(self, path: Path) -> Mapping[str, tuple[str, ...]]:
+        """Return the architecture, the tensor types and the tokenizer, for display."""
+        header = read_gguf_header(Path(os.path.realpath(path)))
+        kinds: dict[str, int] = {}
+        for info in header.tensors.values():
+            kinds[info.kind.name] = kinds.get(info.kind.name, 0) + 1
+        types = ", ".join(f"{count} {name}" for name, count in sorted(kinds.items()))
+        lines = [f"version: {header.version}", f"tensor types: {types}"]
+        for key in _SHOWN:
+            if isinstance(header.values.get(key), str | int):
+                lines.append(f"{key}: {header.values[key]!s:.200}")
+        return {"GGUF": tuple(lines)}
+
+    def inventory(self, path: Path) -> Inventory:
+        """Return names, dtypes and shapes by the header alone: nothing is decoded."""
+        real = Path(os.path.realpath(path))
+        header = read_gguf_header(real)
+        model, _ = _model_of(header, real)
+        summaries = {}
+        for item in _stored(header, model):
+            summaries[item.fqn] = TensorSummary(item.dtype, item.info.shape, 1)
+        return Inventory(summaries, num_values=len(header.values))
+
+
+def _model_of(header: GgufHeader, path: Path) -> tuple[GgufModel | None, str]:
+    """Return the model that the metadata describe; or None, and why it is not one that can be converted."""
+    infos = header.tensors
+    split = header.values.get("split.count", 1)
+    if split not in (0, 1):
+        raise CheckpointUnusable(
+            "this file is a part of a model",
+            where=str(path),
+            value=f"one of {split!r:.20}",
+            hint="join the files with llama.cpp's gguf-split --merge, and use the result",
+        )
+    shapes = {name: info.shape for name, info in infos.items()}
+    try:
+        factors = _factors(path, infos.get(_FACTORS))
+        model = model_of_metadata(header.values, shapes, factors, str(path))
+    except CheckpointUnusable as error:
+        problem = error.problems[0]
+        return None, f"{problem.what} ({problem.value})"
+    # First: a number of layers can be of any size, and every layer takes memory.
+    fault = layers_fault(model.num_layers, shapes)
+    if fault is None:
+        shapes.pop(_FACTORS, None)
+        fault = name_faults({tensor.name: tensor.shape for tensor in model.tensors()}, shapes)
+    if fault is not None:
+        return None, fault
+    return model, ""
+
+
+def _factors(path: Path, info: TensorInfo | None) -> list[float]:
+    """Return the divisors of rotary frequencies, which are part of the config; empty if there are none."""
+    if info is None:
+        return []
+    if info.kind != F32 or len(info.shape) != 1 or info.shape[0] > _MAX_FACTORS:
+        raise CheckpointUnusable(
+            "the divisors of frequencies are not a vector of F32",
+            where=str(path),
+            value=_FACTORS,
+            hint="convert the file again",
+        )
+    values: Array = np.fromfile(path, "<f4", info.shape[0], offset=info.start)
+    return [float(value) for value in values]
+
+
+def _stored(header: GgufHeader, model: GgufModel | None) -> list[_Stored]:
+    """Return the model's tensors in the order of the file, under the names that they get."""
+    targets: dict[str, GgufTensor] = {}
+    if model is not None:
+        targets = {tensor.name: tensor for tensor in model.tensors()}
+    found = []
+    for name, info in header.tensors.items():
+        target = targets.get(name)
+        if model is not None and target is None:
+            continue
+        found.append(_Stored(target.fqn if target is not None else name, info, target))
+    return found
+
+
+def _config(model: GgufModel, stored: list[_Stored], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json: what the metadata *values* describe, and the dtype of most of the weights."""
+    nbytes: dict[str, int] = {}
+    for item in stored:
+        nbytes[item.dtype] = nbytes.get(item.dtype, 0) + item.info.nbytes
+    config = model.config()
+    most = max(nbytes, key=lambda dtype: nbytes[dtype])
+    if most in _DTYPES:
+        config["dtype"] = _DTYPES[most]
+    for key, name in _TOKEN_IDS.items():
+        index = values.get(f"tokenizer.ggml.{name}_token_id")
+        if type(index) is int and 0 <= index < model.vocab_size:
+            config[key] = index
+    return config
+
+
+def _described(
+    path: Path, stored: list[_Stored], config: Mapping[str, Any] | None, model: GgufModel | None
+) -> tuple[dict[str, Tensor], Path | None]:
+    """Return the tensors as slices of files below ``/``, and the directory with config.json, if there is one."""
+    decoded = [item for item in stored if item.is_decoded]
+    directory = None
+    if decoded or config is not None:
+        is_quantized = any(item.info.kind.is_quantized for item in decoded)
+        library = _library() if is_quantized else None
+        head_dim = model.head_dim if model is not None else 0
+
+        def decode(target: Path) -> None:
+            (target / _METADATA).mkdir()
+            if config is not None:
+                text = json.dumps(config, indent=2)
+                (target / _METADATA / "config.json").write_text(text + "\n")
+            with open(target / _VALUES, "wb") as file:
+                for item in decoded:
+                    for block in _values(library, path, item, head_dim):
+                        file.write(np.ascontiguousarray(block).data)
+
+        directory = decoded_directory(path, _VARIANT, decode)
+    tensors: dict[str, Tensor] = {}
+    at = 0
+    for item in stored:
+        file, start = path, item.info.start
+        if item.is_decoded:
+            assert directory is not None, "there are decoded tensors"
+            file, start = directory / _VALUES, at
+            at += nbytes_of(item.dtype, item.info.shape)
+        name = str(file.relative_to("/"))
+        tensors[item.fqn] = whole_tensor(item.fqn, item.dtype, item.info.shape, name, start)
+    side_files = None
+    if directory is not None and config is not None:
+        side_files = directory / _METADATA
+    return tensors, side_files
+
+
+def _library() -> Any:
+    try:
+        return importlib.import_module("gguf")
+    except ImportError as error:
+        raise RecipeError(
+            "decoding quantized tensors of GGUF needs the package gguf",
+            where="a GGUF file",
+            value=str(error),
+            hint="pip install 'automodel_ckpt[gguf]'",
+        ) from error
+
+
+def _values(library: Any, path: Path, item: _Stored, head_dim: int) -> Iterator[Array]:
+    """Yield the values of a tensor in row-major order, about ``_BLOCK_BYTES`` at a time."""
+    info, target = item.info, item.target
+    rows = _rows(path, info)
+    order = None
+    if target is not None and target.heads is not None:
+        # The inverse: where each row of transformers is in llama.cpp's.
+        order = np.argsort(rotary_order(target.heads, head_dim))
+    row_length = info.shape[-1] if info.shape else 1
+    num_rows = max(1, _BLOCK_BYTES // max(4 * row_length, 1))
+    for first in range(0, rows.shape[0], num_rows):
+        last = min(first + num_rows, rows.shape[0])
+        block = rows[first:last] if order is None else rows[order[first:last]]
+        if info.kind.is_quantized:
+            number = library.GGMLQuantizationType[info.kind.name]
+            block = library.quants.dequantize(block, number)
+        if target is not None and target.offset:
+            block = block - np.float32(target.offset)
+        yield block
+
+
+def _rows(path: Path, info: TensorInfo) -> Array:
+    """Return the rows of a tensor, mapped: blocks as bytes if it is quantized, else values."""
+    if not info.nbytes:
+        return np.empty((0, 1), np.float32)
+    num_rows = int(np.prod(info.shape[:-1], dtype=np.int64)) if info.shape else 1
+    if info.kind.dtype is None:
+        width = info.nbytes // num_rows
+        return np.memmap(path, np.uint8, "r", info.start, (num_rows, width))
+    dtype = storage_dtype(info.kind.dtype, DTYPE_BITS[info.kind.dtype])
+    width = info.nbytes // num_rows // dtype.itemsize
+    return np.memmap(path, dtype, "r", info.start, (num_rows, width))
