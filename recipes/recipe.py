@@ -37,6 +37,7 @@ from automodel_ckpt.recipes.extension_checks import (
     check_moved_methods,
     check_pipeline_extensions,
 )
+from automodel_ckpt.recipes.imported_run import continue_imported_run
 from automodel_ckpt.recipes.init_from import start_from
 from automodel_ckpt.recipes.loop import TrainingLoop, steps_per_epoch
 from automodel_ckpt.recipes.objective import ContextCheck, Objective, build_loss_fn
@@ -451,6 +452,13 @@ class Recipe:
             # Wall-clock time: the checkpoint may be from another process or node.
             seconds_since_save = time.time() - resumed.manifest.created
             self.run_log.progress.note_saved(resumed.step, seconds_since_save)
+            if resumed.manifest.is_imported_run:
+                continue_imported_run(
+                    resumed,
+                    dataloader=self.dataloader,
+                    step_scheduler=self.step_scheduler,
+                    rng=self.rng,
+                )
             # After the load: an earlier resume may have kept options that no recipe shows.
             recipe_options.compare(self.step_scheduler, resumed.manifest.saved, resumed.path)
         self.saves.check_space(state, steps_per_epoch(self.dataloader))

@@ -229,7 +229,8 @@ class RecipeOptions:
         if now != saved and not scheduler.is_finished():
             why = ""
             before, planned = scheduler.planned_before, scheduler.planned_steps
-            if before != planned:
+            # An imported run was planned by another program, which may not state it.
+            if before is not None and before != planned:
                 why = f" (the run was planned for {before} steps, now for {planned})"
             message = "the schedule changed%s: the learning rate of step %d is %.6g, it would have been %.6g"
             log.warning(message, why, scheduler.step + 1, now, saved)

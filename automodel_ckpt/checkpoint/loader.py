@@ -96,7 +96,8 @@ class CheckpointLoader:
         self._check_base(path)
         items = classify(state)
         loader = self._loader(path, manifest)
-        if manifest.left_out and not self._planner.save_optimizer and self._is_rank0:
+        is_expected = self._planner.save_optimizer or manifest.is_imported_run
+        if manifest.left_out and not is_expected and self._is_rank0:
             message = "checkpoint.save_optimizer is false: %s was saved without %s, which start with new state"
             log.warning(message, path.name, ", ".join(sorted(manifest.left_out)))
         # Where tensors do not fit, load() raises with their names, which says more than the model's config.
@@ -107,11 +108,17 @@ class CheckpointLoader:
     def _loader(self, path: Path, manifest: Manifest) -> Loader:
         """A loader that allows the state to be missing which the checkpoint was saved without.
 
-        Applies with ``save_optimizer: false``: otherwise the same command could not resume.
+        Applies with ``save_optimizer: false``: otherwise the same command could not resume. Also applies to imported
+        checkpoints, since other programs have no such state; their LR schedule may be left out, too, because the
+        recipe defines whether there is one.
         """
         allowed = set(self._options.allow_missing_state)
-        if not self._planner.save_optimizer:
+        if not self._planner.save_optimizer or manifest.is_imported_run:
             allowed |= manifest.left_out
+        if manifest.is_imported_run:
+            for name, record in manifest.state.items():
+                if record.kind == "lr_scheduler":
+                    allowed.add(name)
         return Loader(path, manifest, self._planner.ranks, frozenset(allowed))
 
     # ---------------------------------------------------------------- another model

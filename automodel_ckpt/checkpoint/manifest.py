@@ -301,6 +301,11 @@ class Manifest:
         return frozenset(name for name, record in self.state.items() if record.scope == NOT_SAVED)
 
     @property
+    def is_imported_run(self) -> bool:
+        """Whether the training state of another program was imported (``ckpt import --training-state``)."""
+        return "imported_from" in self.lineage and len(self.state) > 1
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all files, without the manifest."""
         return sum(record.size for record in self.files.values())

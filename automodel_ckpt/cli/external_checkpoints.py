@@ -84,6 +84,8 @@ def row_fields(path: Path) -> dict[str, Any] | None:
         "created": found.written,
         "reason": f"external, unverified: {found.kind}",
         "foreign": True,
+        "step": found.losses.get("step"),
+        "epoch": found.losses.get("epoch"),
         "train_loss": found.losses.get("train_loss"),
         "val_loss": found.losses.get("val_loss"),
     }
@@ -101,6 +103,8 @@ def document(path: Path, stats: bool = False) -> dict[str, Any] | None:
     if found is None:
         return None
     name = layout.parse_checkpoint_name(path.name)
+    losses = dict(found.losses)
+    step, epoch = losses.pop("step", None), losses.pop("epoch", None)
     trees = {}
     for tree_name, tree in found.trees().items():
         trees[tree_name] = {
@@ -115,11 +119,11 @@ def document(path: Path, stats: bool = False) -> dict[str, Any] | None:
         "foreign": True,
         "kind": found.kind,
         "note": _EXPORT if layout.EXPORT_MANIFEST in found.files else _UNVERIFIABLE,
-        "step": name.step if name else None,
-        "epoch": name.epoch if name else None,
+        "step": name.step if name else step,
+        "epoch": name.epoch if name else epoch,
         "created": found.written,
         "nbytes": found.nbytes,
-        "losses": dict(found.losses),
+        "losses": losses,
         "files": dict(found.files),
         "trees": trees,
     }
@@ -144,8 +148,8 @@ def lines(document: Mapping[str, Any], *, everything: bool) -> Iterator[str]:
     yield coloured(printable(document["path"]), "bold", sys.stdout)
     yield coloured(document["note"], "yellow", sys.stdout)
     facts = [size_text(document["nbytes"]), f"{age_text(document['created'])} old"]
-    if document["step"] is not None:
-        facts = [f"step {document['step']}", f"epoch {document['epoch']}", *facts]
+    counters = [f"{key} {document[key]}" for key in ("step", "epoch") if document[key] is not None]
+    facts = [*counters, *facts]
     yield f"{printable(document['kind'])}; {', '.join(facts)}"
     files = document["files"]
     yield from section("losses", pairs(document["losses"]))

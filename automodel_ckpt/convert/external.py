@@ -80,13 +80,16 @@ def read_external(directory: Path) -> ExternalDirectory | None:
     if directory.is_file():
         size = directory.stat().st_size
         return ExternalDirectory(directory, formats, {directory.name: size}, {}, written)
-    return ExternalDirectory(
-        directory, formats, dict(_files(directory)), losses_in(directory), written
-    )
+    losses = losses_in(directory, formats.get("."))
+    return ExternalDirectory(directory, formats, dict(_files(directory)), losses, written)
 
 
-def losses_in(directory: Path) -> Mapping[str, Any]:
-    """Return the content of losses.json; empty if there is none, or none that can be read."""
+def losses_in(directory: Path, known: Format | None = None) -> Mapping[str, Any]:
+    """Return the losses that the files of a format state, or the content of losses.json; empty if there are none."""
+    if known is not None:
+        stated = known.losses(directory)
+        if stated:
+            return stated
     try:
         value = json.loads(read_safely(directory, layout.LOSSES, limit=_MAX_LOSSES_BYTES))
     # Deeply nested JSON raises RecursionError, which is not a ValueError.

@@ -48,6 +48,14 @@ from automodel_ckpt.convert.open import open_weights
 from automodel_ckpt.convert.sources.format import Format
 from automodel_ckpt.convert.sources.registry import detect, formats_in
 from automodel_ckpt.convert.sources.torch_files import BIN_INDEX
+from automodel_ckpt.convert.training_import import (
+    OPTIMIZER,
+    OptimizerTree,
+    TrainingImport,
+    training_import,
+    write_jobs,
+)
+from automodel_ckpt.convert.training_state import OptimizerState, Parameters
 from automodel_ckpt.errors import CheckpointUnusable
 
 _FORMAT = "hf"
@@ -78,6 +86,8 @@ class Import:
     *side_files* are written to ``model/``, *other_files* to the checkpoint, each by name. *left_out* lists what exists
     in the source and is not imported. *contents*, if given, computes the data of each tensor of *weights*; by default
     it is read from the source. *lineage* is recorded in the manifest, by default the path and kind of the source.
+    *training* is the training state, if it was asked for; without it, *has_training_state* is whether the format has
+    one.
     """
 
     source: Path
@@ -92,6 +102,13 @@ class Import:
     left_out: tuple[str, ...]
     contents: Callable[[Tensor], Blocks] | None = None
     lineage: Mapping[str, Any] | None = None
+    training: TrainingImport | None = None
+    has_training_state: bool = False
+
+    @property
+    def absent(self) -> tuple[str, ...]:
+        """What the checkpoint does not contain, in words."""
+        return ABSENT if self.training is None else tuple(self.training.absent)
 
     @property
     def target(self) -> Path:
@@ -118,18 +135,28 @@ class Import:
     @property
     def nbytes(self) -> int:
         contents = [*self.side_files.values(), *self.other_files.values()]
-        return self.plan.nbytes + sum(len(content) for content in contents)
+        training = self.training.nbytes if self.training is not None else 0
+        return self.plan.nbytes + training + sum(len(content) for content in contents)
 
 
-def prepare(source: Path, run: Path, *, step: int = 0, epoch: int = 0) -> Import:
+def prepare(
+    source: Path,
+    run: Path,
+    *,
+    step: int | None = None,
+    epoch: int | None = None,
+    parameters: Callable[[Path], Parameters] | None = None,
+) -> Import:
     """Inspect *source*, and check that ``epoch_E_step_S`` is free in the run directory *run*; write nothing.
 
-    Reads headers, metadata and side files. Raises :class:`CheckpointUnusable` if there are no weights in a known
-    format, or they are damaged.
+    With *parameters*, the training state is imported, too. It is called with the directory of config.json, and returns
+    a function that lists the model's parameters. Reads headers, metadata and side files. Raises
+    :class:`CheckpointUnusable` if there are no weights in a known format, they are damaged, or there is no training
+    state although it was asked for.
     """
     source = source.expanduser()
     try:
-        return _prepared(_resolved(source), run, layout.CheckpointName(step=step, epoch=epoch))
+        return _prepared(_resolved(source), run, step, epoch, parameters)
     except OSError as error:
         where = Path(error.filename or source)
         raise _unusable("a file to import cannot be read", where, error.strerror) from error
@@ -142,7 +169,13 @@ def _resolved(source: Path) -> Path:
     return Path(os.path.realpath(source))
 
 
-def _prepared(source: Path, run: Path, name: layout.CheckpointName) -> Import:
+def _prepared(
+    source: Path,
+    run: Path,
+    step: int | None,
+    epoch: int | None,
+    parameters: Callable[[Path], Parameters] | None,
+) -> Import:
     if source.is_file():
         directory, known = source.parent, detect(source, follow_links=True)
         opened = open_weights(source)
@@ -152,6 +185,15 @@ def _prepared(source: Path, run: Path, name: layout.CheckpointName) -> Import:
         opened = open_weights(directory)
     weights = opened.modules[MODEL]
     _check_not_sparse(weights)
+    training = None
+    has_training_state = any(
+        known.has_training_state(path) for path, known in _states(source, directory)
+    )
+    if parameters is not None:
+        training = _training(source, directory, weights, step, epoch, parameters)
+    name = layout.CheckpointName(step=step or 0, epoch=epoch or 0)
+    if training is not None:
+        name = layout.CheckpointName(step=training.step, epoch=training.epoch)
     check_free(run, name)
     plan = make_plan(weights.tensors, {}, BaseMaps(), where=str(directory))
     place = directory if source.is_file() else source
@@ -159,6 +201,10 @@ def _prepared(source: Path, run: Path, name: layout.CheckpointName) -> Import:
     if opened.side_files is not None:
         side = side_files_of(opened.side_files, opened.side_files)
     side = side or side_files_of(place, directory)
+    omitted = opened.omitted
+    if training is not None:
+        # The omitted parts of the model's files are what the training state consists of.
+        omitted = training.state.omitted
     if _CONFIG in side:
         side[_CONFIG], _ = agreeing_config(side[_CONFIG], plan, BaseMaps(), directory / _CONFIG)
     return Import(
@@ -168,11 +214,61 @@ def _prepared(source: Path, run: Path, name: layout.CheckpointName) -> Import:
         plan,
         side,
         dict(_recipe(place)),
-        losses_in(place),
+        losses_in(place, detect(place, follow_links=True)),
         run,
         name,
-        (*_left_out_nearby(source, directory), *opened.omitted, *_left_out_state(source)),
+        (*_left_out_nearby(source, directory), *omitted, *_left_out_state(source)),
+        training=training,
+        has_training_state=has_training_state,
     )
+
+
+def _states(source: Path, directory: Path) -> Iterator[tuple[Path, Format]]:
+    """Yield the paths that may have a training state, with their formats: the source, and where its weights are."""
+    for path in dict.fromkeys((source, directory)):
+        known = detect(path, follow_links=True, readable_only=True)
+        if known is not None:
+            yield path, known
+
+
+def _training(
+    source: Path,
+    directory: Path,
+    weights: Tensors,
+    step: int | None,
+    epoch: int | None,
+    parameters: Callable[[Path], Parameters],
+) -> TrainingImport:
+    """Return the training state of the source. Raises :class:`CheckpointUnusable` if there is none."""
+    config = directory if (directory / _CONFIG).is_file() else source
+    if config.is_file():
+        config = config.parent
+    kinds = []
+    for path, known in _states(source, directory):
+        state = known.training_state(path, parameters(config))
+        if state is None:
+            kinds.append(known.name)
+            continue
+        if state.optimizer is not None:
+            _check_not_sparse(_optimizer_tensors(state.optimizer))
+        return training_import(
+            state, weights.tensors, weights.tied, where=str(path), step=step, epoch=epoch
+        )
+    raise CheckpointUnusable(
+        "there is no training state that can be imported",
+        where=str(source),
+        value=", ".join(kinds) or "no known format",
+        hint="import the weights without --training-state",
+    )
+
+
+def _optimizer_tensors(optimizer: OptimizerState) -> Tensors:
+    """Return all tensors of an optimizer's state, for checks of their files."""
+    tensors: dict[str, Tensor] = {}
+    for name, entries in optimizer.tensors.items():
+        for entry, tensor in entries.items():
+            tensors[f"{name}.{entry}"] = tensor
+    return Tensors(optimizer.root, tensors)
 
 
 def run_import(planned: Import) -> Path:
@@ -371,6 +467,8 @@ def _write(planned: Import, run: Path) -> Path:
     try:
         written = RankManifest(0)
         run_all(_jobs(planned), staging, written)
+        if planned.training is not None:
+            run_all(_training_jobs(planned.training), staging, written)
         manifest = _manifest(planned, written)
         commit.finalize(staging, readable_bytes(manifest, run / str(planned.name)))
         published = commit.publish(staging, str(planned.name))
@@ -398,6 +496,14 @@ def _jobs(planned: Import) -> Iterator[FileJob]:
     contents[layout.LOSSES] = json.dumps(_losses(planned), indent=2).encode() + b"\n"
     for name, data in contents.items():
         yield FileJob(name, [Chunk(0, data)], nbytes=len(data))
+
+
+def _training_jobs(training: TrainingImport) -> Iterator[FileJob]:
+    yield from write_jobs(training)
+    if training.state.optimizer is not None:
+        tree = OptimizerTree(training)
+        yield tree.job()
+        yield tree.metadata_job()
 
 
 def _chunks(planned: Import, file: OutputFile) -> Iterator[Chunk]:
@@ -440,26 +546,33 @@ def _finite(value: object) -> float | None:
 
 
 def _manifest(planned: Import, written: RankManifest) -> Manifest:
-    lineage = planned.lineage
-    if lineage is None:
+    model = merge_tree(MODEL, _FORMAT, [written], {})
+    trees = {MODEL: _without_ties(model, planned.side_files.get(_CONFIG))}
+    state = {MODEL: StateRecord("module", "replicated", f"{MODEL}/")}
+    lineage = dict(planned.lineage or {})
+    if not lineage:
         lineage = {"imported_from": str(planned.source), "imported_kind": planned.kind}
+    progress: dict[str, Any] = {}
+    training = planned.training
+    if training is not None:
+        state |= training.records()
+        lineage |= training.lineage()
+        progress = training.progress
+        if training.state.optimizer is not None:
+            trees[OPTIMIZER] = OptimizerTree.merged(written)
     return Manifest(
         step=planned.name.step,
         epoch=planned.name.epoch,
         created=time.time(),
         world_size=1,
         dp_size=1,
-        progress={},
+        progress=progress,
         losses=_losses(planned),
         validated=False,
         environment=environment(),
         lineage=lineage,
-        state={MODEL: StateRecord("module", "replicated", f"{MODEL}/")},
-        trees={
-            MODEL: _without_ties(
-                merge_tree(MODEL, _FORMAT, [written], {}), planned.side_files.get(_CONFIG)
-            )
-        },
+        state=state,
+        trees=trees,
         files=merge_files([written]),
     )
 

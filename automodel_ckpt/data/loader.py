@@ -200,6 +200,51 @@ class GlobalBatchLoader:
         if self.num_samples is None:
             self._load_source_state(state.get("source"))
 
+    def start_after(self, num_steps: int, consumed_samples: int | None) -> None:
+        """Continue after *num_steps* steps of another program on the same data, which used *consumed_samples*.
+
+        Samples that another program counts, or None, are replaced by steps if they are that number of full global
+        batches: the last batch of an epoch may have been smaller. Logs the position and, if the global batch size
+        differs, a warning.
+        """
+        size = self.sizes.global_batch_size
+        if consumed_samples is not None and consumed_samples != num_steps * size:
+            self._warn(
+                f"the imported run used {consumed_samples} samples in {num_steps} steps; with global_batch_size "
+                f"{size} they would be {num_steps * size}: global batches and step counts differ from here on"
+            )
+            self._start_at_sample(consumed_samples)
+        elif self.num_samples is None:
+            self._start_at_sample(num_steps * size)
+        else:
+            self.epoch, batches_of_epoch = divmod(num_steps, len(self))
+            self.consumed_samples = batches_of_epoch * size
+        if self.sizes.dp_rank == 0:
+            log.info(
+                "continuing after sample %d of epoch %d, in the order of the recipe's data set",
+                self.consumed_samples,
+                self.epoch,
+            )
+
+    def _start_at_sample(self, consumed_samples: int) -> None:
+        if self.num_samples is None:
+            # The length of an epoch is unknown: where the stream ends earlier, the next epoch begins.
+            self.epoch, self.consumed_samples = 0, consumed_samples
+            self._load_source_state(None)
+            return
+        size = self.sizes.global_batch_size
+        samples_per_epoch = len(self) * size if self.sizes.drop_last else self.num_samples
+        self.epoch, self.consumed_samples = divmod(consumed_samples, samples_per_epoch)
+
+    @property
+    def samples_before(self) -> int:
+        """The samples before the position, in all epochs; those of an epoch of a stream are not known."""
+        if self.num_samples is None:
+            return self.consumed_samples
+        size = self.sizes.global_batch_size
+        samples_per_epoch = len(self) * size if self.sizes.drop_last else self.num_samples
+        return self.epoch * samples_per_epoch + self.consumed_samples
+
     def _map_batches(self, num_samples: int) -> Generator[GlobalBatch]:
         epoch = self.epoch
         size = self.sizes.global_batch_size

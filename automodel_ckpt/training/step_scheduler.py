@@ -330,6 +330,14 @@ class StepScheduler:
         ahead = self._longest_step_seconds + 2 * self._longest_save_seconds
         return self._clock() - self._session_start + ahead >= limit
 
+    def follow_data(self, *, epochs_done: int, num_samples: int) -> None:
+        """Set the finished epochs and the consumed samples to those of a position in the data.
+
+        Another program that started the run may count both in another way.
+        """
+        self.epochs_done = epochs_done
+        self.consumed_samples = num_samples
+
     def state_dict(self) -> dict[str, Any]:
         # Not ended_early and ran_out_of_time: max_time limits one start, and the same command
         # continues.

@@ -1,4 +1,4 @@
-"""``ckpt import``: import the weights of another program's checkpoint into a run directory."""
+"""``ckpt import``: import another program's checkpoint into a run directory: weights, or a run to continue."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from automodel_ckpt.errors import EXIT_DONE, RecipeError
 
 if TYPE_CHECKING:
     from automodel_ckpt.convert.import_checkpoint import Import
+    from automodel_ckpt.convert.training_state import ModelParameter, Parameters
 
 _MAX_NAMES = 5
 
@@ -23,8 +24,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     """Describe the command ``ckpt import``."""
     command.description = (
         "Import the weights of a DCP directory, Hugging Face files, a safetensors file or shards, or a "
-        "NeMo AutoModel checkpoint into a run directory, as a checkpoint that a recipe can start from. The source is "
-        "neither executed nor modified. State that is not imported is listed."
+        "NeMo AutoModel checkpoint into a run directory, as a checkpoint that a recipe can start from. With "
+        "--training-state, a recipe continues the other program's run. The source is neither executed nor modified. "
+        "State that is not imported is listed."
     )
     command.add_argument(
         "source", metavar="SOURCE", help="directory of the other program, or a .safetensors file"
@@ -39,16 +41,19 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--step",
         type=int,
-        default=0,
         metavar="S",
-        help="step in the checkpoint's name (default: 0)",
+        help="step in the checkpoint's name (default: 0; with --training-state: that of the source)",
     )
     command.add_argument(
         "--epoch",
         type=int,
-        default=0,
         metavar="E",
-        help="epoch in the checkpoint's name (default: 0)",
+        help="epoch in the checkpoint's name (default: 0; with --training-state: that of the source)",
+    )
+    command.add_argument(
+        "--training-state",
+        action="store_true",
+        help="also import the optimizer, learning-rate schedule, step and epoch, to continue the run",
     )
     command.add_argument("--dry-run", action="store_true", help="only print what would be imported")
 
@@ -61,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     from automodel_ckpt.convert.import_checkpoint import prepare, run_import
 
     for name in ("step", "epoch"):
-        if getattr(arguments, name) < 0:
+        if (getattr(arguments, name) or 0) < 0:
             raise RecipeError(
                 "step and epoch must not be negative",
                 where=f"--{name}",
@@ -69,7 +74,11 @@ def run(arguments: argparse.Namespace) -> int:
                 hint="use 0 or more",
             )
     planned = prepare(
-        Path(arguments.source), Path(arguments.run), step=arguments.step, epoch=arguments.epoch
+        Path(arguments.source),
+        Path(arguments.run),
+        step=arguments.step,
+        epoch=arguments.epoch,
+        parameters=_parameters_in if arguments.training_state else None,
     )
     if not arguments.json:
         print("\n".join(_lines(planned)))
@@ -82,9 +91,19 @@ def run(arguments: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _document(planned: Import, dry_run: bool) -> dict[str, Any]:
-    from automodel_ckpt.convert.import_checkpoint import ABSENT
+def _parameters_in(directory: Path) -> Parameters:
+    """Return a function that lists the parameters of the model in *directory*; it imports torch and transformers."""
 
+    def parameters() -> list[ModelParameter]:
+        from automodel_ckpt.convert.training_state import ModelParameter
+        from automodel_ckpt.models.parameter_list import list_parameters
+
+        return [ModelParameter(*listed) for listed in list_parameters(directory)]
+
+    return parameters
+
+
+def _document(planned: Import, dry_run: bool) -> dict[str, Any]:
     return {
         "source": str(planned.source),
         "kind": planned.kind,
@@ -95,27 +114,36 @@ def _document(planned: Import, dry_run: bool) -> dict[str, Any]:
         "files": [file.name for file in planned.plan.files],
         "side_files": list(planned.side_files),
         "has_config": planned.has_config,
-        "absent": list(ABSENT),
+        "training_state": planned.training.contents if planned.training is not None else [],
+        "has_training_state": planned.has_training_state,
+        "absent": list(planned.absent),
         "left_out": list(planned.left_out),
     }
 
 
 def _lines(planned: Import) -> Iterator[str]:
     """Describe what will be imported, and how to start a run from it."""
-    from automodel_ckpt.convert.import_checkpoint import ABSENT
-
     yield coloured(printable(f"{planned.source} -> {planned.target}"), "bold", sys.stdout)
-    num_tensors, size = len(planned.weights.tensors), size_text(planned.nbytes)
+    num_tensors, size = len(planned.weights.tensors), size_text(planned.plan.nbytes)
     checked = "digests verified" if planned.has_digests else "unverified"
     weights = f"{num_tensors} tensors, {size}, {checked}: {planned.kind}"
     rows = [("weights", weights), ("other files", _side_files_text(planned))]
-    rows.append(("not included", ", ".join(ABSENT)))
+    if planned.training is not None:
+        rows.append(("training state", ", ".join(planned.training.contents)))
+    elif planned.has_training_state:
+        rows.append(("training state", "not imported: add --training-state to continue the run"))
+    rows.append(("not included", ", ".join(planned.absent)))
     if planned.left_out:
         rows.append(("not imported", ", ".join(planned.left_out)))
     for line in table(rows):
         yield printable(line)
     run = shlex.quote(str(planned.run))
-    yield printable(f"to start from it: ckpt-train RECIPE.yaml --init_from.path {run}")
+    if planned.training is not None:
+        yield printable(
+            f"to continue the run: ckpt-train RECIPE.yaml --checkpoint.checkpoint_dir {run}"
+        )
+    else:
+        yield printable(f"to start from it: ckpt-train RECIPE.yaml --init_from.path {run}")
 
 
 def _side_files_text(planned: Import) -> str:

@@ -282,6 +282,10 @@ def _row_without_manifest(
     else:
         fields["train_loss"] = _number(fields["train_loss"])
         fields["val_loss"] = _number(fields["val_loss"])
+        # The name of a checkpoint of this program counts more than what is in it.
+        stated_step, stated_epoch = fields.pop("step"), fields.pop("epoch")
+        if step is None:
+            step, epoch = stated_step, stated_epoch
     return Row(path.name, False, step, epoch, pointers=pointers, **fields)
 
 

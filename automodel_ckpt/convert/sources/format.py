@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
@@ -105,6 +105,20 @@ class Format(ABC):
         Raises :class:`CheckpointUnusable` if the files are damaged.
         """
         return Counters()
+
+    def losses(self, path: Path) -> Mapping[str, Any]:
+        """Return the counters and losses that the files state: ``step``, ``epoch``, ``train_loss``, ``val_loss``.
+
+        A key is absent if the files do not state it. Never raises.
+        """
+        return {}
+
+    def has_training_state(self, path: Path) -> bool:
+        """Return whether :meth:`training_state` may find one, without the model's parameters. Never raises.
+
+        By default, every format that overrides :meth:`training_state` has one.
+        """
+        return type(self).training_state is not Format.training_state
 
     def inventory(self, path: Path) -> Inventory:
         """Return the names, dtypes and shapes of all tensors in *path* for display.

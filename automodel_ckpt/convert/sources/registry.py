@@ -19,6 +19,7 @@ from automodel_ckpt.convert.sources.peft_adapter import PeftAdapter
 from automodel_ckpt.convert.sources.safetensors_file import SafetensorsFile
 from automodel_ckpt.convert.sources.safetensors_shards import SafetensorsShards
 from automodel_ckpt.convert.sources.torch_files import TorchFile, TorchModelDirectory
+from automodel_ckpt.convert.sources.trainer import TransformersTrainer
 from automodel_ckpt.convert.sources.unsupported_files import (
     Hdf5File,
     NumpyArchive,
@@ -41,11 +42,13 @@ FORMATS: tuple[Format, ...] = (
     # A model of NeMo can have a directory for each rank, as Megatron-LM's.
     NemoDirectory(),
     *MEGATRON,
-    ADAPTER,
     # A run of transformers' Trainer with DeepSpeed also has model.safetensors: these are the same weights, rounded.
     DeepSpeed(),
     # A directory of PyTorch DCP, too.
     LightningDistributed(),
+    # Hugging Face files or an adapter, beside the state of the training.
+    TransformersTrainer(),
+    ADAPTER,
     DCP,
     # Both are recognized by *.safetensors: first the one that looks into a header.
     HUGGING_FACE,

@@ -1,0 +1,345 @@
+"""The training state of another program as the state of a run of this program. Imports torch only to write.
+
+An imported checkpoint has the optimizer, the LR schedule and the step counters under the names that the recipes of this
+program use, so that ``ckpt-train`` continues from it. The position in the data follows from the counters when the run
+continues, since it depends on the recipe's data set, and random numbers are drawn anew: no program can read another
+one's random state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.manifest import NOT_SAVED, StateRecord, Tree
+from automodel_ckpt.checkpoint.slices import Tensor
+from automodel_ckpt.checkpoint.sources.opening import MODEL
+from automodel_ckpt.checkpoint.writing.jobs import Chunk, FileJob
+from automodel_ckpt.checkpoint.writing.rank_manifest import RankManifest, RankTree, merge_tree
+from automodel_ckpt.convert.training_state import OptimizerState, ParameterGroup, TrainingState
+from automodel_ckpt.errors import CheckpointUnusable
+
+if TYPE_CHECKING:
+    from automodel_ckpt.checkpoint.formats.planning import TreePlan
+
+OPTIMIZER = "optimizer"
+SCHEDULE = "lr_scheduler"
+COUNTERS = "step_scheduler"
+DATA = "dataloader"
+RANDOM = "rng"
+"""Attributes of the recipes (``recipes/recipe.py``), as checkpoints name them."""
+_ADAM_ENTRIES = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+# The options of torch.optim.AdamW (2.13) and their values in the recipes' default optimizer.
+_ADAM_OPTIONS: Mapping[str, Any] = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": True,
+    "decoupled_weight_decay": True,
+}
+# What another program's implementation of Adam stores under these names has the same meaning.
+_TRANSFERRED = (
+    "lr",
+    "betas",
+    "eps",
+    "weight_decay",
+    "amsgrad",
+    "maximize",
+    "decoupled_weight_decay",
+    "initial_lr",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingImport:
+    """What is written of a training state: *state* with its optimizer under the model's names, at *step* and *epoch*.
+
+    *schedule* is the state of the LR scheduler as it is written, None if the source has none.
+    """
+
+    state: TrainingState
+    step: int
+    epoch: int
+    schedule: Mapping[str, Any] | None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the optimizer's tensors."""
+        if self.state.optimizer is None:
+            return 0
+        total = 0
+        for entries in self.state.optimizer.tensors.values():
+            total += sum(tensor.nbytes for tensor in entries.values())
+        return total
+
+    @property
+    def contents(self) -> list[str]:
+        """What is imported, in words."""
+        found = []
+        optimizer = self.state.optimizer
+        if optimizer is not None:
+            entries = sorted({entry for each in optimizer.tensors.values() for entry in each})
+            found.append(f"optimizer ({len(optimizer.tensors)} parameters: {', '.join(entries)})")
+        if self.schedule is not None:
+            found.append(f"learning-rate schedule (after {self.schedule['last_epoch']} steps)")
+        found.append(f"step {self.step}")
+        found.append(f"epoch {self.epoch}")
+        if self.state.consumed_samples is not None:
+            found.append(f"{self.state.consumed_samples} consumed samples")
+        return found
+
+    @property
+    def absent(self) -> list[str]:
+        """What the checkpoint does not contain, in words; a run that continues starts with new values."""
+        found = []
+        if self.state.optimizer is None:
+            found.append("optimizer")
+        if self.schedule is None:
+            found.append("learning-rate schedule")
+        if self.state.consumed_samples is None:
+            found.append("consumed samples (computed from the step and the recipe's batch size)")
+        return [*found, "data order", "random numbers", "consumed tokens"]
+
+    @property
+    def progress(self) -> dict[str, Any]:
+        """The manifest's ``progress``."""
+        if self.state.consumed_samples is None:
+            return {}
+        return {"consumed_samples": self.state.consumed_samples}
+
+    def lineage(self) -> dict[str, Any]:
+        """Additions to the manifest's ``lineage``: what was not transferred, in words."""
+        return {"not_transferred": [*self.absent, *self.state.omitted]}
+
+    def records(self) -> dict[str, StateRecord]:
+        """The manifest's records of all attributes but the model."""
+        optim = f"{layout.state_directory(OPTIMIZER)}/"
+        optimizer_scope = "replicated" if self.state.optimizer is not None else NOT_SAVED
+        schedule_scope = "replicated" if self.schedule is not None else NOT_SAVED
+        counters = layout.state_file(COUNTERS)
+        return {
+            OPTIMIZER: StateRecord("optimizer", optimizer_scope, optim),
+            SCHEDULE: StateRecord("lr_scheduler", schedule_scope, optim),
+            COUNTERS: StateRecord("object", "replicated", counters, (counters,)),
+            DATA: StateRecord("object", NOT_SAVED, f"{DATA}/"),
+            RANDOM: StateRecord("object", NOT_SAVED, f"{RANDOM}/"),
+        }
+
+
+def training_import(
+    state: TrainingState,
+    weights: Mapping[str, Tensor],
+    tied: Mapping[str, str],
+    *,
+    where: str,
+    step: int | None,
+    epoch: int | None,
+) -> TrainingImport:
+    """Complete a training state for a checkpoint of the model *weights*.
+
+    *step* and *epoch* are those that the user gave, for a source that does not state them. Raises
+    :class:`CheckpointUnusable` if there is no step, or if the optimizer does not belong to this model.
+    """
+    if state.step is None and step is None:
+        raise CheckpointUnusable(
+            "the source does not state its step, and a run continues after one",
+            where=where,
+            value="no step",
+            hint="add --step S, the number of optimizer steps that were taken",
+        )
+    for option, given, stated in (("--step", step, state.step), ("--epoch", epoch, state.epoch)):
+        if given is not None and stated is not None and given != stated:
+            raise CheckpointUnusable(
+                f"{option} contradicts the training state",
+                where=where,
+                value=f"{given}; the source states {stated}",
+                hint=f"remove {option}, or import without --training-state",
+            )
+    if state.optimizer is not None:
+        _check_optimizer(state.optimizer, weights, tied, where)
+    final_step = state.step if state.step is not None else step
+    final_epoch = state.epoch if state.epoch is not None else epoch
+    assert final_step is not None
+    return TrainingImport(state, final_step, final_epoch or 0, _schedule(state, final_step))
+
+
+def _check_optimizer(
+    optimizer: OptimizerState, weights: Mapping[str, Tensor], tied: Mapping[str, str], where: str
+) -> None:
+    """Raise :class:`CheckpointUnusable` if a moment has another shape than its weight, or groups overlap."""
+    seen: set[str] = set()
+    for group in optimizer.groups:
+        for name in group.parameters:
+            if name in seen:
+                raise _damaged("a parameter is in two groups of the optimizer", where, name)
+            seen.add(name)
+    for name, entries in optimizer.tensors.items():
+        if name not in seen:
+            raise _damaged(
+                "the optimizer has state of a parameter in none of its groups", where, name
+            )
+        weight = weights.get(tied.get(name, name))
+        for entry, tensor in entries.items():
+            # transformers merges the experts of a layer in memory: then the optimizer has other names than the files.
+            if weight is not None and tensor.shape not in (weight.shape, ()):
+                value = f"{name}: {entry} {list(tensor.shape)}, weight {list(weight.shape)}"
+                raise _damaged(
+                    "the optimizer's state and the weight have different shapes", where, value
+                )
+
+
+def _damaged(what: str, where: str, value: str) -> CheckpointUnusable:
+    return CheckpointUnusable(
+        what, where=where, value=value, hint="import the weights without --training-state"
+    )
+
+
+def _schedule(state: TrainingState, step: int) -> dict[str, Any] | None:
+    """Return the state that a schedule of transformers (LambdaLR, torch 2.13) has after *step* steps.
+
+    The shape of the schedule comes from the recipe; the position and the base rates are those of the source. None if
+    the source has no schedule, or does not state the base rates.
+    """
+    if state.scheduler is None or state.optimizer is None:
+        return None
+    base_rates = _base_rates(state.scheduler, state.optimizer.groups)
+    if base_rates is None:
+        return None
+    return {
+        "base_lrs": base_rates,
+        "last_epoch": step,
+        "_step_count": step + 1,
+        "_is_initial": False,
+        "_get_lr_called_within_step": False,
+        "_last_lr": [group.options.get("lr", 0.0) for group in state.optimizer.groups],
+        "lr_lambdas": [None] * len(base_rates),
+    }
+
+
+def _base_rates(
+    scheduler: Mapping[str, Any], groups: tuple[ParameterGroup, ...]
+) -> list[float] | None:
+    """Return the peak rate of each group: ``initial_lr`` of its options, or ``base_lrs`` of the scheduler."""
+    rates = [group.options.get("initial_lr") for group in groups]
+    stated = scheduler.get("base_lrs")
+    if None in rates and isinstance(stated, list | tuple) and len(stated) == len(groups):
+        rates = list(stated)
+    found: list[float] = []
+    for rate in rates:
+        if type(rate) not in (int, float):
+            return None
+        found.append(float(rate))  # type: ignore[arg-type]
+    return found
+
+
+# ---------------------------------------------------------------- writing
+
+
+def write_jobs(planned: TrainingImport) -> Iterator[FileJob]:
+    """Yield the jobs of the counters. Imports torch."""
+    from automodel_ckpt.checkpoint.files.pickle_values import saved
+
+    data = bytes(saved(_counters(planned)))
+    yield FileJob(layout.state_file(COUNTERS), [Chunk(0, data)], nbytes=len(data))
+
+
+def _counters(planned: TrainingImport) -> dict[str, Any]:
+    """Return the state of ``training/step_scheduler.py``."""
+    return {
+        "step": planned.step,
+        "epoch": planned.epoch,
+        "epochs_done": planned.epoch,
+        "consumed_samples": planned.state.consumed_samples or 0,
+        "consumed_tokens": 0,
+        "elapsed_seconds": 0.0,
+        "planned_steps": None,
+        "best": None,
+        "validation_is_due": False,
+        "save_was_due": False,
+    }
+
+
+class OptimizerTree:
+    """The tree ``optim/`` of an imported checkpoint. Imports torch."""
+
+    def __init__(self, planned: TrainingImport) -> None:
+        assert planned.state.optimizer is not None
+        self._plan = _tree_plan(planned.state.optimizer, planned.schedule)
+        self._manifest = RankManifest(0)
+
+    def job(self) -> FileJob:
+        """Return the job that writes all values."""
+        from automodel_ckpt.checkpoint.formats.torch_save import plan_jobs
+
+        job, items = plan_jobs(self._plan, rank=0)
+        self._manifest.trees[OPTIMIZER] = RankTree(dcp_items=items)
+        return job
+
+    def metadata_job(self) -> FileJob:
+        """Return the job that writes ``.metadata``, with which torch reads the directory. Call :meth:`job` before."""
+        from automodel_ckpt.checkpoint.formats.torch_save import metadata_of
+
+        data = metadata_of(self._plan, [self._manifest])
+        file = f"{self._plan.directory}/{layout.DCP_METADATA}"
+        return FileJob(file, [Chunk(0, data)], nbytes=len(data))
+
+    @staticmethod
+    def merged(written: RankManifest) -> Tree:
+        """Return the tree as it was written."""
+        from automodel_ckpt.checkpoint.formats.torch_save import NAME
+
+        return merge_tree(OPTIMIZER, NAME, [written], {})
+
+
+def _tree_plan(optimizer: OptimizerState, schedule: Mapping[str, Any] | None) -> TreePlan:
+    from automodel_ckpt.checkpoint.formats.described import described_tree
+
+    entries_of_all = {entry for entries in optimizer.tensors.values() for entry in entries}
+    is_adam = "exp_avg" in entries_of_all and entries_of_all <= _ADAM_ENTRIES
+    stored: dict[tuple[str | int, ...], Tensor] = {}
+    numbers: dict[tuple[str | int, ...], float] = {}
+    for name, entries in optimizer.tensors.items():
+        path = (OPTIMIZER, "state", f"{MODEL}.{name}")
+        for entry, number in optimizer.values.get(name, {}).items():
+            numbers[*path, entry] = float(number)
+        for entry, tensor in entries.items():
+            flat = ".".join((*path, entry))
+            slices = tuple(replace(piece, fqn=flat) for piece in tensor.slices)
+            stored[*path, entry] = replace(tensor, fqn=flat, slices=slices)
+    objects: dict[tuple[str | int, ...], Any] = {}
+    for number, group in enumerate(optimizer.groups):
+        options = dict(group.options)
+        if is_adam:
+            options = _adam_options(group.options)
+        if schedule is not None:
+            options["initial_lr"] = schedule["base_lrs"][number]
+        else:
+            options.pop("initial_lr", None)
+        for option, value in options.items():
+            objects[OPTIMIZER, "param_groups", number, option] = value
+        names = [f"{MODEL}.{name}" for name in group.parameters]
+        objects[OPTIMIZER, "param_groups", number, "params"] = names
+    if schedule is not None:
+        objects[SCHEDULE,] = (dict(schedule),)
+    directory = layout.state_directory(OPTIMIZER)
+    return described_tree(
+        OPTIMIZER, directory, root=optimizer.root, stored=stored, numbers=numbers, objects=objects
+    )
+
+
+def _adam_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of the recipes' AdamW, with the values that another implementation has for them."""
+    options = dict(_ADAM_OPTIONS)
+    for name in _TRANSFERRED:
+        if given.get(name) is not None:
+            options[name] = given[name]
+    options["betas"] = tuple(options["betas"])
+    return options
