@@ -10,7 +10,15 @@ from pathlib import Path
 
 from automodel_ckpt.cli.arguments import WHERE
 from automodel_ckpt.cli.paths import find_checkpoint
-from automodel_ckpt.cli.targets import compressed_tensors, dcp, gguf, hf, nemo, torch_file
+from automodel_ckpt.cli.targets import (
+    compressed_tensors,
+    dcp,
+    gguf,
+    hf,
+    lightning,
+    nemo,
+    torch_file,
+)
 from automodel_ckpt.cli.targets.target import Option, Target
 from automodel_ckpt.errors import EXIT_DONE, RecipeError
 
@@ -18,6 +26,7 @@ _ALL = (
     hf.TARGET,
     gguf.TARGET,
     torch_file.TARGET,
+    lightning.TARGET,
     dcp.TARGET,
     compressed_tensors.TARGET,
     nemo.TARGET,

@@ -62,7 +62,11 @@ NUM_THREADS = Option(
     "--num-threads", "threads per process (default: 5)", {"type": int, "default": 5, "metavar": "N"}
 )
 FORCE = Option("--force", "overwrite an existing file", {"action": "store_true"})
-PREFIX = Option("--prefix", "prefix of all names in the state dict", {"metavar": "P"})
+PREFIX = Option(
+    "--prefix",
+    "prefix of all names in the state dict (default for lightning: model.)",
+    {"metavar": "P"},
+)
 
 
 def log(text: str) -> None:

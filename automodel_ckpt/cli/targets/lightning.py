@@ -1,0 +1,44 @@
+"""``ckpt export --to lightning``: a file that Lightning's Trainer resumes from."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.cli.targets.target import (
+    CAST_DTYPE,
+    FORCE,
+    PREFIX,
+    Target,
+    finish,
+    log,
+    totals,
+)
+
+
+def _run(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
+    from automodel_ckpt.convert.targets.lightning import export_lightning
+
+    prefix = arguments.prefix
+    report = export_lightning(
+        source,
+        arguments.output,
+        prefix="model." if prefix is None else prefix,
+        cast_dtype=arguments.cast_dtype,
+        overwrite=arguments.force,
+        log=log,
+    )
+    text = totals(report.num_tensors, report.nbytes, report.seconds, report.checked)
+    finish(arguments, report.output, f"wrote {text}")
+    return {**asdict(report), "output": str(report.output)}
+
+
+TARGET = Target(
+    "lightning",
+    "a file that PyTorch Lightning's Trainer resumes from",
+    "NAME.ckpt next to the checkpoint",
+    _run,
+    (CAST_DTYPE, FORCE, PREFIX),
+)

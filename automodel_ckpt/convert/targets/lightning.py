@@ -1,0 +1,205 @@
+"""A checkpoint as a file of PyTorch Lightning (``.ckpt``), from which its Trainer continues. Imports no torch.
+
+``Trainer.fit(module, ckpt_path=FILE)`` loads the model, the optimizer, the LR schedule and the progress of its loops
+(source: lightning 2.6, ``CheckpointConnector`` and the loops in ``lightning.pytorch.loops``). The module must create
+the optimizer with the same groups of parameters in the same order: Lightning numbers them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.checkpoint.export.plan import parse_cast_dtype
+from automodel_ckpt.checkpoint.export_leftovers import Log
+from automodel_ckpt.checkpoint.files.torch_archive_writing import ArchiveTensor
+from automodel_ckpt.checkpoint.sources.opening import is_checkpoint
+from automodel_ckpt.convert.open import open_source
+from automodel_ckpt.convert.run_state import RunState, read_run_state
+from automodel_ckpt.convert.targets.torch_file import (
+    TorchFileReport,
+    archive_tensor,
+    check_files,
+    publish_archive,
+    state_dict_of,
+    target_of,
+)
+
+log_default = logging.getLogger("automodel_ckpt")
+
+VERSION = "2.6.0"
+"""The version of Lightning whose format is written. Newer ones migrate it when they load the file."""
+_READY = ("ready", "completed")
+_STARTED = ("ready", "completed", "started", "processed")
+
+
+def export_lightning(
+    source: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None = None,
+    *,
+    prefix: str = "model.",
+    cast_dtype: str | None = None,
+    overwrite: bool = False,
+    log: Log = log_default.info,
+) -> TorchFileReport:
+    """Write a checkpoint as a file of Lightning. The model in *source* can also be one of another program, which has no
+    training state: then the file has only the weights.
+
+    *output* defaults to the source's name with ``.ckpt``, next to it. *prefix* is the attribute of the LightningModule
+    that has the model, with a dot. *cast_dtype* casts the weights, not the optimizer's state.
+
+    Raises :class:`CheckpointUnusable` for a damaged source, :class:`SaveFailed` if the file cannot be written, and
+    :class:`RecipeError` for a wrong argument. In each case nothing was written.
+    """
+    started = time.monotonic()
+    cast_code = parse_cast_dtype(cast_dtype)
+    opened = open_source(Path(source))
+    target = target_of(opened, output, ".ckpt", overwrite=overwrite)
+    check_files(opened)
+    run = read_run_state(opened.root) if is_checkpoint(opened.root) else None
+    state_dict = state_dict_of(opened, prefix, cast_code)
+    warnings = (*opened.notes, *_warnings(run, state_dict, prefix))
+    for text in warnings:
+        log(f"warning: {text}")
+    if run is not None:
+        for text in _group_lines(run):
+            log(text)
+    publish_archive(target, _content(state_dict, run), log)
+    return TorchFileReport(
+        target,
+        len(state_dict),
+        target.stat().st_size,
+        time.monotonic() - started,
+        opened.has_digests,
+        warnings,
+    )
+
+
+def _warnings(
+    run: RunState | None, state_dict: Mapping[str, ArchiveTensor], prefix: str
+) -> Iterator[str]:
+    if run is None:
+        yield "there is no training state: Lightning starts at step 0 from these weights"
+        return
+    for group in run.groups:
+        for name in group.parameters:
+            if prefix + name not in state_dict:
+                yield (
+                    f"the parameter {name!r} has another name in the model's files: load the state dict with a "
+                    "transformers model of this version"
+                )
+                return
+
+
+def _group_lines(run: RunState) -> Iterator[str]:
+    """Describe the groups that the optimizer of the LightningModule must have."""
+    first = 0
+    for number, group in enumerate(run.groups):
+        last = first + len(group.parameters) - 1
+        decay = group.options.get("weight_decay")
+        yield (
+            f"optimizer group {number}: parameters {first} to {last}, weight_decay {decay}, "
+            f"from {group.parameters[0]} to {group.parameters[-1]}"
+        )
+        first = last + 1
+
+
+def _content(state_dict: Mapping[str, ArchiveTensor], run: RunState | None) -> dict[str, Any]:
+    step = 0 if run is None else run.step
+    epochs_done = 0 if run is None else run.epochs_done
+    content: dict[str, Any] = {
+        "epoch": epochs_done,
+        "global_step": step,
+        "pytorch-lightning_version": VERSION,
+        "state_dict": state_dict,
+        "callbacks": {},
+    }
+    if run is None:
+        return content
+    schedule = run.schedule
+    content["loops"] = _loops(run)
+    content["optimizer_states"] = [_optimizer_state(run)]
+    content["lr_schedulers"] = [] if schedule is None else [dict(schedule)]
+    return content
+
+
+def _optimizer_state(run: RunState) -> dict[str, Any]:
+    """Return the state dict of the optimizer, with the parameters numbered through its groups."""
+    state: dict[int, dict[str, Any]] = {}
+    groups: list[dict[str, Any]] = []
+    number = 0
+    for group in run.groups:
+        numbers: list[int] = []
+        for name in group.parameters:
+            entry: dict[str, Any] = dict(run.values.get(name, {}))
+            for key, tensor in run.tensors.get(name, {}).items():
+                entry[key] = archive_tensor(run.root, tensor, tensor.dtype)
+            if entry:
+                state[number] = entry
+            numbers.append(number)
+            number += 1
+        groups.append({**group.options, "params": numbers})
+    return {"state": state, "param_groups": groups}
+
+
+# ---------------------------------------------------------------- the progress of Lightning's loops
+
+
+def _loops(run: RunState) -> dict[str, Any]:
+    """Return the progress of the loops, with one batch for each optimizer step.
+
+    Within an epoch, it is what ModelCheckpoint saves after a batch: the batch is processed and not yet completed, which
+    Lightning counts when it resumes. Between two epochs, it is what ``Trainer.save_checkpoint`` saves after an epoch.
+    """
+    in_epoch = run.steps_in_epoch
+    epochs = dict.fromkeys(_STARTED, run.epochs_done)
+    if in_epoch:
+        batches = dict.fromkeys(_STARTED, in_epoch) | {"completed": in_epoch - 1}
+        total = dict.fromkeys(_STARTED, run.step) | {"completed": run.step - 1}
+        epochs |= {"ready": run.epochs_done + 1, "started": run.epochs_done + 1}
+    else:
+        per_epoch = run.step // max(run.epochs_done, 1)
+        batches = dict.fromkeys(_STARTED, per_epoch)
+        total = dict.fromkeys(_STARTED, run.step)
+    is_last = not in_epoch and run.epochs_done > 0
+    ended = run.step - 1 if in_epoch else run.step
+    fit_loop = {
+        "state_dict": {},
+        "epoch_loop.state_dict": {"_batches_that_stepped": ended},
+        "epoch_loop.batch_progress": {
+            "total": total,
+            "current": batches,
+            "is_last_batch": is_last,
+        },
+        "epoch_loop.scheduler_progress": _progress(run.step, in_epoch, _READY),
+        "epoch_loop.automatic_optimization.state_dict": {},
+        "epoch_loop.automatic_optimization.optim_progress": {
+            "optimizer": {
+                "step": _progress(run.step, in_epoch, _READY),
+                "zero_grad": _progress(run.step, in_epoch, ("ready", "completed", "started")),
+            }
+        },
+        "epoch_loop.manual_optimization.state_dict": {},
+        "epoch_loop.manual_optimization.optim_step_progress": _progress(0, 0, _READY),
+        "epoch_loop.val_loop.state_dict": {},
+        "epoch_loop.val_loop.batch_progress": _no_batches(),
+        "epoch_progress": {"total": dict(epochs), "current": dict(epochs)},
+    }
+    loops: dict[str, Any] = {"fit_loop": fit_loop}
+    for name in ("validate_loop", "test_loop", "predict_loop"):
+        loops[name] = {"state_dict": {}, "batch_progress": _no_batches()}
+    # The loop of predictions has no last batch.
+    del loops["predict_loop"]["batch_progress"]["is_last_batch"]
+    return loops
+
+
+def _progress(total: int, current: int, keys: tuple[str, ...]) -> dict[str, Any]:
+    return {"total": dict.fromkeys(keys, total), "current": dict.fromkeys(keys, current)}
+
+
+def _no_batches() -> dict[str, Any]:
+    return {**_progress(0, 0, _STARTED), "is_last_batch": False}
