@@ -12,8 +12,10 @@ from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.sources.source import Source, check_no_links
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
 from automodel_ckpt.convert.sources.dcp_directory import DcpContent, read_content, read_tensors
+from automodel_ckpt.convert.sources.dcp_training_state import optimizer_key, read_training_state
 from automodel_ckpt.convert.sources.files import check_regular_files, names_in
 from automodel_ckpt.convert.sources.format import Format, Inventory, TensorSummary
+from automodel_ckpt.convert.training_state import Parameters, TrainingState
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.units import left_out, others_text, values_text
 
@@ -38,7 +40,7 @@ class PyTorchDcp(Format):
         check_regular_files(path, data_files)
         content = read_content(path)
         names = self.names(content)
-        model = DcpContent({stored: content.tensors[stored] for stored in names}, ())
+        model = DcpContent({stored: content.tensors[stored] for stored in names}, {})
         tensors: dict[str, Tensor] = {}
         for tensor in read_tensors(path, model):
             name = names[tensor.fqn]
@@ -66,6 +68,20 @@ class PyTorchDcp(Format):
         """Return {stored name: name in the model} of the model's tensors. A format of one program overrides this."""
         return model_names(content)
 
+    def training_state(self, path: Path, parameters: Parameters) -> TrainingState | None:
+        """Return the optimizer's state, counters and LR schedule, if they are in the same directory as the model.
+
+        They have the names of the parameters: *parameters* is not called.
+        """
+        source = self.open(path)
+        return read_training_state(path, read_content(path), source.tensors)
+
+    def has_training_state(self, path: Path) -> bool:
+        try:
+            return optimizer_key(read_content(path)) is not None
+        except CheckpointUnusable:
+            return False
+
     def stored_tensors(self, path: Path) -> StoredTensors:
         tensors = {tensor.fqn: tensor for tensor in read_tensors(path, read_content(path))}
         return StoredTensors(path, tensors)
@@ -83,7 +99,8 @@ def model_names(content: DcpContent) -> Mapping[str, str]:
     """Return {stored name: name in the model's own state dict} for each tensor that belongs to the model.
 
     If the saved state dict was nested and has a mapping under ``model`` (or a similar key), that mapping is the model.
-    Otherwise all tensors are.
+    Otherwise all tensors are, except those of an optimizer and of the program's counters, which torchtitan saves beside
+    the weights.
     """
     paths = {fqn: path for fqn, path in content.paths.items() if fqn in content.tensors}
     for key in _MODEL_KEYS:
@@ -96,4 +113,13 @@ def model_names(content: DcpContent) -> Mapping[str, str]:
         is_unique = len(set(found.values())) == len(found)
         if found and is_unique:
             return found
-    return {fqn: fqn for fqn in content.tensors}
+    optimizer = optimizer_key(content)
+    if optimizer is None:
+        return {fqn: fqn for fqn in content.tensors}
+    names: dict[str, str] = {}
+    for fqn in content.tensors:
+        keys = content.paths.get(fqn, (fqn,))
+        # A weight has one key, its FQN, when its state dict is merged into that of the program.
+        if keys == (fqn,) and not fqn.startswith(f"{optimizer}."):
+            names[fqn] = fqn
+    return names

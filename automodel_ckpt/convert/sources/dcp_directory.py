@@ -111,13 +111,13 @@ class Described:
 
 @dataclass(frozen=True, slots=True)
 class DcpContent:
-    """The content of ``.metadata``: tensors, the names of values that are not tensors, and paths.
+    """The content of ``.metadata``: tensors, the items of values that are not tensors, and paths.
 
     *paths* maps names to their path in the nested state dict that was saved, if it was nested.
     """
 
     tensors: Mapping[str, Described]
-    values: tuple[str, ...]
+    values: Mapping[str, Item]
     paths: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
 
 
@@ -158,6 +158,29 @@ def read_tensors(directory: Path, content: DcpContent) -> Iterator[Tensor]:
             yield Tensor(fqn, described.dtype, described.shape, tuple(slices))
 
 
+def read_values(directory: Path, items: Mapping[str, Item]) -> Iterator[tuple[str, Any]]:
+    """Yield the values in *items* as descriptions (``torch_objects.py``), with their names.
+
+    Each is an archive of ``torch.save``. Raises :class:`CheckpointUnusable` for an item that is damaged.
+    """
+    with _Mapped(directory) as files:
+        for fqn, item in items.items():
+            try:
+                content = files.content(item.file)
+                if item.start + item.nbytes > len(content):
+                    raise Fault(f"the file has {len(content)} bytes, the item ends later")
+                with (
+                    memoryview(content) as everything,
+                    everything[item.start : item.start + item.nbytes] as data,
+                ):
+                    archive = describe_archive(data)
+            except Exception as error:  # a damaged archive can make its readers raise anything
+                reason = str(error) if isinstance(error, Fault | OSError) else repr(error)
+                what = f"the stored value {fqn[:200]!r} cannot be read"
+                raise _unusable(what, files.path(item.file), reason[:300]) from error
+            yield fqn, archive.value
+
+
 # ---------------------------------------------------------------- .metadata
 
 
@@ -183,18 +206,22 @@ def _content(value: Any, budget: int) -> DcpContent:
         raise Fault("it lacks state_dict_metadata or storage_data")
     items = dict(_items(stored))
     tensors: dict[str, Described] = {}
-    values: list[str] = []
+    values: dict[str, Item] = {}
     for fqn, entry in described.items():
         if type(fqn) is not str or type(entry) is not Record:
             raise Fault("a name in it is not text, or what it names is not a description")
         if entry.kind.endswith(".BytesStorageMetadata"):
-            values.append(fqn)
+            budget -= 1
+            item = items.get((fqn, None))
+            if item is None:
+                raise Fault(f"it does not say where the value {fqn[:200]!r} is stored")
+            values[fqn] = item
         else:
             tensors[fqn] = _described(fqn, entry, items)
             budget -= 1 + len(tensors[fqn].chunks)
         if budget < 0:
             raise Fault("it describes more entries than it has bytes for")
-    return DcpContent(tensors, tuple(values), dict(_paths(value.get("planner_data"))))
+    return DcpContent(tensors, values, dict(_paths(value.get("planner_data"))))
 
 
 # The name of a tensor or value, and the offsets of the chunk; None for a value.

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.convert.sources.accelerate_fsdp import AccelerateFsdp
 from automodel_ckpt.convert.sources.dcp import PyTorchDcp
 from automodel_ckpt.convert.sources.deepspeed import DeepSpeed
 from automodel_ckpt.convert.sources.files import names_in
@@ -46,6 +47,8 @@ FORMATS: tuple[Format, ...] = (
     DeepSpeed(),
     # A directory of PyTorch DCP, too.
     LightningDistributed(),
+    # A checkpoint of the Trainer with FSDP can have model.safetensors, too.
+    AccelerateFsdp(),
     # Hugging Face files or an adapter, beside the state of the training.
     TransformersTrainer(),
     ADAPTER,

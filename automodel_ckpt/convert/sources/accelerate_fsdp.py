@@ -1,0 +1,148 @@
+"""What accelerate saves of a model that FSDP shards: the model and the optimizer, each in one file or a DCP directory.
+
+``Accelerator.save_state`` and transformers' Trainer write (source: accelerate/utils/fsdp_utils.py and checkpointing.py,
+1.15):
+
+* with full state dicts ``pytorch_model_fsdp.bin`` and ``optimizer.bin``, files of ``torch.save``;
+* with sharded ones ``pytorch_model_fsdp_0/`` and ``optimizer_0/``, directories of PyTorch DCP, in which the state dicts
+  are nested under ``model`` and ``optimizer``;
+* ``scheduler.bin``, or ``scheduler.pt`` and ``trainer_state.json`` in a checkpoint of the Trainer.
+
+The optimizer's state has the names of the parameters. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.sources.source import Source, check_no_links, unusable
+from automodel_ckpt.convert.sources.dcp import PyTorchDcp
+from automodel_ckpt.convert.sources.dcp_directory import read_content
+from automodel_ckpt.convert.sources.dcp_training_state import optimizer_key, read_optimizer
+from automodel_ckpt.convert.sources.files import check_regular_files, names_in, read_json
+from automodel_ckpt.convert.sources.format import Format
+from automodel_ckpt.convert.sources.numbered_optimizer import optimizer_state
+from automodel_ckpt.convert.sources.plain_values import plain_values
+from automodel_ckpt.convert.sources.torch_files import TorchFile, faults_of, read_archive
+from automodel_ckpt.convert.training_state import OptimizerState, Parameters, TrainingState
+
+_MODEL_FILE = "pytorch_model_fsdp.bin"
+_MODEL_DIRECTORY = "pytorch_model_fsdp_0"
+_OPTIMIZER_FILES = ("optimizer.bin", "optimizer.pt")
+_OPTIMIZER_DIRECTORY = "optimizer_0"
+_SCHEDULER_FILES = ("scheduler.bin", "scheduler.pt")
+_TRAINER_STATE = "trainer_state.json"
+_OTHERS = re.compile(
+    r"random_states_[0-9]{1,6}\.pkl|rng_state(_[0-9]{1,6})?\.pth|scaler\.pt|training_args\.bin"
+    r"|custom_checkpoint_[0-9]{1,6}\.pkl|(dl_state_dict|sampler)(_[0-9]{1,6})?\.bin"
+    r"|(optimizer|scheduler|pytorch_model_fsdp)_[1-9][0-9]{0,5}(\.bin)?",
+    re.ASCII,
+)
+_MAX_COUNT = 2**53
+
+
+class AccelerateFsdp(Format):
+    """A directory of ``Accelerator.save_state``, or a checkpoint of transformers' Trainer, with FSDP."""
+
+    name = "accelerate with FSDP"
+
+    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+        return _MODEL_FILE in names_in(path) or _is_dcp(path / _MODEL_DIRECTORY)
+
+    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+        """Describe the model. Links are never followed: accelerate writes all files to one directory."""
+        if _is_dcp(path / _MODEL_DIRECTORY):
+            check_no_links(path, [_MODEL_DIRECTORY])
+            source = PyTorchDcp().open(path / _MODEL_DIRECTORY)
+        else:
+            check_no_links(path, [_MODEL_FILE])
+            check_regular_files(path, [_MODEL_FILE])
+            source = TorchFile().open(path / _MODEL_FILE)
+        side_files = path if (path / "config.json").is_file() else None
+        return replace(source, side_files=side_files)
+
+    def parts(self, path: Path) -> frozenset[str]:
+        return frozenset({_MODEL_DIRECTORY, _OPTIMIZER_DIRECTORY})
+
+    def training_state(self, path: Path, parameters: Parameters) -> TrainingState | None:
+        """Return the optimizer's state, the LR schedule, and the counters of the Trainer, if it saved them.
+
+        Without these, the step is that of the optimizer. Raises :class:`CheckpointUnusable` if a file is damaged, or
+        the optimizer does not belong to the model.
+        """
+        optimizer = self._optimizer(path, parameters)
+        scheduler = _scheduler(path)
+        if optimizer is None and scheduler is None:
+            return None
+        counters = read_json(path, _TRAINER_STATE) or {}
+        step = _whole_number(counters.get("global_step"))
+        if step is None and optimizer is not None:
+            step = _common_step(optimizer)
+        omitted = [name for name in names_in(path) if _OTHERS.fullmatch(name)]
+        return TrainingState(
+            step=step,
+            epoch=_whole_number(counters.get("epoch")),
+            optimizer=optimizer,
+            scheduler=scheduler,
+            omitted=tuple(sorted(omitted)),
+        )
+
+    def _optimizer(self, path: Path, parameters: Parameters) -> OptimizerState | None:
+        directory = path / _OPTIMIZER_DIRECTORY
+        if _is_dcp(directory):
+            check_no_links(path, [_OPTIMIZER_DIRECTORY])
+            content = read_content(directory)
+            return read_optimizer(
+                directory, content, optimizer_key(content), self.open(path).tensors
+            )
+        for name in _OPTIMIZER_FILES:
+            if name not in names_in(path):
+                continue
+            check_no_links(path, [name])
+            archive = read_archive(path / name)
+            return optimizer_state(archive.value, archive, parameters, root=path, file=name)
+        return None
+
+
+def _is_dcp(path: Path) -> bool:
+    return layout.DCP_METADATA in names_in(path)
+
+
+def _scheduler(path: Path) -> Mapping[str, Any] | None:
+    """Return the plain values of the LR scheduler's state; None if there is no file."""
+    names = names_in(path)
+    for name in _SCHEDULER_FILES:
+        if name not in names:
+            continue
+        check_no_links(path, [name])
+        value = read_archive(path / name).value
+        if not isinstance(value, dict):
+            what = "the state of the learning-rate schedule is not a mapping"
+            raise unusable(what, path / name, type(value).__name__)
+        with faults_of(path / name):
+            return plain_values(value)
+    return None
+
+
+def _whole_number(value: object) -> int | None:
+    """Return the integer part of a counter (the Trainer's epoch is a fraction); None for any other value."""
+    if type(value) not in (int, float):
+        return None
+    number = float(value)  # type: ignore[arg-type]
+    if not math.isfinite(number) or not 0 <= number < _MAX_COUNT:
+        return None
+    return int(number)
+
+
+def _common_step(optimizer: OptimizerState) -> int | None:
+    """Return the steps that the optimizer counts, if they are the same for all parameters."""
+    steps = {values.get("step") for values in optimizer.values.values()}
+    if len(steps) != 1:
+        return None
+    return _whole_number(steps.pop())
