@@ -29,6 +29,7 @@ from automodel_ckpt.checkpoint.saving.planner import Planner
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.checkpoint.writing import writer
+from automodel_ckpt.checkpoint.writing.jobs import Span
 from automodel_ckpt.checkpoint.writing.rank_manifest import RankManifest
 from automodel_ckpt.errors import ExportFailed, SaveFailed
 from tests.support import ranks, tiny
@@ -872,4 +873,64 @@ def test_a_busy_writer_is_seen_to_work_where_its_io_counters_cannot_be_read() ->
     assert os.read(readable, 10) == b"seen"
     os.close(readable)
     process.end()
+    memory.close()
+
+
+def test_the_failure_says_whether_writing_or_publishing_made_no_progress(
+    tmp_path: Path, uploading: Uploading
+) -> None:
+    began = threading.Event()
+
+    def wait_for_other_ranks(upload: Any) -> None:
+        began.set()
+        upload.pause(20)
+
+    uploading.start(tmp_path, wait_for_other_ranks)
+    assert began.wait(20)
+    uploading.background.give_up(also_waiting=False)
+    assert uploading.background.state == "busy"
+    uploading.background.give_up(also_waiting=True)
+    assert uploading.background.state == "failed"
+    failure = uploading.background.abandon()
+    assert isinstance(failure, SaveFailed) and not isinstance(failure, ExportFailed)
+    assert "publishing made no progress" in str(failure) and str(tmp_path) in str(failure)
+    uploading.background.wait(20)
+    # Nothing is in progress any more.
+    uploading.background.give_up(also_waiting=True)
+    assert uploading.background.state == "idle"
+
+
+def test_host_memory_is_taken_up_to_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    available = (1 << 20) + host_memory._RESERVE_BYTES
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: available)
+    memory = HostMemory()
+    with pytest.raises(OSError, match="are available"):
+        memory.reserve((1 << 20) + 1)
+    memory.reserve(1 << 20)
+    assert memory.tensor.nbytes == 1 << 20
+    # What it has already is not needed again.
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: host_memory._RESERVE_BYTES + 4096)
+    memory.reserve((1 << 20) + 4096)
+    with pytest.raises(OSError, match="are available"):
+        memory.reserve((1 << 20) + 8193)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: None)
+    memory.reserve(2 << 20)
+    memory.close()
+
+
+def test_constants_are_copied_once_and_again_where_they_are_replaced() -> None:
+    layout_of = host_memory.MemoryLayout([], 16)
+    layout_of.constants = [(0, b"old")]
+    layout_of.values[("model", "x")] = Span(0, 3)
+    memory = HostMemory()
+    memory.reserve(16)
+    memory.fill(layout_of)
+    assert bytes(memory._view[:4]) == b"old\0"
+    memory._view[:3] = b"???"
+    memory.fill(layout_of)
+    assert bytes(memory._view[:3]) == b"???"
+    assert layout_of.replace(("model", "x"), b"new")
+    memory.fill(layout_of)
+    assert bytes(memory._view[:3]) == b"new"
+    assert not layout_of.replace(("model", "x"), b"longer")
     memory.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -13,12 +14,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import xxhash
 
 from automodel_ckpt.checkpoint import commit
 from automodel_ckpt.checkpoint.digests import FileRecord
 from automodel_ckpt.checkpoint.export import publish
 from automodel_ckpt.checkpoint.files import direct, durable_file
+from automodel_ckpt.checkpoint.writing.shared_file import SharedFile
 
 
 @pytest.fixture
@@ -448,3 +451,95 @@ def test_a_direct_stream_knows_where_its_bytes_end(tmp_path: Path) -> None:
             assert stream.end == position
         stream.close(finish=True)
     assert path.read_bytes() == data
+
+
+def test_a_leftover_that_disappears_while_leftovers_are_removed_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / f".LATEST.{'0' * 32}").symlink_to("epoch_0_step_1")
+    is_leftover = commit._is_leftover
+
+    def removed_by_another_process(name: str) -> bool:
+        found = is_leftover(name)
+        if found:
+            os.unlink(tmp_path / name)
+        return found
+
+    monkeypatch.setattr(commit, "_is_leftover", removed_by_another_process)
+    assert len(commit.recover(tmp_path)) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_of_the_disk_is_raised_though_torch_replaces_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = tmp_path / "state.pt"
+
+    def save() -> None:
+        with durable_file.DurableFile(path) as file:
+            monkeypatch.setattr(durable_file, "write_all", full)
+            torch.save({"x": torch.zeros(100_000)}, file)
+
+    with pytest.raises(OSError, match="No space left") as caught:
+        save()
+    assert caught.value.errno == errno.ENOSPC and caught.value.filename == str(path)
+
+
+def test_of_several_errors_of_a_file_the_first_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes = iter([errno.EIO, errno.ENOSPC])
+
+    def fails(*_: object) -> None:
+        code = next(codes)
+        raise OSError(code, os.strerror(code))
+
+    def two_writes() -> None:
+        with durable_file.DurableFile(tmp_path / "file") as file:
+            monkeypatch.setattr(durable_file, "write_all", fails)
+            for _ in range(2):
+                with contextlib.suppress(OSError):
+                    file.write(bytes(1 << 20))
+            raise ValueError("after both")
+
+    with pytest.raises(OSError, match="Input/output error"):
+        two_writes()
+
+
+def test_small_and_large_writes_are_counted_and_digested_in_their_order(tmp_path: Path) -> None:
+    pieces = [
+        bytes([number % 251]) * size for number, size in enumerate([1, 65535, 65536, 3, 1 << 17, 2])
+    ]
+    with durable_file.DurableFile(tmp_path / "file") as file:
+        written = 0
+        for piece in pieces:
+            assert file.write(piece) == len(piece)
+            written += len(piece)
+            assert file.tell() == written
+    content = b"".join(pieces)
+    assert (tmp_path / "file").read_bytes() == content
+    assert file.close() == durable_file.file_record(tmp_path / "file")
+    ranges = durable_file.part_digests(tmp_path / "file", [10, 20, len(content)], start=5)
+    assert ranges == [
+        durable_file.range_digest(tmp_path / "file", 5, 10),
+        durable_file.range_digest(tmp_path / "file", 15, 20),
+    ]
+    whole = durable_file.part_digests(tmp_path / "file", [len(content)])
+    assert whole == [durable_file.file_record(tmp_path / "file").digest]
+    (tmp_path / "link").symlink_to("file")
+    with pytest.raises(OSError, match="Too many levels"):
+        durable_file.file_record(tmp_path / "link")
+
+
+def test_a_file_of_several_ranks_has_its_disk_space_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "shared"
+    with SharedFile(path, nbytes=100) as file:
+        file.create(b"header", 1 << 20)
+        status = os.stat(path)
+        assert status.st_size == 1 << 20 and status.st_blocks * 512 >= 1 << 20
+    assert path.read_bytes()[:7] == b"header\0"

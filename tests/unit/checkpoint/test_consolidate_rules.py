@@ -12,10 +12,19 @@ import torch
 from safetensors.torch import load_file
 
 from automodel_ckpt.checkpoint.dtypes import dtype_code
+from automodel_ckpt.checkpoint.export import plan as export_plan
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.files.safetensors_header import read_header
 from automodel_ckpt.checkpoint.formats.planning import DTYPE_CODES
 from automodel_ckpt.checkpoint.slices import Box
+from automodel_ckpt.checkpoint.sources.base_maps import (
+    DTYPE_MAP,
+    EXPECTED_TENSORS,
+    FILE_INDEX_MAP,
+    BaseMaps,
+    read_maps,
+)
+from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.shards import Chunk, bits, write_checkpoint
 
 ORDINARY = {
@@ -141,3 +150,49 @@ def assert_config_agrees(
     assert numels[
         {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}[stated]
     ] == max(numels.values())
+
+
+def test_up_to_five_names_are_listed_and_more_are_counted() -> None:
+    def message(num_names: int) -> str:
+        names = [f"n{number}" for number in range(num_names)]
+        with pytest.raises(CheckpointUnusable) as caught:
+            export_plan._check_tensor_names(names, [], "base")
+        return str(caught.value)
+
+    assert "'n4'" in message(5) and "more" not in message(5)
+    assert "'n4' and 1 more" in message(6) and "'n5'" not in message(6)
+    export_plan._check_tensor_names([], [], "base")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        (FILE_INDEX_MAP, "[]"),
+        (FILE_INDEX_MAP, '{"x": 0}'),
+        (FILE_INDEX_MAP, '{"x": true}'),
+        (FILE_INDEX_MAP, '{"x": 1, "y": "a"}'),
+        (EXPECTED_TENSORS, '{"x": [1]}'),
+        (EXPECTED_TENSORS, '{"x": {"shape": [-1]}}'),
+        (EXPECTED_TENSORS, '{"x": {}}'),
+        (DTYPE_MAP, "5"),
+        ("config.json", "{"),
+    ],
+)
+def test_a_map_of_another_form_is_rejected(tmp_path: Path, name: str, content: str) -> None:
+    directory = tmp_path / ".hf_metadata"
+    directory.mkdir()
+    assert read_maps(directory) == BaseMaps()
+    (directory / name).write_text(content)
+    with pytest.raises(CheckpointUnusable, match=name.replace(".", r"\.")):
+        read_maps(directory)
+
+
+def test_files_of_other_programs_are_numbered_by_name(tmp_path: Path) -> None:
+    directory = tmp_path / ".hf_metadata"
+    directory.mkdir()
+    (directory / FILE_INDEX_MAP).write_text('{"x": "b", "y": "a", "z": "b"}')
+    (directory / EXPECTED_TENSORS).write_text('{"x": {"shape": [2, 0]}}')
+    (directory / "config.json").write_text('{"tie_word_embeddings": true}')
+    maps = read_maps(directory)
+    assert (maps.file_index, maps.shape) == ({"x": 2, "y": 1, "z": 2}, {"x": (2, 0)})
+    assert maps.tie_word_embeddings and maps.names == {"x"} and not maps.is_adapter

@@ -142,3 +142,14 @@ def test_a_schedule_without_its_optimizer_is_refused() -> None:
     state = discover(recipe(schedule=torch.optim.lr_scheduler.ConstantLR(optimizer)))
     with pytest.raises(RecipeError, match="drives an optimizer that is not part"):
         classify(state)
+
+
+def test_a_module_without_parameters_is_saved_if_it_has_buffers() -> None:
+    class Counted(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.tensor(3))
+
+    made = recipe(counted=Counted(), activation=torch.nn.GELU(), linear=torch.nn.Linear(1, 1))
+    assert discover(made).keys() >= {"counted", "linear"}
+    assert dict(left_out(made)) == {"activation": "it has no state"}

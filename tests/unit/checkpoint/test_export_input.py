@@ -64,3 +64,27 @@ def test_the_last_bytes_of_a_file_are_looked_up_in_the_page_cache_and_bytes_afte
     assert not source.is_cached(NUM_BYTES - nbytes, nbytes)
     # An ordinary read finds the end of the file and reports it.
     assert source.is_cached(NUM_BYTES - nbytes + 1, nbytes)
+
+
+@pytest.mark.parametrize(("start", "nbytes"), [(0, 100), (1, SECTOR_BYTES), (7, 100)])
+def test_reads_that_are_not_aligned_do_not_end_direct_reads(
+    source: _Input, data: bytes, start: int, nbytes: int
+) -> None:
+    # The memory is aligned, so that only the position and the length are not.
+    memory = block_of(2 * SECTOR_BYTES)[:nbytes]
+    assert source.read_past_cache(start, memory, block_of(16 * SECTOR_BYTES)) == nbytes
+    assert memory == data[start : start + nbytes] and source._is_direct
+
+
+def test_a_direct_read_past_the_end_of_whole_sectors_ends(tmp_path: Path) -> None:
+    path = tmp_path / "whole"
+    path.write_bytes(b"x" * 2 * SECTOR_BYTES)
+    opened = _Input(os.open(path, os.O_RDONLY), os.open(path, os.O_RDONLY))
+    memory = block_of(4 * SECTOR_BYTES)
+    bounce = block_of(16 * SECTOR_BYTES)
+    if opened._is_direct:
+        assert opened.read_past_cache(0, memory, bounce) == 2 * SECTOR_BYTES
+        assert opened.read_past_cache(1, memory[: 3 * SECTOR_BYTES], bounce) == 2 * SECTOR_BYTES - 1
+    assert opened.read_cached(0, memory) == 2 * SECTOR_BYTES
+    assert opened.read_cached(2 * SECTOR_BYTES, memory) == 0
+    opened.close()

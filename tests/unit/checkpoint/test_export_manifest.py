@@ -234,3 +234,33 @@ def test_a_part_of_a_row_is_a_slice_too(export: Path) -> None:
     assert (piece.offsets, piece.sizes) == ((0, 16), (1, 8))
     data = weights_of(export).read_bytes()[piece.start : piece.start + piece.nbytes]
     assert data == raw_bytes(TENSORS["b"], piece.box)
+
+
+def test_a_manifest_behind_a_link_is_read_only_where_links_are_followed(tmp_path: Path) -> None:
+    content = tmp_path / "blob"
+    content.write_text('{"files": {"config.json": {"size": 2, "digest": "x"}}}')
+    directory = tmp_path / "export"
+    directory.mkdir()
+    (directory / layout.EXPORT_MANIFEST).symlink_to(content)
+    with pytest.raises(CheckpointUnusable):
+        ExportManifest.read(directory)
+    followed = ExportManifest.read(directory, follow_links=True)
+    assert list(followed.files) == ["config.json"] and followed.follow_links
+    assert not ExportManifest(directory, {}).follow_links
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"size": 5, "parts": [[3, "a"], [1, "b"]]},
+        {"size": 1, "parts": [[3, "a"], [-2, "b"]]},
+        {"size": 1},
+        {"digest": "a"},
+    ],
+)
+def test_an_entry_whose_byte_ranges_do_not_make_up_the_file_is_rejected(
+    tmp_path: Path, entry: dict[str, Any]
+) -> None:
+    (tmp_path / layout.EXPORT_MANIFEST).write_text(json.dumps({"files": {"w": entry}}))
+    with pytest.raises(CheckpointUnusable):
+        ExportManifest.read(tmp_path)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from automodel_ckpt.checkpoint.tensors import float_cast
 from automodel_ckpt.checkpoint.tensors.float_cast import cast, cast_into, storage_dtype
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
@@ -104,3 +105,17 @@ def test_arrays_without_elements_or_dimensions_are_cast(shape: tuple[int, ...]) 
 
 def as_bits(tensor: torch.Tensor) -> bytes:
     return tensor.view(torch.int16).numpy().tobytes()
+
+
+@pytest.mark.parametrize("shape", [(5,), (3, 7), (7, 3), (2, 1, 5), (4, 0), (0, 4), (1, 9), (3, 1)])
+@pytest.mark.parametrize("num_elements", [1, 2, 4, 8])
+def test_a_cast_in_chunks_is_the_cast_of_the_whole(
+    shape: tuple[int, ...], num_elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(float_cast, "_CHUNK_ELEMENTS", num_elements)
+    values = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    for target in ("BF16", "F16", "F64", "F32"):
+        expected = float_cast.cast(values, "F32", target)
+        out = np.full(shape, 9, expected.dtype)
+        float_cast.cast_into(values, "F32", target, out)
+        assert np.array_equal(out, expected)

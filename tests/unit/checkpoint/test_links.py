@@ -402,3 +402,67 @@ def test_the_first_linked_directory_on_the_way_to_a_file_is_found_and_the_root_m
     assert link_on_the_way(root, "a/link/file") == "a/link"
     assert link_on_the_way(root, "link/link/file") == "link"
     assert link_on_the_way(root, "a/b/link") is None
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The directories that are fsynced, in order."""
+    found: list[str] = []
+    fsync = os.fsync
+
+    def recorded(descriptor: int) -> None:
+        found.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    return found
+
+
+def test_a_checkpoint_that_is_pinned_during_its_removal_gets_its_name_back_durably(
+    run: Path, monkeypatch: pytest.MonkeyPatch, synced: list[str]
+) -> None:
+    name = "epoch_0_step_10"
+    withdraw = commit.withdraw
+
+    def withdrawn_and_pinned(path: Path) -> Path:
+        trash = withdraw(path)
+        (run / "mine too").symlink_to(name)
+        return trash
+
+    monkeypatch.setattr(commit, "withdraw", withdrawn_and_pinned)
+    assert links.withdraw_unprotected(run, name) is None
+    assert (run / name / layout.MANIFEST).read_text() == "10"
+    # The trash name, and then the old name again.
+    assert synced == [str(run), str(run)]
+
+
+def test_pins_and_redirected_links_are_durable(run: Path, synced: list[str]) -> None:
+    maintenance.pin(run, "epoch_0_step_10")
+    assert synced == [str(run)]
+    synced.clear()
+    links.set_aside(run, NAME)
+    assert str(run / "paper" / "figures") in synced and synced[-1] == str(run)
+
+
+def test_links_are_looked_for_in_users_directories_and_not_in_checkpoints(run: Path) -> None:
+    (run / "epoch_0_step_10" / "inner").symlink_to("../epoch_0_step_20")
+    (run / "paper" / "epoch_0_step_30").mkdir()
+    (run / "paper" / "epoch_0_step_30" / "mine").symlink_to("x")
+    found = {os.path.relpath(link, run) for link in links._links(run)}
+    assert "paper/epoch_0_step_30/mine" in found and "epoch_0_step_10/inner" not in found
+
+
+def test_a_directory_that_disappears_is_ignored_and_a_run_that_cannot_be_read_is_not(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scandir = os.scandir
+
+    def without_figures(path: Any) -> Any:
+        if os.path.basename(path) == "figures":
+            raise FileNotFoundError(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", without_figures)
+    assert {os.path.basename(link) for link in links._links(run)} >= {"mine", "newest"}
+    with pytest.raises(FileNotFoundError):
+        list(links._links(run / "gone"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from automodel_ckpt.checkpoint import discover
-from automodel_ckpt.checkpoint.manifest import Tree
+from automodel_ckpt.checkpoint.manifest import Blob, Tree
 from automodel_ckpt.checkpoint.saving import forecast
 from automodel_ckpt.checkpoint.state.optimizer_state import forms_in
-from automodel_ckpt.checkpoint.state.param_groups import match_groups
+from automodel_ckpt.checkpoint.state.param_groups import GroupMatch, match_groups
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from tests.support import tiny
 
@@ -320,3 +320,54 @@ def test_the_state_that_a_forecast_counts_is_what_the_optimizer_has_after_a_step
     }
     assert entries.keys() == names and optimizer.state == {}
     assert all(numel in (6, None) for numel in entries.values())
+
+
+def group_tree(*options: Mapping[str, str]) -> Tree:
+    """A saved optimizer whose groups have these options: their names and the digests of their values."""
+    objects = {}
+    for number, group in enumerate(options):
+        for key, digest in {**group, "params": f"list {number}"}.items():
+            name = f"optimizer.param_groups.{number}.{key}"
+            objects[name] = Blob(name, "f", 0, 1, digest)
+    return Tree("safetensors", {}, objects)
+
+
+def test_groups_are_matched_by_their_parameters_and_each_mismatch_is_named() -> None:
+    saved = [["a", "b"], ["c"], ["d"]]
+    tree = group_tree({"lr": "1"}, {"lr": "2"}, {"lr": "2"})
+
+    def matched(*here: list[str], absent: tuple[str, ...] = ()) -> GroupMatch:
+        return match_groups("optimizer", saved, here, tree, absent)
+
+    assert matched(*saved).is_identity and matched(*saved).mismatched == ()
+    split = matched(["b"], ["d", "c"], ["a"])
+    assert (split.sources, split.mismatched, split.is_identity) == ((0, 1, 0), (), False)
+    assert matched(["a", "b", "c"], ["d"]).mismatched == (
+        "~ optimizer.param_groups.0: saved as groups 0 and 1 with different options",
+    )
+    assert matched(["a", "b"], ["c"], ["d"], ["e"]).mismatched == (
+        "+ optimizer.param_groups.3: trains e, which was not trained",
+    )
+    assert matched(["a", "b"], ["c"]).mismatched == (
+        "- optimizer.param_groups.2: trained d, which is not trained here",
+    )
+    new = matched(["a", "b"], ["c"], ["d"], ["new.x"], absent=("new.",))
+    assert (new.sources, new.mismatched) == ((0, 1, 2, None), ())
+    assert new.new_groups == ("optimizer.param_groups.3.",)
+
+
+def test_options_of_group_1_are_not_those_of_group_10() -> None:
+    options = [{"lr": str(number)} for number in range(11)]
+    saved = [[f"p{number}"] for number in range(11)]
+    tree = group_tree(*options)
+    match = match_groups("optimizer", saved, [["p10"], *saved[:10]], tree)
+    assert match.sources == (10, *range(10)) and not match.is_identity
+    renumbered = match.renumbered(tree).objects
+    digests = {name: blob.digest for name, blob in renumbered.items() if name.endswith(".lr")}
+    expected = ["10", *map(str, range(10))]
+    assert digests == {
+        f"optimizer.param_groups.{number}.lr": text for number, text in enumerate(expected)
+    }
+    assert not any(name.endswith("params") for name in renumbered)
+    merged = match_groups("optimizer", saved, [[*saved[1], *saved[10]]], tree)
+    assert "groups 1 and 10" in merged.mismatched[0]

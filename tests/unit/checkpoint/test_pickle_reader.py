@@ -137,3 +137,53 @@ def test_an_archive_whose_sizes_are_in_wide_fields_is_read(monkeypatch: pytest.M
             archive.writestr(name, narrow.read(name))
     read = pickle_reader.load(wide.getvalue(), "here")
     assert torch.equal(read["value"], value["value"]) and read["name"] == "x"
+
+
+def nested(levels: int) -> Any:
+    value: Any = ()
+    for _ in range(levels - 1):
+        value = (value,)
+    return value
+
+
+def test_tuples_may_be_nested_30_levels_deep() -> None:
+    deepest = nested(pickle_reader.MAX_TUPLES)
+    assert pickle_reader.load(saved({deepest: 1}), "here") == {deepest: 1}
+    with pytest.raises(CheckpointUnusable, match="nested more than 30 levels"):
+        pickle_reader.load(saved({nested(pickle_reader.MAX_TUPLES + 1): 1}), "here")
+
+
+def test_containers_may_be_nested_200_levels_deep() -> None:
+    def listed(levels: int) -> list[Any]:
+        value: list[Any] = []
+        for _ in range(levels):
+            value = [value]
+        return value
+
+    deepest = listed(pickle_reader.MAX_DEPTH)
+    assert pickle_reader.load(saved(deepest), "here") == deepest
+    with pytest.raises(CheckpointUnusable, match="contain each other"):
+        pickle_reader.load(saved(listed(pickle_reader.MAX_DEPTH + 1)), "here")
+
+
+def test_values_that_repeat_each_other_exponentially_are_rejected_though_not_deep() -> None:
+    value: list[Any] = [0] * 10
+    for _ in range(8):
+        value = [value] * 10
+    with pytest.raises(CheckpointUnusable, match="contain each other"):
+        pickle_reader.load(saved(value), "here")
+
+
+def test_a_tensor_may_repeat_its_elements_up_to_64_mib() -> None:
+    num_elements = pickle_reader._FREE_BYTES // 4
+    read = pickle_reader.load(saved(torch.zeros(1).expand(num_elements)), "here")
+    assert read.shape == (num_elements,)
+    with pytest.raises(CheckpointUnusable, match="few bytes of its own"):
+        pickle_reader.load(saved(torch.zeros(1).expand(num_elements + 1)), "here")
+
+
+def test_tensors_that_share_a_storage_share_it_again() -> None:
+    whole = torch.arange(6.0)
+    first, second = pickle_reader.load(saved([whole[:4], whole[2:]]), "here")
+    first[3] = 7
+    assert second.tolist() == [2, 7, 4, 5]

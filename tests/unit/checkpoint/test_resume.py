@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint import commit, layout
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.run import links, resume
 from automodel_ckpt.cli.ckpt import main
@@ -173,3 +173,30 @@ def test_a_record_that_is_known_is_read_again_only_where_another_checkpoint_has_
     assert list(resume.records(tmp_path, "val_loss", known)) == []
     (crowd_again / layout.MANIFEST).write_bytes(manifest)
     assert list(resume.records(tmp_path, "val_loss", known)) == first and crowd_again in reads
+
+
+def test_a_checkpoint_to_restore_is_named_by_pointer_name_or_path(tmp_path: Path) -> None:
+    for step in (1, 2):
+        (tmp_path / f"epoch_0_step_{step}").mkdir()
+    second = tmp_path / "epoch_0_step_2"
+    commit.point(tmp_path, layout.LATEST, second.name)
+    for name in ("LATEST", second.name, str(second), str(tmp_path / "LATEST")):
+        assert resume.named_checkpoint(tmp_path, name) == second
+    commit.point(tmp_path, layout.LOWEST_VAL, "epoch_0_step_9")
+    for name in ("LOWEST_VAL", "epoch_0_step_9", str(tmp_path / "epoch_0_step_9")):
+        with pytest.raises(CheckpointUnusable, match="does not exist") as caught:
+            resume.named_checkpoint(tmp_path, name)
+        assert "contains epoch_0_step_2, epoch_0_step_1)" in str(caught.value)
+    commit.unpoint(tmp_path, layout.LOWEST_VAL)
+    with pytest.raises(CheckpointUnusable, match="does not exist"):
+        resume.named_checkpoint(tmp_path, "LOWEST_VAL")
+
+
+def test_a_pointer_that_is_a_text_file_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "epoch_0_step_2").mkdir()
+    (tmp_path / "LATEST.txt").write_text("epoch_0_step_2\n")
+    target = tmp_path / "epoch_0_step_2"
+    for path in (tmp_path / "LATEST", tmp_path / "LATEST.txt", target):
+        assert resume.pointed_path(path) == target
+    assert resume.pointed_path(tmp_path / "LOWEST_VAL") is None
+    assert resume.named_checkpoint(tmp_path, str(tmp_path / "LATEST.txt")) == target

@@ -161,3 +161,12 @@ def test_a_header_of_the_largest_size_is_read_and_built_and_a_larger_one_is_not(
     monkeypatch.setattr(safetensors_header, "MAX_HEADER_BYTES", len(header) - 9)
     with pytest.raises(ValueError, match="the format allows"):
         build_header([("w", "U8", (2,))], {})
+
+
+def test_the_name_that_a_header_has_twice_is_reported(tmp_path: Path) -> None:
+    entry = '{"dtype":"U8","shape":[],"data_offsets":[0,1]}'
+    text = f'{{"first":{entry},"twice":{entry},"last":{entry},"twice":{entry}}}'.encode()
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"1")
+    with pytest.raises(CheckpointUnusable, match="names 'twice' twice"):
+        read_header(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from automodel_ckpt.checkpoint.export.base_identity import identify_base
+from automodel_ckpt.checkpoint.export.base_identity import BaseIdentity, identify_base
+from automodel_ckpt.checkpoint.files.durable_file import file_record
 from automodel_ckpt.checkpoint.hf_assets import tensor_specs
-from automodel_ckpt.checkpoint.module_tensors import module_state
+from automodel_ckpt.checkpoint.module_tensors import StoredLayout, module_state, set_stored_layout
 from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.convert.merge import Adapter, MergedModel
@@ -25,6 +27,7 @@ from automodel_ckpt.convert.sources.hugging_face import tensors_in_file
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from automodel_ckpt.models.adapter import Lora, add_adapters
 from automodel_ckpt.models.signature import ModelSignature, read_signature
+from tests.support import tiny
 from tests.support.shards import cut, write_assets, write_checkpoint
 
 LLAMA = {
@@ -240,6 +243,38 @@ def test_options_that_make_no_sense_together_are_refused(
     assert export(tmp_path, "--to", "gguf") == 2
     assert main(["export", str(tmp_path / "epoch_0_step_1"), "--base", "x"]) == 2
     assert capsys.readouterr().err.count("this option has no effect with") == 3
+
+
+def test_adapters_of_another_base_or_rank_are_not_loaded(tmp_path: Path) -> None:
+    """The shapes of the other base are the same."""
+    assets: dict[str, AdapterAssets] = {}
+    models: dict[str, Any] = {}
+    for name, rank in (("saved", 2), ("other base", 2), ("other rank", 4)):
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False))
+        base = tmp_path / ("base of " + ("another" if name == "other base" else "all"))
+        base.mkdir(exist_ok=True)
+        (base / "model.safetensors").write_bytes(base.name.encode())
+        adapted = add_adapters(
+            model, Lora(r=rank, target_modules="0"), task_type=None, num_base_rows=None
+        )
+        set_stored_layout(adapted.model, StoredLayout())
+        assets[name] = AdapterAssets(
+            adapted.peft_config,
+            adapted.description,
+            tensors=tensor_specs(adapted.model),
+            base=BaseIdentity(
+                str(base), None, {"model.safetensors": file_record(base / "model.safetensors")}
+            ),
+        )
+        models[name] = adapted.model
+    made = {name: SimpleNamespace(model=model) for name, model in models.items()}
+    run = tmp_path / "run"
+    layout = {"model_layout": "adapter"}
+    tiny.save(run, made["saved"], 1, assets={"model": assets["saved"]}, **layout)
+    assert tiny.load(run, made["saved"], assets={"model": assets["saved"]}, **layout) is not None
+    for name, said in (("other base", "another base model"), ("other rank", "r: saved 2, here 4")):
+        with pytest.raises(CheckpointUnusable, match=said):
+            tiny.load(run, made[name], assets={"model": assets[name]}, **layout)
 
 
 NO_NAMES = ModelSignature({}, {}, frozenset())

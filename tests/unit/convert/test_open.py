@@ -15,6 +15,7 @@ from torch import nn
 
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.sources.source import Tensors
+from automodel_ckpt.checkpoint.state import fill_modules
 from automodel_ckpt.checkpoint.state.fill_modules import (
     Filling,
     fill_module,
@@ -114,6 +115,30 @@ def test_fewer_rows_take_the_first_stored_ones(tmp_path: Path) -> None:
     source = open_weights(tmp_path / "hub" / "snapshot").modules["model"]
     fill_module(net, fillings(source, resized=True), "mean")
     assert torch.equal(net.embed.weight, tensors["embed.weight"][:5])
+
+
+@pytest.mark.parametrize("block_bytes", [1, 16, 40])
+def test_rows_are_read_in_blocks_of_any_size_and_the_mean_is_that_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
+) -> None:
+    tensors = hugging_face(tmp_path / "hub" / "snapshot")
+    source = open_weights(tmp_path / "hub" / "snapshot").modules["model"]
+    monkeypatch.setattr(fill_modules, "_BLOCK_BYTES", block_bytes)
+    blocks: list[int] = []
+    read_tree = fill_modules.read_tree
+
+    def recorded(root: Path, tree: Any, targets: Any) -> None:
+        blocks.extend(value.nbytes for value in targets.values())
+        read_tree(root, tree, targets)
+
+    monkeypatch.setattr(fill_modules, "read_tree", recorded)
+    net = Net(9)
+    fill_module(net, {"embed.weight": Filling(source, "embed.weight", resized=True)}, "mean")
+    assert torch.equal(net.embed.weight[:6], tensors["embed.weight"])
+    mean = tensors["embed.weight"].double().mean(0).float()
+    assert torch.equal(net.embed.weight[6:], mean.expand(3, 4))
+    # A row takes 16 bytes: at least one is read at a time.
+    assert max(blocks) <= max(16, block_bytes)
 
 
 def test_rows_of_a_tensor_that_is_cut_both_ways_are_pieces_of_its_slices(tmp_path: Path) -> None:

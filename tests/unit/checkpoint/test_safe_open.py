@@ -1,0 +1,80 @@
+"""Files that a checkpoint names are opened only if they are regular files below its directory."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from automodel_ckpt.checkpoint.files import safe_open
+from automodel_ckpt.checkpoint.files.safe_open import (
+    SPARSE_FROM_BYTES,
+    is_sparse,
+    open_regular,
+    open_safely,
+    read_safely,
+)
+
+
+def test_a_file_behind_a_linked_directory_is_not_opened(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "file").write_bytes(b"content")
+    (tmp_path / "link").symlink_to("real")
+    assert read_safely(tmp_path, "real/file") == b"content"
+    for path in ("link/file", "link"):
+        with pytest.raises(OSError, match="symbolic link") as caught:
+            open_safely(tmp_path, path)
+        assert caught.value.errno == errno.ELOOP and "link" in str(caught.value.filename)
+
+
+def test_pipes_and_directories_are_not_even_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "link").symlink_to("elsewhere")
+    opened: list[object] = []
+    monkeypatch.setattr(safe_open.os, "open", lambda path, *_: opened.append(path))
+    for name, code in (("pipe", errno.EINVAL), ("directory", errno.EINVAL), ("link", errno.ELOOP)):
+        with pytest.raises(OSError, match=name) as caught:
+            open_regular(tmp_path / name)
+        assert caught.value.errno == code and caught.value.filename == str(tmp_path / name)
+    assert opened == []
+
+
+def test_what_takes_the_place_of_a_file_after_the_check_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_bytes(b"content")
+    os.mkfifo(tmp_path / "pipe")
+    status = os.lstat(tmp_path / "file")
+    monkeypatch.setattr(safe_open.os, "lstat", lambda _: status)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="not a regular file"):
+        open_regular(tmp_path / "pipe")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_file_as_large_as_the_limit_is_read_and_a_larger_one_is_not(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"12345")
+    assert read_safely(tmp_path, "file", limit=5) == b"12345"
+    with pytest.raises(OSError, match="5 bytes exceed the limit"):
+        read_safely(tmp_path, "file", limit=4)
+
+
+def status_of(size: int, bytes_on_disk: int) -> os.stat_result:
+    """The status of a regular file of *size* bytes."""
+    values = {"st_mode": stat.S_IFREG, "st_size": size, "st_blocks": bytes_on_disk // 512}
+    return os.stat_result([stat.S_IFREG, 0, 0, 1, 0, 0, size, 0, 0, 0], values)
+
+
+def test_only_a_large_file_with_less_than_a_64th_of_its_bytes_on_disk_is_sparse() -> None:
+    large = 2 * SPARSE_FROM_BYTES
+    assert is_sparse(status_of(large, large // 64 - 512))
+    assert not is_sparse(status_of(large, large // 64))
+    assert not is_sparse(status_of(large, large))
+    assert is_sparse(status_of(SPARSE_FROM_BYTES + 512, 0))
+    assert not is_sparse(status_of(SPARSE_FROM_BYTES, 0))
