@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import json
 import os
 import pickle
 import resource
@@ -31,7 +32,7 @@ from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.checkpoint.writing import writer
 from automodel_ckpt.checkpoint.writing.jobs import Span
 from automodel_ckpt.checkpoint.writing.rank_manifest import RankManifest
-from automodel_ckpt.errors import ExportFailed, SaveFailed
+from automodel_ckpt.errors import ExportFailed, LeaseLost, SaveFailed
 from tests.support import ranks, tiny
 
 NUM_SAVES = int(os.environ.get("ASYNC_SAVES", "10"))
@@ -934,3 +935,36 @@ def test_constants_are_copied_once_and_again_where_they_are_replaced() -> None:
     assert bytes(memory._view[:3]) == b"new"
     assert not layout_of.replace(("model", "x"), b"longer")
     memory.close()
+
+
+def test_an_export_that_was_disabled_before_it_began_is_not_started(
+    tmp_path: Path, uploading: Uploading
+) -> None:
+    writer_pid = uploading.background.writer_pid
+    uploading.background.disable_exports()
+    with pytest.raises(background.Cancelled):
+        uploading.background.export(uploading.background._upload, [tmp_path / "gone"], None)
+    # No export was in progress, so the writer may be writing a checkpoint and is left alone.
+    assert uploading.background.writer_pid == writer_pid and is_there(writer_pid)
+
+
+def test_a_run_that_lost_its_directory_while_publishing_starts_no_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = Saver(tmp_path / "run", save_consolidated="every", assets={"model": AdapterFiles()})
+    record = {"host": "h", "boot_id": "b", "pid": 1, "command": "c", "beat": 1, "token": "theirs"}
+    exported: list[object] = []
+    monkeypatch.setattr(
+        background.Background, "export", lambda *arguments: exported.append(arguments)
+    )
+
+    class TakenOver(list[SaveReport]):
+        def append(self, report: SaveReport) -> None:
+            (tmp_path / "run" / layout.LOCK_FILE).write_text(json.dumps(record))
+
+    saver.reports = TakenOver()
+    saver.save(1)
+    with pytest.raises(LeaseLost, match="another run has taken over"):
+        saver.checkpointer.wait_for_save()
+    assert exported == []
+    saver.checkpointer.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import logging
@@ -20,12 +21,14 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
-from automodel_ckpt.checkpoint import Manifest, commit, discover, layout
+from automodel_ckpt.checkpoint import Checkpointer, Manifest, commit, discover, layout
+from automodel_ckpt.checkpoint import checkpointer as checkpointer_module
 from automodel_ckpt.checkpoint.discovery import classify
 from automodel_ckpt.checkpoint.export_manifest import export_problems as verify_export
 from automodel_ckpt.checkpoint.files import durable_file
 from automodel_ckpt.checkpoint.run import late_validations, links, verification_results
 from automodel_ckpt.checkpoint.run.lease import LOCK_FILE
+from automodel_ckpt.checkpoint.saving import forecast
 from automodel_ckpt.checkpoint.saving.forecast import forecast_manifest_bytes
 from automodel_ckpt.checkpoint.sources.shard_header import files_covered_by_slices
 from automodel_ckpt.checkpoint.state.loading import first_lines
@@ -1040,3 +1043,103 @@ def test_a_recipe_that_disables_its_exports_makes_none(tmp_path: Path) -> None:
     path = saver.save(made, step=1, epoch=0, config_yaml="", losses={}, progress={}).path
     saver.close()
     assert not (path / "model/consolidated").exists()
+
+
+def save_losses(saver: Checkpointer, *losses: float) -> None:
+    """Save step 1, 2, ... with these validation losses; the last save is that of the run's end."""
+    state = discover(tiny.recipe())
+    for step, loss in enumerate(losses, start=1):
+        saver.save(
+            state,
+            step=step,
+            epoch=0,
+            config_yaml="",
+            progress={},
+            losses={"step": step, "val_loss": loss},
+            validated=True,
+            last=step == len(losses),
+        )
+
+
+def export_of(root: Path, step: int) -> Path:
+    return root / f"epoch_0_step_{step}" / "model" / "consolidated"
+
+
+def test_the_best_checkpoint_is_exported_once(tmp_path: Path) -> None:
+    saver = tiny.checkpointer(tmp_path, save_consolidated=False, assets={"model": AdapterFiles()})
+    save_losses(saver, 0.5, 1.0)
+    saver.exports.export_best()
+    export = export_of(tmp_path, 1)
+    assert (export / "adapter_model.safetensors").is_file()
+    assert not export_of(tmp_path, 2).exists()
+    inode = export.stat().st_ino
+    saver.exports.export_best()
+    assert export.stat().st_ino == inode
+    assert saver.exports.is_exported(export.parents[1])
+    assert not saver.exports.is_exported(tmp_path / "epoch_0_step_2")
+    saver.close()
+
+
+def test_a_missing_export_is_made_where_the_options_ask_for_it(tmp_path: Path) -> None:
+    saver = tiny.checkpointer(
+        tmp_path / "run", save_consolidated="final", assets={"model": AdapterFiles()}
+    )
+    save_losses(saver, 0.5, 1.0)
+    root = tmp_path / "run"
+    assert export_of(root, 2).is_dir() and not export_of(root, 1).exists()
+    shutil.rmtree(export_of(root, 2))
+    first, second = root / "epoch_0_step_1", root / "epoch_0_step_2"
+    shutil.copytree(second, tmp_path / "other" / second.name)
+    saver.exports.export_if_missing(first, last=False)
+    saver.exports.export_if_missing(tmp_path / "other" / second.name, last=True)
+    for checkpoint in (root / first.name, root / second.name, tmp_path / "other" / second.name):
+        assert not (checkpoint / "model" / "consolidated").exists()
+    saver.exports.export_if_missing(second, last=True)
+    assert export_of(root, 2).is_dir() and not export_of(root, 1).exists()
+    saver.close()
+
+
+def test_a_directory_that_does_not_outlive_the_container_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for text in ("it is lost with the container", None):
+        caplog.clear()
+        monkeypatch.setattr(checkpointer_module, "overlay_warning", lambda _, text=text: text)
+        saver = tiny.checkpointer(tmp_path)
+        saver.open()
+        warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+        assert warnings == ([text] if text else [])
+        saver.close()
+
+
+def test_a_resume_of_an_unchanged_model_reports_no_change(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = tiny.recipe()
+    tiny.save(tmp_path, made)
+    caplog.set_level("INFO", "automodel_ckpt")
+    assert tiny.load(tmp_path, made) is not None
+    assert "Loading checkpoint from" in caplog.text
+    assert "config changed" not in caplog.text and "different function" not in caplog.text
+
+
+def test_a_forecast_counts_side_files_exports_and_the_objects_of_each_rank() -> None:
+    linear = torch.nn.Linear(10, 10, bias=False)
+    items = classify({"model": linear, "text": tiny.Counter("x" * 1000)})
+    (counter,) = [item for item in items if item.kind == "object"]
+
+    def bytes_of(*, shared: bool = True, world_size: int = 1, **more: int) -> int:
+        scope = "replicated" if shared else "rank"
+        others = [item for item in items if item is not counter]
+        changed = [*others, dataclasses.replace(counter, scope=scope)]
+        return forecast.forecast_bytes(changed, world_size=world_size, save_optimizer=False, **more)
+
+    alone = bytes_of()
+    assert bytes_of(side_bytes=100) - alone == 100
+    assert bytes_of(num_exports=2) - alone == 2 * 400
+    assert bytes_of(side_bytes=100, num_exports=2) - alone == 3 * 100 + 2 * 400
+    a_file = bytes_of(world_size=4, shared=False) - bytes_of(world_size=4)
+    assert a_file % 3 == 0 and 1000 < a_file // 3 < 1000 + 2 * forecast.archive_overhead()
+    shards = bytes_of(num_shards=4) - bytes_of(num_shards=1)
+    assert shards == 3 * forecast._ENTRY_BYTES["module"]
+    assert bytes_of(num_shards=20) == bytes_of(num_shards=10)

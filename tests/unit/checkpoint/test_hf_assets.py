@@ -191,3 +191,14 @@ def test_a_processor_that_was_changed_is_written_not_copied(tmp_path: Path, chan
     again = type(processor).from_pretrained(tmp_path / "m")
     assert again.chat_template == processor.chat_template
     assert again.patch_size == processor.patch_size
+
+
+def test_a_tokenizer_whose_files_were_damaged_since_is_written_from_memory(
+    base: Path, tmp_path: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    (base / "tokenizer.json").write_text("{")
+    written(
+        HFAssets.from_model(model_of(tied=True), tokenizer=tokenizer, base_dir=base), tmp_path / "m"
+    )
+    assert AutoTokenizer.from_pretrained(tmp_path / "m").encode("b a") == [2, 1]

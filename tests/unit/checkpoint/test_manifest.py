@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from automodel_ckpt.checkpoint import manifest as manifest_module
 from automodel_ckpt.checkpoint.commit import reserve
 from automodel_ckpt.checkpoint.digests import FileRecord, digest_of
 from automodel_ckpt.checkpoint.manifest import (
@@ -16,6 +17,7 @@ from automodel_ckpt.checkpoint.manifest import (
     MAX_DIMENSIONS,
     MAX_GROWTH,
     MAX_INTEGER,
+    NOT_SAVED,
     Blob,
     Manifest,
     StateRecord,
@@ -283,3 +285,49 @@ def test_a_count_of_more_than_64_bits_is_rejected_without_its_digits() -> None:
         with pytest.raises(ValueError, match="is not a count") as caught:
             sizes_of([value])
         assert shown in str(caught.value) and len(str(caught.value)) < 150
+
+
+def test_a_manifest_above_the_limit_is_rejected_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = example().to_bytes()
+    (tmp_path / "MANIFEST.json").write_bytes(data)
+    monkeypatch.setattr(manifest_module, "MAX_BYTES", len(data))
+    assert Manifest.read(tmp_path) == Manifest.parse(data, WHERE)
+    monkeypatch.setattr(manifest_module, "MAX_BYTES", len(data) - 1)
+    with pytest.raises(CheckpointUnusable, match="too large"):
+        Manifest.parse(data, WHERE)
+
+    def read_all_the_same(*_: object) -> None:
+        raise AssertionError("it was read")
+
+    monkeypatch.setattr(manifest_module, "_checked_json", read_all_the_same)
+    for read in (Manifest.read, Summary.read):
+        with pytest.raises(CheckpointUnusable, match="too large"):
+            read(tmp_path)
+
+
+def test_slices_and_values_have_to_be_within_their_files() -> None:
+    manifest = example()
+    (piece,) = manifest.trees["model"].tensors["w"].slices
+    assert manifest._is_in_file(piece)
+    assert manifest._is_in_file(replace(piece, start=0, nbytes=24))
+    assert manifest._is_in_file(replace(piece, start=24, nbytes=0))
+    for wrong in (
+        {"start": 9},
+        {"start": -1},
+        {"nbytes": 17},
+        {"nbytes": -1},
+        {"start": 25, "nbytes": 0},
+        {"file": "model/gone"},
+    ):
+        assert not manifest._is_in_file(replace(piece, **wrong)), wrong
+
+
+def test_what_was_saved_and_what_was_left_out_is_known_by_every_name() -> None:
+    manifest = example()
+    assert manifest.saved == {"model", "rng", "other"} and manifest.left_out == frozenset()
+    state = {**manifest.state, "optimizer": StateRecord("optimizer", NOT_SAVED, "optim/")}
+    lacking = replace(manifest, state=state)
+    assert lacking.saved == {"model", "rng", "other"} and lacking.left_out == {"optimizer"}
+    assert manifest.nbytes == 24
