@@ -302,14 +302,12 @@ def _general(source: Source, entries: list[_Entry]) -> list[KeyValue]:
     name = os.fsencode(source.model_directory.name).decode(errors="replace")
     if source.root != Path("/"):
         name = os.fsencode(source.root.name).decode(errors="replace")
-    keys: list[KeyValue] = [
+    return [
         ("general.type", "string", "model"),
         ("general.name", "string", name),
         ("general.file_type", "uint32", most.file_type),
+        ("general.quantization_version", "uint32", QUANTIZATION_VERSION),
     ]
-    if any(entry.kind.is_quantized for entry in entries):
-        keys.append(("general.quantization_version", "uint32", QUANTIZATION_VERSION))
-    return keys
 
 
 def _warnings(model: GgufModel, entries: list[_Entry], wanted: Kind | None) -> Iterator[str]:

@@ -246,6 +246,6 @@ def test_show_diff_verify_and_export_take_a_file(
 def test_a_file_of_another_kind_is_named_by_its_format(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "m.gguf").write_bytes(b"GGUF" + bytes(20))
-    assert ckpt.main(["show", str(tmp_path / "m.gguf")]) == 3
-    assert "GGUF" in capsys.readouterr().err
+    (tmp_path / "m.h5").write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(20))
+    assert ckpt.main(["show", str(tmp_path / "m.h5")]) == 3
+    assert "HDF5" in capsys.readouterr().err
