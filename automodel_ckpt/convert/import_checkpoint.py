@@ -44,6 +44,7 @@ from automodel_ckpt.checkpoint.writing.rank_manifest import (
     readable_bytes,
 )
 from automodel_ckpt.convert.external import losses_in
+from automodel_ckpt.convert.names_file import rename_tensors
 from automodel_ckpt.convert.open import open_weights
 from automodel_ckpt.convert.sources.format import Format
 from automodel_ckpt.convert.sources.registry import detect, formats_in
@@ -146,17 +147,18 @@ def prepare(
     step: int | None = None,
     epoch: int | None = None,
     parameters: Callable[[Path], Parameters] | None = None,
+    names: Path | None = None,
 ) -> Import:
     """Inspect *source*, and check that ``epoch_E_step_S`` is free in the run directory *run*; write nothing.
 
-    With *parameters*, the training state is imported, too. It is called with the directory of config.json, and returns
-    a function that lists the model's parameters. Reads headers, metadata and side files. Raises
-    :class:`CheckpointUnusable` if there are no weights in a known format, they are damaged, or there is no training
-    state although it was asked for.
+    *names* is a file with other names for the tensors (``names_file.py``). With *parameters*, the training state is
+    imported, too. It is called with the directory of config.json, and returns a function that lists the model's
+    parameters. Reads headers, metadata and side files. Raises :class:`CheckpointUnusable` if there are no weights in a
+    known format, they are damaged, or there is no training state although it was asked for.
     """
     source = source.expanduser()
     try:
-        return _prepared(_resolved(source), run, step, epoch, parameters)
+        return _prepared(_resolved(source), run, step, epoch, parameters, names)
     except OSError as error:
         where = Path(error.filename or source)
         raise _unusable("a file to import cannot be read", where, error.strerror) from error
@@ -175,6 +177,7 @@ def _prepared(
     step: int | None,
     epoch: int | None,
     parameters: Callable[[Path], Parameters] | None,
+    names: Path | None,
 ) -> Import:
     if source.is_file():
         directory, known = source.parent, detect(source, follow_links=True)
@@ -184,6 +187,11 @@ def _prepared(
         directory, known = _located(source)
         opened = open_weights(directory)
     weights = opened.modules[MODEL]
+    omitted = opened.omitted
+    if names is not None:
+        weights, num_left_out = rename_tensors(weights, names)
+        if num_left_out:
+            omitted = (*omitted, f"{num_left_out} tensors that {names.name} leaves out")
     _check_not_sparse(weights)
     training = None
     has_training_state = any(
@@ -201,7 +209,6 @@ def _prepared(
     if opened.side_files is not None:
         side = side_files_of(opened.side_files, opened.side_files)
     side = side or side_files_of(place, directory)
-    omitted = opened.omitted
     if training is not None:
         # The omitted parts of the model's files are what the training state consists of.
         omitted = training.state.omitted

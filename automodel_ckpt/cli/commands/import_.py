@@ -55,6 +55,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also import the optimizer, learning-rate schedule, step and epoch, to continue the run",
     )
+    command.add_argument(
+        "--names",
+        metavar="FILE",
+        help="YAML or JSON mapping of names in the source to names in the checkpoint; {i} is any number, and an empty "
+        "name leaves a tensor out",
+    )
     command.add_argument("--dry-run", action="store_true", help="only print what would be imported")
 
 
@@ -73,12 +79,20 @@ def run(arguments: argparse.Namespace) -> int:
                 value=getattr(arguments, name),
                 hint="use 0 or more",
             )
+    if arguments.names is not None and arguments.training_state:
+        raise RecipeError(
+            "--names cannot be combined with --training-state, whose tensors have the names of the source",
+            where="--names",
+            value=arguments.names,
+            hint="import only the weights, without --training-state",
+        )
     planned = prepare(
         Path(arguments.source),
         Path(arguments.run),
         step=arguments.step,
         epoch=arguments.epoch,
         parameters=_parameters_in if arguments.training_state else None,
+        names=None if arguments.names is None else Path(arguments.names),
     )
     if not arguments.json:
         print("\n".join(_lines(planned)))

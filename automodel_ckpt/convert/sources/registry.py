@@ -19,6 +19,7 @@ from automodel_ckpt.convert.sources.nemo import NemoDirectory, NemoFile
 from automodel_ckpt.convert.sources.peft_adapter import PeftAdapter
 from automodel_ckpt.convert.sources.safetensors_file import SafetensorsFile
 from automodel_ckpt.convert.sources.safetensors_shards import SafetensorsShards
+from automodel_ckpt.convert.sources.tensorflow import TensorFlowCheckpoint
 from automodel_ckpt.convert.sources.torch_files import TorchFile, TorchModelDirectory
 from automodel_ckpt.convert.sources.trainer import TransformersTrainer
 from automodel_ckpt.convert.sources.unsupported_files import (
@@ -58,6 +59,8 @@ FORMATS: tuple[Format, ...] = (
     SHARDS,
     # Older than safetensors: a directory often has the model in both, and safetensors has digests here.
     TorchModelDirectory(),
+    # The oldest of the formats that one directory can have, as that of BERT: a directory, or an index file.
+    TensorFlowCheckpoint(),
     # Single files. The first bytes count more than the suffix .safetensors.
     GgufFile(),
     NumpyArchive(),
