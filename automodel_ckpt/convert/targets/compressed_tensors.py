@@ -105,14 +105,7 @@ def export_compressed_tensors(
     started = time.monotonic()
     quantizer = _Quantizer(scheme)
     opened = open_source(Path(source))
-    side = opened.metadata_directory or opened.side_files or opened.model_directory
-    if not (side / _CONFIG).is_file():
-        raise CheckpointUnusable(
-            "quantizing needs the model's config.json",
-            where=str(side),
-            value="no such file",
-            hint="put the file there",
-        )
+    side = _config_directory(opened)
     if output is None:
         output = opened.root.with_name(f"{opened.root.name}-{scheme}")
     target = Path(os.path.realpath(output))
@@ -152,6 +145,18 @@ def export_compressed_tensors(
         opened.has_digests,
         tuple(warnings),
     )
+
+
+def _config_directory(source: Source) -> Path:
+    side = source.metadata_directory or source.side_files or source.model_directory
+    if not (side / _CONFIG).is_file():
+        raise CheckpointUnusable(
+            "quantizing needs the model's config.json",
+            where=str(side),
+            value="no such file",
+            hint="put the file there",
+        )
+    return side
 
 
 class _Quantizer:
