@@ -44,6 +44,7 @@ from automodel_ckpt.checkpoint.writing.rank_manifest import (
     readable_bytes,
 )
 from automodel_ckpt.convert.external import losses_in
+from automodel_ckpt.convert.names.conversion import check_converted
 from automodel_ckpt.convert.names_file import rename_tensors
 from automodel_ckpt.convert.open import open_weights
 from automodel_ckpt.convert.sources.format import Format
@@ -148,17 +149,21 @@ def prepare(
     epoch: int | None = None,
     parameters: Callable[[Path], Parameters] | None = None,
     names: Path | None = None,
+    config: Path | None = None,
 ) -> Import:
     """Inspect *source*, and check that ``epoch_E_step_S`` is free in the run directory *run*; write nothing.
 
-    *names* is a file with other names for the tensors (``names_file.py``). With *parameters*, the training state is
-    imported, too. It is called with the directory of config.json, and returns a function that lists the model's
-    parameters. Reads headers, metadata and side files. Raises :class:`CheckpointUnusable` if there are no weights in a
-    known format, they are damaged, or there is no training state although it was asked for.
+    *names* is a file with other names for the tensors (``names_file.py``). *config* is a directory with the config.json
+    of a Hugging Face model, to whose names those of Megatron are converted; the import has its config and tokenizer.
+    With *parameters*, the training state is imported, too. It is called with the directory of config.json, and returns
+    a function that lists the model's parameters.
+
+    Reads headers, metadata and side files. Raises :class:`CheckpointUnusable` if there are no weights in a known
+    format, they are damaged, or there is no training state although it was asked for.
     """
     source = source.expanduser()
     try:
-        return _prepared(_resolved(source), run, step, epoch, parameters, names)
+        return _prepared(_resolved(source), run, step, epoch, parameters, names, config)
     except OSError as error:
         where = Path(error.filename or source)
         raise _unusable("a file to import cannot be read", where, error.strerror) from error
@@ -178,20 +183,22 @@ def _prepared(
     epoch: int | None,
     parameters: Callable[[Path], Parameters] | None,
     names: Path | None,
+    config: Path | None,
 ) -> Import:
     if source.is_file():
         directory, known = source.parent, detect(source, follow_links=True)
-        opened = open_weights(source)
+        opened = open_weights(source, config)
         assert known is not None, "open_weights raises for an unknown format"
     else:
         directory, known = _located(source)
-        opened = open_weights(directory)
+        opened = open_weights(directory, config)
     weights = opened.modules[MODEL]
     omitted = opened.omitted
     if names is not None:
         weights, num_left_out = rename_tensors(weights, names)
         if num_left_out:
             omitted = (*omitted, f"{num_left_out} tensors that {names.name} leaves out")
+    check_converted(weights.tensors, str(source))
     _check_not_sparse(weights)
     training = None
     has_training_state = any(

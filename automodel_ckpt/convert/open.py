@@ -28,8 +28,14 @@ from automodel_ckpt.checkpoint.sources.opening import (
 )
 from automodel_ckpt.checkpoint.sources.source import Source, Tensors, unusable
 from automodel_ckpt.checkpoint.verify import Level, verify
+from automodel_ckpt.convert.names.conversion import (
+    conversion_in,
+    has_megatron_names,
+    required_conversion,
+)
 from automodel_ckpt.convert.sources.dcp import DATA_SUFFIX
 from automodel_ckpt.convert.sources.files import names_in
+from automodel_ckpt.convert.sources.format import Format
 from automodel_ckpt.convert.sources.registry import DCP, detect
 from automodel_ckpt.errors import CheckpointUnusable, Problem
 
@@ -73,6 +79,7 @@ def open_source(path: Path) -> Source:
     """Describe the model in *path*: a checkpoint, a module's directory in one, or a directory or file of another
     program.
 
+    Weights with Megatron's names are described under those of a Hugging Face model if *path* states which one it is.
     Symbolic links in the directory are not followed. Raises :class:`CheckpointUnusable` if there is no model, the
     format is not supported, or the files contradict each other.
     """
@@ -83,23 +90,25 @@ def open_source(path: Path) -> Source:
     return _open_external(Path(os.path.realpath(path)))
 
 
-def open_weights(path: str | os.PathLike[str]) -> Weights:
+def open_weights(path: str | os.PathLike[str], config: Path | None = None) -> Weights:
     """Describe the weights in *path*: a run directory (its newest complete checkpoint), a checkpoint, a pointer to one,
     a module's directory in one, a directory of another program, or a single .safetensors file.
 
-    Symbolic links are followed. Raises :class:`CheckpointUnusable` if there are no weights, the format is not
-    supported, or the files contradict each other.
+    Weights with Megatron's names are described under those of a Hugging Face model: the one whose config.json is in the
+    directory *config*, or else the one that *path* states. Symbolic links are followed. Raises
+    :class:`CheckpointUnusable` if there are no weights, the format is not supported, or the files contradict each other
+    or the config.
     """
     given = Path(path).expanduser()
     if given.is_file() and not _is_pointer(given):
-        return _weights_of(given, _open_file(given))
+        return _weights_of(given, _open_file(given, config))
     found = _resolved(given)
     # lexists(): a broken link must not let a checkpoint pass as files without digests.
     if os.path.lexists(found / layout.MANIFEST):
         return Weights(found, _modules_of(found), found)
     if os.path.lexists(found.parent / layout.MANIFEST):
         return Weights(found, {MODEL: _module_in(found)}, found.parent)
-    return _weights_of(found, _open_external(found, follow_links=True))
+    return _weights_of(found, _open_external(found, config, follow_links=True))
 
 
 def _weights_of(path: Path, source: Source) -> Weights:
@@ -117,7 +126,9 @@ def _weights_of(path: Path, source: Source) -> Weights:
 # ---------------------------------------------------------------- other programs
 
 
-def _open_external(directory: Path, *, follow_links: bool = False) -> Source:
+def _open_external(
+    directory: Path, config: Path | None = None, *, follow_links: bool = False
+) -> Source:
     check_finished(directory)
     # A checkpoint of NeMo AutoModel, or of this program without its manifest, has the model in model/.
     for place in (directory, directory / MODEL):
@@ -125,7 +136,8 @@ def _open_external(directory: Path, *, follow_links: bool = False) -> Source:
             continue
         known = detect(place, follow_links=follow_links)
         if known is not None:
-            return known.open(place, follow_links=follow_links)
+            source = known.open(place, follow_links=follow_links)
+            return _in_hugging_face_names(source, known, place, config)
         if any(name.endswith(DATA_SUFFIX) for name in names_in(place)):
             return DCP.open(place)  # raises an error: .metadata is missing
     try:
@@ -135,14 +147,35 @@ def _open_external(directory: Path, *, follow_links: bool = False) -> Source:
     raise unusable("there are no shards here", directory, "no *.safetensors file")
 
 
-def _open_file(path: Path) -> Source:
+def _open_file(path: Path, config: Path | None = None) -> Source:
     try:
         # Links are followed: the user named this file.
         known = detect(path, follow_links=True)
     except OSError as error:
         raise _unusable("the file cannot be read", path, error.strerror) from error
     assert known is not None, "the last format recognizes every file"
-    return known.open(path, follow_links=True)
+    source = known.open(path, follow_links=True)
+    return _in_hugging_face_names(source, known, path, config)
+
+
+def _in_hugging_face_names(
+    source: Source, known: Format, path: Path, config: Path | None
+) -> Source:
+    """Return *source* with the names of a Hugging Face model, if it has Megatron's and the model is known."""
+    if not has_megatron_names(source.tensors):
+        if config is None:
+            return source
+        raise _unusable(
+            "these weights do not have Megatron's names: no config is used", path, config
+        )
+    directory = path if path.is_dir() else path.parent
+    conversion = conversion_in(directory) if config is None else required_conversion(config)
+    if conversion is not None:
+        return replace(conversion.source(source), side_files=config or directory)
+    conversion = known.conversion(path)
+    if conversion is None:
+        return source
+    return conversion.source(source)
 
 
 # ---------------------------------------------------------------- checkpoints of this program

@@ -61,6 +61,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         help="YAML or JSON mapping of names in the source to names in the checkpoint; {i} is any number, and an empty "
         "name leaves a tensor out",
     )
+    command.add_argument(
+        "--config",
+        metavar="DIR",
+        help="for weights with Megatron's names: directory of the Hugging Face model with the same dimensions, whose "
+        "names, config.json and tokenizer the import gets",
+    )
     command.add_argument("--dry-run", action="store_true", help="only print what would be imported")
 
 
@@ -93,6 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
         epoch=arguments.epoch,
         parameters=_parameters_in if arguments.training_state else None,
         names=None if arguments.names is None else Path(arguments.names),
+        config=None if arguments.config is None else Path(arguments.config).expanduser(),
     )
     if not arguments.json:
         print("\n".join(_lines(planned)))

@@ -19,6 +19,8 @@ from automodel_ckpt.errors import CheckpointUnusable
 # What wrappers and NeMo put before the names of the model.
 _PREFIXES = ("model.", "module.")
 _ROOTS = ("embedding.", "decoder.", "output_layer.", "rotary_pos_emb.")
+# What a run stores beside the model: optimizers (chained if experts have their own), the state of each rank.
+_OTHER_STATE = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state")
 _NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
@@ -36,11 +38,10 @@ _HALVES = {"linear_fc1.weight_w": 0, "linear_fc1.weight_v": 1}
 
 
 def is_model_tensor(name: str) -> bool:
-    """Return whether *name*, as stored, is that of a weight: neither optimizer state nor a computed buffer."""
-    plain = _without_prefix(name)
-    if plain.startswith("rotary_pos_emb.") or "_extra_state" in plain:
+    """Return whether *name*, as stored, is that of a weight: not of the optimizer, a rank's state, or a buffer."""
+    if "_extra_state" in name or name.startswith(_OTHER_STATE):
         return False
-    return plain.startswith(_ROOTS)
+    return not _without_prefix(name).startswith("rotary_pos_emb.")
 
 
 def plain_names(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -57,14 +56,17 @@ class Rule:
 
     def expanded(self, dimensions: Dimensions) -> Iterator[tuple[str, tuple[str, ...]]]:
         """Yield Megatron's name and the Hugging Face names for each layer and each expert."""
-        layers = range(dimensions.num_layers) if "{layer}" in self.megatron else range(1)
-        experts = range(dimensions.num_experts) if "{expert}" in self.megatron else range(1)
-        for layer, expert in itertools.product(layers, experts):
-            # str.replace, not str.format: names could contain other braces.
-            def filled(name: str, layer: int = layer, expert: int = expert) -> str:
-                return name.replace("{layer}", str(layer)).replace("{expert}", str(expert))
+        num_layers = dimensions.num_layers if "{layer}" in self.megatron else 1
+        num_experts = dimensions.num_experts if "{expert}" in self.megatron else 1
+        # Not itertools.product(), which makes lists of the ranges: a config can claim any number of layers.
+        for layer in range(num_layers):
+            for expert in range(num_experts):
+                names = [_filled(name, layer, expert) for name in self.hugging_face]
+                yield _filled(self.megatron, layer, expert), tuple(names)
 
-            yield filled(self.megatron), tuple(map(filled, self.hugging_face))
+
+def _filled(name: str, layer: int, expert: int) -> str:
+    return name.replace("{layer}", str(layer)).replace("{expert}", str(expert))
 
 
 def rename(megatron: str, hugging_face: str, *, optional: bool = False) -> Rule:

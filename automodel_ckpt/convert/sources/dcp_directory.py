@@ -44,6 +44,8 @@ _MAX_PATH = 64
 # Of a tensor's pickle within an archive; a program of torch.save has some hundred bytes.
 _MAX_PROGRAM_BYTES = 1 << 16
 _META = "torch.distributed.checkpoint.metadata"
+_PLANNER = "torch.distributed.checkpoint.planner"
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 
 
 def _nothing(*_: Any) -> None:
@@ -68,6 +70,10 @@ _METADATA_NAMES: Names = {
         )
     },
     "torch.distributed.checkpoint.filesystem._StorageInfo": RECORD,
+    # Megatron-Core also stores the plan of each rank, which repeats what the tensors and chunks say.
+    **{f"{_PLANNER}.{name}": RECORD for name in ("SavePlan", "WriteItem", "TensorWriteData")},
+    f"{_PLANNER}.WriteItemType": _nothing,
+    **{f"{_MEGATRON}.{name}": RECORD for name in ("MCoreSavePlan", "MCoreMetadata")},
     **{f"torch.{name}": code for name, code in CODES.items()},
     "torch.Size": _pair,
     "collections.OrderedDict": dict,
@@ -198,7 +204,8 @@ def _content(value: Any, budget: int) -> DcpContent:
     Each described tensor or chunk takes at least one byte, unless the program refers to the same one again. A small
     program could do that to describe any number of them, so that is an error.
     """
-    if type(value) is not Record or value.kind != f"{_META}.Metadata":
+    kinds = (f"{_META}.Metadata", f"{_MEGATRON}.MCoreMetadata")
+    if type(value) is not Record or value.kind not in kinds:
         raise Fault("it is not a Metadata of PyTorch DCP")
     described = value.get("state_dict_metadata")
     stored = value.get("storage_data")

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
+from automodel_ckpt.convert.names.conversion import Conversion
 from automodel_ckpt.convert.training_state import Parameters, TrainingState
 from automodel_ckpt.errors import CheckpointUnusable
 
@@ -68,6 +69,14 @@ class Format(ABC):
 
         Raises :class:`CheckpointUnusable` if the files are damaged or contradict each other.
         """
+
+    def conversion(self, path: Path) -> Conversion | None:
+        """Return how the tensors of :meth:`open` become those of a Hugging Face model, if they have Megatron's names.
+
+        None if *path* does not state the type and the dimensions of the model. A ``config.json`` in *path*, or one that
+        the user names, takes precedence. Raises :class:`CheckpointUnusable` if the files are damaged.
+        """
+        return None
 
     def parts(self, path: Path) -> frozenset[str]:
         """Return the names of the subdirectories that :meth:`open` reads, so that they are not listed beside *path*.

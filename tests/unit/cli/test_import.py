@@ -286,15 +286,22 @@ def nemo_2(path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("make", [megatron, megatron_run, megatron_ranks, nemo_2])
-def test_checkpoints_of_megatron_are_named_and_refused(
+@pytest.mark.parametrize("make", [megatron, megatron_run, nemo_2])
+def test_damaged_checkpoints_of_megatron_are_refused(
     tmp_path: Path, capsys: Capture, make: Callable[[Path], Path]
 ) -> None:
     source = make(tmp_path / "source")
     text = refused(capsys, source, tmp_path / "run")
-    assert "Megatron" in text and "convert it" in text and not (tmp_path / "run").exists()
-    with pytest.raises(CheckpointUnusable, match="Megatron"):
+    assert ".metadata" in text and not (tmp_path / "run").exists()
+    with pytest.raises(CheckpointUnusable, match="metadata"):
         open_weights(source)
+
+
+def test_a_directory_for_each_rank_of_megatron_is_named_and_refused(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    text = refused(capsys, megatron_ranks(tmp_path / "source"), tmp_path / "run")
+    assert "Megatron-LM" in text and "convert it" in text
 
 
 def optimizer_file(path: Path) -> None:

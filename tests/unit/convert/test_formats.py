@@ -50,8 +50,9 @@ def test_the_first_format_in_the_list_that_recognizes_a_path_is_taken(tmp_path: 
         assert known is not None and known.name == name, path
     archive.unlink()
     assert detect(tmp_path) is None
-    readable = detect(megatron, readable_only=True)
-    assert readable is not None and readable.name == "PyTorch DCP"
+    (tmp_path / "ranks" / "mp_rank_00").mkdir(parents=True)
+    assert detect(tmp_path / "ranks") is not None
+    assert detect(tmp_path / "ranks", readable_only=True) is None
 
 
 def test_formats_are_found_in_a_directory_and_right_below_it(tmp_path: Path) -> None:

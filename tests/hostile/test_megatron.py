@@ -1,0 +1,150 @@
+"""Checkpoints of Megatron that an attacker wrote: nothing in them is executed, and reading stays cheap."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from automodel_ckpt.cli import ckpt
+
+from . import bombs, sandbox
+from .test_torch_files import NAMES, contents
+
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "megatron" / "llama"
+CHECKPOINT = "iter_0000020"
+# HOSTILE=all (make hostile) runs every file; else every tenth.
+CHOSEN = NAMES if bombs.EVERY else NAMES[3::10]
+
+
+def check_harmless(run: Path, marker: Path, *options: str) -> sandbox.Outcome:
+    outcome = sandbox.run(
+        lambda: ckpt.main(["import", str(run / "source"), str(run / "imported"), *options]), run
+    )
+    report = f"{outcome.text[-2000:]}\n{outcome}"[:3000]
+    assert not outcome.violations and not marker.exists(), report
+    assert "Traceback" not in outcome.text and "this is a bug" not in outcome.text, report
+    assert outcome.seconds < sandbox.SECONDS and outcome.extra_bytes < sandbox.EXTRA_BYTES, report
+    return outcome
+
+
+def source_in(tmp_path: Path) -> Path:
+    (tmp_path / "run").mkdir()
+    return shutil.copytree(FIXTURE, tmp_path / "run" / "source")
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_hostile_common_state_is_an_error_and_harms_nobody(name: str, tmp_path: Path) -> None:
+    source = source_in(tmp_path)
+    marker = tmp_path / "executed"
+    (source / CHECKPOINT / "common.pt").write_bytes(contents(marker)[name])
+    outcome = check_harmless(source.parent, marker)
+    assert outcome.code == 3, outcome.text[-2000:]
+    assert os.listdir(tmp_path) == ["run"]
+
+
+def arguments(**changed: Any) -> dict[str, Any]:
+    found = {
+        "num_layers": 2,
+        "num_attention_heads": 4,
+        "group_query_attention": True,
+        "num_query_groups": 2,
+        "kv_channels": 4,
+        "swiglu": True,
+        "normalization": "RMSNorm",
+    }
+    return {"args": argparse.Namespace(**{**found, **changed})}
+
+
+def with_common(value: Any) -> Callable[[Path, Path], None]:
+    def write(checkpoint: Path, marker: Path) -> None:
+        torch.save(value, checkpoint / "common.pt", pickle_module=pickle)
+
+    return write
+
+
+def truncated(checkpoint: Path, marker: Path) -> None:
+    data = checkpoint / "__1_0.distcp"
+    data.write_bytes(data.read_bytes()[:-4000])
+
+
+def missing(checkpoint: Path, marker: Path) -> None:
+    (checkpoint / "__1_0.distcp").unlink()
+
+
+def linked(checkpoint: Path, marker: Path) -> None:
+    data = checkpoint / "__1_0.distcp"
+    outside = marker.with_name("outside")
+    data.rename(outside)
+    data.symlink_to(outside)
+
+
+def linked_common(checkpoint: Path, marker: Path) -> None:
+    common = checkpoint / "common.pt"
+    outside = marker.with_name("outside")
+    common.rename(outside)
+    common.symlink_to(outside)
+
+
+def executing_metadata(checkpoint: Path, marker: Path) -> None:
+    class Hostile:
+        def __reduce__(self) -> tuple[object, ...]:
+            return os.system, (f"touch '{marker}'",)
+
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(Hostile(), protocol=4))
+
+
+def deep_metadata_json(checkpoint: Path, marker: Path) -> None:
+    (checkpoint / "metadata.json").write_text("[" * 60_000)
+    (checkpoint / "common.pt").write_bytes(b"")
+
+
+def unknown_backend(checkpoint: Path, marker: Path) -> None:
+    (checkpoint / "metadata.json").write_text('{"sharded_backend": "fsdp_dtensor"}')
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        with_common(arguments(num_layers=10**9)),
+        with_common(
+            arguments(num_layers=2, num_query_groups=4 * 10**8, num_attention_heads=8 * 10**8)
+        ),
+        with_common(arguments(num_attention_heads=-4)),
+        with_common(arguments(kv_channels=2**70)),
+        truncated,
+        missing,
+        linked,
+        linked_common,
+        executing_metadata,
+        deep_metadata_json,
+        unknown_backend,
+    ],
+)
+def test_damaged_and_hostile_checkpoints_are_errors(
+    damage: Callable[[Path, Path], None], tmp_path: Path
+) -> None:
+    source = source_in(tmp_path)
+    marker = tmp_path / "executed"
+    damage(source / CHECKPOINT, marker)
+    outcome = check_harmless(source.parent, marker)
+    assert outcome.code == 3, outcome.text[-2000:]
+    assert not (source.parent / "imported").exists()
+
+
+def test_objects_with_code_beside_the_arguments_are_not_executed(tmp_path: Path) -> None:
+    class Hostile:
+        def __reduce__(self) -> tuple[object, ...]:
+            return os.system, (f"touch '{tmp_path / 'executed'}'",)
+
+    source = source_in(tmp_path)
+    value = arguments(timers=Hostile()) | {"opt_param_scheduler": Hostile()}
+    torch.save(value, source / CHECKPOINT / "common.pt", pickle_module=pickle)
+    assert check_harmless(source.parent, tmp_path / "executed").code == 0
