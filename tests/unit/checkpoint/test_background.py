@@ -28,9 +28,10 @@ from automodel_ckpt.checkpoint.saving import background, host_memory
 from automodel_ckpt.checkpoint.saving.host_memory import HostMemory
 from automodel_ckpt.checkpoint.saving.planner import Planner
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
+from automodel_ckpt.checkpoint.state.live_state import LiveState
 from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.checkpoint.writing import writer
-from automodel_ckpt.checkpoint.writing.jobs import Span
+from automodel_ckpt.checkpoint.writing.jobs import Chunk, FileJob, Span
 from automodel_ckpt.checkpoint.writing.rank_manifest import RankManifest
 from automodel_ckpt.errors import ExportFailed, LeaseLost, SaveFailed
 from tests.support import ranks, tiny
@@ -968,3 +969,47 @@ def test_a_run_that_lost_its_directory_while_publishing_starts_no_export(
         saver.checkpointer.wait_for_save()
     assert exported == []
     saver.checkpointer.close()
+
+
+def test_the_bytes_of_each_write_are_counted_from_zero(tmp_path: Path) -> None:
+    memory = HostMemory()
+    memory.reserve(100_000)
+    process = writer.Writer(memory.descriptor)
+    (tmp_path / layout.PARTS).mkdir()
+    for number, nbytes in enumerate((100_000, 70_000)):
+        job = FileJob(f"file {number}", [Chunk(0, Span(0, nbytes))])
+        jobs = [pickle.dumps([job])]
+        process.do(writer.Write(str(tmp_path), RankManifest(number), jobs, 100_000))
+        assert process.written_bytes == nbytes
+        assert (tmp_path / f"file {number}").stat().st_size == nbytes
+    process.end()
+    memory.close()
+
+
+def test_a_live_state_equals_a_plan_of_the_same_names_values_and_memory() -> None:
+    tensor = torch.arange(4.0)
+
+    def live(**values: Any) -> LiveState:
+        return LiveState({"model": values})
+
+    def planned(**values: Any) -> dict[str, dict[str, Any]]:
+        return {"model": values}
+
+    assert live(x=tensor, y=1).matches(planned(x=tensor, y=1))
+    assert live(x=tensor).matches(planned(x=tensor.view(4)))
+    for other in (
+        {"x": tensor},
+        {"x": tensor, "y": 2},
+        {"x": tensor, "z": 1},
+        {"x": tensor.clone(), "y": 1},
+        {"x": tensor[:2], "y": 1},
+        {"x": tensor[1:], "y": 1},
+        {"x": tensor.view(torch.int32), "y": 1},
+        {"x": tensor.view(2, 2), "y": 1},
+        {"x": 3, "y": 1},
+    ):
+        assert not live(x=tensor, y=1).matches(planned(**other)), other
+    assert not live(x=tensor).matches({})
+    assert not live(x=tensor).matches({"other": {"x": tensor}})
+    square = torch.zeros(2, 2)
+    assert not live(x=square).matches(planned(x=square.t()))

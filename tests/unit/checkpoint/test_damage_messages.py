@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from automodel_ckpt.checkpoint import layout, verify
+from automodel_ckpt.checkpoint import verify as verify_module
 from automodel_ckpt.checkpoint.digests import FileRecord, digest_of
-from automodel_ckpt.checkpoint.export_manifest import export_problems
+from automodel_ckpt.checkpoint.export_manifest import DigestedRange, ExportManifest, export_problems
 from automodel_ckpt.checkpoint.files.safe_open import SPARSE_FROM_BYTES
 from automodel_ckpt.checkpoint.files.safetensors_header import METADATA_KEY, build_header
 from automodel_ckpt.checkpoint.manifest import Manifest
@@ -305,3 +306,24 @@ def test_shards_in_no_place_to_export_from(tmp_path: Path, checkpoint: Path) -> 
     os.mkfifo(odd / "a.safetensors")
     with pytest.raises(CheckpointUnusable, match="this shard is not a regular file"):
         open_source(odd)
+
+
+def test_every_task_of_a_verification_belongs_to_one_rank_and_the_loads_are_even() -> None:
+    sizes = [7, 1, 1, 5, 3, 3, 0, 4]
+    tasks = [verify_module._Task(f"file {number}", size) for number, size in enumerate(sizes)]
+    for num_ranks in (1, 2, 3, 10):
+        shares = [verify_module._share(tasks, rank, num_ranks) for rank in range(num_ranks)]
+        assert sorted(task for share in shares for task in share) == sorted(tasks)
+        loads = [sum(task.nbytes for task in share) for share in shares]
+        assert max(loads) - min(loads) <= max(sizes)
+
+
+def test_all_damaged_tensors_up_to_five_are_named() -> None:
+    ranges = [DigestedRange(8 + number, 1, "") for number in range(7)]
+    manifest = ExportManifest(Path("export"), {})
+    for count, more in ((5, ""), (6, "1 more"), (7, "2 more")):
+        names = [f"tensor t{number}" for number in range(count)]
+        object.__setattr__(manifest, "_tensors_in", lambda *_, names=names: names)
+        value = str(manifest._damage("w.safetensors", ranges[:count]).value)
+        assert "tensor t4" in value and "tensor t5" not in value
+        assert (more in value) if more else ("more" not in value)

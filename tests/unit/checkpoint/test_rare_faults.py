@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import pickle
+import struct
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -20,17 +21,22 @@ import torch
 from automodel_ckpt.checkpoint import commit, layout, module_tensors
 from automodel_ckpt.checkpoint.export import files as export_files
 from automodel_ckpt.checkpoint.files import pickle_reader
-from automodel_ckpt.checkpoint.files.torch_archive_reading import Fault, archive_ranges
+from automodel_ckpt.checkpoint.files.torch_archive_reading import (
+    Fault,
+    archive_ranges,
+    archive_records,
+)
 from automodel_ckpt.checkpoint.sources import base_maps
 from automodel_ckpt.checkpoint.sources import opening as export_source
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.writing import shared_file
 from automodel_ckpt.consolidate import main as consolidate
 from automodel_ckpt.convert import import_checkpoint
+from automodel_ckpt.convert.gguf.positions import read_positions
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.publishing import published_file
 from automodel_ckpt.convert.sources.registry import DCP
-from automodel_ckpt.convert.targets import gguf, gguf_llama
+from automodel_ckpt.convert.targets import gguf
 from automodel_ckpt.data.loader import GlobalBatchLoader
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, SaveFailed
 from tests.support.llamas import llama_checkpoint
@@ -195,7 +201,11 @@ def full(directory: Path) -> object:
         (of_another_config, "the tensors are not those of the config"),
         (broken_template, "the chat template cannot be read"),
         (
-            lambda d: gguf_llama._known_scaling({"rope_type": "linear", "factor": -1}, str(d)),
+            lambda d: read_positions(
+                {"rope_parameters": {"rope_type": "linear", "factor": -1}},
+                frozenset({"linear"}),
+                str(d),
+            ),
             "no usable value",
         ),
         (
@@ -270,3 +280,46 @@ def test_a_stream_has_no_length() -> None:
     )  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="has no length"):
         len(loader)
+
+
+def zip64(content: bytes, *, length: int | None = None, position: int = 0) -> bytes:
+    """An archive of one record, whose sizes and offset are in the extra field for 64-bit numbers."""
+    length = len(content) if length is None else length
+    head = struct.pack("<4s5H3I2H", b"PK\x03\x04", 45, 0, 0, 0, 0, 0, length, length, 3, 0) + b"a/b"
+    start = len(head) + len(content)
+    extra = (
+        struct.pack("<HH", 9, 2) + b"??" + struct.pack("<HHQQQ", 1, 24, length, length, position)
+    )
+    wide = 0xFFFFFFFF
+    entry = struct.pack(
+        "<4s6H3I5H2I",
+        *(b"PK\x01\x02", 45, 45, 0, 0, 0, 0),
+        *(0, wide, wide, 3, len(extra), 0, 0, 0, 0, wide),
+    )
+    directory = entry + b"a/b" + extra
+    end = struct.pack("<4sQ2H2I4Q", b"PK\x06\x06", 44, 45, 45, 0, 0, 1, 1, len(directory), start)
+    locator = struct.pack("<4sIQI", b"PK\x06\x07", 0, start + len(directory), 1)
+    last = struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, 0xFFFF, 0xFFFF, wide, wide, 0)
+    return head + content + directory + end + locator + last
+
+
+def test_sizes_and_positions_of_64_bits_are_read_from_the_extra_field() -> None:
+    records = archive_records(zip64(b"content"))
+    assert {name: bytes(data) for name, data in records.items()} == {"b": b"content"}
+    with pytest.raises(Fault, match="not in the archive"):
+        archive_records(zip64(b"content", length=8))
+    assert bytes(archive_records(zip64(b"content", length=6))["b"]) == b"conten"
+    with pytest.raises(Fault, match="does not begin where"):
+        archive_records(zip64(b"content", position=1))
+
+
+def test_an_archive_of_torch_has_the_records_that_zipfile_finds(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    torch.save({"x": torch.arange(3), "y": b""}, path)
+    data = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        expected = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
+    assert {name: bytes(record) for name, record in archive_records(data).items()} == expected
+    for wrong in (data[:-1], data + b"0", b"0" + data, data[:20], b""):
+        with pytest.raises((Fault, struct.error)):
+            archive_records(wrong)
