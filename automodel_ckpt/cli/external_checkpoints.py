@@ -79,13 +79,14 @@ def row_fields(path: Path) -> dict[str, Any] | None:
     found = external.read_external(path)
     if found is None:
         return None
+    stated = counters_in(path)
     return {
         "nbytes": found.nbytes,
         "created": found.written,
         "reason": f"external, unverified: {found.kind}",
         "foreign": True,
-        "step": found.losses.get("step"),
-        "epoch": found.losses.get("epoch"),
+        "step": stated.step,
+        "epoch": stated.epoch,
         "train_loss": found.losses.get("train_loss"),
         "val_loss": found.losses.get("val_loss"),
     }
@@ -103,8 +104,7 @@ def document(path: Path, stats: bool = False) -> dict[str, Any] | None:
     if found is None:
         return None
     name = layout.parse_checkpoint_name(path.name)
-    losses = dict(found.losses)
-    step, epoch = losses.pop("step", None), losses.pop("epoch", None)
+    stated = counters_in(path)
     trees = {}
     for tree_name, tree in found.trees().items():
         trees[tree_name] = {
@@ -119,11 +119,11 @@ def document(path: Path, stats: bool = False) -> dict[str, Any] | None:
         "foreign": True,
         "kind": found.kind,
         "note": _EXPORT if layout.EXPORT_MANIFEST in found.files else _UNVERIFIABLE,
-        "step": name.step if name else step,
-        "epoch": name.epoch if name else epoch,
+        "step": name.step if name else stated.step,
+        "epoch": name.epoch if name else stated.epoch,
         "created": found.written,
         "nbytes": found.nbytes,
-        "losses": losses,
+        "losses": dict(found.losses),
         "files": dict(found.files),
         "trees": trees,
     }

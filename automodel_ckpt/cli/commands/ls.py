@@ -284,8 +284,8 @@ def _row_without_manifest(
         fields["val_loss"] = _number(fields["val_loss"])
         # The name of a checkpoint of this program counts more than what is in it.
         stated_step, stated_epoch = fields.pop("step"), fields.pop("epoch")
-        if step is None:
-            step, epoch = stated_step, stated_epoch
+        step = stated_step if step is None else step
+        epoch = stated_epoch if epoch is None else epoch
     return Row(path.name, False, step, epoch, pointers=pointers, **fields)
 
 

@@ -116,7 +116,7 @@ class Format(ABC):
         return Counters()
 
     def losses(self, path: Path) -> Mapping[str, Any]:
-        """Return the counters and losses that the files state: ``step``, ``epoch``, ``train_loss``, ``val_loss``.
+        """Return the last losses that the files state, for display: ``train_loss``, ``val_loss``.
 
         A key is absent if the files do not state it. Never raises.
         """

@@ -44,15 +44,15 @@ FORMATS: tuple[Format, ...] = (
     # A model of NeMo can have a directory for each rank, as Megatron-LM's.
     NemoDirectory(),
     *MEGATRON,
+    # Hugging Face files or an adapter, beside the state of the training.
+    TransformersTrainer(),
+    ADAPTER,
     # A run of transformers' Trainer with DeepSpeed also has model.safetensors: these are the same weights, rounded.
     DeepSpeed(),
     # A directory of PyTorch DCP, too.
     LightningDistributed(),
     # A checkpoint of the Trainer with FSDP can have model.safetensors, too.
     AccelerateFsdp(),
-    # Hugging Face files or an adapter, beside the state of the training.
-    TransformersTrainer(),
-    ADAPTER,
     DCP,
     # Both are recognized by *.safetensors: first the one that looks into a header.
     HUGGING_FACE,

@@ -16,9 +16,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.convert.sources.files import check_regular_files, names_in, read_json
-from automodel_ckpt.convert.sources.format import Format
+from automodel_ckpt.convert.sources.format import Counters, Format
 from automodel_ckpt.convert.sources.hugging_face import HuggingFaceFiles
 from automodel_ckpt.convert.sources.numbered_optimizer import optimizer_state
 from automodel_ckpt.convert.sources.peft_adapter import PeftAdapter
@@ -31,6 +32,7 @@ STATE_FILE = "trainer_state.json"
 OPTIMIZER_FILE = "optimizer.pt"
 SCHEDULER_FILE = "scheduler.pt"
 _ARGUMENTS_FILE = "training_args.bin"
+_DEEPSPEED_FILE = "latest"
 _RANDOM_FILE = re.compile(r"rng_state(_[0-9]{1,6})?\.pth", re.ASCII)
 # The formats of the weights, in order of precedence. An adapter's directory has no other weights.
 _WEIGHTS: tuple[Format, ...] = (PeftAdapter(), HuggingFaceFiles(), TorchModelDirectory())
@@ -44,7 +46,11 @@ class TransformersTrainer(Format):
     name = "transformers Trainer"
 
     def detect(self, path: Path, *, follow_links: bool = False) -> bool:
-        if STATE_FILE not in names_in(path):
+        names = names_in(path)
+        if STATE_FILE not in names:
+            return False
+        if _DEEPSPEED_FILE in names and layout.ADAPTER_MODEL not in names:
+            # Trained with DeepSpeed, whose files have the exact weights and the optimizer.
             return False
         return _weights_of(path, follow_links) is not None
 
@@ -54,14 +60,22 @@ class TransformersTrainer(Format):
         assert known is not None, "detect() has found weights"
         return known.open(path, follow_links=follow_links)
 
+    def counters(self, path: Path) -> Counters:
+        """Return the steps, finished epochs and samples of the trainer's state."""
+        state = read_json(path, STATE_FILE) or {}
+        step = _count(state.get("global_step"))
+        samples = None
+        if step is not None:
+            samples = _consumed_samples(path, names_in(path), state, step)
+        return Counters(step, _finished_epochs(state), samples)
+
     def losses(self, path: Path) -> Mapping[str, Any]:
-        """Return step, finished epochs, and the last logged losses."""
+        """Return the last logged losses."""
         try:
             state = read_json(path, STATE_FILE) or {}
         except CheckpointUnusable:
             return {}
-        found: dict[str, Any] = {"step": _count(state.get("global_step"))}
-        found["epoch"] = _finished_epochs(state)
+        found: dict[str, Any] = {}
         history = state.get("log_history")
         for line in history if isinstance(history, list) else []:
             if not isinstance(line, dict):
@@ -71,7 +85,7 @@ class TransformersTrainer(Format):
                 found["train_loss"] = line["loss"]
             if "eval_loss" in line:
                 found["val_loss"] = line["eval_loss"]
-        return {key: value for key, value in found.items() if value is not None}
+        return found
 
     def training_state(self, path: Path, parameters: Parameters) -> TrainingState | None:
         """Return the counters, the optimizer and the schedule.

@@ -1,0 +1,134 @@
+"""Checkpoints of transformers' Trainer that an attacker wrote: nothing in them is executed."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from automodel_ckpt.cli import ckpt
+from automodel_ckpt.convert.sources.registry import detect
+from automodel_ckpt.convert.sources.torch_files import read_archive
+from automodel_ckpt.convert.training_state import ModelParameter
+from automodel_ckpt.errors import CheckpointUnusable
+
+from . import bombs, sandbox
+from .test_torch_files import NAMES, contents
+
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "trainer" / "checkpoint-5"
+# HOSTILE=all (make hostile) runs every file; else every eighth.
+CHOSEN = NAMES if bombs.EVERY else NAMES[2::8]
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize("file", ["optimizer.pt", "scheduler.pt", "training_args.bin"])
+def test_a_hostile_file_beside_the_weights_harms_nobody(
+    name: str, file: str, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    source = shutil.copytree(FIXTURE, run / "source")
+    marker = tmp_path / "executed"
+    (source / file).write_bytes(contents(marker)[name])
+    outcome = sandbox.run(lambda: _describe(source), run)
+    report = f"{outcome.text[-2000:]}\n{outcome}"[:3000]
+    assert not outcome.violations, report
+    assert not marker.exists()
+    assert os.listdir(tmp_path) == ["run"]
+    # The arguments are only used for the number of samples, and of the schedule only plain values.
+    codes = (3,) if file == "optimizer.pt" else (0, 3)
+    assert outcome.code in codes, report
+    assert outcome.seconds < sandbox.SECONDS, report
+    assert outcome.extra_bytes < sandbox.EXTRA_BYTES, report
+
+
+def _describe(source: Path) -> int:
+    """Read the training state with the fixture's parameters; 3 if it is rejected."""
+    known = detect(source)
+    assert known is not None
+    try:
+        known.training_state(source, _parameters)
+    except CheckpointUnusable:
+        return 3
+    return 0
+
+
+def _parameters() -> list[ModelParameter]:
+    state = read_archive(FIXTURE / "optimizer.pt").value["state"]
+    found: list[ModelParameter] = []
+    for number, entry in state.items():
+        shape = entry["exp_avg"].shape
+        found.append(ModelParameter(f"p{number}", shape, len(shape) > 1))
+    return found
+
+
+class Hostile:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch '{self.marker}'",)
+
+
+@pytest.mark.parametrize("file", ["optimizer.pt", "scheduler.pt", "training_args.bin"])
+def test_objects_in_the_files_are_not_executed(tmp_path: Path, file: str) -> None:
+    source = shutil.copytree(FIXTURE, tmp_path / "source")
+    marker = tmp_path / "executed"
+    torch.save({"state": Hostile(marker)}, source / file, pickle_module=pickle)
+    ckpt.main(["import", str(source), str(tmp_path / "run"), "--training-state", "--dry-run"])
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("global_step", -1),
+        ("global_step", 1.5),
+        ("global_step", True),
+        ("global_step", 10**30),
+        ("epoch", "x"),
+        ("epoch", float("inf")),
+        ("epoch", -3.0),
+        ("train_batch_size", 10**18),
+        ("log_history", {"loss": 1}),
+        ("log_history", [[["loss"]]]),
+    ],
+)
+def test_absurd_counters_are_rejected_or_ignored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, value: object
+) -> None:
+    source = shutil.copytree(FIXTURE, tmp_path / "source")
+    state = json.loads((source / "trainer_state.json").read_text())
+    (source / "trainer_state.json").write_text(json.dumps({**state, key: value}))
+    command = ["import", str(source), str(tmp_path / "run"), "--training-state", "--dry-run"]
+    assert ckpt.main(command) == (3 if key == "global_step" else 0)
+    assert ckpt.main(["ls", str(source)]) == 0
+    assert ckpt.main(["show", str(source)]) == 0
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file", ["optimizer.pt", "scheduler.pt", "trainer_state.json"])
+def test_links_in_place_of_the_files_are_not_followed(tmp_path: Path, file: str) -> None:
+    source = shutil.copytree(FIXTURE, tmp_path / "source")
+    (source / file).rename(tmp_path / file)
+    (source / file).symlink_to(tmp_path / file)
+    command = ["import", str(source), str(tmp_path / "run"), "--training-state", "--dry-run"]
+    assert ckpt.main(command) == 3
+
+
+@pytest.mark.parametrize("fraction", [0.1, 0.5, 0.99])
+def test_a_truncated_optimizer_is_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], fraction: float
+) -> None:
+    source = shutil.copytree(FIXTURE, tmp_path / "source")
+    content = (source / "optimizer.pt").read_bytes()
+    (source / "optimizer.pt").write_bytes(content[: int(len(content) * fraction)])
+    assert ckpt.main(["import", str(source), str(tmp_path / "run"), "--training-state"]) == 3
+    assert "optimizer.pt" in capsys.readouterr().err
+    assert not list((tmp_path / "run").glob("epoch_*"))
