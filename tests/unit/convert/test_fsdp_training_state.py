@@ -90,7 +90,7 @@ def test_groups_steps_and_the_schedule_are_read(name: str) -> None:
     decayed, others = optimizer.groups
     assert decayed.options["weight_decay"] == 0.1 and others.options["weight_decay"] == 0.0
     for group in optimizer.groups:
-        assert group.options["lr"] == pytest.approx(0.0075)
+        assert group.options["lr"] == pytest.approx(0.005)
         assert tuple(group.options["betas"]) == (0.9, 0.999)
         assert group.options["initial_lr"] == 0.01
         assert "params" not in group.options
