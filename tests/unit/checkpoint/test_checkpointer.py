@@ -11,6 +11,7 @@ import pickle
 import shutil
 import stat
 import subprocess
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -1143,3 +1144,14 @@ def test_a_forecast_counts_side_files_exports_and_the_objects_of_each_rank() -> 
     shards = bytes_of(num_shards=4) - bytes_of(num_shards=1)
     assert shards == 3 * forecast._ENTRY_BYTES["module"]
     assert bytes_of(num_shards=20) == bytes_of(num_shards=10)
+
+
+def test_a_save_reports_its_size_and_how_long_it_took(tmp_path: Path) -> None:
+    made = tiny.recipe()
+    started = time.monotonic()
+    report = tiny.save(tmp_path, made)
+    seconds = time.monotonic() - started
+    assert 0 < report.stall_seconds <= seconds and 0 < report.total_seconds <= seconds
+    assert report.nbytes == Manifest.read(report.path).nbytes
+    assert report.free_bytes is not None and report.free_bytes > 0
+    assert report.bytes_per_second == pytest.approx(report.nbytes / report.total_seconds)

@@ -855,3 +855,48 @@ def test_finished_files_have_the_numbers_of_their_names_order(
         save_file({name: value}, output / f"model-{number:05}-of-{num_files:05}.safetensors")
     maps = maps_of(open_source(output))
     assert maps.file_index == {f"t{number}": number + 1 for number in range(num_files)}
+
+
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_a_quantization_stays_in_the_config_while_one_tensor_is_quantized(
+    tmp_path: Path, is_mixed: bool
+) -> None:
+    tensors = {"w": torch.randn(4, 2).bfloat16(), "norm": torch.ones(4).bfloat16()}
+    originals = {"w": "I32", "norm": "BF16"}
+    if is_mixed:
+        tensors["packed"] = torch.ones(4, dtype=torch.int32)
+        originals["packed"] = "I32"
+    side_files(
+        tmp_path / "c",
+        fqn_to_dtype_mapping=originals,
+        config={"dtype": "bfloat16", "quantization_config": {"bits": 4}},
+    )
+    write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors))
+    report = consolidate(tmp_path / "c")
+    config = json.loads((report.output / "config.json").read_bytes())
+    assert ("quantization_config" in config) is is_mixed
+    said = "1 tensors are still quantized" if is_mixed else "loses its quantization_config"
+    assert any(said in text for text in report.warnings)
+
+
+def test_an_unquantized_model_keeps_its_config_byte_for_byte(tmp_path: Path) -> None:
+    tensors = {"w": torch.randn(4, 2).bfloat16()}
+    side_files(tmp_path / "c", config={"dtype": "bfloat16", "quantization_config": {"bits": 4}})
+    before = (tmp_path / "c/model/.hf_metadata/config.json").read_bytes()
+    write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors))
+    output = consolidate(tmp_path / "c").output
+    assert (output / "config.json").read_bytes() == before
+
+
+def test_an_export_reports_what_it_wrote_and_how_long_it_took(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(6, 4), "b": torch.ones(3, dtype=torch.int64)}
+    write_checkpoint(tmp_path / "c", tensors, pieces_of(tensors))
+    started = time.monotonic()
+    report = consolidate(tmp_path / "c", cast_dtype="bf16")
+    assert 0 <= report.seconds <= time.monotonic() - started
+    assert (report.num_files, report.num_tensors, report.checked) == (1, 2, True)
+    assert report.casts == {("F32", "BF16"): 1}
+    (weights,) = report.output.glob("*.safetensors")
+    assert report.nbytes == weights.stat().st_size
+    again = consolidate(report.output.parent, tmp_path / "again", cast_dtype="fp32")
+    assert again.casts == {} and 0 <= again.seconds <= time.monotonic() - started

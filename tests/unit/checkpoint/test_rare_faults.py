@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import logging
+import mmap
 import os
 import pickle
 import struct
@@ -26,6 +27,7 @@ from automodel_ckpt.checkpoint.files.torch_archive_reading import (
     archive_ranges,
     archive_records,
 )
+from automodel_ckpt.checkpoint.files.torch_zip import ZipRecords
 from automodel_ckpt.checkpoint.sources import base_maps
 from automodel_ckpt.checkpoint.sources import opening as export_source
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
@@ -323,3 +325,33 @@ def test_an_archive_of_torch_has_the_records_that_zipfile_finds(tmp_path: Path) 
     for wrong in (data[:-1], data + b"0", b"0" + data, data[:20], b""):
         with pytest.raises((Fault, struct.error)):
             archive_records(wrong)
+
+
+@pytest.mark.parametrize("nbytes", [0xFFFFFFFE, 1 << 32, (1 << 32) + 5])
+def test_records_of_4_gib_are_found_by_zipfile_and_by_our_reader(
+    tmp_path: Path, nbytes: int
+) -> None:
+    archive = ZipRecords()
+    archive.add("data.pkl", b"first")
+    archive.begin("data/0")
+    head = bytes(archive.written)
+    archive.written.clear()
+    archive.skipped = len(head) + nbytes
+    archive.end("data/0", nbytes, 7)
+    archive.add("version", b"3\n")
+    archive.finish()
+    path = tmp_path / "large"
+    with path.open("wb") as file:
+        file.write(head)
+        file.seek(archive.skipped)
+        file.write(archive.written)
+    with zipfile.ZipFile(path) as opened:
+        found = {info.filename: (info.file_size, info.CRC) for info in opened.infolist()}
+        assert opened.read("archive/version") == b"3\n"
+        assert opened.read("archive/data.pkl") == b"first"
+    assert found["archive/data/0"] == (nbytes, 7)
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        ranges = archive_ranges(data)  # type: ignore[arg-type]
+        assert ranges["data/0"] == (len(head), len(head) + nbytes)
+        assert data[slice(*ranges["version"])] == b"3\n"
+    assert all(begin % 64 == 0 for begin, _ in ranges.values())
