@@ -44,6 +44,7 @@ from automodel_ckpt.checkpoint.writing.rank_manifest import (
     readable_bytes,
 )
 from automodel_ckpt.convert.external import losses_in
+from automodel_ckpt.convert.file_names import NameMetadata, parse_name
 from automodel_ckpt.convert.names.conversion import check_converted
 from automodel_ckpt.convert.names_file import rename_tensors
 from automodel_ckpt.convert.open import open_weights
@@ -57,7 +58,7 @@ from automodel_ckpt.convert.training_import import (
     training_import,
     write_jobs,
 )
-from automodel_ckpt.convert.training_state import OptimizerState, Parameters
+from automodel_ckpt.convert.training_state import OptimizerState, Parameters, TrainingState
 from automodel_ckpt.errors import CheckpointUnusable
 
 _FORMAT = "hf"
@@ -89,7 +90,7 @@ class Import:
     in the source and is not imported. *contents*, if given, computes the data of each tensor of *weights*; by default
     it is read from the source. *lineage* is recorded in the manifest, by default the path and kind of the source.
     *training* is the training state, if it was asked for; without it, *has_training_state* is whether the format has
-    one.
+    one. *position_from* states where step and epoch in the name come from, in words.
     """
 
     source: Path
@@ -106,6 +107,7 @@ class Import:
     lineage: Mapping[str, Any] | None = None
     training: TrainingImport | None = None
     has_training_state: bool = False
+    position_from: str = ""
 
     @property
     def absent(self) -> tuple[str, ...]:
@@ -153,16 +155,19 @@ def prepare(
 ) -> Import:
     """Inspect *source*, and check that ``epoch_E_step_S`` is free in the run directory *run*; write nothing.
 
-    *names* is a file with other names for the tensors (``names_file.py``). *config* is a directory with the config.json
-    of a Hugging Face model, to whose names those of Megatron are converted; the import has its config and tokenizer.
-    With *parameters*, the training state is imported, too. It is called with the directory of config.json, and returns
-    a function that lists the model's parameters.
+    *step* and *epoch* are by default those that the files of the source or their name state, else 0. *names* is a file
+    with other names for the tensors (``names_file.py``). *config* is the directory of the Hugging Face model's
+    config.json, by default the source; Megatron's names are converted to those of this model, and the import has its
+    config and tokenizer. With *parameters*, the training state is imported, too. It is called with the directory of
+    config.json, and returns a function that lists the model's parameters.
 
     Reads headers, metadata and side files. Raises :class:`CheckpointUnusable` if there are no weights in a known
     format, they are damaged, or there is no training state although it was asked for.
     """
     source = source.expanduser()
     try:
+        if config is not None:
+            config = _config_directory(config)
         return _prepared(_resolved(source), run, step, epoch, parameters, names, config)
     except OSError as error:
         where = Path(error.filename or source)
@@ -205,15 +210,18 @@ def _prepared(
         known.has_training_state(path) for path, known in _states(source, directory)
     )
     if parameters is not None:
-        training = _training(source, directory, weights, step, epoch, parameters)
-    name = layout.CheckpointName(step=step or 0, epoch=epoch or 0)
+        training = _training(source, directory, weights, step, epoch, parameters, config)
+    position = _position(source, directory, step, epoch)
+    name = layout.CheckpointName(step=position.step, epoch=position.epoch)
     if training is not None:
         name = layout.CheckpointName(step=training.step, epoch=training.epoch)
     check_free(run, name)
     plan = make_plan(weights.tensors, {}, BaseMaps(), where=str(directory))
     place = directory if source.is_file() else source
     side = {}
-    if opened.side_files is not None:
+    if config is not None:
+        side = side_files_of(config, config)
+    elif opened.side_files is not None:
         side = side_files_of(opened.side_files, opened.side_files)
     side = side or side_files_of(place, directory)
     if training is not None:
@@ -234,7 +242,44 @@ def _prepared(
         (*_left_out_nearby(source, directory), *omitted, *_left_out_state(source)),
         training=training,
         has_training_state=has_training_state,
+        position_from=position.origin,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Position:
+    """The step and the epoch in the name of an import, and where they were stated, in words."""
+
+    step: int
+    epoch: int
+    origin: str
+
+
+def _position(source: Path, directory: Path, step: int | None, epoch: int | None) -> _Position:
+    """Return the position that the user gave; else that in the files of the source; else that in its name."""
+    if step is not None or epoch is not None:
+        return _Position(step or 0, epoch or 0, "as given")
+    for path, known in _states(source, directory):
+        stated = known.counters(path)
+        if stated.step is not None or stated.epoch is not None:
+            return _Position(stated.step or 0, stated.epoch or 0, "stated in the files")
+    named = parse_name(source.name)
+    if named.step is not None or named.epoch is not None:
+        return _Position(named.step or 0, named.epoch or 0, "stated in the name")
+    return _Position(0, 0, "")
+
+
+def _config_directory(config: Path) -> Path:
+    """Return the directory of a config.json, from its own path or that of its directory."""
+    directory = config.parent if config.name == _CONFIG else config
+    if not (directory / _CONFIG).is_file():
+        raise CheckpointUnusable(
+            "there is no config.json",
+            where=str(directory),
+            value="no such file",
+            hint="give --config the directory of the model's config.json",
+        )
+    return Path(os.path.realpath(directory))
 
 
 def _states(source: Path, directory: Path) -> Iterator[tuple[Path, Format]]:
@@ -252,9 +297,11 @@ def _training(
     step: int | None,
     epoch: int | None,
     parameters: Callable[[Path], Parameters],
+    config: Path | None,
 ) -> TrainingImport:
     """Return the training state of the source. Raises :class:`CheckpointUnusable` if there is none."""
-    config = directory if (directory / _CONFIG).is_file() else source
+    if config is None:
+        config = directory if (directory / _CONFIG).is_file() else source
     if config.is_file():
         config = config.parent
     kinds = []
@@ -263,6 +310,7 @@ def _training(
         if state is None:
             kinds.append(known.name)
             continue
+        state = _completed(state, parse_name(source.name))
         if state.optimizer is not None:
             _check_not_sparse(_optimizer_tensors(state.optimizer))
         return training_import(
@@ -273,6 +321,19 @@ def _training(
         where=str(source),
         value=", ".join(kinds) or "no known format",
         hint="import the weights without --training-state",
+    )
+
+
+def _completed(state: TrainingState, named: NameMetadata) -> TrainingState:
+    """Return the training state with the counters that only the name of the source states."""
+    samples = state.consumed_samples
+    if samples is None:
+        samples = named.consumed_samples
+    return replace(
+        state,
+        step=named.step if state.step is None else state.step,
+        epoch=named.epoch if state.epoch is None else state.epoch,
+        consumed_samples=samples,
     )
 
 

@@ -163,11 +163,7 @@ def _in_hugging_face_names(
 ) -> Source:
     """Return *source* with the names of a Hugging Face model, if it has Megatron's and the model is known."""
     if not has_megatron_names(source.tensors):
-        if config is None:
-            return source
-        raise _unusable(
-            "these weights do not have Megatron's names: no config is used", path, config
-        )
+        return source
     directory = path if path.is_dir() else path.parent
     conversion = conversion_in(directory) if config is None else required_conversion(config)
     if conversion is not None:

@@ -13,6 +13,8 @@ from automodel_ckpt.models.signature import empty_model
 _WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 """The names that transformers' Trainer leaves out of weight decay (5.23, ``Trainer.get_decay_parameter_names``)."""
 
+_HINT = "name the directory of the model's config.json with --config, or remove --training-state to import the weights"
+
 
 class ListedParameter(NamedTuple):
     """A parameter: its name in memory, its shape, and whether transformers' Trainer applies weight decay to it."""
@@ -27,7 +29,7 @@ def list_parameters(directory: Path) -> list[ListedParameter]:
 
     Raises :class:`CheckpointUnusable` if there is no config.json, or its class is not part of transformers.
     """
-    model = empty_model(directory, hint="remove --training-state to import the weights alone")
+    model = empty_model(directory, hint=_HINT)
     model.tie_weights()
     without_decay: set[int] = set()
     for name, module in model.named_modules():

@@ -42,13 +42,13 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--step",
         type=int,
         metavar="S",
-        help="step in the checkpoint's name (default: 0; with --training-state: that of the source)",
+        help="step in the checkpoint's name (default: that in the files or the name of the source, else 0)",
     )
     command.add_argument(
         "--epoch",
         type=int,
         metavar="E",
-        help="epoch in the checkpoint's name (default: 0; with --training-state: that of the source)",
+        help="epoch in the checkpoint's name (default: that in the files or the name of the source, else 0)",
     )
     command.add_argument(
         "--training-state",
@@ -64,8 +64,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--config",
         metavar="DIR",
-        help="for weights with Megatron's names: directory of the Hugging Face model with the same dimensions, whose "
-        "names, config.json and tokenizer the import gets",
+        help="directory of the Hugging Face model's config.json and tokenizer, for a source without them; Megatron's "
+        "names are converted to those of this model",
     )
     command.add_argument("--dry-run", action="store_true", help="only print what would be imported")
 
@@ -136,6 +136,9 @@ def _document(planned: Import, dry_run: bool) -> dict[str, Any]:
         "side_files": list(planned.side_files),
         "has_config": planned.has_config,
         "training_state": planned.training.contents if planned.training is not None else [],
+        "step": planned.name.step,
+        "epoch": planned.name.epoch,
+        "position_from": planned.position_from,
         "has_training_state": planned.has_training_state,
         "absent": list(planned.absent),
         "left_out": list(planned.left_out),
@@ -149,6 +152,9 @@ def _lines(planned: Import) -> Iterator[str]:
     checked = "digests verified" if planned.has_digests else "unverified"
     weights = f"{num_tensors} tensors, {size}, {checked}: {planned.kind}"
     rows = [("weights", weights), ("other files", _side_files_text(planned))]
+    if planned.training is None and planned.position_from:
+        position = f"step {planned.name.step}, epoch {planned.name.epoch}"
+        rows.append(("position", f"{position} ({planned.position_from})"))
     if planned.training is not None:
         rows.append(("training state", ", ".join(planned.training.contents)))
     elif planned.has_training_state:

@@ -14,7 +14,7 @@ DCP flattens both to names in ``.metadata``, which also has the path of keys tha
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -78,18 +78,23 @@ def optimizer_names(content: DcpContent, key: str | None) -> Collection[str]:
 
 
 def read_optimizer(
-    directory: Path, content: DcpContent, key: str | None, weights: Mapping[str, Tensor]
+    directory: Path,
+    content: DcpContent,
+    key: str | None,
+    weights: Mapping[str, Tensor],
+    *,
+    rename: Callable[[str], str] = without_wrappers,
 ) -> OptimizerState | None:
     """Return the state of the optimizer under *key*; None if there is none.
 
-    *weights* are the model's tensors. Raises :class:`CheckpointUnusable` if the state does not belong to them, or if it
-    numbers its parameters.
+    *weights* are the model's tensors, and *rename* converts the FQNs in the state to their names. Raises
+    :class:`CheckpointUnusable` if the state does not belong to them, or if it numbers its parameters.
     """
     found = _optimizer(content, key)
     if not found.entries and not found.grouped:
         return None
     _check_named(found, directory)
-    names = _model_names(found, weights, directory)
+    names = _model_names(found, weights, directory, rename)
     tensors: dict[str, dict[str, Tensor]] = {}
     values: dict[str, dict[str, Number]] = {}
     reader = _Reader(directory, content, found)
@@ -103,7 +108,7 @@ def read_optimizer(
                 tensors.setdefault(name, {})[entry] = moment
             else:
                 values.setdefault(name, {})[entry] = reader.number(stored)
-    groups = _groups(found, reader, names, directory)
+    groups = _groups(found, reader, names, directory, rename)
     return OptimizerState(directory, tensors, values, groups)
 
 
@@ -221,14 +226,17 @@ def _check_named(found: _Optimizer, directory: Path) -> None:
 
 
 def _model_names(
-    found: _Optimizer, weights: Mapping[str, Tensor], directory: Path
+    found: _Optimizer,
+    weights: Mapping[str, Tensor],
+    directory: Path,
+    rename: Callable[[str], str],
 ) -> dict[str, str]:
     """Return {FQN in the optimizer's state: name of the weight}."""
     fqns = set(found.entries)
     for keys in found.grouped:
         if len(keys) == 2 and isinstance(keys[0], str):
             fqns.add(keys[0])
-    names = {fqn: without_wrappers(fqn) for fqn in fqns}
+    names = {fqn: rename(fqn) for fqn in fqns}
     for fqn in found.entries:
         if names[fqn] not in weights:
             raise unusable(
@@ -307,13 +315,17 @@ def _check_shape(
 
 
 def _groups(
-    found: _Optimizer, reader: _Reader, names: Mapping[str, str], directory: Path
+    found: _Optimizer,
+    reader: _Reader,
+    names: Mapping[str, str],
+    directory: Path,
+    rename: Callable[[str], str],
 ) -> tuple[ParameterGroup, ...]:
     where = directory / layout.DCP_METADATA
     with faults_of(where):
         if _is_by_parameter(found, names):
             return tuple(_groups_by_parameter(found, reader, names))
-        return tuple(_listed_groups(_group_list(found, reader), where))
+        return tuple(_listed_groups(_group_list(found, reader), where, rename))
 
 
 def _is_by_parameter(found: _Optimizer, names: Mapping[str, str]) -> bool:
@@ -358,13 +370,15 @@ def _group_list(found: _Optimizer, reader: _Reader) -> list[dict[Any, Any]]:
     return [by_index[index] for index in sorted(by_index)]
 
 
-def _listed_groups(groups: list[dict[Any, Any]], where: Path) -> Iterator[ParameterGroup]:
+def _listed_groups(
+    groups: list[dict[Any, Any]], where: Path, rename: Callable[[str], str]
+) -> Iterator[ParameterGroup]:
     for group in groups:
         members = group.get(_PARAMS)
         if not isinstance(members, list) or not all(type(fqn) is str for fqn in members):
             what = "a group of the optimizer does not list the names of its parameters"
             raise unusable(what, where, repr(members)[:200])
-        yield ParameterGroup(tuple(without_wrappers(fqn) for fqn in members), _options(group))
+        yield ParameterGroup(tuple(map(rename, members)), _options(group))
 
 
 def _options(group: Mapping[Any, Any]) -> dict[str, Any]:

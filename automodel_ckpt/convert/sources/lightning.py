@@ -13,23 +13,38 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.files.safe_open import open_regular
 from automodel_ckpt.checkpoint.files.torch_archive_reading import archive_ranges
 from automodel_ckpt.convert.sources.dcp import PyTorchDcp, model_names
-from automodel_ckpt.convert.sources.dcp_directory import DcpContent
+from automodel_ckpt.convert.sources.dcp_directory import DcpContent, read_content
+from automodel_ckpt.convert.sources.dcp_training_state import read_optimizer
 from automodel_ckpt.convert.sources.format import Counters
+from automodel_ckpt.convert.sources.numbered_optimizer import without_wrappers
 from automodel_ckpt.convert.sources.torch_files import (
     LIGHTNING_VERSION,
     TorchFile,
     attribute_prefix,
+    faults_of,
+    read_archive,
 )
-from automodel_ckpt.convert.sources.torch_training_state import read_counters
+from automodel_ckpt.convert.sources.torch_training_state import (
+    counters_of,
+    finished_epochs,
+    other_keys,
+    read_counters,
+    scheduler_values,
+)
+from automodel_ckpt.convert.training_state import Parameters, TrainingState
+from automodel_ckpt.errors import CheckpointUnusable
 
 META_FILE = "meta.pt"
 _PROGRAM = "data.pkl"
+_OPTIMIZER_KEY = re.compile(r"optimizer_[0-9]+", re.ASCII)
+_USED_META = ("epoch", "global_step", "lr_schedulers", LIGHTNING_VERSION)
 
 
 class LightningFile(TorchFile):
@@ -53,14 +68,66 @@ class LightningDistributed(PyTorchDcp):
         return super().detect(path, follow_links=follow_links) and _states_version(meta)
 
     def names(self, content: DcpContent) -> Mapping[str, str]:
-        names = model_names(content)
-        if not names:
-            return names
-        prefix = attribute_prefix(list(names.values()))
-        return {stored: name.removeprefix(prefix) for stored, name in names.items()}
+        prefix = _prefix(content)
+        return {stored: name.removeprefix(prefix) for stored, name in model_names(content).items()}
 
     def counters(self, path: Path) -> Counters:
         return read_counters(path / META_FILE)
+
+    def has_training_state(self, path: Path) -> bool:
+        try:
+            content = read_content(path)
+        except CheckpointUnusable:
+            return False
+        return bool(_optimizer_keys(content))
+
+    def training_state(self, path: Path, parameters: Parameters) -> TrainingState | None:
+        """Return the training state. The optimizer names its parameters: *parameters* is not called.
+
+        The counters, the progress of the loops and the schedule are in ``meta.pt``.
+        """
+        source = self.open(path)
+        content = read_content(path)
+        meta = read_archive(path / META_FILE).value
+        if not isinstance(meta, dict):
+            meta = {}
+        omitted = list(other_keys(meta, {*_USED_META}))
+        keys = _optimizer_keys(content)
+        optimizer = None
+        if len(keys) == 1:
+            prefix = _prefix(content)
+            optimizer = read_optimizer(
+                path,
+                content,
+                keys[0],
+                source.tensors,
+                rename=lambda name: without_wrappers(name.removeprefix(prefix)),
+            )
+        elif keys:
+            omitted.append(f"{len(keys)} optimizers; only one can be transferred")
+        with faults_of(path / META_FILE):
+            counters = counters_of(meta)
+            scheduler, reason = scheduler_values(meta.get("lr_schedulers"))
+            epoch = finished_epochs(meta.get("loops"), counters.epoch)
+        if reason:
+            omitted.append(f"lr_schedulers ({reason})")
+        return TrainingState(counters.step, epoch, None, optimizer, scheduler, tuple(omitted))
+
+
+def _prefix(content: DcpContent) -> str:
+    """Return the attribute of the LightningModule that all names of the model begin with, with a dot."""
+    names = list(model_names(content).values())
+    return attribute_prefix(names) if names else ""
+
+
+def _optimizer_keys(content: DcpContent) -> list[str]:
+    """Return the keys of all optimizers in the state dict: ``optimizer_0`` and so on."""
+    found: dict[str, None] = {}
+    for fqn in (*content.tensors, *content.values):
+        first = str(content.paths.get(fqn, (fqn,))[0])
+        if _OPTIMIZER_KEY.fullmatch(first):
+            found[first] = None
+    return list(found)
 
 
 def _states_version(path: Path) -> bool:

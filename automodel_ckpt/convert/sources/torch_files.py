@@ -92,6 +92,11 @@ class TorchFile(Format):
 
         return read_training_state(Path(os.path.realpath(path)), parameters)
 
+    def has_training_state(self, path: Path) -> bool:
+        from automodel_ckpt.convert.sources.torch_training_state import has_training_state
+
+        return has_training_state(Path(os.path.realpath(path)))
+
     def counters(self, path: Path) -> Counters:
         from automodel_ckpt.convert.sources.torch_training_state import read_counters
 

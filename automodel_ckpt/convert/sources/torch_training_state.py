@@ -25,6 +25,7 @@ from automodel_ckpt.convert.sources.torch_files import (
 )
 from automodel_ckpt.convert.sources.torch_objects import Archive
 from automodel_ckpt.convert.training_state import OptimizerState, Parameters, TrainingState
+from automodel_ckpt.errors import CheckpointUnusable
 
 _OPTIMIZER_KEYS = (
     "optimizer",
@@ -60,19 +61,16 @@ def read_training_state(path: Path, parameters: Parameters) -> TrainingState | N
     archive = read_archive(path)
     model = model_of(archive, path)
     value = archive.value
-    key = model_key(value)
-    if key is None:
-        # The file is the state dict itself: its keys are names of tensors.
+    if not _is_training_state(value):
         return None
+    key = model_key(value)
     optimizer_key = _first(value, _OPTIMIZER_KEYS)
     scheduler_key = _first(value, _SCHEDULER_KEYS)
     step, step_key = _count(value, _STEP_KEYS)
     epoch, epoch_key = _count(value, _EPOCH_KEYS)
     samples, samples_key = _count(value, _SAMPLES_KEYS)
-    if optimizer_key is None and scheduler_key is None and step is None and epoch is None:
-        return None
     used = {key, optimizer_key, scheduler_key, step_key, epoch_key, samples_key, LIGHTNING_VERSION}
-    omitted = [*_other_keys(value, used)]
+    omitted = list(other_keys(value, used))
     optimizer = None
     if optimizer_key is not None:
         state, reason = only_item(value[optimizer_key])
@@ -89,6 +87,23 @@ def read_training_state(path: Path, parameters: Parameters) -> TrainingState | N
         if LIGHTNING_VERSION in value:
             epoch = finished_epochs(value.get("loops"), epoch)
     return TrainingState(step, epoch, samples, optimizer, scheduler, tuple(omitted))
+
+
+def has_training_state(path: Path) -> bool:
+    """Return whether the file *path*, which is not a symbolic link, has an optimizer, a schedule or counters."""
+    try:
+        return _is_training_state(read_archive(path).value)
+    except CheckpointUnusable:
+        return False
+
+
+def _is_training_state(value: object) -> bool:
+    # Without a key of the model, the file is the state dict itself: its keys are names of tensors.
+    if not isinstance(value, dict) or model_key(value) is None:
+        return False
+    states = _first(value, (*_OPTIMIZER_KEYS, *_SCHEDULER_KEYS))
+    counters = counters_of(value)
+    return states is not None or counters.step is not None or counters.epoch is not None
 
 
 def read_counters(path: Path) -> Counters:
@@ -195,7 +210,7 @@ def _is_count(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 <= value <= _MAX_COUNT
 
 
-def _other_keys(value: Mapping[Any, Any], used: set[str | None]) -> Iterable[str]:
+def other_keys(value: Mapping[Any, Any], used: set[str | None]) -> Iterable[str]:
     """Yield the keys of what is not transferred."""
     others: list[str] = []
     for key, item in value.items():

@@ -20,7 +20,7 @@ from automodel_ckpt.convert.sources.registry import detect
 from automodel_ckpt.convert.sources.torch_training_state import finished_epochs
 from automodel_ckpt.convert.training_state import ModelParameter, TrainingState
 from automodel_ckpt.errors import CheckpointUnusable
-from tests.support.external_tensors import moments, values
+from tests.support.external_tensors import moments, no_parameters, values
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 LIGHTNING = FIXTURES / "lightning"
@@ -248,3 +248,65 @@ def test_a_directory_of_named_checkpoints_is_listed_and_ranked(
     assert "2 of 3" in first["reason"]
     assert main(["ls", str(tmp_path)]) == 0
     assert "lowest val_loss" in capsys.readouterr().out
+
+
+def test_the_training_state_of_a_distributed_directory_is_that_of_the_trainer(
+    tmp_path: Path,
+) -> None:
+    dcp_to_torch_save(DISTRIBUTED, tmp_path / "all.pt")
+    saved = torch.load(tmp_path / "all.pt", weights_only=False)["optimizer_0"]
+    known = detect(DISTRIBUTED)
+    assert known is not None
+    assert known.has_training_state(DISTRIBUTED)
+    state = known.training_state(DISTRIBUTED, no_parameters)
+    assert state is not None
+    assert (state.step, state.epoch, state.consumed_samples) == (5, 1, None)
+    assert set(state.omitted) == {"loops", "callbacks"}
+    assert state.scheduler is not None
+    assert state.scheduler["last_epoch"] == 5
+    assert state.optimizer is not None
+    (group,) = state.optimizer.groups
+    (saved_group,) = saved["param_groups"]
+    assert group.parameters == tuple(name.removeprefix("model.") for name in saved_group["params"])
+    assert group.options["lr"] == saved_group["lr"]
+    expected = {name.removeprefix("model."): entry for name, entry in saved["state"].items()}
+    assert_moments(state, expected)
+
+
+def test_the_position_is_that_of_the_files_or_of_their_name(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    def position(path: Path, *options: str) -> list[Any]:
+        command = ["import", str(path), str(tmp_path / "run"), "--dry-run", "--json", *options]
+        assert main(command) == 0
+        report = json.loads(capsys.readouterr().out)
+        return [report["step"], report["epoch"], report["position_from"]]
+
+    assert position(LIGHTNING_FILE) == [5, 0, "stated in the files"]
+    assert position(STATE_FILE) == [5, 1, "stated in the files"]
+    assert position(DISTRIBUTED) == [5, 0, "stated in the files"]
+    assert position(DISTRIBUTED, "--step", "9") == [9, 0, "as given"]
+    weights = {"state_dict": load(STATE_FILE)["model_state_dict"]}
+    torch.save(weights, tmp_path / "net--val_loss=0.4-step=70-consumed_samples=280.0.ckpt")
+    assert position(next(tmp_path.glob("net*"))) == [70, 0, "stated in the name"]
+    torch.save(weights, tmp_path / "weights.pt")
+    assert position(tmp_path / "weights.pt") == [0, 0, ""]
+
+
+def test_consumed_samples_in_the_name_belong_to_the_training_state(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    name = "net--val_loss=0.4-step=5-consumed_samples=20.0.ckpt"
+    shutil.copy(LIGHTNING_FILE, tmp_path / name)
+    options = ["--training-state", "--config", str(LIGHTNING)]
+    assert main(["import", str(tmp_path / name), str(tmp_path / "run"), *options]) == 0
+    assert "20 consumed samples" in capsys.readouterr().out
+
+
+def test_without_a_config_the_error_says_how_to_name_it(tmp_path: Path, capsys: Capture) -> None:
+    path = shutil.copy(LIGHTNING_FILE, tmp_path / "x.ckpt")
+    assert main(["import", str(path), str(tmp_path / "run"), "--training-state"]) == 3
+    assert "--config" in capsys.readouterr().err
+    missing = ["--config", str(tmp_path)]
+    assert main(["import", str(path), str(tmp_path / "run"), *missing]) == 3
+    assert "there is no config.json" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from functools import partial
@@ -17,47 +16,13 @@ from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.convert.sources.registry import detect
 from automodel_ckpt.convert.training_state import ModelParameter
 from tests.support import ranks
+from tests.support.continued import losses_of
+from tests.support.json_rows import Rows, recipe
 from tests.support.llamas import llama_checkpoint
 from tests.support.training import train, write_recipe
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "lightning"
 NUM_ROWS, NUM_STEPS, BATCH_SIZE = 20, 10, 4
-RECIPE = """
-seed: 3
-model:
-  from_config: CONFIG
-dataset:
-  _target_: tests.unit.convert.test_lightning_target.Rows
-dataloader:
-  shuffle: false
-optimizer:
-  lr: 1e-2
-  weight_decay: 0.1
-lr_scheduler:
-  name: linear
-  warmup_steps: 2
-step_scheduler:
-  global_batch_size: 4
-  local_batch_size: 2
-  max_steps: 10
-  num_epochs: 2
-  ckpt_every_steps: 1
-checkpoint:
-  checkpoint_dir: RUN
-"""
-
-
-class Rows:
-    """The rows that Lightning's fixtures were trained with."""
-
-    def __init__(self) -> None:
-        self.rows = json.loads((FIXTURES / "rows.json").read_text())
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, list[int]]:
-        return {"input_ids": self.rows[index], "labels": self.rows[index]}
 
 
 @pytest.fixture(scope="module")
@@ -65,18 +30,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 10 steps in two epochs, with a checkpoint of each step."""
     directory = tmp_path_factory.mktemp("lightning")
     run = directory / "run"
-    text = RECIPE.replace("CONFIG", str(FIXTURES)).replace("RUN", str(run))
-    ranks.run(partial(train, write_recipe(directory, text)), 2, init=False)
+    path = write_recipe(directory, recipe(FIXTURES, run))
+    decay = "--optimizer.weight_decay=0.1"
+    ranks.run(partial(train, path, decay), 2, init=False)
     return run
-
-
-def losses_of(run: Path) -> dict[int, float]:
-    found: dict[int, float] = {}
-    for line in (run / "training.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        if "event" not in record:
-            found[record["step"]] = record["loss"]
-    return found
 
 
 def exported(checkpoint: Path, target: Path, *options: str) -> dict[str, Any]:
@@ -104,7 +61,7 @@ def continued(content: dict[str, Any]) -> Iterator[float]:
     schedule = get_linear_schedule_with_warmup(optimizer, 2, NUM_STEPS)
     optimizer.load_state_dict(content["optimizer_states"][0])
     schedule.load_state_dict(content["lr_schedulers"][0])
-    rows = torch.tensor(Rows().rows)
+    rows = torch.tensor(Rows(str(FIXTURES / "rows.json")).rows)
     for step in range(content["global_step"], NUM_STEPS):
         start = step * BATCH_SIZE % NUM_ROWS
         batch = rows[start : start + BATCH_SIZE]

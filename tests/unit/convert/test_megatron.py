@@ -88,12 +88,13 @@ def test_weights_for_an_unknown_model_are_an_error_that_asks_for_its_config(
     assert "no config.json" in capsys.readouterr().err
 
 
-def test_a_config_for_weights_without_megatrons_names_is_an_error(tmp_path: Path) -> None:
+def test_a_config_for_weights_with_other_names_gives_them_its_side_files(tmp_path: Path) -> None:
     config = FIXTURES / "llama" / "expected"
     model = run_import(prepare(FIXTURES / "llama", tmp_path / "run", config=config)) / "model"
     other = shutil.copytree(model, tmp_path / "other")
-    with pytest.raises(CheckpointUnusable, match="do not have Megatron's names"):
-        prepare(other, tmp_path / "second", config=config)
+    (other / "config.json").unlink()
+    assert not prepare(other, tmp_path / "second").has_config
+    assert prepare(other, tmp_path / "second", config=config).has_config
 
 
 def test_a_run_whose_newest_checkpoint_is_missing_is_an_error(tmp_path: Path) -> None:
