@@ -398,3 +398,93 @@ def test_two_mounts_of_one_directory_have_one_run_and_a_suspended_one_writes_not
         for process in filter(None, (first, rejected, second)):
             process.kill()
             process.communicate()
+
+
+def record(**changed: Any) -> lease.Holder:
+    """The record of this process in a lock file of this directory's file system."""
+    descriptor = os.open(".", os.O_RDONLY)
+    device, file_system_id = lease.file_system_identity(descriptor)
+    os.close(descriptor)
+    fields: dict[str, Any] = {
+        "host": "here",
+        "boot_id": lease.kernel_boot_id(),
+        "pid": os.getpid(),
+        "command": "ckpt-train x.yaml",
+        "beat": 3,
+        "token": "mine",
+        "pid_namespace": lease.pid_namespace(),
+        "device": device,
+        "file_system_id": file_system_id,
+    }
+    return lease.Holder(**{**fields, **changed})
+
+
+def test_a_record_is_read_back_and_one_with_a_field_of_another_type_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+
+    def read(content: bytes) -> lease.Holder | None:
+        path.write_bytes(content)
+        with path.open("rb") as file:
+            return lease.Holder.read(file.fileno())
+
+    assert read(record().to_bytes()) == record()
+    assert len(record().to_bytes()) == lease._RECORD_BYTES
+    plain = json.loads(record().to_bytes())
+    old = {name: plain[name] for name in ("host", "boot_id", "pid", "command", "beat")}
+    assert read(json.dumps({**old, "unknown": 1}).encode()) == lease.Holder(**old)
+    for name, value in plain.items():
+        if name != "time":
+            wrong = 5 if isinstance(value, str) else str(value)
+            assert read(json.dumps({**plain, name: wrong}).encode()) is None, name
+    assert read(json.dumps({**plain, "pid": True}).encode()) is None
+    assert read(json.dumps({**plain, "pid": 1.0}).encode()) is None
+    assert read(b"[]") is None and read(b"") is None and read(b"[" * 2000) is None
+
+
+def test_locks_are_shared_on_one_boot_and_one_mounted_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    here = record()
+    with open("/proc/self/stat") as elsewhere, (tmp_path / "file").open("w") as file:
+        assert here.shares_locks_with(file.fileno())
+        assert not here.shares_locks_with(elsewhere.fileno())
+        assert not record(boot_id="another").shares_locks_with(file.fileno())
+        assert not record(device=here.device + 1).shares_locks_with(file.fileno())
+        assert not record(file_system_id=here.file_system_id + 1).shares_locks_with(file.fileno())
+
+
+def test_only_a_process_of_this_boot_and_namespace_is_known_to_be_dead() -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    assert record(pid=ended.pid).is_known_to_be_dead()
+    assert not record().is_known_to_be_dead()
+    for changed in ({"boot_id": "another"}, {"pid_namespace": "pid:[1]"}, {"pid_namespace": ""}):
+        assert not record(pid=ended.pid, **changed).is_known_to_be_dead()
+
+
+def test_the_watch_is_longer_where_a_mount_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind, seconds in (
+        ("fuse.sshfs", lease.CACHED_WATCH_SECONDS),
+        ("virtiofs", lease.CACHED_WATCH_SECONDS),
+        ("nfs4", lease.WATCH_SECONDS),
+        (None, lease.WATCH_SECONDS),
+    ):
+        monkeypatch.setattr(lease, "file_system_of", lambda _, kind=kind: kind)
+        assert lease._watch_seconds(Path()) == seconds
+
+
+def test_a_token_is_compared_with_the_file_and_says_who_has_it(tmp_path: Path) -> None:
+    path = tmp_path / LOCK_FILE
+    path.write_bytes(record().to_bytes())
+    before = os.listdir("/proc/self/fd")
+    lease.check_token(path, "mine")
+    with pytest.raises(LeaseLost, match=f"process {os.getpid()} on here, running ckpt-train"):
+        lease.check_token(path, "another")
+    path.write_bytes(b"?")
+    with pytest.raises(LeaseLost, match="unknown"):
+        lease.check_token(path, "mine")
+    path.unlink()
+    with pytest.raises(LeaseLost, match="was removed"):
+        lease.check_token(path, "mine")
+    assert os.listdir("/proc/self/fd") == before
