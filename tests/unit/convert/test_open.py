@@ -117,6 +117,30 @@ def test_fewer_rows_take_the_first_stored_ones(tmp_path: Path) -> None:
     assert torch.equal(net.embed.weight, tensors["embed.weight"][:5])
 
 
+def test_a_module_is_filled_from_several_sources_and_the_rest_keeps_its_values(
+    tmp_path: Path,
+) -> None:
+    first = hugging_face(tmp_path / "one" / "snapshot")
+    second = hugging_face(tmp_path / "two" / "snapshot")
+    one = open_weights(tmp_path / "one" / "snapshot").modules["model"]
+    two = open_weights(tmp_path / "two" / "snapshot").modules["model"]
+    net = Net(6)
+    # A name that the module lacks belongs to another rank.
+    chosen = {
+        "embed.weight": Filling(one, "embed.weight"),
+        "head.weight": Filling(two, "head.weight"),
+        "elsewhere": Filling(one, "head.weight"),
+    }
+    fill_module(net, chosen, "mean")
+    assert torch.equal(net.embed.weight, first["embed.weight"])
+    assert torch.equal(net.head.weight, second["head.weight"].float())
+    swapped = Net(6)
+    before = swapped.embed.weight.detach().clone()
+    fill_module(swapped, {"head.weight": Filling(one, "embed.weight")}, "mean")
+    assert torch.equal(swapped.head.weight, first["embed.weight"])
+    assert torch.equal(swapped.embed.weight, before)
+
+
 @pytest.mark.parametrize("block_bytes", [1, 16, 40])
 def test_rows_are_read_in_blocks_of_any_size_and_the_mean_is_that_of_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
