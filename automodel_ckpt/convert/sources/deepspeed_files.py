@@ -16,7 +16,6 @@ from typing import Any
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.slices import Tensor, counts, shape_fault
 from automodel_ckpt.checkpoint.sources.source import check_no_links, unusable
-from automodel_ckpt.checkpoint.tensors.stored import whole
 from automodel_ckpt.convert.sources.files import check_regular_files, names_in
 from automodel_ckpt.convert.sources.flat_vector import Segment
 from automodel_ckpt.convert.sources.torch_files import (
@@ -190,6 +189,9 @@ class StateFile:
         if value.dtype not in _NUMBERS:
             raise unusable(f"{what} is not a number", self.path, value.dtype)
         with faults_of(self.path):
+            # Not at the top: it imports numpy, which most commands do not need.
+            from automodel_ckpt.checkpoint.tensors.stored import whole
+
             found: int | float = whole(self.path.parent, self.tensor(what, value)).item()
         return found
 
