@@ -87,7 +87,7 @@ bench-loss: $(STAMP)  ## time and memory of the loss head beside full logits: th
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench_loss_head --docs $(BENCH_ARGS)
 
 crash: $(STAMP)  ## kills, power cuts (as root), faults, flipped bits, endurance, signals, and what others keep: about an hour and three quarters
-	@for campaign in "kill --points 2500" "kill-async --points 300" "power --points 2000" "faults --points 5000" "flips --points 10000" "endurance --points 50" \
+	@for campaign in "kill --points 2500" "kill-async --points 300" "kill-incremental --points 300" "power-incremental --points 200" "power --points 2000" "faults --points 5000" "flips --points 10000" "endurance --points 50" \
 	    "signals --points 120" "baseline --points 300"; do $(BIN)/python -m tools.crash $$campaign || failed=1; done; \
 	    ASYNC_SAVES=200 $(BIN)/python -m pytest -q -k many_saves tests/unit/checkpoint/test_background.py || failed=1; exit $${failed:-0}
 

@@ -214,10 +214,15 @@ def rank_file(attribute: str, scope: Scope, ranks: RankLayout) -> str:
     return f"{attribute}/{attribute}_global_rank_{ranks.rank}.pt"
 
 
-def shard_file(directory: str, rank: int, file_index: int, num_files: int) -> str:
-    """Return the name of a safetensors shard. *rank* counts from 0, *file_index* from 1; in names both count from 1."""
+def shard_file(
+    directory: str, rank: int, file_index: int, num_files: int, *, kind: str = "model"
+) -> str:
+    """Return the name of a safetensors shard. *rank* counts from 0, *file_index* from 1; in names both count from 1.
+
+    The *kind* is ``model``, or that of tensors that do not train (``frozen``, ``buffers``).
+    """
     # The names of PyTorch's HuggingFaceStorageWriter, whose reader can read these files.
-    return f"{directory}/shard-{rank + 1:05}-model-{file_index:05}-of-{num_files:05}.safetensors"
+    return f"{directory}/shard-{rank + 1:05}-{kind}-{file_index:05}-of-{num_files:05}.safetensors"
 
 
 def objects_file(directory: str, rank: int) -> str:

@@ -106,6 +106,25 @@ def module_state(
     return stored_values(state, kept, layout), tied
 
 
+def untrained_names(module: nn.Module) -> dict[str, str]:
+    """{stored name: kind} of the tensors of *module* that do not train.
+
+    The kind is ``frozen`` for parameters without a gradient, which do not change, and ``buffers`` for buffers, which
+    may. Names of tensors that are not stored are among them.
+    """
+    inner = unwrap(module)
+    layout = stored_layout(module)
+    kinds = {name: "buffers" for name, _ in inner.named_buffers(remove_duplicate=False)}
+    for name, parameter in inner.named_parameters(remove_duplicate=False):
+        if not parameter.requires_grad:
+            kinds[name] = "frozen"
+    names: dict[str, str] = {}
+    for fqn, kind in kinds.items():
+        for name in (layout.name_of(fqn), *layout.rows.get(fqn, ())):
+            names[name] = kind
+    return names
+
+
 def without_memory(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of the same shape and dtype on the meta device."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

@@ -29,6 +29,8 @@ class Options(Protocol):
     @property
     def is_async(self) -> bool: ...
     @property
+    def incremental(self) -> bool | Literal["auto"]: ...
+    @property
     def restore_from(self) -> str | None: ...
     @property
     def save_optimizer(self) -> bool: ...
@@ -68,6 +70,9 @@ class CheckpointOptions:
     with safetensors, otherwise never."""
     is_async: bool = False
     """Save asynchronously: :meth:`Checkpointer.save` returns when the state is copied to CPU memory."""
+    incremental: bool | Literal["auto"] = "auto"
+    """Share files of tensors that do not train with an earlier checkpoint by hard links. ``auto``: if they take 16 MiB
+    or more, and never with the checkpoint just before, so that two checkpoints stay independent; True: always."""
     restore_from: str | None = None
     """Checkpoint to load: LATEST, LOWEST_VAL, a name or a path; None: the newest usable one."""
     save_optimizer: bool = True

@@ -606,6 +606,9 @@ class CheckpointConfig:
     safetensors, otherwise false. With model_layout adapter, model/ is the export: any value is accepted."""
     is_async: bool = False
     """Save asynchronously: training continues as soon as the state is copied to CPU memory."""
+    incremental: Literal["auto"] | bool = "auto"
+    """Share the files of tensors that do not train with an earlier checkpoint by hard links. auto: if they take 16 MiB
+    or more, and never with the checkpoint just before, so that two checkpoints stay independent; true: always."""
     export_best: bool = False
     """At the end, also export the checkpoint that LOWEST_VAL points to. Not needed with adapters."""
     average_last: int | None = setting(None, AT_LEAST_2)

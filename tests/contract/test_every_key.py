@@ -747,6 +747,10 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "checkpoint.model_layout": Observed(saved, "hf"),
     "checkpoint.save_consolidated": Observed(saved, "false"),
     "checkpoint.is_async": Observed(saved, "true"),
+    "checkpoint.incremental": Proven(
+        "tests/unit/checkpoint/test_incremental.py::test_nothing_is_shared_if_that_is_switched_off",
+        "false",
+    ),
     "checkpoint.export_best": Proven(
         "tests/distributed/test_save_failures.py::"
         "test_export_best_exports_what_lowest_val_points_to_and_a_killed_final_export_is_made_up_for",

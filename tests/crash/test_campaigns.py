@@ -16,7 +16,7 @@ import pytest
 from automodel_ckpt.checkpoint import commit
 from tests.support.command_server import CommandServer, Starting
 from tools.crash import endurance, faults, flips, inspect, jobs, kill, pair, power, record, syscalls
-from tools.crash.subjects import BASELINES, OURS, OURS_ASYNC, Loaded, Ours
+from tools.crash.subjects import BASELINES, OURS, OURS_ASYNC, OURS_INCREMENTAL, Loaded, Ours
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +70,13 @@ def test_no_kill_of_a_sample_loses_a_checkpoint_that_is_written_in_the_backgroun
         assert wrong == [], call
 
 
+def test_no_kill_of_a_sample_loses_or_changes_a_file_that_checkpoints_share() -> None:
+    needs_calls()
+    chosen = tuple(scenario(name) for name in ("save", "prune", "back"))
+    done = kill.run(OURS_INCREMENTAL, points=8, seed=int(time.time()), seconds=40, scenarios=chosen)
+    assert done.failures == [] and done.points >= 5
+
+
 @pytest.mark.parametrize("name", ["save", "back"])
 def test_a_kill_at_the_last_calls_of_a_save_leaves_both_pointers_right_after_the_next_start(
     sweep: kill.Sweep, name: str
@@ -101,6 +108,15 @@ def test_what_had_returned_is_there_after_a_power_cut(file_system: str) -> None:
     if reason := power.unsupported(file_system):
         pytest.skip(reason)
     done = power.run(OURS[:1], (file_system,), points=8, seed=int(time.time()), seconds=8)
+    assert done.failures == [] and done.points
+
+
+@pytest.mark.parametrize("file_system", power.FILE_SYSTEMS)
+def test_a_power_cut_loses_no_file_that_checkpoints_share(file_system: str) -> None:
+    if reason := power.unsupported(file_system):
+        pytest.skip(reason)
+    subject = random.choice(OURS_INCREMENTAL[:2])
+    done = power.run((subject,), (file_system,), points=6, seed=int(time.time()), seconds=6)
     assert done.failures == [] and done.points
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from tools.crash import baseline, endurance, faults, flips, kill, power, signals
 from tools.crash.record import Record
-from tools.crash.subjects import BASELINES, OURS, OURS_ASYNC
+from tools.crash.subjects import BASELINES, OURS, OURS_ASYNC, OURS_INCREMENTAL
 from tools.crash.syscalls import unsupported
 
 CANNOT_RUN = 3
@@ -68,6 +68,31 @@ def _kill_async(options: argparse.Namespace) -> Iterable[Record]:
         {"points": options.points, "seconds": options.seconds},
     )
     return [kill.run(OURS_ASYNC, seed=options.seed, only=options.only, name=name, **limits)]
+
+
+def _kill_incremental(options: argparse.Namespace) -> Iterable[Record]:
+    return [
+        kill.run(
+            OURS_INCREMENTAL,
+            points=options.points,
+            seed=options.seed,
+            seconds=options.seconds,
+            only=options.only,
+            name="kill sweep, incremental",
+        )
+    ]
+
+
+def _power_incremental(options: argparse.Namespace) -> Iterable[Record]:
+    return [
+        power.run(
+            OURS_INCREMENTAL,
+            power.FILE_SYSTEMS,
+            points=options.points,
+            seed=options.seed,
+            seconds=options.seconds,
+        )
+    ]
 
 
 def _power(options: argparse.Namespace) -> Iterable[Record]:
@@ -130,6 +155,16 @@ CAMPAIGNS: dict[
 ] = {
     "kill": (_kill, _no_calls, "SIGKILL at every call that changes a file"),
     "kill-async": (_kill_async, _no_calls, "the same where saves are written in the background"),
+    "kill-incremental": (
+        _kill_incremental,
+        _no_calls,
+        "the same where saves share files with the checkpoint before",
+    ),
+    "power-incremental": (
+        _power_incremental,
+        _no_power,
+        "power cuts where saves share files with the checkpoint before (root)",
+    ),
     "power": (_power, _no_power, "the file system shut down under running saves (root)"),
     "faults": (_faults, _no_calls, "each call failing with ENOSPC and EIO"),
     "flips": (_flips, _always, "flipped bits, damaged files"),

@@ -30,10 +30,19 @@ class Kept:
         self.value = state["value"]
 
 
-class Net(torch.nn.Module):
-    """Uneven, one-row, bfloat16 and tied parameters, sharded; 0-dim, integer, bool and empty buffers."""
+def fixed(seed: int, rows: int) -> torch.Tensor:
+    """The value of a parameter that does not train. Its last row, which is on the last rank, rarely changes."""
+    value = torch.arange(20.0 * rows).reshape(5 * rows, 4)
+    value[-1] += seed // 40
+    return value
 
-    def __init__(self, generator: torch.Generator, mesh: DeviceMesh | None, rows: int) -> None:
+
+class Net(torch.nn.Module):
+    """Uneven, one-row, bfloat16, frozen and tied parameters, sharded; 0-dim, integer, bool and empty buffers."""
+
+    def __init__(
+        self, generator: torch.Generator, mesh: DeviceMesh | None, rows: int, seed: int
+    ) -> None:
         super().__init__()
         for name, (first, *rest) in SHAPES.items():
             value = torch.randn((first * rows, *rest), generator=generator)
@@ -42,6 +51,7 @@ class Net(torch.nn.Module):
                 name, torch.nn.Parameter(sharded(value, mesh, CUT.get(name, 0)))
             )
         self.head = self.embed
+        self.fixed = torch.nn.Parameter(sharded(fixed(seed, rows), mesh, 0), requires_grad=False)
         self.register_buffer("mean", torch.randn((), generator=generator))
         self.register_buffer("count", torch.randint(2**40, (3,), generator=generator))
         self.register_buffer("mask", torch.randn(4, generator=generator) > 0)
@@ -71,11 +81,13 @@ def build(seed: int, rows: int = 1) -> SimpleNamespace:
     """A recipe-like object whose every value follows from *seed*; *rows* times as large."""
     generator = torch.Generator().manual_seed(seed)
     mesh = mesh_here()
-    model = Net(generator, mesh, rows)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model = Net(generator, mesh, rows, seed)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[1, 3, 3])
     schedule.last_epoch = seed
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         shape, dtype, dim = parameter.shape, parameter.dtype, CUT.get(name, 0)
         moments = {
             entry: sharded(torch.randn(shape, generator=generator).to(dtype), mesh, dim)
@@ -100,6 +112,8 @@ def tensors_of(made: SimpleNamespace) -> dict[str, torch.Tensor]:
     found = dict(made.model.state_dict())
     found.pop("head")
     for name, parameter in made.model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         found |= {f"optimizer.{name}.{k}": v for k, v in made.optimizer.state[parameter].items()}
     return found
 

@@ -96,11 +96,18 @@ class Ours:
     rows: int = 1
     """How large the tensors are; see :func:`tools.crash.state.build`."""
     is_async: bool = False
+    incremental: bool = False
+    """Share the file of the frozen parameter with the checkpoint before."""
 
     @property
     def name(self) -> str:
         form = self.model_layout if self.model_layout == "hf" else self.model_save_format
-        return f"automodel_ckpt {form}" + (", asynchronous" if self.is_async else "")
+        name = f"automodel_ckpt {form}"
+        if self.is_async:
+            name += ", asynchronous"
+        if self.incremental:
+            name += ", incremental"
+        return name
 
     def open(self, root: Path, options: Options) -> OursSession:
         return OursSession(root, options, self)
@@ -117,6 +124,7 @@ class OursSession:
             restore_from=options.restore_from,
             keep_last=options.keep_last,
             is_async=subject.is_async,
+            incremental=subject.incremental,
         )
         self._checkpointer = Checkpointer(root, options=ours, assets={"model": SideFiles()})
 
@@ -248,6 +256,11 @@ def _recognised(made: SimpleNamespace, step: int, rows: int) -> Loaded:
 
 OURS = (Ours("safetensors"), Ours("torch_save"), Ours("safetensors", "hf"))
 OURS_ASYNC = tuple(replace(subject, is_async=True) for subject in OURS)
+OURS_INCREMENTAL = (
+    Ours("safetensors", incremental=True),
+    Ours("safetensors", "hf", incremental=True),
+    Ours("safetensors", "hf", is_async=True, incremental=True),
+)
 BASELINES = (PlainDcp(), PlainSafetensors())
 
 

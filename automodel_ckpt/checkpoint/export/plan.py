@@ -142,8 +142,11 @@ def plan_files(
     cast_dtype: str | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     where: str = "",
+    kinds: Mapping[str, str] | None = None,
 ) -> tuple[tuple[OutputFile, ...], tuple[str, ...]]:
     """Return the files of an export, and warnings for the user. Needs names, dtypes and shapes, but no slices.
+
+    Stored tensors that have a kind in *kinds* are in files with only tensors of this kind.
 
     Raises :class:`CheckpointUnusable` if names or shapes are not those of the base.
     """
@@ -157,7 +160,9 @@ def plan_files(
         # PEFT reads a single file of this name.
         files = [_output_file(exported, layout.ADAPTER_MODEL)]
         return tuple(files), tuple(warnings)
-    groups = _group(exported, maps, max_file_bytes)
+    groups: list[list[ExportTensor]] = []
+    for group in _group(exported, maps, max_file_bytes):
+        groups += _divided(group, kinds or {})
     files = []
     for number, group in enumerate(groups, start=1):
         files.append(_output_file(group, numbered_file(number, len(groups))))
@@ -303,6 +308,17 @@ def _group(
         groups[-1].append(tensor)
         nbytes += tensor.nbytes
     return groups
+
+
+def _divided(
+    group: Sequence[ExportTensor], kinds: Mapping[str, str]
+) -> Iterator[list[ExportTensor]]:
+    """Divide the tensors of a file by their kind, those without one first."""
+    by_kind: dict[str, list[ExportTensor]] = {}
+    for tensor in group:
+        by_kind.setdefault(kinds.get(tensor.stored.fqn, ""), []).append(tensor)
+    for kind in sorted(by_kind):
+        yield by_kind[kind]
 
 
 def _output_file(tensors: Sequence[ExportTensor], name: str) -> OutputFile:

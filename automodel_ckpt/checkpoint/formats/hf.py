@@ -41,8 +41,8 @@ class FilePosition:
 class FileLayout:
     """The files of a *directory*, and the positions of each stored tensor, by its FQN.
 
-    *interleaved* names the tensors with a slice that is not one contiguous byte range of the whole tensor. *warnings*
-    are for the user.
+    *interleaved* names the tensors with a slice that is not one contiguous byte range of the whole tensor. *reusable*
+    names the files, relative to the directory, with only tensors that do not train. *warnings* are for the user.
     """
 
     directory: str
@@ -50,6 +50,7 @@ class FileLayout:
     positions: Mapping[str, tuple[FilePosition, ...]]
     interleaved: frozenset[str]
     warnings: tuple[str, ...] = ()
+    reusable: frozenset[str] = frozenset()
 
     def entry(self, tensor: Tensor, box: Box, position: FilePosition) -> Tensor:
         """The manifest entry of the slice *box* of *tensor* at *position*, without digest."""
@@ -81,20 +82,36 @@ def lay_out_tensors(
     tied: Mapping[str, str] | None = None,
     maps: BaseMaps | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
+    untrained: Mapping[str, str] | None = None,
 ) -> FileLayout:
     """The files for all ranks' *tensors*, by FQN (their slices' files and starts do not count).
 
     *tied* and *maps* decide names, tying, dtypes and split as in an export (:func:`plan_files`); without maps each
-    tensor keeps its name and dtype. Raises :class:`CheckpointUnusable` where names or shapes are not those of the base.
+    tensor keeps its name and dtype. *untrained* has the kind of each tensor that does not train;
+    those of each kind are stored in separate files.
+
+    Raises :class:`CheckpointUnusable` where names or shapes are not those of the base.
     """
     # All ranks must get the same files and offsets, or they overwrite each other's slices. Nothing
     # here may depend on the rank or on the order of a set.
     files, warnings = plan_files(
-        tensors, tied or {}, maps or BaseMaps(), max_file_bytes=max_file_bytes, where=directory
+        tensors,
+        tied or {},
+        maps or BaseMaps(),
+        max_file_bytes=max_file_bytes,
+        where=directory,
+        kinds=untrained,
     )
+    reusable: set[str] = set()
+    for file in files:
+        # All tensors of a file have the same kind.
+        if file.tensors and file.tensors[0].stored.fqn in (untrained or {}):
+            reusable.add(file.name)
     interleaved = {tensor.fqn for tensor in tensors.values() if not _is_contiguous(tensor)}
     positions = _positions(files, directory)
-    return FileLayout(directory, files, positions, frozenset(interleaved), warnings)
+    return FileLayout(
+        directory, files, positions, frozenset(interleaved), warnings, frozenset(reusable)
+    )
 
 
 def _is_contiguous(tensor: Tensor) -> bool:
@@ -121,10 +138,21 @@ def _mark_copies(fqn: str, positions: list[FilePosition]) -> tuple[FilePosition,
     return (first, *copies)
 
 
-def lay_out(plan: TreePlan, directory: str, maps: BaseMaps, tied: Mapping[str, str]) -> FileLayout:
-    """The files of a partitioned plan in *directory*. Raises :class:`SaveFailed` where they do not match the base."""
+def lay_out(
+    plan: TreePlan,
+    directory: str,
+    maps: BaseMaps,
+    tied: Mapping[str, str],
+    untrained: Mapping[str, str] | None = None,
+) -> FileLayout:
+    """The files of a partitioned plan in *directory*. The arguments are those of :func:`lay_out_tensors`.
+
+    Raises :class:`SaveFailed` where they do not match the base.
+    """
     try:
-        return lay_out_tensors(plan.all_tensors(), directory, tied=tied, maps=maps)
+        return lay_out_tensors(
+            plan.all_tensors(), directory, tied=tied, maps=maps, untrained=untrained
+        )
     except CheckpointUnusable as error:
         raise SaveFailed.all_of(error.problems) from error
 
@@ -157,4 +185,5 @@ def shared_file_jobs(plan: TreePlan, rank: int, file_layout: FileLayout) -> Iter
         # Rank 0 writes every header, also of a file in which it has no slice.
         header = file.header if rank == 0 else None
         if mine or header is not None:
-            yield SharedFileJob(path, file.nbytes, mine, plan.name, header)
+            is_reusable = file.name in file_layout.reusable
+            yield SharedFileJob(path, file.nbytes, mine, plan.name, header, is_reusable)

@@ -8,6 +8,7 @@ PyTorch's ``HuggingFaceStorageReader`` and NeMo AutoModel's offline tool read th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
@@ -18,26 +19,33 @@ from automodel_ckpt.checkpoint.sources.shard_header import Entry, shard_header
 from automodel_ckpt.checkpoint.writing.jobs import Chunk, FileJob
 
 NAME = "safetensors"
+_TRAINED = "model"
 
 
 def plan_jobs(
-    plan: TreePlan, rank: int, file_mapping: Mapping[str, int] | None = None
+    plan: TreePlan,
+    rank: int,
+    file_mapping: Mapping[str, int] | None = None,
+    untrained: Mapping[str, str] | None = None,
 ) -> Iterator[FileJob]:
     """The jobs of *rank* for a tree.
 
     *file_mapping* has the number (from 1) of the base model's file for each tensor; this rank's tensors are then split
-    into the same number of files.
+    into the same number of files. *untrained* has the kind of each tensor that does not train; those of each kind are
+    stored in separate files, which can be reused.
     """
+    kinds = untrained or {}
     mapping = file_mapping or {}
     # The base's number, also where this rank has slices of some of its files only.
     num_files = max(mapping.values(), default=1)
-    by_file: dict[int, list[Tensor]] = {}
+    by_file: dict[tuple[int, str], list[Tensor]] = {}
     for tensor in plan.tensors():
-        index = file_index(tensor.fqn, mapping)
-        by_file.setdefault(index, []).append(tensor)
-    for index in sorted(by_file):
-        file = layout.shard_file(plan.directory, rank, index, num_files)
-        yield _shard_job(plan, by_file[index], file)
+        key = file_index(tensor.fqn, mapping), kinds.get(tensor.fqn, _TRAINED)
+        by_file.setdefault(key, []).append(tensor)
+    for index, kind in sorted(by_file):
+        file = layout.shard_file(plan.directory, rank, index, num_files, kind=kind)
+        job = _shard_job(plan, by_file[index, kind], file)
+        yield replace(job, reusable=kind != _TRAINED)
     yield from values_job(plan, layout.objects_file(plan.directory, rank))
 
 

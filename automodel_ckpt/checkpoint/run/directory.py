@@ -124,6 +124,16 @@ class RunDirectory:
         """The name of the checkpoint that LOWEST_VAL points to."""
         return commit.pointed(self.root, layout.LOWEST_VAL)
 
+    def continued(self) -> Iterator[str]:
+        """Yield the names of the complete checkpoints that the next save continues, newest first.
+
+        Not among them: those that the next save sets aside, because the run went back, and links to other directories.
+        """
+        for record in self._records():
+            is_abandoned = self.went_back_to is not None and record.step > self.went_back_to
+            if not is_abandoned and not (self.root / record.name).is_symlink():
+                yield record.name
+
     def publish(
         self, staging: Path, name: layout.CheckpointName, losses: Mapping[str, Any]
     ) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from automodel_ckpt.checkpoint import commit, layout, policy
 from automodel_ckpt.checkpoint.manifest import NOT_SAVED, Manifest
 from automodel_ckpt.checkpoint.run import links, resume
+from automodel_ckpt.checkpoint.run.shared_files import freed_bytes
 from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.durable_io import fsync_directory
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
@@ -78,7 +79,9 @@ def removable(
     names = [record.name for record in keep.removable(records, protected)]
     if superseded:
         names += superseded_names(root)
-    return [Removal(name, size_on_disk(root / name)) for name in names]
+    # Files that other checkpoints share stay on the disk.
+    freed = freed_bytes([root / name for name in names])
+    return [Removal(name, nbytes) for name, nbytes in zip(names, freed, strict=True)]
 
 
 def _has_all_files(checkpoint: Path) -> bool:
@@ -177,15 +180,6 @@ def _link_files(source: Path, target: Path, *, omit: Collection[str]) -> None:
     for directory in emptied:
         if not os.listdir(target / directory):
             os.rmdir(target / directory)
-
-
-def size_on_disk(directory: Path) -> int:
-    """Return the bytes of all files below a directory. Links are not followed."""
-    num_bytes = 0
-    for parent, _, names in os.walk(directory):
-        for name in names:
-            num_bytes += os.lstat(os.path.join(parent, name)).st_size
-    return num_bytes
 
 
 def run_of(checkpoint: Path) -> tuple[Path, str]:

@@ -36,6 +36,7 @@ from automodel_ckpt.checkpoint.writing.rank_manifest import (
     rank_manifest_paths,
     read_rank_manifests,
 )
+from automodel_ckpt.checkpoint.writing.reuse import Previous
 from automodel_ckpt.distributed import agree
 from automodel_ckpt.errors import AutomodelError, ExportFailed, LeaseLost
 
@@ -49,12 +50,14 @@ class _ReuseProposal:
     """What a rank reports to the others before a save with the plan of the previous save.
 
     *digests* are those of its small state, None where the plan does not match that rank's state; *staging* is the path
-    of the directory that rank 0 created; *failed*, whether rank 0 could not create it.
+    of the directory that rank 0 created; *failed*, whether rank 0 could not create it; *previous*, the checkpoint whose
+    files are shared.
     """
 
     digests: dict[str, str] | None
     staging: str = ""
     failed: bool = False
+    previous: Previous | None = None
 
 
 @dataclass(slots=True)
@@ -145,7 +148,12 @@ class AsyncSaves:
         # From here on the state may change.
         complete = partial(self._complete, save) if self._is_rank0 else None
         self._background.start(
-            save.staging.path, written, staged, then=complete, doing=f"saving {save.name}"
+            save.staging.path,
+            written,
+            staged,
+            then=complete,
+            doing=f"saving {save.name}",
+            previous=save.previous,
         )
 
     def _live_state(self, save: Save) -> LiveState | None:
@@ -187,6 +195,7 @@ class AsyncSaves:
             save.staging.remove()
             return None
         save.staging.path = Path(proposals[0].staging)
+        save.previous = proposals[0].previous
         self._in_flight = save  # from here on, wait_for_save reports failures
         try:
             for name, tree in save.trees.items():
@@ -214,7 +223,7 @@ class AsyncSaves:
         except Exception as error:
             failure = as_failure(error, f"saving {save.name}", self._planner.run.path)
             return _ReuseProposal(digests, failed=True), failure
-        return _ReuseProposal(digests, staging), None
+        return _ReuseProposal(digests, staging, previous=save.previous), None
 
     def _matching_digests(self, plan: _Plan, live: LiveState, save: Save) -> dict[str, str] | None:
         """The digests of this rank's small state, which is read into *save*; None where the plan does not match."""
@@ -266,7 +275,8 @@ class AsyncSaves:
         common.files.update(planner.write_metadata(save, read_all))
         if save.before_publishing is not None:
             save.before_publishing()
-        nbytes = upload.finalize(staging, planner.partial_manifest(save), common)
+        manifest = planner.partial_manifest(save)
+        nbytes = upload.finalize(staging, manifest, common, save.previous)
         report = planner.publish(save, nbytes)
         save.is_published = True
         if save.on_saved is not None:

@@ -18,6 +18,7 @@ from automodel_ckpt.checkpoint.failures import as_failure
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.saving.host_memory import HostMemory, MemoryLayout
 from automodel_ckpt.checkpoint.writing.rank_manifest import RankManifest
+from automodel_ckpt.checkpoint.writing.reuse import Previous
 from automodel_ckpt.checkpoint.writing.writer import Command, Export, Finalize, Write, Writer
 from automodel_ckpt.errors import AutomodelError, ExportFailed, SaveFailed
 
@@ -136,16 +137,18 @@ class Background:
         *,
         then: Callable[[Upload], None] | None,
         doing: str,
+        previous: Previous | None = None,
     ) -> None:
         """Write the staged copy in the background, then call *then* with the upload in the upload thread.
 
-        The previous upload must have ended, or be abandoned. *doing* describes the save in error messages. Raises
-        :class:`OSError` where the writer process has ended and cannot be restarted.
+        The previous upload must have ended, or be abandoned. Unchanged files are shared with the checkpoint *previous*.
+        *doing* describes the save in error messages. Raises :class:`OSError` where the writer process has ended and
+        cannot be restarted.
         """
         if not self._writer.alive:
             self._writer.end()
             self._writer = Writer(self._memory.descriptor)
-        command = Write(str(staging), written, jobs, self._memory.tensor.nbytes)
+        command = Write(str(staging), written, jobs, self._memory.tensor.nbytes, previous)
         self._last_progress = (time.monotonic(), ())
         upload = Upload(self._writer)
         self._upload = upload
@@ -290,13 +293,20 @@ class Upload:
         finally:
             self.is_writing = False
 
-    def finalize(self, staging: Path, partial_manifest: Manifest, common: RankManifest) -> int:
+    def finalize(
+        self,
+        staging: Path,
+        partial_manifest: Manifest,
+        common: RankManifest,
+        previous: Previous | None = None,
+    ) -> int:
         """Merge all rank manifests of *staging* into the manifest in the writer process; return the checkpoint's
         bytes.
 
         Raises :class:`SaveFailed` or OSError.
         """
-        nbytes: int = self.do(Finalize(str(staging), partial_manifest, common), staging)
+        command = Finalize(str(staging), partial_manifest, common, previous)
+        nbytes: int = self.do(command, staging)
         return nbytes
 
 

@@ -10,6 +10,7 @@ import json
 import math
 import shlex
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from automodel_ckpt.checkpoint.discovery import Item, classify
 from automodel_ckpt.checkpoint.formats import hf, safetensors, torch_save
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
 from automodel_ckpt.checkpoint.manifest import NOT_SAVED, Manifest, StateRecord, Tree
-from automodel_ckpt.checkpoint.module_tensors import module_state, stored_layout
+from automodel_ckpt.checkpoint.module_tensors import module_state, stored_layout, untrained_names
 from automodel_ckpt.checkpoint.options import ModelFormat, ModelLayout, Options
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
@@ -47,8 +48,12 @@ from automodel_ckpt.checkpoint.state.optimizer_state import (
 from automodel_ckpt.checkpoint.state.storable import check_safe, check_safe_values, check_storable
 from automodel_ckpt.checkpoint.writing.jobs import FileJob, Job
 from automodel_ckpt.checkpoint.writing.rank_manifest import RankManifest, RankTree
+from automodel_ckpt.checkpoint.writing.reuse import Previous, links_are_supported
 from automodel_ckpt.errors import AutomodelError, SaveFailed
 from automodel_ckpt.units import size_text
+
+# Below this size, separate files cost more than they save.
+_MIN_SEPARATE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +88,9 @@ class Proposal:
     """What a rank sends to the others before a save.
 
     *plans* are its DCP plans by tree; *digests* those of its other state; *staging* the path that rank 0 created;
-    *maps* and *tied* name and split the files that all ranks write together, by tree; rank 0's count.
+    *maps* and *tied* name and split the files that all ranks write together, by tree; rank 0's count. *untrained*
+    has the kinds of this rank's tensors that do not train, by tree; *previous* is rank 0's choice of a checkpoint whose
+    files are shared.
     """
 
     plans: dict[str, SavePlan]
@@ -92,6 +99,8 @@ class Proposal:
     staging: str | None
     maps: dict[str, BaseMaps]
     tied: dict[str, dict[str, str]]
+    untrained: dict[str, dict[str, str]] = field(default_factory=dict)
+    previous: Previous | None = None
 
 
 @dataclass(slots=True)
@@ -100,7 +109,8 @@ class Save:
 
     The others are the state of this rank: *items*; a plan per tree (module or optimizer); the value of each other
     object; *tied* names by module; *file_layouts* of the modules whose files all ranks write together; *metadata*,
-    the bytes of DCP's ``.metadata`` by tree, which depend on the plan only; *records*, how each attribute is stored.
+    the bytes of DCP's ``.metadata`` by tree, which depend on the plan only; *records*, how each attribute is stored;
+    *untrained*, the kinds of tensors that do not train, by tree; *previous*, the checkpoint whose files are shared.
     While a synchronous save is written, *total_bytes* is about what this rank writes, and *bytes_before* the value of
     ``METER.nbytes`` at the start.
     """
@@ -122,6 +132,8 @@ class Save:
     file_layouts: dict[str, hf.FileLayout] = field(default_factory=dict)
     metadata: dict[str, bytes] = field(default_factory=dict)
     records: dict[str, StateRecord] = field(default_factory=dict)
+    untrained: dict[str, dict[str, str]] = field(default_factory=dict)
+    previous: Previous | None = None
     bytes_before: int = 0
     total_bytes: int | None = None
     stall_seconds: float | None = None
@@ -153,6 +165,9 @@ class Planner:
         self._restore_from = options.restore_from
         self._format: ModelFormat = options.model_save_format
         self._layout: ModelLayout = options.model_layout or "shards"
+        self._incremental = options.incremental
+        # Whether the saves have files that can be shared; unknown before the first plan.
+        self._has_reusable_files = True
         self.export_when = _export_when(options.save_consolidated, self._format, self._layout)
         self.expected_bytes = 0
         """Expected bytes on disk of the save that was proposed last; set on rank 0."""
@@ -227,7 +242,7 @@ class Planner:
         """Read the *state* of this rank into *save*. Raises :class:`RecipeError` for state that cannot be stored."""
         save.items = classify(state)
         save.trees, save.tied, save.objects = {}, {}, {}
-        save.file_layouts, save.metadata = {}, {}
+        save.file_layouts, save.metadata, save.untrained = {}, {}, {}
         owners = Owners(save.items)
         for item in save.items:
             directory = layout.state_directory(item.name)
@@ -236,6 +251,9 @@ class Planner:
                 complete = stored_layout(item.value).complete
                 save.tied[item.name] = tied if complete is None else dict(complete.tied)
                 save.trees[item.name] = TreePlan(item.name, directory, tree, nested=False)
+                if self._incremental is not False:
+                    kinds = untrained_names(item.value)
+                    save.untrained[item.name] = {n: k for n, k in kinds.items() if n in tree}
             elif item.kind == "optimizer" and self.save_optimizer:
                 tree = optimizer_tree(item, save.items, owners)
                 save.trees[item.name] = TreePlan(item.name, directory, tree, nested=True)
@@ -261,7 +279,16 @@ class Planner:
             self.expected_bytes = forecast.nbytes
             reserved = self.reserve(save, forecast)
         maps = self._maps(save)
-        return Proposal(plans, digests, self.ranks.dp_rank, reserved, maps, save.tied)
+        return Proposal(
+            plans,
+            digests,
+            self.ranks.dp_rank,
+            reserved,
+            maps,
+            save.tied,
+            save.untrained,
+            save.previous,
+        )
 
     def reserve(self, save: Save, forecast: Forecast) -> str:
         """Create the staging directory of *save*; only rank 0 calls this. Returns its path.
@@ -271,7 +298,24 @@ class Planner:
         self.run.hold()
         self.check_fits(forecast)
         directories = [tree.directory for tree in save.trees.values()]
-        return str(save.staging.reserve(self.run.root, str(save.name), directories))
+        staging = save.staging.reserve(self.run.root, str(save.name), directories)
+        save.previous = self._find_previous(staging)
+        return str(staging)
+
+    def _find_previous(self, staging: Path) -> Previous | None:
+        """The checkpoint whose files a save in *staging* can share; None if there is none.
+
+        By default it is not the one before: after damage to one of the newest two checkpoints, a start uses the other.
+        """
+        if self._incremental is False or not self._has_reusable_files:
+            return None
+        names = self.run.continued()
+        avoid = next(names, None) if self._incremental == "auto" else None
+        name = next(names, None)
+        if name is None or not links_are_supported(self.run.root / name, staging):
+            return None
+        root = str(self.run.root / name)
+        return Previous(root, None if avoid is None else str(self.run.root / avoid))
 
     def _maps(self, save: Save) -> dict[str, BaseMaps]:
         """How the files that all ranks write together are named and split, by module.
@@ -299,33 +343,57 @@ class Planner:
         digests = [proposal.digests for proposal in proposals]
         dp_ranks = [proposal.dp_rank for proposal in proposals]
         check_consistent(digests)
+        save.previous = proposals[0].previous
         written = RankManifest(self.ranks.rank)
         jobs: list[Job] = []
+        self._has_reusable_files = False
         for tree in save.trees.values():
             plans = [proposal.plans[tree.name] for proposal in proposals]
             tree.partition(plans, self.ranks.rank)
             rank_tree = RankTree()
             written.trees[tree.name] = rank_tree
-            jobs += self._tree_jobs(tree, save, proposals[0], rank_tree)
+            untrained = self._untrained_in(tree, proposals)
+            self._has_reusable_files = self._has_reusable_files or bool(untrained)
+            jobs += self._tree_jobs(tree, save, proposals[0], rank_tree, untrained)
         return written, jobs, self.object_jobs(save, digests, dp_ranks)
 
+    def _untrained_in(self, tree: TreePlan, proposals: Sequence[Proposal]) -> dict[str, str]:
+        """{name: kind} of the tensors of a partitioned tree that separate files store; the same on all ranks."""
+        kinds: dict[str, str] = {}
+        for proposal in proposals:
+            kinds |= proposal.untrained.get(tree.name, {})
+        if not kinds or (self._layout == "shards" and self._format != "safetensors"):
+            return {}
+        if self._incremental is True:
+            return kinds
+        nbytes: Counter[str] = Counter()
+        for name, tensor in tree.all_tensors().items():
+            if name in kinds:
+                nbytes[kinds[name]] += tensor.nbytes
+        return {name: kind for name, kind in kinds.items() if nbytes[kind] >= _MIN_SEPARATE_BYTES}
+
     def _tree_jobs(
-        self, tree: TreePlan, save: Save, of_rank0: Proposal, written: RankTree
+        self,
+        tree: TreePlan,
+        save: Save,
+        of_rank0: Proposal,
+        written: RankTree,
+        untrained: Mapping[str, str],
     ) -> list[Job]:
-        """The jobs of this rank for a tree, in the tree's format."""
+        """The jobs of this rank for a tree, in the tree's format; *untrained* tensors are stored in separate files."""
         rank = self.ranks.rank
         # Rank 0's for all ranks: each computes the offsets in files that all of them write.
         maps = of_rank0.maps.get(tree.name)
         if maps is not None:
             tied = of_rank0.tied[tree.name]
-            file_layout = hf.lay_out(tree, tree.directory, maps, tied)
+            file_layout = hf.lay_out(tree, tree.directory, maps, tied, untrained)
             save.file_layouts[tree.name] = file_layout
             return list(hf.plan_jobs(tree, rank, file_layout))
         is_module = tree.name in save.tied
         if is_module and self._format == "safetensors":
             assets = self.assets.get(tree.name)
             file_mapping = None if assets is None else assets.file_index_mapping
-            return list(safetensors.plan_jobs(tree, rank, file_mapping))
+            return list(safetensors.plan_jobs(tree, rank, file_mapping, untrained))
         job, written.dcp_items = torch_save.plan_jobs(tree, rank)
         return [job]
 

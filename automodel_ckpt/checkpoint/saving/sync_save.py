@@ -50,7 +50,7 @@ def _write(save: Save, proposals: list[Proposal], planner: Planner) -> None:
     all_jobs = [*jobs, *objects]
     save.bytes_before = METER.nbytes
     save.total_bytes = sum(job.size for job in all_jobs)
-    run_all(all_jobs, staging, written)
+    run_all(all_jobs, staging, written, previous=save.previous)
     if planner.ranks.rank == 0:
         planner.write_common(save, written)
     # Last: a rank manifest on disk means that all files of its rank are durable.
@@ -67,5 +67,5 @@ def _publish(save: Save, planner: Planner) -> SaveReport:
         # A recipe flushes its logs here: no checkpoint is published before the log lines of its
         # step.
         save.before_publishing()
-    nbytes = finalize(staging, planner.partial_manifest(save), rank_manifests)
+    nbytes = finalize(staging, planner.partial_manifest(save), rank_manifests, save.previous)
     return planner.publish(save, nbytes)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,9 +21,12 @@ from automodel_ckpt.checkpoint.files.durable_file import DurableFile
 from automodel_ckpt.checkpoint.manifest import Blob
 from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.writing.rank_manifest import RankManifest, RankTree
-from automodel_ckpt.checkpoint.writing.shared_file import SharedFile
+from automodel_ckpt.checkpoint.writing.reuse import Previous, ReusableFiles
+from automodel_ckpt.checkpoint.writing.shared_file import SharedFile, slice_digest
 
 CRC_BYTES = 4
+# Threads that compute the digests of a reusable file.
+_NUM_THREADS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,24 +77,41 @@ class FileJob:
     """A new file that only this rank writes, sequentially.
 
     *file* is relative to the checkpoint; *tree* is the tree of the chunks' entries, None for a file without entries.
-    *nbytes* of disk space are reserved first; 0 where the size is not known.
+    *nbytes* of disk space are reserved first; 0 where the size is not known. *reusable*: the content rarely changes, so
+    that the file of the previous checkpoint can be shared.
     """
 
     file: str
     chunks: Sequence[Chunk]
     tree: str | None = None
     nbytes: int = 0
+    reusable: bool = False
 
     @property
     def size(self) -> int:
         """Approximate bytes to write."""
         return self.nbytes or sum(_length(chunk.data) for chunk in self.chunks)
 
-    def run(self, staging: Path, written: RankManifest, memory: memoryview) -> None:
-        """Write the file below *staging*; add it and its chunks to *written*. Raises OSError naming the file."""
+    def run(
+        self,
+        staging: Path,
+        written: RankManifest,
+        memory: memoryview,
+        previous: ReusableFiles | None = None,
+    ) -> None:
+        """Write the file below *staging*; add it and its chunks to *written*. Raises OSError naming the file.
+
+        A reusable file becomes a link to that of the *previous* checkpoint, if its content is the same.
+        """
         path = staging / self.file
         # Another rank may create the directory of an object that differs between ranks.
         path.parent.mkdir(exist_ok=True)
+        if (
+            self.reusable
+            and previous is not None
+            and self._link(staging, written, memory, previous)
+        ):
+            return
         tree = RankTree() if self.tree is None else written.trees.setdefault(self.tree, RankTree())
         contiguous = _contiguous_span(self.chunks)
         with DurableFile(path, nbytes=self.nbytes) as out:
@@ -107,13 +128,39 @@ class FileJob:
                 out.write(_bytes_of(contiguous, memory))
         written.files[self.file] = out.close()
 
+    def _link(
+        self, staging: Path, written: RankManifest, memory: memoryview, previous: ReusableFiles
+    ) -> bool:
+        """Link the file of the *previous* checkpoint if it has the same content. Returns whether it was linked.
+
+        A reusable file consists of a header and tensors.
+        """
+        first, *chunks = self.chunks
+        header = bytes(_bytes_of(first.data, memory))
+
+        def digested(chunk: Chunk) -> Tensor:
+            return _digested(_slice_entry(chunk), digest_of(_bytes_of(chunk.data, memory)))
+
+        # Hashing takes most of the time; it releases the GIL.
+        with ThreadPoolExecutor(_NUM_THREADS) as pool:
+            entries = list(pool.map(digested, chunks))
+        slices = [entry.slices[0] for entry in entries]
+        record = previous.same_file(self.file, header, slices)
+        if record is None or not previous.link(self.file, record, staging):
+            return False
+        if self.tree is not None:
+            written.trees.setdefault(self.tree, RankTree()).tensors += entries
+        written.files[self.file] = record
+        return True
+
 
 @dataclass(frozen=True, slots=True)
 class SharedFileJob:
     """This rank's share of a file of *nbytes* bytes that several ranks write, each at the offsets of its slices.
 
     *file* is relative to the checkpoint, *tree* is the tree of the slices. *header* is not None on the rank that
-    writes the file's header.
+    writes the file's header. *reusable*: the content rarely changes, so that slices of the previous checkpoint can be
+    shared.
     """
 
     file: str
@@ -121,15 +168,28 @@ class SharedFileJob:
     chunks: Sequence[Chunk]
     tree: str
     header: bytes | None = None
+    reusable: bool = False
 
     @property
     def size(self) -> int:
         """Bytes to write, without the header."""
         return sum(_slice_entry(chunk).slices[0].nbytes for chunk in self.chunks)
 
-    def run(self, staging: Path, written: RankManifest, memory: memoryview) -> None:
-        """Write the share below *staging*; add its slices to *written*. Raises OSError naming the file."""
+    def run(
+        self,
+        staging: Path,
+        written: RankManifest,
+        memory: memoryview,
+        previous: ReusableFiles | None = None,
+    ) -> None:
+        """Write the share below *staging*; add its slices to *written*. Raises OSError naming the file.
+
+        Nothing is written if the file is reusable and the *previous* checkpoint has the share; then rank 0 completes
+        the file when all ranks have finished (``rank_manifest.py``). A link now could be opened by another rank.
+        """
         tree = written.trees.setdefault(self.tree, RankTree())
+        if self.reusable and previous is not None and self._reuse(written, memory, previous):
+            return
         with SharedFile(staging / self.file, nbytes=self.size) as out:
             if self.header is not None:
                 out.create(self.header, self.nbytes)
@@ -137,11 +197,28 @@ class SharedFileJob:
             for chunk in self.chunks:
                 entry = _slice_entry(chunk)
                 digest = out.write_slice(entry, _bytes_of(chunk.data, memory), chunk.dtype)
-                entry = _digested(entry, digest)
-                if chunk.is_copy:
-                    tree.copies.append(entry)
-                else:
-                    tree.tensors.append(entry)
+                _add_slice(tree, chunk, _digested(entry, digest))
+
+    def _reuse(self, written: RankManifest, memory: memoryview, previous: ReusableFiles) -> bool:
+        """Record this rank's share without writing it, if the *previous* checkpoint has it. Returns whether it does."""
+
+        def digested(chunk: Chunk) -> Tensor:
+            entry = _slice_entry(chunk)
+            digest = slice_digest(entry, _bytes_of(chunk.data, memory), chunk.dtype)
+            return _digested(entry, digest)
+
+        with ThreadPoolExecutor(_NUM_THREADS) as pool:
+            entries = list(pool.map(digested, self.chunks))
+        head = None if self.header is None else digest_of(self.header)
+        if not previous.has_slices(self.file, [entry.slices[0] for entry in entries], head):
+            return False
+        tree = written.trees.setdefault(self.tree, RankTree())
+        for chunk, entry in zip(self.chunks, entries, strict=True):
+            _add_slice(tree, chunk, entry)
+        if head is not None:
+            written.placed[self.file] = FileRecord(self.nbytes, head)
+        written.reused.append(self.file)
+        return True
 
 
 Job = FileJob | SharedFileJob
@@ -156,11 +233,24 @@ def with_data(job: Job, data: Sequence[Data]) -> Job:
 
 
 def run_all(
-    jobs: Iterable[Job], staging: Path, written: RankManifest, memory: memoryview | None = None
+    jobs: Iterable[Job],
+    staging: Path,
+    written: RankManifest,
+    memory: memoryview | None = None,
+    previous: Previous | None = None,
 ) -> None:
-    """Run *jobs* in order and add what they wrote to *written*. Spans refer to *memory*."""
+    """Run *jobs* in order and add what they wrote to *written*. Spans refer to *memory*.
+
+    *previous* is the checkpoint whose unchanged files are shared.
+    """
+    reusable: ReusableFiles | None = None
+    is_open = False
     for job in jobs:
-        job.run(staging, written, memoryview(b"") if memory is None else memory)
+        if job.reusable and not is_open:
+            # Not before: most saves have no reusable file, and the manifest need not be read.
+            reusable = ReusableFiles.open(previous)
+            is_open = True
+        job.run(staging, written, memoryview(b"") if memory is None else memory, reusable)
 
 
 def _length(data: Data) -> int:
@@ -234,6 +324,14 @@ def _add_entry(tree: RankTree, chunk: Chunk, digest: str) -> None:
         tree.objects.append(replace(chunk.entry, digest=digest))
     elif chunk.entry is not None:
         tree.tensors.append(_digested(chunk.entry, digest))
+
+
+def _add_slice(tree: RankTree, chunk: Chunk, entry: Tensor) -> None:
+    """Add the *entry* of a chunk of a shared file, with its digest, to what this rank wrote of a tree."""
+    if chunk.is_copy:
+        tree.copies.append(entry)
+    else:
+        tree.tensors.append(entry)
 
 
 def _slice_entry(chunk: Chunk) -> Tensor:

@@ -25,6 +25,7 @@ from automodel_ckpt.checkpoint.manifest import (
 )
 from automodel_ckpt.checkpoint.merkle import merkle_digest, slices_by_file
 from automodel_ckpt.checkpoint.slices import Tensor
+from automodel_ckpt.checkpoint.writing.reuse import Previous, ReusableFiles
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 
 
@@ -54,16 +55,27 @@ class RankManifest:
     """What one rank wrote of a checkpoint. Rank 0 merges those of all ranks into the manifest.
 
     *placed* has, for each file that several ranks write and this one created, its size and the digest of its header.
-    The names of the fields are keys of the file.
+    *reused* names the files that several ranks write, and to which this one wrote nothing, because the previous
+    checkpoint has all its slices (``reuse.py``). The names of the fields are keys of the file.
     """
 
     rank: int
     files: dict[str, FileRecord] = field(default_factory=dict)
     trees: dict[str, RankTree] = field(default_factory=dict)
     placed: dict[str, FileRecord] = field(default_factory=dict)
+    reused: list[str] = field(default_factory=list)
 
     def to_bytes(self) -> bytes:
         return json.dumps(self, default=_fields).encode()
+
+    def tensors_in(self, file: str) -> list[Tensor]:
+        """The slices of this rank in *file*: tensors with one slice each."""
+        found: list[Tensor] = []
+        for tree in self.trees.values():
+            for tensor in (*tree.tensors, *tree.copies):
+                if tensor.slices[0].file == file:
+                    found.append(tensor)
+        return found
 
     @classmethod
     def parse(cls, data: bytes) -> RankManifest:
@@ -72,6 +84,7 @@ class RankManifest:
             rank=raw["rank"],
             files=_parse_records(raw["files"]),
             placed=_parse_records(raw["placed"]),
+            reused=list(raw["reused"]),
             trees={name: _parse_tree(tree) for name, tree in raw["trees"].items()},
         )
 
@@ -185,12 +198,16 @@ def readable_bytes(manifest: Manifest, checkpoint: Path) -> bytes:
 
 
 def finalize(
-    staging: Path, partial_manifest: Manifest, rank_manifests: Sequence[RankManifest]
+    staging: Path,
+    partial_manifest: Manifest,
+    rank_manifests: Sequence[RankManifest],
+    previous: Previous | None = None,
 ) -> int:
     """Complete the manifest and finalize *staging* with it; return the bytes of the checkpoint's files.
 
-    *partial_manifest* has no files, and of each tree only its format and tied names. Raises OSError, and
-    :class:`SaveFailed` where the result is not a checkpoint that can be read back.
+    *partial_manifest* has no files, and of each tree only its format and tied names. *previous* is the checkpoint whose
+    files the ranks reused. Raises OSError, and :class:`SaveFailed` where the result is not a checkpoint that can be
+    read back.
     """
     trees: dict[str, Tree] = {}
     stored: list[Tensor] = []
@@ -199,7 +216,37 @@ def finalize(
         trees[name] = tree
         stored.extend(tree.stored)
     files = merge_files(rank_manifests) | merge_shared_files(rank_manifests, stored)
+    _complete_reused(staging, files, rank_manifests, previous)
     manifest = replace(partial_manifest, created=time.time(), trees=trees, files=files)
     checkpoint = staging.parent / str(layout.CheckpointName(manifest.step, manifest.epoch))
     commit.finalize(staging, readable_bytes(manifest, checkpoint))
     return manifest.nbytes
+
+
+def _complete_reused(
+    staging: Path,
+    files: Mapping[str, FileRecord],
+    rank_manifests: Sequence[RankManifest],
+    previous: Previous | None,
+) -> None:
+    """Take over what the ranks did not write because *previous* has it; *files* has the records of all files."""
+    reused: dict[str, list[RankManifest]] = {}
+    for written in rank_manifests:
+        for file in written.reused:
+            reused.setdefault(file, []).append(written)
+    if not reused:
+        return
+    reusable = ReusableFiles.open(previous)
+    if reusable is None:
+        raise SaveFailed(
+            "the checkpoint whose files the new one shares was removed during the save",
+            where=str(staging),
+            value=previous.root if previous else "no checkpoint",
+            hint="run the same command to resume from the newest checkpoint",
+        )
+    for file, ranks in reused.items():
+        tensors: list[Tensor] = []
+        for written in ranks:
+            tensors += written.tensors_in(file)
+        needs_head = any(file in written.placed for written in ranks)
+        reusable.complete(file, files[file], tensors, staging, needs_head=needs_head)

@@ -43,6 +43,10 @@ class SharedFile:
         # Not O_EXCL: any rank may be the first.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         self._descriptor = os.open(path, flags, 0o666)
+        if os.fstat(self._descriptor).st_nlink > 1:
+            os.close(self._descriptor)
+            # Incremental saves share files with published checkpoints, which never change.
+            raise OSError(errno.EPERM, "a file with several names must not be changed", str(path))
         self._stream: DirectStream | None = None
         if nbytes >= DIRECT_FROM_BYTES:
             self._stream = DirectStream(self._descriptor, path)
@@ -59,11 +63,8 @@ class SharedFile:
         *data* are the slice's row-major elements in *dtype*; they are cast where the slice has another dtype.
         """
         hashed = xxhash.xxh3_128()
-        (stored,) = entry.slices
-        view = memoryview(data).cast("B")
         with naming(self.path):
-            for group in _groups(runs_in_file(stored, entry.shape)):
-                block = _cast(view, group, dtype, stored.dtype)
+            for group, block in _stored_blocks(entry, data, dtype):
                 hashed.update(block)
                 METER.nbytes += len(block)
                 for run in group:
@@ -94,6 +95,24 @@ class SharedFile:
                     os.fsync(descriptor)
             finally:
                 os.close(descriptor)
+
+
+def slice_digest(entry: Tensor, data: bytes | memoryview, dtype: str) -> str:
+    """Return the digest that :meth:`SharedFile.write_slice` returns with these arguments, without writing."""
+    hashed = xxhash.xxh3_128()
+    for _, block in _stored_blocks(entry, data, dtype):
+        hashed.update(block)
+    return digest_from(hashed)
+
+
+def _stored_blocks(
+    entry: Tensor, data: bytes | memoryview, dtype: str
+) -> Iterator[tuple[list[Run], memoryview]]:
+    """Yield the bytes of a slice as stored, in blocks, each with the runs that it fills."""
+    (stored,) = entry.slices
+    view = memoryview(data).cast("B")
+    for group in _groups(runs_in_file(stored, entry.shape)):
+        yield group, _cast(view, group, dtype, stored.dtype)
 
 
 def _groups(runs: Iterable[Run]) -> Iterator[list[Run]]:

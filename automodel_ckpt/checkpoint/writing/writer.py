@@ -33,6 +33,7 @@ from automodel_ckpt.checkpoint.writing.rank_manifest import (
     finalize,
     read_rank_manifests,
 )
+from automodel_ckpt.checkpoint.writing.reuse import Previous
 from automodel_ckpt.errors import AutomodelError, SaveFailed
 
 # Not SCHED_IDLE: on a busy machine, the upload took twice as long.
@@ -50,17 +51,22 @@ _START = (
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Run the pickled *jobs* below *staging* on the first *memory_bytes* of shared memory; write the rank manifest."""
+    """Run the pickled *jobs* below *staging* on the first *memory_bytes* of shared memory; write the rank manifest.
+
+    *previous* is the checkpoint whose unchanged files are shared.
+    """
 
     staging: str
     written: RankManifest
     jobs: Sequence[bytes]
     memory_bytes: int
+    previous: Previous | None = None
 
     def run(self, memory: SharedMemory) -> None:
         staging = Path(self.staging)
+        view = memory.view(self.memory_bytes)
         for jobs in self.jobs:
-            run_all(pickle.loads(jobs), staging, self.written, memory.view(self.memory_bytes))
+            run_all(pickle.loads(jobs), staging, self.written, view, self.previous)
         # The last action: as soon as the file appears, rank 0 may publish and remove its directory.
         commit.write_by_rename(
             staging / layout.rank_manifest_file(self.written.rank), self.written.to_bytes()
@@ -99,18 +105,20 @@ class Export:
 class Finalize:
     """Finalize *staging*, which has all rank manifests. Returns the bytes of all files.
 
-    *common* has the files that rank 0 wrote in addition to its rank manifest.
+    *common* has the files that rank 0 wrote in addition to its rank manifest, and *previous* is the checkpoint whose
+    files the ranks reused.
     """
 
     staging: str
     partial_manifest: Manifest
     common: RankManifest
+    previous: Previous | None = None
 
     def run(self, memory: SharedMemory) -> int:
         staging = Path(self.staging)
         rank_manifests = read_rank_manifests(staging, self.partial_manifest.world_size)
         rank_manifests[self.common.rank].files.update(self.common.files)
-        return finalize(staging, self.partial_manifest, rank_manifests)
+        return finalize(staging, self.partial_manifest, rank_manifests, self.previous)
 
 
 Command = Write | Finalize | Export

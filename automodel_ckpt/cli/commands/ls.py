@@ -340,6 +340,8 @@ def _number(value: object) -> float | None:
 
 
 def _run_row(above: Path, run: Path) -> RunRow:
+    from automodel_ckpt.checkpoint.run.shared_files import repeated_bytes
+
     name = os.path.relpath(run, above)
     complete = [row for row in rows_of(run) if row.complete and "superseded" not in row.reason]
     if not complete:
@@ -350,6 +352,8 @@ def _run_row(above: Path, run: Path) -> RunRow:
         # min() of values with NaN depends on their order.
         if row.val_loss is not None and not math.isnan(row.val_loss):
             val_losses.append(row.val_loss)
+    # Checkpoints can share files, which take their bytes once.
+    repeated = repeated_bytes([run / row.name for row in complete])
     return RunRow(
         run=name,
         num_checkpoints=len(complete),
@@ -359,7 +363,7 @@ def _run_row(above: Path, run: Path) -> RunRow:
         train_loss=newest.train_loss,
         val_loss=newest.val_loss,
         lowest_val_loss=min(val_losses, default=None),
-        nbytes=sum(row.nbytes or 0 for row in complete),
+        nbytes=sum(row.nbytes or 0 for row in complete) - repeated,
         created=newest.created,
     )
 

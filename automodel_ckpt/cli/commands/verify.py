@@ -9,11 +9,21 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from automodel_ckpt.cli.arguments import add_path, number_at_least
 from automodel_ckpt.cli.paths import run_directory, whole_checkpoint
-from automodel_ckpt.cli.terminal import coloured, printable, printable_lines, problem_json
+from automodel_ckpt.cli.terminal import (
+    coloured,
+    printable,
+    printable_lines,
+    problem_json,
+    size_text,
+)
 from automodel_ckpt.errors import EXIT_DONE, EXIT_UNUSABLE, CheckpointUnusable, Problem
+
+if TYPE_CHECKING:
+    from automodel_ckpt.checkpoint.run.shared_files import SharedFile
 
 _LEFTOVER = "an export is in progress or was interrupted; the next start of the run removes it"
 
@@ -55,6 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
         _print_json(results)
     else:
         _print_results(results)
+        _print_shared(targets)
         _print_leftovers(targets)
     is_damaged = any(problems for _, problems in results)
     return EXIT_UNUSABLE if is_damaged else EXIT_DONE
@@ -135,7 +146,13 @@ def _print_json(results: Sequence[Result]) -> None:
     documents = []
     for target, problems in results:
         listed = [problem_json(problem) for problem in problems]
-        documents.append({"path": str(target), "ok": not problems, "problems": listed})
+        shared = [
+            {"file": file.path, "nbytes": file.nbytes, "with": list(file.others)}
+            for file in _shared_files(target)
+        ]
+        documents.append(
+            {"path": str(target), "ok": not problems, "problems": listed, "shared": shared}
+        )
     print(json.dumps(documents))
 
 
@@ -153,6 +170,28 @@ def _verdict(target: Path, problems: list[Problem]) -> str:
     if _is_external(target):
         return coloured("unverifiable: no manifest", "yellow", sys.stdout)
     return coloured("damaged", "red", sys.stdout)
+
+
+def _shared_files(target: Path) -> list[SharedFile]:
+    """Return the files that a checkpoint shares with others of its run; an export shares none."""
+    from automodel_ckpt.checkpoint import layout
+    from automodel_ckpt.checkpoint.run.shared_files import shared_files
+
+    if not layout.is_checkpoint(target.name):
+        return []
+    return shared_files(target)
+
+
+def _print_shared(targets: Sequence[Path]) -> None:
+    """Print which checkpoints share files: damage to such a file is damage to all of them."""
+    for target in targets:
+        by_others: dict[tuple[str, ...], list[SharedFile]] = {}
+        for file in _shared_files(target):
+            by_others.setdefault(file.others, []).append(file)
+        for others, files in by_others.items():
+            size = size_text(sum(file.nbytes for file in files))
+            number = "1 file" if len(files) == 1 else f"{len(files)} files"
+            print(printable(f"{target}: shares {number} ({size}) with {', '.join(others)}"))
 
 
 def _print_leftovers(targets: Sequence[Path]) -> None:

@@ -1,0 +1,94 @@
+"""Which files the checkpoints of a run share by hard links, and how many bytes they take together. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from automodel_ckpt.checkpoint import layout
+
+Inode = tuple[int, int]
+"""Device and number of a file; equal for all its names."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedFile:
+    """A file of a checkpoint, relative to it, its size, and the names of the other checkpoints that have it."""
+
+    path: str
+    nbytes: int
+    others: tuple[str, ...]
+
+
+def shared_files(checkpoint: Path) -> list[SharedFile]:
+    """Return the files that *checkpoint* shares with other checkpoints of its run directory, sorted by path."""
+    mine: dict[Inode, tuple[str, int]] = {}
+    for path, status in _files(checkpoint):
+        if status.st_nlink > 1:
+            relative = path.relative_to(checkpoint).as_posix()
+            mine[status.st_dev, status.st_ino] = (relative, status.st_size)
+    if not mine:
+        return []
+    others: dict[Inode, set[str]] = {inode: set() for inode in mine}
+    for entry in os.scandir(checkpoint.parent):
+        if entry.name == checkpoint.name or not layout.is_checkpoint(entry.name):
+            continue
+        if not entry.is_dir(follow_symlinks=False):
+            continue
+        for _, status in _files(Path(entry.path)):
+            inode = (status.st_dev, status.st_ino)
+            if inode in others:
+                others[inode].add(entry.name)
+    found: list[SharedFile] = []
+    for inode, (relative, nbytes) in mine.items():
+        if others[inode]:
+            found.append(SharedFile(relative, nbytes, tuple(sorted(others[inode]))))
+    return sorted(found, key=lambda shared: shared.path)
+
+
+def repeated_bytes(checkpoints: Sequence[Path]) -> int:
+    """Return the bytes that the sizes of *checkpoints* count more than once: shared files take their bytes once."""
+    counts: Counter[Inode] = Counter()
+    repeated = 0
+    for checkpoint in checkpoints:
+        for _, status in _files(checkpoint):
+            if status.st_nlink > 1:
+                inode = (status.st_dev, status.st_ino)
+                repeated += status.st_size if counts[inode] else 0
+                counts[inode] += 1
+    return repeated
+
+
+def freed_bytes(checkpoints: Sequence[Path]) -> list[int]:
+    """Return the bytes that the removal of each of *checkpoints* frees, if they are removed in this order.
+
+    A file is freed with its last name.
+    """
+    removed: Counter[Inode] = Counter()
+    freed: list[int] = []
+    for checkpoint in checkpoints:
+        num_bytes = 0
+        for _, status in _files(checkpoint):
+            inode = (status.st_dev, status.st_ino)
+            removed[inode] += 1
+            if removed[inode] >= status.st_nlink:
+                num_bytes += status.st_size
+        freed.append(num_bytes)
+    return freed
+
+
+def _files(directory: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """Yield the regular files below a directory. Links are not followed; what disappears meanwhile is skipped."""
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            path = Path(parent, name)
+            try:
+                status = os.lstat(path)
+            except OSError:
+                continue
+            if stat.S_ISREG(status.st_mode):
+                yield path, status
