@@ -223,7 +223,8 @@ def _prepared(
         side = side_files_of(config, config)
     elif opened.side_files is not None:
         side = side_files_of(opened.side_files, opened.side_files)
-    side = side or side_files_of(place, directory)
+    if not side and not known.has_own_config:
+        side = side_files_of(place, directory)
     if training is not None:
         # The omitted parts of the model's files are what the training state consists of.
         omitted = training.state.omitted

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import os
+import struct
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -152,4 +153,39 @@ def test_hostile_weights_in_an_archive_are_an_error(name: str, tmp_path: Path) -
         file.addfile(entry_of("model_config.yaml", size=len(CONFIG)), io.BytesIO(CONFIG))
         file.addfile(entry_of("model_weights.ckpt", size=len(data)), io.BytesIO(data))
     (run / "model.nemo").write_bytes(buffer.getvalue())
+    check(run, tmp_path, "import", str(run / "model.nemo"), str(run / "imported"))
+
+
+def packed(members: dict[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as file:
+        for name, data in members.items():
+            file.addfile(entry_of(name, size=len(data)), io.BytesIO(data))
+    return buffer.getvalue()
+
+
+MAPPING = b'{"decoder": "gpt", "mapping": {"world_size": 1, "tp_size": 1}}'
+HEADER = b'{"w": {"dtype": "F32", "shape": [%s], "data_offsets": [0, %s]}}'
+QNEMO: dict[str, tuple[bytes, bytes]] = {
+    "deep_config": (b"[" * 100_000, b""),
+    "no_mapping": (b"{}", b""),
+    "list": (b"[]", b""),
+    "long_header": (MAPPING, struct.pack("<Q", 1 << 40) + b"{}"),
+    "header_of_the_next_member": (MAPPING, struct.pack("<Q", 4096)),
+    "beyond_the_member": (MAPPING, HEADER % (b"100", b"400")),
+    "giant": (MAPPING, HEADER % (b"4611686018427387904", b"8")),
+    "empty": (MAPPING, b""),
+}
+
+
+@pytest.mark.parametrize("name", sorted(QNEMO))
+def test_a_hostile_checkpoint_of_tensorrt_llm_is_an_error(name: str, tmp_path: Path) -> None:
+    config, weights = QNEMO[name]
+    if weights[:1] == b"{":
+        weights = struct.pack("<Q", len(weights)) + weights + bytes(8)
+    run = tmp_path / "run"
+    run.mkdir()
+    # The next member has bytes that a wrong range would read as data.
+    members = {"config.json": config, "rank0.safetensors": weights, "z": bytes(8192)}
+    (run / "model.nemo").write_bytes(packed(members))
     check(run, tmp_path, "import", str(run / "model.nemo"), str(run / "imported"))

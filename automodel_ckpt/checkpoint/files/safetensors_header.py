@@ -77,6 +77,22 @@ def read_header_safely(directory: Path, name: str) -> Header:
     return read_header(directory / name)
 
 
+def read_header_at(path: Path, start: int, nbytes: int) -> Header:
+    """The header of a safetensors file that is packed in the regular file *path*, at bytes ``start .. start + nbytes``.
+
+    The ranges of the tensors are relative to *start*. No link is followed. Raises as :func:`read_header`.
+    """
+    descriptor = open_safely(path.parent, path.name)
+    try:
+        length = _header_length(os.pread(descriptor, _LENGTH_BYTES, start)[:nbytes], nbytes)
+        text = os.pread(descriptor, length, start + _LENGTH_BYTES)
+        return _parse(text, _LENGTH_BYTES + length, nbytes)
+    except _Fault as fault:
+        raise _unusable(path, fault) from None
+    finally:
+        os.close(descriptor)
+
+
 def build_header(
     entries: Sequence[tuple[str, str, Sequence[int]]],
     metadata: Mapping[str, str],

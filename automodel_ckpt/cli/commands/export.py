@@ -17,6 +17,7 @@ from automodel_ckpt.cli.targets import (
     hf,
     lightning,
     nemo,
+    qnemo,
     torch_file,
 )
 from automodel_ckpt.cli.targets.target import Option, Target
@@ -30,6 +31,7 @@ _ALL = (
     dcp.TARGET,
     compressed_tensors.TARGET,
     nemo.TARGET,
+    qnemo.TARGET,
 )
 """The targets, in the order of ``--help``. A new target is a module of ``cli/targets/`` and an entry here."""
 _TARGETS: Mapping[str, Target] = {target.name: target for target in _ALL}

@@ -54,6 +54,9 @@ class Format(ABC):
     is_readable: ClassVar[bool] = True
     """False for a format that is only recognized, so that the error can name it and the way to convert it."""
 
+    has_own_config: ClassVar[bool] = False
+    """True if a file config.json beside the weights is not that of a Hugging Face model."""
+
     @abstractmethod
     def detect(self, path: Path, *, follow_links: bool = False) -> bool:
         """Return whether the directory or file *path* has this format, by its file names and first bytes.

@@ -20,6 +20,7 @@ from automodel_ckpt.convert.sources.peft_adapter import PeftAdapter
 from automodel_ckpt.convert.sources.safetensors_file import SafetensorsFile
 from automodel_ckpt.convert.sources.safetensors_shards import SafetensorsShards
 from automodel_ckpt.convert.sources.tensorflow import TensorFlowCheckpoint
+from automodel_ckpt.convert.sources.tensorrt_llm import QnemoFile, TensorRtLlmDirectory
 from automodel_ckpt.convert.sources.torch_files import TorchFile, TorchModelDirectory
 from automodel_ckpt.convert.sources.trainer import TransformersTrainer
 from automodel_ckpt.convert.sources.unsupported_files import (
@@ -54,6 +55,8 @@ FORMATS: tuple[Format, ...] = (
     # A checkpoint of the Trainer with FSDP can have model.safetensors, too.
     AccelerateFsdp(),
     DCP,
+    # It also has config.json and *.safetensors.
+    TensorRtLlmDirectory(),
     # Both are recognized by *.safetensors: first the one that looks into a header.
     HUGGING_FACE,
     SHARDS,
@@ -68,6 +71,7 @@ FORMATS: tuple[Format, ...] = (
     TORCH_FILE,
     ZipArchive(),
     NemoFile(),
+    QnemoFile(),
     TarArchive(),
     Pickle(),
     Hdf5File(),

@@ -19,19 +19,16 @@ from typing import Any, BinaryIO
 
 import yaml
 
-from automodel_ckpt.checkpoint.export.files import side_files
-from automodel_ckpt.checkpoint.export.plan import make_plan, parse_cast_dtype
+from automodel_ckpt.checkpoint.export.plan import parse_cast_dtype
 from automodel_ckpt.checkpoint.export_leftovers import Log
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.files.torch_archive_writing import write_torch_archive
-from automodel_ckpt.checkpoint.sources.base_maps import maps_of
-from automodel_ckpt.checkpoint.sources.model_files import is_tokenizer_file
-from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.plain_yaml import parse_yaml
 from automodel_ckpt.convert.publishing import published_file
 from automodel_ckpt.convert.sources.nemo import ARTIFACT_PREFIX, CONFIG, MAX_CONFIG_BYTES, WEIGHTS
 from automodel_ckpt.convert.tar_writing import TarWriter
+from automodel_ckpt.convert.targets.config_and_tokenizer import config_and_tokenizer
 from automodel_ckpt.convert.targets.torch_file import (
     TorchFileReport,
     check_files,
@@ -71,7 +68,7 @@ def export_nemo(
     opened = open_source(Path(source))
     target = target_of(opened, output, ".nemo", overwrite=overwrite)
     check_files(opened)
-    files, warnings = _artifact_files(opened, cast_code)
+    files, warnings = config_and_tokenizer(opened, cast_code)
     for text in warnings:
         log(f"warning: {text}")
     artifacts = _add_artifacts(config, files)
@@ -125,23 +122,6 @@ def _wrong_config(path: Path, value: str) -> RecipeError:
         value=value,
         hint="use a YAML mapping, such as the model_config.yaml of another .nemo file",
     )
-
-
-def _artifact_files(
-    source: Source, cast_code: str | None
-) -> tuple[dict[str, bytes], tuple[str, ...]]:
-    """Return the Hugging Face config and the tokenizer's files by name, and warnings for the user."""
-    maps = maps_of(source)
-    where = str(source.model_directory)
-    plan = make_plan(source.tensors, source.tied, maps, cast_dtype=cast_code, where=where)
-    beside, warnings = side_files(source, plan, maps)
-    files: dict[str, bytes] = {}
-    for name, content in sorted(beside.items()):
-        is_artifact = name == "config.json" or is_tokenizer_file(name)
-        # NeMo looks for artifacts in the top directory only.
-        if is_artifact and "/" not in name:
-            files[name] = content
-    return files, (*source.notes, *warnings)
 
 
 def _add_artifacts(config: dict[str, Any], files: Mapping[str, bytes]) -> dict[str, bytes]:

@@ -1,0 +1,28 @@
+"""The config.json and the tokenizer's files of a model, for exports that contain them. Imports no torch."""
+
+from __future__ import annotations
+
+from automodel_ckpt.checkpoint.export.files import side_files
+from automodel_ckpt.checkpoint.export.plan import make_plan
+from automodel_ckpt.checkpoint.sources.base_maps import maps_of
+from automodel_ckpt.checkpoint.sources.model_files import is_tokenizer_file
+from automodel_ckpt.checkpoint.sources.source import Source
+
+
+def config_and_tokenizer(
+    source: Source, cast_code: str | None
+) -> tuple[dict[str, bytes], tuple[str, ...]]:
+    """Return config.json and the tokenizer's files by name, those in subdirectories excluded, and warnings.
+
+    The dtype in the config is that of the export. Raises :class:`CheckpointUnusable` if a file cannot be read.
+    """
+    maps = maps_of(source)
+    where = str(source.model_directory)
+    plan = make_plan(source.tensors, source.tied, maps, cast_dtype=cast_code, where=where)
+    beside, warnings = side_files(source, plan, maps)
+    files: dict[str, bytes] = {}
+    for name, content in sorted(beside.items()):
+        is_wanted = name == "config.json" or is_tokenizer_file(name)
+        if is_wanted and "/" not in name:
+            files[name] = content
+    return files, (*source.notes, *warnings)

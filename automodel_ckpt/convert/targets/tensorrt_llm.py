@@ -1,0 +1,312 @@
+"""A Llama or Mistral as a checkpoint of TensorRT-LLM: a directory or ``.qnemo`` file with a file for each rank.
+
+The tensors are those that NVIDIA's exporter writes (``names/tensorrt_llm.py``). Memory: one block of a tensor. Imports
+no torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import yaml
+
+from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
+from automodel_ckpt.checkpoint.export.plan import parse_cast_dtype
+from automodel_ckpt.checkpoint.export_leftovers import Log
+from automodel_ckpt.checkpoint.files.safetensors_header import build_header
+from automodel_ckpt.checkpoint.slices import Box, Tensor, nbytes_of
+from automodel_ckpt.checkpoint.sources.source import Source
+from automodel_ckpt.checkpoint.tensors.box_reader import BoxReader, boxes
+from automodel_ckpt.checkpoint.tensors.float_cast import cast, storage_dtype
+from automodel_ckpt.checkpoint.tensors.integrity import require_intact
+from automodel_ckpt.convert.names.dimensions import dimensions_of_config
+from automodel_ckpt.convert.names.tensorrt_llm import HeadsOfRank, Rule, heads_of_rank, rules
+from automodel_ckpt.convert.open import open_source
+from automodel_ckpt.convert.publishing import (
+    check_directory_target,
+    published_directory,
+    published_file,
+)
+from automodel_ckpt.convert.tar_writing import TarWriter
+from automodel_ckpt.convert.targets.config_and_tokenizer import config_and_tokenizer
+from automodel_ckpt.convert.targets.tensorrt_llm_config import tensorrt_llm_config
+from automodel_ckpt.convert.targets.torch_file import TorchFileReport, check_files, target_of
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+
+log_default = logging.getLogger("automodel_ckpt")
+_DTYPES = {"F16": "float16", "BF16": "bfloat16"}
+_ZERO_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _RankTensor:
+    """A tensor of one rank: boxes of stored tensors, one below the other, and then *num_zero_rows* rows of zeros."""
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[tuple[Tensor, Box], ...]
+    num_zero_rows: int = 0
+
+
+def export_tensorrt_llm(
+    source: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None = None,
+    *,
+    num_ranks: int = 1,
+    compress: bool = True,
+    cast_dtype: str | None = None,
+    overwrite: bool = False,
+    log: Log = log_default.info,
+) -> TorchFileReport:
+    """Write the model in *source* (anything that ``open_source`` of ``convert/open.py`` accepts) for TensorRT-LLM.
+
+    *num_ranks* is the size of tensor parallelism. With *compress*, the result is one ``.qnemo`` file, an (uncompressed)
+    tar archive; otherwise a directory. All tensors are cast to *cast_dtype* (fp16 or bf16); by default to bfloat16 if
+    most of the model is, else to float16.
+
+    Raises :class:`CheckpointUnusable` for a damaged source, and for a model other than Llama or Mistral;
+    :class:`SaveFailed` if the output cannot be written; :class:`RecipeError` for a wrong argument. In each case nothing
+    was written.
+    """
+    started = time.monotonic()
+    cast_code = parse_cast_dtype(cast_dtype)
+    if cast_code not in (None, *_DTYPES):
+        raise _wrong("--cast-dtype", cast_dtype, "TensorRT-LLM computes in fp16 or bf16")
+    opened = open_source(Path(source))
+    suffix = ".qnemo" if compress else "-tensorrt-llm"
+    if compress:
+        target = target_of(opened, output, suffix, overwrite=overwrite)
+    else:
+        given = output or opened.root.with_name(opened.root.name + suffix)
+        target = Path(os.path.realpath(given))
+        check_directory_target(target)
+    check_files(opened)
+    dtype = cast_code or _dtype_of(opened)
+    files, warnings = config_and_tokenizer(opened, dtype)
+    model = _Model(opened, files, num_ranks, dtype)
+    for text in warnings:
+        log(f"warning: {text}")
+    contents = _small_files(model.config, files)
+    nbytes = _publish(target, model, contents, compress, log)
+    return TorchFileReport(
+        target,
+        len(opened.tensors),
+        nbytes,
+        time.monotonic() - started,
+        opened.has_digests,
+        warnings,
+    )
+
+
+def _dtype_of(source: Source) -> str:
+    """Return the dtype of the export: bfloat16 if most of the model is, else float16, as NVIDIA's exporter."""
+    nbytes = {"BF16": 0}
+    for tensor in source.tensors.values():
+        nbytes[tensor.dtype] = nbytes.get(tensor.dtype, 0) + tensor.nbytes
+    most = max(nbytes, key=lambda code: nbytes[code])
+    return "BF16" if most == "BF16" else "F16"
+
+
+class _Model:
+    """The tensors of each rank, and the config. Raises :class:`CheckpointUnusable` if they do not match the source."""
+
+    def __init__(
+        self, source: Source, files: Mapping[str, bytes], num_ranks: int, dtype: str
+    ) -> None:
+        self.root = source.root
+        self.dtype = dtype
+        self.num_ranks = num_ranks
+        self._tensors = source.tensors
+        self._tied = source.tied
+        self._where = str(source.model_directory)
+        hugging_face, self.config = tensorrt_llm_config(
+            files, _DTYPES[dtype], num_ranks, self._where
+        )
+        self._dimensions = dimensions_of_config(hugging_face, self._where)
+        heads = heads_of_rank(self._dimensions, num_ranks)
+        if num_ranks < 1 or heads is None:
+            text = f"{self._dimensions.num_heads} heads, {self._dimensions.num_query_groups} groups"
+            raise _wrong("--tensor-parallel", num_ranks, f"use a size that divides the {text}")
+        self._heads: HeadsOfRank = heads
+        self.rules = list(rules(self._dimensions.num_layers))
+        self._check_names()
+        # The digests of each stored tensor are compared once, not for every rank.
+        self._checked: set[str] = set()
+
+    def _check_names(self) -> None:
+        known: set[str] = set()
+        for rule in self.rules:
+            known.update(rule.hugging_face)
+        unknown = sorted(self._tensors.keys() - known)
+        if unknown:
+            raise self._unusable("TensorRT-LLM's Llama has no such tensor", unknown[0])
+
+    def rank_tensors(self, rank: int) -> Iterator[_RankTensor]:
+        """Yield the tensors of a rank."""
+        for rule in self.rules:
+            sources = [self._stored(name) for name in rule.hugging_face]
+            yield self._rank_tensor(rule, sources, rank)
+
+    def _stored(self, name: str) -> Tensor:
+        # Tied embeddings are written twice, as NVIDIA's exporter does.
+        stored = self._tensors.get(name) or self._tensors.get(self._tied.get(name, ""))
+        if stored is None and name == "lm_head.weight":
+            stored = self._tensors.get("model.embed_tokens.weight")
+        if stored is None:
+            raise self._unusable("a tensor of the model is missing", name)
+        if stored.dtype not in ("F64", "F32", "F16", "BF16"):
+            text = f"{name}: {stored.dtype}"
+            raise self._unusable("a tensor is not of a floating-point dtype", text)
+        return stored
+
+    def _rank_tensor(self, rule: Rule, sources: Sequence[Tensor], rank: int) -> _RankTensor:
+        first = sources[0]
+        if rule.division == "equal":
+            return _RankTensor(rule.name, first.shape, ((first, first.box),))
+        if any(len(tensor.shape) != 2 for tensor in sources):
+            raise self._unusable("a tensor is not a matrix", first.fqn)
+        num_rows, num_columns = first.shape
+        if rule.division == "columns":
+            size = self._share(num_columns, first)
+            box = Box((0, rank * size), (num_rows, size))
+            return _RankTensor(rule.name, box.sizes, ((first, box),))
+        if rule.division == "vocabulary":
+            size = -(-num_rows // self.num_ranks)
+            begin = min(rank * size, num_rows)
+            present = min(size, num_rows - begin)
+            box = Box((begin, 0), (present, num_columns))
+            return _RankTensor(
+                rule.name, (size, num_columns), ((first, box),), num_zero_rows=size - present
+            )
+        if rule.division == "rows":
+            size = self._share(num_rows, first)
+            box = Box((rank * size, 0), (size, num_columns))
+            return _RankTensor(rule.name, box.sizes, ((first, box),))
+        return self._fused(rule, sources, rank)
+
+    def _fused(self, rule: Rule, sources: Sequence[Tensor], rank: int) -> _RankTensor:
+        """Return a rank's queries, keys and values as one tensor."""
+        heads = self._heads
+        num_groups = self._dimensions.num_query_groups
+        all_rows = (self._dimensions.num_heads, num_groups, num_groups)
+        first_key_row = heads.first_key_row(rank)
+        ranges = (
+            (rank * heads.query_rows, heads.query_rows),
+            (first_key_row, heads.key_rows),
+            (first_key_row, heads.key_rows),
+        )
+        parts: list[tuple[Tensor, Box]] = []
+        num_columns = sources[0].shape[1]
+        for tensor, num_heads, (begin, size) in zip(sources, all_rows, ranges, strict=True):
+            if tensor.shape != (num_heads * self._dimensions.head_size, num_columns):
+                text = f"{tensor.fqn} {list(tensor.shape)}"
+                raise self._unusable("a tensor does not match the heads of config.json", text)
+            parts.append((tensor, Box((begin, 0), (size, num_columns))))
+        num_rows = sum(box.sizes[0] for _, box in parts)
+        return _RankTensor(rule.name, (num_rows, num_columns), tuple(parts))
+
+    def _share(self, extent: int, tensor: Tensor) -> int:
+        if extent % self.num_ranks:
+            text = f"{extent} features of {tensor.fqn}"
+            raise _wrong("--tensor-parallel", self.num_ranks, f"use a size that divides {text}")
+        return extent // self.num_ranks
+
+    def write_rank(self, file: BinaryIO, rank: int) -> None:
+        """Write the safetensors file of a rank. Raises :class:`CheckpointUnusable` for a damaged tensor."""
+        tensors = list(self.rank_tensors(rank))
+        entries = [(tensor.name, self.dtype, tensor.shape) for tensor in tensors]
+        header, _ = build_header(entries, {"format": "pt"})
+        file.write(header)
+        for tensor in tensors:
+            for block in self._blocks(tensor):
+                file.write(block)
+
+    def _blocks(self, tensor: _RankTensor) -> Iterator[bytes | memoryview]:
+        for stored, outer in tensor.parts:
+            if stored.fqn not in self._checked:
+                require_intact(self.root, stored)
+                self._checked.add(stored.fqn)
+            reader = BoxReader(self.root, stored)
+            dtype = storage_dtype(stored.dtype, DTYPE_BITS[stored.dtype])
+            for inner in boxes(outer.sizes):
+                offsets = tuple(map(sum, zip(outer.offsets, inner.offsets, strict=True)))
+                values = reader.read(Box(offsets, inner.sizes)).reshape(-1).view(dtype)
+                yield cast(values, stored.dtype, self.dtype).view("u1").data
+        zeros = nbytes_of(self.dtype, (tensor.num_zero_rows, *tensor.shape[1:]))
+        while zeros:
+            count = min(zeros, _ZERO_BYTES)
+            yield bytes(count)
+            zeros -= count
+
+    def _unusable(self, what: str, value: str) -> CheckpointUnusable:
+        return CheckpointUnusable(
+            what,
+            where=self._where,
+            value=value,
+            hint="export Hugging Face files (--to hf), and convert them with TensorRT-LLM's own scripts",
+        )
+
+
+# ---------------------------------------------------------------- files
+
+
+def _small_files(config: bytes, files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the files beside the weights: the config, and the tokenizer where NeMo's exporter puts it."""
+    contents = {"config.json": config}
+    model = files.get("tokenizer.model")
+    if model is not None:
+        contents["tokenizer.model"] = model
+        settings = {"library": "sentencepiece", "type": None, "model": "nemo:tokenizer.model"}
+        contents["tokenizer_config.yaml"] = yaml.safe_dump(settings, sort_keys=False).encode()
+        return contents
+    for name, content in sorted(files.items()):
+        if name != "config.json":
+            contents[f"huggingface_tokenizer/{name}"] = content
+    return contents
+
+
+def _publish(
+    target: Path, model: _Model, contents: Mapping[str, bytes], compress: bool, log: Log
+) -> int:
+    """Write the archive or the directory; return its number of bytes."""
+    # All tensors are described before anything is written.
+    for rank in range(model.num_ranks):
+        for _ in model.rank_tensors(rank):
+            pass
+    if not compress:
+        with published_directory(target, log, what="the checkpoint of TensorRT-LLM") as staging:
+            for name, content in contents.items():
+                path = staging / name
+                path.parent.mkdir(exist_ok=True)
+                path.write_bytes(content)
+            for rank in range(model.num_ranks):
+                with open(staging / f"rank{rank}.safetensors", "xb") as file:
+                    model.write_rank(file, rank)
+        return sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+    with (
+        published_file(target, log, what="the .qnemo file") as staging,
+        open(staging, "r+b") as file,
+    ):
+        writer = TarWriter(file)
+        for name, content in contents.items():
+            writer.add_bytes(name, content)
+        for rank in range(model.num_ranks):
+            writer.add_streamed(f"rank{rank}.safetensors", partial(model.write_rank, rank=rank))
+        writer.finish()
+    return target.stat().st_size
+
+
+def _wrong(option: str, value: Any, hint: str) -> RecipeError:
+    return RecipeError(
+        "this option cannot be used for TensorRT-LLM",
+        where=f"ckpt export {option}",
+        value=value,
+        hint=hint,
+    )
