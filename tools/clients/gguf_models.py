@@ -153,6 +153,9 @@ class TinyModel:
             for parameter in model.parameters():
                 if parameter.dim() == 1:
                     parameter.add_(0.2 * torch.randn(parameter.shape, dtype=parameter.dtype))
+            if self.model_type.startswith("gemma"):
+                # Gemma enlarges embeddings: with these, the next token would always be the last one again.
+                model.get_input_embeddings().weight.mul_(0.1)
         if dtype is not None and dtype != self.dtype:
             wide = make(config, dtype=dtype, attn_implementation="eager")
             wide.load_state_dict(model.state_dict())
@@ -185,7 +188,14 @@ _YARN = {
     "original_max_position_embeddings": 64,
     "rope_theta": 10000.0,
 }
-_GEMMA = {"query_pre_attn_scalar": 64, "head_dim": 64, "sliding_window": 16}
+# Small caps, which change the result.
+_GEMMA = {
+    "query_pre_attn_scalar": 64,
+    "head_dim": 64,
+    "sliding_window": 16,
+    "final_logit_softcapping": 0.5,
+}
+_GEMMA_2 = {**_GEMMA, "attn_logit_softcapping": 2.0}
 _GEMMA_3_LINEAR = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -199,7 +209,7 @@ MODELS: tuple[TinyModel, ...] = (
     TinyModel("Qwen 3", "qwen3", "bpe:qwen2", torch.bfloat16, {"head_dim": 64}),
     TinyModel("SmolLM 2", "llama", "bpe:smollm", config={"tie_word_embeddings": True}),
     TinyModel("SmolLM 3", "smollm3", "bpe:llama-bpe"),
-    TinyModel("Gemma 2", "gemma2", "spm:gemma", config=_GEMMA),
+    TinyModel("Gemma 2", "gemma2", "spm:gemma", config=_GEMMA_2),
     TinyModel("Gemma 3", "gemma3_text", "spm:gemma", config={**_GEMMA, "num_hidden_layers": 7}),
     TinyModel(
         "Gemma 3, linear",

@@ -17,6 +17,7 @@ from automodel_ckpt.cli.targets import (
     hf,
     lightning,
     nemo,
+    onnx,
     qnemo,
     torch_file,
 )
@@ -32,6 +33,7 @@ _ALL = (
     compressed_tensors.TARGET,
     nemo.TARGET,
     qnemo.TARGET,
+    onnx.TARGET,
 )
 """The targets, in the order of ``--help``. A new target is a module of ``cli/targets/`` and an entry here."""
 _TARGETS: Mapping[str, Target] = {target.name: target for target in _ALL}

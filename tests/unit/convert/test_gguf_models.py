@@ -61,8 +61,8 @@ def test_gemmas_own_numbers_are_keys(tmp_path: Path) -> None:
     reader, _ = exported("Gemma 2", tmp_path)
     expected = {
         "general.architecture": "gemma2",
-        "gemma2.attn_logit_softcapping": 50.0,
-        "gemma2.final_logit_softcapping": 30.0,
+        "gemma2.attn_logit_softcapping": 2.0,
+        "gemma2.final_logit_softcapping": 0.5,
         "gemma2.attention.sliding_window": 16,
         "gemma2.attention.key_length": 64,
         "tokenizer.ggml.model": "llama",

@@ -1,0 +1,44 @@
+"""``ckpt export --to onnx``: a directory for onnxruntime."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.cli.targets.target import (
+    CAST_DTYPE,
+    NUM_THREADS,
+    Target,
+    finish,
+    log,
+    totals,
+)
+
+
+def _run(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
+    from automodel_ckpt.convert.targets.onnx import export_onnx
+    from automodel_ckpt.models.onnx_export import export_to_onnx, require_onnx
+
+    require_onnx()
+    report = export_onnx(
+        source,
+        arguments.output,
+        export_to_onnx,
+        cast_dtype=arguments.cast_dtype,
+        num_threads=arguments.num_threads,
+        log=log,
+    )
+    text = totals(report.num_tensors, report.nbytes, report.seconds, report.checked)
+    finish(arguments, report.output, f"wrote {text}")
+    return {**asdict(report), "output": str(report.output)}
+
+
+TARGET = Target(
+    "onnx",
+    "model.onnx for onnxruntime: input_ids, attention_mask -> logits, without a cache of keys and values",
+    "NAME-onnx next to the checkpoint",
+    _run,
+    (CAST_DTYPE, NUM_THREADS),
+)

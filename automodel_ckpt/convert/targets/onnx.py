@@ -1,0 +1,121 @@
+"""A checkpoint's model as ONNX: a directory with model.onnx, config.json and the tokenizer.
+
+The exporter loads Hugging Face files. A source that is none is verified and written as such first, inside of the
+staging directory. Imports no torch: the exporter is passed in.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from automodel_ckpt.checkpoint.export.consolidate import consolidate
+from automodel_ckpt.checkpoint.export.plan import parse_cast_dtype
+from automodel_ckpt.checkpoint.export_leftovers import Log
+from automodel_ckpt.checkpoint.sources.model_files import is_side_file
+from automodel_ckpt.checkpoint.sources.source import Source
+from automodel_ckpt.convert.open import open_source
+from automodel_ckpt.convert.publishing import check_directory_target, published_directory
+from automodel_ckpt.errors import CheckpointUnusable
+
+log_default = logging.getLogger("automodel_ckpt")
+
+MODEL_FILE = "model.onnx"
+_WEIGHTS = ".weights"
+_NO_CACHE = (
+    "the model has no cache of keys and values: a program that generates text computes the whole text again for each "
+    "token"
+)
+
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+Exporter = Callable[[Path, Path, str], None]
+"""Writes the model in a directory of Hugging Face files as an .onnx file, in a dtype such as ``float32``."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnnxReport:
+    """A directory that was published. *checked* says whether the source's digests were known, and so compared."""
+
+    output: Path
+    num_tensors: int
+    nbytes: int
+    seconds: float
+    checked: bool
+    warnings: tuple[str, ...]
+
+
+def export_onnx(
+    source: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None,
+    exporter: Exporter,
+    *,
+    cast_dtype: str | None = None,
+    num_threads: int = 5,
+    log: Log = log_default.info,
+) -> OnnxReport:
+    """Export the model in *source* (anything that ``open_source`` accepts) with *exporter*.
+
+    *output* is a directory, by default the source's name with ``-onnx``, next to it. Weights are float32 unless
+    *cast_dtype* is fp16 or bf16: onnxruntime computes few operations in other types on a CPU.
+
+    Raises :class:`CheckpointUnusable` for a damaged source or a model without config.json, and :class:`SaveFailed` if
+    the files cannot be written. In each case nothing was written.
+    """
+    started = time.monotonic()
+    dtype = _DTYPES[parse_cast_dtype(cast_dtype) or "F32"]
+    opened = open_source(Path(source))
+    side = opened.metadata_directory or opened.side_files
+    if side is None or not (side / "config.json").is_file():
+        raise CheckpointUnusable(
+            "exporting ONNX needs the model's config.json",
+            where=str(side or opened.model_directory),
+            value="no such file",
+            hint="put the file there",
+        )
+    if output is None:
+        name = opened.model_directory if opened.root == Path("/") else opened.root
+        output = name.with_name(f"{name.name}-onnx")
+    target = Path(os.path.realpath(output))
+    check_directory_target(target)
+    with published_directory(target, log, what="the ONNX model") as staging:
+        files = _hugging_face_files(opened, staging / _WEIGHTS, num_threads, log)
+        log("exporting with torch; this can take minutes")
+        exporter(files, staging / MODEL_FILE, dtype)
+        for path in sorted(files.iterdir()):
+            if path.is_file() and is_side_file(path.name):
+                shutil.copyfile(path, staging / path.name)
+        shutil.rmtree(staging / _WEIGHTS, ignore_errors=True)
+        nbytes = sum(path.stat().st_size for path in staging.iterdir())
+    warnings = (*opened.notes, _NO_CACHE)
+    log(f"warning: {_NO_CACHE}")
+    seconds = time.monotonic() - started
+    return OnnxReport(target, len(opened.tensors), nbytes, seconds, opened.has_digests, warnings)
+
+
+def _hugging_face_files(source: Source, directory: Path, num_threads: int, log: Log) -> Path:
+    """Return a directory with the model as Hugging Face files: that of the source, or *directory*, which is written.
+
+    Raises :class:`CheckpointUnusable` if the files of the source do not have their digests.
+    """
+    if not source.finished or source.manifest is not None:
+        consolidate(
+            source.model_directory,
+            directory,
+            num_threads=num_threads,
+            log=log,
+            opener=lambda _: source,
+        )
+        return directory
+    for note in source.notes:
+        log(f"warning: {note}")
+    if source.export is not None:
+        problems = source.export.problems(num_threads=num_threads)
+        if problems:
+            raise CheckpointUnusable.all_of(problems)
+    return source.model_directory
