@@ -16,6 +16,7 @@ from automodel_ckpt.cli.targets import (
     gguf,
     hf,
     lightning,
+    megatron,
     nemo,
     onnx,
     qnemo,
@@ -32,6 +33,7 @@ _ALL = (
     dcp.TARGET,
     compressed_tensors.TARGET,
     nemo.TARGET,
+    megatron.TARGET,
     qnemo.TARGET,
     onnx.TARGET,
 )

@@ -25,6 +25,10 @@ _NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
+MOE_NORM = "decoder.layers.pre_mlp_layernorm.weight"
+LOCAL_MLP_NORM = "decoder.layers.mlp.linear_fc1.layer_norm_weight"
+"""The stacked norms before experts: the names in Transformer Engine's and in the local implementation."""
+_MLP_NORM = "mlp.linear_fc1.layer_norm_weight"
 _LAYER = re.compile(r"decoder\.layers\.(?:([0-9]{1,6})\.)?(.+)", re.ASCII)
 _EXPERT = re.compile(
     r"mlp\.experts\.(?:experts|local_experts)\.(?:([0-9]{1,6})\.)?(linear_fc[12]\.weight(?:_[wv])?)",
@@ -60,6 +64,9 @@ def plain_names(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
                     halves.setdefault(whole, {})[number] = one
                     break
             else:
+                if name.endswith(_MLP_NORM) and name in found:
+                    # Our exports of models with experts have the norm under both names.
+                    continue
                 if name in found:
                     raise _unusable("a tensor is stored twice", name, where)
                 found[name] = renamed(one, name)
@@ -72,10 +79,11 @@ def plain_names(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
     return found
 
 
-def stacked_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def stacked_names(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
     """Return tensors of :func:`plain_names` as a distributed checkpoint of megatron-core stores them by default.
 
-    Layers are stacked along a first dimension, and experts along a second. All layers have the same tensors.
+    Layers are stacked along a first dimension, and experts along a second. All layers have the same tensors. Raises
+    :class:`CheckpointUnusable` if their shapes or dtypes differ.
     """
     layers: dict[str, dict[int, dict[int, Tensor]]] = {}
     found: dict[str, Tensor] = {}
@@ -91,6 +99,9 @@ def stacked_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         layers.setdefault(rest, {}).setdefault(int(match[1]), {})[expert] = tensor
     for rest, by_layer in layers.items():
         name = f"decoder.layers.{rest}"
+        kinds = {(one.dtype, one.shape) for own in by_layer.values() for one in own.values()}
+        if len(kinds) > 1:
+            raise _unusable("the layers of the model have different dtypes or shapes", name, where)
         rows: list[Tensor] = []
         for _, by_expert in sorted(by_layer.items()):
             own = [tensor for _, tensor in sorted(by_expert.items())]

@@ -44,7 +44,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral": {"tie_word_embeddings": True},
     "qwen2": {},
     "qwen3": {},
-    "qwen3_moe": {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
+    "qwen3_moe": {
+        "norm_topk_prob": True,
+        "num_experts": 3,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+    },
     "mixtral": {"num_local_experts": 3, "num_experts_per_tok": 2},
 }
 
@@ -90,7 +95,7 @@ def test_a_round_trip_is_bit_equal_and_the_fused_rows_are_megatrons(
     converter = converter_of(model_type, "config.json")
     converted = converter.to_megatron(source.tensors, dimensions, "here", vocabulary_multiple=16)
     assert converted.zero_rows["embedding.word_embeddings.weight"] == 3
-    stored = stacked_names(converted.tensors)
+    stored = stacked_names(converted.tensors, "here")
     assert stored["decoder.layers.self_attention.linear_qkv.weight"].shape[0] == 2
     plain = plain_names(stored, "here")
     assert plain.keys() == converted.tensors.keys()

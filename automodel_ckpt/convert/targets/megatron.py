@@ -1,0 +1,270 @@
+"""A checkpoint's model as a distributed checkpoint of Megatron-Core: verified, streamed, published. Imports no torch.
+
+The output is a directory that Megatron-LM loads with ``--load``: ``latest_checkpointed_iteration.txt`` with the text
+``release``, the model's config.json and tokenizer, and ``release/`` with the backend ``torch_dist``
+(``dist_checkpointing.load`` of megatron-core 0.16 reads it). Layers are stacked along a first dimension, and experts
+along a second, as sharded_state_dict() does by default. A model of any tensor, pipeline or expert parallelism reads its
+parts.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
+from automodel_ckpt.checkpoint.export.files import side_files
+from automodel_ckpt.checkpoint.export.plan import ExportTensor, make_plan, parse_cast_dtype
+from automodel_ckpt.checkpoint.export_leftovers import Log
+from automodel_ckpt.checkpoint.files.torch_archive_writing import (
+    ArchiveTensor,
+    write_torch_archive,
+)
+from automodel_ckpt.checkpoint.slices import Tensor
+from automodel_ckpt.checkpoint.sources.base_maps import maps_of
+from automodel_ckpt.checkpoint.sources.source import Source
+from automodel_ckpt.checkpoint.verify import verify
+from automodel_ckpt.convert.names.conversion import Conversion, required_conversion
+from automodel_ckpt.convert.names.megatron_names import (
+    LOCAL_MLP_NORM,
+    MOE_NORM,
+    stacked_names,
+)
+from automodel_ckpt.convert.names.slicing import renamed
+from automodel_ckpt.convert.open import open_source
+from automodel_ckpt.convert.publishing import check_directory_target, published_directory
+from automodel_ckpt.convert.targets.dcp_files import DcpWriter
+from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed
+
+log_default = logging.getLogger("automodel_ckpt")
+
+_SUFFIX = "-megatron"
+_LATEST = "latest_checkpointed_iteration.txt"
+_RELEASE = "release"
+_METADATA = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+# The version of Megatron-LM's checkpoints since 2021: queries, keys and values are fused by query group.
+_CHECKPOINT_VERSION = 3.0
+_MAX_MULTIPLE = 1 << 20
+_ZEROS = bytes(1 << 16)
+# Modules whose state for FP8 Megatron-Core stores beside the weights, and requires when it loads. Which ones have it
+# depends on the implementation (local or Transformer Engine); more than it asks for are ignored.
+_LAYER_MODULES = (
+    "self_attention.linear_qkv",
+    "self_attention.linear_proj",
+    "self_attention.core_attention",
+    "self_attention.q_layernorm",
+    "self_attention.k_layernorm",
+    "input_layernorm",
+    "pre_mlp_layernorm",
+)
+_MLP_MODULES = ("mlp.linear_fc1", "mlp.linear_fc2")
+_EXPERT_MODULES = ("mlp.experts.experts.linear_fc1", "mlp.experts.experts.linear_fc2")
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronReport:
+    """A published directory. *checkpoint* is the distributed checkpoint in it, *checked* whether the source's digests
+    were compared."""
+
+    output: Path
+    checkpoint: Path
+    num_tensors: int
+    nbytes: int
+    seconds: float
+    checked: bool
+    warnings: tuple[str, ...]
+
+
+def export_megatron(
+    source: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None = None,
+    *,
+    vocabulary_multiple: int = 1,
+    cast_dtype: str | None = None,
+    num_threads: int = 5,
+    log: Log = log_default.info,
+) -> MegatronReport:
+    """Write the model in *source* (anything that ``open_source`` of ``convert/open.py`` accepts) for Megatron-Core.
+
+    *output* defaults to the source's name with ``-megatron``, next to it. Rows of zeros make those of the embedding and
+    the output layer a multiple of *vocabulary_multiple*. Tensors keep the dtype of the checkpoint, unless *cast_dtype*
+    (bf16, fp16, fp32, fp64) casts the floating-point ones.
+
+    Raises :class:`CheckpointUnusable` for a damaged source, and for a model without a converter; :class:`SaveFailed` if
+    the directory cannot be written; :class:`RecipeError` for a wrong argument. In each case nothing was written.
+    """
+    started = time.monotonic()
+    cast_code = parse_cast_dtype(cast_dtype)
+    _check_multiple(vocabulary_multiple)
+    opened = open_source(Path(source))
+    if output is None:
+        output = opened.root.with_name(opened.root.name + _SUFFIX)
+    # Publishing renames: without this, it would replace a link instead of its target.
+    target = Path(os.path.realpath(output))
+    _check_target(target)
+    # Tensors are written in parts of the stored slices, which have no digests.
+    _check_digests(opened, num_threads)
+    for text in opened.notes:
+        log(f"warning: {text}")
+    side = opened.metadata_directory or opened.side_files or opened.model_directory
+    conversion = required_conversion(side)
+    maps = maps_of(opened)
+    where = str(opened.model_directory)
+    plan = make_plan(opened.tensors, opened.tied, maps, cast_dtype=cast_code, where=where)
+    beside, _ = side_files(opened, plan, maps)
+    # The index of Hugging Face files, which are not written here.
+    beside.pop(layout.HF_INDEX, None)
+    exported = [tensor for file in plan.files for tensor in file.tensors]
+    state_dict = _state_dict(opened, exported, conversion, vocabulary_multiple)
+    with published_directory(target, log, what="the checkpoint of Megatron-Core") as directory:
+        (directory / _LATEST).write_text(_RELEASE)
+        # The config and the tokenizer, which Megatron-LM does not read: for users, and to convert the names back.
+        for name, content in beside.items():
+            (directory / name).write_bytes(content)
+        _write(directory / _RELEASE, state_dict, conversion)
+    nbytes = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+    seconds = time.monotonic() - started
+    return MegatronReport(
+        target,
+        target / _RELEASE,
+        len(state_dict),
+        nbytes,
+        seconds,
+        opened.has_digests,
+        tuple(opened.notes),
+    )
+
+
+def _check_multiple(multiple: int) -> None:
+    if not 0 < multiple <= _MAX_MULTIPLE:
+        raise RecipeError(
+            f"the rows of the vocabulary must be a multiple of 1 to {_MAX_MULTIPLE}",
+            where="ckpt export --vocabulary-multiple",
+            value=multiple,
+            hint="use Megatron's --make-vocab-size-divisible-by times the tensor parallel size, for example 128",
+        )
+
+
+def _check_target(target: Path) -> None:
+    """Raise :class:`SaveFailed` if *target* is occupied, or its parent does not exist."""
+    check_directory_target(target)
+    if not target.parent.is_dir():
+        raise SaveFailed(
+            "the directory of the output does not exist",
+            where=str(target),
+            value=str(target.parent),
+            hint="create it, or choose another --output",
+        )
+
+
+def _check_digests(source: Source, num_threads: int) -> None:
+    problems = []
+    if source.manifest is not None:
+        problems = verify(source.root, source.manifest, "digest", num_threads=num_threads)
+    elif source.export is not None:
+        problems = source.export.problems(
+            only=set(source.files), level="digest", rank=0, num_ranks=1
+        )
+    if problems:
+        raise CheckpointUnusable.all_of(problems)
+
+
+# ---------------------------------------------------------------- tensors
+
+
+def _state_dict(
+    source: Source,
+    exported: Iterable[ExportTensor],
+    conversion: Conversion,
+    vocabulary_multiple: int,
+) -> dict[str, ArchiveTensor]:
+    """Return Megatron's tensors by name: each is read when it is written."""
+    where = str(source.model_directory)
+    tensors: dict[str, Tensor] = {}
+    # Tensors without slices, to convert the dtypes of the export in the same way.
+    cast: dict[str, Tensor] = {}
+    for tensor in exported:
+        tensors[tensor.fqn] = renamed(tensor.stored, tensor.fqn)
+        cast[tensor.fqn] = Tensor(tensor.fqn, tensor.dtype, tensor.stored.shape, ())
+    converter, dimensions = conversion.converter, conversion.dimensions
+    converted = converter.to_megatron(
+        tensors, dimensions, where, vocabulary_multiple=vocabulary_multiple
+    )
+    stacked = stacked_names(converted.tensors, where)
+    dtypes = stacked_names(converter.to_megatron(cast, dimensions, where).tensors, where)
+    found: dict[str, ArchiveTensor] = {}
+    for name, stored in stacked.items():
+        zero_rows = converted.zero_rows.get(name, 0)
+        found[name] = _padded(source.root, stored, dtypes[name].dtype, zero_rows)
+    if dimensions.num_experts and LOCAL_MLP_NORM in found:
+        # Before experts, Transformer Engine has the norm in a module. The local implementation uses the other name.
+        found[MOE_NORM] = found[LOCAL_MLP_NORM]
+    return found
+
+
+def _padded(root: Path, tensor: Tensor, dtype: str, zero_rows: int) -> ArchiveTensor:
+    shape = tensor.shape
+    if not zero_rows:
+        return ArchiveTensor(dtype, shape, partial(tensor_blocks, root, tensor, dtype))
+    padded = (shape[0] + zero_rows, *shape[1:])
+    num_zeros = zero_rows * DTYPE_BITS[dtype] // 8
+    for size in shape[1:]:
+        num_zeros *= size
+    return ArchiveTensor(dtype, padded, partial(_with_zeros, root, tensor, dtype, num_zeros))
+
+
+def _with_zeros(root: Path, tensor: Tensor, dtype: str, num_zeros: int) -> Iterator[memoryview]:
+    yield from tensor_blocks(root, tensor, dtype)
+    while num_zeros:
+        block = _ZEROS[:num_zeros]
+        yield memoryview(block)
+        num_zeros -= len(block)
+
+
+# ---------------------------------------------------------------- files
+
+
+def _write(
+    directory: Path, state_dict: Mapping[str, ArchiveTensor], conversion: Conversion
+) -> None:
+    directory.mkdir()
+    with DcpWriter(directory) as writer:
+        for name, tensor in state_dict.items():
+            writer.add_tensor((name,), tensor)
+        for name in _extra_states(conversion):
+            writer.add_value((name,), [None])
+        writer.finish()
+    with (directory / "common.pt").open("wb") as file:
+        write_torch_archive(file, {"checkpoint_version": _CHECKPOINT_VERSION, "iteration": 0})
+    (directory / "metadata.json").write_text(json.dumps(_METADATA))
+
+
+def _extra_states(conversion: Conversion) -> Iterable[str]:
+    """Yield the keys of the modules' states for FP8. None is the state of a module without FP8."""
+    dimensions = conversion.dimensions
+    num_layers, num_experts = dimensions.num_layers, dimensions.num_experts
+    yield "decoder.final_layernorm._extra_state/shard_0_1"
+    modules = _LAYER_MODULES if num_experts else (*_LAYER_MODULES, *_MLP_MODULES)
+    for module in modules:
+        for layer in range(num_layers):
+            yield f"decoder.layers.{module}._extra_state/shard_{layer}_{num_layers}"
+    if not num_experts:
+        return
+    for module in _EXPERT_MODULES:
+        for layer in range(num_layers):
+            for expert in range(num_experts):
+                shard = f"shard_{layer}.{expert}_{num_layers}.{num_experts}"
+                yield f"decoder.layers.{module}._extra_state/{shard}"
