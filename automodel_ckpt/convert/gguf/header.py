@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from automodel_ckpt.checkpoint.files.safe_open import open_regular
 from automodel_ckpt.checkpoint.slices import shape_fault
 from automodel_ckpt.convert.gguf.kinds import BY_NUMBER, Kind
@@ -213,10 +211,7 @@ class _Parser:
         if scalar is None:
             raise HeaderFault(f"a value has the unknown type {kind}")
         value = scalar.unpack(self._bytes(scalar.size))[0]
-        if kind == _FLOAT:
-            # 1e-06, and not 9.999999974752427e-07: the number that was rounded to single precision.
-            return float(str(np.float32(value)))
-        return value
+        return _shortest(value, scalar) if kind == _FLOAT else value
 
     def _string(self, limit: int) -> str:
         length = self._number(8)
@@ -246,6 +241,16 @@ class _Parser:
         if nbytes > self._size - self._at:
             raise HeaderFault("it ends within its header")
         self._at += nbytes
+
+
+def _shortest(value: float, single: struct.Struct) -> float:
+    """Return the number of the fewest digits that is rounded to *value*: 1e-06, and not 9.999999974752427e-07."""
+    for digits in range(6, 9):
+        number = float(f"{value:.{digits}g}")
+        # Not near the largest number, which rounding could exceed.
+        if abs(number) < 1e38 and single.unpack(single.pack(number))[0] == value:
+            return number
+    return value
 
 
 def _alignment(values: Mapping[str, Any]) -> int:

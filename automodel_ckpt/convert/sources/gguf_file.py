@@ -8,20 +8,16 @@ a time.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.slices import Tensor, nbytes_of, whole_tensor
 from automodel_ckpt.checkpoint.sources.source import Source
-from automodel_ckpt.checkpoint.tensors.float_cast import Array, storage_dtype
 from automodel_ckpt.convert.decoded import decoded_directory
 from automodel_ckpt.convert.gguf.header import MAGIC, GgufHeader, TensorInfo, read_gguf_header
 from automodel_ckpt.convert.gguf.kinds import F32
@@ -32,16 +28,13 @@ from automodel_ckpt.convert.gguf.model import (
     model_of_metadata,
     name_faults,
 )
-from automodel_ckpt.convert.gguf.positions import rotary_order
 from automodel_ckpt.convert.sources.files import first_bytes
 from automodel_ckpt.convert.sources.format import Format, Inventory, TensorSummary
-from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from automodel_ckpt.errors import CheckpointUnusable
 
 _FACTORS = "rope_freqs.weight"
 # Head dimensions are at most some hundred.
 _MAX_FACTORS = 4096
-# About this many bytes of single precision are decoded at a time.
-_BLOCK_BYTES = 16 << 20
 _VALUES = "values.bin"
 _METADATA = "metadata"
 # The way of decoding, for directories that several processes share.
@@ -178,8 +171,9 @@ def _factors(path: Path, info: TensorInfo | None) -> list[float]:
             value=_FACTORS,
             hint="convert the file again",
         )
-    values: Array = np.fromfile(path, "<f4", info.shape[0], offset=info.start)
-    return [float(value) for value in values]
+    with open(path, "rb") as file:
+        file.seek(info.start)
+        return list(struct.unpack(f"<{info.shape[0]}f", file.read(info.nbytes)))
 
 
 def _stored(header: GgufHeader, model: GgufModel | None) -> list[_Stored]:
@@ -219,8 +213,11 @@ def _described(
     decoded = [item for item in stored if item.is_decoded]
     directory = None
     if decoded or config is not None:
-        is_quantized = any(item.info.kind.is_quantized for item in decoded)
-        library = _library() if is_quantized else None
+        # numpy is imported only where something is decoded: listing files has to be fast.
+        from automodel_ckpt.convert.gguf.decoding import decoded_blocks, require_library
+
+        if any(item.info.kind.is_quantized for item in decoded):
+            require_library()
         head_dim = model.head_dim if model is not None else 0
 
         def decode(target: Path) -> None:
@@ -230,8 +227,8 @@ def _described(
                 (target / _METADATA / "config.json").write_text(text + "\n")
             with open(target / _VALUES, "wb") as file:
                 for item in decoded:
-                    for block in _values(library, path, item, head_dim):
-                        file.write(np.ascontiguousarray(block).data)
+                    for block in decoded_blocks(path, item.info, item.target, head_dim):
+                        file.write(block)
 
         directory = decoded_directory(path, _VARIANT, decode)
     tensors: dict[str, Tensor] = {}
@@ -248,49 +245,3 @@ def _described(
     if directory is not None and config is not None:
         side_files = directory / _METADATA
     return tensors, side_files
-
-
-def _library() -> Any:
-    try:
-        return importlib.import_module("gguf")
-    except ImportError as error:
-        raise RecipeError(
-            "decoding quantized tensors of GGUF needs the package gguf",
-            where="a GGUF file",
-            value=str(error),
-            hint="pip install 'automodel_ckpt[gguf]'",
-        ) from error
-
-
-def _values(library: Any, path: Path, item: _Stored, head_dim: int) -> Iterator[Array]:
-    """Yield the values of a tensor in row-major order, about ``_BLOCK_BYTES`` at a time."""
-    info, target = item.info, item.target
-    rows = _rows(path, info)
-    order = None
-    if target is not None and target.heads is not None:
-        # The inverse: where each row of transformers is in llama.cpp's.
-        order = np.argsort(rotary_order(target.heads, head_dim))
-    row_length = info.shape[-1] if info.shape else 1
-    num_rows = max(1, _BLOCK_BYTES // max(4 * row_length, 1))
-    for first in range(0, rows.shape[0], num_rows):
-        last = min(first + num_rows, rows.shape[0])
-        block = rows[first:last] if order is None else rows[order[first:last]]
-        if info.kind.is_quantized:
-            number = library.GGMLQuantizationType[info.kind.name]
-            block = library.quants.dequantize(block, number)
-        if target is not None and target.offset:
-            block = block - np.float32(target.offset)
-        yield block
-
-
-def _rows(path: Path, info: TensorInfo) -> Array:
-    """Return the rows of a tensor, mapped: blocks as bytes if it is quantized, else values."""
-    if not info.nbytes:
-        return np.empty((0, 1), np.float32)
-    num_rows = int(np.prod(info.shape[:-1], dtype=np.int64)) if info.shape else 1
-    if info.kind.dtype is None:
-        width = info.nbytes // num_rows
-        return np.memmap(path, np.uint8, "r", info.start, (num_rows, width))
-    dtype = storage_dtype(info.kind.dtype, DTYPE_BITS[info.kind.dtype])
-    width = info.nbytes // num_rows // dtype.itemsize
-    return np.memmap(path, dtype, "r", info.start, (num_rows, width))
