@@ -112,7 +112,7 @@ def test_without_the_flag_only_weights_are_imported_and_the_flag_is_named(
     assert main(["import", str(SOURCE), str(tmp_path / "run")]) == 0
     text = capsys.readouterr().out
     assert "not imported: add --training-state to continue the run" in text
-    manifest = Manifest.read(tmp_path / "run/epoch_0_step_0")
+    manifest = Manifest.read(tmp_path / "run/epoch_1_step_5")
     assert list(manifest.state) == ["model"] and not manifest.is_imported_run
 
 

@@ -1,0 +1,113 @@
+"""Runs move between PyTorch Lightning and this program, in both directions, with the same losses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from automodel_ckpt.cli import ckpt
+from tools.clients.environments import TORCH, Environment
+from tools.interop.program import Check, Program, Workplace
+
+_ROOT = Path(__file__).resolve().parents[2]
+_MAKE = _ROOT / "tests" / "fixtures" / "lightning" / "make.py"
+_RESUME = Path(__file__).with_name("scripts") / "resume_lightning.py"
+_MAX_DIFFERENCE = 1e-5
+_NUM_STEPS = 10
+
+
+def _checks(workplace: Workplace) -> Iterator[Check]:
+    made = workplace.directory / "made"
+    made.mkdir()
+    # The maker trains 10 steps without interruption, and saves after step 5.
+    workplace.run_script(_MAKE, made)
+    losses = json.loads((made / "losses.json").read_text())
+    sources = {"single": "epoch=0-step=5.ckpt", "distributed": "distributed"}
+    for kind, name in sources.items():
+        expected = dict(enumerate(losses[kind], start=1))
+        for num_ranks in (1, 2):
+            run = workplace.directory / f"{kind}-{num_ranks}"
+            _ckpt("import", made / name, run, "--training-state", "--config", made)
+            _train(made, run, num_ranks, "--clip_grad_norm=null", "--optimizer.weight_decay=0.01")
+            what = f"a run of Lightning ({name}) continues here on {num_ranks} rank(s)"
+            yield _compared(what, _losses(run), expected, first=6)
+    yield from _resumed(workplace, made)
+
+
+def _resumed(workplace: Workplace, made: Path) -> Iterator[Check]:
+    """Lightning continues a run of this program, from the end of an epoch and from within one."""
+    run = workplace.directory / "ours"
+    _train(made, run, 2, "--optimizer.weight_decay=0.1")
+    expected = _losses(run)
+    for epoch, step in ((0, 5), (1, 7)):
+        target = workplace.directory / f"step_{step}.ckpt"
+        _ckpt("export", run / f"epoch_{epoch}_step_{step}", "--to", "lightning", "-o", target)
+        report = workplace.directory / f"step_{step}.json"
+        workplace.run_script(_RESUME, target, made, str(step - 5), report)
+        found = {int(key): value for key, value in json.loads(report.read_text())["losses"].items()}
+        what = f"Lightning continues a run of ours from step {step}"
+        yield _compared(what, found, expected, first=step + 1)
+
+
+def _compared(
+    what: str, found: Mapping[int, float], expected: Mapping[int, float], first: int
+) -> Check:
+    steps = list(range(first, _NUM_STEPS + 1))
+    if list(found) != steps:
+        return Check(what, f"steps {list(found)} instead of {steps}", False)
+    difference = max(abs(found[step] - expected[step]) / expected[step] for step in steps)
+    text = f"losses of steps {first} to {_NUM_STEPS} differ by {difference:.1e}"
+    return Check(what, text, difference <= _MAX_DIFFERENCE)
+
+
+def _train(made: Path, run: Path, num_ranks: int, *overrides: str) -> None:
+    from tests.support.json_rows import recipe
+
+    path = run.with_name(f"{run.name}.yaml")
+    path.write_text(recipe(made, run))
+    command = [
+        sys.executable,
+        "-m",
+        "automodel_ckpt.cli.train",
+        "--nproc-per-node",
+        str(num_ranks),
+        "--trust",
+        "tests",
+        str(path),
+        *overrides,
+    ]
+    environment = os.environ | {"PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"}
+    subprocess.run(
+        command, check=True, cwd=_ROOT, env=environment, stdout=subprocess.DEVNULL, timeout=600
+    )
+
+
+def _losses(run: Path) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for line in (run / "training.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        if "event" not in record:
+            found[record["step"]] = record["loss"]
+    return found
+
+
+def _ckpt(*arguments: str | Path) -> None:
+    code = ckpt.main([str(argument) for argument in arguments])
+    if code:
+        raise RuntimeError(f"ckpt {' '.join(map(str, arguments))} ended with code {code}")
+
+
+PROGRAM = Program(
+    name="PyTorch Lightning",
+    environment=Environment(
+        "lightning",
+        first=(TORCH, "numpy", "safetensors", "transformers>=5.17,<6"),
+        then=("lightning>=2.6,<2.7",),
+    ),
+    packages=("lightning", "torch"),
+    checks=_checks,
+)
