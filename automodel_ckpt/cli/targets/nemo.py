@@ -29,6 +29,12 @@ NEMO_CLASS = Option(
     {"metavar": "CLASS"},
 )
 
+MEGATRON_NAMES = Option(
+    "--megatron-names",
+    "write the tensors and the config of a GPT model of Megatron-Core, as NeMo 1 has them",
+    {"action": "store_true"},
+)
+
 
 def _run(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
     from automodel_ckpt.convert.targets.nemo import export_nemo
@@ -40,6 +46,7 @@ def _run(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
         prefix=arguments.prefix or "",
         model_config=None if config is None else Path(config),
         model_class=arguments.target,
+        megatron_names=arguments.megatron_names,
         cast_dtype=arguments.cast_dtype,
         overwrite=arguments.force,
         log=log,
@@ -54,5 +61,5 @@ TARGET = Target(
     "a .nemo file for NeMo",
     "NAME.nemo next to the checkpoint",
     _run,
-    (CAST_DTYPE, FORCE, PREFIX, MODEL_CONFIG, NEMO_CLASS),
+    (CAST_DTYPE, FORCE, PREFIX, MODEL_CONFIG, NEMO_CLASS, MEGATRON_NAMES),
 )

@@ -12,11 +12,15 @@ recognized, and have to be unpacked first.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
+from automodel_ckpt.convert.names.conversion import Conversion
+from automodel_ckpt.convert.names.dimensions import dimensions_of_arguments
+from automodel_ckpt.convert.names.registry import converter_of
 from automodel_ckpt.convert.plain_yaml import parse_yaml, scalars_in
 from automodel_ckpt.convert.sources.format import Format
 from automodel_ckpt.convert.sources.megatron import MegatronCore
@@ -37,6 +41,15 @@ WEIGHTS = "model_weights.ckpt"
 DISTRIBUTED_WEIGHTS = "model_weights"
 ARTIFACT_PREFIX = "nemo:"
 MAX_CONFIG_BYTES = 1 << 20
+_GATED_SILU = re.compile(r"(fast-)?swiglu", re.ASCII)
+_DIMENSIONS = (
+    "num_layers",
+    "num_attention_heads",
+    "num_query_groups",
+    "hidden_size",
+    "kv_channels",
+    "vocab_size",
+)
 _UNCHECKED = "the weights are unchecked: a .nemo file has no digests"
 
 
@@ -60,6 +73,11 @@ class NemoFile(Format):
             )
         return _source(packed, path.parent)
 
+    def conversion(self, path: Path) -> Conversion | None:
+        """Return the conversion that the model's config implies."""
+        content, _ = read_beginning(path, CONFIG, MAX_CONFIG_BYTES)
+        return _conversion(parse_config(path, content), str(path / CONFIG))
+
     def details(self, path: Path) -> Mapping[str, tuple[str, ...]]:
         content, sizes = read_beginning(path, CONFIG, MAX_CONFIG_BYTES)
         return nemo_details(path, content, sizes)
@@ -80,6 +98,13 @@ class NemoDirectory(Format):
         if (path / DISTRIBUTED_WEIGHTS).is_dir():
             return MegatronCore().open(path / DISTRIBUTED_WEIGHTS)
         return _source(files_in_directory(path), path)
+
+    def conversion(self, path: Path) -> Conversion | None:
+        """Return the conversion that the model's config implies, or the distributed checkpoint in the directory."""
+        conversion = _conversion(read_config(files_in_directory(path)), str(path / CONFIG))
+        if conversion is None and (path / DISTRIBUTED_WEIGHTS).is_dir():
+            return MegatronCore().conversion(path / DISTRIBUTED_WEIGHTS)
+        return conversion
 
     def parts(self, path: Path) -> frozenset[str]:
         return frozenset(name for name in _names(path) if _is_weights(path, name))
@@ -126,6 +151,40 @@ def artifacts_in(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for path, text in scalars_in(config):
         if text.startswith(ARTIFACT_PREFIX):
             yield path, text.removeprefix(ARTIFACT_PREFIX)
+
+
+def _conversion(config: Mapping[str, Any], where: str) -> Conversion | None:
+    """Return the conversion that the config of a GPT model implies; None for another model.
+
+    Source of the keys: NeMo 1's examples/nlp/language_modeling/conf/megatron_llama_config.yaml. Raises
+    :class:`CheckpointUnusable` for wrong dimensions.
+    """
+    flags = {key: str(value).lower() for key, value in config.items() if isinstance(value, str)}
+    is_gated = _GATED_SILU.fullmatch(flags.get("activation", "")) is not None
+    if not is_gated or flags.get("normalization") != "rmsnorm" or flags.get("bias") == "true":
+        return None
+    arguments: dict[str, Any] = {"group_query_attention": "num_query_groups" in config}
+    for key in _DIMENSIONS:
+        arguments[key] = _number(config.get(key))
+    if arguments["num_query_groups"] is None:
+        arguments["group_query_attention"] = False
+    num_experts = _number(config.get("num_moe_experts"))
+    arguments["num_experts"] = num_experts
+    model_type = "mixtral" if num_experts else "llama"
+    if flags.get("qk_layernorm") == "true":
+        model_type = "qwen3_moe" if num_experts else "qwen3"
+    elif flags.get("qkv_bias") == "true" or flags.get("add_qkv_bias") == "true":
+        model_type = "qwen2"
+    return Conversion(
+        converter_of(model_type, where), dimensions_of_arguments(arguments, where), where
+    )
+
+
+def _number(value: object) -> int | None:
+    """Return a number of the config, in which each scalar is text; None for null or another value."""
+    if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 10:
+        return int(value)
+    return None
 
 
 def nemo_details(

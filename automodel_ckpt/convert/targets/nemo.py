@@ -3,16 +3,19 @@
 NeMo restores it with ``restore_from`` of a class whose state dict has these names. The config has no key ``target``
 unless one is given: NeMo 3 rejects classes outside of its own packages. The Hugging Face config and the tokenizer's
 files are artifacts: the config refers to them by ``nemo:`` and their names in the archive (source: NeMo 3.0,
-nemo.core.connectors.save_restore_connector). Imports no torch.
+nemo.core.connectors.save_restore_connector). With Megatron's names, the file has the structure of NeMo 1's GPT models,
+whose state dict has the prefix ``model.``. Imports no torch.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -23,6 +26,9 @@ from automodel_ckpt.checkpoint.export.plan import parse_cast_dtype
 from automodel_ckpt.checkpoint.export_leftovers import Log
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.files.torch_archive_writing import write_torch_archive
+from automodel_ckpt.checkpoint.sources.source import Source
+from automodel_ckpt.convert.names.dimensions import Dimensions, dimensions_of_config
+from automodel_ckpt.convert.names.registry import converter_of
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.plain_yaml import parse_yaml
 from automodel_ckpt.convert.publishing import published_file
@@ -31,12 +37,15 @@ from automodel_ckpt.convert.tar_writing import TarWriter
 from automodel_ckpt.convert.targets.config_and_tokenizer import config_and_tokenizer
 from automodel_ckpt.convert.targets.torch_file import (
     TorchFileReport,
+    check_digests,
     check_files,
     state_dict_of,
     target_of,
 )
-from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
+# NeMo's GPT model has Megatron's as the attribute `model`.
+_GPT_PREFIX = "model."
 log_default = logging.getLogger("automodel_ckpt")
 
 
@@ -47,6 +56,7 @@ def export_nemo(
     prefix: str = "",
     model_config: Path | None = None,
     model_class: str | None = None,
+    megatron_names: bool = False,
     cast_dtype: str | None = None,
     overwrite: bool = False,
     log: Log = log_default.info,
@@ -71,6 +81,9 @@ def export_nemo(
     files, warnings = config_and_tokenizer(opened, cast_code)
     for text in warnings:
         log(f"warning: {text}")
+    if megatron_names:
+        opened = _with_megatron_names(opened, config, files)
+        prefix = prefix or _GPT_PREFIX
     artifacts = _add_artifacts(config, files)
     state_dict = state_dict_of(opened, prefix, cast_code)
     content = yaml.safe_dump(config, sort_keys=False, allow_unicode=True).encode()
@@ -122,6 +135,74 @@ def _wrong_config(path: Path, value: str) -> RecipeError:
         value=value,
         hint="use a YAML mapping, such as the model_config.yaml of another .nemo file",
     )
+
+
+def _with_megatron_names(
+    source: Source, config: dict[str, Any], files: Mapping[str, bytes]
+) -> Source:
+    """Return *source* with Megatron's tensors, and add the keys of NeMo's GPT config to *config*.
+
+    Keys that the user's config has are not changed. Raises :class:`CheckpointUnusable` for a model without a converter,
+    and for a damaged file: the converted tensors have no digests.
+    """
+    where = str(source.model_directory)
+    content = files.get("config.json")
+    if content is None:
+        raise CheckpointUnusable(
+            "Megatron's names need the model's config.json",
+            where=where,
+            value="no such file",
+            hint="put the file there, or export without --megatron-names",
+        )
+    hugging_face = json.loads(content)
+    converter = converter_of(hugging_face.get("model_type"), where)
+    dimensions = dimensions_of_config(hugging_face, where)
+    check_digests(source)
+    converted = converter.to_megatron(source.tensors, dimensions, where)
+    is_tied = "output_layer.weight" not in converted.tensors
+    for key, value in gpt_config(hugging_face, dimensions, is_tied).items():
+        config.setdefault(key, value)
+    # Without the manifest, which describes the tensors under their former names.
+    return replace(source, tensors=converted.tensors, tied={}, manifest=None)
+
+
+def gpt_config(
+    hugging_face: Mapping[str, Any], dimensions: Dimensions, is_tied: bool
+) -> dict[str, Any]:
+    """Return the keys of NeMo 1's GPT config that describe the model of a Hugging Face config.
+
+    Source of the keys: NeMo 1's examples/nlp/language_modeling/conf/megatron_llama_config.yaml.
+    """
+    model_type = str(hugging_face.get("model_type"))
+    length = hugging_face.get("max_position_embeddings")
+    parameters = hugging_face.get("rope_parameters") or {}
+    config: dict[str, Any] = {
+        "mcore_gpt": True,
+        "num_layers": dimensions.num_layers,
+        "hidden_size": hugging_face.get("hidden_size"),
+        "ffn_hidden_size": hugging_face.get("intermediate_size"),
+        "num_attention_heads": dimensions.num_heads,
+        "num_query_groups": dimensions.num_query_groups,
+        "kv_channels": dimensions.head_size,
+        "vocab_size": dimensions.vocab_size,
+        "encoder_seq_length": length,
+        "max_position_embeddings": length,
+        "normalization": "rmsnorm",
+        "layernorm_epsilon": hugging_face.get("rms_norm_eps"),
+        "activation": "fast-swiglu",
+        "bias": False,
+        "qkv_bias": model_type == "qwen2",
+        "qk_layernorm": model_type.startswith("qwen3"),
+        "position_embedding_type": "rope",
+        "rotary_base": parameters.get("rope_theta") or hugging_face.get("rope_theta"),
+        "share_embeddings_and_output_weights": is_tied,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+    }
+    if dimensions.num_experts:
+        config["num_moe_experts"] = dimensions.num_experts
+        config["moe_router_topk"] = hugging_face.get("num_experts_per_tok")
+    return config
 
 
 def _add_artifacts(config: dict[str, Any], files: Mapping[str, bytes]) -> dict[str, bytes]:

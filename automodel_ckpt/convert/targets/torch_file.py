@@ -115,6 +115,21 @@ def check_files(source: Source) -> None:
         raise CheckpointUnusable.all_of(problems)
 
 
+def check_digests(source: Source) -> None:
+    """Raise :class:`CheckpointUnusable` if a file of a checkpoint or an export does not match its digest.
+
+    For exports that write parts of the stored slices, which have no digests of their own.
+    """
+    problems = []
+    if source.manifest is not None:
+        problems = verify(source.root, source.manifest, "digest")
+    elif source.export is not None:
+        only = set(source.files)
+        problems = source.export.problems(only=only, level="digest", rank=0, num_ranks=1)
+    if problems:
+        raise CheckpointUnusable.all_of(problems)
+
+
 def state_dict_of(source: Source, prefix: str, cast_code: str | None) -> dict[str, ArchiveTensor]:
     """Return the tensors of a model by name, with the *prefix*. A tied name is the tensor that it is tied to."""
     state_dict: dict[str, ArchiveTensor] = {}

@@ -17,8 +17,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from automodel_ckpt.checkpoint.tensors.stored import whole
 from automodel_ckpt.cli import ckpt
 from automodel_ckpt.convert.open import open_weights
+from automodel_ckpt.convert.sources.nemo import NemoDirectory
 from automodel_ckpt.convert.sources.registry import detect
 from automodel_ckpt.convert.tar_reading import tar_members
 from automodel_ckpt.convert.tar_writing import TarWriter
@@ -286,6 +288,20 @@ def test_the_weights_of_ranks_are_merged(num_ranks: int, num_stages: int, tmp_pa
     assert_equal(values(path), expected)
     assert ckpt.main(["unpack", str(path), str(tmp_path / "model")]) == 0
     assert_equal(values(tmp_path / "model"), expected)
+
+
+def test_the_ranks_of_megatron_core_are_merged_to_the_model_of_one_rank() -> None:
+    directory = FIXTURES / "ranks"
+    source = NemoDirectory().open(directory)
+    expected = load_file(FIXTURES / "ranks.safetensors")
+    assert source.tensors.keys() == expected.keys()
+    for name, value in expected.items():
+        content = bytearray(whole(source.root, source.tensors[name]).tobytes())
+        found = torch.frombuffer(content, dtype=value.dtype).reshape(value.shape)
+        assert torch.equal(found, value), name
+    # The config describes a Llama, so that the names are those of Hugging Face.
+    gate = values(directory)["model.layers.1.mlp.gate_proj.weight"]
+    assert torch.equal(gate, expected["model.decoder.layers.1.mlp.linear_fc1.weight"][:24])
 
 
 def test_a_missing_rank_and_an_unknown_layer_are_errors(tmp_path: Path) -> None:

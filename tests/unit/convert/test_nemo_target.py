@@ -100,3 +100,42 @@ def test_a_config_that_cannot_be_used_is_an_error(
     command = ["export", str(tmp_path / "epoch_0_step_1"), "--to", "nemo"]
     assert ckpt.main([*command, "--model-config", str(tmp_path / "given.yaml")]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_megatrons_names_are_written_and_converted_back(tied: bool, tmp_path: Path) -> None:
+    model = llama_checkpoint(tmp_path / "epoch_0_step_1", tied=tied)
+    target = tmp_path / "model.nemo"
+    command = ["export", str(tmp_path / "epoch_0_step_1"), "--to", "nemo", "--megatron-names"]
+    assert ckpt.main([*command, "-o", str(target)]) == 0
+    config, state = restored(target, tmp_path / "out")
+    assert config["num_layers"] == 2 and config["activation"] == "fast-swiglu"
+    assert config["share_embeddings_and_output_weights"] is tied
+    assert ("model.output_layer.weight" in state) is not tied
+    # Fused by query group: the queries of the first group, its key, its value.
+    fused = state["model.decoder.layers.0.self_attention.linear_qkv.weight"]
+    original = model.state_dict()
+    query = original["model.layers.0.self_attn.q_proj.weight"]
+    assert torch.equal(fused[: config["kv_channels"]], query[: config["kv_channels"]])
+    found = values(target)
+    for name, value in original.items():
+        if name in found:
+            assert torch.equal(found[name], value), name
+    missing = original.keys() - found.keys()
+    assert missing == ({"lm_head.weight"} if tied else set())
+
+
+def test_a_damaged_tensor_is_found_before_its_name_is_converted(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    checkpoint = tmp_path / "epoch_0_step_1"
+    llama_checkpoint(checkpoint)
+    shard = max((checkpoint / "model").glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    target = tmp_path / "model.nemo"
+    command = ["export", str(checkpoint), "--to", "nemo", "--megatron-names", "-o", str(target)]
+    assert ckpt.main(command) == 3
+    assert shard.name in capsys.readouterr().err
+    assert not target.exists()
