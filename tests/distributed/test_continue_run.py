@@ -172,3 +172,52 @@ def test_the_trainers_checkpoint_is_named_with_step_epoch_and_loss(
     assert main(["ls", str(SOURCE)]) == 0
     text = capsys.readouterr().out
     assert "checkpoint-5     5      1      3.5284" in text and "transformers Trainer" in text
+
+
+def test_an_export_to_the_trainer_has_the_same_optimizer_bit_for_bit(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    checkpoint = imported(tmp_path / "run", capsys)
+    target = tmp_path / "checkpoint-5"
+    assert main(["export", str(checkpoint), "--to", "trainer", "-o", str(target)]) == 0
+    output = capsys.readouterr()
+    assert output.out.strip() == str(target) and "not transferred: random numbers" in output.err
+    original = torch.load(SOURCE / "optimizer.pt", weights_only=True)
+    written = torch.load(target / "optimizer.pt", weights_only=True)
+    assert written["state"].keys() == original["state"].keys()
+    for number, entry in original["state"].items():
+        for key, value in entry.items():
+            assert torch.equal(written["state"][number][key], value), (number, key)
+    assert written["param_groups"] == original["param_groups"]
+    schedule = torch.load(target / "scheduler.pt", weights_only=True)
+    assert schedule["last_epoch"] == 5 and schedule["base_lrs"] == [0.01, 0.01]
+    state = json.loads((target / "trainer_state.json").read_text())
+    assert state["global_step"] == 5 and state["log_history"][0]["loss"] == pytest.approx(3.5284163)
+    assert main(["diff", str(SOURCE), str(target)]) == 0
+
+
+def test_an_export_to_the_trainer_continues_here_with_the_same_losses(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    checkpoint = imported(tmp_path / "run", capsys)
+    target = tmp_path / "checkpoint-5"
+    assert main(["export", str(checkpoint), "--to", "trainer", "-o", str(target)]) == 0
+    losses = continued_losses(target, tmp_path / "again")
+    expected = expected_losses()
+    assert losses == pytest.approx({step: expected[step] for step in range(6, 11)}, rel=1e-5)
+
+
+def test_what_the_trainer_cannot_load_is_rejected(tmp_path: Path, capsys: Capture) -> None:
+    assert main(["import", str(SOURCE), str(tmp_path / "weights")]) == 0
+    assert main(["export", str(tmp_path / "weights"), "--to", "trainer"]) == 3
+    assert "weights only" in capsys.readouterr().err
+    run = tmp_path / "run"
+    imported(run, capsys)
+    recipe = CONTINUED.replace("CONFIG", str(SOURCE)).replace("RUN", str(run))
+    recipe = recipe.replace("max_steps: 10", "max_steps: 6").replace(
+        "weight_decay: 0.1", "groups: [{params: ['*q_proj*'], lr: 1e-3}]\n  on_resume: recipe"
+    )
+    train(write_recipe(tmp_path, recipe))
+    assert main(["export", str(run), "--to", "trainer", "-o", str(tmp_path / "out")]) == 3
+    assert "more groups of options" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

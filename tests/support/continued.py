@@ -43,6 +43,7 @@ def continued_losses(
 
     *config* is the directory of the model's config.json, by default *source*.
     """
+    directory.mkdir(exist_ok=True)
     run = directory / "run"
     assert main(["import", str(source), str(run), "--training-state", "--json"]) == 0
     text = CONTINUED.replace("CONFIG", str(config or source)).replace("RUN", str(run))

@@ -21,6 +21,7 @@ from automodel_ckpt.cli.targets import (
     onnx,
     qnemo,
     torch_file,
+    trainer,
 )
 from automodel_ckpt.cli.targets.target import Option, Target
 from automodel_ckpt.errors import EXIT_DONE, RecipeError
@@ -30,6 +31,7 @@ _ALL = (
     gguf.TARGET,
     torch_file.TARGET,
     lightning.TARGET,
+    trainer.TARGET,
     dcp.TARGET,
     compressed_tensors.TARGET,
     nemo.TARGET,

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from automodel_ckpt.cli.model_parameters import parameters_in
 from automodel_ckpt.cli.terminal import coloured, print_path, printable, size_text, table
 from automodel_ckpt.errors import EXIT_DONE, RecipeError
 
 if TYPE_CHECKING:
     from automodel_ckpt.convert.import_checkpoint import Import
-    from automodel_ckpt.convert.training_state import ModelParameter, Parameters
 
 _MAX_NAMES = 5
 
@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
         Path(arguments.run),
         step=arguments.step,
         epoch=arguments.epoch,
-        parameters=_parameters_in if arguments.training_state else None,
+        parameters=parameters_in if arguments.training_state else None,
         names=None if arguments.names is None else Path(arguments.names),
         config=None if arguments.config is None else Path(arguments.config).expanduser(),
     )
@@ -110,18 +110,6 @@ def run(arguments: argparse.Namespace) -> int:
     elif not arguments.dry_run:
         print_path(planned.target)
     return EXIT_DONE
-
-
-def _parameters_in(directory: Path) -> Parameters:
-    """Return a function that lists the parameters of the model in *directory*; it imports torch and transformers."""
-
-    def parameters() -> list[ModelParameter]:
-        from automodel_ckpt.convert.training_state import ModelParameter
-        from automodel_ckpt.models.parameter_list import list_parameters
-
-        return [ModelParameter(*listed) for listed in list_parameters(directory)]
-
-    return parameters
 
 
 def _document(planned: Import, dry_run: bool) -> dict[str, Any]:

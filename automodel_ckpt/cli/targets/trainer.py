@@ -1,0 +1,59 @@
+"""``ckpt export --to trainer``: a directory that transformers' Trainer resumes from."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from automodel_ckpt.cli.model_parameters import parameters_in
+from automodel_ckpt.cli.targets.target import Target, finish, log, totals
+
+if TYPE_CHECKING:
+    from automodel_ckpt.convert.targets.trainer import Intervals
+
+
+def _run(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
+    from automodel_ckpt.convert.targets.trainer import export_trainer
+
+    report = export_trainer(
+        source,
+        arguments.output,
+        parameters_in=parameters_in,
+        intervals=_intervals(source),
+        log=log,
+    )
+    text = totals(report.num_tensors, report.nbytes, report.seconds, report.checked)
+    finish(arguments, report.output, f"wrote {text}; state of {report.num_parameters} parameters")
+    return {**asdict(report), "output": str(report.output)}
+
+
+def _intervals(source: Path) -> Intervals:
+    """Return the intervals of the recipe in the checkpoint, and the Trainer's defaults for others."""
+    from automodel_ckpt.checkpoint.layout import CONFIG
+    from automodel_ckpt.config.changes import saved_recipe
+    from automodel_ckpt.convert.targets.trainer import Intervals
+
+    keys = {
+        "micro_batch_size": "local_batch_size",
+        "save_steps": "ckpt_every_steps",
+        "eval_steps": "val_every_steps",
+    }
+    recipe = saved_recipe(source / CONFIG)
+    found: dict[str, int] = {}
+    for name, key in keys.items():
+        value = recipe.get(f"step_scheduler.{key}", "")
+        # ckpt_every_steps may also be `auto` or null.
+        if value.isdecimal() and 0 < int(value) < 2**31:
+            found[name] = int(value)
+    return Intervals(**found)
+
+
+TARGET = Target(
+    "trainer",
+    "a checkpoint that transformers' Trainer resumes from",
+    "checkpoint-N next to the checkpoint",
+    _run,
+    (),
+)

@@ -1,0 +1,267 @@
+"""A checkpoint as ``checkpoint-N/`` of transformers' Trainer, from which it resumes. Imports no torch.
+
+``Trainer.train(resume_from_checkpoint=DIR)`` loads the weights, ``optimizer.pt``, ``scheduler.pt`` and
+``trainer_state.json``; a missing ``rng_state.pth`` is reported and accepted (source: transformers 5.23). The optimizer
+has two groups, of parameters with and without weight decay, and numbers the parameters through both of them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.export.consolidate import consolidate
+from automodel_ckpt.checkpoint.export_leftovers import Log
+from automodel_ckpt.checkpoint.files.torch_archive_writing import write_torch_archive
+from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.sources.opening import MODEL, is_checkpoint
+from automodel_ckpt.convert.publishing import check_directory_target, published_directory
+from automodel_ckpt.convert.run_state import RunState, read_run_state
+from automodel_ckpt.convert.sources.trainer import OPTIMIZER_FILE, SCHEDULER_FILE, STATE_FILE
+from automodel_ckpt.convert.targets.torch_file import archive_tensor
+from automodel_ckpt.convert.training_state import ModelParameter, ParameterGroup, Parameters
+from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
+
+log_default = logging.getLogger("automodel_ckpt")
+
+NOT_TRANSFERRED = ("random numbers", "order of the data", "best metric")
+"""What the Trainer's checkpoints have beside this, in words."""
+_WEIGHTS = ".weights"
+
+
+@dataclass(frozen=True, slots=True)
+class Intervals:
+    """What the Trainer takes from ``trainer_state.json`` instead of its arguments, in steps.
+
+    *micro_batch_size*, the samples of a rank's forward pass, is only compared with its arguments.
+    """
+
+    micro_batch_size: int = 1
+    logging_steps: int = 1
+    save_steps: int = 500
+    eval_steps: int = 500
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerReport:
+    """A directory of the Trainer that was published: *num_parameters* have state of the optimizer.
+
+    *checked* says whether the source's digests were compared.
+    """
+
+    output: Path
+    step: int
+    num_tensors: int
+    num_parameters: int
+    nbytes: int
+    seconds: float
+    checked: bool
+    warnings: tuple[str, ...]
+
+
+def export_trainer(
+    source: Path,
+    output: str | os.PathLike[str] | None,
+    *,
+    parameters_in: Callable[[Path], Parameters],
+    intervals: Intervals = Intervals(),
+    log: Log = log_default.info,
+) -> TrainerReport:
+    """Write the checkpoint *source* of a run as a checkpoint of transformers' Trainer.
+
+    *output* defaults to ``checkpoint-N`` next to *source*. *parameters_in* is called with the directory of the exported
+    config.json; the result lists the model's parameters. *intervals* are stated in ``trainer_state.json``.
+
+    Raises :class:`CheckpointUnusable` for a source that is damaged, or has no optimizer that the Trainer can load, and
+    :class:`SaveFailed` if the directory cannot be written. In both cases nothing was written. Memory: one block of a
+    tensor.
+    """
+    started = time.monotonic()
+    if not is_checkpoint(source):
+        raise _unusable("this is not a checkpoint of a run", source, "no training state")
+    manifest = Manifest.read(source)
+    run = read_run_state(source)
+    if run is None or os.path.lexists(source / MODEL / layout.ADAPTER_MODEL):
+        value = "an adapter" if run is not None else "weights only"
+        raise _unusable("there is no training state that the Trainer can load", source, value)
+    default = source.with_name(f"checkpoint-{run.step}")
+    # Publishing renames: without this, it would replace a link instead of its target.
+    target = Path(os.path.realpath(output if output is not None else default))
+    check_directory_target(target)
+    if not target.parent.is_dir():
+        raise SaveFailed(
+            "the directory of the output does not exist",
+            where=str(target),
+            value=str(target.parent),
+            hint="create it, or choose another --output",
+        )
+    with published_directory(target, log, what="the Trainer's checkpoint") as directory:
+        weights = consolidate(source, directory / _WEIGHTS, log=log)
+        for path in (directory / _WEIGHTS).iterdir():
+            path.rename(directory / path.name)
+        shutil.rmtree(directory / _WEIGHTS)
+        groups = trainer_groups(run, parameters_in(directory)(), source)
+        _write_archive(directory / OPTIMIZER_FILE, _optimizer(run, groups))
+        _write_archive(directory / SCHEDULER_FILE, _schedule(run, groups))
+        state = _trainer_state(run, manifest, intervals)
+        (directory / STATE_FILE).write_text(json.dumps(state, indent=2, sort_keys=True) + "\n")
+    log(f"not transferred: {', '.join(NOT_TRANSFERRED)}")
+    log(
+        f"the Trainer takes these from the checkpoint: logging_steps {intervals.logging_steps}, "
+        f"save_steps {intervals.save_steps}, eval_steps {intervals.eval_steps}"
+    )
+    nbytes = sum(path.stat().st_size for path in target.iterdir())
+    return TrainerReport(
+        target,
+        run.step,
+        weights.num_tensors,
+        len(run.tensors),
+        nbytes,
+        time.monotonic() - started,
+        weights.checked,
+        weights.warnings,
+    )
+
+
+# ---------------------------------------------------------------- the optimizer
+
+
+def trainer_groups(
+    run: RunState, model: Sequence[ModelParameter], where: Path
+) -> tuple[ParameterGroup, ParameterGroup]:
+    """Return the Trainer's two groups: the trained parameters with weight decay, then those without.
+
+    Raises :class:`CheckpointUnusable` if the options of a group's parameters differ, because the Trainer has only these
+    groups, or if the optimizer trains a parameter that the model does not have.
+    """
+    source: dict[str, ParameterGroup] = {}
+    for group in run.groups:
+        for name in group.parameters:
+            source[name] = group
+    known = {parameter.name for parameter in model}
+    unknown = sorted(source.keys() - known)
+    if unknown:
+        what = "the optimizer trains a parameter that the model of config.json does not have"
+        raise _unusable(what, where, unknown[0])
+    decayed = [each.name for each in model if each.decays and each.name in source]
+    others = [each.name for each in model if not each.decays and each.name in source]
+    with_decay = _group(decayed, source, run.groups, where)
+    return with_decay, _group(others, source, run.groups, where)
+
+
+def _group(
+    names: Iterable[str],
+    source: Mapping[str, ParameterGroup],
+    groups: Sequence[ParameterGroup],
+    where: Path,
+) -> ParameterGroup:
+    members = tuple(names)
+    options: Mapping[str, Any] = groups[0].options
+    if members:
+        options = source[members[0]].options
+    for name in members:
+        if source[name].options != options:
+            raise CheckpointUnusable(
+                "the parameters have more groups of options than the Trainer's optimizer",
+                where=str(where),
+                value=f"{members[0]} and {name}",
+                hint="the Trainer has two groups: parameters with weight decay, and norms and biases; export the "
+                "weights with --to hf",
+            )
+    rate = options.get("lr", 0.0)
+    # The Trainer always has a schedule, which needs the peak rate.
+    return ParameterGroup(members, {"initial_lr": rate, **options})
+
+
+def _optimizer(run: RunState, groups: Iterable[ParameterGroup]) -> dict[str, Any]:
+    """Return the state dict of the optimizer, with the parameters numbered through its groups."""
+    state: dict[int, dict[str, Any]] = {}
+    written: list[dict[str, Any]] = []
+    number = 0
+    for group in groups:
+        first = number
+        for name in group.parameters:
+            entry: dict[str, Any] = dict(run.values.get(name, {}))
+            for key, tensor in run.tensors.get(name, {}).items():
+                entry[key] = archive_tensor(run.root, tensor, tensor.dtype)
+            if entry:
+                state[number] = entry
+            number += 1
+        written.append({**group.options, "params": list(range(first, number))})
+    return {"state": state, "param_groups": written}
+
+
+def _schedule(run: RunState, groups: Iterable[ParameterGroup]) -> dict[str, Any]:
+    """Return the state of the Trainer's schedule, a LambdaLR, after the run's steps (torch 2.13)."""
+    base_rates: list[float] = []
+    last_rates: list[float] = []
+    for group in groups:
+        base_rates.append(group.options["initial_lr"])
+        last_rates.append(group.options.get("lr", 0.0))
+    return {
+        "base_lrs": base_rates,
+        "last_epoch": run.step,
+        "_step_count": run.step + 1,
+        "_is_initial": False,
+        "_get_lr_called_within_step": False,
+        "_last_lr": last_rates,
+        "lr_lambdas": [None] * len(base_rates),
+    }
+
+
+def _trainer_state(run: RunState, manifest: Manifest, intervals: Intervals) -> dict[str, Any]:
+    """Return the fields of transformers' ``TrainerState`` (5.23)."""
+    line: dict[str, Any] = {"epoch": float(run.epochs_done), "step": run.step}
+    for key, name in (("train_loss", "loss"), ("val_loss", "eval_loss")):
+        loss = manifest.losses.get(key)
+        if isinstance(loss, float):
+            line[name] = loss
+    # The Trainer's next save fails if this entry is missing.
+    control = {
+        "should_epoch_stop": False,
+        "should_evaluate": False,
+        "should_log": False,
+        "should_save": True,
+        "should_training_stop": False,
+    }
+    return {
+        "best_global_step": None,
+        "best_metric": None,
+        "best_model_checkpoint": None,
+        "epoch": float(run.epochs_done),
+        "eval_steps": intervals.eval_steps,
+        "global_step": run.step,
+        "is_hyper_param_search": False,
+        "is_local_process_zero": True,
+        "is_world_process_zero": True,
+        "log_history": [line],
+        "logging_steps": intervals.logging_steps,
+        "max_steps": 0,
+        "num_input_tokens_seen": 0,
+        "num_train_epochs": 0,
+        "save_steps": intervals.save_steps,
+        "stateful_callbacks": {"TrainerControl": {"args": control, "attributes": {}}},
+        "total_flos": 0.0,
+        "train_batch_size": intervals.micro_batch_size,
+        "trial_name": None,
+        "trial_params": None,
+    }
+
+
+def _write_archive(path: Path, value: Any) -> None:
+    with open(path, "wb") as file:
+        write_torch_archive(file, value)
+
+
+def _unusable(what: str, where: Path, value: object) -> CheckpointUnusable:
+    return CheckpointUnusable(
+        what, where=str(where), value=value, hint="export the weights with --to hf"
+    )
