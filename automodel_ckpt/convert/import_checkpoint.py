@@ -51,6 +51,7 @@ from automodel_ckpt.convert.open import open_weights
 from automodel_ckpt.convert.sources.format import Format
 from automodel_ckpt.convert.sources.registry import detect, formats_in
 from automodel_ckpt.convert.sources.torch_files import BIN_INDEX
+from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
 from automodel_ckpt.convert.training_import import (
     OPTIMIZER,
     OptimizerTree,
@@ -588,14 +589,22 @@ def _chunks(planned: Import, file: OutputFile) -> Iterator[Chunk]:
     path = f"{MODEL}/{file.name}"
     for tensor, start in file.placed():
         entry = whole_tensor(tensor.fqn, tensor.dtype, tensor.stored.shape, path, start)
-        data: Data = partial(_row_major, planned.weights.root, tensor.stored)
+        data = _data(planned.weights.root, tensor.stored)
         if planned.contents is not None:
             data = planned.contents(tensor.stored)
         yield Chunk(start, data, entry)
 
 
-def _row_major(root: Path, tensor: Tensor) -> memoryview:
-    """Return a tensor's bytes, compared with their digests if there are any. A tensor in one slice is mapped."""
+def _data(root: Path, tensor: Tensor) -> Data:
+    """Return a tensor's bytes for a job. A tensor in one slice is mapped; one in several is read in blocks."""
+    filled = [stored for stored in tensor.slices if stored.nbytes]
+    if len(filled) > 1:
+        return Blocks(tensor.nbytes, partial(tensor_blocks, root, tensor, tensor.dtype))
+    return partial(_mapped, root, tensor)
+
+
+def _mapped(root: Path, tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor in one slice, compared with their digest if there is one."""
     return whole_checked(root, tensor).reshape(-1).view("u1").data
 
 

@@ -76,10 +76,10 @@ def side_files(source: Source, plan: Plan, maps: BaseMaps) -> tuple[dict[str, by
 
 def _side_names(source: Source, directory: Path) -> Iterable[str]:
     """Return the names of the side files. For a checkpoint in Hugging Face files, only those in its manifest."""
-    if source.metadata_directory is None:
+    if source.metadata_directory is None or (source.finished and source.manifest is None):
         # Known names only: the weights themselves are in this directory, and whatever else the user keeps there.
         return [name for name in _regular_files(directory) if is_side_file(name)]
-    if not source.finished or source.manifest is None:
+    if source.manifest is None or not source.finished:
         return [name for name in _regular_files(directory) if name not in MAPS]
     names = [path.removeprefix(f"{directory.name}/") for path in source.manifest.files]
     made_anew = {layout.HF_INDEX, layout.CONSOLIDATE_SCRIPT}
