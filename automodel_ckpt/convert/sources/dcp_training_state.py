@@ -22,7 +22,6 @@ from typing import Any
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.sources.source import unusable
-from automodel_ckpt.checkpoint.tensors.stored import whole
 from automodel_ckpt.convert.sources.dcp_directory import (
     DcpContent,
     Described,
@@ -285,7 +284,7 @@ class _Reader:
             if tensor.dtype not in _NUMBERS or math.prod(tensor.shape) != 1:
                 value = f"{tensor.dtype} {list(tensor.shape)}"
                 raise self._unusable("a number of the optimizer is stored in another form", value)
-            found: Number = whole(self._directory, tensor).item()
+            found: Number = _scalar(self._directory, tensor)
             return found
         number = self._values[stored]
         if type(number) not in (int, float, bool):
@@ -409,7 +408,7 @@ def _counters(directory: Path, content: DcpContent) -> dict[str, Number]:
     found: dict[str, Number] = {}
     for tensor in read_tensors(directory, DcpContent(described, {})):
         if tensor.dtype in _NUMBERS:
-            found[keys_of[tensor.fqn]] = whole(directory, tensor).item()
+            found[keys_of[tensor.fqn]] = _scalar(directory, tensor)
     for fqn, value in read_values(directory, items):
         if type(value) is int:
             found[keys_of[fqn]] = value
@@ -423,3 +422,11 @@ def _count(counters: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
         if type(value) is int and 0 <= value < _MAX_COUNT:
             return value
     return None
+
+
+def _scalar(directory: Path, tensor: Tensor) -> Any:
+    """Return the value of a tensor with one element, as a number."""
+    # Imported here: opening a model must not import numpy.
+    from automodel_ckpt.checkpoint.tensors.stored import whole
+
+    return whole(directory, tensor).item()
