@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from automodel_ckpt.convert.archives import pack
 from automodel_ckpt.durable_io import fsync_directory, fsync_file
 from tools.bench_report import write_block
 
@@ -190,6 +191,35 @@ def _deepspeed(directory: Path, weights: Mapping[str, torch.Tensor]) -> None:
         del flat
 
 
+def _nemo(directory: Path, weights: Mapping[str, torch.Tensor]) -> None:
+    torch.save(dict(weights), directory / "model_weights.ckpt")
+    _pack_nemo(directory)
+
+
+def _nemo_ranks(directory: Path, weights: Mapping[str, torch.Tensor]) -> None:
+    """Write two tensor-parallel ranks of row-parallel layers: each has half of the columns of each row."""
+    for rank in range(2):
+        state = {}
+        for number, value in enumerate(weights.values()):
+            name = f"model.decoder.layers.{number}.mlp.linear_fc2.weight"
+            state[name] = value.chunk(2, dim=1)[rank].clone()
+        target = directory / f"mp_rank_0{rank}"
+        target.mkdir()
+        torch.save(state, target / "model_weights.ckpt")
+        del state
+    _pack_nemo(directory)
+
+
+def _pack_nemo(directory: Path) -> None:
+    """Replace the files in *directory* by a .nemo file of them."""
+    (directory / "model_config.yaml").write_text("activation: gelu\n")
+    packed = directory.with_name("packed.nemo")
+    pack(directory, packed, lambda _: None)
+    shutil.rmtree(directory)
+    directory.mkdir()
+    packed.rename(directory / "model.nemo")
+
+
 Make = Callable[[Path, Mapping[str, torch.Tensor]], None]
 KINDS: Mapping[str, Make] = {
     "safetensors": _hugging_face,
@@ -197,8 +227,15 @@ KINDS: Mapping[str, Make] = {
     "dcp": _dcp,
     "deepspeed": _deepspeed,
     "torch-transposed": _transposed,
+    "nemo": _nemo,
+    "nemo-ranks": _nemo_ranks,
 }
-_NAMES = {"torch": "model.pt", "torch-transposed": "model.pt"}
+_NAMES = {
+    "torch": "model.pt",
+    "torch-transposed": "model.pt",
+    "nemo": "model.nemo",
+    "nemo-ranks": "model.nemo",
+}
 """The file to import, where it is not the directory."""
 
 if __name__ == "__main__":
