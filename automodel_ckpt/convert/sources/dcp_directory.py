@@ -135,11 +135,27 @@ def read_content(directory: Path) -> DcpContent:
     path = directory / layout.DCP_METADATA
     try:
         program = read_safely(directory, layout.DCP_METADATA, limit=_most_bytes(directory))
-        value = read_records(program, _METADATA_NAMES)
-        return _content(value, len(program))
     except FileNotFoundError as error:
         what = "these .distcp files have no .metadata beside them"
         raise _unusable(what, path, "no such file") from error
+    except OSError as error:
+        raise _unusable("this .metadata cannot be read", path, repr(error)[:300]) from error
+    return parse_content(program, path)
+
+
+def max_metadata_bytes(nbytes_on_disk: int) -> int:
+    """Return how many bytes ``.metadata`` may have, beside files of *nbytes_on_disk*."""
+    return min(_MAX_BYTES, max(_FREE_BYTES, nbytes_on_disk // _DATA_RATIO))
+
+
+def parse_content(program: bytes, path: Path) -> DcpContent:
+    """Return the content of ``.metadata``, whose bytes are *program*; *path* is for errors.
+
+    Raises :class:`CheckpointUnusable` if it has an unknown form, or contradicts itself.
+    """
+    try:
+        value = read_records(program, _METADATA_NAMES)
+        return _content(value, len(program))
     except Exception as error:  # a damaged pickle can make Python's reader raise anything
         reason = str(error) if isinstance(error, Fault) else repr(error)
         value = reason.split("\n")[0][:300]
@@ -195,7 +211,7 @@ def _most_bytes(directory: Path) -> int:
     for entry in os.scandir(directory):
         # Allocated blocks: a sparse file must not allow a larger pickle.
         on_disk += entry.stat(follow_symlinks=False).st_blocks * 512
-    return min(_MAX_BYTES, max(_FREE_BYTES, on_disk // _DATA_RATIO))
+    return max_metadata_bytes(on_disk)
 
 
 def _content(value: Any, budget: int) -> DcpContent:

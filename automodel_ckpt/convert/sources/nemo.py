@@ -14,14 +14,26 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.convert.names.conversion import Conversion
 from automodel_ckpt.convert.names.dimensions import dimensions_of_arguments
+from automodel_ckpt.convert.names.megatron_names import is_model_tensor
 from automodel_ckpt.convert.names.registry import converter_of
 from automodel_ckpt.convert.plain_yaml import parse_yaml, scalars_in
+from automodel_ckpt.convert.sources.dcp_directory import (
+    DcpContent,
+    Described,
+    Item,
+    max_metadata_bytes,
+    parse_content,
+    read_tensors,
+)
 from automodel_ckpt.convert.sources.format import Format
 from automodel_ckpt.convert.sources.megatron import MegatronCore
 from automodel_ckpt.convert.sources.nemo_ranks import RankedFile, merged_ranks, rank_of_directory
@@ -65,12 +77,7 @@ class NemoFile(Format):
         """Describe the model. Symbolic links to the file are followed: the user chose it."""
         packed = files_in_archive(path)
         if packed.names_below(DISTRIBUTED_WEIGHTS):
-            raise CheckpointUnusable(
-                "the distributed checkpoint in this .nemo file cannot be read in place",
-                where=str(path),
-                value=f"{DISTRIBUTED_WEIGHTS}/",
-                hint=f"unpack it (`ckpt unpack {path} DIR`), and use the directory",
-            )
+            return _distributed_source(packed, path.parent)
         return _source(packed, path.parent)
 
     def conversion(self, path: Path) -> Conversion | None:
@@ -224,6 +231,51 @@ def _source(packed: PackedFiles, directory: Path) -> Source:
     if names:
         omitted.append(f"artifacts of NeMo ({', '.join(names[:5])})")
     return Source(packed.root, directory, tensors, notes=tuple(notes), omitted=tuple(omitted))
+
+
+def _distributed_source(packed: PackedFiles, directory: Path) -> Source:
+    """Describe a distributed checkpoint of Megatron-Core that is packed in an archive."""
+    path = packed.path / DISTRIBUTED_WEIGHTS / layout.DCP_METADATA
+    _check_backend(packed)
+    total = sum(stored.nbytes for stored in packed.files.values())
+    name = f"{DISTRIBUTED_WEIGHTS}/{layout.DCP_METADATA}"
+    content = parse_content(packed.read(name, max_metadata_bytes(total)), path)
+    weights: dict[str, Described] = {}
+    for fqn, described in content.tensors.items():
+        if is_model_tensor(fqn):
+            chunks = tuple(
+                (box, _packed_item(item, packed, path)) for box, item in described.chunks
+            )
+            weights[fqn] = replace(described, chunks=chunks)
+    tensors: dict[str, Tensor] = {}
+    for tensor in read_tensors(packed.root, DcpContent(weights, {})):
+        tensors[tensor.fqn] = tensor
+    if not tensors:
+        raise unusable("there are no weights in this .nemo file", path, "no tensors of a model")
+    return Source(packed.root, directory, tensors, notes=(_UNCHECKED,))
+
+
+def _packed_item(item: Item, packed: PackedFiles, path: Path) -> Item:
+    """Return the byte range of the archive for an item of a packed ``.distcp`` file."""
+    name = f"{DISTRIBUTED_WEIGHTS}/{item.file}"
+    stored = packed.files.get(name)
+    if stored is None:
+        raise unusable("a file of the distributed checkpoint is missing", path, name)
+    if item.start + item.nbytes > stored.nbytes:
+        value = f"{name} has {stored.nbytes} bytes, an item ends at {item.start + item.nbytes}"
+        raise unusable("a file of the distributed checkpoint is truncated", path, value)
+    return Item(stored.file, stored.start + item.start, item.nbytes)
+
+
+def _check_backend(packed: PackedFiles) -> None:
+    """Raise :class:`CheckpointUnusable` for a distributed checkpoint in another form than PyTorch DCP's."""
+    if f"{DISTRIBUTED_WEIGHTS}/{layout.DCP_METADATA}" not in packed.files:
+        raise CheckpointUnusable(
+            "the distributed checkpoint in this .nemo file cannot be read in place",
+            where=str(packed.path),
+            value=f"{DISTRIBUTED_WEIGHTS}/ without {layout.DCP_METADATA}",
+            hint=f"unpack it (`ckpt unpack {packed.path} DIR`), and use the directory",
+        )
 
 
 def _ranked_files(packed: PackedFiles) -> Iterator[RankedFile]:

@@ -315,10 +315,42 @@ def test_a_missing_rank_and_an_unknown_layer_are_errors(tmp_path: Path) -> None:
     assert "no rule to merge" in error_of(path) and "model.conv.kernel" in error_of(path)
 
 
-def test_a_distributed_checkpoint_in_an_archive_has_to_be_unpacked(tmp_path: Path) -> None:
+def distributed(config: bytes) -> dict[str, bytes]:
+    """Return the members of a .nemo file with the distributed checkpoint of the megatron-core fixture."""
+    checkpoint = next((FIXTURES.parent / "megatron" / "llama").glob("iter_*"))
+    files = {"model_config.yaml": config}
+    for path in sorted(checkpoint.iterdir()):
+        files[f"model_weights/{path.name}"] = path.read_bytes()
+    return files
+
+
+def test_a_distributed_checkpoint_in_an_archive_is_read_in_place_and_unpacked(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "model.nemo"
-    path.write_bytes(tar_of({"model_config.yaml": b"a: 1\n", "model_weights/.metadata": b"x"}))
-    assert "ckpt unpack" in error_of(path)
+    path.write_bytes(tar_of(distributed((FIXTURES / "ranks" / "model_config.yaml").read_bytes())))
+    found = values(path)
+    assert "model.layers.1.mlp.gate_proj.weight" in found
+    assert ckpt.main(["unpack", str(path), str(tmp_path / "model")]) == 0
+    assert_equal(found, values(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "zarr", "metadata"])
+def test_a_damaged_distributed_checkpoint_is_an_error(damage: str, tmp_path: Path) -> None:
+    files = distributed(b"a: 1\n")
+    data = next(name for name in files if name.endswith(".distcp"))
+    if damage == "missing":
+        del files[data]
+    elif damage == "truncated":
+        files[data] = files[data][:-600]
+    elif damage == "zarr":
+        del files["model_weights/.metadata"]
+    else:
+        files["model_weights/.metadata"] = b"\x80\x02cos\nsystem\n."
+    path = tmp_path / "model.nemo"
+    path.write_bytes(tar_of(files))
+    expected = {"missing": "missing", "truncated": "truncated", "zarr": "ckpt unpack"}
+    assert expected.get(damage, "cannot be read") in error_of(path)
 
 
 def test_a_tar_archive_of_something_else_is_not_a_model_of_nemo(tmp_path: Path) -> None:
