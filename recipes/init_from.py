@@ -1,10 +1,13 @@
-"""``init_from``: the weights of a new run, from a checkpoint or from Hugging Face files."""
+"""``init_from``: the weights of a new run, from a checkpoint or files of any program, or from several of them."""
 
 from __future__ import annotations
 
 import contextlib
+import glob
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from torch.distributed import ProcessGroup
 from automodel_ckpt.checkpoint.export_manifest import find_export_manifest
 from automodel_ckpt.checkpoint.layout import RankLayout
 from automodel_ckpt.checkpoint.module_tensors import unwrap
+from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.checkpoint.state.fill_modules import (
     Filling,
     NewRows,
@@ -22,7 +26,7 @@ from automodel_ckpt.checkpoint.state.fill_modules import (
     whole_shapes,
 )
 from automodel_ckpt.checkpoint.verify import Level
-from automodel_ckpt.config.schema import InitFromConfig
+from automodel_ckpt.config.schema import InitFromConfig, InitFromSource
 from automodel_ckpt.convert.open import Weights, open_weights
 from automodel_ckpt.distributed.agree import raise_on_all_ranks
 from automodel_ckpt.errors import CheckpointUnusable, Problem, RecipeError
@@ -34,8 +38,82 @@ log = logging.getLogger("automodel_ckpt")
 MODEL = "model"
 
 
+Section = InitFromConfig | Sequence[InitFromSource]
+
+
+@dataclass(slots=True)
+class Start:
+    """The weights that a run starts from: those of one source, or of several.
+
+    *tensors* maps names in the model to the module of a source and the name there, *tied* maps aliases to such names.
+    *scopes* are the modules of the model that get weights; empty text is the whole model. *unused* has the names in the
+    sources that ``strip`` leaves out. The patterns are those of all sources.
+    """
+
+    sources: list[Weights] = field(default_factory=list)
+    tensors: dict[str, tuple[Tensors, str]] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    scopes: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+    allow_missing: list[str] = field(default_factory=list)
+    allow_unexpected: list[str] = field(default_factory=list)
+
+    @property
+    def paths(self) -> str:
+        """The paths of all sources, in words."""
+        return ", ".join(str(weights.path) for weights in self.sources)
+
+    def add(self, section: InitFromConfig, weights: Weights, where: str) -> None:
+        """Add a source, whose tensors replace those of earlier ones. *where* is the key of its section.
+
+        Raises :class:`RecipeError` if none of its names begins with ``strip``.
+        """
+        strip, into = "", ""
+        if isinstance(section, InitFromSource):
+            strip, into = _prefix(section.strip), _prefix(section.into)
+        named: dict[str, tuple[Tensors, str]] = {}
+        for attribute, module in weights.modules.items():
+            for fqn in module.tensors:
+                full = _qualified(attribute, fqn)
+                if full.startswith(strip):
+                    named[into + full.removeprefix(strip)] = (module, fqn)
+                    self._allow(section, full, into + full.removeprefix(strip))
+                else:
+                    self.unused.append(full)
+            for alias, stored in module.tied.items():
+                names = [_qualified(attribute, name) for name in (alias, stored)]
+                if all(name.startswith(strip) for name in names):
+                    renamed = [into + name.removeprefix(strip) for name in names]
+                    self.tied[renamed[0]] = renamed[1]
+        if not named:
+            raise RecipeError(
+                "no name of a tensor begins with this prefix",
+                where=f"{where}.strip",
+                value=strip,
+                hint=f"the names there: {', '.join(sorted(self.unused)[:5])}",
+            )
+        replaced = named.keys() & self.tensors.keys()
+        if replaced:
+            log.info(
+                "%d tensors of earlier sources are replaced by %s", len(replaced), weights.path
+            )
+        self.tensors |= named
+        self.sources.append(weights)
+        self.scopes.append(into)
+        self.allow_missing += section.allow_missing
+
+    def _allow(self, section: InitFromConfig, own_name: str, name: str) -> None:
+        # The patterns are those of names in the source: here the names of the model are compared.
+        if any(fnmatchcase(own_name, pattern) for pattern in section.allow_unexpected):
+            self.allow_unexpected.append(glob.escape(name))
+
+    def covers(self, name: str) -> bool:
+        """Whether *name* of the model is in one of the modules that get weights."""
+        return name.startswith(tuple(self.scopes))
+
+
 def start_from(
-    section: InitFromConfig,
+    section: Section,
     modules: Mapping[str, nn.Module],
     *,
     ranks: RankLayout,
@@ -52,31 +130,59 @@ def start_from(
     :class:`CheckpointUnusable` for damaged ones.
     """
     with raise_on_all_ranks(group):
-        weights, verdict = _found(section, modules, resizable, ranks, verify)
+        start = Start()
+        for one, where in _sections(section):
+            start.add(one, _open(one.path, f"{where}.path"), where)
+        verdict = _compare(section, start, modules, resizable)
+        for weights in start.sources:
+            weights.verify(verify, ranks.rank, ranks.world_size)
     # From here on weights are overwritten: all ranks have compared and verified the files above.
-    log.info("Starting from the weights in %s", weights.path)
+    log.info("Starting from the weights in %s", start.paths)
     verdict.log_differences("they and the model")
+    if start.unused:
+        names = "\n    ".join(sorted(start.unused))
+        log.info("Tensors that strip leaves out are not used:\n    %s", names)
 
     with raise_on_all_ranks(group):
         for name, module in modules.items():
-            fill_module(module, _fillings(name, module, verdict, weights), new_rows)
+            fill_module(module, _fillings(name, module, verdict, start), new_rows)
     return verdict
 
 
 def inspect_start(
-    section: InitFromConfig, modules: Mapping[str, nn.Module], *, resizable: Iterable[str] = ()
-) -> tuple[Weights, Verdict] | None:
+    section: Section, modules: Mapping[str, nn.Module], *, resizable: Iterable[str] = ()
+) -> tuple[Start, Verdict] | None:
     """The weights that :func:`start_from` would read, and how they match *modules*, from manifests and headers alone.
 
     No value is read and nothing is fetched: None for a Hub name whose weights are not in the cache. Raises as
     :func:`start_from`, except for damage that only a digest shows.
     """
-    weights = _open_local(section.path)
-    if weights is None:
-        return None
-    verdict = _compare(section, weights, modules, resizable)
-    weights.verify("size", 0, 1)
-    return weights, verdict
+    start = Start()
+    for one, where in _sections(section):
+        weights = _open_local(one.path, f"{where}.path")
+        if weights is None:
+            return None
+        start.add(one, weights, where)
+    verdict = _compare(section, start, modules, resizable)
+    for weights in start.sources:
+        weights.verify("size", 0, 1)
+    return start, verdict
+
+
+def paths_of(section: Section) -> str:
+    """The paths that ``init_from`` names, in words."""
+    return ", ".join(one.path for one, _ in _sections(section))
+
+
+def _sections(section: Section) -> list[tuple[InitFromConfig, str]]:
+    """Each source, with the key of its section."""
+    if isinstance(section, InitFromConfig):
+        return [(section, "init_from")]
+    return [(one, f"init_from.{number}") for number, one in enumerate(section)]
+
+
+def _prefix(name: str) -> str:
+    return name if not name or name.endswith(".") else f"{name}."
 
 
 def verify_base(name: str, level: Level, ranks: RankLayout, group: ProcessGroup | None) -> None:
@@ -121,41 +227,28 @@ def verify_side_files(name: str, level: Level) -> None:
         raise CheckpointUnusable.all_of(problems)
 
 
-def _found(
-    section: InitFromConfig,
-    modules: Mapping[str, nn.Module],
-    resizable: Iterable[str],
-    ranks: RankLayout,
-    level: Level,
-) -> tuple[Weights, Verdict]:
-    weights = _open(section.path)
-    verdict = _compare(section, weights, modules, resizable)
-    weights.verify(level, ranks.rank, ranks.world_size)
-    return weights, verdict
-
-
-def _open_local(path: str) -> Weights | None:
+def _open_local(path: str, where: str) -> Weights | None:
     """The weights of a path, or of a Hub name that is in the cache; None for any other Hub name."""
     local = Path(path).expanduser()
     # A path in an existing directory is never a Hub name: a typo must not become a download.
     if local.exists() or local.is_symlink() or local.parent.is_dir():
         return open_weights(local)
-    require_local(path, "init_from.path")
+    require_local(path, where)
     cached = base_directory(path)
     if cached is None or not any(cached.glob("*.safetensors")):
         return None
     return open_weights(cached)
 
 
-def _open(path: str) -> Weights:
+def _open(path: str, where: str) -> Weights:
     local = Path(path).expanduser()
     if local.exists() or local.is_symlink() or local.parent.is_dir():
         return open_weights(local)
-    require_local(path, "init_from.path")
+    require_local(path, where)
     if (fetched := fetched_directory(path)) is None:
         raise RecipeError(
             "the weights of this name cannot be fetched from the Hub, or are no safetensors",
-            where="init_from.path",
+            where=where,
             value=path,
             hint="check the name (of a directory: that it is there); a Hub name needs the network or a filled cache, "
             "and for a model that asks for it a login (hf auth login)",
@@ -164,8 +257,8 @@ def _open(path: str) -> Weights:
 
 
 def _compare(
-    section: InitFromConfig,
-    weights: Weights,
+    section: Section,
+    start: Start,
     modules: Mapping[str, nn.Module],
     resizable: Iterable[str],
 ) -> Verdict:
@@ -177,30 +270,42 @@ def _compare(
         tied |= {
             _qualified(name, alias): _qualified(name, kept) for alias, kept in own_tied.items()
         }
-    there = Names(
-        {
-            _qualified(n, fqn): t.shape
-            for n, module in weights.modules.items()
-            for fqn, t in module.tensors.items()
-        },
-        {
-            _qualified(n, a): _qualified(n, kept)
-            for n, m in weights.modules.items()
-            for a, kept in m.tied.items()
-        },
-    )
+    _check_scopes(start, shapes)
+    shapes = {name: shape for name, shape in shapes.items() if start.covers(name)}
+    there_shapes = {
+        name: module.tensors[fqn].shape for name, (module, fqn) in start.tensors.items()
+    }
+    there = Names(there_shapes, start.tied)
     verdict = compare(
         Names(shapes, tied),
         there,
         prefix=getattr(unwrap(modules[MODEL]), "base_model_prefix", "") if MODEL in modules else "",
         resizable=set(resizable),
-        allow_missing=section.allow_missing,
-        allow_unexpected=section.allow_unexpected,
+        allow_missing=start.allow_missing,
+        allow_unexpected=start.allow_unexpected,
     )
-    if not (section.allow_missing or section.allow_unexpected):
-        _check_both_given(section.path, ours=_adapted(shapes), theirs=_adapted(there.shapes))
-    verdict.check_allowed("init_from.path", section.path, "init_from")
+    paths = paths_of(section)
+    if isinstance(section, InitFromConfig):
+        if not (section.allow_missing or section.allow_unexpected):
+            _check_both_given(paths, ours=_adapted(shapes), theirs=_adapted(there.shapes))
+        verdict.check_allowed("init_from.path", paths, "init_from")
+    else:
+        verdict.check_allowed("init_from", paths, "init_from.N")
     return verdict
+
+
+def _check_scopes(start: Start, names: Iterable[str]) -> None:
+    """Raise :class:`RecipeError` for a module in ``into`` that the model does not have."""
+    known = list(names)
+    for number, scope in enumerate(start.scopes):
+        if not any(name.startswith(scope) for name in known):
+            modules = sorted({name.rpartition(".")[0] for name in known})
+            raise RecipeError(
+                "the model has no such module",
+                where=f"init_from.{number}.into",
+                value=scope.removesuffix("."),
+                hint=f"modules of the model: {', '.join(modules[:5])}, ...",
+            )
 
 
 def _adapted(names: Iterable[str]) -> bool:
@@ -228,18 +333,11 @@ def _check_both_given(path: str, *, ours: bool, theirs: bool) -> None:
         )
 
 
-def _fillings(
-    name: str, module: nn.Module, verdict: Verdict, weights: Weights
-) -> dict[str, Filling]:
+def _fillings(name: str, module: nn.Module, verdict: Verdict, start: Start) -> dict[str, Filling]:
     """What fills the module *name*, by its own names."""
-    sources = {
-        _qualified(n, fqn): (there, fqn)
-        for n, there in weights.modules.items()
-        for fqn in there.tensors
-    }
     names = {fqn: _qualified(name, fqn) for fqn in module_shapes(module)[0]}
     return {
-        fqn: Filling(*sources[verdict.matches[full]], full in verdict.resized)
+        fqn: Filling(*start.tensors[verdict.matches[full]], full in verdict.resized)
         for fqn, full in names.items()
         if full in verdict.matches
     }

@@ -416,7 +416,7 @@ class Recipe:
         if self.checkpointer is not None:
             self._load_checkpoint(self.checkpointer, state)
         section, model = self.config.init_from, self.config.model
-        if self.saves.resumed is not None or section is None:
+        if self.saves.resumed is not None or not section:
             return
         start_from(
             section,

@@ -190,6 +190,16 @@ class InitFromConfig:
 
 
 @dataclass
+class InitFromSource(InitFromConfig):
+    """One of several sources of initial weights. A later source replaces tensors of an earlier one."""
+
+    strip: str = ""
+    """Prefix of names in path, such as encoder: it is removed, and other tensors are not used."""
+    into: str = ""
+    """Module of the model that gets the weights, such as model.audio_tower; empty: the whole model."""
+
+
+@dataclass
 class CompileConfig:
     """torch.compile for each decoder layer. It does not change the names of weights or the checkpoints."""
 
@@ -715,7 +725,7 @@ class RecipeConfig:
     seed: int = setting(42, SEED)
     """Random seed for data order, dropout and weight initialization."""
     model: ModelConfig | Target = field(default_factory=ModelConfig)
-    init_from: InitFromConfig | None = None
+    init_from: InitFromConfig | list[InitFromSource] | None = None
     tokenizer: TokenizerConfig | Target | None = field(default_factory=TokenizerConfig)
     processor: ProcessorConfig | Target = field(default_factory=ProcessorConfig)
     peft: PeftConfig | None = None

@@ -567,6 +567,7 @@ COMPILED = ("--compile.enabled", "--compile.backend=eager")
 SCHEDULE = ("--lr_scheduler={name: cosine}",)
 TRAINING = "tests/distributed/test_training.py::"
 START = "tests/distributed/test_init_from.py::"
+SOURCES = START + "test_several_sources_fill_their_modules_and_a_later_one_replaces_an_earlier_one"
 
 EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "recipe": Observed(recipe_class, "vlm_finetune"),
@@ -614,6 +615,11 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
         START + "test_missing_and_unexpected_weights_stop_the_run_unless_a_pattern_allows_them",
         "['*bias']",
     ),
+    "init_from.0.path": Proven(SOURCES, "base"),
+    "init_from.0.allow_missing": Proven(SOURCES, "['*bias']"),
+    "init_from.0.allow_unexpected": Proven(SOURCES, "['*bias']"),
+    "init_from.0.strip": Proven(SOURCES, "encoder"),
+    "init_from.0.into": Proven(SOURCES, "model.layers.0"),
     "tokenizer": Observed(vocabulary, f"{{_target_: {__name__}.some_tokenizer}}"),
     "tokenizer.from_pretrained": Observed(vocabulary, "tokenizer", files=tokenizer),
     "processor": Observed(vocabulary, f"{{_target_: {__name__}.some_tokenizer}}"),

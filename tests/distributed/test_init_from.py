@@ -298,3 +298,75 @@ def test_adapters_start_from_those_of_another_run(base: Path, tmp_path: Path) ->
             assert torch.equal(found[inside], tensor)
     assert "this is a whole model, and the recipe trains adapters" in str(of_whole)
     assert "ckpt export --merge" in str(whole_of_adapters)
+
+
+def assert_rejected(result: Weights | str, *texts: str) -> None:
+    assert isinstance(result, str)
+    for text in texts:
+        assert text in result
+
+
+def test_several_sources_fill_their_modules_and_a_later_one_replaces_an_earlier_one(
+    base: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    expected = exported(base)
+    layer = {
+        name.removeprefix("model.layers.1."): value + 1
+        for name, value in expected.items()
+        if name.startswith("model.layers.1.")
+    }
+    others = {"decoder.weight": torch.ones(3)}
+    part = {f"encoder.{name}": value for name, value in layer.items()}
+    torch.save({"state_dict": part | others}, tmp_path / "part.pt")
+    torch.save(layer | others, tmp_path / "plain.pt")
+    attention = {name: value for name, value in layer.items() if not name.startswith("mlp.")}
+    torch.save(attention, tmp_path / "attention.pt")
+    recipe = write_recipe(tmp_path)
+    whole = f"{{path: {base / 'base'}}}"
+    stripped = f"{{path: {tmp_path}/part.pt, strip: encoder, into: model.layers.1}}"
+    plain = f"path: {tmp_path}/plain.pt, into: model.layers.1"
+    cases = [
+        f"[{whole}, {stripped}]",
+        f"[{stripped}]",
+        f"[{{{plain}, allow_unexpected: ['decoder.*']}}]",
+        f"[{{{plain}}}]",
+        f"[{{path: {tmp_path}/attention.pt, into: model.layers.1}}]",
+        f"[{{path: {tmp_path}/attention.pt, into: model.layers.1, allow_missing: ['*.mlp.*']}}]",
+        f"[{{path: {tmp_path}/part.pt, strip: nothing}}]",
+        f"[{whole}, {{path: {tmp_path}/part.pt, into: model.tower}}]",
+        "[]",
+    ]
+
+    def all_cases() -> list[Weights | str]:
+        here = ("--checkpoint.enabled=false", "--seed=5")
+        return [started(recipe, *here, f"--init_from={case}") for case in cases]
+
+    results = ranks.run(all_cases, 1, init=False)[0]
+    both, only_part, allowed, unexpected, missing, without_mlp, *rest = results
+    no_prefix, no_module, initial = rest
+    assert isinstance(both, dict), both
+    for name, value in expected.items():
+        added = 1 if name.startswith("model.layers.1.") else 0
+        assert torch.equal(both[name], value + added), name
+    # Modules that no source fills keep their values.
+    assert isinstance(initial, dict), initial
+    for found in (only_part, allowed):
+        assert isinstance(found, dict), found
+        for name, value in found.items():
+            source = both if name.startswith("model.layers.1.") else initial
+            assert torch.equal(value, source[name]), name
+    assert_rejected(
+        unexpected,
+        "- model.layers.1.decoder.weight: only there",
+        "init_from.N.allow_unexpected",
+    )
+    assert_rejected(missing, "+ model.layers.1.mlp.up_proj.weight: not there")
+    assert isinstance(without_mlp, dict), without_mlp
+    for name, value in without_mlp.items():
+        is_filled = name.startswith("model.layers.1.") and ".mlp." not in name
+        assert torch.equal(value, (both if is_filled else initial)[name]), name
+    assert_rejected(no_prefix, "begins with this prefix", "init_from.0.strip")
+    assert_rejected(no_module, "the model has no such module", "init_from.1.into")
+    told = capfd.readouterr().err
+    assert "Tensors that strip leaves out are not used:\n    decoder.weight" in told
+    assert "9 tensors of earlier sources are replaced" in told

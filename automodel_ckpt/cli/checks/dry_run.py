@@ -184,13 +184,13 @@ def _init_from_rows(loaded: LoadedRecipe, recipe: Recipe | None) -> Rows:
     from torch import nn
 
     from automodel_ckpt.checkpoint import discover
-    from automodel_ckpt.recipes.init_from import inspect_start
+    from automodel_ckpt.recipes.init_from import inspect_start, paths_of
 
     section = loaded.config.init_from
-    if section is None:
+    if not section:
         return
     if recipe is None:
-        yield "init_from", f"{section.path}, which the recipe itself reads"
+        yield "init_from", f"{paths_of(section)}, which the recipe itself reads"
         return
     modules = {}
     for name, value in discover(recipe).items():
@@ -199,13 +199,13 @@ def _init_from_rows(loaded: LoadedRecipe, recipe: Recipe | None) -> Rows:
     found = inspect_start(section, modules, resizable=recipe.trainable.resized)
     if found is None:
         missing = "not in the cache; it is downloaded and checked at the start"
-        yield "init_from", f"{section.path}: {missing}"
+        yield "init_from", f"{paths_of(section)}: {missing}"
         return
-    weights, match = found
+    start, match = found
     num_matches = len(match.matches)
     num_tensors = num_matches + len(match.new)
     matches = f"{num_matches} of {num_tensors} tensors match (names and shapes compared)"
-    yield "init_from", f"{weights.path}: {matches}"
+    yield "init_from", f"{start.paths}: {matches}"
     differences = match.lines(allowed=True)
     for line in differences[:_MAX_LINES]:
         yield "", line
