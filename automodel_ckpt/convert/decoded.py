@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import multiprocessing.util
 import os
 import shutil
 import stat
@@ -93,6 +92,9 @@ def _held(base: Path, name: str, decode: Callable[[Path], None]) -> Path | None:
             os.close(descriptor)
     if not is_held:
         return None
+    # Imported only here: listing files has to be fast.
+    import multiprocessing.util
+
     # Runs at the end of this process, also of a process that multiprocessing started, which has no atexit.
     multiprocessing.util.Finalize(
         None, _release, args=(directory, lock, descriptor, os.getpid()), exitpriority=0
