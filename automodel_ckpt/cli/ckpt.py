@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from automodel_ckpt import __version__
 from automodel_ckpt.cli.commands import (
+    archive,
     average,
     completion,
     diff,
@@ -109,6 +110,20 @@ VERBS: Sequence[Verb] = (
         "combine the weights of several checkpoints",
         average.add_arguments,
         average.run,
+        writes=True,
+    ),
+    Verb(
+        "archive",
+        "compress checkpoints for cold storage",
+        archive.add_arguments,
+        archive.run,
+        writes=True,
+    ),
+    Verb(
+        "unarchive",
+        "extract the checkpoints of an archive",
+        archive.add_unarchive_arguments,
+        archive.run_unarchive,
         writes=True,
     ),
     Verb("prune", "remove old checkpoints", prune.add_arguments, prune.run, writes=True),

@@ -20,7 +20,9 @@ _ROOT = "."
 
 
 class TarWriter:
-    """Writes members to *file*, which is empty and seekable. Call :meth:`finish` at the end.
+    """Writes members to *file*, which is empty, and seekable if :meth:`add_streamed` is used.
+
+    Call :meth:`finish` at the end.
 
     Names are relative paths; each is written with ``./`` before it, as NeMo does.
     """
@@ -53,6 +55,12 @@ class TarWriter:
                     raise OSError(f"{directory / path} became shorter while it was packed")
                 self._file.write(block)
                 remaining -= len(block)
+        self._pad(nbytes)
+
+    def add_sized(self, name: str, nbytes: int, write: Callable[[BinaryIO], None]) -> None:
+        """Add a file of *nbytes* bytes that *write* writes. The archive need not be seekable."""
+        self._file.write(_header(name, nbytes))
+        write(self._file)
         self._pad(nbytes)
 
     def add_streamed(self, name: str, write: Callable[[BinaryIO], None]) -> int:

@@ -1,0 +1,139 @@
+"""Archives that an attacker wrote: nothing is written outside of the run directory, and nothing is published."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.cli import ckpt
+from automodel_ckpt.convert import checkpoint_archive
+from tests.support.shards import checkpoint_in
+
+from . import sandbox
+
+zstandard = pytest.importorskip("zstandard", reason="the extra [archive] is not installed")
+
+NAME = "epoch_0_step_1"
+# Imported here, because a module that is compiled in the sandbox writes a file.
+assert checkpoint_archive.FORMAT
+Members = list[tuple[tarfile.TarInfo, bytes]]
+
+
+def member(
+    name: str, content: bytes = b"", kind: bytes = tarfile.REGTYPE, link: str = ""
+) -> tuple[tarfile.TarInfo, bytes]:
+    entry = tarfile.TarInfo(name)
+    entry.type, entry.linkname = kind, link
+    entry.size = len(content) if kind == tarfile.REGTYPE else 0
+    return entry, content
+
+
+def index(**changes: object) -> bytes:
+    entry = {"name": NAME, "manifest": f"xxh3_128:{'0' * 32}", "base": None} | changes
+    document = {"format": "automodel_ckpt.archive", "format_version": 1, "checkpoints": [entry]}
+    return json.dumps(document).encode()
+
+
+def good(checkpoint: Path) -> Members:
+    """The members of a valid archive."""
+    manifest = Manifest.read(checkpoint)
+    found = [member("archive.json", index(manifest=manifest.digest))]
+    found.append(member(f"{NAME}/MANIFEST.json", (checkpoint / "MANIFEST.json").read_bytes()))
+    for path in sorted(manifest.files):
+        found.append(member(f"{NAME}/{path}", (checkpoint / path).read_bytes()))
+    return found
+
+
+def packed(members: Members) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        for entry, content in members:
+            tar.addfile(entry, io.BytesIO(content))
+    return out.getvalue()
+
+
+def put_last(name: str, kind: bytes, link: str = "") -> Callable[[Members], Members]:
+    return lambda members: [*members, member(name, kind=kind, link=link)]
+
+
+def put_second(name: str, content: bytes = b"x") -> Callable[[Members], Members]:
+    return lambda members: [members[0], member(name, content), *members[1:]]
+
+
+ATTACKS: dict[str, Callable[[Members], Members]] = {
+    "a file above the directory": put_second("../outside"),
+    "an absolute name": put_second("/outside"),
+    "a symbolic link": put_last(f"{NAME}/model/link", tarfile.SYMTYPE, "/etc/passwd"),
+    "a hard link": put_last(f"{NAME}/model/link", tarfile.LNKTYPE, "../../outside"),
+    "a device": put_last(f"{NAME}/model/device", tarfile.CHRTYPE),
+    "a pipe": put_last(f"{NAME}/model/pipe", tarfile.FIFOTYPE),
+    "a member that is not listed": put_second(f"{NAME}/model/more.safetensors"),
+    "a member twice": lambda members: [*members, members[-1]],
+    "no index": lambda members: members[1:],
+    "an index that is not JSON": lambda members: [member("archive.json", b"{"), *members[1:]],
+    "a huge index": lambda members: [member("archive.json", b"[" * (5 << 20)), *members[1:]],
+    "nested lists": lambda members: [member("archive.json", b"[" * 100_000), *members[1:]],
+    "a name that is a path": lambda members: [
+        member("archive.json", index(name="../../outside")),
+        *members[1:],
+    ],
+    "a base that is a path": lambda members: [
+        member("archive.json", index(base=["../x", f"xxh3_128:{'0' * 32}"])),
+        *members[1:],
+    ],
+    "another manifest": lambda members: [member("archive.json", index()), *members[1:]],
+    "a file that is too short": lambda members: [
+        *members[:-1],
+        member(members[-1][0].name, members[-1][1][:-1]),
+    ],
+    "a changed byte": lambda members: [
+        *members[:-1],
+        member(members[-1][0].name, members[-1][1][:-1] + b"?"),
+    ],
+    "zeros that fill the disk": put_second(f"{NAME}/zeros", bytes(300 << 20)),
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_a_hostile_archive_is_an_error_and_harms_nobody(attack: str, tmp_path: Path) -> None:
+    source = checkpoint_in(tmp_path / "source", 1)
+    run = tmp_path / "run"
+    run.mkdir()
+    content = packed(ATTACKS[attack](good(source)))
+    (run / "file.tar.zst").write_bytes(zstandard.ZstdCompressor(level=1).compress(content))
+    outcome = sandbox.run(
+        lambda: ckpt.main(["unarchive", str(run / "file.tar.zst"), "-o", str(run / "out")]), run
+    )
+    report = f"{outcome.text[-2000:]}\n{outcome}"[:3000]
+    assert not outcome.violations, report
+    assert sorted(os.listdir(tmp_path)) == ["run", "source"]
+    assert outcome.code in (3, 4) and "Traceback" not in outcome.text, report
+    assert not list(run.glob("out/.epoch*")) and not (run / "out" / NAME / "zeros").exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"not zstd",
+        # A frame whose window takes 2 GiB (RFC 8878, 3.1.1.1.2).
+        b"\x28\xb5\x2f\xfd\x00\xa8\x01\x00\x00",
+        zstandard.ZstdCompressor().compress(b"not tar" * 1000),
+        zstandard.ZstdCompressor().compress(b""),
+    ],
+)
+def test_a_file_that_is_no_archive_is_an_error(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(content)
+    outcome = sandbox.run(
+        lambda: ckpt.main(["unarchive", str(tmp_path / "file"), "-o", str(tmp_path / "out")]),
+        tmp_path,
+    )
+    assert not outcome.violations and outcome.code == 3, f"{outcome.text}\n{outcome}"[:3000]
+    assert "Traceback" not in outcome.text
