@@ -543,3 +543,21 @@ def test_a_file_of_several_ranks_has_its_disk_space_before_anything_is_written(
         status = os.stat(path)
         assert status.st_size == 1 << 20 and status.st_blocks * 512 >= 1 << 20
     assert path.read_bytes()[:7] == b"header\0"
+
+
+@pytest.mark.parametrize("before", [0, 100, direct.SECTOR_BYTES])
+def test_a_whole_aligned_block_follows_whatever_was_buffered_before(
+    tmp_path: Path, before: int
+) -> None:
+    path = tmp_path / "f"
+    head, tail = os.urandom(before), os.urandom(50)
+    block = direct.block_of(direct.BLOCK_BYTES)
+    block[:] = os.urandom(direct.BLOCK_BYTES)
+    with path.open("wb") as file:
+        stream = direct.DirectStream(file.fileno(), path)
+        position = 0
+        for data in (memoryview(head), block, memoryview(tail)):
+            stream.write(data, position)
+            position += len(data)
+        stream.close(finish=True)
+    assert path.read_bytes() == head + bytes(block) + tail

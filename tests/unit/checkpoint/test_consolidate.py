@@ -12,6 +12,7 @@ import resource
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -900,3 +901,33 @@ def test_an_export_reports_what_it_wrote_and_how_long_it_took(tmp_path: Path) ->
     assert report.nbytes == weights.stat().st_size
     again = consolidate(report.output.parent, tmp_path / "again", cast_dtype="fp32")
     assert again.casts == {} and 0 <= again.seconds <= time.monotonic() - started
+
+
+def test_threads_enter_in_the_order_of_their_blocks_and_all_end_when_one_fails() -> None:
+    turns = copy_engine._Turns()
+    entered: list[int] = []
+    stopped: list[int] = []
+
+    def enter(number: int) -> None:
+        try:
+            with turns.turn(number):
+                entered.append(number)
+        except copy_engine._Stopped:
+            stopped.append(number)
+
+    threads = [threading.Thread(target=enter, args=(number,), daemon=True) for number in (3, 2, 1)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.05)
+    assert entered == []
+    enter(0)
+    for thread in threads:
+        thread.join(10)
+    assert entered == [0, 1, 2, 3] and stopped == []
+    waiting = threading.Thread(target=enter, args=(9,), daemon=True)
+    waiting.start()
+    time.sleep(0.05)
+    turns.stop()
+    waiting.join(10)
+    enter(4)
+    assert entered == [0, 1, 2, 3] and stopped == [9, 4]

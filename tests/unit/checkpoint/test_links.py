@@ -466,3 +466,27 @@ def test_a_directory_that_disappears_is_ignored_and_a_run_that_cannot_be_read_is
     assert {os.path.basename(link) for link in links._links(run)} >= {"mine", "newest"}
     with pytest.raises(FileNotFoundError):
         list(links._links(run / "gone"))
+
+
+def test_a_checkpoint_without_its_optimizer_is_durable_before_the_old_files_are_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, synced: list[str]
+) -> None:
+    tiny.save(tmp_path, tiny.recipe(), step=10)
+    tiny.save(tmp_path, tiny.recipe(), step=20)
+    synced.clear()
+    events: list[str] = []
+    exchange, discard = commit.exchange, commit.discard
+
+    def exchanged(one: Path, other: Path) -> bool:
+        synced.clear()
+        return exchange(one, other)
+
+    def discarded(path: Path) -> None:
+        events.extend(["synced" for directory in synced if directory == str(tmp_path)])
+        events.append("discarded")
+        discard(path)
+
+    monkeypatch.setattr(commit, "exchange", exchanged)
+    monkeypatch.setattr(commit, "discard", discarded)
+    assert maintenance.drop_optimizer(tmp_path, "epoch_0_step_10") > 0
+    assert events == ["synced", "discarded"]
