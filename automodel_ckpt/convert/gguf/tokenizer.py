@@ -176,22 +176,24 @@ def _tokens(
 
 
 def _merges(model: Mapping[str, Any], where: str) -> list[str]:
-    """Merges as two words and a space; tokenizers 0.20 and later write pairs."""
+    """Return the merges as two tokens with a space between; tokenizers 0.20 and later write pairs."""
     found = []
     for merge in model.get("merges") or []:
         pair = merge.split(" ") if isinstance(merge, str) else merge
-        if (
-            not isinstance(pair, list)
-            or len(pair) != 2
-            or not all(isinstance(p, str) and " " not in p for p in pair)
-        ):
+        if not _is_pair(pair):
             raise not_convertible("this is not a merge of two tokens", where, f"{merge!r:.100}")
         found.append(" ".join(pair))
     return found
 
 
+def _is_pair(value: Any) -> bool:
+    if not isinstance(value, list) or len(value) != 2:
+        return False
+    return all(isinstance(token, str) and " " not in token for token in value)
+
+
 def _special_ids(settings: Mapping[str, Any], ids: Mapping[str, int]) -> dict[str, int]:
-    """The ids of the tokens that tokenizer_config.json names."""
+    """Return the ids of the tokens that tokenizer_config.json names, by GGUF's word for them."""
     found = {}
     for key, name in _SPECIAL_KEYS.items():
         token = settings.get(key)
@@ -204,34 +206,31 @@ def _special_ids(settings: Mapping[str, Any], ids: Mapping[str, int]) -> dict[st
 def _added(
     post: Any, ids: Mapping[str, int], special: Mapping[str, int], where: str
 ) -> tuple[bool, bool]:
-    """Whether encoding puts a token of beginning in front of the text, and one of end behind it."""
-    steps = (
-        post.get("processors")
-        if isinstance(post, Mapping) and post.get("type") == "Sequence"
-        else [post]
-    )
-    templates = [
-        step
-        for step in steps or []
-        if isinstance(step, Mapping) and step.get("type") == "TemplateProcessing"
-    ]
-    others = [
-        step
-        for step in steps or []
-        if step and step.get("type") not in ("TemplateProcessing", "ByteLevel")
-    ]
-    parts = [_part(part, ids) for template in templates for part in template.get("single") or []]
-    before, after = (
-        (parts[: parts.index(None)], parts[parts.index(None) + 1 :]) if None in parts else ([], [])
-    )
+    """Return whether encoding puts the token for the beginning before the text, and that for the end after it.
+
+    *post* is the post_processor of tokenizer.json. Raises :class:`CheckpointUnusable` if it adds any other token.
+    """
+    templates: list[Mapping[str, Any]] = []
+    has_others = False
+    for step in _steps(post, "processors"):
+        if step.get("type") == "TemplateProcessing":
+            templates.append(step)
+        elif step and step.get("type") != "ByteLevel":
+            has_others = True
+    parts: list[int | None] = []
+    for template in templates:
+        for part in template.get("single") or []:
+            parts.append(_part(part, ids))
+    before: list[int | None] = []
+    after: list[int | None] = []
+    if None in parts:
+        text = parts.index(None)
+        before, after = parts[:text], parts[text + 1 :]
+    elif parts:
+        has_others = True
+    # -1 is no token's id: without such a token, no template can add it.
     bos, eos = [special.get("bos", -1)], [special.get("eos", -1)]
-    if (
-        others
-        or len(templates) > 1
-        or (parts and None not in parts)
-        or before not in ([], bos)
-        or after not in ([], eos)
-    ):
+    if has_others or len(templates) > 1 or before not in ([], bos) or after not in ([], eos):
         raise not_convertible(
             "this tokenizer adds other tokens than one for the beginning and the end",
             where,
@@ -240,9 +239,11 @@ def _added(
     return before == bos, after == eos
 
 
-def _part(part: Any, ids: Mapping[str, int]) -> int | None:
-    """A special token's id; None for the text itself."""
-    name = part["SpecialToken"].get("id") if "SpecialToken" in part else None
+def _part(part: Mapping[str, Any], ids: Mapping[str, int]) -> int | None:
+    """Return the id of the special token in a template; None for the text itself."""
+    if "SpecialToken" not in part:
+        return None
+    name = part["SpecialToken"].get("id")
     # -2 is neither an id nor the -1 of a beginning or end token that does not exist.
     return None if name is None else ids.get(str(name), -2)
 
