@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.cli.targets.target import CAST_DTYPE, Option, Target, finish, log, totals
+from automodel_ckpt.cli.targets.target import CAST_DTYPE, Option, Target, finish, log
 from automodel_ckpt.errors import RecipeError
 
 SCHEME = Option(
@@ -40,9 +39,7 @@ def _run(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
         cast_dtype=arguments.cast_dtype,
         log=log,
     )
-    text = totals(report.num_tensors, report.nbytes, report.seconds, report.checked)
-    finish(arguments, report.output, f"quantized {report.num_quantized} of {text}")
-    return {**asdict(report), "output": str(report.output)}
+    return finish(arguments, report, f"{report.num_quantized} of them quantized")
 
 
 TARGET = Target(

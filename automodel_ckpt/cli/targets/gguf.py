@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from automodel_ckpt.cli.targets.target import (
     Target,
     finish,
     log,
-    totals,
 )
 
 TYPE = Option(
@@ -37,10 +35,8 @@ def _run(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
         num_threads=arguments.num_threads,
         log=log,
     )
-    text = totals(report.num_tensors, report.nbytes, report.seconds, report.checked)
     kinds = ", ".join(f"{count} {name}" for name, count in report.kinds.items())
-    finish(arguments, report.output, f"wrote {text}: {kinds}")
-    return {**asdict(report), "output": str(report.output)}
+    return finish(arguments, report, kinds)
 
 
 TARGET = Target(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from automodel_ckpt.cli.targets.target import (
     Target,
     finish,
     log,
-    totals,
 )
 
 VOCABULARY_MULTIPLE = Option(
@@ -35,9 +33,7 @@ def _run(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
         num_threads=arguments.num_threads,
         log=log,
     )
-    text = totals(report.num_tensors, report.nbytes, report.seconds, report.checked)
-    finish(arguments, report.output, f"wrote {text}")
-    return {**asdict(report), "output": str(report.output), "checkpoint": str(report.checkpoint)}
+    return finish(arguments, report)
 
 
 TARGET = Target(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from automodel_ckpt.cli.targets.target import (
     Target,
     finish,
     log,
-    totals,
 )
 
 
@@ -30,9 +28,7 @@ def _run(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
         num_threads=arguments.num_threads,
         log=log,
     )
-    text = totals(report.num_tensors, report.nbytes, report.seconds, report.checked)
-    finish(arguments, report.output, f"wrote {text}")
-    return {**asdict(report), "output": str(report.output)}
+    return finish(arguments, report)
 
 
 TARGET = Target(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.cli.arguments import number_at_least
-from automodel_ckpt.cli.targets.target import CAST_DTYPE, FORCE, Option, Target, finish, log, totals
+from automodel_ckpt.cli.targets.target import CAST_DTYPE, FORCE, Option, Target, finish, log
 
 TENSOR_PARALLEL = Option(
     "--tensor-parallel",
@@ -34,9 +33,7 @@ def _run(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
         overwrite=arguments.force,
         log=log,
     )
-    text = totals(report.num_tensors, report.nbytes, report.seconds, report.checked)
-    finish(arguments, report.output, f"wrote {text}")
-    return {**asdict(report), "output": str(report.output)}
+    return finish(arguments, report)
 
 
 TARGET = Target(

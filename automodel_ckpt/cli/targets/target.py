@@ -6,11 +6,14 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.cli.terminal import print_path, printable, size_text
+
+if TYPE_CHECKING:
+    from automodel_ckpt.convert.targets.report import ExportReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +77,19 @@ def log(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {printable(text)}", file=sys.stderr, flush=True)
 
 
-def finish(arguments: argparse.Namespace, output: Path, text: str) -> None:
-    """Log *text*, which describes the finished export, and print its path unless ``--json`` was given."""
+def finish(
+    arguments: argparse.Namespace, report: ExportReport, details: str = ""
+) -> dict[str, Any]:
+    """Log a finished export, with *details* of its target, print its path, and return the document of ``--json``."""
+    digests = "digests checked" if report.checked else "source unchecked"
+    size = size_text(report.nbytes)
+    text = f"wrote {report.num_tensors} tensors, {size}, {report.seconds:.1f} s ({digests})"
+    if details:
+        text += f": {details}"
     log(text)
     if not arguments.json:
-        print_path(output)
-
-
-def totals(num_tensors: int, nbytes: int, seconds: float, checked: bool) -> str:
-    """Describe an export in words. *checked* states whether the digests of its source were compared."""
-    digests = "digests checked" if checked else "source unchecked"
-    return f"{num_tensors} tensors, {size_text(nbytes)}, {seconds:.1f} s ({digests})"
+        print_path(report.output)
+    document: dict[str, Any] = {}
+    for name, value in asdict(report).items():
+        document[name] = str(value) if isinstance(value, Path) else value
+    return document

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.cli.model_parameters import parameters_in
-from automodel_ckpt.cli.targets.target import Target, finish, log, totals
+from automodel_ckpt.cli.targets.target import Target, finish, log
 
 if TYPE_CHECKING:
     from automodel_ckpt.convert.targets.trainer import Intervals
@@ -24,9 +23,7 @@ def _run(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
         intervals=_intervals(source),
         log=log,
     )
-    text = totals(report.num_tensors, report.nbytes, report.seconds, report.checked)
-    finish(arguments, report.output, f"wrote {text}; state of {report.num_parameters} parameters")
-    return {**asdict(report), "output": str(report.output)}
+    return finish(arguments, report, f"state of {report.num_parameters} parameters")
 
 
 def _intervals(source: Path) -> Intervals:

@@ -37,6 +37,7 @@ from automodel_ckpt.checkpoint.tensors.float_cast import cast, storage_dtype
 from automodel_ckpt.checkpoint.tensors.integrity import require_intact
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.publishing import check_directory_target, published_directory
+from automodel_ckpt.convert.targets.report import ExportReport
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
 from automodel_ckpt.durable_io import write_all
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
@@ -63,16 +64,10 @@ LinearWeights = Callable[[Path], frozenset[str]]
 
 
 @dataclass(frozen=True, slots=True)
-class CompressedReport:
-    """A directory that was published. *checked* says whether the source's digests were known, and so compared."""
+class CompressedReport(ExportReport):
+    """The report of a quantized model, with the number of tensors that were quantized."""
 
-    output: Path
     num_quantized: int
-    num_tensors: int
-    nbytes: int
-    seconds: float
-    checked: bool
-    warnings: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +133,12 @@ def export_compressed_tensors(
     num_tensors = sum(len(file.tensors) for file in plan.files)
     return CompressedReport(
         target,
-        len(quantized),
         num_tensors,
         nbytes,
         seconds,
         opened.has_digests,
         tuple(warnings),
+        len(quantized),
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.export.plan import parse_cast_dtype
@@ -16,24 +15,13 @@ from automodel_ckpt.checkpoint.export_leftovers import Log
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.publishing import check_directory_target, published_directory
 from automodel_ckpt.convert.targets.dcp_files import DcpWriter
+from automodel_ckpt.convert.targets.report import ExportReport
 from automodel_ckpt.convert.targets.torch_file import check_files, state_dict_of
 from automodel_ckpt.errors import SaveFailed
 
 log_default = logging.getLogger("automodel_ckpt")
 
 _SUFFIX = "-dcp"
-
-
-@dataclass(frozen=True, slots=True)
-class DcpReport:
-    """A DCP directory that was published. *checked* says whether the source's digests were compared."""
-
-    output: Path
-    num_tensors: int
-    nbytes: int
-    seconds: float
-    checked: bool
-    warnings: tuple[str, ...]
 
 
 def export_dcp(
@@ -43,7 +31,7 @@ def export_dcp(
     prefix: str = "",
     cast_dtype: str | None = None,
     log: Log = log_default.info,
-) -> DcpReport:
+) -> ExportReport:
     """Write the model in *source* (anything that ``open_source`` of ``convert/open.py`` accepts) as a DCP directory.
 
     *output* defaults to the source's name with ``-dcp``, next to it. *prefix* is added to all names: with ``model.``,
@@ -75,7 +63,7 @@ def export_dcp(
         writer.finish()
     nbytes = sum(path.stat().st_size for path in target.iterdir())
     seconds = time.monotonic() - started
-    return DcpReport(
+    return ExportReport(
         target, len(state_dict), nbytes, seconds, opened.has_digests, tuple(opened.notes)
     )
 

@@ -40,6 +40,7 @@ from automodel_ckpt.convert.gguf.values import KeyValue
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.publishing import check_file_target, published_file
 from automodel_ckpt.convert.sources.files import read_json
+from automodel_ckpt.convert.targets.report import ExportReport
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 log_default = logging.getLogger("automodel_ckpt")
@@ -56,19 +57,10 @@ _TEMPLATE = "chat_template.jinja"
 
 
 @dataclass(frozen=True, slots=True)
-class GgufReport:
-    """A GGUF file that was published. *checked* says whether the source's digests were known, and so compared.
+class GgufReport(ExportReport):
+    """The report of a GGUF file, with the number of tensors of each GGUF type, such as ``{"F32": 65, "Q8_0": 226}``."""
 
-    *kinds* is the number of tensors of each GGUF type, for example ``{"F32": 65, "Q8_0": 226}``.
-    """
-
-    output: Path
-    num_tensors: int
-    nbytes: int
-    seconds: float
-    checked: bool
     kinds: Mapping[str, int]
-    warnings: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +127,7 @@ def export_gguf(
     counts: dict[str, int] = {}
     for entry in entries:
         counts[entry.kind.name] = counts.get(entry.kind.name, 0) + 1
-    return GgufReport(target, len(entries), nbytes, seconds, opened.has_digests, counts, warnings)
+    return GgufReport(target, len(entries), nbytes, seconds, opened.has_digests, warnings, counts)
 
 
 def _wanted_kind(tensor_type: str | None, cast_dtype: str | None) -> Kind | None:

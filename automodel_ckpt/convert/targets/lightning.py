@@ -20,8 +20,8 @@ from automodel_ckpt.checkpoint.files.torch_archive_writing import ArchiveTensor
 from automodel_ckpt.checkpoint.sources.opening import is_checkpoint
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.run_state import RunState, read_run_state
+from automodel_ckpt.convert.targets.report import ExportReport
 from automodel_ckpt.convert.targets.torch_file import (
-    TorchFileReport,
     archive_tensor,
     check_files,
     publish_archive,
@@ -45,7 +45,7 @@ def export_lightning(
     cast_dtype: str | None = None,
     overwrite: bool = False,
     log: Log = log_default.info,
-) -> TorchFileReport:
+) -> ExportReport:
     """Write a checkpoint as a file of Lightning. The model in *source* can also be one of another program, which has no
     training state: then the file has only the weights.
 
@@ -69,7 +69,7 @@ def export_lightning(
         for text in _group_lines(run):
             log(text)
     publish_archive(target, _content(state_dict, run), log)
-    return TorchFileReport(
+    return ExportReport(
         target,
         len(state_dict),
         target.stat().st_size,

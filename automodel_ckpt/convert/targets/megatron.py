@@ -41,6 +41,7 @@ from automodel_ckpt.convert.names.slicing import renamed
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.publishing import check_directory_target, published_directory
 from automodel_ckpt.convert.targets.dcp_files import DcpWriter
+from automodel_ckpt.convert.targets.report import ExportReport
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed
 
@@ -75,17 +76,10 @@ _EXPERT_MODULES = ("mlp.experts.experts.linear_fc1", "mlp.experts.experts.linear
 
 
 @dataclass(frozen=True, slots=True)
-class MegatronReport:
-    """A published directory. *checkpoint* is the distributed checkpoint in it, *checked* whether the source's digests
-    were compared."""
+class MegatronReport(ExportReport):
+    """The report of a Megatron directory, with the path of the distributed checkpoint in it."""
 
-    output: Path
     checkpoint: Path
-    num_tensors: int
-    nbytes: int
-    seconds: float
-    checked: bool
-    warnings: tuple[str, ...]
 
 
 def export_megatron(
@@ -139,12 +133,12 @@ def export_megatron(
     seconds = time.monotonic() - started
     return MegatronReport(
         target,
-        target / _RELEASE,
         len(state_dict),
         nbytes,
         seconds,
         opened.has_digests,
         tuple(opened.notes),
+        target / _RELEASE,
     )
 
 

@@ -35,8 +35,8 @@ from automodel_ckpt.convert.publishing import published_file
 from automodel_ckpt.convert.sources.nemo import ARTIFACT_PREFIX, CONFIG, MAX_CONFIG_BYTES, WEIGHTS
 from automodel_ckpt.convert.tar_writing import TarWriter
 from automodel_ckpt.convert.targets.config_and_tokenizer import config_and_tokenizer
+from automodel_ckpt.convert.targets.report import ExportReport
 from automodel_ckpt.convert.targets.torch_file import (
-    TorchFileReport,
     check_digests,
     check_files,
     state_dict_of,
@@ -60,7 +60,7 @@ def export_nemo(
     cast_dtype: str | None = None,
     overwrite: bool = False,
     log: Log = log_default.info,
-) -> TorchFileReport:
+) -> ExportReport:
     """Write the model in *source* (anything that ``open_source`` of ``convert/open.py`` accepts) as a ``.nemo`` file.
 
     *output* defaults to the source's name with ``.nemo``, next to it. *prefix* is added to the names of all tensors,
@@ -97,7 +97,7 @@ def export_nemo(
             writer.add_bytes(name, data)
         writer.add_streamed(WEIGHTS, partial(_write_weights, value=state_dict))
         writer.finish()
-    return TorchFileReport(
+    return ExportReport(
         target,
         len(state_dict),
         target.stat().st_size,

@@ -11,7 +11,6 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
@@ -21,6 +20,7 @@ from automodel_ckpt.checkpoint.sources.model_files import is_side_file
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.publishing import check_directory_target, published_directory
+from automodel_ckpt.convert.targets.report import ExportReport
 from automodel_ckpt.errors import CheckpointUnusable
 
 log_default = logging.getLogger("automodel_ckpt")
@@ -38,18 +38,6 @@ Exporter = Callable[[Path, Path, str], None]
 """Writes the model in a directory of Hugging Face files as an .onnx file, in a dtype such as ``float32``."""
 
 
-@dataclass(frozen=True, slots=True)
-class OnnxReport:
-    """A directory that was published. *checked* says whether the source's digests were known, and so compared."""
-
-    output: Path
-    num_tensors: int
-    nbytes: int
-    seconds: float
-    checked: bool
-    warnings: tuple[str, ...]
-
-
 def export_onnx(
     source: str | os.PathLike[str],
     output: str | os.PathLike[str] | None,
@@ -58,7 +46,7 @@ def export_onnx(
     cast_dtype: str | None = None,
     num_threads: int = 5,
     log: Log = log_default.info,
-) -> OnnxReport:
+) -> ExportReport:
     """Export the model in *source* (anything that ``open_source`` accepts) with *exporter*.
 
     *output* is a directory, by default the source's name with ``-onnx``, next to it. Weights are float32 unless
@@ -95,7 +83,7 @@ def export_onnx(
     warnings = (*opened.notes, _NO_CACHE)
     log(f"warning: {_NO_CACHE}")
     seconds = time.monotonic() - started
-    return OnnxReport(target, len(opened.tensors), nbytes, seconds, opened.has_digests, warnings)
+    return ExportReport(target, len(opened.tensors), nbytes, seconds, opened.has_digests, warnings)
 
 
 def _hugging_face_files(source: Source, directory: Path, num_threads: int, log: Log) -> Path:

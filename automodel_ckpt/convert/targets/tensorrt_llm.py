@@ -36,8 +36,9 @@ from automodel_ckpt.convert.publishing import (
 )
 from automodel_ckpt.convert.tar_writing import TarWriter
 from automodel_ckpt.convert.targets.config_and_tokenizer import config_and_tokenizer
+from automodel_ckpt.convert.targets.report import ExportReport
 from automodel_ckpt.convert.targets.tensorrt_llm_config import tensorrt_llm_config
-from automodel_ckpt.convert.targets.torch_file import TorchFileReport, check_files, target_of
+from automodel_ckpt.convert.targets.torch_file import check_files, target_of
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 log_default = logging.getLogger("automodel_ckpt")
@@ -64,7 +65,7 @@ def export_tensorrt_llm(
     cast_dtype: str | None = None,
     overwrite: bool = False,
     log: Log = log_default.info,
-) -> TorchFileReport:
+) -> ExportReport:
     """Write the model in *source* (anything that ``open_source`` of ``convert/open.py`` accepts) for TensorRT-LLM.
 
     *num_ranks* is the size of tensor parallelism. With *compress*, the result is one ``.qnemo`` file, an (uncompressed)
@@ -95,7 +96,7 @@ def export_tensorrt_llm(
         log(f"warning: {text}")
     contents = _small_files(model.config, files)
     nbytes = _publish(target, model, contents, compress, log)
-    return TorchFileReport(
+    return ExportReport(
         target,
         len(opened.tensors),
         nbytes,

@@ -10,7 +10,6 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,22 +26,11 @@ from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.publishing import check_file_target, published_file
+from automodel_ckpt.convert.targets.report import ExportReport
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 
 log_default = logging.getLogger("automodel_ckpt")
-
-
-@dataclass(frozen=True, slots=True)
-class TorchFileReport:
-    """A file of ``torch.save`` that was published. *checked* says whether the source's digests were compared."""
-
-    output: Path
-    num_tensors: int
-    nbytes: int
-    seconds: float
-    checked: bool
-    warnings: tuple[str, ...]
 
 
 def export_torch(
@@ -53,7 +41,7 @@ def export_torch(
     cast_dtype: str | None = None,
     overwrite: bool = False,
     log: Log = log_default.info,
-) -> TorchFileReport:
+) -> ExportReport:
     """Write the model in *source* (anything that ``open_source`` of ``convert/open.py`` accepts) as one state dict.
 
     *output* defaults to the source's name with ``.pt``, next to it. *prefix* is added to all names. Tensors keep the
@@ -71,7 +59,7 @@ def export_torch(
         log(f"warning: {text}")
     state_dict = state_dict_of(opened, prefix, cast_code)
     publish_archive(target, state_dict, log)
-    return TorchFileReport(
+    return ExportReport(
         target,
         len(state_dict),
         target.stat().st_size,

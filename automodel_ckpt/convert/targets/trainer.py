@@ -26,6 +26,7 @@ from automodel_ckpt.checkpoint.sources.opening import MODEL, is_checkpoint
 from automodel_ckpt.convert.publishing import check_directory_target, published_directory
 from automodel_ckpt.convert.run_state import RunState, read_run_state
 from automodel_ckpt.convert.sources.trainer import OPTIMIZER_FILE, SCHEDULER_FILE, STATE_FILE
+from automodel_ckpt.convert.targets.report import ExportReport
 from automodel_ckpt.convert.targets.torch_file import archive_tensor
 from automodel_ckpt.convert.training_state import ModelParameter, ParameterGroup, Parameters
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
@@ -51,20 +52,11 @@ class Intervals:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerReport:
-    """A directory of the Trainer that was published: *num_parameters* have state of the optimizer.
+class TrainerReport(ExportReport):
+    """The report of a directory of the Trainer at *step*: *num_parameters* have state of the optimizer."""
 
-    *checked* says whether the source's digests were compared.
-    """
-
-    output: Path
     step: int
-    num_tensors: int
     num_parameters: int
-    nbytes: int
-    seconds: float
-    checked: bool
-    warnings: tuple[str, ...]
 
 
 def export_trainer(
@@ -121,13 +113,13 @@ def export_trainer(
     nbytes = sum(path.stat().st_size for path in target.iterdir())
     return TrainerReport(
         target,
-        run.step,
         weights.num_tensors,
-        len(run.tensors),
         nbytes,
         time.monotonic() - started,
         weights.checked,
         weights.warnings,
+        run.step,
+        len(run.tensors),
     )
 
 
