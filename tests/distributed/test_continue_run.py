@@ -12,6 +12,7 @@ import torch
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.tensors.stored import whole
 from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.cli.train import main as train_command
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.continued import CONTINUED, continued_losses, losses_of
 from tests.support.ranks import outcomes
@@ -92,6 +93,21 @@ def test_what_is_not_transferred_is_reported_on_import_and_on_resume(
     ):
         assert line in caplog.text, line
     assert list(losses_of(run)) == [6]
+
+
+def test_a_dry_run_names_the_program_and_what_was_not_transferred(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    run = tmp_path / "run"
+    imported(run, capsys)
+    recipe = CONTINUED.replace("CONFIG", str(SOURCE)).replace("RUN", str(run))
+    command = [str(write_recipe(tmp_path, recipe)), "--trust", "tests", "--dry-run"]
+    assert train_command(command) == 0
+    text = capsys.readouterr().out
+    assert (
+        "from epoch_1_step_5" in text and "from transformers Trainer, which has no recipe" in text
+    )
+    assert "not transferred: data order, random numbers" in text and "not applied" not in text
 
 
 def test_another_peak_rate_and_another_schedule_are_reported(

@@ -235,6 +235,12 @@ def _recipe_change_rows(
     """
     given = {key for key, origin in loaded.origins.items() if origin != DEFAULT}
     saved = saved_recipe(path / layout.CONFIG)
+    if not saved and manifest.is_imported_run:
+        not_transferred = manifest.lineage.get("not_transferred")
+        items = not_transferred if isinstance(not_transferred, list) else []
+        yield "imported", f"from {manifest.lineage.get('imported_kind')}, which has no recipe"
+        yield "", f"not transferred: {', '.join(map(str, items)) or 'nothing'}"
+        return
     changed = changed_keys(saved, dict(leaves(loaded.tree)), given)
     on_resume = getattr(loaded.config.optimizer, "on_resume", "checkpoint")
     ignored = ignored_by_resume(changed, manifest.saved, on_resume)
