@@ -52,6 +52,10 @@ class Slice:
     *digest* is that of the slice's bytes, row-major; None if the source has no digests. The bytes of an *interleaved*
     slice are located at their positions in the whole tensor, which begins at *start*. If one slice of a tensor is
     interleaved, all of them are.
+
+    A slice of another program's file can have *strides*: the distance of neighbors in each dimension, in elements. Its
+    first element is at *start*, and *nbytes* is the size of its elements, not of the byte range that they are in.
+    ``tensors/strided.py`` reads it. Such a slice is not interleaved and has no digest.
     """
 
     fqn: str
@@ -63,10 +67,19 @@ class Slice:
     nbytes: int
     digest: str | None = None
     interleaved: bool = False
+    strides: tuple[int, ...] | None = None
 
     @property
     def box(self) -> Box:
         return Box(self.offsets, self.sizes)
+
+    @property
+    def row_bytes(self) -> int:
+        """The distance in the file of neighbors in the first dimension, in bytes. Not for an interleaved slice."""
+        itemsize = DTYPE_BITS[self.dtype] // 8
+        if self.strides is not None:
+            return self.strides[0] * itemsize
+        return math.prod(self.sizes[1:]) * itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +185,8 @@ def contiguous_slices(tensor: Tensor) -> tuple[Slice, ...]:
 
 def runs_in_file(piece: Slice, shape: tuple[int, ...]) -> Iterator[Run]:
     """Yield the byte ranges of a slice: ``source`` is the offset in the file, ``target`` that in the slice's bytes."""
+    if piece.strides is not None:
+        raise ValueError(f"{piece.fqn} is strided: its elements are in no byte ranges")
     if not piece.interleaved:
         yield Run(piece.start, 0, piece.nbytes)
         return

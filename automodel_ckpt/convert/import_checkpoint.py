@@ -592,6 +592,12 @@ def _chunks(planned: Import, file: OutputFile) -> Iterator[Chunk]:
         data = _data(planned.weights.root, tensor.stored)
         if planned.contents is not None:
             data = planned.contents(tensor.stored)
+        elif any(piece.strides is not None for piece in tensor.stored.slices):
+            # Its row-major bytes are gathered in blocks: memory does not grow with the tensor.
+            gathered = partial(
+                tensor_blocks, planned.weights.root, tensor.stored, tensor.stored.dtype
+            )
+            data = Blocks(tensor.stored.nbytes, gathered)
         yield Chunk(start, data, entry)
 
 

@@ -271,6 +271,7 @@ class _Sources:
     """A thread's open source files and its buffers."""
 
     def __init__(self, root: Path) -> None:
+        self._root = root
         self._inputs = Inputs(root)
         self._block = block_of(BLOCK_BYTES + SECTOR_BYTES)
         self._scratch = block_of(_SCRATCH_BYTES)
@@ -304,10 +305,20 @@ class _Sources:
                 else:
                     target = self._scratch[used : used + read.nbytes]
                     used += read.nbytes
-                self._inputs.read(read.stored.file, read.stored.start + read.at, target)
+                self._read(read, target)
                 reads.append((read, target))
             parts.append((segment, reads))
         return data, parts
+
+    def _read(self, read: Read, target: memoryview) -> None:
+        stored = read.stored
+        if stored.strides is None:
+            self._inputs.read(stored.file, stored.start + read.at, target)
+            return
+        from automodel_ckpt.checkpoint.tensors.strided import read_row_major
+
+        itemsize = DTYPE_BITS[stored.dtype] // 8
+        read_row_major(self._root, stored, read.at // itemsize, target)
 
     def clonable(self, block: Block) -> Iterator[Clonable]:
         """Yield the bytes of the block that are copied unchanged from a file."""
@@ -316,6 +327,9 @@ class _Sources:
                 continue
             at = segment.start
             for read in segment.reads:
+                if read.stored.strides is not None:
+                    at += read.nbytes
+                    continue
                 descriptor = self._inputs.descriptor(read.stored.file)
                 yield Clonable(descriptor, read.stored.start + read.at, at, read.nbytes)
                 at += read.nbytes

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
@@ -23,11 +24,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
+from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files import pickle_reader
 from automodel_ckpt.checkpoint.files.safe_open import open_safely, read_safely
 from automodel_ckpt.checkpoint.formats.planning import DTYPE_CODES, DTYPES
 from automodel_ckpt.checkpoint.manifest import Blob, Tree
 from automodel_ckpt.checkpoint.slices import Box, Slice, contiguous_slices, nbytes_of, overlap
+from automodel_ckpt.checkpoint.tensors.float_cast import storage_dtype
+from automodel_ckpt.checkpoint.tensors.strided import map_slice
 from automodel_ckpt.errors import CheckpointUnusable
 
 _HINT = "use another checkpoint of this run (`ckpt ls`)"
@@ -153,11 +157,22 @@ class _Files:
         if not in_place:
             buffer = torch.empty(wanted.sizes, dtype=DTYPES[stored.dtype])
         memory = buffer.reshape(-1).view(torch.uint8).numpy().data
-        for run in overlap(whole_slice, wanted, nbytes_of(stored.dtype, ())):
-            target_bytes = memory[run.target : run.target + run.nbytes]
-            self._read(stored.file, target_bytes, stored.start + run.source)
+        if stored.strides is not None:
+            self._gather(stored, wanted, memory)
+        else:
+            for run in overlap(whole_slice, wanted, nbytes_of(stored.dtype, ())):
+                target_bytes = memory[run.target : run.target + run.nbytes]
+                self._read(stored.file, target_bytes, stored.start + run.source)
         if not in_place:
             target.copy_(buffer)
+
+    def _gather(self, stored: Slice, wanted: Box, memory: memoryview) -> None:
+        """Fill *memory* with the elements *wanted* of a slice whose elements are apart in the file."""
+        dtype = storage_dtype(stored.dtype, DTYPE_BITS[stored.dtype])
+        with os.fdopen(os.dup(self._descriptor(stored.file)), "rb") as file:
+            values = map_slice(file, stored, dtype)
+        index = wanted.within(Box((0,) * len(stored.sizes), stored.sizes))
+        np.frombuffer(memory, dtype).reshape(wanted.sizes)[...] = values[index]
 
     def _read(self, file: str, memory: memoryview, start: int) -> None:
         while memory:

@@ -159,7 +159,7 @@ def _rows_of_slice(stored: Slice, wanted: Box) -> Slice | None:
     if common is None:
         return None
     row_bytes = nbytes_of(stored.dtype, stored.sizes[1:])
-    start = stored.start + (common.offsets[0] - stored.offsets[0]) * row_bytes
+    start = stored.start + (common.offsets[0] - stored.offsets[0]) * stored.row_bytes
     offsets = (common.offsets[0] - wanted.offsets[0], *common.offsets[1:])
     return replace(
         stored,

@@ -71,13 +71,10 @@ class BoxReader:
                 self._maps.append((stored, self._mapped(root, stored)))
 
     def _mapped(self, root: Path, stored: Slice) -> Array:
-        import numpy as np
+        from automodel_ckpt.checkpoint.tensors.strided import map_slice
 
         with os.fdopen(open_safely(root, stored.file), "rb") as file:
-            # numpy maps no array without dimensions.
-            sizes = stored.sizes or (1,)
-            array: Array = np.memmap(file, self._dtype, "r", stored.start, sizes)
-        return array.reshape(stored.sizes)
+            return map_slice(file, stored, self._dtype)
 
     def read(self, box: Box) -> Array:
         """Return the values in *box*, as an array of its sizes."""

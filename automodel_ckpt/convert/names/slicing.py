@@ -53,8 +53,9 @@ def unstack(tensor: Tensor) -> list[Tensor]:
                 stored,
                 offsets=stored.offsets[1:],
                 sizes=stored.sizes[1:],
-                start=stored.start + number * nbytes,
+                start=stored.start + number * stored.row_bytes,
                 nbytes=nbytes,
+                strides=None if stored.strides is None else stored.strides[1:],
                 digest=None,
             )
             found[stored.offsets[0] + number].append(one)
@@ -68,7 +69,10 @@ def stack(fqn: str, tensors: Sequence[Tensor]) -> Tensor:
         for stored in contiguous_slices(tensor):
             offsets = (number, *stored.offsets)
             sizes = (1, *stored.sizes)
-            slices.append(replace(stored, fqn=fqn, offsets=offsets, sizes=sizes, digest=None))
+            strides = None if stored.strides is None else (0, *stored.strides)
+            slices.append(
+                replace(stored, fqn=fqn, offsets=offsets, sizes=sizes, digest=None, strides=strides)
+            )
     shape = (len(tensors), *tensors[0].shape)
     return Tensor(fqn, tensors[0].dtype, shape, tuple(slices))
 
@@ -97,7 +101,7 @@ def _rows_of(tensor: Tensor, first: int, num_rows: int) -> Iterator[Slice]:
             stored,
             offsets=(begin, *stored.offsets[1:]),
             sizes=(end - begin, *stored.sizes[1:]),
-            start=stored.start + (begin - stored.offsets[0]) * row_bytes,
+            start=stored.start + (begin - stored.offsets[0]) * stored.row_bytes,
             nbytes=(end - begin) * row_bytes,
             digest=None,
         )
@@ -121,7 +125,8 @@ def _merged(slices: Sequence[Slice]) -> Iterator[Slice]:
 def _continues(one: Slice, other: Slice) -> bool:
     return (
         other.file == one.file
-        and other.start == one.start + one.nbytes
+        and other.strides == one.strides
+        and other.start == one.start + one.sizes[0] * one.row_bytes
         and other.offsets == (one.offsets[0] + one.sizes[0], *one.offsets[1:])
         and other.sizes[1:] == one.sizes[1:]
     )

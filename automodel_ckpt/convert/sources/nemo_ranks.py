@@ -236,7 +236,7 @@ def _by_group(stored: Slice, axis: int, group: int) -> Iterator[tuple[Slice, int
         index = at // group
         stop = min(end, (index + 1) * group)
         sizes = (stop - at, *stored.sizes[1:])
-        start = stored.start + (at - begin) * row_bytes
+        start = stored.start + (at - begin) * stored.row_bytes
         offsets = (at, *stored.offsets[1:])
         nbytes = (stop - at) * row_bytes
         yield replace(stored, offsets=offsets, sizes=sizes, start=start, nbytes=nbytes), index

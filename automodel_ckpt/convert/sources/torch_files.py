@@ -10,11 +10,11 @@ a plain training script, or of FSDP's full state dict has the model under such a
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import open_regular
 from automodel_ckpt.checkpoint.files.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
-from automodel_ckpt.checkpoint.slices import Slice, Tensor, nbytes_of, shape_fault
+from automodel_ckpt.checkpoint.slices import Tensor, shape_fault, whole_tensor
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.convert.sources.files import first_bytes, names_in
 from automodel_ckpt.convert.sources.format import Counters, Format
@@ -46,8 +46,8 @@ _MODEL_KEYS = ("state_dict", "model_state_dict", "model", "module", "model_state
 # Prefixes that wrappers add to every name: DistributedDataParallel, torch.compile, Lightning's strategy for DeepSpeed.
 _WRAPPER_PREFIXES = ("module.", "_orig_mod.", "_forward_module.")
 _MAX_DEPTH = 32
-# Slices of a tensor whose rows are apart from each other in the file.
-_MAX_SLICES = 1 << 16
+# The elements of a tensor that is larger than its storage.
+_MAX_REPEATED_ELEMENTS = 1 << 16
 _TORCH_RECORDS = ("data.pkl", "byteorder", ".format_version", "version", ".storage_alignment")
 _HEAD_BYTES = 512
 # Keys of training states that look like a model and are not one, with what to do.
@@ -314,28 +314,17 @@ def _leaves(mapping: dict[Any, Any], prefix: str = "", depth: int = 0) -> Iterat
 
 
 def tensor_of_view(fqn: str, view: StoredView, archive: Archive, file: str) -> Tensor:
-    """Return a tensor as slices of *file*: the boxes of its elements that are contiguous in the storage.
+    """Return a tensor as a slice of *file*, with strides if its elements are not in row-major order there.
 
     The view must have passed :func:`check_view`.
     """
-    return Tensor(fqn, view.dtype, view.shape, tuple(_slices(fqn, view, archive, file)))
-
-
-def _slices(fqn: str, view: StoredView, archive: Archive, file: str) -> Iterator[Slice]:
     begin, _ = archive.storages[view.key]
-    itemsize = DTYPE_BITS[view.dtype] // 8
-    num_outer = view.num_outer_dimensions
-    outer, inner = view.shape[:num_outer], view.shape[num_outer:]
-    sizes = (*[1] * num_outer, *inner)
-    for index in itertools.product(*map(range, outer)):
-        element = view.offset
-        # index has only the outer dimensions.
-        for position, stride in zip(index, view.strides, strict=False):
-            element += position * stride
-        offsets = (*index, *[0] * len(inner))
-        nbytes = nbytes_of(view.dtype, sizes)
-        start = begin + element * itemsize
-        yield Slice(fqn, view.dtype, offsets, sizes, file, start, nbytes)
+    start = begin + view.offset * DTYPE_BITS[view.dtype] // 8
+    tensor = whole_tensor(fqn, view.dtype, view.shape, file, start)
+    if view.num_outer_dimensions == 0 or not tensor.nbytes:
+        return tensor
+    (stored,) = tensor.slices
+    return replace(tensor, slices=(replace(stored, strides=view.strides),))
 
 
 def check_view(name: str, view: StoredView, archive: Archive) -> None:
@@ -359,11 +348,13 @@ def check_view(name: str, view: StoredView, archive: Archive) -> None:
         last += (extent - 1) * stride
     if (last + 1) * DTYPE_BITS[view.dtype] // 8 > view.storage_bytes:
         raise Fault(f"the tensor {name[:100]!r} ends after its storage")
-    num_slices = math.prod(view.shape[: view.num_outer_dimensions])
-    if num_slices > _MAX_SLICES:
+    # Elements are repeated where a stride is 0: a small file could describe any number of them.
+    num_elements = math.prod(view.shape)
+    nbytes = num_elements * DTYPE_BITS[view.dtype] // 8
+    if nbytes > view.storage_bytes and num_elements > _MAX_REPEATED_ELEMENTS:
         raise Fault(
-            f"the elements of {name[:100]!r} are not in row-major order (it was saved transposed, or as "
-            "channels_last): save its .contiguous()"
+            f"the tensor {name[:100]!r} repeats the elements of a smaller one (it was saved expanded): "
+            "save its .contiguous()"
         )
 
 
