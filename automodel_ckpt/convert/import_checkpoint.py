@@ -12,7 +12,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -49,7 +49,7 @@ from automodel_ckpt.convert.names.conversion import check_converted
 from automodel_ckpt.convert.names_file import rename_tensors
 from automodel_ckpt.convert.open import open_weights
 from automodel_ckpt.convert.sources.format import Format
-from automodel_ckpt.convert.sources.registry import detect, formats_in
+from automodel_ckpt.convert.sources.registry import detect, detect_run, formats_in
 from automodel_ckpt.convert.sources.torch_files import BIN_INDEX
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
 from automodel_ckpt.convert.training_import import (
@@ -241,7 +241,7 @@ def _prepared(
         losses_in(place, detect(place, follow_links=True)),
         run,
         name,
-        (*_left_out_nearby(source, directory), *omitted, *_left_out_state(source)),
+        tuple(_left_out(source, directory, omitted, has_training=training is not None)),
         training=training,
         has_training_state=has_training_state,
         position_from=position.origin,
@@ -287,7 +287,7 @@ def _config_directory(config: Path) -> Path:
 def _states(source: Path, directory: Path) -> Iterator[tuple[Path, Format]]:
     """Yield the paths that may have a training state, with their formats: the source, and where its weights are."""
     for path in dict.fromkeys((source, directory)):
-        known = detect(path, follow_links=True, readable_only=True)
+        known = detect_run(path)
         if known is not None:
             yield path, known
 
@@ -520,13 +520,27 @@ def _recipe(source: Path) -> Iterator[tuple[str, bytes]]:
         yield layout.CONFIG, _content(path, _MAX_RECIPE_BYTES)
 
 
-def _left_out_nearby(source: Path, directory: Path) -> Iterator[str]:
-    """Yield the directories of *source*, other than that of the weights, that have a known format."""
+def _left_out(
+    source: Path, directory: Path, omitted: Iterable[str], *, has_training: bool
+) -> Iterator[str]:
+    """Yield what exists in the source and is not imported, in words. *omitted* is what the formats name themselves."""
+    known = detect_run(source) if has_training else None
+    imported = known.parts(source) if known is not None else frozenset()
+    for name, text in _left_out_nearby(source, directory):
+        if name not in imported:
+            yield text
+    yield from omitted
+    if not has_training:
+        yield from _left_out_state(source)
+
+
+def _left_out_nearby(source: Path, directory: Path) -> Iterator[tuple[str, str]]:
+    """Yield the directories of *source*, other than that of the weights, that have a known format, with its name."""
     if not source.is_dir():
         return
     for name, known in formats_in(source).items():
         if (source / name).resolve() != directory.resolve():
-            yield f"{name}: {known.name}"
+            yield name, f"{name}: {known.name}"
 
 
 def _left_out_state(source: Path) -> Iterator[str]:

@@ -34,6 +34,13 @@ checkpoint:
   checkpoint_dir: RUN
 """
 """The recipe for the runs of tests/fixtures/trainer/make.py, which other programs' fixtures can use, too."""
+SHARDED = (
+    "--dataset.num_samples=40",
+    "--step_scheduler.global_batch_size=4",
+    "--lr_scheduler.name=linear",
+    "--lr_scheduler.warmup_steps=0",
+)
+"""The overrides for the runs of tests/fixtures/fsdp/make.py and of train.py in tests/fixtures/deepspeed."""
 
 
 def continued_losses(

@@ -191,7 +191,7 @@ def _rank(
     outcome = Outcome(exitcode=0)
     try:
         if store:
-            file_store = dist.FileStore(store, int(environment["WORLD_SIZE"]))
+            file_store = dist.FileStore(store, int(environment["WORLD_SIZE"]))  # type: ignore[attr-defined]
             dist.init_process_group(
                 "gloo",
                 store=file_store,

@@ -29,7 +29,7 @@ from automodel_ckpt.training.step_scheduler import Due
 importlib.import_module("transformers.models.llama.modeling_llama")
 importlib.import_module("transformers.optimization")
 importlib.import_module("automodel_ckpt.data.python_docs")
-get_checkpoint_conversion_mapping("llama")
+get_checkpoint_conversion_mapping("llama")  # type: ignore[no-untyped-call]
 
 RECIPE = """
 seed: 7

@@ -21,7 +21,7 @@ from tools.interop.program import Check, Program, Workplace
 
 ROOT = Path(__file__).resolve().parents[2]
 HOME = ROOT / ".peers"
-_NOT_PROGRAMS = ("__main__", "program", "page")
+_NOT_PROGRAMS = ("__main__", "program", "page", "losses")
 
 
 def main() -> int:

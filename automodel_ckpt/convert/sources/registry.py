@@ -7,6 +7,7 @@ from pathlib import Path
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.convert.sources.accelerate_fsdp import AccelerateFsdp
+from automodel_ckpt.convert.sources.automodel import AutoModel
 from automodel_ckpt.convert.sources.dcp import PyTorchDcp
 from automodel_ckpt.convert.sources.deepspeed import DeepSpeed
 from automodel_ckpt.convert.sources.files import names_in
@@ -78,6 +79,20 @@ FORMATS: tuple[Format, ...] = (
     SINGLE_FILE,
     UnknownFile(),
 )
+
+
+_RUN: Format = AutoModel()
+
+
+def detect_run(path: Path) -> Format | None:
+    """Return the format of the training state in *path*; None if no format recognizes it.
+
+    This is that of :func:`detect`, except for a checkpoint whose parts have a format each. Such a checkpoint is shown
+    as its parts, and its weights are those of one part.
+    """
+    if _RUN.detect(path):
+        return _RUN
+    return detect(path, follow_links=True, readable_only=True)
 
 
 def detect(path: Path, *, follow_links: bool = False, readable_only: bool = False) -> Format | None:

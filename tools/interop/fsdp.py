@@ -1,0 +1,60 @@
+"""accelerate and torch with FSDP: what they save is read and continued here, and torch loads what is exported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from automodel_ckpt.cli import ckpt
+from automodel_ckpt.convert.training_state import ModelParameter, Parameters
+from tools.clients.environments import TORCH, Environment
+from tools.interop.losses import losses_check, tensors_check
+from tools.interop.program import Check, Program, Workplace
+
+_MAKER = Path(__file__).resolve().parents[2] / "tests" / "fixtures" / "fsdp" / "make.py"
+_LOADER = Path(__file__).resolve().parent / "scripts" / "load_dcp.py"
+
+
+def checks(workplace: Workplace) -> Iterator[Check]:
+    """Yield the checks of both directions."""
+    made = workplace.directory / "made"
+    workplace.run_script(_MAKER, made, "--all")
+    for source in sorted(made.iterdir()):
+        yield tensors_check(source, source.name, _parameters(source))
+        for num_ranks in (1, 2):
+            yield losses_check(workplace, source, source.name, num_ranks=num_ranks)
+    yield _loaded(workplace, made / "fsdp2-sharded")
+
+
+def _parameters(source: Path) -> Parameters:
+    """List the parameters in ``expected.safetensors``, which has those of the model in their order."""
+    found: list[ModelParameter] = []
+    for name, tensor in load_file(source / "expected.safetensors").items():
+        if ":" not in name and name != "lm_head.weight":
+            found.append(ModelParameter(name, tuple(tensor.shape), "norm" not in name))
+    return lambda: found
+
+
+def _loaded(workplace: Workplace, source: Path) -> Check:
+    """Export a model as a DCP directory, which torch loads into a model that two ranks shard with FSDP2."""
+    exported = workplace.directory / "exported"
+    if ckpt.main(["export", str(source), "--to", "dcp", "-o", str(exported)]) != 0:
+        return Check("dcp.load reads an export", "ckpt export failed", False)
+    report = workplace.directory / "loaded.txt"
+    workplace.run_script(_LOADER, exported, source, report)
+    text = report.read_text().strip()
+    return Check("dcp.load fills a model that FSDP2 shards on 2 ranks", text, "all" in text)
+
+
+PROGRAM = Program(
+    name="accelerate and torch (FSDP)",
+    environment=Environment(
+        "fsdp",
+        [TORCH],
+        then=["accelerate==1.15.0", "transformers==5.23.0", "safetensors==0.8.0"],
+    ),
+    packages=("accelerate", "torch"),
+    checks=checks,
+)
