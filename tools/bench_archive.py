@@ -20,9 +20,17 @@ import torch
 
 from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions
 from automodel_ckpt.convert.checkpoint_archive import archive, extract
-from tools.bench_rounds import data_files, parse_size
+from tools.bench_rounds import anonymous_megabytes, data_files, parse_size
 
 _WIDTH = 1024
+_SETUP = """
+import sys
+from pathlib import Path
+from automodel_ckpt.convert.checkpoint_archive import archive, extract
+source, target = map(Path, sys.argv[1:3])
+"""
+_ARCHIVE = "archive(source, target, delta=True, log=lambda _: None)"
+_EXTRACT = "extract(source, target, log=lambda _: None)"
 
 
 def save_run(directory: Path, nbytes: int, *, with_optimizer: bool) -> Path:
@@ -110,6 +118,10 @@ def main() -> None:
                 ratio, archiving, extracting = measure(run, scratch, delta=delta)
                 cells += [f"{ratio:.2f}", f"{archiving:.0f}", f"{extracting:.0f}"]
             print(f"| {name} | {' | '.join(cells)} |")
+        file = scratch / "memory.tar.zst"
+        archiving = anonymous_megabytes(_SETUP, _ARCHIVE, run, file)
+        extracting = anonymous_megabytes(_SETUP, _EXTRACT, file, scratch / "memory")
+        print(f"\nMemory: {archiving:.0f} MB to archive, {extracting:.0f} MB to extract.")
     finally:
         shutil.rmtree(scratch)
 

@@ -11,8 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from automodel_ckpt.checkpoint import Manifest, discover
+from automodel_ckpt.checkpoint.export.consolidate import consolidate
+from automodel_ckpt.checkpoint.hf_assets import HFAssets
 from automodel_ckpt.checkpoint.run import shared_files
 from automodel_ckpt.checkpoint.saving import planner
 from automodel_ckpt.checkpoint.verify import verify_deep
@@ -260,3 +263,36 @@ def test_freed_bytes_count_a_file_with_its_last_name(tmp_path: Path) -> None:
     assert shared_files.freed_bytes([a, b]) == [0, 5]
     assert shared_files.freed_bytes([a, b, c]) == [0, 5, 1]
     assert shared_files.repeated_bytes([a, b, c]) == 6
+
+
+@pytest.mark.parametrize("model_layout", ["hf", "shards"])
+def test_transformers_loads_what_was_saved_in_separate_files(
+    tmp_path: Path, model_layout: str
+) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=32,
+        initializer_range=0.3,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.1" in name)
+    options = {"model_layout": model_layout, "save_consolidated": False, "incremental": True}
+    assets = {"model": HFAssets.from_model(model)}
+    saver = tiny.checkpointer(tmp_path, assets=assets, **options)
+    for step in (1, 2):
+        with torch.no_grad():
+            model.model.layers[1].mlp.up_proj.weight += 1
+        saver.save({"model": model}, step=step, epoch=0)
+    saver.close()
+    assert shared(tmp_path, 1, 2)
+    path = tmp_path / "epoch_0_step_2" / "model"
+    if model_layout == "shards":
+        path = consolidate(path, log=lambda _: None).output
+    ids = torch.arange(8)[None]
+    loaded = AutoModelForCausalLM.from_pretrained(path)
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
