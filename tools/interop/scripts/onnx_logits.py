@@ -22,7 +22,8 @@ def errors(source, output):
     )
     found = []
     for shape in _SHAPES:
-        ids = torch.arange(shape[0] * shape[1]).reshape(shape) * 7 % 500
+        # Not 0, the padding, whose embedding is zero.
+        ids = 3 + torch.arange(shape[0] * shape[1]).reshape(shape) * 7 % 500
         mask = torch.ones_like(ids)
         # Padding on the left; a row has to have one token.
         mask[-1, : shape[1] // 3] = 0
