@@ -22,6 +22,7 @@ from automodel_ckpt.cli.targets import (
     qnemo,
     torch_file,
     trainer,
+    zarr,
 )
 from automodel_ckpt.cli.targets.target import Option, Target
 from automodel_ckpt.errors import EXIT_DONE, RecipeError
@@ -36,6 +37,7 @@ _ALL = (
     compressed_tensors.TARGET,
     nemo.TARGET,
     megatron.TARGET,
+    zarr.TARGET,
     qnemo.TARGET,
     onnx.TARGET,
 )

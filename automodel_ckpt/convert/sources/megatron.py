@@ -12,6 +12,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,11 @@ from automodel_ckpt.convert.sources.format import (
 )
 from automodel_ckpt.convert.sources.torch_files import read_archive
 from automodel_ckpt.convert.sources.torch_objects import Opaque
+from automodel_ckpt.convert.sources.zarr_arrays import (
+    read_arrays,
+    zarr_inventory,
+    zarr_source,
+)
 from automodel_ckpt.convert.training_state import Parameters, TrainingState
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.units import left_out
@@ -45,6 +51,7 @@ _COMMON = "common.pt"
 _WEIGHTS = "weights"
 _LATEST = "latest_checkpointed_iteration.txt"
 _TORCH_DIST = "torch_dist"
+_ZARR = "zarr"
 _ITERATION = re.compile(r"(?:iter_([0-9]{1,12})|release)", re.ASCII)
 _RANK = re.compile(r"mp_rank_[0-9]{2}(_[0-9]{3})*", re.ASCII)
 _UNCHECKED = "the .distcp files are unchecked: there is no manifest with their digests"
@@ -71,6 +78,8 @@ class MegatronCore(Format):
 
     def open(self, path: Path, *, follow_links: bool = False) -> Source:
         """Describe the model under the names that Megatron stores. Links are never followed."""
+        if sharded_backend(path) == _ZARR:
+            return self._open_zarr(path)
         _check_backend(path)
         data_files = [name for name in names_in(path) if name.endswith(DATA_SUFFIX)]
         check_no_links(path, (*data_files, layout.DCP_METADATA, _COMMON))
@@ -87,16 +96,32 @@ class MegatronCore(Format):
         notes = [_UNCHECKED, *(left_out(text, 2) for text in omitted)]
         return Source(path, path, tensors, notes=tuple(notes), omitted=omitted)
 
+    def _open_zarr(self, path: Path) -> Source:
+        """Describe the model in the arrays of the deprecated backend zarr."""
+        arrays = read_arrays(path)
+        weights = {name: array for name, array in arrays.items() if is_model_tensor(name)}
+        source = zarr_source(path, weights)
+        omitted = _omitted_counters(read_common(path))
+        num_others = len(arrays) - len(weights)
+        if num_others:
+            omitted.insert(0, f"the optimizer's state ({num_others} tensors)")
+        return replace(source, omitted=tuple(omitted))
+
     def conversion(self, path: Path) -> Conversion | None:
         """Return the conversion that the arguments of Megatron-LM in ``common.pt`` imply."""
         return _conversion_of(read_common(path), str(path / _COMMON))
 
     def stored_tensors(self, path: Path) -> StoredTensors:
+        if sharded_backend(path) == _ZARR:
+            source = zarr_source(path, read_arrays(path))
+            return StoredTensors(source.root, source.tensors)
         _check_backend(path)
         tensors = {tensor.fqn: tensor for tensor in read_tensors(path, read_content(path))}
         return StoredTensors(path, tensors)
 
     def inventory(self, path: Path) -> Inventory:
+        if sharded_backend(path) == _ZARR:
+            return zarr_inventory(read_arrays(path))
         _check_backend(path)
         content = read_content(path)
         summaries = {
@@ -122,7 +147,7 @@ class MegatronCore(Format):
         return TrainingState(
             step=counters.get("iteration"),
             consumed_samples=counters.get("consumed_train_samples"),
-            omitted=tuple(_omitted(read_content(path), {})),
+            omitted=("the optimizer's state", "the random numbers of the ranks"),
         )
 
 
@@ -315,6 +340,11 @@ def _omitted(content: DcpContent, common: Mapping[Any, Any]) -> list[str]:
     num_values = len(content.values) - num_extra
     if num_values:
         omitted.append(f"{num_values} objects of the ranks (random numbers and the like)")
+    return [*omitted, *_omitted_counters(common)]
+
+
+def _omitted_counters(common: Mapping[Any, Any]) -> list[str]:
+    omitted: list[str] = []
     counters = _counters(common)
     if counters:
         text = ", ".join(f"{name} {value}" for name, value in counters.items())

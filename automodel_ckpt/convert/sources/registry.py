@@ -32,6 +32,7 @@ from automodel_ckpt.convert.sources.unsupported_files import (
     UnknownFile,
     ZipArchive,
 )
+from automodel_ckpt.convert.sources.zarr_arrays import ZarrArrays
 
 MEGATRON: tuple[Format, ...] = (MegatronCore(), MegatronRun(), MegatronRanks(), Nemo2())
 DCP = PyTorchDcp()
@@ -58,6 +59,7 @@ FORMATS: tuple[Format, ...] = (
     DCP,
     # It also has config.json and *.safetensors.
     TensorRtLlmDirectory(),
+    ZarrArrays(),
     # Both are recognized by *.safetensors: first the one that looks into a header.
     HUGGING_FACE,
     SHARDS,
