@@ -606,19 +606,18 @@ def _chunks(planned: Import, file: OutputFile) -> Iterator[Chunk]:
         data = _data(planned.weights.root, tensor.stored)
         if planned.contents is not None:
             data = planned.contents(tensor.stored)
-        elif any(piece.strides is not None for piece in tensor.stored.slices):
-            # Its row-major bytes are gathered in blocks: memory does not grow with the tensor.
-            gathered = partial(
-                tensor_blocks, planned.weights.root, tensor.stored, tensor.stored.dtype
-            )
-            data = Blocks(tensor.stored.nbytes, gathered)
         yield Chunk(start, data, entry)
 
 
 def _data(root: Path, tensor: Tensor) -> Data:
-    """Return a tensor's bytes for a job. A tensor in one slice is mapped; one in several is read in blocks."""
+    """Return a tensor's row-major bytes for a job.
+
+    A tensor that is one range of bytes is mapped. One that has to be gathered, from several slices or through strides,
+    is read in blocks: memory does not grow with the tensor.
+    """
     filled = [stored for stored in tensor.slices if stored.nbytes]
-    if len(filled) > 1:
+    is_strided = any(stored.strides is not None for stored in filled)
+    if len(filled) > 1 or is_strided:
         return Blocks(tensor.nbytes, partial(tensor_blocks, root, tensor, tensor.dtype))
     return partial(_mapped, root, tensor)
 
