@@ -10,7 +10,11 @@ from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.convert.names.converter import Converter
 from automodel_ckpt.convert.names.dimensions import Dimensions, dimensions_of_config
-from automodel_ckpt.convert.names.megatron_names import is_model_tensor, plain_names
+from automodel_ckpt.convert.names.megatron_names import (
+    is_model_tensor,
+    plain_names,
+    without_prefix,
+)
 from automodel_ckpt.convert.names.registry import converter_of
 from automodel_ckpt.convert.sources.files import read_json
 from automodel_ckpt.errors import CheckpointUnusable
@@ -76,7 +80,8 @@ def required_conversion(directory: Path) -> Conversion:
 
 def has_megatron_names(tensors: Mapping[str, Tensor]) -> bool:
     """Return whether *tensors* have the names of a GPT model of Megatron-Core."""
-    return any(name.endswith(_MARKS) for name in tensors)
+    # Exactly these: other models have, for example, transformer.embedding.word_embeddings.weight.
+    return any(without_prefix(name) in _MARKS for name in tensors)
 
 
 def check_converted(tensors: Mapping[str, Tensor], where: str) -> None:
@@ -85,6 +90,6 @@ def check_converted(tensors: Mapping[str, Tensor], where: str) -> None:
         raise CheckpointUnusable(
             "these weights have Megatron's names, and the model that they are for is not stated here",
             where=where,
-            value=next(name for name in tensors if name.endswith(_MARKS)),
+            value=next(name for name in tensors if without_prefix(name) in _MARKS),
             hint=HINT,
         )

@@ -45,7 +45,7 @@ def is_model_tensor(name: str) -> bool:
     """Return whether *name*, as stored, is that of a weight: not of the optimizer, a rank's state, or a buffer."""
     if "_extra_state" in name or name.startswith(_OTHER_STATE):
         return False
-    return not _without_prefix(name).startswith("rotary_pos_emb.")
+    return not without_prefix(name).startswith("rotary_pos_emb.")
 
 
 def plain_names(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
@@ -57,7 +57,7 @@ def plain_names(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     halves: dict[str, dict[int, Tensor]] = {}
     for stored_name, tensor in tensors.items():
-        for name, one in _unstacked(_without_prefix(stored_name), tensor, where):
+        for name, one in _unstacked(without_prefix(stored_name), tensor, where):
             for suffix, number in _HALVES.items():
                 if name.endswith(suffix):
                     whole = name.removesuffix(suffix) + "linear_fc1.weight"
@@ -110,7 +110,8 @@ def stacked_names(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor
     return found
 
 
-def _without_prefix(name: str) -> str:
+def without_prefix(name: str) -> str:
+    """Return *name* without what wrappers and NeMo put before the names of the model."""
     while not name.startswith(_ROOTS):
         for prefix in _PREFIXES:
             if name.startswith(prefix):

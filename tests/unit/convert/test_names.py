@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from automodel_ckpt.checkpoint.slices import Slice, Tensor, tiling_fault, whole_tensor
 from automodel_ckpt.checkpoint.tensors.stored import whole
+from automodel_ckpt.convert.names.conversion import has_megatron_names
 from automodel_ckpt.convert.names.dimensions import (
     Dimensions,
     dimensions_of_arguments,
@@ -211,6 +212,15 @@ def test_names_of_wrappers_the_local_implementation_and_grouped_experts_are_the_
     assert not is_model_tensor("optimizer.state.exp_avg.decoder.final_layernorm.weight")
     assert not is_model_tensor("decoder.layers.mlp.linear_fc1._extra_state/shard_0_2")
     assert is_model_tensor("module.output_layer.weight")
+
+
+def test_similar_names_of_other_models_are_not_megatrons() -> None:
+    def named(name: str) -> dict[str, Tensor]:
+        return {name: whole_tensor(name, "F32", (4, 2), "f", 0)}
+
+    assert has_megatron_names(named("module.model.decoder.final_layernorm.weight"))
+    assert not has_megatron_names(named("transformer.embedding.word_embeddings.weight"))
+    assert not has_megatron_names(named("bert.embeddings.word_embeddings.weight"))
 
 
 def test_dimensions_come_from_a_config_or_the_arguments_of_megatron() -> None:
