@@ -38,6 +38,7 @@ from automodel_ckpt.checkpoint.tensors.integrity import require_intact
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.publishing import check_directory_target, published_directory
 from automodel_ckpt.convert.targets.report import ExportReport
+from automodel_ckpt.convert.targets.source_checks import check_files
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
 from automodel_ckpt.durable_io import write_all
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
@@ -105,6 +106,7 @@ def export_compressed_tensors(
         output = opened.root.with_name(f"{opened.root.name}-{scheme}")
     target = Path(os.path.realpath(output))
     check_directory_target(target)
+    check_files(opened)
     maps = maps_of(opened)
     plan = make_plan(
         opened.tensors,

@@ -16,7 +16,8 @@ from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.publishing import check_directory_target, published_directory
 from automodel_ckpt.convert.targets.dcp_files import DcpWriter
 from automodel_ckpt.convert.targets.report import ExportReport
-from automodel_ckpt.convert.targets.torch_file import check_files, state_dict_of
+from automodel_ckpt.convert.targets.source_checks import check_files
+from automodel_ckpt.convert.targets.torch_file import state_dict_of
 from automodel_ckpt.errors import SaveFailed
 
 log_default = logging.getLogger("automodel_ckpt")

@@ -25,7 +25,6 @@ from automodel_ckpt.checkpoint.sources.base_maps import maps_of
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.checkpoint.tensors.float_cast import Array, cast
 from automodel_ckpt.checkpoint.tensors.stored import whole_checked
-from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.convert.gguf.kinds import F32, Q8_0, QUANTIZATION_VERSION, WRITABLE, Kind
 from automodel_ckpt.convert.gguf.model import (
     GgufModel,
@@ -41,6 +40,7 @@ from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.publishing import check_file_target, published_file
 from automodel_ckpt.convert.sources.files import read_json
 from automodel_ckpt.convert.targets.report import ExportReport
+from automodel_ckpt.convert.targets.source_checks import check_digests
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 log_default = logging.getLogger("automodel_ckpt")
@@ -112,7 +112,7 @@ def export_gguf(
     target = Path(os.path.realpath(output))
     # Before the digests are verified, which reads the complete source.
     check_file_target(target, overwrite=overwrite)
-    _check_digests(opened, num_threads)
+    check_digests(opened, num_threads)
     tensors = _tensors(opened, cast_code)
     model, keys, tokenizer_warnings = _described(opened, tensors)
     entries = _entries(model, tensors, wanted)
@@ -161,14 +161,6 @@ def _library() -> Any:
             value=str(error),
             hint="pip install 'automodel_ckpt[gguf]'",
         ) from error
-
-
-def _check_digests(source: Source, num_threads: int) -> None:
-    if source.manifest is None:
-        return
-    problems = verify(source.root, source.manifest, "digest", num_threads=num_threads)
-    if problems:
-        raise CheckpointUnusable.all_of(problems)
 
 
 def _tensors(source: Source, cast_code: str | None) -> dict[str, ExportTensor]:

@@ -21,9 +21,9 @@ from automodel_ckpt.checkpoint.sources.opening import is_checkpoint
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.run_state import RunState, read_run_state
 from automodel_ckpt.convert.targets.report import ExportReport
+from automodel_ckpt.convert.targets.source_checks import check_files
 from automodel_ckpt.convert.targets.torch_file import (
     archive_tensor,
-    check_files,
     publish_archive,
     state_dict_of,
     target_of,

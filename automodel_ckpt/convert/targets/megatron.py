@@ -30,7 +30,6 @@ from automodel_ckpt.checkpoint.files.torch_archive_writing import (
 from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.sources.base_maps import maps_of
 from automodel_ckpt.checkpoint.sources.source import Source
-from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.convert.names.conversion import Conversion, required_conversion
 from automodel_ckpt.convert.names.megatron_names import (
     LOCAL_MLP_NORM,
@@ -42,8 +41,9 @@ from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.publishing import check_directory_target, published_directory
 from automodel_ckpt.convert.targets.dcp_files import DcpWriter
 from automodel_ckpt.convert.targets.report import ExportReport
+from automodel_ckpt.convert.targets.source_checks import check_digests
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
-from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed
+from automodel_ckpt.errors import RecipeError, SaveFailed
 
 log_default = logging.getLogger("automodel_ckpt")
 
@@ -110,7 +110,7 @@ def export_megatron(
     target = Path(os.path.realpath(output))
     _check_target(target)
     # Tensors are written in parts of the stored slices, which have no digests.
-    _check_digests(opened, num_threads)
+    check_digests(opened, num_threads)
     for text in opened.notes:
         log(f"warning: {text}")
     side = opened.metadata_directory or opened.side_files or opened.model_directory
@@ -162,18 +162,6 @@ def _check_target(target: Path) -> None:
             value=str(target.parent),
             hint="create it, or choose another --output",
         )
-
-
-def _check_digests(source: Source, num_threads: int) -> None:
-    problems = []
-    if source.manifest is not None:
-        problems = verify(source.root, source.manifest, "digest", num_threads=num_threads)
-    elif source.export is not None:
-        problems = source.export.problems(
-            only=set(source.files), level="digest", rank=0, num_ranks=1
-        )
-    if problems:
-        raise CheckpointUnusable.all_of(problems)
 
 
 # ---------------------------------------------------------------- tensors

@@ -36,9 +36,8 @@ from automodel_ckpt.convert.sources.nemo import ARTIFACT_PREFIX, CONFIG, MAX_CON
 from automodel_ckpt.convert.tar_writing import TarWriter
 from automodel_ckpt.convert.targets.config_and_tokenizer import config_and_tokenizer
 from automodel_ckpt.convert.targets.report import ExportReport
+from automodel_ckpt.convert.targets.source_checks import check_digests, check_files
 from automodel_ckpt.convert.targets.torch_file import (
-    check_digests,
-    check_files,
     state_dict_of,
     target_of,
 )

@@ -37,8 +37,9 @@ from automodel_ckpt.convert.publishing import (
 from automodel_ckpt.convert.tar_writing import TarWriter
 from automodel_ckpt.convert.targets.config_and_tokenizer import config_and_tokenizer
 from automodel_ckpt.convert.targets.report import ExportReport
+from automodel_ckpt.convert.targets.source_checks import check_files
 from automodel_ckpt.convert.targets.tensorrt_llm_config import tensorrt_llm_config
-from automodel_ckpt.convert.targets.torch_file import check_files, target_of
+from automodel_ckpt.convert.targets.torch_file import target_of
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 log_default = logging.getLogger("automodel_ckpt")

@@ -23,12 +23,12 @@ from automodel_ckpt.checkpoint.files.torch_archive_writing import (
 )
 from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.sources.source import Source
-from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.publishing import check_file_target, published_file
 from automodel_ckpt.convert.targets.report import ExportReport
+from automodel_ckpt.convert.targets.source_checks import check_files
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
-from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
+from automodel_ckpt.errors import SaveFailed
 
 log_default = logging.getLogger("automodel_ckpt")
 
@@ -89,33 +89,6 @@ def target_of(
             hint="create it, or choose another --output",
         )
     return target
-
-
-def check_files(source: Source) -> None:
-    """Raise :class:`CheckpointUnusable` if a file of a checkpoint is missing or has another size than in the manifest.
-
-    The bytes of each tensor are compared with their digests when they are read.
-    """
-    if source.manifest is None:
-        return
-    problems = verify(source.root, source.manifest, "size")
-    if problems:
-        raise CheckpointUnusable.all_of(problems)
-
-
-def check_digests(source: Source) -> None:
-    """Raise :class:`CheckpointUnusable` if a file of a checkpoint or an export does not match its digest.
-
-    For exports that write parts of the stored slices, which have no digests of their own.
-    """
-    problems = []
-    if source.manifest is not None:
-        problems = verify(source.root, source.manifest, "digest")
-    elif source.export is not None:
-        only = set(source.files)
-        problems = source.export.problems(only=only, level="digest", rank=0, num_ranks=1)
-    if problems:
-        raise CheckpointUnusable.all_of(problems)
 
 
 def state_dict_of(source: Source, prefix: str, cast_code: str | None) -> dict[str, ArchiveTensor]:

@@ -24,7 +24,7 @@ from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.publishing import check_directory_target, published_directory
 from automodel_ckpt.convert.sources.zarr_arrays import DTYPES, load_tensorstore
 from automodel_ckpt.convert.targets.report import ExportReport
-from automodel_ckpt.convert.targets.torch_file import check_files
+from automodel_ckpt.convert.targets.source_checks import check_files
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 
 log_default = logging.getLogger("automodel_ckpt")
