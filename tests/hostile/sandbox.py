@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from automodel_ckpt.checkpoint.saving.environment import environment
 from tools.bench_memory import give_back_free_memory
 
 # Of processor time: how long a case takes by the clock is up to what else the machine does.
@@ -205,6 +206,9 @@ class _Watch:
 
 def run(reader: Callable[[], int], root: Path, *, forbidden: Sequence[str] = ()) -> Outcome:
     """Call *reader* in a child; it may read and write below *root* only, and open no path that ends in *forbidden*."""
+    # An import records the environment, for which git is started once per process. In the child, no program may be
+    # started.
+    environment()
     read_end, write_end = os.pipe()
     with tempfile.TemporaryFile() as output:
         with warnings.catch_warnings():
@@ -253,6 +257,8 @@ def _child(
         os.dup2(output, 2)
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+        # In a new checkout, the first import of a module would write its bytecode, outside of *root*.
+        sys.dont_write_bytecode = True
         before = _start_counting()
         watch = _Watch(root)
         _tell_directories(watch)
