@@ -46,6 +46,12 @@ from automodel_ckpt.checkpoint.writing.rank_manifest import (
 from automodel_ckpt.convert.external import losses_in
 from automodel_ckpt.convert.file_names import NameMetadata, parse_name
 from automodel_ckpt.convert.names.conversion import check_converted
+from automodel_ckpt.convert.names.torchtitan import (
+    first_fused,
+    has_torchtitan_names,
+    is_only_in_optimizer,
+    required_torchtitan_conversion,
+)
 from automodel_ckpt.convert.names_file import rename_tensors
 from automodel_ckpt.convert.open import open_weights
 from automodel_ckpt.convert.sources.format import Format
@@ -158,9 +164,9 @@ def prepare(
 
     *step* and *epoch* are by default those that the files of the source or their name state, else 0. *names* is a file
     with other names for the tensors (``names_file.py``). *config* is the directory of the Hugging Face model's
-    config.json, by default the source; Megatron's names are converted to those of this model, and the import has its
-    config and tokenizer. With *parameters*, the training state is imported, too. It is called with the directory of
-    config.json, and returns a function that lists the model's parameters.
+    config.json, by default the source; the names of Megatron, and of torchtitan's Llama, are converted to those of this
+    model, and the import has its config and tokenizer. With *parameters*, the training state is imported, too. It is
+    called with the directory of config.json, and returns a function that lists the model's parameters.
 
     Reads headers, metadata and side files. Raises :class:`CheckpointUnusable` if there are no weights in a known
     format, they are damaged, or there is no training state although it was asked for.
@@ -313,6 +319,7 @@ def _training(
             kinds.append(known.name)
             continue
         state = _completed(state, parse_name(source.name))
+        state = _in_names_of(weights, state, config)
         if state.optimizer is not None:
             _check_not_sparse(_optimizer_tensors(state.optimizer))
         return training_import(
@@ -324,6 +331,27 @@ def _training(
         value=", ".join(kinds) or "no known format",
         hint="import the weights without --training-state",
     )
+
+
+def _in_names_of(weights: Tensors, state: TrainingState, config: Path) -> TrainingState:
+    """Return *state* under the names of *weights*, which were converted if torchtitan's names are only in *state*.
+
+    Raises :class:`CheckpointUnusable` for the fused parameters of torchtitan if the weights have torchtitan's names,
+    too: there, they are not fused.
+    """
+    if state.optimizer is None:
+        return state
+    if is_only_in_optimizer(state.optimizer, weights.tensors):
+        return required_torchtitan_conversion(config).training_state(state)
+    fused = first_fused(state.optimizer)
+    if fused is not None and has_torchtitan_names(weights.tensors):
+        raise CheckpointUnusable(
+            "torchtitan's optimizer has fused queries, keys and values, and its weights have them apart",
+            where=str(state.optimizer.root),
+            value=fused,
+            hint="add --config DIR, a directory with the config.json of the same Llama, to convert both",
+        )
+    return state
 
 
 def _completed(state: TrainingState, named: NameMetadata) -> TrainingState:

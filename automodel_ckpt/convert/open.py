@@ -33,6 +33,11 @@ from automodel_ckpt.convert.names.conversion import (
     has_megatron_names,
     required_conversion,
 )
+from automodel_ckpt.convert.names.torchtitan import (
+    has_torchtitan_names,
+    required_torchtitan_conversion,
+    torchtitan_conversion,
+)
 from automodel_ckpt.convert.sources.dcp import DATA_SUFFIX
 from automodel_ckpt.convert.sources.files import names_in
 from automodel_ckpt.convert.sources.format import Format
@@ -79,7 +84,8 @@ def open_source(path: Path) -> Source:
     """Describe the model in *path*: a checkpoint, a module's directory in one, or a directory or file of another
     program.
 
-    Weights with Megatron's names are described under those of a Hugging Face model if *path* states which one it is.
+    Weights with the names of Megatron, or of torchtitan's Llama, are described under those of a Hugging Face model if
+    *path* states which one it is.
     Symbolic links in the directory are not followed. Raises :class:`CheckpointUnusable` if there is no model, the
     format is not supported, or the files contradict each other.
     """
@@ -94,10 +100,10 @@ def open_weights(path: str | os.PathLike[str], config: Path | None = None) -> We
     """Describe the weights in *path*: a run directory (its newest complete checkpoint), a checkpoint, a pointer to one,
     a module's directory in one, a directory of another program, or a single .safetensors file.
 
-    Weights with Megatron's names are described under those of a Hugging Face model: the one whose config.json is in the
-    directory *config*, or else the one that *path* states. Symbolic links are followed. Raises
-    :class:`CheckpointUnusable` if there are no weights, the format is not supported, or the files contradict each other
-    or the config.
+    Weights with the names of Megatron, or of torchtitan's Llama, are described under those of a Hugging Face model: the
+    one whose config.json is in the directory *config*, or else the one that *path* states. Symbolic links are followed.
+    Raises :class:`CheckpointUnusable` if there are no weights, the format is not supported, or the files contradict
+    each other or the config.
     """
     given = Path(path).expanduser()
     if given.is_file() and not _is_pointer(given):
@@ -161,10 +167,13 @@ def _open_file(path: Path, config: Path | None = None) -> Source:
 def _in_hugging_face_names(
     source: Source, known: Format, path: Path, config: Path | None
 ) -> Source:
-    """Return *source* with the names of a Hugging Face model, if it has Megatron's and the model is known."""
+    """Return *source* with the names of a Hugging Face model, if it has Megatron's or torchtitan's and the model is
+    known."""
+    directory = path if path.is_dir() else path.parent
+    if has_torchtitan_names(source.tensors):
+        return _from_torchtitan(source, directory, config)
     if not has_megatron_names(source.tensors):
         return source
-    directory = path if path.is_dir() else path.parent
     conversion = conversion_in(directory) if config is None else required_conversion(config)
     if conversion is not None:
         return replace(conversion.source(source), side_files=config or directory)
@@ -172,6 +181,17 @@ def _in_hugging_face_names(
     if conversion is None:
         return source
     return conversion.source(source)
+
+
+def _from_torchtitan(source: Source, directory: Path, config: Path | None) -> Source:
+    """Return *source* with the names of the Hugging Face model, if *config* or else *directory* has its config.json."""
+    if config is not None:
+        conversion = required_torchtitan_conversion(config)
+        return replace(conversion.source(source), side_files=config)
+    found = torchtitan_conversion(directory)
+    if found is None:
+        return source
+    return replace(found.source(source), side_files=directory)
 
 
 # ---------------------------------------------------------------- checkpoints of this program

@@ -64,8 +64,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--config",
         metavar="DIR",
-        help="directory of the Hugging Face model's config.json and tokenizer, for a source without them; Megatron's "
-        "names are converted to those of this model",
+        help="directory of the Hugging Face model's config.json and tokenizer, for a source without them; the names of "
+        "Megatron, and of torchtitan's Llama, are converted to those of this model",
     )
     command.add_argument("--dry-run", action="store_true", help="only print what would be imported")
 

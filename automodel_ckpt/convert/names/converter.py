@@ -51,7 +51,7 @@ class Converter:
                 if tensor is None:
                     raise _unusable("a tensor of the model is missing", name, where)
                 used.add(name)
-                for part in _split(rule, tensor, targets, dimensions, where):
+                for part in split_tensor(rule, tensor, targets, dimensions, where):
                     found[part.fqn] = part
         _check_all_used(tensors, used, where)
         return found
@@ -90,10 +90,13 @@ class Converter:
         return MegatronTensors(found, zero_rows)
 
 
-def _split(
+def split_tensor(
     rule: Rule, tensor: Tensor, targets: tuple[str, ...], dimensions: Dimensions, where: str
 ) -> list[Tensor]:
-    """Return the Hugging Face tensors in one of Megatron's."""
+    """Return the Hugging Face tensors *targets* in one of Megatron's.
+
+    Raises :class:`CheckpointUnusable` if it does not have the rows that *dimensions* imply.
+    """
     if rule.padded:
         return [_without_padding(tensor, targets[0], dimensions, where)]
     if len(targets) == 1 and not tensor.shape:
@@ -112,7 +115,8 @@ def _split(
     parts: list[Tensor] = []
     for target, own in zip(targets, located, strict=True):
         own.sort(key=lambda entry: entry[0])
-        parts.append(join_rows(target, [tensor], [entry[1] for entry in own]))
+        rows = [entry[1] for entry in own]
+        parts.append(join_rows(target, [tensor], rows, strided=rule.permuted))
     return parts
 
 
@@ -133,7 +137,7 @@ def _joined(
             raise _wrong_rows(part, where)
     if len(ranges) == 1:
         return renamed(parts[0], name)
-    return join_rows(name, parts, ranges)
+    return join_rows(name, parts, ranges, strided=rule.permuted)
 
 
 def _without_padding(tensor: Tensor, target: str, dimensions: Dimensions, where: str) -> Tensor:

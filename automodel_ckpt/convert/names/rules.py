@@ -45,7 +45,8 @@ class Rule:
 
     Names contain ``{layer}`` and ``{expert}`` where they apply to each. An *optional* tensor is absent from some
     models: then it is absent on both sides. The rows of a *padded* tensor are those of the vocabulary; Megatron may
-    have more of them, which are removed, and added as zeros in the other direction.
+    have more of them, which are removed, and added as zeros in the other direction. Rows that are *permuted* have a
+    range for each, or for a few of them; they are described as strided slices.
     """
 
     megatron: str
@@ -53,6 +54,7 @@ class Rule:
     rows: Arrangement = one_after_another
     optional: bool = False
     padded: bool = False
+    permuted: bool = False
 
     def expanded(self, dimensions: Dimensions) -> Iterator[tuple[str, tuple[str, ...]]]:
         """Yield Megatron's name and the Hugging Face names for each layer and each expert."""

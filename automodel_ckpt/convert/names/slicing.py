@@ -23,10 +23,13 @@ class RowRange:
     num_rows: int
 
 
-def join_rows(fqn: str, parts: Sequence[Tensor], ranges: Sequence[RowRange]) -> Tensor:
+def join_rows(
+    fqn: str, parts: Sequence[Tensor], ranges: Sequence[RowRange], *, strided: bool = False
+) -> Tensor:
     """Return the tensor *fqn* that consists of *ranges* of rows of *parts*, in that order.
 
-    All parts have the same dtype and the same dimensions after the first.
+    All parts have the same dtype and the same dimensions after the first. With *strided*, rows that are equally far
+    apart in one file become one slice with strides: a permutation of rows has few slices instead of one for each row.
     """
     dtype, inner = parts[0].dtype, parts[0].shape[1:]
     slices: list[Slice] = []
@@ -37,7 +40,8 @@ def join_rows(fqn: str, parts: Sequence[Tensor], ranges: Sequence[RowRange]) -> 
             offsets = (stored.offsets[0] + shift, *stored.offsets[1:])
             slices.append(replace(stored, fqn=fqn, offsets=offsets))
         num_rows += wanted.num_rows
-    return Tensor(fqn, dtype, (num_rows, *inner), tuple(_merged(slices)))
+    merged = _merged_strided(slices) if strided else _merged(slices)
+    return Tensor(fqn, dtype, (num_rows, *inner), tuple(merged))
 
 
 def unstack(tensor: Tensor) -> list[Tensor]:
@@ -120,6 +124,65 @@ def _merged(slices: Sequence[Slice]) -> Iterator[Slice]:
         previous = stored
     if previous is not None:
         yield previous
+
+
+def _merged_strided(slices: Sequence[Slice]) -> Iterator[Slice]:
+    """Yield *slices*, with single rows joined that follow each other in the tensor, and at one distance in the file."""
+    previous: Slice | None = None
+    for stored in slices:
+        if previous is not None:
+            joined = _joined_at_a_distance(previous, stored)
+            if joined is not None:
+                previous = joined
+                continue
+            yield previous
+        previous = stored
+    if previous is not None:
+        yield previous
+
+
+def _joined_at_a_distance(one: Slice, row: Slice) -> Slice | None:
+    """Return the slice of the rows of *one* and the single *row* after them; None if they are no such slice."""
+    if row.sizes[0] != 1 or row.file != one.file or not row.nbytes:
+        return None
+    if row.sizes[1:] != one.sizes[1:]:
+        return None
+    if row.offsets != (one.offsets[0] + one.sizes[0], *one.offsets[1:]):
+        return None
+    one_strides = _element_strides(one)
+    row_strides = _element_strides(row)
+    if one_strides[1:] != row_strides[1:]:
+        return None
+    itemsize = DTYPE_BITS[one.dtype] // 8
+    if not itemsize:  # several elements in a byte
+        return None
+    if one.sizes[0] == 1:
+        # Two rows have any distance, but a slice has no negative one.
+        distance, rest = divmod(row.start - one.start, itemsize)
+        if distance <= 0 or rest:
+            return None
+    else:
+        distance = one_strides[0]
+        if row.start != one.start + one.sizes[0] * distance * itemsize:
+            return None
+    return replace(
+        one,
+        sizes=(one.sizes[0] + 1, *one.sizes[1:]),
+        nbytes=one.nbytes + row.nbytes,
+        strides=(distance, *one_strides[1:]),
+    )
+
+
+def _element_strides(stored: Slice) -> tuple[int, ...]:
+    """Return the distances of neighbors in each dimension of a slice, in elements."""
+    if stored.strides is not None:
+        return stored.strides
+    strides: list[int] = []
+    stride = 1
+    for size in reversed(stored.sizes):
+        strides.append(stride)
+        stride *= size
+    return tuple(reversed(strides))
 
 
 def _continues(one: Slice, other: Slice) -> bool:

@@ -11,6 +11,7 @@ from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.sources.source import Source, check_no_links
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
+from automodel_ckpt.convert.names.torchtitan import with_fused_attention
 from automodel_ckpt.convert.sources.dcp_directory import DcpContent, read_content, read_tensors
 from automodel_ckpt.convert.sources.dcp_training_state import optimizer_key, read_training_state
 from automodel_ckpt.convert.sources.files import check_regular_files, names_in
@@ -73,8 +74,8 @@ class PyTorchDcp(Format):
 
         They have the names of the parameters: *parameters* is not called.
         """
-        source = self.open(path)
-        return read_training_state(path, read_content(path), source.tensors)
+        weights = with_fused_attention(self.open(path).tensors)
+        return read_training_state(path, read_content(path), weights)
 
     def has_training_state(self, path: Path) -> bool:
         try:
