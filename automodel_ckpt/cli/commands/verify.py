@@ -177,7 +177,8 @@ def _shared_files(target: Path) -> list[SharedFile]:
     from automodel_ckpt.checkpoint import layout
     from automodel_ckpt.checkpoint.run.shared_files import shared_files
 
-    if not layout.is_checkpoint(target.name):
+    # Without a manifest, what has the name of a checkpoint can be anything, such as a link to a device.
+    if not layout.is_checkpoint(target.name) or not os.path.lexists(target / layout.MANIFEST):
         return []
     return shared_files(target)
 

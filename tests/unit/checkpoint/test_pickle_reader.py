@@ -164,6 +164,11 @@ def test_containers_may_be_nested_200_levels_deep() -> None:
     assert pickle_reader.load(saved(deepest), "here") == deepest
     with pytest.raises(CheckpointUnusable, match="contain each other"):
         pickle_reader.load(saved(listed(pickle_reader.MAX_DEPTH + 1)), "here")
+    mapping: dict[str, Any] = {}
+    for _ in range(pickle_reader.MAX_DEPTH + 1):
+        mapping = {"inner": mapping}
+    with pytest.raises(CheckpointUnusable, match="contain each other"):
+        pickle_reader.load(saved(mapping), "here")
 
 
 def test_values_that_repeat_each_other_exponentially_are_rejected_though_not_deep() -> None:
