@@ -6,7 +6,13 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.cli.targets.target import CAST_DTYPE, PREFIX, Target, finish, log
+from automodel_ckpt.cli.targets.target import CAST_DTYPE, PREFIX, Option, Target, finish, log
+
+_NAMES = Option(
+    "--names",
+    "names of the tensors of a Llama: those that torchtitan loads (default: those of Hugging Face)",
+    {"choices": ["torchtitan"]},
+)
 
 
 def _run(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
@@ -17,6 +23,7 @@ def _run(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
         arguments.output,
         prefix=arguments.prefix or "",
         cast_dtype=arguments.cast_dtype,
+        names=arguments.names,
         log=log,
     )
     return finish(arguments, report)
@@ -27,5 +34,5 @@ TARGET = Target(
     "a directory for torch.distributed.checkpoint",
     "NAME-dcp next to the checkpoint",
     _run,
-    (CAST_DTYPE, PREFIX),
+    (CAST_DTYPE, PREFIX, _NAMES),
 )

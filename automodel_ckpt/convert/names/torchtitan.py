@@ -131,6 +131,18 @@ class TorchtitanConversion:
             omitted = (*omitted, f"{num_computed} tensors that torchtitan computes")
         return replace(source, tensors=converted, tied={}, omitted=omitted)
 
+    def to_torchtitan(self, tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
+        """Return torchtitan's tensors that consist of the Hugging Face *tensors*, found in *where*.
+
+        A model whose output layer shares the weight of the embedding has it under both names, as torchtitan saves it.
+        Raises :class:`CheckpointUnusable` if they are not those of the model.
+        """
+        # The converter's method for the other program, here torchtitan. No row of padding is added.
+        found = dict(TORCHTITAN_LLAMA.to_megatron(tensors, self.dimensions, where).tensors)
+        if _OUTPUT not in found:
+            found[_OUTPUT] = renamed(found[_MARKS[0]], _OUTPUT)
+        return found
+
     def training_state(self, state: TrainingState) -> TrainingState:
         """Return *state* with the optimizer's parameters under the names of the Hugging Face model.
 

@@ -8,21 +8,25 @@ from __future__ import annotations
 import logging
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.export.plan import parse_cast_dtype
 from automodel_ckpt.checkpoint.export_leftovers import Log
+from automodel_ckpt.checkpoint.sources.source import Source
+from automodel_ckpt.convert.names.torchtitan import required_torchtitan_conversion
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.publishing import check_directory_target, published_directory
 from automodel_ckpt.convert.targets.dcp_files import DcpWriter
 from automodel_ckpt.convert.targets.report import ExportReport
-from automodel_ckpt.convert.targets.source_checks import check_files
+from automodel_ckpt.convert.targets.source_checks import check_digests, check_files
 from automodel_ckpt.convert.targets.torch_file import state_dict_of
 from automodel_ckpt.errors import SaveFailed
 
 log_default = logging.getLogger("automodel_ckpt")
 
 _SUFFIX = "-dcp"
+TORCHTITAN = "torchtitan"
 
 
 def export_dcp(
@@ -31,13 +35,15 @@ def export_dcp(
     *,
     prefix: str = "",
     cast_dtype: str | None = None,
+    names: str | None = None,
     log: Log = log_default.info,
 ) -> ExportReport:
     """Write the model in *source* (anything that ``open_source`` of ``convert/open.py`` accepts) as a DCP directory.
 
     *output* defaults to the source's name with ``-dcp``, next to it. *prefix* is added to all names: with ``model.``,
     ``dcp.load({"model": model.state_dict()}, ...)`` finds them. Tensors keep the dtype of the checkpoint, unless
-    *cast_dtype* (bf16, fp16, fp32, fp64) casts the floating-point ones.
+    *cast_dtype* (bf16, fp16, fp32, fp64) casts the floating-point ones. With *names* ``torchtitan``, a Llama has the
+    names, and the rows of queries and keys the order, of torchtitan's Llama 3.
 
     Raises :class:`CheckpointUnusable` for a damaged source, :class:`SaveFailed` if the directory cannot be written, and
     :class:`RecipeError` for a wrong argument. In each case nothing was written. Memory: one block of a tensor.
@@ -53,6 +59,8 @@ def export_dcp(
     check_files(opened)
     for text in opened.notes:
         log(f"warning: {text}")
+    if names == TORCHTITAN:
+        opened = _in_torchtitan_names(opened)
     state_dict = state_dict_of(opened, "", cast_code)
     outer = tuple(part for part in prefix.split(".") if part)
     with (
@@ -67,6 +75,15 @@ def export_dcp(
     return ExportReport(
         target, len(state_dict), nbytes, seconds, opened.has_digests, tuple(opened.notes)
     )
+
+
+def _in_torchtitan_names(opened: Source) -> Source:
+    """Return *opened* with torchtitan's names. Its digests are compared first: parts of its slices have none."""
+    check_digests(opened)
+    side = opened.metadata_directory or opened.side_files or opened.model_directory
+    conversion = required_torchtitan_conversion(side)
+    tensors = conversion.to_torchtitan(opened.tensors, str(opened.model_directory))
+    return replace(opened, tensors=tensors, tied={})
 
 
 def _check_target(target: Path) -> None:

@@ -23,6 +23,7 @@ from automodel_ckpt.convert.names.dimensions import Dimensions
 from automodel_ckpt.convert.names.torchtitan import TORCHTITAN_LLAMA
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.errors import CheckpointUnusable
+from tests.support.llamas import llama_checkpoint
 
 FIXTURES = Path(__file__).resolve().parents[2] / "fixtures" / "torchtitan"
 CONFIG = FIXTURES / "config"
@@ -157,6 +158,31 @@ def test_names_of_older_versions_are_converted(checkpoint: Path, tmp_path: Path)
     for name, tensor in expected.tensors.items():
         one, other = whole(found.root, found.tensors[name]), whole(expected.root, tensor)
         assert np.array_equal(one, other), name
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_export_in_torchtitans_names_is_converted_back(tied: bool, tmp_path: Path) -> None:
+    model = llama_checkpoint(tmp_path / "c", tied=tied)
+    exported = tmp_path / "c-dcp"
+    assert ckpt.main(["export", str(tmp_path / "c"), "--to", "dcp", "--names", "torchtitan"]) == 0
+    names = open_source(exported).tensors.keys()
+    assert {"lm_head.weight", "layers.0.attention.qkv_linear.wk.weight"} <= names
+    config = tmp_path / "config"
+    model.config.save_pretrained(config)
+    back = prepare(exported, tmp_path / "run", config=config).weights
+    for name, value in model.state_dict().items():
+        found = np.array(whole(back.root, back.tensors[name]))
+        assert np.array_equal(found, value.numpy()), name
+
+
+def test_damage_is_found_before_an_export_in_torchtitans_names(tmp_path: Path) -> None:
+    llama_checkpoint(tmp_path / "c", tied=False)
+    file = next((tmp_path / "c" / "model").glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    assert ckpt.main(["export", str(tmp_path / "c"), "--to", "dcp", "--names", "torchtitan"]) != 0
+    assert not (tmp_path / "c-dcp").exists()
 
 
 @pytest.mark.parametrize(
