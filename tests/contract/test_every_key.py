@@ -315,8 +315,9 @@ def parts_of_rows(it: Subject) -> int:
 
 
 def base(it: Subject) -> list[Any]:
-    """The files after the base of adapters was made."""
-    built(it)
+    """The files after the base of adapters was made, which a dry run does not do."""
+    read_config(it)
+    it.recipe.build_trainable()
     return tree(it.directory)
 
 

@@ -69,6 +69,12 @@ def _pointers(add: Add) -> None:
         for path in ("LATEST", "LATEST.txt", f"pin-{NAME}.txt", "notes.txt", "training.jsonl"):
             add("special_in_run", f"{kind}_{path}", partial(_in_run, path=path, kind=kind), POINTED)
         add(
+            "special_as_averages",
+            kind,
+            partial(_in_run, path="averaged", kind=kind),
+            POINTED | RESUMES,
+        )
+        add(
             "special_as_lock",
             kind,
             partial(_in_run, path=".run.lock", kind=kind),

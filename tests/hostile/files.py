@@ -60,6 +60,7 @@ _RUN = {
     ".link-*": "leftover",
     "training.jsonl": "log_values",
     "late_validations.json": "late_validation_values",
+    "averaged": "special_as_averages",
     ".verified.json": "verified_values",
     ".trackers.json": "tracker_values",
     **{
