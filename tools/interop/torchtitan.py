@@ -96,8 +96,6 @@ PROGRAM = Program(
             "datasets>=3.6,<4.8",
             "tyro",
             "tokenizers",
-            "einops",
-            "pillow",
             "safetensors",
             "tensorboard",
         ],
