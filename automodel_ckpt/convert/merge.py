@@ -39,7 +39,7 @@ from automodel_ckpt.checkpoint.export.plan import (
     make_plan,
     parse_cast_dtype,
 )
-from automodel_ckpt.checkpoint.export.publish import check_target, staged
+from automodel_ckpt.checkpoint.export.publish import check_target, resolved_target, staged
 from automodel_ckpt.checkpoint.export_leftovers import Log
 from automodel_ckpt.checkpoint.export_manifest import find_export_manifest
 from automodel_ckpt.checkpoint.manifest import Manifest
@@ -101,10 +101,7 @@ def merge(
     checkpoint, name = source.parent, source.name
     if os.path.lexists(source / layout.MANIFEST):
         checkpoint, name = source, "model"
-    if output is None:
-        output = checkpoint / name / layout.MERGED
-    # Publishing renames: without this, it would replace a link instead of its target.
-    target = Path(os.path.realpath(output))
+    target = resolved_target(output, checkpoint / name / layout.MERGED)
     check_target(target)
     manifest = Manifest.read(checkpoint)
     base_dir = _base(checkpoint, name, base, directory_of, cache)

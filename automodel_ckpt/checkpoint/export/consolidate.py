@@ -32,7 +32,7 @@ from automodel_ckpt.checkpoint.export.files import (
 )
 from automodel_ckpt.checkpoint.export.output import create_output
 from automodel_ckpt.checkpoint.export.plan import OutputFile, Plan, make_plan, parse_cast_dtype
-from automodel_ckpt.checkpoint.export.publish import Check, check_target, staged
+from automodel_ckpt.checkpoint.export.publish import Check, check_target, resolved_target, staged
 from automodel_ckpt.checkpoint.export.script import consolidate_script
 from automodel_ckpt.checkpoint.export_leftovers import Log
 from automodel_ckpt.checkpoint.files.safe_open import open_safely
@@ -42,7 +42,12 @@ from automodel_ckpt.checkpoint.sources.opening import open_checkpoint
 from automodel_ckpt.checkpoint.sources.shard_header import files_covered_by_slices
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.checkpoint.verify import Level, verify
-from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, Problem, RecipeError
+from automodel_ckpt.errors import (
+    AutomodelError,
+    CheckpointUnusable,
+    Problem,
+    RecipeError,
+)
 
 __all__ = ["ConsolidationReport", "consolidate", "consolidate_script"]
 
@@ -96,13 +101,7 @@ def consolidate(
     _check_needs_consolidation(opened)
     if opened.finished and output is None and cast_code is None:
         return _no_need(opened, workers, log)
-    # Resolved: a rename onto a link would replace the link, and the staging directory must be on
-    # the file system of the target.
-    target = Path(
-        os.path.realpath(
-            output if output is not None else opened.model_directory / layout.CONSOLIDATED
-        )
-    )
+    target = resolved_target(output, opened.model_directory / layout.CONSOLIDATED)
     check_target(target)
     _check_source(opened, workers)
     maps = maps_of(opened)

@@ -25,6 +25,23 @@ Check = Callable[[], None]
 _HINT = "free space or choose another --output; nothing was changed"
 
 
+def resolved_target(output: str | os.PathLike[str] | None, default: Path) -> Path:
+    """Return the directory of an export without links: *output*, or else *default*, which is in the checkpoint.
+
+    Raises :class:`SaveFailed` if *default* is used and is a symbolic link: a checkpoint from elsewhere must not choose
+    where an export is written.
+    """
+    if output is None and default.is_symlink():
+        raise SaveFailed(
+            "the default directory of the export is a symbolic link",
+            where=str(default),
+            value=os.readlink(default),
+            hint="remove the link, or name a directory with --output",
+        )
+    # A rename onto a link would replace the link, and the staging directory must be on the file system of the target.
+    return Path(os.path.realpath(default if output is None else output))
+
+
 def check_target(target: Path) -> None:
     """Raise :class:`SaveFailed` unless an export may replace *target*: it does not exist, is empty, or is an export."""
     if not os.path.lexists(target):

@@ -931,3 +931,18 @@ def test_threads_enter_in_the_order_of_their_blocks_and_all_end_when_one_fails()
     waiting.join(10)
     enter(4)
     assert entered == [0, 1, 2, 3] and stopped == [9, 4]
+
+
+def test_a_link_in_the_checkpoint_does_not_choose_where_an_export_is_written(
+    tmp_path: Path,
+) -> None:
+    checkpoint = tmp_path / "c"
+    tensors = zoo()
+    write_checkpoint(checkpoint, tensors, pieces_of(tensors))
+    (tmp_path / "elsewhere").mkdir()
+    (checkpoint / "model" / "consolidated").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SaveFailed, match="symbolic link"):
+        consolidate(checkpoint)
+    assert not any((tmp_path / "elsewhere").iterdir())
+    link = checkpoint / "model" / "consolidated"
+    assert consolidate(checkpoint, output=link).output == tmp_path / "elsewhere"
