@@ -1,5 +1,5 @@
 # The commands of this repository; `make help` lists them. They use .venv, made on first need; the tests of the lowest
-# supported versions have environments of their own.
+# supported versions have separate environments.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -57,7 +57,7 @@ test-oldest: $(OLDEST)/.ready  ## every test with the lowest versions that pypro
 test-oldest-quick: $(QUICK)/.ready  ## unit tests with the lowest versions of all but torch: three minutes
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(QUICK)/bin/python -m pytest -q -n 3 --dist worksteal $(QUICK_TESTS)
 
-slurm: $(STAMP)  ## a batch script on a Slurm of its own: signal, requeue, node failure, array; root and slurm-wlm, ten minutes
+slurm: $(STAMP)  ## a batch script on a temporary Slurm: signal, requeue, node failure, array; root and slurm-wlm, ten minutes
 	@$(BIN)/python -m tools.slurm
 
 check: $(STAMP)  ## formatting, lint and strict types

@@ -370,7 +370,7 @@ class TrainingLoop:
         return loss if self.layout.reports_loss else 0.0, size.count, size.num_label_tokens
 
     def validate_and_save(self, *, validate: bool, save: bool, last: bool = False) -> None:
-        """Validate first, so that the checkpoint contains the validation of its own step, then save.
+        """Validate first, so that the checkpoint contains the validation of its step, then save.
 
         *last*: the run ends with this step. Raises :class:`Stopped` if a stop was requested during the validation.
         """

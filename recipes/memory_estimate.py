@@ -312,7 +312,7 @@ def _without_checkpointing(model: nn.Module) -> Iterator[None]:
 def _saved_bytes(
     model: nn.Module, inputs: Mapping[str, torch.Tensor], options: Mapping[str, Any]
 ) -> int:
-    """Bytes that autograd saves in a forward pass of *model*, without those of its own parameters and buffers."""
+    """Bytes that autograd saves in a forward pass of *model*, without those of its parameters and buffers."""
     with FakeTensorMode():
         own: dict[str, torch.Tensor] = {}
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

@@ -1,6 +1,6 @@
 """The base of all recipes: what :meth:`Recipe.setup` builds, in which order, and what is saved.
 
-The parts are in modules of their own: :mod:`.trainable` builds a model, :mod:`.objective` computes its loss,
+The parts are in separate modules: :mod:`.trainable` builds a model, :mod:`.objective` computes its loss,
 :mod:`.loop` takes the steps, :mod:`.saves` decides about checkpoints, :mod:`.run_log` writes logs.
 """
 

@@ -85,7 +85,7 @@ def _attends_by_document(
     """Let attention skip pairs of tokens of different samples, if the recipe names no implementation itself."""
     section = config.model
     is_free = isinstance(section, ModelConfig) and section.attn_implementation is None
-    # Compiled layers would be compiled again for each row; context parallel ranks have an attention of their own.
+    # Compiled layers would be compiled again for each row; context parallel ranks use another attention.
     if not is_free or config.compile.enabled or layout.sizes.cp > 1:
         return False
     able = attend_by_document(probe_model, options, row_multiple, layout.device)

@@ -135,7 +135,7 @@ class Bench:
         save_file(self.local, directory / f"{self.rank}.safetensors")
 
     def then_fsync(self, run: Callable[[Path], object]) -> Callable[[Path], None]:
-        """Every rank fsyncs what it wrote; of what cannot be told apart the first rank does all."""
+        """Every rank fsyncs what it wrote; the first rank does all whose writer is unknown."""
 
         def both(directory: Path) -> None:
             run(directory)

@@ -65,7 +65,7 @@ def main() -> int:
 def _measured(kind: str, work: Path, gigabytes: float, rounds: int) -> str:
     source = work / "source"
     source.mkdir()
-    # In a process of its own: its memory must not stay in this one, from which the measured ones are started.
+    # In a new process: its memory must not stay in this one, from which the measured ones are started.
     make = f"from tools.bench_import import make; make({kind!r}, {str(source)!r}, {gigabytes})"
     subprocess.run([sys.executable, "-c", make], check=True)
     named = source / _NAMES[kind] if kind in _NAMES else source

@@ -162,7 +162,7 @@ def wait_for_step(process: subprocess.Popen[bytes], directory: Path, step: int) 
 
 
 def kill_group(process: subprocess.Popen[bytes]) -> None:
-    """SIGKILL to a run's launcher and all its ranks at once; returns when none is left."""
+    """Send SIGKILL to a run's launcher and all its ranks. Return when none is left."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()

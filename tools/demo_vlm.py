@@ -76,7 +76,7 @@ def main(arguments: list[str]) -> None:
 
 
 def train(arguments: list[str]) -> None:
-    """Train in a process of its own; prints the command first."""
+    """Train in a new process. Print the command first."""
     launch = [sys.executable, "-m", "automodel_ckpt.cli.train"]
     options = ["--checkpoint.checkpoint_dir", str(RUNS / "checkpoints"), *arguments]
     if not any("nproc" in argument for argument in arguments):

@@ -140,7 +140,7 @@ class Checkpointer:
                 warning = overlay_warning(self.directory)
                 if warning is not None:
                     log.warning("%s", warning)
-        # A block of its own: it has collectives, which rank 0 would miss if hold() failed in it.
+        # A separate block: it has collectives, which rank 0 would miss if hold() failed in it.
         with self._raise_on_all_ranks("checking for shared storage", RecipeError):
             check_shared_storage(self._run.root, self._ranks.rank, self._group)
 

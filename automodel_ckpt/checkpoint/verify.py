@@ -218,7 +218,7 @@ def mapped(root: Path, path: str) -> Iterator[memoryview]:
 def verify_deep(checkpoint: Path, manifest: Manifest) -> list[Problem]:
     """Compare what :func:`verify` does not: every slice's own digest, and files that the manifest does not list.
 
-    Exports have manifests of their own (``export_manifest.py``).
+    Exports have different manifests (``export_manifest.py``).
     """
     problems, parts = [], _parts(manifest)
     for path in manifest.files:

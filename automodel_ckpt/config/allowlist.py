@@ -423,7 +423,7 @@ def wrong_location(name: str, value: Any) -> str | None:
 
 @functools.cache
 def _readers() -> frozenset[str]:
-    """Names that ``datasets.load_dataset`` parses as one of its own readers, not as a path."""
+    """Names that ``datasets.load_dataset`` parses as one of its readers, not as a path."""
     modules = importlib.import_module("datasets.packaged_modules")
     # Private, in datasets 2.0 to 4.x; without it, the names below remain, which are the dangerous ones.
     known = getattr(modules, "_PACKAGED_DATASETS_MODULES", {})

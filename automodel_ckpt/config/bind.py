@@ -100,7 +100,7 @@ def join(*parts: str) -> str:
 class Binder:
     """Converts nodes to typed values; problems are appended to ``problems``.
 
-    It also adds nodes for defaults, and parses the text of flags. Give it a tree of its own (:meth:`Node.copy`).
+    It also adds nodes for defaults, and parses the text of flags. Give it a copy of the tree (:meth:`Node.copy`).
     """
 
     def __init__(

@@ -168,7 +168,7 @@ def _import_module(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except Exception as error:
-        # Another name means that the module exists, and that one of its own imports is missing.
+        # Another name means that the module exists, and that one of its imports is missing.
         if isinstance(error, ModuleNotFoundError) and error.name == module:
             return None
         raise import_failure(module, error) from error

@@ -48,7 +48,7 @@ def decoded_directory(source: Path, variant: str, decode: Callable[[Path], None]
 
 
 def _base() -> Path:
-    """Return this user's directory for decoded files, which nobody else can write."""
+    """Return this user's directory for decoded files, which no other user can write."""
     base = Path(os.path.realpath(tempfile.gettempdir()), f"{_PREFIX}-{os.getuid()}")
     with contextlib.suppress(FileExistsError):
         base.mkdir(mode=0o700)

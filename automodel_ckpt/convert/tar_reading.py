@@ -183,7 +183,7 @@ class TarReader:
         return TarMember(_safe_name(name), self._position, nbytes, is_directory)
 
     def _attributes(self, nbytes: int) -> dict[str, str]:
-        """Read pax records: ``LENGTH KEY=VALUE`` and a line feed, where LENGTH counts all of its own bytes."""
+        """Read pax records: ``LENGTH KEY=VALUE`` and a line feed, where LENGTH counts all bytes of the record."""
         data = self._padded(nbytes)
         found: dict[str, str] = {}
         while data:
@@ -252,7 +252,7 @@ def _check_header(header: bytes) -> None:
 def _header_name(header: bytes) -> str:
     name = _text(header[:100].partition(b"\0")[0])
     prefix = _text(header[345:500].partition(b"\0")[0])
-    # GNU tar uses these bytes of its own header for times.
+    # GNU tar uses these bytes of its header for times.
     if prefix and header[257:263] == b"ustar\0":
         return f"{prefix}/{name}"
     return name

@@ -1,4 +1,4 @@
-"""The output layer and the cross-entropy in one operation, so that the logits of a micro-batch never exist at once.
+"""The output layer and the cross-entropy in one operation, so that the logits of a micro-batch never exist as a whole.
 
 Positions without a label are removed before the layer. The others are computed in chunks: logits, loss, and gradients
 with respect to the layer and the hidden states. With a vocabulary of 128k, the logits would be the largest tensors of a
@@ -276,7 +276,7 @@ def _losses_of(
         part.largest(largest)
         is_here = (labels >= part.first) & (labels < part.first + logits.shape[1])
         positions, rows = positions[is_here], labels[is_here] - part.first
-    # One tensor for the label's logit and the sum of exponentials, so that ranks exchange both at once.
+    # One tensor for the label's logit and the sum of exponentials, so that ranks exchange both in one collective.
     sums = torch.zeros(2, len(logits), 1, dtype=logits.dtype, device=logits.device)
     sums[0, positions, 0] = logits[positions, rows] - largest[positions, 0]
     exponentials = logits.sub_(largest).exp_()

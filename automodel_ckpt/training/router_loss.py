@@ -11,7 +11,7 @@ divided. Here both means are over the global batch, so that the loss is the one 
 for any accumulation and any number of ranks.
 
 Choices have no gradient. Once the assigned counts of the global batch are known, the loss is a sum over tokens, and
-each micro-batch adds its share with a backward pass of its own.
+each micro-batch adds its share in a separate backward pass.
 """
 
 from __future__ import annotations

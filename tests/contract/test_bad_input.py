@@ -467,7 +467,7 @@ def test_only_one_rank_of_a_machine_reports(
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert main([str(recipe), "--seeed=1"]) == EXIT_USAGE
     assert "seeed" in capsys.readouterr().err, (
-        "left over in a shell: there is nobody else to say it"
+        "left over in a shell: no other component can report it"
     )
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     assert main([str(recipe), "--seeed=1"]) == EXIT_USAGE

@@ -1,4 +1,4 @@
-"""Exceptions of the user's own code are told as that: where in it, and what it said. Ours stay internal errors."""
+"""Exceptions of the user's code are reported with their location and message. Ours stay internal errors."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ VERSIONS = rank_consistency._versions()
 
 
 def refusal(config_yaml: str, lengths: int | None = None, **versions: str) -> tuple[str, ...]:
-    """What this rank is told; *versions* stand for those that it has installed."""
+    """What this rank reports; *versions* replace those that it has installed."""
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(rank_consistency, "_versions", lambda: VERSIONS | versions)
@@ -67,9 +67,9 @@ def test_ranks_with_another_recipe_software_or_data_are_refused_on_all() -> None
 
     first, second = ranks.run(each_case, 2)
     assert first == second
-    for told, (_, lines) in zip(first, CASES, strict=True):
-        assert list(told[: len(lines)]) == lines
-        assert bool(told) == bool(lines)
+    for reported, (_, lines) in zip(first, CASES, strict=True):
+        assert list(reported[: len(lines)]) == lines
+        assert bool(reported) == bool(lines)
 
 
 def test_one_rank_asks_nobody() -> None:

@@ -152,9 +152,9 @@ def test_missing_and_unexpected_weights_stop_the_run_unless_a_pattern_allows_the
             assert refusal in result
         else:
             assert isinstance(result, dict), result
-    told = capfd.readouterr().err
-    assert "+ model.layers.2.mlp.up_proj.weight: not there" in told
-    assert "~ model.layers.0.mlp.up_proj.weight: there [48, 32], here [52, 32]" in told
+    printed = capfd.readouterr().err
+    assert "+ model.layers.2.mlp.up_proj.weight: not there" in printed
+    assert "~ model.layers.0.mlp.up_proj.weight: there [48, 32], here [52, 32]" in printed
 
 
 def test_several_modules_start_from_one_checkpoint_or_say_what_is_missing(
@@ -367,6 +367,6 @@ def test_several_sources_fill_their_modules_and_a_later_one_replaces_an_earlier_
         assert torch.equal(value, (both if is_filled else initial)[name]), name
     assert_rejected(no_prefix, "begins with this prefix", "init_from.0.strip")
     assert_rejected(no_module, "the model has no such module", "init_from.1.into")
-    told = capfd.readouterr().err
-    assert "Tensors that strip leaves out are not used:\n    decoder.weight" in told
-    assert "9 tensors of earlier sources are replaced" in told
+    printed = capfd.readouterr().err
+    assert "Tensors that strip leaves out are not used:\n    decoder.weight" in printed
+    assert "9 tensors of earlier sources are replaced" in printed

@@ -35,7 +35,7 @@ Popen = Callable[..., subprocess.Popen[str]]
 
 
 def fresh(name: str, *words: str, **options: Any) -> subprocess.Popen[str]:
-    """With an interpreter of its own, which first has to import."""
+    """With a new interpreter, which first has to import."""
     return subprocess.Popen([sys.executable, *words], text=True, **options)
 
 

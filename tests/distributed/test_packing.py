@@ -29,7 +29,7 @@ def losses_of(directory: Path) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("attention", "told"),
+    ("attention", "logged"),
     [
         ("null", "attention is limited to each sample (sdpa)"),
         ("sdpa", "sdpa attention separates them by their position ids"),
@@ -37,7 +37,7 @@ def losses_of(directory: Path) -> list[float]:
     ],
 )
 def test_sharing_rows_gives_the_training_of_padded_samples(
-    tmp_path: Path, attention: str, told: str, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, attention: str, logged: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     overrides = (
         *DATA,
@@ -45,7 +45,7 @@ def test_sharing_rows_gives_the_training_of_padded_samples(
         "--step_scheduler.local_batch_size=4",
     )
     run(tmp_path, *overrides, name="shared", text=TEXT)
-    assert f"packing samples without padding; {told}" in capfd.readouterr().err
+    assert f"packing samples without padding; {logged}" in capfd.readouterr().err
     run(tmp_path, *overrides, "--dataloader.padding_free=false", name="padded", text=TEXT)
     shared, padded = (
         lines_of_steps(tmp_path / name / "training.jsonl") for name in ("shared", "padded")

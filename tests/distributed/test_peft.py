@@ -66,7 +66,7 @@ WithLogits = with_loop(Recipe, WithLogitsLoop)
 
 
 def alone(recipe: Path, *overrides: str) -> BaseException | None:
-    """Train in a process of its own, so that later tests fork from one that has no group behind it; its error."""
+    """Train in a new process, so that later tests fork from one that has not had a group. Return its error."""
     (outcome,) = ranks.outcomes(
         lambda: train(recipe, *SHORT, *overrides), 1, init=False, timeout=120
     )

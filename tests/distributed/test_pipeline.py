@@ -75,7 +75,7 @@ class OwnObjective(Objective):
 
 
 class OwnLoss(LLMFinetune):
-    """A recipe with an objective of its own."""
+    """A recipe with a different objective."""
 
     objective_class = OwnObjective
 

@@ -100,14 +100,14 @@ def met(timeout_minutes: float) -> int:
 
 
 def joined(port: int, attempt: int) -> tuple[int, bool]:
-    """How many ranks there are, and whether one was told to stop; then all are told."""
+    """How many ranks there are, and whether one was asked to stop; then all are asked."""
     os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_RESTART_COUNT": str(attempt)}
     init_distributed(backend="gloo", timeout_minutes=0.25)
-    told = dist.distributed_c10d._get_default_store()
-    found = bool(told.check([PeerStop.KEY]))
+    store = dist.distributed_c10d._get_default_store()
+    found = bool(store.check([PeerStop.KEY]))
     count = torch.ones(1)
     dist.all_reduce(count)
-    told.set(PeerStop.KEY, "1")
+    store.set(PeerStop.KEY, "1")
     return int(count), found
 
 

@@ -26,7 +26,7 @@ def golden_state(seed: int = 5) -> SimpleNamespace:
 
 
 def main(directory: Path) -> None:
-    # Whose machine made them is nobody's business.
+    # The fixtures do not name the machine that made them.
     planner.environment = lambda: {"packages": environment()["packages"]}  # type: ignore[assignment]
     for model_save_format in FORMATS:
         root = directory / f"v{FORMAT_VERSION}_{model_save_format}"

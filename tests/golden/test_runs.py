@@ -1,4 +1,4 @@
-"""Runs that an older version stopped continue in this one, with the losses of a run that nobody stopped."""
+"""Runs that an older version stopped continue in this one, with the losses of an uninterrupted run."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def _pointers(add: Add) -> None:
     from .attacks import SPECIALS
 
     for name, target in LINKS.items():
-        refusing = {"show_LATEST"}  # a trainer first mends the pointers of its own directory
+        refusing = {"show_LATEST"}  # a trainer first repairs the pointers of its directory
         for pointer in ("LATEST", "LOWEST_VAL", f"pin-{NAME}", "mine"):
             add(
                 f"pointer_{pointer.split('-')[0]}",

@@ -185,7 +185,7 @@ def pickled(program: bytes) -> bytes:
 
 
 def large_allocations() -> dict[str, bytes]:
-    """Short programs that ask for much memory, time or stack without any code of their own."""
+    """Short programs that ask for much memory, time or stack without any code in them."""
     large = b"J" + struct.pack("<i", BOMB_BYTES)
     laughs = b"]q\x00" + b"".join(b"](h%ch%ce" % (i, i) + b"q" + bytes([i + 1]) for i in range(60))
     return {

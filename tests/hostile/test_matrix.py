@@ -57,7 +57,7 @@ CASES = EVERY if bombs.EVERY else _by_turns()
 
 
 def unread(reader: str, case: Attacked) -> tuple[str, ...]:
-    """The pickle that nobody opens where there is a manifest; only those who compare digests read its bytes."""
+    """The pickle that no command opens where there is a manifest; only those that compare digests read its bytes."""
     bytewise = reader in CHECKS | RESUMES - {"resume_unverified"}
     return () if bytewise or not os.path.lexists(case.manifest) else ("/.metadata",)
 

@@ -125,7 +125,7 @@ def _adapter(run: Path) -> Path:
 
 
 class Attacked:
-    """A copy of the checkpoint in a run directory of its own, and a directory outside that nobody may touch."""
+    """A copy of the checkpoint in a new run directory, and a directory outside that no command may touch."""
 
     def __init__(self, directory: Path, form: str = "shards") -> None:
         self.run, self.outside = directory / "run", directory / "outside"
@@ -134,7 +134,7 @@ class Attacked:
         self.checkpoint = self.run / NAME
         self.model = self.checkpoint / "model"
         self.secret, self.marker = self.outside / "secret.json", self.outside / "marker"
-        self.secret.write_text('{"tie_word_embeddings": false, "secret": "for nobody"}')
+        self.secret.write_text('{"tie_word_embeddings": false, "secret": "never printed"}')
         shutil.copytree(pristine(form), self.checkpoint)
         if form == "adapter":
             shutil.copytree(pristine(form).with_name(f"{BASE}.moved"), self.run / BASE)

@@ -1,4 +1,4 @@
-"""Commands that start at once: one process imports torch and transformers, and forks for each of them.
+"""Commands that start immediately: one process imports torch and transformers, and forks for each of them.
 
 Tests that run many short trainings as a user would spare the imports of each. A command has its own process,
 environment, directory and standard streams; only the modules are shared with the server, as the launcher shares its
@@ -196,7 +196,7 @@ class _Forked(subprocess.Popen[str]):
         return self.returncode
 
     def _has_ended(self, seconds: float | None) -> bool:
-        """Whether the server has told how it ended, or does within so many *seconds*."""
+        """Whether the server has reported how it ended, or does within so many *seconds*."""
         if self.returncode is None and select.select([self._server], [], [], seconds)[0]:
             self.returncode = int(self._server.recv(NUMBER_BYTES, socket.MSG_WAITALL))
             self._server.close()
@@ -267,7 +267,7 @@ def answer(connection: socket.socket) -> None:
         connection.close()
         os._exit(run(request, descriptors))
     for descriptor in descriptors:
-        os.close(descriptor)  # whoever reads the command's output waits until nobody can write
+        os.close(descriptor)  # whoever reads the command's output waits until no process can write
     if request.get("waits"):
         tell(connection, child)
     else:
@@ -278,7 +278,7 @@ def answer(connection: socket.socket) -> None:
 
 
 def tell(connection: socket.socket, number: int) -> None:
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # nobody waits any more
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # no client waits any more
         connection.sendall(str(number).rjust(NUMBER_BYTES).encode())
 
 

@@ -167,7 +167,7 @@ def without_gloo_greetings(text: str) -> str:
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on, and none that the system hands out by itself: until it is used, connections
+    """A TCP port without a listener, outside the range that the system assigns: until it is used, connections
     of neighbours do not take it."""
     while True:
         port = 10_000 + secrets.randbelow(20_000)

@@ -1,4 +1,4 @@
-"""Plug-ins that the tests' recipes name (with ``--trust tests``), and recipes with something of their own."""
+"""Plug-ins that the tests' recipes name (with ``--trust tests``), and recipes with additions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from automodel_ckpt.training.step_scheduler import Due
 
 
 class Stream(IterableDataset[dict[str, list[int]]]):
-    """*length* samples, and nobody knows in advance how many."""
+    """*length* samples, a number that is not known in advance."""
 
     def __init__(self, length: int) -> None:
         self.length = length

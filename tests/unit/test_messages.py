@@ -109,8 +109,8 @@ def test_ranks_that_the_gpus_of_a_machine_do_not_suffice_for(monkeypatch: Patch)
 
 def test_a_machine_that_does_not_come(monkeypatch: Patch) -> None:
     monkeypatch.setattr(rendezvous, "JOIN_SECONDS", 0.0)
-    with pytest.raises(TimeoutError, match="nobody answers within 0 seconds"):
-        rendezvous.wait_for(lambda: rendezvous.can_be_reached("127.0.0.1", 1), "nobody answers")
+    with pytest.raises(TimeoutError, match="no node answers within 0 seconds"):
+        rendezvous.wait_for(lambda: rendezvous.can_be_reached("127.0.0.1", 1), "no node answers")
 
 
 def test_a_gpu_that_is_used_before_the_ranks_are_forked(monkeypatch: Patch) -> None:

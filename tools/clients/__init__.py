@@ -1,1 +1,1 @@
-"""Other programs, each in an environment of its own, asked to load what this one exports (`make clients`)."""
+"""Other programs, each in a separate environment, load what this one exports (`make clients`)."""

@@ -182,7 +182,7 @@ def page(log: dict[str, Any]) -> str:
         "# Clients",
         "",
         "What other programs make of our checkpoints and exports. Made by `make clients` (tools/clients), each client",
-        "in an environment of its own. Greedy tokens are compared with those of the model that was saved, in single",
+        "in a separate environment. Greedy tokens are compared with those of the model that was saved, in single",
         "precision, 24 tokens to a prompt; weights are random with an initializer range of 0.3. SGLang needs a GPU to",
         "start: its sources are read, not run.",
         "",

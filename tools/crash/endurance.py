@@ -1,6 +1,6 @@
 """Endurance: the trainer, killed at random instants until it has finished, must end where an undisturbed run ends.
 
-Each start of ``ckpt-train`` (two ranks, the tiny recipe) is killed, all its processes at once, at an instant uniform
+Each start of ``ckpt-train`` (two ranks, the tiny recipe) is killed, with all its processes, at an instant uniform
 over 20 seconds. When a run finishes before there were enough kills, the next one begins in a new directory.
 """
 
@@ -72,7 +72,7 @@ def train(directory: Path, steps: int, *, kill_after: float | None = None) -> in
 
 
 def kill_session(session: int) -> None:
-    """SIGKILL to every process of the session at once, and until none is left."""
+    """Send SIGKILL to every process of the session, until none is left."""
     end = time.monotonic() + 20
     while left := [*members(session)]:
         for pid in left:

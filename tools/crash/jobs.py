@@ -1,4 +1,4 @@
-"""What the ranks of a campaign are told to do; each function runs on every rank of a pair."""
+"""The tasks of the ranks in a campaign; each function runs on every rank of a pair."""
 
 from __future__ import annotations
 

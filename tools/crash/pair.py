@@ -1,4 +1,4 @@
-"""Two ranks that do as they are told, may be watched at their system calls, and may be killed at any of them."""
+"""Two ranks that execute commands, may be watched at their system calls, and may be killed at any of them."""
 
 from __future__ import annotations
 

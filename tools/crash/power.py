@@ -73,7 +73,7 @@ class Disk:
         _command(["mount", "-o", self._options, str(self._image), str(self.mount_point)])
 
     def mount_again(self) -> None:
-        """Power on: what the image holds, on a device of its own. A mount namespace that another process made meanwhile
+        """Power on: what the image contains, on a new device. A mount namespace that another process made meanwhile
         keeps the old mount, and mounting the same image again would give that one, shut down for good."""
         copy = self._directory / "copy"
         _command(["cp", "--sparse=always", str(self._image), str(copy)])

@@ -2,7 +2,7 @@
 
 Each start of ``ckpt-train`` gets its signal at an instant drawn within one phase of its work, and has to end with 75 as
 the contract says (:func:`judge`). The next start goes on from there with another phase, until the run is done: then it
-has to be what a run without signals is. Some starts hang in one place; a second signal ends them at once.
+has to be what a run without signals is. Some starts hang in one place; a second signal ends them immediately.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ BETWEEN = {
     "batch": "validation",
     "hang": "data",
 }
-"""Marks that begin no phase of their own, and what they belong to; with one signal, only waits for data hang."""
+"""Marks that begin no phase, and what they belong to; with one signal, only waits for data hang."""
 
 RECIPE = """
 recipe: tools.crash.signal_parts.Marked

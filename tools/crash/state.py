@@ -17,7 +17,7 @@ CUT = {"hidden": 1}
 
 
 class Kept:
-    """A recipe attribute with state of its own."""
+    """A recipe attribute that has state."""
 
     def __init__(self, value: Any, scope: str) -> None:
         self.value = value

@@ -1,1 +1,1 @@
-"""Mutation testing: change one place of the code, run the tests that reach it, and count the changes nobody notices."""
+"""Mutation testing: change one place of the code, run the tests that reach it, count the changes that no test notices."""

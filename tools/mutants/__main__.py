@@ -149,7 +149,7 @@ def _sample(paths: Sequence[str], reached: Reached, size: int, seed: int) -> lis
 def _tests_of(lines: Mapping[int, Sequence[str]], line: int) -> set[str]:
     """Return the tests that execute a line; where none does, those that execute any line of the file.
 
-    The second case is code that runs in a process of its own, such as the writer of asynchronous saves. A test that
+    The second case is code that runs in a separate process, such as the writer of asynchronous saves. A test that
     starts such a process executes other lines of the same file.
     """
     direct = lines.get(line)

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-# A pytest plugin, loaded by `-p`. A forked rank starts with a context of its own, so it has to be named again there.
+# A pytest plugin, loaded by `-p`. A forked rank starts with a new context, so it has to be named again there.
 _PLUGIN = """
 import os
 import pathlib

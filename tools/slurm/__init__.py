@@ -1,1 +1,1 @@
-"""Run examples/slurm/train.sbatch on a Slurm of its own: `make slurm`."""
+"""Run examples/slurm/train.sbatch on a temporary Slurm: `make slurm`."""

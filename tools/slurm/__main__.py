@@ -56,7 +56,7 @@ class Job:
 
     @property
     def log(self) -> str:
-        """What the job has printed: all tasks of an array in files of their own."""
+        """What the job has printed: each task of an array in a separate file."""
         identity = self.cluster.job(self.number)["JobId"]
         path = self.run.parent / f"ckpt-train-{identity}.log"
         return path.read_text() if path.exists() else ""

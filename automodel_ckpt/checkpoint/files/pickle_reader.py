@@ -179,14 +179,14 @@ def _bounded(rebuild: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
     def rebuilt(storage: Any, *rest: Any) -> torch.Tensor:
         tensor = rebuild(storage, *rest)
         if tensor.numel() * tensor.itemsize > max(_FREE_BYTES, storage._untyped_storage.nbytes()):
-            raise Fault(f"a tensor of shape {list(tensor.shape)} has few bytes of its own")
+            raise Fault(f"a tensor of shape {list(tensor.shape)} is stored in too few bytes")
         return tensor
 
     return rebuilt
 
 
 def _with_attributes(function: Any, kind: type, arguments: Any, state: Any) -> Any:
-    """A tensor with attributes of its own (torch.save writes them since 1.9)."""
+    """A tensor with additional attributes (torch.save writes them since 1.9)."""
     if not _is_callable(function) or kind is not torch.Tensor or type(state) is not dict:
         raise Fault("it builds a tensor in an unknown way")
     tensor = _instance(function(*arguments), torch.Tensor)
@@ -199,7 +199,7 @@ def _with_attributes(function: Any, kind: type, arguments: Any, state: Any) -> A
 def _parameter(
     data: torch.Tensor, requires_grad: bool, hooks: Any, state: Any = None
 ) -> torch.Tensor:
-    """A parameter, with attributes of its own or without."""
+    """A parameter, with or without additional attributes."""
     parameter = rebuilders._rebuild_parameter(
         data, requires_grad, _instance(hooks, collections.OrderedDict)
     )  # type: ignore[no-untyped-call]

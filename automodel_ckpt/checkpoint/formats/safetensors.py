@@ -1,4 +1,4 @@
-"""Sharded safetensors: each rank's slices as ordinary tensors of its own files, in PyTorch's layout for shards.
+"""Sharded safetensors: each rank's slices as ordinary tensors in that rank's files, in PyTorch's layout for shards.
 
 PyTorch's ``HuggingFaceStorageReader`` and NeMo AutoModel's offline tool read these files: the header's metadata holds
 ``DCP_SHARDING_INFO`` (per tensor its ``saved_offsets``; here also the ``global_shape``, which theirs lack) and

@@ -268,7 +268,7 @@ class Lease:
                     raise _rejection(self._path, before)
                 if not _is_at(self._path, descriptor):
                     # The owner removed the file, and another run may have created a new one, between opening and
-                    # locking it or during the watch. A lock on a file without a name excludes nobody.
+                    # locking it or during the watch. A lock on a file without a name excludes no process.
                     continue
                 self._place(replace=True)
                 self.taken_over = before

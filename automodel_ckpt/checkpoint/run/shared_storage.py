@@ -36,7 +36,7 @@ def check_shared_storage(directory: Path, rank: int, group: ProcessGroup | None)
     # Each rank drew another name; that of rank 0 counts. The broadcast also orders its touch()
     # before the other ranks' checks.
     name = agree.broadcast_object(group, name)
-    # If rank 0 cannot write, nobody waits for the file.
+    # If rank 0 cannot write, no rank waits for the file.
     is_seen = failure is not None or _appears(directory / name)
     seen = agree.gather_objects(group, is_seen)
     if rank == 0:

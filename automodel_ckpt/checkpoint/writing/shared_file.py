@@ -91,7 +91,7 @@ class SharedFile:
                 if self._stream is not None:
                     self._stream.close(finish=kind is None)
                 if kind is None:
-                    # On every rank: what it wrote is in the page cache of its own node.
+                    # On every rank: what it wrote is in the page cache of its node.
                     os.fsync(descriptor)
             finally:
                 os.close(descriptor)

@@ -285,7 +285,7 @@ def _listen(
             try:
                 command = pickle.load(incoming)
             except (EOFError, pickle.UnpicklingError):
-                # The trainer ended during a command: nobody awaits its result.
+                # The trainer ended during a command: no process awaits its result.
                 if not idle.is_set():
                     os._exit(1)
                 todo.put(None)

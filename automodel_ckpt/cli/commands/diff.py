@@ -173,7 +173,7 @@ def _damage(document: Mapping[str, Any]) -> list[Problem]:
 
 
 def resume_lines(a: Side, b: Side) -> Iterator[str]:
-    """Yield a sentence for each effect of resuming A with the recipe of B instead of its own."""
+    """Yield a sentence for each effect of resuming A with the recipe of B instead of that of A."""
     if a.is_external or not a.recipe or not b.recipe:
         return
     step = int(a.general["step"])

@@ -45,7 +45,7 @@ class FailureChannel:
     def report(self, record: FailureRecord) -> None:
         """Store the record, unless a rank has already stored one: the first one is kept."""
         text = json.dumps(asdict(record))
-        # compare_set is atomic in the store: of two nodes that report at once, one is first.
+        # compare_set is atomic in the store: of two nodes that report simultaneously, one is first.
         self._query(lambda store: store.compare_set(FAILURE_KEY, "", text))
 
     def receive(self) -> FailureRecord | None:

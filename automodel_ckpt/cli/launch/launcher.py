@@ -246,7 +246,7 @@ def is_first_to_report() -> bool:
     distributed = importlib.import_module("torch.distributed")
     timeout = timedelta(seconds=STORE_SECONDS)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    # torchrun keeps one store over restarts, and each start has a first failure of its own.
+    # torchrun keeps one store over restarts, and each start has its first failure.
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     try:
         store = distributed.TCPStore(

@@ -80,9 +80,7 @@ def convert_tokenizer(
     if isinstance(template, str):
         keys.append(("tokenizer.chat_template", "string", template))
     if "eos" not in special:
-        no_end = (
-            "tokenizer_config.json names no end-of-sequence token: llama.cpp takes one of its own"
-        )
+        no_end = "tokenizer_config.json names no end-of-sequence token: llama.cpp uses its default"
         warnings = (*warnings, no_end)
     return GgufTokenizer(keys, warnings)
 

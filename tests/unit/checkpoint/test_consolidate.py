@@ -129,7 +129,7 @@ def test_every_kind_of_tensor_cut_along_any_dimension_is_bit_equal(
 def test_a_grid_of_strided_slices_is_put_together(tmp_path: Path) -> None:
     tensors = {"w": torch.randn(6, 8, 4).bfloat16()}
     boxes = [Box((i, j, k), (2, 4, 2)) for i, j, k in itertools.product((0, 2, 4), (0, 4), (0, 2))]
-    # A safetensors file holds a name once: each slice stands in a shard of its own.
+    # A safetensors file contains a name once: each slice is stored in a different shard.
     pieces = [Chunk("w", box, rank) for rank, box in enumerate(boxes)]
     write_checkpoint(tmp_path / "c", tensors, pieces)
     assert_same(consolidate(tmp_path / "c").output, tensors)

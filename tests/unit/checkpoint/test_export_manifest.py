@@ -159,7 +159,7 @@ def test_a_damaged_base_model_is_not_trained_on(export: Path) -> None:
 def test_a_damaged_tokenizer_of_an_export_is_not_read(export: Path) -> None:
     verify_side_files(str(export), "digest")
     verify_side_files("no/such/model", "digest")
-    damage(export, "a")  # which nobody reads here
+    damage(export, "a")  # which is not read here
     verify_side_files(str(export), "digest")
     change_index(export)
     with pytest.raises(CheckpointUnusable, match="digest does not match"):

@@ -183,7 +183,7 @@ def test_a_tensor_may_repeat_its_elements_up_to_64_mib() -> None:
     num_elements = pickle_reader._FREE_BYTES // 4
     read = pickle_reader.load(saved(torch.zeros(1).expand(num_elements)), "here")
     assert read.shape == (num_elements,)
-    with pytest.raises(CheckpointUnusable, match="few bytes of its own"):
+    with pytest.raises(CheckpointUnusable, match="in too few bytes"):
         pickle_reader.load(saved(torch.zeros(1).expand(num_elements + 1)), "here")
 
 

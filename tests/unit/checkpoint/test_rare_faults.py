@@ -119,7 +119,7 @@ def reference() -> bytes:
     ("data", "said"),
     [
         (saved(nested(pickle_reader.MAX_TUPLES + 2)), "nested more than"),
-        (saved(torch.ones(1).expand(30_000_000)), "has few bytes of its own"),
+        (saved(torch.ones(1).expand(30_000_000)), "is stored in too few bytes"),
         (reference(), "it refers to a 'module'"),
         (archive_of(program_of(saved({})), byteorder=b"big"), "a machine of the other byte order"),
     ],

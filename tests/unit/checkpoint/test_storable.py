@@ -306,7 +306,7 @@ def without_schedule(seed: int = 0) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(
-    "own_group", [False, True], ids=["in a group with others", "in a group of its own"]
+    "own_group", [False, True], ids=["in a group with others", "in a separate group"]
 )
 def test_a_module_that_is_new_with_leave_is_new_to_its_optimizer_too(
     tmp_path: Path, own_group: bool
@@ -333,7 +333,7 @@ def test_a_module_that_is_new_with_leave_is_new_to_its_optimizer_too(
 
 
 @pytest.mark.parametrize(
-    "own_group", [False, True], ids=["in a group with others", "in a group of its own"]
+    "own_group", [False, True], ids=["in a group with others", "in a separate group"]
 )
 def test_a_module_that_is_gone_or_renamed_with_leave_takes_its_state_along(
     tmp_path: Path, own_group: bool

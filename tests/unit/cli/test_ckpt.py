@@ -1,4 +1,4 @@
-"""``ckpt`` finds what it is pointed at, says what is wrong with the rest, and starts at once."""
+"""``ckpt`` finds its argument, reports what is wrong with the rest, and starts immediately."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def test_only_an_internal_error_carries_its_traceback() -> None:
     assert failure_record(disk_full(), 0).details == ""
 
 
-def test_a_death_is_told_by_signal_or_exit_code() -> None:
+def test_a_death_is_found_by_signal_or_exit_code() -> None:
     assert (
         death_record(1, -signal.SIGKILL, 0).message
         == "error: rank 1 was killed by SIGKILL (out of memory?)"
@@ -220,15 +220,15 @@ def test_who_did_not_answer_is_named_and_is_another_machine_where_all_of_this_on
     waited = FailureRecord(
         1.0, 0, 1, "internal error: Timed out waiting 12000ms", False, "Traceback", timed_out=True
     )
-    told = {
+    found = {
         (ranks, is_all): name_silent_ranks(
             waited, [waited], ranks, is_all=is_all
         ).message.splitlines()[0]
         for ranks in ((0, 1), (0,))
         for is_all in (True, False)
     }
-    assert told[(0, 1), True] == told[(0, 1), False] == "error: rank 1 did not respond in time"
-    assert told[(0,), False] == "error: another node did not respond in time"
-    assert told[(0,), True] == waited.message, (
-        "ranks that wait for each other in vain: the traceback tells where"
+    assert found[(0, 1), True] == found[(0, 1), False] == "error: rank 1 did not respond in time"
+    assert found[(0,), False] == "error: another node did not respond in time"
+    assert found[(0,), True] == waited.message, (
+        "ranks that wait for each other in vain: the traceback shows where"
     )

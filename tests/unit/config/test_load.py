@@ -1,4 +1,4 @@
-"""Recipes from text to types: one rule for file and command line, every mistake at once, no resolved value shown."""
+"""Recipes from text to types: one rule for file and command line, all mistakes in one report, no values shown."""
 
 from __future__ import annotations
 

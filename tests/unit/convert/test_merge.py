@@ -205,7 +205,7 @@ def test_a_moved_base_is_named_and_another_one_refused(
     assert "name its place with --base" in capsys.readouterr().err
     assert export(tmp_path, "--base", str(moved), "-o", str(tmp_path / "out")) == 0
     assert_equal(load(tmp_path / "out"), adapted)
-    assert export(tmp_path, "--base", "nobody/nothing") == 2
+    assert export(tmp_path, "--base", "missing/nothing") == 2
     assert "the base model is not on this machine" in capsys.readouterr().err
     config = moved / "config.json"
     config.write_text(config.read_text() + " ")

@@ -602,7 +602,7 @@ def test_changed_data_of_the_same_length_is_reported_where_both_are_known(
 
 
 class StreamOfEpochs(Stream):
-    """A stream that is told the number of the epoch."""
+    """A stream that gets the number of the epoch."""
 
     def __init__(self, length: int) -> None:
         super().__init__(length)

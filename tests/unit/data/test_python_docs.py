@@ -32,7 +32,7 @@ def pairs(tokenizer: Any) -> TokenizedDataset:
 def start(
     code: str, cache: Path, commands: CommandServer | None = None, **variables: str
 ) -> subprocess.Popen[str]:
-    """A process that runs *code*: of the server, or with an interpreter of its own."""
+    """A process that runs *code*: of the server, or with a new interpreter."""
     script = cache.with_suffix(".py")
     script.write_text(code)
     env = {**os.environ, "AUTOMODEL_CKPT_CACHE": str(cache), **variables}
@@ -80,7 +80,7 @@ def test_tokenizer_and_samples_are_the_same_bytes_in_every_process(
     code = (
         "from automodel_ckpt.data.python_docs import *; language_modeling(train_tokenizer(500), 64)"
     )
-    # The server's hashes have a seed of their own.
+    # The server's hashes have a different seed.
     finish(start(code, tmp_path / "1", PYTHONHASHSEED="1"), start(code, tmp_path / "2", commands))
     first, second = digests(tmp_path / "1"), digests(tmp_path / "2")
     assert first == second

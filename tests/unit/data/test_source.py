@@ -88,9 +88,9 @@ def test_a_name_that_the_hub_does_not_give_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
-        RecipeError, match=r"nobody/nothing, None, train \([\s\S]*requires the network"
+        RecipeError, match=r"missing/nothing, None, train \([\s\S]*requires the network"
     ):
-        Source("nobody/nothing").fingerprint()
+        Source("missing/nothing").fingerprint()
 
 
 @pytest.mark.parametrize(

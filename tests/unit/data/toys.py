@@ -42,7 +42,7 @@ class Numbers:
 
 
 class Stream:
-    """Iterable, without state of its own."""
+    """Iterable, without state."""
 
     def __init__(self, length: int, broken: int | None = None) -> None:
         self.length = length

@@ -107,9 +107,9 @@ def test_a_wait_for_data_is_ended_by_a_signal_and_by_another_ranks(wait: str) ->
             with stop.interrupting():
                 print("not reached")
         except StoppedWaiting:
-            print("stopped at once")
+            print("stopped immediately")
     """)
-    assert (done.returncode, done.stdout) == (0, "stopped\nstopped at once\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "stopped\nstopped immediately\n"), done.stderr
 
 
 def test_last_words_that_fail_do_not_keep_the_process() -> None:
@@ -140,15 +140,15 @@ def test_a_rank_that_waits_for_one_that_was_stopped_before_training_leaves_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stop, "UNHEARD_SECONDS", 0.05)
-    request, told, numbers = stop.StopRequest(), threading.Event(), list[int]()
+    request, notified, numbers = stop.StopRequest(), threading.Event(), list[int]()
 
     def leave(number: int) -> None:
         numbers.append(number)
-        told.set()
+        notified.set()
 
     with request.before_training(leave):
         request.follow()
-        assert told.wait(10)
+        assert notified.wait(10)
     assert request.wanted
     request.follow()
     time.sleep(0.2)

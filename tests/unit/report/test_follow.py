@@ -164,11 +164,11 @@ def test_lines_are_handed_on_when_they_are_complete(run: Path) -> None:
     assert Recorder.got[-1] == (5, {"train/loss": 1.5})
 
 
-def test_a_failing_tracker_is_told_of_once_and_gets_nothing_more(run: Path) -> None:
-    told: list[str] = []
-    Follower(run, {"recorder": {"fails_at": 2}}, None, told.append).close()
+def test_a_failing_tracker_is_reported_once_and_gets_nothing_more(run: Path) -> None:
+    messages: list[str] = []
+    Follower(run, {"recorder": {"fails_at": 2}}, None, messages.append).close()
     assert steps() == [1]
-    assert told == ["tracker recorder is disabled, training continues: SystemExit: no"]
+    assert messages == ["tracker recorder is disabled, training continues: SystemExit: no"]
 
 
 @pytest.mark.parametrize(

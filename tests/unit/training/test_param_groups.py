@@ -1,4 +1,4 @@
-"""Which parameters get which optimizer and options: weight decay, groups of a recipe, several optimizers at once."""
+"""Which parameters get which optimizer and options: weight decay, groups of a recipe, several optimizers together."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def cadences(draw: st.DrawFn) -> Cadence:
 
 
 class Clock:
-    """Seconds that pass only when told."""
+    """Seconds that pass only when a test advances them."""
 
     def __init__(self) -> None:
         self.now = 0.0
