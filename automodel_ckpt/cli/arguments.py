@@ -37,3 +37,19 @@ def number_at_least(least: int) -> Callable[[str], int]:
         return number
 
     return whole_number
+
+
+def add_checkpoint_name(command: argparse.ArgumentParser, default: str) -> None:
+    """Add ``--step`` and ``--epoch`` of the checkpoint that is written; *default* describes their default."""
+    command.add_argument(
+        "--step",
+        type=number_at_least(0),
+        metavar="S",
+        help=f"step in the checkpoint's name (default: {default})",
+    )
+    command.add_argument(
+        "--epoch",
+        type=number_at_least(0),
+        metavar="E",
+        help=f"epoch in the checkpoint's name (default: {default})",
+    )

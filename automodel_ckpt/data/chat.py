@@ -97,13 +97,7 @@ def messages(
         dict(template_kwargs or {}),
         learn == "last",
     )
-    log.info("%s: the assistant's tokens are found by %s", source.path, template.method)
-    if template.writes_the_date:
-        log.warning(
-            "%s: the chat template writes today's date into every sample; for reproducible samples set a fixed date, "
-            "for example dataset.template_kwargs.date_string '26 Jul 2024'",
-            source.path,
-        )
+    _log_template(source, template)
 
     def encode(rows: Rows) -> list[TokenizedSample]:
         return conversations(template, rows, [messages_field], tools_field, turns_of)
@@ -119,6 +113,17 @@ def messages(
         streaming=streaming,
         shuffle_block=shuffle_block,
     )
+
+
+def _log_template(source: Source, template: ChatTemplate) -> None:
+    """Log how the assistant's tokens are located, and warn of a template that writes the date."""
+    log.info("%s: the assistant's tokens are found by %s", source.path, template.method)
+    if template.writes_the_date:
+        log.warning(
+            "%s: the chat template writes today's date into every sample; for reproducible samples set a fixed date, "
+            "for example dataset.template_kwargs.date_string '26 Jul 2024'",
+            source.path,
+        )
 
 
 @dataclass(frozen=True)

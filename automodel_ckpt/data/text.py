@@ -106,12 +106,7 @@ def prompt_completion(
             report_method()
             return conversations(template, rows, fields, "tools", prompt_and_completion)
         if chat_template is not None or template_kwargs:
-            raise RecipeError(
-                "a chat template is set, but prompts and completions are plain text",
-                where="dataset.chat_template, dataset.template_kwargs",
-                value=", ".join(fields),
-                hint="remove these settings, or provide prompt and completion as lists of messages",
-            )
+            raise _unused_template(fields)
         prompts, completions = rows.texts(fields)
         return encoder.pairs(prompts, completions)
 
@@ -125,6 +120,16 @@ def prompt_completion(
         max_samples=max_samples,
         streaming=streaming,
         shuffle_block=shuffle_block,
+    )
+
+
+def _unused_template(fields: list[str]) -> RecipeError:
+    """Return the error for a chat template of rows that are plain text."""
+    return RecipeError(
+        "a chat template is set, but prompts and completions are plain text",
+        where="dataset.chat_template, dataset.template_kwargs",
+        value=", ".join(fields),
+        hint="remove these settings, or provide prompt and completion as lists of messages",
     )
 
 

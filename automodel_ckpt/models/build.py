@@ -285,7 +285,7 @@ def build_model(
     options: dict[str, Any] = {"trust_remote_code": False}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
-    try:
+    with _build_errors(from_pretrained, attn_implementation):
         if from_pretrained is None:
             options["dtype"] = fresh_dtype(config, dtype)
             # from_config changes the configuration that it is given.
@@ -299,6 +299,23 @@ def build_model(
             model, differences = _read_model(
                 auto_class, os.path.expanduser(from_pretrained), options | dict(loading or {})
             )
+    if from_pretrained is not None:
+        verdict = Verdict.of_differences(
+            **differences, allow_missing=allow_missing, allow_unexpected=allow_unexpected
+        )
+        verdict.check_allowed("model.from_pretrained", from_pretrained, "model")
+        verdict.log_differences(f"{from_pretrained} and the model")
+        if dtype != "auto" and not loading:
+            cast_to(model, getattr(torch, dtype))
+    # from_pretrained returns models in evaluation mode, without dropout.
+    return model.train()
+
+
+@contextmanager
+def _build_errors(from_pretrained: str | None, attn_implementation: str | None) -> Iterator[None]:
+    """Raise :class:`RecipeError` for errors of transformers and safetensors: damaged files, or a model they lack."""
+    try:
+        yield
     except (SafetensorError, pickle.UnpicklingError, EOFError) as error:
         raise RecipeError(
             "a file of the model's weights is damaged",
@@ -314,16 +331,6 @@ def build_model(
         raise RecipeError(
             "the model cannot be built", where="model", value=value, hint=hint
         ) from error
-    if from_pretrained is not None:
-        verdict = Verdict.of_differences(
-            **differences, allow_missing=allow_missing, allow_unexpected=allow_unexpected
-        )
-        verdict.check_allowed("model.from_pretrained", from_pretrained, "model")
-        verdict.log_differences(f"{from_pretrained} and the model")
-        if dtype != "auto" and not loading:
-            cast_to(model, getattr(torch, dtype))
-    # from_pretrained returns models in evaluation mode, without dropout.
-    return model.train()
 
 
 def _damaged_file(name: str) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from automodel_ckpt.cli.arguments import number_at_least
+from automodel_ckpt.cli.arguments import add_checkpoint_name, number_at_least
 from automodel_ckpt.cli.terminal import coloured, print_path, printable, size_text, table
 from automodel_ckpt.errors import EXIT_DONE, RecipeError
 
@@ -44,6 +44,13 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         metavar="N",
         help="average the newest N checkpoints of the run directory SOURCE",
     )
+    _add_methods(command)
+    add_checkpoint_name(command, "that of the newest source")
+    command.add_argument("--dry-run", action="store_true", help="only print what would be averaged")
+
+
+def _add_methods(command: argparse.ArgumentParser) -> None:
+    """Add the options that determine the result: the weights, the method, and the rule for integers."""
     command.add_argument(
         "--weights", metavar="W,W,...", help="weight of each source (default: equal weights)"
     )
@@ -85,19 +92,6 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         default="equal",
         help="tensors of integers, bool and 8-bit floats must be equal (default), or are copied from one source",
     )
-    command.add_argument(
-        "--step",
-        type=number_at_least(0),
-        metavar="S",
-        help="step in the checkpoint's name (default: that of the newest source)",
-    )
-    command.add_argument(
-        "--epoch",
-        type=number_at_least(0),
-        metavar="E",
-        help="epoch in the checkpoint's name (default: that of the newest source)",
-    )
-    command.add_argument("--dry-run", action="store_true", help="only print what would be averaged")
 
 
 def run(arguments: argparse.Namespace) -> int:

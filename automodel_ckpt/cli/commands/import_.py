@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from automodel_ckpt.cli.arguments import add_checkpoint_name
 from automodel_ckpt.cli.model_parameters import parameters_in
 from automodel_ckpt.cli.terminal import coloured, print_path, printable, size_text, table
 from automodel_ckpt.errors import EXIT_DONE, RecipeError
@@ -38,18 +39,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="run directory (default: checkpoints)",
     )
-    command.add_argument(
-        "--step",
-        type=int,
-        metavar="S",
-        help="step in the checkpoint's name (default: that in the files or the name of the source, else 0)",
-    )
-    command.add_argument(
-        "--epoch",
-        type=int,
-        metavar="E",
-        help="epoch in the checkpoint's name (default: that in the files or the name of the source, else 0)",
-    )
+    add_checkpoint_name(command, "that in the files or the name of the source, else 0")
     command.add_argument(
         "--training-state",
         action="store_true",
