@@ -22,18 +22,23 @@ _HINT = "free space or choose another --output"
 
 
 def check_file_target(target: Path, *, overwrite: bool) -> None:
-    """Raise :class:`SaveFailed` unless a file may be published as *target*: only *overwrite* replaces a file."""
+    """Raise :class:`SaveFailed` unless a file may be published as *target*: only *overwrite* replaces a file.
+
+    Its directory must exist.
+    """
     if target.is_dir():
         raise _occupied(target, "a directory", "choose another --output")
     if os.path.lexists(target) and not overwrite:
         raise _occupied(
             target, "a file", "choose another --output, or add --force to replace the file"
         )
+    _check_parent(target)
 
 
 def check_directory_target(target: Path) -> None:
-    """Raise :class:`SaveFailed` unless *target* does not exist or is an empty directory."""
+    """Raise :class:`SaveFailed` unless *target* does not exist or is an empty directory, in an existing directory."""
     if not os.path.lexists(target):
+        _check_parent(target)
         return
     if not target.is_dir():
         raise _occupied(target, "a file", "choose another --output")
@@ -41,6 +46,16 @@ def check_directory_target(target: Path) -> None:
     if names:
         value = f"a directory with {', '.join(names[:3])}"
         raise _occupied(target, value, "choose another --output, or remove the directory")
+
+
+def _check_parent(target: Path) -> None:
+    if not target.parent.is_dir():
+        raise SaveFailed(
+            "the directory of the output does not exist",
+            where=str(target),
+            value=str(target.parent),
+            hint="create it, or choose another --output",
+        )
 
 
 def _occupied(target: Path, value: str, hint: str) -> SaveFailed:

@@ -67,6 +67,11 @@ class Source:
             return None
         return path
 
+    @property
+    def config_directory(self) -> Path:
+        """The directory where the model's config.json is, if it exists: with metadata, side files, or the weights."""
+        return self.metadata_directory or self.side_files or self.model_directory
+
 
 def check_no_links(root: Path, paths: Iterable[str]) -> None:
     """Raise :class:`CheckpointUnusable` if one of *paths*, relative to *root*, is a symbolic link."""

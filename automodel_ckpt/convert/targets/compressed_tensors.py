@@ -36,7 +36,8 @@ from automodel_ckpt.checkpoint.tensors.box_reader import BoxReader
 from automodel_ckpt.checkpoint.tensors.float_cast import cast, storage_dtype
 from automodel_ckpt.checkpoint.tensors.integrity import require_intact
 from automodel_ckpt.convert.open import open_source
-from automodel_ckpt.convert.publishing import check_directory_target, published_directory
+from automodel_ckpt.convert.publishing import published_directory
+from automodel_ckpt.convert.targets.output_paths import directory_output, nbytes_below
 from automodel_ckpt.convert.targets.report import ExportReport
 from automodel_ckpt.convert.targets.source_checks import check_files
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
@@ -102,10 +103,7 @@ def export_compressed_tensors(
     quantizer = _Quantizer(scheme)
     opened = open_source(Path(source))
     side = _config_directory(opened)
-    if output is None:
-        output = opened.root.with_name(f"{opened.root.name}-{scheme}")
-    target = Path(os.path.realpath(output))
-    check_directory_target(target)
+    target = directory_output(opened, output, f"-{scheme}")
     check_files(opened)
     maps = maps_of(opened)
     plan = make_plan(
@@ -130,7 +128,7 @@ def export_compressed_tensors(
             path = staging / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
-    nbytes = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+    nbytes = nbytes_below(target)
     seconds = time.monotonic() - started
     num_tensors = sum(len(file.tensors) for file in plan.files)
     return CompressedReport(
@@ -145,7 +143,7 @@ def export_compressed_tensors(
 
 
 def _config_directory(source: Source) -> Path:
-    side = source.metadata_directory or source.side_files or source.model_directory
+    side = source.config_directory
     if not (side / _CONFIG).is_file():
         raise CheckpointUnusable(
             "quantizing needs the model's config.json",

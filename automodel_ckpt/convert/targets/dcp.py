@@ -16,12 +16,12 @@ from automodel_ckpt.checkpoint.export_leftovers import Log
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.convert.names.torchtitan import required_torchtitan_conversion
 from automodel_ckpt.convert.open import open_source
-from automodel_ckpt.convert.publishing import check_directory_target, published_directory
+from automodel_ckpt.convert.publishing import published_directory
 from automodel_ckpt.convert.targets.dcp_files import DcpWriter
+from automodel_ckpt.convert.targets.output_paths import directory_output, nbytes_below
 from automodel_ckpt.convert.targets.report import ExportReport
 from automodel_ckpt.convert.targets.source_checks import check_digests, check_files
 from automodel_ckpt.convert.targets.torch_file import state_dict_of
-from automodel_ckpt.errors import SaveFailed
 
 log_default = logging.getLogger("automodel_ckpt")
 
@@ -51,11 +51,7 @@ def export_dcp(
     started = time.monotonic()
     cast_code = parse_cast_dtype(cast_dtype)
     opened = open_source(Path(source))
-    if output is None:
-        output = opened.root.with_name(opened.root.name + _SUFFIX)
-    # Publishing renames: without this, it would replace a link instead of its target.
-    target = Path(os.path.realpath(output))
-    _check_target(target)
+    target = directory_output(opened, output, _SUFFIX)
     check_files(opened)
     for text in opened.notes:
         log(f"warning: {text}")
@@ -70,7 +66,7 @@ def export_dcp(
         for fqn, tensor in state_dict.items():
             writer.add_tensor((*outer, fqn), tensor)
         writer.finish()
-    nbytes = sum(path.stat().st_size for path in target.iterdir())
+    nbytes = nbytes_below(target)
     seconds = time.monotonic() - started
     return ExportReport(
         target, len(state_dict), nbytes, seconds, opened.has_digests, tuple(opened.notes)
@@ -80,19 +76,7 @@ def export_dcp(
 def _in_torchtitan_names(opened: Source) -> Source:
     """Return *opened* with torchtitan's names. Its digests are compared first: parts of its slices have none."""
     check_digests(opened)
-    side = opened.metadata_directory or opened.side_files or opened.model_directory
+    side = opened.config_directory
     conversion = required_torchtitan_conversion(side)
     tensors = conversion.to_torchtitan(opened.tensors, str(opened.model_directory))
     return replace(opened, tensors=tensors, tied={})
-
-
-def _check_target(target: Path) -> None:
-    """Raise :class:`SaveFailed` if *target* is occupied, or its parent does not exist."""
-    check_directory_target(target)
-    if not target.parent.is_dir():
-        raise SaveFailed(
-            "the directory of the output does not exist",
-            where=str(target),
-            value=str(target.parent),
-            hint="create it, or choose another --output",
-        )

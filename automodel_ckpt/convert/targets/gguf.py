@@ -37,8 +37,9 @@ from automodel_ckpt.convert.gguf.positions import rotary_order
 from automodel_ckpt.convert.gguf.tokenizer import convert_tokenizer
 from automodel_ckpt.convert.gguf.values import KeyValue
 from automodel_ckpt.convert.open import open_source
-from automodel_ckpt.convert.publishing import check_file_target, published_file
+from automodel_ckpt.convert.publishing import published_file
 from automodel_ckpt.convert.sources.files import read_json
+from automodel_ckpt.convert.targets.output_paths import file_output
 from automodel_ckpt.convert.targets.report import ExportReport
 from automodel_ckpt.convert.targets.source_checks import check_digests
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
@@ -105,13 +106,8 @@ def export_gguf(
         cast_dtype = _CASTS.get(wanted.name, "fp32")
     cast_code = parse_cast_dtype(cast_dtype)
     opened = open_source(Path(source))
-    if output is None:
-        name = opened.model_directory if opened.root == Path("/") else opened.root
-        output = name.with_name(name.name + ".gguf")
-    # Publishing renames: without this, it would replace a link instead of its target.
-    target = Path(os.path.realpath(output))
     # Before the digests are verified, which reads the complete source.
-    check_file_target(target, overwrite=overwrite)
+    target = file_output(opened, output, ".gguf", overwrite=overwrite)
     check_digests(opened, num_threads)
     tensors = _tensors(opened, cast_code)
     model, keys, tokenizer_warnings = _described(opened, tensors)
@@ -187,7 +183,7 @@ def _described(
 
     Raises :class:`CheckpointUnusable` if config.json and the tensors do not match, or a file is missing.
     """
-    side = source.metadata_directory or source.side_files or source.model_directory
+    side = source.config_directory
     config = _required_json(side, "config.json", source.export)
     tokenizer = _required_json(side, "tokenizer.json", source.export)
     model = read_model(config, str(side / "config.json"))

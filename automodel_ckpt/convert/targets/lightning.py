@@ -20,13 +20,13 @@ from automodel_ckpt.checkpoint.files.torch_archive_writing import ArchiveTensor
 from automodel_ckpt.checkpoint.sources.opening import is_checkpoint
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.run_state import RunState, read_run_state
+from automodel_ckpt.convert.targets.output_paths import file_output
 from automodel_ckpt.convert.targets.report import ExportReport
 from automodel_ckpt.convert.targets.source_checks import check_files
 from automodel_ckpt.convert.targets.torch_file import (
     archive_tensor,
     publish_archive,
     state_dict_of,
-    target_of,
 )
 
 log_default = logging.getLogger("automodel_ckpt")
@@ -58,7 +58,7 @@ def export_lightning(
     started = time.monotonic()
     cast_code = parse_cast_dtype(cast_dtype)
     opened = open_source(Path(source))
-    target = target_of(opened, output, ".ckpt", overwrite=overwrite)
+    target = file_output(opened, output, ".ckpt", overwrite=overwrite)
     check_files(opened)
     run = read_run_state(opened.root) if is_checkpoint(opened.root) else None
     state_dict = state_dict_of(opened, prefix, cast_code)

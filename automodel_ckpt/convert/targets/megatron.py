@@ -38,12 +38,13 @@ from automodel_ckpt.convert.names.megatron_names import (
 )
 from automodel_ckpt.convert.names.slicing import renamed
 from automodel_ckpt.convert.open import open_source
-from automodel_ckpt.convert.publishing import check_directory_target, published_directory
+from automodel_ckpt.convert.publishing import published_directory
 from automodel_ckpt.convert.targets.dcp_files import DcpWriter
+from automodel_ckpt.convert.targets.output_paths import directory_output, nbytes_below
 from automodel_ckpt.convert.targets.report import ExportReport
 from automodel_ckpt.convert.targets.source_checks import check_digests
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
-from automodel_ckpt.errors import RecipeError, SaveFailed
+from automodel_ckpt.errors import RecipeError
 
 log_default = logging.getLogger("automodel_ckpt")
 
@@ -104,16 +105,12 @@ def export_megatron(
     cast_code = parse_cast_dtype(cast_dtype)
     _check_multiple(vocabulary_multiple)
     opened = open_source(Path(source))
-    if output is None:
-        output = opened.root.with_name(opened.root.name + _SUFFIX)
-    # Publishing renames: without this, it would replace a link instead of its target.
-    target = Path(os.path.realpath(output))
-    _check_target(target)
+    target = directory_output(opened, output, _SUFFIX)
     # Tensors are written in parts of the stored slices, which have no digests.
     check_digests(opened, num_threads)
     for text in opened.notes:
         log(f"warning: {text}")
-    side = opened.metadata_directory or opened.side_files or opened.model_directory
+    side = opened.config_directory
     conversion = required_conversion(side)
     maps = maps_of(opened)
     where = str(opened.model_directory)
@@ -129,7 +126,7 @@ def export_megatron(
         for name, content in beside.items():
             (directory / name).write_bytes(content)
         _write(directory / _RELEASE, state_dict, conversion)
-    nbytes = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+    nbytes = nbytes_below(target)
     seconds = time.monotonic() - started
     return MegatronReport(
         target,
@@ -149,18 +146,6 @@ def _check_multiple(multiple: int) -> None:
             where="ckpt export --vocabulary-multiple",
             value=multiple,
             hint="use Megatron's --make-vocab-size-divisible-by times the tensor parallel size, for example 128",
-        )
-
-
-def _check_target(target: Path) -> None:
-    """Raise :class:`SaveFailed` if *target* is occupied, or its parent does not exist."""
-    check_directory_target(target)
-    if not target.parent.is_dir():
-        raise SaveFailed(
-            "the directory of the output does not exist",
-            where=str(target),
-            value=str(target.parent),
-            hint="create it, or choose another --output",
         )
 
 

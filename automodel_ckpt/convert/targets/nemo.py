@@ -35,12 +35,10 @@ from automodel_ckpt.convert.publishing import published_file
 from automodel_ckpt.convert.sources.nemo import ARTIFACT_PREFIX, CONFIG, MAX_CONFIG_BYTES, WEIGHTS
 from automodel_ckpt.convert.tar_writing import TarWriter
 from automodel_ckpt.convert.targets.config_and_tokenizer import config_and_tokenizer
+from automodel_ckpt.convert.targets.output_paths import file_output
 from automodel_ckpt.convert.targets.report import ExportReport
 from automodel_ckpt.convert.targets.source_checks import check_digests, check_files
-from automodel_ckpt.convert.targets.torch_file import (
-    state_dict_of,
-    target_of,
-)
+from automodel_ckpt.convert.targets.torch_file import state_dict_of
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 # NeMo's GPT model has Megatron's as the attribute `model`.
@@ -75,7 +73,7 @@ def export_nemo(
     if model_class is not None:
         config["target"] = model_class
     opened = open_source(Path(source))
-    target = target_of(opened, output, ".nemo", overwrite=overwrite)
+    target = file_output(opened, output, ".nemo", overwrite=overwrite)
     check_files(opened)
     files, warnings = config_and_tokenizer(opened, cast_code)
     for text in warnings:

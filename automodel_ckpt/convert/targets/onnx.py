@@ -19,7 +19,8 @@ from automodel_ckpt.checkpoint.export_leftovers import Log
 from automodel_ckpt.checkpoint.sources.model_files import is_side_file
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.convert.open import open_source
-from automodel_ckpt.convert.publishing import check_directory_target, published_directory
+from automodel_ckpt.convert.publishing import published_directory
+from automodel_ckpt.convert.targets.output_paths import directory_output
 from automodel_ckpt.convert.targets.report import ExportReport
 from automodel_ckpt.errors import CheckpointUnusable
 
@@ -66,11 +67,7 @@ def export_onnx(
             value="no such file",
             hint="put the file there",
         )
-    if output is None:
-        name = opened.model_directory if opened.root == Path("/") else opened.root
-        output = name.with_name(f"{name.name}-onnx")
-    target = Path(os.path.realpath(output))
-    check_directory_target(target)
+    target = directory_output(opened, output, "-onnx")
     with published_directory(target, log, what="the ONNX model") as staging:
         files = _hugging_face_files(opened, staging / _WEIGHTS, num_threads, log)
         log("exporting with torch; this can take minutes")

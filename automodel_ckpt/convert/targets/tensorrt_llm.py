@@ -29,17 +29,13 @@ from automodel_ckpt.checkpoint.tensors.integrity import require_intact
 from automodel_ckpt.convert.names.dimensions import dimensions_of_config
 from automodel_ckpt.convert.names.tensorrt_llm import HeadsOfRank, Rule, heads_of_rank, rules
 from automodel_ckpt.convert.open import open_source
-from automodel_ckpt.convert.publishing import (
-    check_directory_target,
-    published_directory,
-    published_file,
-)
+from automodel_ckpt.convert.publishing import published_directory, published_file
 from automodel_ckpt.convert.tar_writing import TarWriter
 from automodel_ckpt.convert.targets.config_and_tokenizer import config_and_tokenizer
+from automodel_ckpt.convert.targets.output_paths import directory_output, file_output, nbytes_below
 from automodel_ckpt.convert.targets.report import ExportReport
 from automodel_ckpt.convert.targets.source_checks import check_files
 from automodel_ckpt.convert.targets.tensorrt_llm_config import tensorrt_llm_config
-from automodel_ckpt.convert.targets.torch_file import target_of
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 log_default = logging.getLogger("automodel_ckpt")
@@ -84,11 +80,9 @@ def export_tensorrt_llm(
     opened = open_source(Path(source))
     suffix = ".qnemo" if compress else "-tensorrt-llm"
     if compress:
-        target = target_of(opened, output, suffix, overwrite=overwrite)
+        target = file_output(opened, output, suffix, overwrite=overwrite)
     else:
-        given = output or opened.root.with_name(opened.root.name + suffix)
-        target = Path(os.path.realpath(given))
-        check_directory_target(target)
+        target = directory_output(opened, output, suffix)
     check_files(opened)
     dtype = cast_code or _dtype_of(opened)
     files, warnings = config_and_tokenizer(opened, dtype)
@@ -291,7 +285,7 @@ def _publish(
             for rank in range(model.num_ranks):
                 with open(staging / f"rank{rank}.safetensors", "xb") as file:
                     model.write_rank(file, rank)
-        return sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+        return nbytes_below(target)
     with (
         published_file(target, log, what="the .qnemo file") as staging,
         open(staging, "r+b") as file,

@@ -24,11 +24,11 @@ from automodel_ckpt.checkpoint.files.torch_archive_writing import (
 from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.convert.open import open_source
-from automodel_ckpt.convert.publishing import check_file_target, published_file
+from automodel_ckpt.convert.publishing import published_file
+from automodel_ckpt.convert.targets.output_paths import file_output
 from automodel_ckpt.convert.targets.report import ExportReport
 from automodel_ckpt.convert.targets.source_checks import check_files
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
-from automodel_ckpt.errors import SaveFailed
 
 log_default = logging.getLogger("automodel_ckpt")
 
@@ -53,7 +53,7 @@ def export_torch(
     started = time.monotonic()
     cast_code = parse_cast_dtype(cast_dtype)
     opened = open_source(Path(source))
-    target = target_of(opened, output, ".pt", overwrite=overwrite)
+    target = file_output(opened, output, ".pt", overwrite=overwrite)
     check_files(opened)
     for text in opened.notes:
         log(f"warning: {text}")
@@ -67,28 +67,6 @@ def export_torch(
         opened.has_digests,
         opened.notes,
     )
-
-
-def target_of(
-    source: Source, output: str | os.PathLike[str] | None, suffix: str, *, overwrite: bool
-) -> Path:
-    """Return the path of the file to publish: *output*, or the source's name with *suffix*, next to it.
-
-    Raises :class:`SaveFailed` if there is something that may not be replaced.
-    """
-    if output is None:
-        output = source.root.with_name(source.root.name + suffix)
-    # Publishing renames: without this, it would replace a link instead of its target.
-    target = Path(os.path.realpath(output))
-    check_file_target(target, overwrite=overwrite)
-    if not target.parent.is_dir():
-        raise SaveFailed(
-            "the directory of the output does not exist",
-            where=str(target),
-            value=str(target.parent),
-            hint="create it, or choose another --output",
-        )
-    return target
 
 
 def state_dict_of(source: Source, prefix: str, cast_code: str | None) -> dict[str, ArchiveTensor]:

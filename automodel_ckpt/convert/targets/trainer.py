@@ -29,7 +29,7 @@ from automodel_ckpt.convert.sources.trainer import OPTIMIZER_FILE, SCHEDULER_FIL
 from automodel_ckpt.convert.targets.report import ExportReport
 from automodel_ckpt.convert.targets.torch_file import archive_tensor
 from automodel_ckpt.convert.training_state import ModelParameter, ParameterGroup, Parameters
-from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
+from automodel_ckpt.errors import CheckpointUnusable
 
 log_default = logging.getLogger("automodel_ckpt")
 
@@ -88,13 +88,6 @@ def export_trainer(
     # Publishing renames: without this, it would replace a link instead of its target.
     target = Path(os.path.realpath(output if output is not None else default))
     check_directory_target(target)
-    if not target.parent.is_dir():
-        raise SaveFailed(
-            "the directory of the output does not exist",
-            where=str(target),
-            value=str(target.parent),
-            hint="create it, or choose another --output",
-        )
     with published_directory(target, log, what="the Trainer's checkpoint") as directory:
         weights = consolidate(source, directory / _WEIGHTS, log=log)
         for path in (directory / _WEIGHTS).iterdir():

@@ -21,11 +21,12 @@ from automodel_ckpt.checkpoint.export_leftovers import Log
 from automodel_ckpt.checkpoint.slices import Box
 from automodel_ckpt.checkpoint.sources.base_maps import maps_of
 from automodel_ckpt.convert.open import open_source
-from automodel_ckpt.convert.publishing import check_directory_target, published_directory
+from automodel_ckpt.convert.publishing import published_directory
 from automodel_ckpt.convert.sources.zarr_arrays import DTYPES, load_tensorstore
+from automodel_ckpt.convert.targets.output_paths import directory_output, nbytes_below
 from automodel_ckpt.convert.targets.report import ExportReport
 from automodel_ckpt.convert.targets.source_checks import check_files
-from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
+from automodel_ckpt.errors import CheckpointUnusable
 
 log_default = logging.getLogger("automodel_ckpt")
 
@@ -52,18 +53,7 @@ def export_zarr(
     library = load_tensorstore("ckpt export --to zarr")
     cast_code = parse_cast_dtype(cast_dtype)
     opened = open_source(Path(source))
-    if output is None:
-        output = opened.root.with_name(opened.root.name + _SUFFIX)
-    # Publishing renames: without this, it would replace a link instead of its target.
-    target = Path(os.path.realpath(output))
-    check_directory_target(target)
-    if not target.parent.is_dir():
-        raise SaveFailed(
-            "the directory of the output does not exist",
-            where=str(target),
-            value=str(target.parent),
-            hint="create it, or choose another --output",
-        )
+    target = directory_output(opened, output, _SUFFIX)
     check_files(opened)
     for text in opened.notes:
         log(f"warning: {text}")
@@ -82,7 +72,7 @@ def export_zarr(
             (directory / name).write_bytes(content)
         for tensor in tensors:
             _write(library, directory / tensor.fqn, opened.root, tensor)
-    nbytes = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+    nbytes = nbytes_below(target)
     seconds = time.monotonic() - started
     return ExportReport(target, len(tensors), nbytes, seconds, opened.has_digests, opened.notes)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.cli.commands.export import _ALL
+from automodel_ckpt.errors import EXIT_SAVE_FAILED
 from tests.support.llamas import llama_checkpoint
 
+GGUF = Path(__file__).parents[2] / "fixtures" / "gguf" / "llama-q8_0"
 OPTIONS = {
     "compressed-tensors": ["--scheme", "W8A8"],
     "nemo": ["--prefix", "model."],
@@ -28,13 +31,17 @@ LIBRARIES = {
 TARGETS = [target.name for target in _ALL if target.name != "trainer"]
 
 
+def require_library(target: str) -> None:
+    library = LIBRARIES.get(target)
+    if library is not None and importlib.util.find_spec(library) is None:
+        pytest.skip(f"needs {library}")
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_no_target_writes_a_damaged_checkpoint(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], target: str
 ) -> None:
-    library = LIBRARIES.get(target)
-    if library is not None and importlib.util.find_spec(library) is None:
-        pytest.skip(f"needs {library}")
+    require_library(target)
     checkpoint = tmp_path / "source" / "epoch_0_step_4"
     llama_checkpoint(checkpoint, dtype=torch.float32)
     shard = next((checkpoint / "model").glob("shard-00002*"))
@@ -49,3 +56,43 @@ def test_no_target_writes_a_damaged_checkpoint(
     assert code == 3, said
     assert shard.name in said or "digest" in said, said
     assert list(out.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("run") / "epoch_0_step_4"
+    llama_checkpoint(path, dtype=torch.float32)
+    return path
+
+
+# An export of Hugging Face files creates the directory.
+@pytest.mark.parametrize("target", [name for name in TARGETS if name != "hf"])
+def test_a_missing_directory_of_the_output_is_an_error(
+    tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str], target: str
+) -> None:
+    require_library(target)
+    output = tmp_path / "missing" / "x"
+    arguments = [str(checkpoint), "--to", target, "-o", str(output)]
+    assert main(["export", *arguments, *OPTIONS.get(target, [])]) == EXIT_SAVE_FAILED
+    assert "the directory of the output does not exist" in capsys.readouterr().err
+    assert not output.parent.exists()
+
+
+@pytest.mark.parametrize(
+    ("target", "suffix"),
+    [
+        ("dcp", "-dcp"),
+        ("lightning", ".ckpt"),
+        ("megatron", "-megatron"),
+        ("nemo", ".nemo"),
+        ("torch", ".pt"),
+    ],
+)
+def test_the_default_output_is_next_to_the_directory_of_a_gguf_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], target: str, suffix: str
+) -> None:
+    shutil.copytree(GGUF, tmp_path / "model")
+    assert main(["export", str(tmp_path / "model" / "model.gguf"), "--to", target]) == 0
+    output = tmp_path / f"model{suffix}"
+    assert capsys.readouterr().out.strip() == str(output)
+    assert output.exists()
