@@ -148,6 +148,8 @@ _OWN_DATASETS = Group(
             "text.prompt_completion",
             "chat.messages",
             "vlm.conversations",
+            "vlm.image_answers",
+            "mock_images.mock_images",
             "squad.squad",
             "hellaswag.hellaswag",
             "python_docs.language_modeling",

@@ -12,10 +12,10 @@ import numpy as np
 from transformers import LlavaProcessor
 
 from automodel_ckpt.data.arguments import at_most, require_choice
+from automodel_ckpt.data.image_conversations import ImageChatTemplate, ImageText, image_text
 from automodel_ckpt.data.images import pillow
 from automodel_ckpt.data.messages import UnusableSample
 from automodel_ckpt.data.python_docs import train_tokenizer
-from automodel_ckpt.data.vlm import ImageChatTemplate, ImageText, image_text
 from automodel_ckpt.errors import RecipeError
 
 QUESTION = "Which digit is this?"

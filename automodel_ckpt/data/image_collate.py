@@ -12,9 +12,9 @@ import torch
 from jinja2 import TemplateError
 
 from automodel_ckpt.data.collate import IGNORE_INDEX
+from automodel_ckpt.data.image_conversations import ImageText
 from automodel_ckpt.data.images import pillow
 from automodel_ckpt.data.templates import bound_chat_templates
-from automodel_ckpt.data.vlm import ImageText
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ _BLANK_PIXELS = 64
 
 
 class ImageTextCollator:
-    """Converts :class:`~automodel_ckpt.data.vlm.ImageText` samples to tensors with a processor.
+    """Converts :class:`~automodel_ckpt.data.image_conversations.ImageText` samples to tensors with a processor.
 
     ``input_ids``, ``attention_mask`` and ``labels`` have the shape [samples, length] and are padded on the right. The
     shapes of other tensors depend on the model. Labels are on the assistant's text, never on *image_token_ids*. A
@@ -169,19 +169,16 @@ class ImageTextCollator:
                 hint="increase dataset.seq_length, use smaller images or dataset.truncation right, or remove it",
             )
         cuts_image = any(token in self.image_token_ids for token in tokens[limit:])
-        if not cuts_image and any(labeled[1:limit]):
+        is_short_enough = not cuts_image and any(labeled[1:limit])
+        if sample.truncation == "right" and is_short_enough:
             return True
         # In a worker process, this counts the samples of that worker.
         self.num_left_out += 1
-        why = "cut an image" if cuts_image else "remove all labels"
-        log.warning(
-            "%s is skipped (%d so far): truncating its %d tokens to %d would %s",
-            sample.where,
-            self.num_left_out,
-            len(tokens),
-            limit,
-            why,
-        )
+        why = f"it has {len(tokens)} tokens, seq_length is {limit}"
+        if sample.truncation == "right":
+            effect = "cut an image" if cuts_image else "remove all labels"
+            why = f"truncating its {len(tokens)} tokens to {limit} would {effect}"
+        log.warning("%s is skipped (%d so far): %s", sample.where, self.num_left_out, why)
         return False
 
     def _truncated(

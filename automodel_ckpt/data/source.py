@@ -207,14 +207,16 @@ class Source(Rows):
         return columns
 
     def row(self, number: int) -> dict[str, Any]:
-        """The fields of one row, with decoded images. Raises :class:`RecipeError` if a row cannot be read."""
+        """The fields of one row. Images of tables are ``{"bytes", "path"}``, not decoded.
+
+        Raises :class:`RecipeError` if a row cannot be read.
+        """
         if self._records:
             return self._records.row(number)
         try:
             fields: dict[str, Any] = self._table[number]
             return {name: without_nulls(value) for name, value in fields.items()}
-        except (OSError, ValueError, SyntaxError) as error:
-            # Pillow raises SyntaxError for some damaged PNG images.
+        except (OSError, ValueError) as error:
             value = f"{type(error).__name__}: {error}"
             hint = "correct or remove this sample"
             raise RecipeError(
@@ -345,7 +347,8 @@ class Source(Rows):
         import datasets
 
         with _quiet(datasets):
-            return self._read_files(datasets) if self.is_file else self._read_named(datasets)
+            table = self._read_files(datasets) if self.is_file else self._read_named(datasets)
+            return _with_encoded_images(table, datasets)
 
     def _read_files(self, datasets: Any) -> Any:
         from pyarrow import ArrowInvalid  # type: ignore[import-untyped]
@@ -426,6 +429,32 @@ def _has_reading_options(config: Any, kinds: set[str]) -> bool:
         if getattr(config, field.name) != getattr(default, field.name):
             return True
     return False
+
+
+def _with_encoded_images(table: Any, datasets: Any) -> Any:
+    """Return *table* with images as the bytes of their files.
+
+    The library would decode them without a limit of their size, and report damaged ones without their location.
+    """
+    for column, feature in table.features.items():
+        encoded = _encoded(feature, datasets)
+        if encoded is not feature:
+            table = table.cast_column(column, encoded)
+    return table
+
+
+def _encoded(feature: Any, datasets: Any) -> Any:
+    """Return a feature of a table whose images are not decoded; *feature* itself if it has none."""
+    if isinstance(feature, datasets.Image):
+        return datasets.Image(decode=False)
+    if isinstance(feature, datasets.List | datasets.LargeList):
+        inner = _encoded(feature.feature, datasets)
+        return feature if inner is feature.feature else dataclasses.replace(feature, feature=inner)
+    if isinstance(feature, dict):
+        fields = {name: _encoded(value, datasets) for name, value in feature.items()}
+        is_changed = any(fields[name] is not value for name, value in feature.items())
+        return fields if is_changed else feature
+    return feature
 
 
 @contextmanager
