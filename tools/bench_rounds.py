@@ -234,3 +234,10 @@ def machine() -> dict[str, str]:
         "kernel": f"{system.sysname} {system.release}",
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def machine_text() -> str:
+    """Where and when it was measured, and how busy the machine was before, as the head of a table."""
+    here = machine()
+    load = os.getloadavg()[0]
+    return f"{here['cores']} cores ({here['processor']}) under load {load:.1f}, {here['kernel']}, {here['date']}"

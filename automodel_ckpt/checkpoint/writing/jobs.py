@@ -8,9 +8,10 @@ saves).
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from automodel_ckpt.checkpoint.writing.reuse import Previous, ReusableFiles
 from automodel_ckpt.checkpoint.writing.shared_file import SharedFile, slice_digest
 
 CRC_BYTES = 4
-# Threads that compute the digests of a reusable file.
+# Threads that compute the digests of reusable files.
 _NUM_THREADS = 2
 
 
@@ -97,20 +98,16 @@ class FileJob:
         staging: Path,
         written: RankManifest,
         memory: memoryview,
-        previous: ReusableFiles | None = None,
+        comparison: Comparison | None = None,
     ) -> None:
         """Write the file below *staging*; add it and its chunks to *written*. Raises OSError naming the file.
 
-        A reusable file becomes a link to that of the *previous* checkpoint, if its content is the same.
+        With a *comparison*, the file becomes a link to that of the previous checkpoint if its content is the same.
         """
         path = staging / self.file
         # Another rank may create the directory of an object that differs between ranks.
         path.parent.mkdir(exist_ok=True)
-        if (
-            self.reusable
-            and previous is not None
-            and self._link(staging, written, memory, previous)
-        ):
+        if comparison is not None and self._link(staging, written, memory, comparison):
             return
         tree = RankTree() if self.tree is None else written.trees.setdefault(self.tree, RankTree())
         contiguous = _contiguous_span(self.chunks)
@@ -128,25 +125,24 @@ class FileJob:
                 out.write(_bytes_of(contiguous, memory))
         written.files[self.file] = out.close()
 
+    def digested(self, chunk: Chunk, memory: memoryview) -> Tensor | None:
+        """The entry of a chunk of a reusable file, with the digest of its bytes; None for the header."""
+        if chunk.entry is None:
+            return None
+        return _digested(_slice_entry(chunk), digest_of(_bytes_of(chunk.data, memory)))
+
     def _link(
-        self, staging: Path, written: RankManifest, memory: memoryview, previous: ReusableFiles
+        self, staging: Path, written: RankManifest, memory: memoryview, comparison: Comparison
     ) -> bool:
-        """Link the file of the *previous* checkpoint if it has the same content. Returns whether it was linked.
+        """Link the file of the previous checkpoint if it has the same content. Returns whether it was linked.
 
         A reusable file consists of a header and tensors.
         """
-        first, *chunks = self.chunks
-        header = bytes(_bytes_of(first.data, memory))
-
-        def digested(chunk: Chunk) -> Tensor:
-            return _digested(_slice_entry(chunk), digest_of(_bytes_of(chunk.data, memory)))
-
-        # Hashing takes most of the time; it releases the GIL.
-        with ThreadPoolExecutor(_NUM_THREADS) as pool:
-            entries = list(pool.map(digested, chunks))
+        header = bytes(_bytes_of(self.chunks[0].data, memory))
+        entries = comparison.entries()
         slices = [entry.slices[0] for entry in entries]
-        record = previous.same_file(self.file, header, slices)
-        if record is None or not previous.link(self.file, record, staging):
+        record = comparison.files.same_file(self.file, header, slices)
+        if record is None or not comparison.files.link(self.file, record, staging):
             return False
         if self.tree is not None:
             written.trees.setdefault(self.tree, RankTree()).tensors += entries
@@ -180,15 +176,15 @@ class SharedFileJob:
         staging: Path,
         written: RankManifest,
         memory: memoryview,
-        previous: ReusableFiles | None = None,
+        comparison: Comparison | None = None,
     ) -> None:
         """Write the share below *staging*; add its slices to *written*. Raises OSError naming the file.
 
-        Nothing is written if the file is reusable and the *previous* checkpoint has the share; then rank 0 completes
-        the file when all ranks have finished (``rank_manifest.py``). A link now could be opened by another rank.
+        Nothing is written if the *comparison* finds the share in the previous checkpoint; then rank 0 completes the
+        file when all ranks have finished (``rank_manifest.py``). A link now could be opened by another rank.
         """
         tree = written.trees.setdefault(self.tree, RankTree())
-        if self.reusable and previous is not None and self._reuse(written, memory, previous):
+        if comparison is not None and self._reuse(written, comparison):
             return
         with SharedFile(staging / self.file, nbytes=self.size) as out:
             if self.header is not None:
@@ -199,18 +195,17 @@ class SharedFileJob:
                 digest = out.write_slice(entry, _bytes_of(chunk.data, memory), chunk.dtype)
                 _add_slice(tree, chunk, _digested(entry, digest))
 
-    def _reuse(self, written: RankManifest, memory: memoryview, previous: ReusableFiles) -> bool:
-        """Record this rank's share without writing it, if the *previous* checkpoint has it. Returns whether it does."""
+    def digested(self, chunk: Chunk, memory: memoryview) -> Tensor | None:
+        """The entry of a chunk of a reusable file, with the digest of its bytes as stored."""
+        entry = _slice_entry(chunk)
+        return _digested(entry, slice_digest(entry, _bytes_of(chunk.data, memory), chunk.dtype))
 
-        def digested(chunk: Chunk) -> Tensor:
-            entry = _slice_entry(chunk)
-            digest = slice_digest(entry, _bytes_of(chunk.data, memory), chunk.dtype)
-            return _digested(entry, digest)
-
-        with ThreadPoolExecutor(_NUM_THREADS) as pool:
-            entries = list(pool.map(digested, self.chunks))
+    def _reuse(self, written: RankManifest, comparison: Comparison) -> bool:
+        """Record this rank's share without writing it, if the previous checkpoint has it. Returns whether it does."""
+        entries = comparison.entries()
         head = None if self.header is None else digest_of(self.header)
-        if not previous.has_slices(self.file, [entry.slices[0] for entry in entries], head):
+        slices = [entry.slices[0] for entry in entries]
+        if not comparison.files.has_slices(self.file, slices, head):
             return False
         tree = written.trees.setdefault(self.tree, RankTree())
         for chunk, entry in zip(self.chunks, entries, strict=True):
@@ -222,6 +217,23 @@ class SharedFileJob:
 
 
 Job = FileJob | SharedFileJob
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The content of a reusable file, whose digests other threads compute, and the *files* that may have it already."""
+
+    files: ReusableFiles
+    digests: Sequence[Future[Tensor | None]]
+
+    def entries(self) -> list[Tensor]:
+        """The entries of the file's tensors with their digests. Waits for the threads, and raises their errors."""
+        found: list[Tensor] = []
+        for digest in self.digests:
+            entry = digest.result()
+            if entry is not None:
+                found.append(entry)
+        return found
 
 
 def with_data(job: Job, data: Sequence[Data]) -> Job:
@@ -239,18 +251,38 @@ def run_all(
     memory: memoryview | None = None,
     previous: Previous | None = None,
 ) -> None:
-    """Run *jobs* in order and add what they wrote to *written*. Spans refer to *memory*.
+    """Run *jobs* and add what they wrote to *written*. Spans refer to *memory*.
 
-    *previous* is the checkpoint whose unchanged files are shared.
+    *previous* is the checkpoint whose unchanged files are shared. Other threads compute the digests of what may be
+    shared, while the other jobs are written in their order: the former needs the processor, the latter the disk.
     """
+    view = memoryview(b"") if memory is None else memory
     reusable: ReusableFiles | None = None
     is_open = False
-    for job in jobs:
-        if job.reusable and not is_open:
-            # Not before: most saves have no reusable file, and the manifest need not be read.
-            reusable = ReusableFiles.open(previous)
-            is_open = True
-        job.run(staging, written, memoryview(b"") if memory is None else memory, reusable)
+    compared: list[tuple[Job, Comparison]] = []
+    with _digest_threads() as threads:
+        for job in jobs:
+            if job.reusable and not is_open:
+                # Not before: most saves have no reusable file, and the manifest need not be read.
+                reusable = ReusableFiles.open(previous)
+                is_open = True
+            if not job.reusable or reusable is None or reusable.record(job.file) is None:
+                job.run(staging, written, view)
+                continue
+            digests = [threads.submit(job.digested, chunk, view) for chunk in job.chunks]
+            compared.append((job, Comparison(reusable, digests)))
+        for job, comparison in compared:
+            job.run(staging, written, view, comparison)
+
+
+@contextlib.contextmanager
+def _digest_threads() -> Iterator[ThreadPoolExecutor]:
+    """Threads for digests, whose computation releases the GIL. After an error, they do not finish their work."""
+    threads = ThreadPoolExecutor(_NUM_THREADS, "digest")
+    try:
+        yield threads
+    finally:
+        threads.shutdown(cancel_futures=True)
 
 
 def _length(data: Data) -> int:
