@@ -43,6 +43,7 @@ from automodel_ckpt.checkpoint.writing.rank_manifest import (
     merge_tree,
     readable_bytes,
 )
+from automodel_ckpt.convert.adapter_import import AdapterBuilder, AdapterModel, adapter_model
 from automodel_ckpt.convert.external import losses_in
 from automodel_ckpt.convert.file_names import NameMetadata, parse_name
 from automodel_ckpt.convert.names.conversion import check_converted
@@ -97,7 +98,8 @@ class Import:
     in the source and is not imported. *contents*, if given, computes the data of each tensor of *weights*; by default
     it is read from the source. *lineage* is recorded in the manifest, by default the path and kind of the source.
     *training* is the training state, if it was asked for; without it, *has_training_state* is whether the format has
-    one. *position_from* states where step and epoch in the name come from, in words.
+    one. *position_from* states where step and epoch in the name come from, in words. *adapter* is the model
+    of an adapter.
     """
 
     source: Path
@@ -115,6 +117,7 @@ class Import:
     training: TrainingImport | None = None
     has_training_state: bool = False
     position_from: str = ""
+    adapter: AdapterModel | None = None
 
     @property
     def absent(self) -> tuple[str, ...]:
@@ -159,6 +162,7 @@ def prepare(
     parameters: Callable[[Path], Parameters] | None = None,
     names: Path | None = None,
     config: Path | None = None,
+    adapters: AdapterBuilder | None = None,
 ) -> Import:
     """Inspect *source*, and check that ``epoch_E_step_S`` is free in the run directory *run*; write nothing.
 
@@ -166,7 +170,8 @@ def prepare(
     with other names for the tensors (``names_file.py``). *config* is the directory of the Hugging Face model's
     config.json, by default the source; the names of Megatron, and of torchtitan's Llama, are converted to those of this
     model, and the import has its config and tokenizer. With *parameters*, the training state is imported, too. It is
-    called with the directory of config.json, and returns a function that lists the model's parameters.
+    called with the directory of config.json, and returns a function that lists the model's parameters. *adapters*
+    builds the model of an adapter, which cannot be imported without it.
 
     Reads headers, metadata and side files. Raises :class:`CheckpointUnusable` if there are no weights in a known
     format, they are damaged, or there is no training state although it was asked for.
@@ -175,7 +180,7 @@ def prepare(
     try:
         if config is not None:
             config = _config_directory(config)
-        return _prepared(_resolved(source), run, step, epoch, parameters, names, config)
+        return _prepared(_resolved(source), run, step, epoch, parameters, names, config, adapters)
     except OSError as error:
         where = Path(error.filename or source)
         raise _unusable("a file to import cannot be read", where, error.strerror) from error
@@ -196,6 +201,7 @@ def _prepared(
     parameters: Callable[[Path], Parameters] | None,
     names: Path | None,
     config: Path | None,
+    adapters: AdapterBuilder | None,
 ) -> Import:
     if source.is_file():
         directory, known = source.parent, detect(source, follow_links=True)
@@ -205,6 +211,9 @@ def _prepared(
         directory, known = _located(source)
         opened = open_weights(directory, config)
     weights = opened.modules[MODEL]
+    adapter = _adapter(source, directory, weights, adapters, config)
+    if adapter is not None and parameters is not None:
+        parameters = adapter.parameters_in
     omitted = opened.omitted
     if names is not None:
         weights, num_left_out = rename_tensors(weights, names)
@@ -223,15 +232,15 @@ def _prepared(
     if training is not None:
         name = layout.CheckpointName(step=training.step, epoch=training.epoch)
     check_free(run, name)
-    plan = make_plan(weights.tensors, {}, BaseMaps(), where=str(directory))
+    maps = BaseMaps(is_adapter=adapter is not None)
+    plan = make_plan(weights.tensors, {}, maps, where=str(directory))
     place = directory if source.is_file() else source
-    side = {}
-    if config is not None:
-        side = side_files_of(config, config)
-    elif opened.side_files is not None:
-        side = side_files_of(opened.side_files, opened.side_files)
-    if not side and not known.has_own_config:
-        side = side_files_of(place, directory)
+    if adapter is not None:
+        side = dict(adapter.files)
+    else:
+        side = _side_files(config or opened.side_files)
+        if not side and not known.has_own_config:
+            side = side_files_of(place, directory)
     if training is not None:
         # The omitted parts of the model's files are what the training state consists of.
         omitted = training.state.omitted
@@ -251,7 +260,33 @@ def _prepared(
         training=training,
         has_training_state=has_training_state,
         position_from=position.origin,
+        adapter=adapter,
     )
+
+
+def _side_files(directory: Path | None) -> dict[str, bytes]:
+    """Return the config and the tokenizer's files in *directory*; none without a directory."""
+    return side_files_of(directory, directory) if directory is not None else {}
+
+
+def _adapter(
+    source: Path,
+    directory: Path,
+    weights: Tensors,
+    adapters: AdapterBuilder | None,
+    config: Path | None,
+) -> AdapterModel | None:
+    """Return the model of the adapter in *directory*; None if it has none. Raises :class:`CheckpointUnusable`."""
+    if source.is_file() or not os.path.lexists(directory / layout.ADAPTER_MODEL):
+        return None
+    if adapters is None or config is not None:
+        raise CheckpointUnusable(
+            "an adapter is imported with its base, not with a config",
+            where=str(directory),
+            value=layout.ADAPTER_MODEL,
+            hint="name the directory of the base with --base",
+        )
+    return adapter_model(directory, weights.tensors, adapters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,13 +462,6 @@ def _located(source: Path) -> tuple[Path, Format]:
 
 def _importable(directory: Path) -> Format | None:
     """Return the format of a directory with weights; None if there are none. Raises :class:`CheckpointUnusable`."""
-    if os.path.lexists(directory / layout.ADAPTER_MODEL):
-        raise CheckpointUnusable(
-            "an adapter cannot be imported without its base, which it does not identify",
-            where=str(directory),
-            value=layout.ADAPTER_MODEL,
-            hint="use a recipe with the base and the peft section, and set init_from.path to this adapter",
-        )
     # Before detect(), which follows links: they must not lead out of the directory.
     _check_links(directory, lambda file: file.endswith(_WEIGHT_FILES))
     return detect(directory, follow_links=True, readable_only=True)

@@ -31,6 +31,11 @@ def list_parameters(directory: Path) -> list[ListedParameter]:
     """
     model = empty_model(directory, hint=_HINT)
     model.tie_weights()
+    return parameters_of(model)
+
+
+def parameters_of(model: nn.Module) -> list[ListedParameter]:
+    """Return the parameters of *model* that train, in the order of ``named_parameters()``, tied ones once."""
     without_decay: set[int] = set()
     for name, module in model.named_modules():
         for own_name, parameter in module.named_parameters(recurse=False):
@@ -39,6 +44,7 @@ def list_parameters(directory: Path) -> list[ListedParameter]:
                 without_decay.add(id(parameter))
     found: list[ListedParameter] = []
     for name, parameter in model.named_parameters():
-        decays = id(parameter) not in without_decay
-        found.append(ListedParameter(name, tuple(parameter.shape), decays))
+        if parameter.requires_grad:
+            decays = id(parameter) not in without_decay
+            found.append(ListedParameter(name, tuple(parameter.shape), decays))
     return found

@@ -34,6 +34,15 @@ checkpoint:
   checkpoint_dir: RUN
 """
 """The recipe for the runs of tests/fixtures/trainer/make.py, which other programs' fixtures can use, too."""
+ADAPTER = """
+tokenizer: null
+peft:
+  r: 2
+  alpha: 4
+  target_modules: [q_proj, v_proj]
+  modules_to_save: [model.norm]
+"""
+"""The section for the adapter of tests/fixtures/trainer/make.py."""
 SHARDED = (
     "--dataset.num_samples=40",
     "--step_scheduler.global_batch_size=4",
@@ -44,16 +53,27 @@ SHARDED = (
 
 
 def continued_losses(
-    source: Path, directory: Path, *overrides: str, config: Path | None = None, num_ranks: int = 1
+    source: Path,
+    directory: Path,
+    *overrides: str,
+    config: Path | None = None,
+    base: Path | None = None,
+    num_ranks: int = 1,
 ) -> dict[int, float]:
     """Import *source* with its training state into a run in *directory*, train to step 10, and return {step: loss}.
 
-    *config* is the directory of the model's config.json, by default *source*.
+    *config* is the directory of the model's config.json, by default *source*, and *base* that of an adapter's base.
     """
     directory.mkdir(exist_ok=True)
     run = directory / "run"
-    assert main(["import", str(source), str(run), "--training-state", "--json"]) == 0
+    command = ["import", str(source), str(run), "--training-state", "--json"]
+    if base is not None:
+        command += ["--base", str(base)]
+    assert main(command) == 0
     text = CONTINUED.replace("CONFIG", str(config or source)).replace("RUN", str(run))
+    if base is not None:
+        text = text.replace("from_config:", "from_pretrained:").replace(str(source), str(base))
+        text += ADAPTER
     recipe = write_recipe(directory, text)
     ranks.run(partial(train, recipe, *overrides), num_ranks, init=False)
     return losses_of(run)

@@ -39,6 +39,15 @@ checkpoint:
   checkpoint_dir: RUN
 """
 """The recipe for the runs of the maker script. CONFIG and RUN are replaced by directories."""
+_ADAPTER = """
+tokenizer: null
+peft:
+  r: 2
+  alpha: 4
+  target_modules: [q_proj, v_proj]
+  modules_to_save: [model.norm]
+"""
+"""The section for the adapter of the maker script."""
 # The Trainer's settings, and the recipe that corresponds to them.
 _VARIANTS = {
     "cosine with warm-up, 4 micro-batches, 22 samples": (["--num-samples", "22"], _RECIPE),
@@ -87,6 +96,26 @@ def checks(workplace: Workplace) -> Iterator[Check]:
             what = f"steps 6 to 10 continue here, {strategy} on {num_ranks} rank(s) ({name})"
             yield _compared(what, found, {step: expected[step] for step in range(6, 11)})
         yield _back(workplace, number, name, arguments, recipe.replace("CONFIG", str(source)))
+    yield from _adapter_checks(workplace)
+
+
+def _adapter_checks(workplace: Workplace) -> Iterator[Check]:
+    """Train an adapter with peft in the Trainer, and continue it here."""
+    made = workplace.directory / "adapter"
+    workplace.run_script(_MAKER, made, "--adapter")
+    source, base = made / "checkpoint-5", made / "base"
+    expected = _losses(made)
+    recipe = _RECIPE.replace("from_config: CONFIG", f"from_pretrained: {base}") + _ADAPTER
+    for num_ranks, strategy in _RANKS:
+        directory = workplace.directory / f"adapter-{num_ranks}-{strategy}"
+        _ckpt("import", source, directory / "run", "--training-state", "--base", base)
+        text = recipe.replace("RUN", str(directory / "run"))
+        _train(
+            workplace, directory, text, f"--distributed.strategy={strategy}", num_ranks=num_ranks
+        )
+        found = _losses_of(directory / "run")
+        what = f"its adapter of peft continues here, {strategy} on {num_ranks} rank(s)"
+        yield _compared(what, found, {step: expected[step] for step in range(6, 11)})
 
 
 def _back(workplace: Workplace, number: int, name: str, arguments: list[str], recipe: str) -> Check:
@@ -157,6 +186,6 @@ def _ckpt(*arguments: str | Path) -> None:
 PROGRAM = Program(
     "transformers Trainer",
     Environment("trainer", first=(TORCH,), then=("transformers==5.23.0", "accelerate", "peft")),
-    ("transformers", "accelerate"),
+    ("transformers", "accelerate", "peft"),
     checks,
 )

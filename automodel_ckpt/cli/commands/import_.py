@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from automodel_ckpt.cli.adapter_models import adapter_builder
 from automodel_ckpt.cli.arguments import add_checkpoint_name
 from automodel_ckpt.cli.model_parameters import parameters_in
 from automodel_ckpt.cli.terminal import coloured, print_path, printable, size_text, table
@@ -57,6 +58,11 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         help="directory of the Hugging Face model's config.json and tokenizer, for a source without them; the names of "
         "Megatron, and of torchtitan's Llama, are converted to those of this model",
     )
+    command.add_argument(
+        "--base",
+        metavar="DIR",
+        help="base model of an adapter: a directory, or a name on the Hub (default: the one that the adapter names)",
+    )
     command.add_argument("--dry-run", action="store_true", help="only print what would be imported")
 
 
@@ -90,7 +96,15 @@ def run(arguments: argparse.Namespace) -> int:
         parameters=parameters_in if arguments.training_state else None,
         names=None if arguments.names is None else Path(arguments.names),
         config=None if arguments.config is None else Path(arguments.config).expanduser(),
+        adapters=adapter_builder(arguments.base, Path(arguments.run)),
     )
+    if arguments.base is not None and planned.adapter is None:
+        raise RecipeError(
+            "--base is for adapters, and the source is a complete model",
+            where="--base",
+            value=arguments.base,
+            hint="remove --base",
+        )
     if not arguments.json:
         print("\n".join(_lines(planned)))
     if not arguments.dry_run:
@@ -120,6 +134,8 @@ def _document(planned: Import, dry_run: bool) -> dict[str, Any]:
         "has_training_state": planned.has_training_state,
         "absent": list(planned.absent),
         "left_out": list(planned.left_out),
+        "base": str(planned.adapter.base) if planned.adapter is not None else None,
+        "peft": dict(planned.adapter.section) if planned.adapter is not None else None,
     }
 
 
@@ -140,6 +156,14 @@ def _lines(planned: Import) -> Iterator[str]:
     rows.append(("not included", ", ".join(planned.absent)))
     if planned.left_out:
         rows.append(("not imported", ", ".join(planned.left_out)))
+    if planned.adapter is not None:
+        rows.append(("base", str(planned.adapter.base)))
+        rows.append(
+            (
+                "recipe",
+                f"model.from_pretrained: the base; peft: {json.dumps(planned.adapter.section)}",
+            )
+        )
     for line in table(rows):
         yield printable(line)
     run = shlex.quote(str(planned.run))

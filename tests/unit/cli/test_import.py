@@ -241,7 +241,7 @@ def config_link(path: Path) -> Path:
     ("make", "said"),
     [
         (lambda path: checkpoint_in(path, 20), "already a check"),
-        (adapter, "init_from.path"),
+        (adapter, "the adapter has no description"),
         (pickled, "name the file"),
         (lambda path: path, "nothing to import"),
         (taken, "already"),

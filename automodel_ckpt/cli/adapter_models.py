@@ -1,0 +1,97 @@
+"""The model of an adapter for ``ckpt import``; torch, transformers and peft are imported when it is built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from automodel_ckpt.errors import CheckpointUnusable
+
+if TYPE_CHECKING:
+    from automodel_ckpt.convert.adapter_import import AdapterBuilder, AdapterModel, AdapterSettings
+    from automodel_ckpt.models.adapter import Lora
+
+_MAX_NAMED = 5
+_NOT_FOUND = "the base of the adapter was not found"
+_HINT = "name the directory of the base that the adapter was trained on with --base"
+
+
+def adapter_builder(base: str | None, run: Path) -> AdapterBuilder:
+    """Return a function that builds the model of an adapter on the meta device, as a recipe builds it.
+
+    *base* is the directory or the name of the base on the Hub, by default the name that the adapter states. The files
+    of the base are read once for their digest, which each start of the *run* compares.
+    """
+
+    def build(settings: AdapterSettings) -> AdapterModel:
+        return _build(settings, base or settings.base, run)
+
+    return build
+
+
+def _build(settings: AdapterSettings, base: str, run: Path) -> AdapterModel:
+    from automodel_ckpt.checkpoint.hf_assets import tensor_specs
+    from automodel_ckpt.checkpoint.sources.base_maps import EXPECTED_TENSORS
+    from automodel_ckpt.convert.adapter_import import AdapterModel
+    from automodel_ckpt.convert.training_state import ModelParameter
+    from automodel_ckpt.models.adapter import Lora, add_adapters
+    from automodel_ckpt.models.build import base_directory
+    from automodel_ckpt.models.parameter_list import parameters_of
+    from automodel_ckpt.models.signature import empty_model
+    from automodel_ckpt.recipes.adapters import adapter_assets
+
+    directory = None
+    try:
+        directory = base_directory(base) if base else None
+    except (OSError, ValueError) as error:
+        _raise(_NOT_FOUND, base, str(error)[:300])
+    if directory is None:
+        _raise(_NOT_FOUND, base, "no such directory")
+    model = empty_model(directory, hint=_HINT)
+    model.tie_weights()
+    modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    wanted = (*settings.targets, *settings.saved)
+    if missing := [name for name in wanted if name not in modules]:
+        _raise("the base has no such layers", str(directory), ", ".join(missing[:_MAX_NAMED]))
+    lora = Lora(
+        r=settings.r,
+        alpha=settings.alpha,
+        dropout=settings.dropout,
+        target_modules=settings.targets,
+        modules_to_save=settings.saved,
+        use_dora=settings.use_dora,
+        use_rslora=settings.use_rslora,
+        bias=settings.bias,  # type: ignore[arg-type]
+        ensure_weight_tying=settings.ensure_weight_tying,
+    )
+    adapted = add_adapters(model, lora, task_type=settings.task_type)
+    assets = adapter_assets(
+        adapted.model, adapted, base, run=run, preprocessor=None, reads_base=True
+    )
+    # It belongs to the shards of a model, and the weights of an import are one file.
+    files = {name: data for name, data in assets.files.items() if name != EXPECTED_TENSORS}
+    shapes = {key: spec.shape for key, spec in tensor_specs(adapted.model).items()}
+    parameters = [ModelParameter(*listed) for listed in parameters_of(adapted.model)]
+    section = _section(lora, adapted.peft_config["target_modules"])
+    return AdapterModel(tuple(parameters), shapes, files, directory, section)
+
+
+def _section(lora: Lora, peft_targets: list[str] | str) -> dict[str, Any]:
+    """Return the ``peft`` section of a recipe with this adapter; *peft_targets* are suffixes of names, if possible."""
+    section: dict[str, Any] = {"r": lora.r, "alpha": lora.alpha}
+    targets = list(lora.target_modules)
+    if isinstance(peft_targets, list):
+        targets = peft_targets
+    section["target_modules"] = targets
+    default = type(lora)()
+    for name in ("dropout", "modules_to_save", "use_dora", "use_rslora", "bias"):
+        value = getattr(lora, name)
+        if value != getattr(default, name):
+            section[name] = value
+    if lora.modules_to_save:
+        section["ensure_weight_tying"] = lora.ensure_weight_tying
+    return section
+
+
+def _raise(what: str, where: str, value: str) -> NoReturn:
+    raise CheckpointUnusable(what, where=where, value=value, hint=_HINT)

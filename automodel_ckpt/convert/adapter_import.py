@@ -1,0 +1,257 @@
+"""An adapter of another program as a checkpoint of this program. Imports no torch.
+
+``adapter_config.json`` (peft 0.21, ``LoraConfig``) states the kind of an adapter, and the names in
+``adapter_model.safetensors`` state where it is: ``base_model.model.<layer>.lora_A.weight``. Only options that a
+recipe's ``peft`` section has are accepted. peft itself never reads the file: it imports modules that the file names
+(``megatron_core``), and evaluates its regular expressions.
+
+The command that imports builds the model with these settings, without memory, because the base and its layers decide
+the names and the order of the parameters.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.files.safe_open import read_safely
+from automodel_ckpt.checkpoint.slices import Tensor
+from automodel_ckpt.checkpoint.sources.model_files import is_tokenizer_file
+from automodel_ckpt.convert.sources.files import read_json
+from automodel_ckpt.convert.training_state import ModelParameter, Parameters
+from automodel_ckpt.errors import CheckpointUnusable
+
+_PREFIX = "base_model.model."
+_ADAPTER_PARTS = (
+    ".lora_A.",
+    ".lora_B.",
+    ".lora_embedding_A",
+    ".lora_embedding_B",
+    ".lora_magnitude_vector",
+)
+_BIASES = ("none", "all", "lora_only")
+_NAME = re.compile(r"[A-Za-z0-9_.]+", re.ASCII)
+_MAX_RANK = 1 << 16
+_MAX_SIDE_BYTES = 128 << 20
+_MAX_NAMED = 5
+# Options with any value: a recipe has them, or they do not affect the function that the adapter computes.
+_READ_OPTIONS = frozenset(
+    {
+        "auto_mapping",
+        "base_model_name_or_path",
+        "bias",
+        "ensure_weight_tying",
+        "exclude_modules",
+        "fan_in_fan_out",
+        "inference_mode",
+        "init_lora_weights",
+        "layers_pattern",
+        "layers_to_transform",
+        "lora_alpha",
+        "lora_dropout",
+        "megatron_core",
+        "modules_to_save",
+        "peft_type",
+        "peft_version",
+        "qalora_group_size",
+        "r",
+        "revision",
+        "target_modules",
+        "task_type",
+        "use_dora",
+        "use_rslora",
+    }
+)
+# Other ways of drawing an adapter (such as pissa) also change the weights of the base.
+_INITS = (True, False, "gaussian", "orthogonal")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSettings:
+    """The kind and the location of an adapter: fields of a recipe's ``peft`` section.
+
+    *targets* are the full names of the layers with an adapter, *saved* those of the modules that are trained in full.
+    *base* is the name of the base in the file: a directory or a name on the Hub, empty if the file has none.
+    """
+
+    r: int
+    alpha: int
+    dropout: float
+    targets: tuple[str, ...]
+    saved: tuple[str, ...]
+    use_dora: bool
+    use_rslora: bool
+    bias: str
+    ensure_weight_tying: bool
+    task_type: str | None
+    base: str
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterModel:
+    """A model with an adapter, as a recipe builds it.
+
+    *parameters* are those that train, in the order of ``named_parameters()``. *shapes* has the tensors of the adapter's
+    file by name. *files* are the side files of a checkpoint, by name. *base* is the directory of the base, and
+    *section* the ``peft`` section of a recipe that continues from the adapter.
+    """
+
+    parameters: tuple[ModelParameter, ...]
+    shapes: Mapping[str, tuple[int, ...]]
+    files: Mapping[str, bytes]
+    base: Path
+    section: Mapping[str, Any]
+
+    def parameters_in(self, _: Path) -> Parameters:
+        """Return a function that lists the parameters, whatever the directory of config.json is."""
+        return lambda: self.parameters
+
+
+AdapterBuilder = Callable[[AdapterSettings], AdapterModel]
+"""Builds the model of an adapter. The command that imports passes it: building needs torch, transformers and peft.
+
+It raises :class:`CheckpointUnusable` if the base is missing, or has no such layers.
+"""
+
+
+def adapter_model(
+    directory: Path, tensors: Mapping[str, Tensor], build: AdapterBuilder
+) -> AdapterModel:
+    """Return the model of the adapter in *directory*, whose file has the *tensors*.
+
+    Raises :class:`CheckpointUnusable` if the options are damaged, or a recipe has none of this kind, or if the tensors
+    are not those of the adapter.
+    """
+    model = build(_read_settings(directory, tensors))
+    _check_tensors(directory, tensors, model)
+    files = {**model.files, **_tokenizer_files(directory)}
+    return replace(model, files=files)
+
+
+def _read_settings(directory: Path, names: Iterable[str]) -> AdapterSettings:
+    path = directory / layout.ADAPTER_CONFIG
+    options = read_json(directory, layout.ADAPTER_CONFIG)
+    if options is None:
+        raise _unusable("the adapter has no description", path, "no such file")
+    _check_options(options, path)
+    targets, others = _modules_of(names, path)
+    saved_names = options.get("modules_to_save") or []
+    saved = [name for name in others if name.endswith(tuple(saved_names))]
+    return AdapterSettings(
+        r=options["r"],
+        alpha=options["lora_alpha"],
+        dropout=float(options.get("lora_dropout", 0.0)),
+        targets=tuple(targets),
+        saved=tuple(saved),
+        use_dora=bool(options.get("use_dora")),
+        use_rslora=bool(options.get("use_rslora")),
+        bias=options.get("bias", "none"),
+        ensure_weight_tying=bool(options.get("ensure_weight_tying")),
+        task_type=options.get("task_type"),
+        base=options.get("base_model_name_or_path") or "",
+    )
+
+
+def _check_options(options: Mapping[str, Any], path: Path) -> None:
+    """Raise :class:`CheckpointUnusable` for options that are damaged, or that the ``peft`` section does not have."""
+    if options.get("peft_type") != "LORA":
+        raise _unsupported("peft_type", options.get("peft_type"), path)
+    if options.get("init_lora_weights", True) not in _INITS:
+        raise _unsupported("init_lora_weights", options["init_lora_weights"], path)
+    for name, value in options.items():
+        if name not in _READ_OPTIONS and value:
+            raise _unsupported(name, value, path)
+    for name in ("r", "lora_alpha"):
+        value = options.get(name)
+        if type(value) is not int or not 0 < value <= _MAX_RANK:
+            raise _unusable(
+                "an option of the adapter is not a positive number", path, f"{name}: {value!r:.100}"
+            )
+    dropout = options.get("lora_dropout", 0.0)
+    if type(dropout) not in (int, float) or not 0 <= dropout < 1:
+        raise _unusable(
+            "an option of the adapter is damaged", path, f"lora_dropout: {dropout!r:.100}"
+        )
+    if options.get("bias", "none") not in _BIASES:
+        raise _unusable(
+            "an option of the adapter is damaged", path, f"bias: {options['bias']!r:.100}"
+        )
+    for name in ("task_type", "base_model_name_or_path"):
+        if not isinstance(options.get(name), str | None):
+            raise _unusable(
+                "an option of the adapter is damaged", path, f"{name}: {options[name]!r:.100}"
+            )
+    saved = options.get("modules_to_save")
+    is_names = isinstance(saved, list) and all(isinstance(name, str) and name for name in saved)
+    if saved is not None and not is_names:
+        raise _unusable(
+            "an option of the adapter is damaged", path, f"modules_to_save: {saved!r:.100}"
+        )
+
+
+def _modules_of(names: Iterable[str], path: Path) -> tuple[list[str], list[str]]:
+    """Return the full names of the layers with an adapter, and of the other modules in the adapter's file."""
+    targets: dict[str, None] = {}
+    others: dict[str, None] = {}
+    for name in names:
+        if not name.startswith(_PREFIX):
+            what = "a tensor of the adapter does not have one of peft's names"
+            raise _unusable(what, path.with_name(layout.ADAPTER_MODEL), name[:200])
+        # Patterns of the recipe's section are globs.
+        if _NAME.fullmatch(name) is None:
+            what = "a tensor of the adapter has a name that no module has"
+            raise _unusable(what, path.with_name(layout.ADAPTER_MODEL), repr(name[:200]))
+        inner = name.removeprefix(_PREFIX)
+        parts = [part for part in _ADAPTER_PARTS if part in inner]
+        if parts:
+            targets[inner.partition(parts[0])[0]] = None
+        else:
+            others[inner.rpartition(".")[0]] = None
+    return list(targets), list(others)
+
+
+def _check_tensors(directory: Path, tensors: Mapping[str, Tensor], model: AdapterModel) -> None:
+    """Raise :class:`CheckpointUnusable` unless the file has exactly the tensors of the model's adapter."""
+    lines: list[str] = []
+    for name in sorted({*tensors, *model.shapes}):
+        stored = list(tensors[name].shape) if name in tensors else "missing"
+        built = list(model.shapes[name]) if name in model.shapes else "no such tensor"
+        if stored != built:
+            lines.append(f"{name[:200]}: in the file {stored}, in the model {built}")
+    if lines:
+        raise CheckpointUnusable(
+            "the adapter's tensors are not those of an adapter on this base",
+            where=str(directory / layout.ADAPTER_MODEL),
+            value="\n    " + "\n    ".join(lines[:_MAX_NAMED]),
+            hint="name the directory of the base that it was trained on with --base; adapters whose embedding was "
+            "resized cannot be imported: start a run from them with init_from",
+        )
+
+
+def _tokenizer_files(directory: Path) -> dict[str, bytes]:
+    """Return the tokenizer's files beside the adapter."""
+    files: dict[str, bytes] = {}
+    for name in sorted(os.listdir(directory)):
+        if is_tokenizer_file(name) and (directory / name).is_file():
+            files[name] = read_safely(directory, name, limit=_MAX_SIDE_BYTES)
+    return files
+
+
+def _unsupported(option: str, value: object, path: Path) -> CheckpointUnusable:
+    return CheckpointUnusable(
+        "this kind of adapter cannot be imported, because a recipe has none like it",
+        where=str(path),
+        value=f"{option}: {value!r:.100}",
+        hint="merge it into its base with peft (merge_and_unload), and import the result",
+    )
+
+
+def _unusable(what: str, path: Path, value: object) -> CheckpointUnusable:
+    return CheckpointUnusable(
+        what, where=str(path), value=value, hint="restore the file from another copy"
+    )
