@@ -21,10 +21,11 @@ from automodel_ckpt.distributed.agree import raise_on_all_ranks
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.mesh_sizes import choose_strategy
 from automodel_ckpt.models.adapter import Adapted, Lora, add_adapters, copy_saved_modules
-from automodel_ckpt.models.build import base_directory
 from automodel_ckpt.models.fresh_base import make_base
 from automodel_ckpt.models.quantize import quantized_loading
+from automodel_ckpt.models.repository import base_directory
 from automodel_ckpt.recipes.deferred_model import DeferredModel
+from automodel_ckpt.recipes.repository import repository_options
 from automodel_ckpt.units import size_text
 
 log = logging.getLogger("automodel_ckpt")
@@ -61,6 +62,7 @@ def fresh_base(
             dtype=section.dtype,
             seed=seed,
             preprocessor=preprocessor,
+            repository=repository_options(section),
         ):
             log.info("the base model is stored in %s for later starts", directory)
 
@@ -106,12 +108,16 @@ def adapter_assets(
     adapted: Adapted,
     base_name: str,
     *,
+    revision: str | None = None,
     run: Path,
     preprocessor: Any,
     reads_base: bool,
 ) -> AdapterAssets:
-    """The files next to the adapters in a checkpoint. *reads_base*: compute the digest of the base, on rank 0."""
-    directory = base_directory(base_name)
+    """The files next to the adapters in a checkpoint.
+
+    *revision* is that of a base with a Hub name. *reads_base*: compute the digest of the base, on rank 0.
+    """
+    directory = base_directory(base_name, revision)
     tensors: dict[str, TensorSpec] = tensor_specs(model)
     identity: BaseIdentity | None = None
     if reads_base and directory is not None:
@@ -119,8 +125,12 @@ def adapter_assets(
         if identity.nbytes:
             read = size_text(identity.nbytes)
             log.info("read the base for its digest: %s in %.1f s, once", read, identity.seconds)
+    # peft loads this revision of the base.
+    peft_config = dict(adapted.peft_config)
+    if revision is not None:
+        peft_config["revision"] = revision
     return AdapterAssets(
-        adapted.peft_config,
+        peft_config,
         adapted.description,
         tensors=tensors,
         base=identity,

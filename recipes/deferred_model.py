@@ -28,7 +28,7 @@ from automodel_ckpt.convert.open import open_weights
 from automodel_ckpt.distributed.agree import gather_objects, raise_on_all_ranks
 from automodel_ckpt.distributed.parallelize import Materialise
 from automodel_ckpt.errors import CheckpointUnusable
-from automodel_ckpt.models.build import build_model, fetched_directory, fresh_dtype
+from automodel_ckpt.models.build import build_model, fetched_directory, fresh_dtype, uses_code
 from automodel_ckpt.models.hf_names import names_in_files
 from automodel_ckpt.models.meta_init import (
     InitialValues,
@@ -37,9 +37,11 @@ from automodel_ckpt.models.meta_init import (
     is_transient,
     on_meta,
 )
+from automodel_ckpt.models.repository import importing_code
 from automodel_ckpt.models.vocabulary import log_resized, set_size, vocabulary_names
 from automodel_ckpt.models.weight_matching import Names, Verdict, compare
 from automodel_ckpt.recipes.init_from import MODEL
+from automodel_ckpt.recipes.repository import repository_options
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -75,6 +77,7 @@ def build_deferred(
     section: ModelConfig,
     config: PreTrainedConfig,
     *,
+    base: str | None,
     auto_class: Any,
     seed: int,
     group: ProcessGroup | None,
@@ -84,6 +87,8 @@ def build_deferred(
 ) -> DeferredModel:
     """Build the model that a recipe's *section* describes. A collective; all ranks return the same kind of model.
 
+    *base* is the directory or Hub name of the weights: ``from_pretrained`` of the section, or ``peft.base_dir``; None:
+    fresh weights.
     A pretrained model has an embedding of *vocab_size* rows; None: as many as its files have. Each rank builds the
     complete model, with the number of rows of the files, if shards of it cannot be filled separately: if the files have
     other names than the model's tensors, or because of *needs_values* (a reason) or *loading* (further arguments of
@@ -94,7 +99,7 @@ def build_deferred(
     try:
         if needs_values or loading:
             raise NotDeferrable(needs_values or "its weights are changed while they are read")
-        deferred = _on_meta(section, _resized(config, vocab_size), auto_class, seed, group)
+        deferred = _on_meta(section, base, _resized(config, vocab_size), auto_class, seed, group)
     except NotDeferrable as error:
         reason = str(error)
     # If one rank cannot read the files (another cache), all ranks build the complete model.
@@ -103,7 +108,7 @@ def build_deferred(
         return deferred
     if len(reasons) > 1:
         log.info("each rank builds the complete model first: %s", next(filter(None, reasons)))
-    return DeferredModel(_complete(section, config, auto_class, loading))
+    return DeferredModel(_complete(section, base, config, auto_class, loading))
 
 
 def _resized(config: PreTrainedConfig, vocab_size: int | None) -> PreTrainedConfig:
@@ -115,6 +120,7 @@ def _resized(config: PreTrainedConfig, vocab_size: int | None) -> PreTrainedConf
 
 def _complete(
     section: ModelConfig,
+    base: str | None,
     config: PreTrainedConfig,
     auto_class: Any,
     loading: Mapping[str, Any] | None,
@@ -122,17 +128,19 @@ def _complete(
     return build_model(
         config,
         auto_class=auto_class,
-        from_pretrained=section.from_pretrained,
+        from_pretrained=base,
         dtype=section.dtype,
         attn_implementation=section.attn_implementation,
         allow_missing=section.allow_missing,
         allow_unexpected=section.allow_unexpected,
         loading=loading,
+        repository=repository_options(section),
     )
 
 
 def _on_meta(
     section: ModelConfig,
+    base: str | None,
     config: PreTrainedConfig,
     auto_class: Any,
     seed: int,
@@ -140,14 +148,15 @@ def _on_meta(
 ) -> DeferredModel:
     options: dict[str, Any] = {
         "dtype": fresh_dtype(config, section.dtype),
-        "trust_remote_code": False,
+        "trust_remote_code": uses_code(config, auto_class, repository_options(section)),
     }
     if section.attn_implementation is not None:
         options["attn_implementation"] = section.attn_implementation
 
     def build() -> Any:
         # transformers' from_config changes the config that it gets.
-        return on_meta(lambda: auto_class.from_config(copy.deepcopy(config), **options))
+        with importing_code(options["trust_remote_code"]):
+            return on_meta(lambda: auto_class.from_config(copy.deepcopy(config), **options))
 
     try:
         # Built twice: InitialValues needs one that nothing else changes, and the model is
@@ -162,8 +171,8 @@ def _on_meta(
             f"it cannot be built without memory ({type(error).__name__}: {error})"
         ) from error
     source = None
-    if section.from_pretrained is not None:
-        source = _Source(section.from_pretrained, model, config, section)
+    if base is not None:
+        source = _Source(base, model, config, section)
     return DeferredModel(model.train(), _materialiser(model, values, source, group))
 
 
@@ -213,7 +222,7 @@ class _Source:
         self, name: str, model: Any, config: PreTrainedConfig, section: ModelConfig
     ) -> None:
         dtype, self._new_rows = section.dtype, section.new_tokens
-        directory = fetched_directory(os.path.expanduser(name))
+        directory = fetched_directory(os.path.expanduser(name), section.revision)
         if directory is None:
             raise NotDeferrable("its files cannot be fetched, or are no safetensors")
         if getattr(config, "quantization_config", None) is not None:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from automodel_ckpt.checkpoint.hf_assets import HFAssets
+from automodel_ckpt.checkpoint.module_tensors import unwrap
 from automodel_ckpt.checkpoint.saving.side_files import Assets
 from automodel_ckpt.config.schema import CheckpointConfig, RecipeConfig, Target
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.build import base_directory
+from automodel_ckpt.models.repository import base_directory, code_directory
 from automodel_ckpt.recipes.adapters import adapter_assets
 from automodel_ckpt.recipes.trainable import Trainable
 
@@ -41,15 +42,22 @@ def export_assets(
             trainable.model,
             trainable.adapted,
             section.from_pretrained or peft.base_dir or "",
+            revision=section.revision,
             run=Path(config.checkpoint.checkpoint_dir),
             preprocessor=preprocessor,
             reads_base=reads_base,
         )
         return {"model": adapters}
-    base_dir = base_directory(section.from_pretrained) if section.from_pretrained else None
+    base_dir = None
+    if section.from_pretrained is not None:
+        base_dir = base_directory(section.from_pretrained, section.revision)
     declared = (*section.allow_missing, *section.allow_unexpected, *trainable.resized)
     assets = HFAssets.from_model(
-        trainable.model, tokenizer=preprocessor, base_dir=base_dir, declared=declared
+        trainable.model,
+        tokenizer=preprocessor,
+        base_dir=base_dir,
+        code_dir=code_directory(unwrap(trainable.model), section.revision),
+        declared=declared,
     )
     # Now, not at the first export: transformers rejects an invalid generation config when it saves.
     assets.validate()

@@ -30,7 +30,8 @@ from automodel_ckpt.config.schema import InitFromConfig, InitFromSource
 from automodel_ckpt.convert.open import Weights, open_weights
 from automodel_ckpt.distributed.agree import raise_on_all_ranks
 from automodel_ckpt.errors import CheckpointUnusable, Problem, RecipeError
-from automodel_ckpt.models.build import base_directory, fetched_directory, require_local
+from automodel_ckpt.models.build import fetched_directory, require_local
+from automodel_ckpt.models.repository import base_directory
 from automodel_ckpt.models.weight_matching import Names, Verdict, compare
 
 log = logging.getLogger("automodel_ckpt")
@@ -185,20 +186,29 @@ def _prefix(name: str) -> str:
     return name if not name or name.endswith(".") else f"{name}."
 
 
-def verify_base(name: str, level: Level, ranks: RankLayout, group: ProcessGroup | None) -> None:
+def verify_base(
+    name: str,
+    level: Level,
+    ranks: RankLayout,
+    group: ProcessGroup | None,
+    revision: str | None = None,
+) -> None:
     """Compare a base model that is an export with its manifest, before anything is read from it; other bases have none.
 
-    Called on all ranks, each of which reads its share. Raises :class:`CheckpointUnusable`, the same on all ranks.
+    *revision* is a branch, tag or commit of a Hub name. Called on all ranks, each of which reads its share. Raises
+    :class:`CheckpointUnusable`, the same on all ranks.
     """
 
     with raise_on_all_ranks(group):
-        problems = _base_problems(name, level, ranks)
+        problems = _base_problems(name, level, ranks, revision)
         if problems:
             raise CheckpointUnusable.all_of(problems)
 
 
-def _base_problems(name: str, level: Level, ranks: RankLayout) -> list[Problem]:
-    directory = base_directory(name)
+def _base_problems(
+    name: str, level: Level, ranks: RankLayout, revision: str | None
+) -> list[Problem]:
+    directory = base_directory(name, revision)
     if directory is None:
         return []
     export = find_export_manifest(directory, follow_links=True)
@@ -209,12 +219,12 @@ def _base_problems(name: str, level: Level, ranks: RankLayout) -> list[Problem]:
     return export.problems(only=present, level=level, rank=ranks.rank, num_ranks=ranks.world_size)
 
 
-def verify_side_files(name: str, level: Level) -> None:
+def verify_side_files(name: str, level: Level, revision: str | None = None) -> None:
     """Compare the small files of a directory that is an export (config, tokenizer, processor) with its manifest, before
     they are read. Every rank reads them all. Raises :class:`CheckpointUnusable`."""
     directory = None
     with contextlib.suppress(OSError, ValueError):  # no name of the Hub, which its reader reports
-        directory = base_directory(name)
+        directory = base_directory(name, revision)
     export = find_export_manifest(directory, follow_links=True) if directory is not None else None
     if directory is None or export is None:
         return

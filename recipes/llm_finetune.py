@@ -19,8 +19,10 @@ from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.data.packing import PackedDataset
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.build import first_line
+from automodel_ckpt.models.repository import asks_for_code, code_not_trusted, from_library_first
 from automodel_ckpt.recipes.preprocessors import find_preprocessor
 from automodel_ckpt.recipes.recipe import Recipe
+from automodel_ckpt.recipes.repository import preprocessor_options
 from automodel_ckpt.recipes.trainable import row_multiple
 
 log = logging.getLogger("automodel_ckpt")
@@ -58,9 +60,13 @@ class LLMFinetune(Recipe):
         name, where = find_preprocessor(self.config, "tokenizer")
         if name is None:
             return None
+        repository = preprocessor_options(self.config, name)
         try:
-            return AutoTokenizer.from_pretrained(os.path.expanduser(name), trust_remote_code=False)
+            read: Any = AutoTokenizer.from_pretrained
+            return from_library_first(read, os.path.expanduser(name), repository)
         except Exception as error:  # for some files, the tokenizers library raises Exception itself
+            if asks_for_code(error):
+                raise code_not_trusted("tokenizer", name, where, repository) from error
             raise RecipeError(
                 "the tokenizer cannot be read",
                 where=where,

@@ -7,6 +7,7 @@ from typing import Literal
 from automodel_ckpt.config.schema import ModelConfig, RecipeConfig
 from automodel_ckpt.models.build import require_local
 from automodel_ckpt.recipes.init_from import verify_side_files
+from automodel_ckpt.recipes.repository import preprocessor_options
 
 
 def find_preprocessor(
@@ -22,5 +23,6 @@ def find_preprocessor(
         name, where = config.model.from_pretrained, "model.from_pretrained"
     if name is not None:
         require_local(name, where)
-        verify_side_files(name, config.checkpoint.verify)
+        revision = preprocessor_options(config, name).revision
+        verify_side_files(name, config.checkpoint.verify, revision)
     return name, where

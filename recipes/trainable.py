@@ -48,7 +48,6 @@ from automodel_ckpt.distributed.tensor_parallel import check_heads
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.adapter import Adapted, why_whole
 from automodel_ckpt.models.build import (
-    base_directory,
     check_attention,
     check_complete,
     check_context,
@@ -64,6 +63,7 @@ from automodel_ckpt.models.forward import forward_parameters
 from automodel_ckpt.models.loss_head import LossHead, ModuleLossHead, install_loss_head
 from automodel_ckpt.models.pipeline_stage import check_stages
 from automodel_ckpt.models.quantize import check_not_quantized
+from automodel_ckpt.models.repository import base_directory
 from automodel_ckpt.models.routers import (
     RouterSettings,
     check_router_loss,
@@ -82,6 +82,7 @@ from automodel_ckpt.recipes.context_parallel import divide_rows
 from automodel_ckpt.recipes.deferred_model import DeferredModel, build_deferred, layout_in_files
 from automodel_ckpt.recipes.init_from import verify_base
 from automodel_ckpt.recipes.pipeline import FromTokens, PipelineStage, log_idle_share, split_stages
+from automodel_ckpt.recipes.repository import repository_options
 from automodel_ckpt.recipes.row_sharing import Rows, choose_row_layout
 from automodel_ckpt.training.router_loss import RouterLoss
 
@@ -192,6 +193,9 @@ def read_model_config(
         from_config=section.from_config,
         tokenizer=tokenizer,
         processor=preprocessor,
+        overrides=section.config_overrides,
+        repository=repository_options(section),
+        auto_class=auto_class,
     )
     check_task(found, auto_class)
     size = wanted_size(section.vocab_size, tokenizer)
@@ -307,11 +311,12 @@ class _TrainableBuilder:
         if base is not None:
             # A dry run reads no weights.
             level = "size" if self.is_dry_run else self.config.checkpoint.verify
-            verify_base(base, level, self.layout, self.layout.gloo_group)
+            verify_base(base, level, self.layout, self.layout.gloo_group, section.revision)
         peft = self.config.peft
         return build_deferred(
-            replace(section, from_pretrained=base),
+            section,
             self.model_config,
+            base=base,
             auto_class=self.auto_class,
             seed=self.config.seed,
             group=self.layout.gloo_group,
@@ -353,7 +358,9 @@ class _TrainableBuilder:
             return _Changed(deferred)
         num_base_rows = self._num_base_rows(model)
         resized = self._resize(model, section)
-        directory = base_directory(section.from_pretrained) if section.from_pretrained else None
+        directory = None
+        if section.from_pretrained is not None:
+            directory = base_directory(section.from_pretrained, section.revision)
         # Before adapters and sharding, which change names and shapes.
         names = layout_in_files(model, directory)
         set_stored_layout(model, names)

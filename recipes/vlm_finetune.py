@@ -21,10 +21,12 @@ from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.errors import Problem, RecipeError
 from automodel_ckpt.models.build import first_line
 from automodel_ckpt.models.processor import read_processor
+from automodel_ckpt.models.repository import asks_for_code, code_not_trusted
 from automodel_ckpt.models.vision import image_token_ids
 from automodel_ckpt.recipes.loop import TrainingLoop
 from automodel_ckpt.recipes.preprocessors import find_preprocessor
 from automodel_ckpt.recipes.recipe import Recipe
+from automodel_ckpt.recipes.repository import preprocessor_options
 from automodel_ckpt.recipes.trainable import row_multiple
 
 
@@ -71,9 +73,12 @@ class VLMFinetune(Recipe):
                 value=None,
                 hint="give processor.from_pretrained, or a builder in processor._target_",
             )
+        repository = preprocessor_options(self.config, name)
         try:
-            processor = read_processor(os.path.expanduser(name))
+            processor = read_processor(os.path.expanduser(name), repository)
         except Exception as error:  # damaged files make transformers raise anything
+            if asks_for_code(error):
+                raise code_not_trusted("processor", name, where, repository) from error
             raise RecipeError(
                 "the processor cannot be read",
                 where=where,

@@ -31,6 +31,7 @@ from automodel_ckpt.checkpoint.sources.base_maps import (
     BaseMaps,
 )
 from automodel_ckpt.checkpoint.sources.model_files import (
+    CODE_FILES,
     GENERATION_CONFIG,
     MODEL_FILES,
     TOKENIZER_FILES,
@@ -67,7 +68,8 @@ class HFAssets:
 
     *config* and *generation_config* are transformers' objects, *tokenizer* a tokenizer or processor (None: none).
     *base_dir* is the local directory that the model was loaded from. *tensors* are those that the model stores; *tied*
-    maps each other name to the stored one it shares its memory with. *declared* are names, or globs over them, of
+    maps each other name to the stored one it shares its memory with. *code_dir* has the Python files that define the
+    model's class, if transformers does not define it. *declared* are names, or globs over them, of
     tensors that differ from the base's intentionally: new, resized or omitted.
     """
 
@@ -78,6 +80,7 @@ class HFAssets:
         generation_config: Any = None,
         tokenizer: Any = None,
         base_dir: Path | str | None = None,
+        code_dir: Path | None = None,
         architecture: str | None = None,
         tensors: Mapping[str, TensorSpec] | None = None,
         tied: Mapping[str, str] | None = None,
@@ -86,6 +89,7 @@ class HFAssets:
         self._config, self._generation_config = config, generation_config
         self._tokenizer = tokenizer
         self._base_dir = Path(base_dir) if base_dir is not None else None
+        self._code_dir = code_dir
         self._architecture = architecture
         self._tensors = dict(tensors or {})
         self._tied = dict(tied or {})
@@ -98,9 +102,13 @@ class HFAssets:
         *,
         tokenizer: Any = None,
         base_dir: Path | str | None = None,
+        code_dir: Path | None = None,
         declared: Iterable[str] = (),
     ) -> HFAssets:
-        """The assets of a transformers model, sharded or not; *base_dir* None: not from a local directory."""
+        """The assets of a transformers model, sharded or not; *base_dir* None: not from a local directory.
+
+        *code_dir* has the Python files of a class that transformers does not define.
+        """
         from automodel_ckpt.checkpoint.module_tensors import complete_state, unwrap
 
         inner: Any = unwrap(model)
@@ -113,6 +121,7 @@ class HFAssets:
             generation_config=generation_config,
             tokenizer=tokenizer,
             base_dir=base_dir,
+            code_dir=code_dir,
             # fully_shard puts a subclass with this prefix in the place of the model's class.
             architecture=type(inner).__name__.removeprefix("FSDP"),
             tensors=tensor_specs(inner),
@@ -204,6 +213,9 @@ class HFAssets:
             code = main_dtype(sizes)
             if code is not None:
                 config.dtype = TORCH_NAMES[code]
+        references = getattr(config, "auto_map", None)
+        if isinstance(references, Mapping):
+            config.auto_map = _local_references(references, self._copied())
         return str(config.to_json_string()).encode()
 
     def _generated(self) -> dict[str, bytes]:
@@ -214,10 +226,13 @@ class HFAssets:
             return read_files(Path(directory), ("*",)) | self.tokenizer_files()
 
     def _copied(self) -> dict[str, bytes]:
-        """The base's own files, unchanged; empty without a base."""
-        if self._base_dir is None:
-            return {}
-        return read_files(self._base_dir, (*MODEL_FILES, GENERATION_CONFIG))
+        """The base's own files, unchanged, and the code of the model's class; empty without both."""
+        files: dict[str, bytes] = {}
+        if self._code_dir is not None:
+            files |= read_files(self._code_dir, CODE_FILES)
+        if self._base_dir is not None:
+            files |= read_files(self._base_dir, (*MODEL_FILES, GENERATION_CONFIG))
+        return files
 
     @functools.cached_property
     def _tokenizer_directory(self) -> Path | None:
@@ -313,6 +328,20 @@ class HFAssets:
             if others:
                 message = "Exports will differ from the base: %d tensors %s: %s"
                 log.warning(message, len(others), kind, others[:5])
+
+
+def _local_references(references: Mapping[str, Any], files: Iterable[str]) -> dict[str, Any]:
+    """*references* to Python classes (``auto_map``) without the name of a repository, if *files* contain the module.
+
+    For a model of the Hub, transformers changes ``module.Class`` to ``owner/name--module.Class``.
+    """
+    local: dict[str, Any] = {}
+    for auto_class, reference in references.items():
+        local[auto_class] = reference
+        _, separator, name = str(reference).rpartition("--")
+        if separator and f"{name.rpartition('.')[0]}.py" in files:
+            local[auto_class] = name
+    return local
 
 
 def _split_by_size(tensors: Mapping[str, TensorSpec]) -> dict[str, int]:

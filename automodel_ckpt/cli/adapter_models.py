@@ -35,8 +35,8 @@ def _build(settings: AdapterSettings, base: str, run: Path) -> AdapterModel:
     from automodel_ckpt.convert.adapter_import import AdapterModel
     from automodel_ckpt.convert.training_state import ModelParameter
     from automodel_ckpt.models.adapter import Lora, add_adapters
-    from automodel_ckpt.models.build import base_directory
     from automodel_ckpt.models.parameter_list import parameters_of
+    from automodel_ckpt.models.repository import base_directory
     from automodel_ckpt.models.signature import empty_model
     from automodel_ckpt.recipes.adapters import adapter_assets
 

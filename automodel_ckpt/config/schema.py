@@ -129,7 +129,15 @@ class ModelConfig:
     from_pretrained: str | None = None
     """Directory or Hub name of the pretrained Hugging Face model."""
     from_config: dict[str, Any] | str | None = None
-    """Train from scratch: a transformers config (a mapping with model_type) or the path of a config.json."""
+    """Train from scratch: a transformers config (a mapping with model_type), the path of a config.json or of its
+    directory, or a Hub name."""
+    revision: str | None = setting(None, NOT_EMPTY)
+    """Branch, tag or commit of the Hub name in from_pretrained or from_config; null: the main branch."""
+    trust_remote_code: bool = False
+    """Allow the model's repository to supply its code, for types that transformers does not include. Has an effect only
+    with --trust trust_remote_code on the command line."""
+    config_overrides: dict[str, Any] = field(default_factory=dict)
+    """Settings that replace those of the model's config.json, such as {text_config: {attention_dropout: 0.1}}."""
     dtype: Literal["float32", "bfloat16", "float16", "float64", "auto"] = "float32"
     """Data type of the parameters; auto uses the type in the model's config.json."""
     attn_implementation: str | None = None
@@ -172,6 +180,13 @@ class ModelConfig:
             lambda model: model.from_pretrained is not None,
             "no weights are read without from_pretrained",
             "remove the key; for the weights of init_from, set init_from.allow_missing or init_from.allow_unexpected",
+        ),
+        Condition(
+            ("revision", "trust_remote_code"),
+            ("from_pretrained", "from_config"),
+            lambda model: model.from_pretrained is not None or isinstance(model.from_config, str),
+            "the config is given in the recipe, not read from a repository",
+            "remove the key, or set from_pretrained or from_config to a Hub name",
         ),
     )
 

@@ -34,6 +34,7 @@ from automodel_ckpt.config.trust import (
     check_name,
     import_failure,
     is_within,
+    record_remote_code,
     resolve,
     resolve_entry,
     trust_hint,
@@ -140,6 +141,7 @@ def check_targets(loaded: LoadedRecipe, trust: Trust) -> LoadedRecipe:
         RecipeError: with all problems found.
     """
     _check_names(loaded, trust)
+    record_remote_code(trust)
     tree = loaded.tree.copy()
     checker = _Checker(tree, type(loaded.config), trust)
     config = checker.convert(loaded.config, "", ())
@@ -199,6 +201,8 @@ def _remote_code(loaded: LoadedRecipe) -> Iterator[Problem]:
         parts = key.split(".")
         # Everything else counts as true: transformers would take the text no as true.
         runs_code = parts[-1] == REMOTE_CODE and value is not None and value is not False
+        # This key runs no code without trust: the recipe asks trusts_remote_code() when it reads the model.
+        runs_code = runs_code and key != f"model.{REMOTE_CODE}"
         if isinstance(value, str) and "/" in value:
             runs_code = runs_code or not set(parts).isdisjoint(_KERNELS)
         if runs_code:

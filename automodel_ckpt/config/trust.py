@@ -20,7 +20,7 @@ from typing import Any
 
 from automodel_ckpt.config import allowlist
 from automodel_ckpt.config.allowlist import CUSTOM
-from automodel_ckpt.config.bind import closest
+from automodel_ckpt.config.bind import REMOTE_CODE, closest
 from automodel_ckpt.user_code import location_in_user_code, register_user_code
 
 ENVIRONMENT = "AUTOMODEL_CKPT_TRUST"
@@ -30,6 +30,10 @@ LIBRARIES = ("torch", "transformers", "datasets", "peft", "automodel_ckpt")
 _NEVER = sys.stdlib_module_names | {"builtins", "__main__"}
 
 Entry = allowlist.Exact | allowlist.ClassesOf
+
+
+_trusts_remote_code: bool | None = None
+"""Whether code of model repositories is trusted; None before :func:`record_remote_code` is called."""
 
 
 class Rejected(Exception):
@@ -61,6 +65,25 @@ class Trust:
         resolved = path.resolve()
         trusted = {Path(name).resolve() for name in self.names}
         return not trusted.isdisjoint([resolved, *resolved.parents])
+
+
+def record_remote_code(trust: Trust) -> None:
+    """Record whether code of model repositories is trusted, for this process and the ranks forked from it."""
+    global _trusts_remote_code
+    _trusts_remote_code = REMOTE_CODE in trust.names
+    if _trusts_remote_code:
+        # The package that transformers imports such code into.
+        register_user_code("transformers_modules")
+
+
+def trusts_remote_code() -> bool:
+    """Whether the user trusts code of model repositories, by ``--trust trust_remote_code`` or the environment.
+
+    A recipe file cannot change the answer. It is that of the last :func:`record_remote_code`, or of the environment.
+    """
+    if _trusts_remote_code is not None:
+        return _trusts_remote_code
+    return REMOTE_CODE in Trust().names
 
 
 def is_within(name: str, packages: Iterable[str]) -> bool:

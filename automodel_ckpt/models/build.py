@@ -29,14 +29,25 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from automodel_ckpt.errors import Problem, RecipeError
+from automodel_ckpt.models.config_overrides import merged_config
 from automodel_ckpt.models.forward import attention_of
 from automodel_ckpt.models.quantize import cast_to, dequantized
+from automodel_ckpt.models.repository import (
+    RepositoryOptions,
+    base_directory,
+    check_code,
+    check_revision,
+    config_needs_code,
+    importing_code,
+    model_needs_code,
+)
 from automodel_ckpt.models.vision import PARTS, image_settings, parameters_of
 from automodel_ckpt.models.weight_matching import Verdict
 
 log = logging.getLogger(__name__)
 
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_MAIN_REVISION = RepositoryOptions()
 
 
 def load_model_config(
@@ -45,18 +56,26 @@ def load_model_config(
     from_config: Mapping[str, Any] | str | None = None,
     tokenizer: Any = None,
     processor: Any = None,
+    overrides: Mapping[str, Any] | None = None,
+    repository: RepositoryOptions = _MAIN_REVISION,
+    auto_class: Any = None,
 ) -> PreTrainedConfig:
     """Read or create the transformers configuration of the model, without reading weights.
 
     If a *from_config* mapping does not set them, ``vocab_size`` and the ids of special tokens come from *tokenizer*,
-    and the ids of image tokens from *processor*. Raises :class:`RecipeError` for a missing or unreadable configuration,
-    and for settings that this type of model does not have.
+    and the ids of image tokens from *processor*. *overrides* are settings that replace those of the config; they may be
+    nested. *auto_class* is the class of transformers that will build the model; None: no check of its code.
+
+    Raises :class:`RecipeError` for a missing or unreadable configuration, for settings that this type of model does not
+    have, and for a model whose code is in its repository, unless *repository* allows to run it.
     """
+    changes = overrides or {}
     if from_pretrained is not None:
-        return _read_config(from_pretrained, "model.from_pretrained")
+        where = "model.from_pretrained"
+        return _read_config(from_pretrained, where, changes, repository, auto_class)
     if isinstance(from_config, str):
-        return _read_config(from_config, "model.from_config")
-    return _config_from_mapping(dict(from_config or {}), tokenizer, processor)
+        return _read_config(from_config, "model.from_config", changes, repository, auto_class)
+    return _config_from_mapping(dict(from_config or {}), tokenizer, processor, changes)
 
 
 def require_local(name: str, where: str) -> None:
@@ -71,40 +90,31 @@ def require_local(name: str, where: str) -> None:
         )
 
 
-def base_directory(name: str) -> Path | None:
-    """The local directory of a pretrained model's files: *name*, or its directory in the Hub's cache, or None."""
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path
-    found = cached_file(
-        name, "config.json", local_files_only=True, _raise_exceptions_for_missing_entries=False
-    )
-    return Path(found).parent if found else None
-
-
-def fetched_directory(name: str) -> Path | None:
+def fetched_directory(name: str, revision: str | None = None) -> Path | None:
     """Fetch the weights of a Hub name into the cache, if necessary, and return their local directory.
 
-    Returns None if they are not available as safetensors. If several ranks of a node fetch, they wait for each other.
+    *revision* is a branch, tag or commit of a Hub name; None: the main branch. Returns None if they are not
+    available as safetensors. If several ranks of a node fetch, they wait for each other.
     """
     if Path(name).expanduser().is_dir():
-        return base_directory(name)
+        return base_directory(name, revision)
     try:
         # If the files are not in the cache, they cannot be read in parts, and each rank would build
         # the complete model.
-        index = _fetched(name, SAFE_WEIGHTS_INDEX_NAME)
+        index = _fetched(name, SAFE_WEIGHTS_INDEX_NAME, revision)
         if index is not None:
-            get_checkpoint_shard_files(name, index)  # type: ignore[no-untyped-call]
-        elif _fetched(name, SAFE_WEIGHTS_NAME) is None:
+            get_files: Any = get_checkpoint_shard_files
+            get_files(name, index, revision=revision)
+        elif _fetched(name, SAFE_WEIGHTS_NAME, revision) is None:
             return None
     except (OSError, ValueError):
         return None
-    return base_directory(name)
+    return base_directory(name, revision)
 
 
-def _fetched(name: str, file: str) -> str | None:
+def _fetched(name: str, file: str, revision: str | None) -> str | None:
     """The path of a *file* of a Hub name in the cache, fetched if necessary; None if the model has no such file."""
-    return cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+    return cached_file(name, file, revision=revision, _raise_exceptions_for_missing_entries=False)
 
 
 def _nearest_directory(path: Path) -> str:
@@ -116,13 +126,50 @@ def _nearest_directory(path: Path) -> str:
     return f"{hint}use a directory with a config.json, or a model of the Hugging Face Hub"
 
 
-def _read_config(name: str, where: str) -> PreTrainedConfig:
+def _read_config(
+    name: str,
+    where: str,
+    overrides: Mapping[str, Any],
+    repository: RepositoryOptions,
+    auto_class: Any,
+) -> PreTrainedConfig:
     require_local(name, where)
+    check_revision(name, repository)
+    config, content = _config_of(name, where, repository)
+    if overrides:
+        merged = merged_config(content, config, overrides)
+        try:
+            changed = type(config).from_dict(merged)
+        except (ValueError, TypeError, ZeroDivisionError, StrictDataclassError) as error:
+            raise _rejected(config.model_type, "model.config_overrides", error) from error
+        changed.name_or_path = config.name_or_path
+        config = changed
+    needs_code = config_needs_code(content) or model_needs_code(config, auto_class)
+    references = content.get("auto_map")
+    check_code(
+        name, where, references, repository, is_needed=needs_code, kind=content.get("model_type")
+    )
+    return config
+
+
+def _config_of(
+    name: str, where: str, repository: RepositoryOptions
+) -> tuple[PreTrainedConfig, dict[str, Any]]:
+    """The config of a directory or Hub name, and the content of its config.json."""
+    path = os.path.expanduser(name)
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(
-            os.path.expanduser(name), trust_remote_code=False
-        )
-        return config
+        content, _ = PreTrainedConfig.get_config_dict(path, revision=repository.revision)
+        needs_code = config_needs_code(content)
+        if needs_code and not repository.runs_code:
+            kind = content.get("model_type")
+            check_code(name, where, None, repository, is_needed=True, kind=kind)
+        with importing_code(needs_code):
+            config: PreTrainedConfig = AutoConfig.from_pretrained(
+                path, trust_remote_code=needs_code, revision=repository.revision
+            )
+        return config, content
+    except RecipeError:
+        raise
     except Exception as error:  # transformers raises many classes for damaged files
         raise RecipeError(
             "the model's configuration cannot be read",
@@ -134,7 +181,7 @@ def _read_config(name: str, where: str) -> PreTrainedConfig:
 
 
 def _config_from_mapping(
-    settings: dict[str, Any], tokenizer: Any, processor: Any
+    settings: dict[str, Any], tokenizer: Any, processor: Any, overrides: Mapping[str, Any]
 ) -> PreTrainedConfig:
     model_type = settings.pop("model_type", None)
     config_class = _config_class(model_type)
@@ -142,14 +189,19 @@ def _config_from_mapping(
         default = config_class()
         settings = _completed(settings, default, tokenizer, processor)
         _check_known(settings, default)
+        settings = merged_config(settings, default, overrides)
         return config_class(**copy.deepcopy(settings))
     except (ValueError, TypeError, ZeroDivisionError, StrictDataclassError) as error:
-        raise RecipeError(
-            f"transformers rejects this configuration of a {model_type} model",
-            where="model.from_config",
-            value=first_line(error, 3),
-            hint="correct the value; the settings are those of the model type's config.json",
-        ) from error
+        raise _rejected(model_type, "model.from_config", error) from error
+
+
+def _rejected(model_type: object, where: str, error: Exception) -> RecipeError:
+    return RecipeError(
+        f"transformers rejects this configuration of a {model_type} model",
+        where=where,
+        value=first_line(error, 3),
+        hint="correct the value; the settings are those of the model type's config.json",
+    )
 
 
 def _config_class(model_type: object) -> type[PreTrainedConfig]:
@@ -271,29 +323,36 @@ def build_model(
     allow_missing: Sequence[str] = (),
     allow_unexpected: Sequence[str] = (),
     loading: Mapping[str, Any] | None = None,
+    repository: RepositoryOptions = _MAIN_REVISION,
 ) -> nn.Module:
     """Build the model of *config* on the CPU, in training mode, with weights from files or from torch's generator.
 
     *auto_class* is the class of transformers that builds it. *dtype* is the name of a torch dtype, or ``auto``: that of
     the files or of the configuration. *config* is not changed. *allow_missing* and *allow_unexpected* are globs of
-    weights that the files, or the model, may lack. *loading* are further arguments of ``from_pretrained``.
+    weights that the files, or the model, may lack. *loading* are further arguments of ``from_pretrained``. *repository*
+    is how the config was read.
 
     Raises :class:`RecipeError` if the weights cannot be read or do not match the model, or if transformers does not
     have such a model.
     """
     # Never None, with which transformers asks on the terminal whether to run the repository's code.
-    options: dict[str, Any] = {"trust_remote_code": False}
+    options: dict[str, Any] = {"trust_remote_code": uses_code(config, auto_class, repository)}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
     with _build_errors(from_pretrained, attn_implementation):
         if from_pretrained is None:
             options["dtype"] = fresh_dtype(config, dtype)
             # from_config changes the configuration that it is given.
-            model: nn.Module = auto_class.from_config(copy.deepcopy(config), **options)
+            with importing_code(options["trust_remote_code"]):
+                model: nn.Module = auto_class.from_config(copy.deepcopy(config), **options)
         else:
             options["dtype"] = "auto" if dtype == "auto" else getattr(torch, dtype)
             # transformers' own error would not name all tensors; differences are checked below.
             options["ignore_mismatched_sizes"] = True
+            # The given one may have other settings than the file.
+            options["config"] = copy.deepcopy(config)
+            if repository.revision is not None:
+                options["revision"] = repository.revision
             if not loading:
                 options |= dequantized(config)
             model, differences = _read_model(
@@ -331,6 +390,11 @@ def _build_errors(from_pretrained: str | None, attn_implementation: str | None) 
         raise RecipeError(
             "the model cannot be built", where="model", value=value, hint=hint
         ) from error
+
+
+def uses_code(config: PreTrainedConfig, auto_class: Any, repository: RepositoryOptions) -> bool:
+    """Whether *auto_class* may import the class of the model from its repository, because transformers has none."""
+    return repository.runs_code and model_needs_code(config, auto_class)
 
 
 def _damaged_file(name: str) -> str:

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 from automodel_ckpt.durable_io import fsync_directory, fsync_file
 from automodel_ckpt.errors import RecipeError, os_problem
 from automodel_ckpt.models.build import build_model
+from automodel_ckpt.models.repository import RepositoryOptions, code_directory
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -29,6 +30,7 @@ def make_base(
     dtype: str,
     seed: int,
     preprocessor: Any,
+    repository: RepositoryOptions,
 ) -> bool:
     """Create a Hugging Face directory with a model of *config* and weights drawn from *seed*, unless it exists.
 
@@ -42,7 +44,7 @@ def make_base(
         partial = directory.with_name(f".{directory.name}.partial-{uuid.uuid4().hex}")
         partial.mkdir(parents=True)
         try:
-            _fill(partial, config, auto_class, dtype, seed, preprocessor)
+            _fill(partial, config, auto_class, dtype, seed, preprocessor, repository)
             partial.rename(directory)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
@@ -61,12 +63,17 @@ def _fill(
     dtype: str,
     seed: int,
     preprocessor: Any,
+    repository: RepositoryOptions,
 ) -> None:
     with torch.random.fork_rng(devices=[]):
         # fork_rng restores the CPU generator only, so the accelerators' generators must not be seeded.
         torch.default_generator.manual_seed(seed)
-        model: Any = build_model(config, auto_class=auto_class, dtype=dtype)
+        model: Any = build_model(config, auto_class=auto_class, dtype=dtype, repository=repository)
     model.save_pretrained(directory)
+    code = code_directory(model, repository.revision)
+    if code is not None:
+        for path in code.glob("*.py"):
+            shutil.copyfile(path, directory / path.name)
     if preprocessor is not None:
         preprocessor.save_pretrained(directory)
     # Before the rename: after a power failure, the final name must not contain empty files.

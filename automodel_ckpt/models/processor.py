@@ -20,17 +20,23 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from transformers.utils.hub import cached_file
 from transformers.utils.import_utils import is_torchvision_available
 
+from automodel_ckpt.models.repository import RepositoryOptions, from_library_first
+
 log = logging.getLogger("automodel_ckpt")
 
 _AUTO: Any = AutoProcessor  # its class methods have no annotations
 _VIDEOS = "video_processor"
+_MAIN_REVISION = RepositoryOptions()
 
 
-def read_processor(name: str) -> Any:
-    """The processor of a directory or Hub name; without its part for videos, as the log then says, where that needs
-    torchvision and it is missing. Raises OSError, ValueError or ImportError where there is none."""
+def read_processor(name: str, repository: RepositoryOptions = _MAIN_REVISION) -> Any:
+    """Read the processor of a directory or Hub name.
+
+    Without torchvision, it has no part for videos, which is then logged. A class of its repository is used only if
+    transformers has none and *repository* allows it. Raises OSError, ValueError or ImportError if there is none.
+    """
     try:
-        return _AUTO.from_pretrained(name, trust_remote_code=False)
+        return from_library_first(_AUTO.from_pretrained, name, repository)
     except (ImportError, OSError) as error:
         processor_class = None if is_torchvision_available() else _class_of(name)
         if processor_class is None or _VIDEOS not in processor_class.get_attributes():

@@ -576,6 +576,14 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "model": Observed(model, f"{{_target_: {__name__}.some_model}}"),
     "model.from_pretrained": Observed(model, "other", PRETRAINED, before="plain", files=pretrained),
     "model.from_config": Observed(model, f"{{{TINY}, vocab_size: 32}}"),
+    "model.revision": Observed(
+        model, "v2", ("--model.from_pretrained=plain", *PRETRAINED), files=pretrained
+    ),
+    "model.trust_remote_code": Proven(
+        "tests/contract/test_remote_code.py::test_the_recipe_alone_runs_no_code_of_a_repository",
+        "true",
+    ),
+    "model.config_overrides": Observed(model, "{hidden_size: 16}"),
     "model.dtype": Observed(model, "bfloat16"),
     "model.attn_implementation": Observed(model, "eager"),
     "model.freeze": Observed(model, "['*embed_tokens*']"),

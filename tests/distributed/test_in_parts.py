@@ -35,7 +35,13 @@ def shared_out(name: str, section: ModelConfig, config: Any, **options: Any) -> 
     """A model of the layout *name*; of ``single`` all of it, without any cut."""
     how, sizes = LAYOUTS[name]
     deferred = build_deferred(
-        section, config, auto_class=AutoModelForCausalLM, seed=5, group=dist.group.WORLD, **options
+        section,
+        config,
+        base=section.from_pretrained,
+        auto_class=AutoModelForCausalLM,
+        seed=5,
+        group=dist.group.WORLD,
+        **options,
     )
     if name == "single":
         if deferred.materialise is not None:

@@ -18,7 +18,8 @@ TOKENIZER_FILES = (
     "additional_chat_templates/*",
     "*processor_config.json",
 )
-MODEL_FILES = ("*.py", "LICENSE*", "NOTICE*", "USE_POLICY*")
+CODE_FILES = ("*.py",)
+MODEL_FILES = (*CODE_FILES, "LICENSE*", "NOTICE*", "USE_POLICY*")
 GENERATION_CONFIG = "generation_config.json"
 
 

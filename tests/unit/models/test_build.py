@@ -18,7 +18,6 @@ from transformers.utils.hub import cached_file
 from automodel_ckpt.distributed.parallelize import decoder_layers, untied_layers
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.build import (
-    base_directory,
     build_model,
     check_context,
     check_vocabulary,
@@ -28,6 +27,7 @@ from automodel_ckpt.models.build import (
     require_local,
 )
 from automodel_ckpt.models.quantize import check_not_quantized
+from automodel_ckpt.models.repository import base_directory
 
 TINY: dict[str, Any] = {
     "model_type": "llama",
@@ -154,8 +154,9 @@ def test_the_weights_of_a_hub_name_are_fetched_before_they_are_read_in_parts(
     # The library asks the Hub for the list of files first, which is more than is served here.
     monkeypatch.setattr(
         "automodel_ckpt.models.build.get_checkpoint_shard_files",
-        lambda name, index: [
-            cached_file(name, f) for f in json.loads(Path(index).read_text())["weight_map"].values()
+        lambda name, index, revision: [
+            cached_file(name, f, revision=revision)
+            for f in json.loads(Path(index).read_text())["weight_map"].values()
         ],
     )
     try:

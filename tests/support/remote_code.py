@@ -1,0 +1,72 @@
+"""A model directory with Python files of a type that transformers does not include."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from automodel_ckpt.data.python_docs import train_tokenizer
+
+CONFIGURATION = """\
+import os
+from transformers import LlamaConfig
+
+with open(os.environ.get("RAN_LOG", os.devnull), "a") as file:
+    file.write("configuration\\n")
+
+
+class TwinConfig(LlamaConfig):
+    model_type = "twin"
+"""
+MODELING = """\
+from transformers import LlamaForCausalLM
+from .configuration_twin import TwinConfig
+
+
+class TwinForCausalLM(LlamaForCausalLM):
+    config_class = TwinConfig
+"""
+TOKENIZATION = """\
+from transformers import PreTrainedTokenizerFast
+
+
+class TwinTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+SETTINGS: dict[str, Any] = {
+    "vocab_size": 304,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+def make_remote_model(directory: Path, *, model_type: str = "twin") -> Path:
+    """Write a Llama whose config names the classes of Python files beside it; the files append to $RAN_LOG."""
+    torch.manual_seed(5)
+    LlamaForCausalLM(LlamaConfig(**SETTINGS)).save_pretrained(directory)
+    config = json.loads((directory / "config.json").read_bytes())
+    config["model_type"] = model_type
+    config["architectures"] = ["TwinForCausalLM"]
+    config["auto_map"] = {
+        "AutoConfig": "configuration_twin.TwinConfig",
+        "AutoModelForCausalLM": "modeling_twin.TwinForCausalLM",
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    train_tokenizer(300).save_pretrained(directory)
+    path = directory / "tokenizer_config.json"
+    tokenizer = json.loads(path.read_bytes())
+    tokenizer["tokenizer_class"] = "TwinTokenizer"
+    tokenizer["auto_map"] = {"AutoTokenizer": [None, "tokenization_twin.TwinTokenizer"]}
+    path.write_text(json.dumps(tokenizer))
+    (directory / "configuration_twin.py").write_text(CONFIGURATION)
+    (directory / "modeling_twin.py").write_text(MODELING)
+    (directory / "tokenization_twin.py").write_text(TOKENIZATION)
+    return directory
