@@ -187,6 +187,7 @@ class Recipe:
             tp_size=section.tp_size,
             pp_size=section.pp_size,
             cp_size=section.cp_size,
+            ep_size=section.ep_size,
         )
         # First: with another learning rate on one node, its shards would train apart silently.
         validate_equal_on_all_ranks(self.config_yaml, layout.gloo_group)

@@ -35,6 +35,7 @@ from automodel_ckpt.distributed.context_parallel import (
     check_context_heads,
     check_context_parallel,
 )
+from automodel_ckpt.distributed.expert_parallel import check_experts
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.mesh_sizes import choose_strategy
 from automodel_ckpt.distributed.parallelize import (
@@ -283,6 +284,8 @@ class _TrainableBuilder:
             check_stages(model, self.layout.sizes.pp)
         if self.layout.sizes.cp > 1:
             check_context_parallel(model)
+        if self.layout.sizes.ep > 1:
+            check_experts(model, self.layout)
         built = Trainable(
             model,
             options,
@@ -436,7 +439,7 @@ class _TrainableBuilder:
         sizes = self.layout.sizes
         text += "; 1 rank" if sizes.world == 1 else f"; {sizes.world} ranks"
         text += f", {choose_strategy(self.config.distributed.strategy, sizes)}"
-        if max(sizes.dp_replicate, sizes.tp, sizes.pp, sizes.cp) > 1:
+        if max(sizes.dp_replicate, sizes.tp, sizes.pp, sizes.cp, sizes.ep) > 1:
             text += f" ({sizes})"
         return text
 

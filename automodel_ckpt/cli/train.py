@@ -259,6 +259,7 @@ def mesh_sizes(loaded: LoadedRecipe, ranks: int) -> Sizes:
         tp_size=section.tp_size,
         pp_size=section.pp_size,
         cp_size=section.cp_size,
+        ep_size=section.ep_size,
     )
     choose_strategy(section.strategy, sizes)
     return sizes

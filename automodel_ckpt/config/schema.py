@@ -324,6 +324,8 @@ class DistributedConfig:
     """With pp_size: 1f1b alternates forward and backward passes; gpipe runs all forward passes first."""
     cp_size: int = setting(1, AT_LEAST_1)
     """Context-parallel size: each row is sharded along the sequence, and attention by heads."""
+    ep_size: int = setting(1, AT_LEAST_1)
+    """Expert-parallel size: the data-parallel ranks that store different experts and exchange tokens (MoE, fsdp2)."""
     backend: str | None = None
     """torch.distributed backend; null: nccl on GPUs, otherwise gloo."""
     timeout_minutes: float = setting(30.0, WAIT)
@@ -375,6 +377,18 @@ class DistributedConfig:
             ),
             "cpu_offload needs a backend that also reduces CPU tensors",
             "remove backend, or set it to cpu:gloo,cuda:nccl",
+        ),
+        Relation(
+            ("ep_size", "tp_size"),
+            lambda ranks: ranks.ep_size == 1 or ranks.tp_size == 1,
+            "ep_size and tp_size cannot be combined",
+            "remove one of them",
+        ),
+        Relation(
+            ("ep_size", "strategy"),
+            lambda ranks: ranks.ep_size == 1 or ranks.strategy in ("auto", "fsdp2"),
+            "expert parallelism shards the model, which only fsdp2 does",
+            "set distributed.strategy to fsdp2 or auto, or remove ep_size",
         ),
         Relation(
             ("cp_size", "sequence_parallel"),

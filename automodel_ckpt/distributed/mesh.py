@@ -103,6 +103,7 @@ def init_distributed(
     tp_size: int = 1,
     pp_size: int = 1,
     cp_size: int = 1,
+    ep_size: int = 1,
 ) -> RankLayout:
     """Join the default process group by RANK, WORLD_SIZE, LOCAL_RANK and MASTER_*, or create a group of one rank.
 
@@ -119,6 +120,7 @@ def init_distributed(
         tp_size=tp_size,
         pp_size=pp_size,
         cp_size=cp_size,
+        ep_size=ep_size,
     )
     local_rank = _environment_int("LOCAL_RANK", rank)
     device = _device(backend, local_rank)

@@ -2,7 +2,8 @@
 
 From the outermost dimension to the innermost: pipeline stages, replicas of a sharded model, its shards, slices of a
 sequence (context parallel), and tensor parallel ranks, which are neighbors on a node. Ranks that differ only in their
-pipeline, context or tensor parallel coordinate have the same part of the data: one ``dp_rank``.
+pipeline, context or tensor parallel coordinate have the same part of the data: one ``dp_rank``. Expert parallelism
+divides the ranks of the shards and of context parallelism a second time, for the experts of a model only.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ class Sizes:
     tp: int = 1
     pp: int = 1
     cp: int = 1
+    ep: int = 1
+    """Ranks that store different experts, among those that shard the model; not a factor of the number of ranks."""
 
     @property
     def dp(self) -> int:
@@ -40,6 +43,11 @@ class Sizes:
         return self.dp * self.cp
 
     @property
+    def expert_parts(self) -> int:
+        """The number of ranks that shard the model, with tensor parallel ranks left out."""
+        return self.dp_shard * self.cp
+
+    @property
     def world(self) -> int:
         return self.token_parts * self.tp * self.pp
 
@@ -50,7 +58,7 @@ class Sizes:
 
     def __str__(self) -> str:
         parts = []
-        for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
+        for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"):
             size = getattr(self, name)
             if size > 1:
                 parts.append(f"{name} {size}")
@@ -65,10 +73,12 @@ def share_out(
     tp_size: int = 1,
     pp_size: int = 1,
     cp_size: int = 1,
+    ep_size: int = 1,
 ) -> Sizes:
     """Compute the sizes of the mesh of *world_size* ranks; a *dp_size* of None takes all remaining ranks.
 
-    Raises :class:`RecipeError` if the product of the sizes is not *world_size*.
+    Raises :class:`RecipeError` if the product of the sizes without *ep_size* is not *world_size*, or if *ep_size* does
+    not divide the ranks that shard the model.
     """
     ranks_per_part = tp_size * pp_size * cp_size
     dp = dp_size or world_size // ranks_per_part
@@ -92,7 +102,16 @@ def share_out(
             value=f"{dp_replicate_size} of {dp} data parallel ranks",
             hint=f"set it to a divisor of {dp}",
         )
-    return Sizes(dp_replicate_size, dp // dp_replicate_size, tp_size, pp_size, cp_size)
+    dp_shard = dp // dp_replicate_size
+    sizes = Sizes(dp_replicate_size, dp_shard, tp_size, pp_size, cp_size, ep_size)
+    if sizes.expert_parts % ep_size:
+        raise RecipeError(
+            "the ranks that shard the model are not divisible by ep_size",
+            where=f"{_WHERE}.ep_size",
+            value=f"{ep_size} of {sizes.expert_parts} ranks",
+            hint=f"set it to a divisor of {sizes.expert_parts}",
+        )
+    return sizes
 
 
 def _product_hint(dp_size: int | None, ranks_per_part: int, world_size: int) -> str:

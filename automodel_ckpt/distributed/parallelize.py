@@ -24,6 +24,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from automodel_ckpt.distributed.expert_parallel import divide_experts, expert_mesh
 from automodel_ckpt.distributed.mesh import RankLayout, build_mesh, data_mesh
 from automodel_ckpt.distributed.mesh_sizes import choose_strategy
 from automodel_ckpt.distributed.tensor_parallel import Plan, apply_plan, plan_for
@@ -88,7 +89,10 @@ def parallelize(
         plan = plan_for(model, how.tp_plan, layout.sizes.tp)
         apply_plan(model, plan, mesh["tp"], sequence_parallel=how.sequence_parallel)
     if mesh is not None and strategy == "fsdp2":
-        _shard(model, data_mesh(mesh), how)
+        options = _fsdp_options(how)
+        if layout.sizes.ep > 1:
+            _shard_experts(model, layout, options, how)
+        _shard(model, data_mesh(mesh), options, how)
     device = torch.device("cpu") if how.cpu_offload else layout.device
     if materialise is not None:
         materialise(model, device)
@@ -112,16 +116,37 @@ def _move_buffers(model: nn.Module, device: torch.device) -> None:
             module._buffers[name] = buffer.to(device)
 
 
-def _shard(model: nn.Module, mesh: DeviceMesh, how: Parallelism) -> None:
+def _fsdp_options(how: Parallelism) -> dict[str, Any]:
+    """The arguments of ``fully_shard`` that all modules have in common."""
     dtype = how.compute_dtype
     # In bfloat16, each addition over the ranks would be rounded to 8 significant bits.
     reduce_dtype = torch.float32 if dtype else None
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
-    options: dict[str, Any] = {
-        "mesh": mesh,
+    return {
         "mp_policy": precision,
         "offload_policy": CPUOffloadPolicy() if how.cpu_offload else OffloadPolicy(),
     }
+
+
+def _shard_experts(
+    model: nn.Module, layout: RankLayout, options: dict[str, Any], how: Parallelism
+) -> None:
+    """Divide the experts of each layer among the ranks, and shard those of a rank over the ranks that have the same."""
+    mesh = expert_mesh(layout)
+    names = ["expert_shard"]
+    if layout.sizes.dp_replicate > 1:
+        names.insert(0, "dp_replicate")
+    for module in divide_experts(model, mesh["ep"]):
+        fully_shard(
+            module,
+            mesh=mesh[tuple(names)],
+            reshard_after_forward=how.reshard_after_forward,
+            **options,
+        )
+
+
+def _shard(model: nn.Module, mesh: DeviceMesh, options: dict[str, Any], how: Parallelism) -> None:
+    options = {**options, "mesh": mesh}
     # Layers before the root: fully_shard gives the root's group all parameters that no inner group
     # has.
     for layer in untied_layers(model):

@@ -672,6 +672,11 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "distributed.pp_size": Observed(sizes, "2"),
     "distributed.pp_schedule": Observed(pipelined, "gpipe", ("--distributed.pp_size=2",)),
     "distributed.cp_size": Observed(sizes, "2"),
+    "distributed.ep_size": Proven(
+        "tests/distributed/test_expert_parallel.py::"
+        "test_a_run_logs_what_one_rank_does_and_resumes_exactly_on_any_ranks",
+        "2",
+    ),
     "distributed.backend": Proven(
         TRAINING + "test_what_is_wrong_with_the_recipe_is_refused_before_training", "gloo"
     ),
