@@ -20,7 +20,7 @@ seed: 7
 model:
   from_config: CONFIG
 dataset:
-  _target_: tests.support.fixed_tokens.Rows
+  _target_: tests.fixtures.tiny_training.Rows
   num_samples: 22
 dataloader:
   shuffle: false

@@ -2,7 +2,7 @@
 
 Arguments: make.py of the fixtures, and an empty directory. ``checkpoint/step-5`` gets the checkpoint and the
 config.json of the model, and ``losses.json`` the losses of all steps. The data are the formula of
-tests/support/fixed_tokens.py, in order; the loss is the mean over the next tokens of the batch.
+tests/fixtures/tiny_training.py, in order; the loss is the mean over the next tokens of the batch.
 """
 
 from __future__ import annotations
@@ -13,20 +13,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torchtitan.components.optimizer import LRSchedulersContainer
 
-NUM_STEPS, SAVED_STEP = 10, 5
-BATCH = 4
-VOCABULARY, LENGTH = 32, 12
-
-
-def row(index: int) -> list[int]:
-    """Return the tokens of a sample."""
-    return [
-        (7 * index * index + 3 * j * j + 5 * index * j + 11) % VOCABULARY for j in range(LENGTH)
-    ]
+# This script runs in torchtitan's environment, from any directory.
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "tests" / "fixtures"))
+from tiny_training import NUM_STEPS, SAVED_STEP, VOCABULARY, batch_of
 
 
 def main() -> None:
@@ -45,7 +37,7 @@ def main() -> None:
     parts.manager.states["lr_scheduler"] = schedule
     losses: list[float] = []
     for step in range(NUM_STEPS):
-        ids = torch.tensor([row(index) for index in range(step * BATCH, (step + 1) * BATCH)])
+        ids = batch_of(step)
         logits = parts.model(ids[:, :-1])
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
         parts.optimizers.zero_grad()
