@@ -147,6 +147,8 @@ _OWN_DATASETS = Group(
             "text.text",
             "text.prompt_completion",
             "chat.messages",
+            "function_calls.xlam",
+            "mock.random_tokens",
             "vlm.conversations",
             "vlm.image_answers",
             "mock_images.mock_images",

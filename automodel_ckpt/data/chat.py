@@ -21,14 +21,15 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from automodel_ckpt.data.arguments import require_choice, require_tokenizer
+from automodel_ckpt.data.conversation_changes import ConversationChanges
 from automodel_ckpt.data.messages import (
+    REASONING,
     UnusableSample,
     as_rendered,
     calls_of,
     is_empty,
     is_trained_on,
     parsed,
-    turns_of,
     with_functions,
 )
 from automodel_ckpt.data.row_stream import DEFAULT_BLOCK, RowStream
@@ -50,6 +51,9 @@ _MARK = "__shown__"
 _WATCHED = "{% macro strftime_now(form) %}" + _MARK + "{% endmacro %}"
 CHOICES = (None, "original", "training")
 """Values of ``chat_template`` that mean the tokenizer's own, or the shipped template that replaces it."""
+_DEFAULT_FIELD = "messages"
+_OTHER_FIELD = "conversations"
+"""The field of conversations in ShareGPT's data."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -62,10 +66,15 @@ def messages(
     chat_template: str | None = None,
     template_kwargs: dict[str, Any] | None = None,
     learn: Literal["all", "last"] = "all",
-    truncation: Literal["error", "right"] = "error",
+    mask_reasoning: bool = False,
+    drop_earlier_reasoning: bool = False,
+    end_with_answer: bool = False,
+    skip_unanswered: bool = False,
+    truncation: Literal["error", "right", "skip", "history"] = "error",
     max_samples: int | None = None,
     name: str | None = None,
     split: str = "train",
+    revision: str | None = None,
     streaming: bool = False,
     shuffle_block: int = DEFAULT_BLOCK,
 ) -> TokenizedDataset | RowStream:
@@ -76,39 +85,52 @@ def messages(
     two exceptions: a template that supports only text gets the text of contents that are lists of text parts, and a
     template that requires objects gets the arguments of ``tool_calls`` as objects instead of JSON text.
     Assistant messages with ``"weight": 0`` get no labels (with ``1``, or without a weight, they do).
-    ShareGPT's messages, ``{"from", "value"}``, are supported too; their field is usually ``conversations``.
+    ShareGPT's messages, ``{"from", "value"}``, are supported too; their field is usually ``conversations``, which is
+    read if the data has it and no field ``messages``. Messages with the roles ``tool_call`` and ``tool_response`` are
+    converted (:func:`~automodel_ckpt.data.tool_turns.with_tool_calls`).
     *chat_template* is a template or the path of a template file. The default is the tokenizer's template, or the
     training template that is shipped to replace it (``original``: always the tokenizer's; ``training``: the shipped
     one, or an error). *template_kwargs* are further variables of the template, such as ``enable_thinking``.
-    With *learn* ``last``, only the assistant's last turn has labels. Conversations of more than *seq_length* tokens are
-    rejected with their locations. With *truncation* ``right`` they are truncated, or skipped if no label remains; the
-    numbers are logged. With *streaming*, rows are read and tokenized during training, shuffled within blocks of
-    *shuffle_block* rows.
+    With *learn* ``last``, only the assistant's last turn has labels. With *mask_reasoning*, the reasoning of messages
+    (``reasoning_content``, ``reasoning`` or ``thinking``) is rendered, but has no labels. With
+    *drop_earlier_reasoning*, only that of the last answer is rendered. *end_with_answer* removes messages after the
+    last answer.
+    Conversations without an assistant message are rejected, or skipped with *skip_unanswered*.
+
+    Conversations of more than *seq_length* tokens are rejected with their locations. With *truncation* ``right`` they
+    are truncated, or skipped if no label remains; with ``skip`` they are skipped; with ``history`` their oldest
+    exchanges, each from a message of the user to the next, are removed until the rest fits, and they are skipped if the
+    last exchange does not fit. The numbers are logged. With *streaming*, rows are read and tokenized during training,
+    shuffled within blocks of *shuffle_block* rows.
 
     Raises :class:`RecipeError` with the sample's location if it is not a conversation, if the template cannot render it
     or the assistant's tokens cannot be located, and if it has no token to train on.
     """
     require_choice("learn", learn, ("all", "last"))
     policy = Truncation(truncation, seq_length)
-    source = Source.of(path, name, split)
+    source = Source.of(path, name, split, revision)
     template = ChatTemplate(
         tokenizer,
         template_of(tokenizer, chat_template),
         dict(template_kwargs or {}),
         learn == "last",
+        mask_reasoning,
+        max_tokens=seq_length if truncation == "history" else None,
     )
+    changes = ConversationChanges(drop_earlier_reasoning, end_with_answer, skip_unanswered)
     _log_template(source, template)
 
     def encode(rows: Rows) -> list[TokenizedSample]:
-        return conversations(template, rows, [messages_field], tools_field, turns_of)
+        field = _field_of_messages(rows, messages_field)
+        return conversations(template, rows, [field], tools_field, changes.turns)
 
     return samples_of(
         source,
         tokenizer,
         encode,
         policy,
-        fields=(messages_field, tools_field),
-        key=("messages", messages_field, tools_field, *template.key),
+        fields=(messages_field, _OTHER_FIELD, tools_field),
+        key=("messages", messages_field, tools_field, *template.key, *changes.key),
         max_samples=max_samples,
         streaming=streaming,
         shuffle_block=shuffle_block,
@@ -126,14 +148,27 @@ def _log_template(source: Source, template: ChatTemplate) -> None:
         )
 
 
+def _field_of_messages(rows: Rows, given: str) -> str:
+    """Return *given*, the field of the conversations, or ShareGPT's if the data has that and not the default one."""
+    if given == _DEFAULT_FIELD and not rows.has_field(given) and rows.has_field(_OTHER_FIELD):
+        return _OTHER_FIELD
+    return given
+
+
 @dataclass(frozen=True)
 class ChatTemplate:
-    """Turns a conversation into tokens and labels. Raises :class:`UnusableSample`."""
+    """Turns a conversation into tokens and labels. Raises :class:`UnusableSample`.
+
+    With *last_only*, only the last turn of the assistant has labels; with *mask_reasoning*, reasoning has none. If
+    *max_tokens* is set, the oldest exchanges of a longer conversation are removed.
+    """
 
     tokenizer: PreTrainedTokenizerBase = field(repr=False)
     template: str = field(repr=False)
     variables: dict[str, Any]
     last_only: bool
+    mask_reasoning: bool = False
+    max_tokens: int | None = None
 
     @property
     def has_markers(self) -> bool:
@@ -156,7 +191,13 @@ class ChatTemplate:
     @property
     def key(self) -> tuple[object, ...]:
         """Everything that the samples depend on besides the tokenizer."""
-        return self.template, sorted(self.variables.items()), self.last_only
+        key: tuple[object, ...] = (self.template, sorted(self.variables.items()), self.last_only)
+        # Options are added if they are set, so that the keys of samples that do not need them stay the same.
+        if self.mask_reasoning:
+            key += ("mask_reasoning",)
+        if self.max_tokens is not None:
+            key += ("max_tokens", self.max_tokens)
+        return key
 
     def sample(self, conversation: list[dict[str, Any]], tools: Any) -> TokenizedSample:
         """Tokenize a conversation, a list of messages from :func:`turns_of`, with labels on the assistant's tokens.
@@ -167,15 +208,93 @@ class ChatTemplate:
         turns = self._with_arguments(turns)
         offered = parsed(tools) or None
         self._check_calls_rendered(turns, offered)
+        turns = self._fitting(turns, offered)
         locate = self._by_markers if self.has_markers else self._by_prefixes
         sample = locate(turns, offered)
         labelled = sample.labelled
         if self.last_only:
             labelled = _last_run(labelled)
+        if self.mask_reasoning:
+            labelled = self._without_reasoning(turns, offered, sample.tokens, labelled)
         # The first token is never predicted, so its label does not count.
         if not any(labelled[1:]):
             raise _no_labels(turns)
         return TokenizedSample(sample.tokens, labelled)
+
+    def _fitting(self, turns: list[dict[str, Any]], tools: Any) -> list[dict[str, Any]]:
+        """Remove the oldest exchanges until the rest has at most *max_tokens* tokens, or one exchange remains.
+
+        An exchange begins with a message of the user. System messages at the beginning remain.
+        """
+        if self.max_tokens is None or self._num_tokens(turns, tools) <= self.max_tokens:
+            return turns
+        is_system = [turn["role"] in ("system", "developer") for turn in turns]
+        num_system = (*is_system, False).index(False)
+        starts = [
+            number
+            for number, turn in enumerate(turns)
+            if number >= num_system and turn["role"] == "user"
+        ]
+        remaining = turns
+        for start in starts:
+            remaining = turns[:num_system] + turns[start:]
+            if self._num_tokens(remaining, tools) <= self.max_tokens:
+                break
+        return remaining
+
+    def _num_tokens(self, turns: list[dict[str, Any]], tools: Any) -> int:
+        return len(self._encode(str(self._apply(turns, tools, tokenize=False))))
+
+    def _without_reasoning(
+        self,
+        turns: list[dict[str, Any]],
+        tools: Any,
+        tokens: Sequence[int],
+        labelled: Sequence[bool],
+    ) -> list[bool]:
+        """Copy *labelled* without the tokens of the reasoning that the template writes, and of the tags around it."""
+        whole = str(self._apply(turns, tools, tokenize=False))
+        remaining = list(labelled)
+        for number, turn in enumerate(turns):
+            key = next((key for key in REASONING if turn.get(key)), None)
+            if key is None or turn["role"] != "assistant":
+                continue
+            span = self._reasoning_span(turns, tools, whole, number, key)
+            if span is None:
+                continue
+            start, end = span
+            first = _num_equal(self._encode(whole[:start]), tokens)
+            last = _num_equal(self._encode(whole[:end]), tokens)
+            remaining[first:last] = [False] * (last - first)
+        return remaining
+
+    def _reasoning_span(
+        self, turns: list[dict[str, Any]], tools: Any, whole: str, number: int, key: str
+    ) -> _Span | None:
+        """Locate the reasoning of message *number*, its value of *key*, in the rendered conversation *whole*.
+
+        Tags that the template writes only around reasoning are part of the span. Returns None if the template does
+        not write this reasoning. Raises :class:`UnusableSample` if it writes it in several places.
+        """
+        marked = self._apply(_replaced(turns, number, key, _MARK), tools, tokenize=False)
+        before, mark, after = str(marked).partition(_MARK)
+        if not mark:
+            return None
+        start = len(before)
+        end = len(whole) - len(after)
+        if end < start or not (whole.startswith(before) and whole.endswith(after)):
+            raise UnusableSample(
+                "the reasoning cannot be located in the rendered conversation",
+                f"{key} of message {number}",
+                "set dataset.mask_reasoning false, or use a template that writes the reasoning once and unchanged",
+            )
+        cleared = str(self._apply(_replaced(turns, number, key, ""), tools, tokenize=False))
+        # Where removing a span of the text gives the text without reasoning, the span includes the tags.
+        block_start = min(start, _num_equal(whole, cleared))
+        block_end = block_start + len(whole) - len(cleared)
+        if block_end >= end and whole[block_end:] == cleared[block_start:]:
+            return block_start, block_end
+        return start, end
 
     @property
     def writes_the_date(self) -> bool:
@@ -530,25 +649,44 @@ def conversations(
 ) -> list[TokenizedSample]:
     """Make a sample of each row: *turns* makes a conversation of the row's values of *fields*.
 
-    Raises :class:`RecipeError` with the row's location for a row that cannot be used as a conversation.
+    If *turns* returns no message, the sample has no token. Raises :class:`RecipeError` with the row's location for a
+    row that cannot be used as a conversation.
     """
     columns = rows.columns(fields)
-    num_rows = len(columns[0])
-    tools: list[Any] = [None] * num_rows
+    tools: list[Any] = [None] * len(columns[0])
     if rows.has_field(tools_field):
         tools = rows.values(tools_field)
+
+    def conversation(row: int) -> tuple[list[dict[str, Any]], Any]:
+        return turns(*(column[row] for column in columns)), tools[row]
+
+    return conversations_of(template, rows, conversation)
+
+
+def conversations_of(
+    template: ChatTemplate,
+    rows: Rows,
+    conversation: Callable[[int], tuple[list[dict[str, Any]], Any]],
+) -> list[TokenizedSample]:
+    """Make a sample of each row n of *rows*: ``conversation(n)`` returns its messages, and its tools or None.
+
+    If there is no message, the sample has no token. Raises :class:`RecipeError` with the row's location if
+    *conversation* or *template* raises :class:`UnusableSample`.
+    """
     samples = []
-    for row in range(num_rows):
-        values = [column[row] for column in columns]
+    for row in range(rows.num_rows):
+        # Without a message, the row is skipped, as every sample without a label.
+        sample = TokenizedSample([], [])
         try:
-            conversation = turns(*values)
-            sample = template.sample(conversation, tools[row])
+            found, tools = conversation(row)
+            if found:
+                sample = template.sample(found, tools)
         except UnusableSample as error:
             where = f"sample {row} ({rows.place(row)})"
             raise RecipeError(
                 error.what, where=where, value=error.value, hint=error.hint
             ) from error
-        has_empty_answer = any(is_empty(turn) for turn in conversation)
+        has_empty_answer = any(is_empty(turn) for turn in found)
         samples.append(sample._replace(is_empty=has_empty_answer))
     return samples
 
@@ -596,6 +734,13 @@ def _text_of(content: Any) -> Any:
             )
         texts.append(text)
     return "".join(texts)
+
+
+def _replaced(
+    turns: list[dict[str, Any]], number: int, key: str, value: str
+) -> list[dict[str, Any]]:
+    """Copy *turns* with *value* under *key* of message *number*."""
+    return [*turns[:number], turns[number] | {key: value}, *turns[number + 1 :]]
 
 
 def _starts(spans: Sequence[_Span]) -> list[int]:

@@ -23,6 +23,7 @@ def hellaswag(
     split: str = "train",
     truncation: Literal["error", "right"] = "error",
     max_samples: int | None = None,
+    revision: str | None = None,
     streaming: bool = False,
     shuffle_block: int = DEFAULT_BLOCK,
 ) -> TokenizedDataset | RowStream:
@@ -46,7 +47,7 @@ def hellaswag(
         return encoder.pairs(prompts, completions)
 
     return samples_of(
-        Source.of(path, split=split),
+        Source.of(path, split=split, revision=revision),
         tokenizer,
         encode,
         Truncation(truncation, seq_length),

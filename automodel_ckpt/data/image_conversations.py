@@ -73,8 +73,8 @@ class ImageOptions:
             _template(processor, self.chat_template),
             dict(self.template_kwargs),
             self.learn == "last",
-            self.answer_prefix,
-            self.image_marker,
+            answer_prefix=self.answer_prefix,
+            image_marker=self.image_marker,
         )
 
     @property

@@ -9,6 +9,8 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from automodel_ckpt.data.tool_turns import CALL, RESULT, InvalidCall, with_tool_calls
+
 _WEIGHT = "weight"
 _SHAREGPT = {
     "human": "user",
@@ -17,8 +19,14 @@ _SHAREGPT = {
     "assistant": "assistant",
     "system": "system",
     "tool": "tool",
+    "function_call": CALL,
+    "tool_call": CALL,
+    "observation": RESULT,
+    "tool_response": RESULT,
 }
 """ShareGPT's speaker -> role."""
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Keys of a message for the reasoning before an answer. Chat templates read one of them."""
 
 
 class UnusableSample(Exception):
@@ -37,6 +45,7 @@ def turns_of(conversation: Any) -> list[dict[str, Any]]:
     turns = []
     if isinstance(given, list):
         turns = [_without_nulls(_in_roles(turn)) for turn in given]
+        turns = _with_tool_calls(turns)
     are_messages = all(isinstance(turn, dict) and "role" in turn for turn in turns)
     if not turns or not are_messages:
         raise UnusableSample(
@@ -48,6 +57,13 @@ def turns_of(conversation: Any) -> list[dict[str, Any]]:
         _require_content(turn)
         _require_weight(turn)
     return turns
+
+
+def _with_tool_calls(turns: list[Any]) -> list[Any]:
+    try:
+        return with_tool_calls(turns)
+    except InvalidCall as error:
+        raise UnusableSample(str(error), repr(turns)[:80], error.hint) from error
 
 
 def prompt_and_completion(prompt: Any, completion: Any) -> list[dict[str, Any]]:

@@ -186,7 +186,8 @@ def row_stream(
     rows = source.stream()
     if max_samples is not None:
         rows = rows.take(at_most(max_samples, max_samples))
-    handling = "rejected" if policy.policy == "error" else "truncated"
+    handlings = {"error": "rejected", "right": "truncated"}
+    handling = handlings.get(policy.policy, "used without labels")
     log.info(
         "streaming %s: samples of more than %d tokens are %s when they are read; their number is not known in advance",
         source.path,

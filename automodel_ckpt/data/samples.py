@@ -18,7 +18,7 @@ from automodel_ckpt.data.truncation import Truncation
 
 log = logging.getLogger(__name__)
 
-_FORMAT = 6
+_FORMAT = 7
 """Part of the cache's keys. Increase it when the samples of the same data change."""
 
 

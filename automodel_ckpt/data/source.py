@@ -67,7 +67,8 @@ class TableStream:
 class Source(Rows):
     """The source of rows: *path* is a file, a directory or a Hub name, *name* a subset of a directory or Hub data set.
 
-    *split* follows the syntax of ``datasets``, such as ``train[:90%]``. Files have only the split ``train``. For
+    *split* follows the syntax of ``datasets``, such as ``train[:90%]``; *revision* is a branch, tag or commit of a Hub
+    data set. Files have only the split ``train``. For
     patterns and lists of files, use :meth:`of`.
     """
 
@@ -75,16 +76,23 @@ class Source(Rows):
     name: str | None = None
     split: str = "train"
     several: tuple[str, ...] = ()
+    revision: str | None = None
 
     @classmethod
-    def of(cls, path: str | Sequence[str], name: str | None = None, split: str = "train") -> Source:
+    def of(
+        cls,
+        path: str | Sequence[str],
+        name: str | None = None,
+        split: str = "train",
+        revision: str | None = None,
+    ) -> Source:
         """Make a source of a path, a pattern such as ``data/*.jsonl``, or a list of them.
 
         The rows of several files are concatenated in their order. Raises :class:`RecipeError` for an empty list.
         """
         if isinstance(path, str):
             several = (path,) if is_pattern(path) else ()
-            return cls(path, name, split, several)
+            return cls(path, name, split, several, revision)
         if not path:
             raise RecipeError(
                 "the list of data files is empty",
@@ -95,7 +103,7 @@ class Source(Rows):
         shown = ", ".join(path)
         if len(path) > 2:
             shown = f"{path[0]} and {len(path) - 1} more"
-        return cls(shown, name, split, tuple(path))
+        return cls(shown, name, split, tuple(path), revision)
 
     @property
     def is_file(self) -> bool:
@@ -113,7 +121,15 @@ class Source(Rows):
             raise RecipeError(
                 "a data file has no subsets", where="dataset.name", value=self.name, hint=hint
             )
+        if self.revision is not None:
+            raise self._has_no_revision()
         return files_of(self.several or [self.path])
+
+    def _has_no_revision(self) -> RecipeError:
+        hint = "remove dataset.revision: only data sets of the Hub have revisions"
+        return RecipeError(
+            "local data has no revision", where="dataset.revision", value=self.revision, hint=hint
+        )
 
     @property
     def folder(self) -> Path:
@@ -148,6 +164,8 @@ class Source(Rows):
         parts = [self.path]
         if self.is_file:
             parts = [f"{file.name} {file.stat().st_size}" for file in self.files]
+        if self.revision is not None:
+            parts.append(self.revision)
         return f"{', '.join(parts)} {self.name} {self.split}"
 
     def stream(self) -> RecordStream | TableStream:
@@ -325,7 +343,9 @@ class Source(Rows):
         """The arguments of ``load_dataset`` for a directory or a Hub data set."""
         path = Path(self.path).expanduser()
         if not path.is_dir():
-            return {"path": str(path), "name": self.name}
+            return {"path": str(path), "name": self.name, "revision": self.revision}
+        if self.revision is not None:
+            raise self._has_no_revision()
         saved = saved_table(path)
         if saved is None:
             # Resolved, because load_dataset names the data set after the directory, and "." is not a name.

@@ -6,7 +6,9 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from automodel_ckpt.data.chat_pairs import chat_pairs, pair_template
 from automodel_ckpt.data.encoder import Encoder
+from automodel_ckpt.data.fields import names_in
 from automodel_ckpt.data.row_stream import DEFAULT_BLOCK, RowStream
 from automodel_ckpt.data.rows import Rows
 from automodel_ckpt.data.samples import samples_of
@@ -15,6 +17,9 @@ from automodel_ckpt.data.tokenized import TokenizedDataset, TokenizedSample
 from automodel_ckpt.data.truncation import Truncation
 from automodel_ckpt.errors import RecipeError
 
+PROMPT = "Context: {{ context | trim }}\nQuestion: {{ question | trim }}\nAnswer:"
+"""The default prompt of :func:`squad`."""
+
 
 def squad(
     tokenizer: PreTrainedTokenizerBase,
@@ -22,8 +27,12 @@ def squad(
     seq_length: int = 1024,
     split: str = "train",
     no_answer: str | None = None,
+    prompt: str = PROMPT,
+    as_chat: Literal["auto"] | bool = False,
+    chat_template: str | None = None,
     truncation: Literal["error", "right"] = "error",
     max_samples: int | None = None,
+    revision: str | None = None,
     streaming: bool = False,
     shuffle_block: int = DEFAULT_BLOCK,
 ) -> TokenizedDataset | RowStream:
@@ -31,26 +40,37 @@ def squad(
 
     *path* is a data set of the Hub, or a local file or directory, with the columns ``context``, ``question`` and
     ``answers`` (``{"text": list[str], ...}``). *no_answer* is the completion for a question without an answer, as in
-    SQuAD 2.0; without it, such a row is rejected with its location. For *truncation* and *streaming* see
+    SQuAD 2.0; without it, such a row is rejected with its location. *prompt* is a Jinja template of ``context`` and
+    ``question``. With *as_chat*, the prompt is a message of the user and the answer one of the assistant, rendered by
+    *chat_template*, by default the tokenizer's; with ``auto``, only if the tokenizer has one. Otherwise the answer
+    follows the prompt after a space, unless the prompt ends with white space. For *truncation* and *streaming* see
     :func:`~automodel_ckpt.data.text.prompt_completion`.
     """
     encoder = Encoder(tokenizer)
+    template = pair_template(tokenizer, as_chat, chat_template)
 
     def encode(rows: Rows) -> list[TokenizedSample]:
-        contexts, questions = rows.texts(["context", "question"])
-        (answers,) = rows.columns(["answers"])
-        prompts = []
-        for context, question in zip(contexts, questions, strict=True):
-            prompts.append(f"Context: {context.strip()}\nQuestion: {question.strip()}\nAnswer:")
+        # A template writes a missing field as empty text, so the fields are checked before.
+        rows.texts(names_in(prompt))
+        (prompts,) = rows.texts([prompt])
+        (found,) = rows.columns(["answers"])
+        answers = [_answer(rows, row, each, no_answer) for row, each in enumerate(found)]
+        if template is not None:
+            return chat_pairs(template, rows, prompts, answers)
         completions = []
-        for row, found in enumerate(answers):
-            answer = _answer(rows, row, found, no_answer)
-            completions.append(f" {answer}")
+        for text, answer in zip(prompts, answers, strict=True):
+            separator = "" if text != text.rstrip() else " "
+            completions.append(separator + answer)
         return encoder.pairs(prompts, completions)
 
-    key = ("squad", repr(no_answer))
+    key: tuple[object, ...] = ("squad", repr(no_answer))
+    # Options are added if they are set, so that the keys of samples that do not need them stay the same.
+    if prompt != PROMPT:
+        key += ("prompt", prompt)
+    if template is not None:
+        key += ("as_chat", *template.key)
     return samples_of(
-        Source.of(path, split=split),
+        Source.of(path, split=split, revision=revision),
         tokenizer,
         encode,
         Truncation(truncation, seq_length),

@@ -6,25 +6,20 @@ Samples are tokenized once and cached under a digest of the rows (:class:`~autom
 
 from __future__ import annotations
 
-import logging
-from functools import cache
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.chat import ChatTemplate, conversations, template_of
+from automodel_ckpt.data.arguments import require_choice
 from automodel_ckpt.data.encoder import Encoder
 from automodel_ckpt.data.fields import names_in
-from automodel_ckpt.data.messages import prompt_and_completion
+from automodel_ckpt.data.pair_encoder import PairEncoder
 from automodel_ckpt.data.row_stream import DEFAULT_BLOCK, RowStream
 from automodel_ckpt.data.rows import Rows
 from automodel_ckpt.data.samples import samples_of
 from automodel_ckpt.data.source import Source
 from automodel_ckpt.data.tokenized import TokenizedDataset, TokenizedSample
 from automodel_ckpt.data.truncation import Truncation
-from automodel_ckpt.errors import RecipeError
-
-log = logging.getLogger(__name__)
 
 
 def text(
@@ -36,6 +31,7 @@ def text(
     max_samples: int | None = None,
     name: str | None = None,
     split: str = "train",
+    revision: str | None = None,
     streaming: bool = False,
     shuffle_block: int = DEFAULT_BLOCK,
 ) -> TokenizedDataset | RowStream:
@@ -52,7 +48,7 @@ def text(
         return encoder.documents(documents)
 
     return samples_of(
-        Source.of(path, name, split),
+        Source.of(path, name, split, revision),
         tokenizer,
         encode,
         Truncation(truncation, seq_length),
@@ -70,12 +66,16 @@ def prompt_completion(
     seq_length: int = 1024,
     prompt_field: str = "prompt",
     completion_field: str = "completion",
+    system_field: str | None = None,
+    as_chat: Literal["auto"] | bool = False,
     chat_template: str | None = None,
     template_kwargs: dict[str, Any] | None = None,
+    learn: Literal["completion", "all"] = "completion",
     truncation: Literal["error", "right"] = "error",
     max_samples: int | None = None,
     name: str | None = None,
     split: str = "train",
+    revision: str | None = None,
     streaming: bool = False,
     shuffle_block: int = DEFAULT_BLOCK,
 ) -> TokenizedDataset | RowStream:
@@ -85,56 +85,32 @@ def prompt_completion(
     them. Each is a field, or a Jinja template of fields, such as ``"{{ question }}\\nAnswer: "``. Both may also be
     lists of messages (TRL's conversational format). These are rendered by *chat_template* with *template_kwargs*
     (:func:`~automodel_ckpt.data.chat.messages`), with labels on the assistant messages of the completion; a field
-    ``tools`` is passed to the template. A sample of more than *seq_length* tokens is rejected with its location. With
-    *truncation* ``right`` it is truncated, or skipped if the prompt alone has that many tokens; the numbers are logged.
+    ``tools`` is passed to the template.
+
+    With *as_chat*, texts are rendered by the chat template too, the prompt as a message of the user after the text of
+    *system_field*, if it is set; with ``auto``, only if the tokenizer has a chat template. With *learn* ``all``, all
+    tokens have labels. A sample of more than *seq_length* tokens is rejected with its location. With *truncation*
+    ``right`` it is truncated, or skipped if the prompt alone has that many tokens; the numbers are logged.
     """
-    encoder = Encoder(tokenizer)
-    fields = [prompt_field, completion_field]
-    template = ChatTemplate(
-        tokenizer, _template_text(tokenizer, chat_template), dict(template_kwargs or {}), False
-    )
-
-    # encode runs for each row of a stream, but this is logged once.
-    @cache
-    def report_method() -> None:
-        log.info("%s: the assistant's tokens are found by %s", path, template.method)
-
-    def encode(rows: Rows) -> list[TokenizedSample]:
-        if rows.contain_messages(fields):
-            # Raises the error for a missing template, which _template_text accepts for plain text.
-            template_of(tokenizer, chat_template)
-            report_method()
-            return conversations(template, rows, fields, "tools", prompt_and_completion)
-        if chat_template is not None or template_kwargs:
-            raise _unused_template(fields)
-        prompts, completions = rows.texts(fields)
-        return encoder.pairs(prompts, completions)
-
-    return samples_of(
-        Source.of(path, name, split),
+    require_choice("learn", learn, ("completion", "all"))
+    pairs = PairEncoder(
         tokenizer,
-        encode,
+        prompt_field,
+        completion_field,
+        system_field,
+        as_chat,
+        chat_template,
+        dict(template_kwargs or {}),
+        learn,
+    )
+    return samples_of(
+        Source.of(path, name, split, revision),
+        tokenizer,
+        pairs.encode,
         Truncation(truncation, seq_length),
-        fields=[*names_in(prompt_field), *names_in(completion_field), "tools"],
-        key=("prompt_completion", *fields, *template.key),
+        fields=pairs.names,
+        key=("prompt_completion", *pairs.key),
         max_samples=max_samples,
         streaming=streaming,
         shuffle_block=shuffle_block,
     )
-
-
-def _unused_template(fields: list[str]) -> RecipeError:
-    """Return the error for a chat template of rows that are plain text."""
-    return RecipeError(
-        "a chat template is set, but prompts and completions are plain text",
-        where="dataset.chat_template, dataset.template_kwargs",
-        value=", ".join(fields),
-        hint="remove these settings, or provide prompt and completion as lists of messages",
-    )
-
-
-def _template_text(tokenizer: PreTrainedTokenizerBase, given: str | None) -> str:
-    """Return the chat template; empty text if neither the recipe nor the tokenizer has one: plain text needs none."""
-    if given is None and not tokenizer.chat_template:
-        return ""
-    return template_of(tokenizer, given)

@@ -137,7 +137,8 @@ class TokenizedDataset:
             )
         if cut or left_out:
             log.warning(
-                "%s: %d of %d samples were truncated to seq_length %d, %d more were skipped because no label remained",
+                "%s: %d of %d samples were truncated to seq_length %d, "
+                "%d more were skipped because no label remained or they are too long",
                 *(what, cut, len(self), seq_length, left_out),
             )
         else:

@@ -12,15 +12,17 @@ from automodel_ckpt.data.arguments import require_choice
 from automodel_ckpt.data.tokenized import TokenizedDataset, TokenizedSample
 from automodel_ckpt.errors import RecipeError
 
+POLICIES = ("error", "right", "skip", "history")
 _NUM_SHOWN = 3
 
 
 @dataclass
 class Truncation:
-    """The policy for samples of more than *seq_length* tokens: ``error`` rejects them, ``right`` truncates them.
+    """The policy for samples of more than *seq_length* tokens.
 
-    Counts the truncated samples, the samples that were skipped because no label remained, and the samples with an empty
-    completion.
+    ``error`` rejects them, ``right`` truncates them, and ``skip`` skips them, as does ``history``, with which the
+    builder removes old messages before. Counts the truncated samples, the samples that were skipped
+    because they are too long or no label remained, and the samples with an empty completion.
     """
 
     policy: str
@@ -30,7 +32,7 @@ class Truncation:
     num_empty: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        require_choice("truncation", self.policy, ("error", "right"))
+        require_choice("truncation", self.policy, POLICIES)
         if self.seq_length < 2:
             raise RecipeError(
                 "seq_length is too small",
@@ -40,7 +42,7 @@ class Truncation:
             )
 
     def apply(self, sample: TokenizedSample, where: Callable[[], str]) -> TokenizedSample | None:
-        """Return the sample, truncated if needed; None if no label remains.
+        """Return the sample, truncated if needed; None if no label remains or if it is to be skipped.
 
         With the policy ``error``, raises :class:`RecipeError` with the location ``where()`` for a long sample.
         """
@@ -57,7 +59,9 @@ class Truncation:
                 hint="increase dataset.seq_length, set dataset.truncation right to truncate such samples, or "
                 "remove them; without dataset.streaming all of them are counted before training",
             )
-        if not any(sample.labelled[1 : self.seq_length]):
+        is_too_long = len(sample.tokens) > self.seq_length
+        skips = self.policy in ("skip", "history") and is_too_long
+        if skips or not any(sample.labelled[1 : self.seq_length]):
             self.num_left_out += 1
             return None
         self.num_empty += sample.is_empty

@@ -413,15 +413,16 @@ SHAREGPT = [{"from": "human", "value": "2 + 2"}, {"from": "gpt", "value": "four"
 
 def test_conversations_of_sharegpt_are_read(tokenizer: Any, tmp_path: Path) -> None:
     path = write(tmp_path, {"conversations": SHAREGPT})
+    with pytest.raises(
+        RecipeError, match=r"no field talk[\s\S]*hint: .*with messages_field: conversations"
+    ):
+        messages(tokenizer, path, chat_template=PLAIN, messages_field="talk")
     given = messages(tokenizer, path, chat_template=PLAIN, messages_field="conversations")[0]
+    assert messages(tokenizer, path, chat_template=PLAIN)[0] == given
     assert (
         given
         == messages(tokenizer, write(tmp_path, {"messages": TALK[1:3]}), chat_template=PLAIN)[0]
     )
-    with pytest.raises(
-        RecipeError, match=r"no field messages[\s\S]*hint: .*with messages_field: conversations"
-    ):
-        messages(tokenizer, write(tmp_path, {"conversations": SHAREGPT}), chat_template=PLAIN)
     for message, what in (
         ({"from": "bing", "value": "x"}, "unknown speaker"),
         ({"from": "gpt"}, "no content"),

@@ -1,0 +1,163 @@
+"""Function calling data in the format of xLAM: a question, the functions that may be called, and the expected calls.
+
+The facts of the format are those of the data set ``Salesforce/xlam-function-calling-60k``: ``tools`` and ``answers``
+are JSON texts, and the type of a parameter is a Python type such as ``str`` or ``List[int]``, with ``, optional`` if it
+is not required.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from automodel_ckpt.data.chat import ChatTemplate, conversations_of, template_of
+from automodel_ckpt.data.messages import UnusableSample, parsed, turns_of
+from automodel_ckpt.data.row_stream import DEFAULT_BLOCK, RowStream
+from automodel_ckpt.data.rows import Rows
+from automodel_ckpt.data.samples import samples_of
+from automodel_ckpt.data.source import Source
+from automodel_ckpt.data.tokenized import TokenizedDataset, TokenizedSample
+from automodel_ckpt.data.tool_turns import CALL
+from automodel_ckpt.data.truncation import Truncation
+
+_TYPES = {
+    "str": "string",
+    "string": "string",
+    "int": "integer",
+    "integer": "integer",
+    "float": "number",
+    "double": "number",
+    "number": "number",
+    "bool": "boolean",
+    "boolean": "boolean",
+    "list": "array",
+    "tuple": "array",
+    "set": "array",
+    "array": "array",
+    "dict": "object",
+    "object": "object",
+}
+"""Name of a Python type -> type in JSON schema."""
+_HINT = 'use tools [{"name": ..., "description": ..., "parameters": {name: {"type": ..., "description": ...}}}]'
+
+
+def xlam(
+    tokenizer: PreTrainedTokenizerBase,
+    path: str | list[str] = "Salesforce/xlam-function-calling-60k",
+    seq_length: int = 2048,
+    query_field: str = "query",
+    answers_field: str = "answers",
+    tools_field: str = "tools",
+    chat_template: str | None = None,
+    template_kwargs: dict[str, Any] | None = None,
+    truncation: Literal["error", "right", "skip"] = "error",
+    max_samples: int | None = None,
+    name: str | None = None,
+    split: str = "train",
+    revision: str | None = None,
+    streaming: bool = False,
+    shuffle_block: int = DEFAULT_BLOCK,
+) -> TokenizedDataset | RowStream:
+    """Make one sample per row: a question with the available functions, and the assistant's calls with labels.
+
+    *tools_field* contains the functions (xLAM's format, or already JSON schema as in OpenAI's) and *answers_field* the
+    calls, ``[{"name": ..., "arguments": {...}}]``; both may be JSON text. *chat_template* renders them, by default the
+    tokenizer's. For the other arguments see :func:`~automodel_ckpt.data.chat.messages`. Raises :class:`RecipeError`
+    with the row's location for a row in another format, and if the chat template omits the calls.
+    """
+    text = template_of(tokenizer, chat_template)
+    template = ChatTemplate(tokenizer, text, dict(template_kwargs or {}), False)
+    fields = (query_field, answers_field, tools_field)
+
+    def encode(rows: Rows) -> list[TokenizedSample]:
+        queries, answers, tools = rows.columns(fields)
+
+        def conversation(row: int) -> tuple[list[dict[str, Any]], Any]:
+            return _conversation(queries[row], answers[row]), schemas(tools[row])
+
+        return conversations_of(template, rows, conversation)
+
+    return samples_of(
+        Source.of(path, name, split, revision),
+        tokenizer,
+        encode,
+        Truncation(truncation, seq_length),
+        fields=fields,
+        key=("xlam", *fields, *template.key),
+        max_samples=max_samples,
+        streaming=streaming,
+        shuffle_block=shuffle_block,
+    )
+
+
+def _conversation(query: Any, answers: Any) -> list[dict[str, Any]]:
+    calls = parsed(answers)
+    if not isinstance(calls, list) or not calls:
+        raise UnusableSample(
+            "the calls are not a list",
+            repr(answers)[:80],
+            'use answers [{"name": "...", "arguments": {...}}]',
+        )
+    turns = [{"role": "user", "content": query}]
+    turns += [{"role": CALL, "content": call} for call in calls]
+    return turns_of(turns)
+
+
+def schemas(tools: Any) -> list[dict[str, Any]]:
+    """Convert the functions of a row to JSON schema; functions that are JSON schema already are returned unchanged.
+
+    Raises :class:`UnusableSample` for a value that is not a list of functions.
+    """
+    given = parsed(tools)
+    if not isinstance(given, list):
+        raise UnusableSample("the functions are not a list", repr(tools)[:80], _HINT)
+    return [_schema(tool) for tool in given]
+
+
+def _schema(tool: Any) -> dict[str, Any]:
+    if isinstance(tool, dict) and tool.get("type") == "function" and "function" in tool:
+        return tool
+    name = tool.get("name") if isinstance(tool, Mapping) else None
+    parameters = (tool.get("parameters") or {}) if isinstance(tool, Mapping) else None
+    if not isinstance(name, str) or not isinstance(parameters, Mapping):
+        raise UnusableSample(
+            "a function has no name, or no mapping of parameters", repr(tool)[:80], _HINT
+        )
+    properties = {}
+    required = []
+    for parameter, described in parameters.items():
+        if not isinstance(described, Mapping):
+            raise UnusableSample(
+                "a parameter of a function is not described", f"{name}: {parameter}", _HINT
+            )
+        properties[parameter] = _property(described)
+        if _is_required(described):
+            required.append(parameter)
+    schema: dict[str, Any] = {"type": "object", "properties": properties}
+    if required:
+        schema["required"] = required
+    description = tool.get("description", "")
+    function = {"name": name, "description": description, "parameters": schema}
+    return {"type": "function", "function": function}
+
+
+def _property(described: Mapping[str, Any]) -> dict[str, Any]:
+    kind = str(described.get("type", "str"))
+    # For example "List[int], optional": the name of the outermost type.
+    found = re.match(r"\w+", kind.strip())
+    outermost = found[0].lower() if found else "str"
+    result = {
+        "type": _TYPES.get(outermost, "string"),
+        "description": described.get("description", ""),
+    }
+    for key in ("enum", "default"):
+        if key in described:
+            result[key] = described[key]
+    return result
+
+
+def _is_required(described: Mapping[str, Any]) -> bool:
+    return "default" not in described and "optional" not in str(described.get("type", ""))
