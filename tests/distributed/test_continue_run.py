@@ -195,7 +195,8 @@ def test_an_export_to_the_trainer_has_the_same_optimizer_bit_for_bit(
 ) -> None:
     checkpoint = imported(tmp_path / "run", capsys)
     target = tmp_path / "checkpoint-5"
-    assert main(["export", str(checkpoint), "--to", "trainer", "-o", str(target)]) == 0
+    command = ["export", str(checkpoint), "--to", "trainer", "-o", str(target)]
+    assert main([*command, "--callback", "Mine"]) == 0
     output = capsys.readouterr()
     assert output.out.strip() == str(target) and "not transferred: random numbers" in output.err
     original = torch.load(SOURCE / "optimizer.pt", weights_only=True)
@@ -209,6 +210,10 @@ def test_an_export_to_the_trainer_has_the_same_optimizer_bit_for_bit(
     assert schedule["last_epoch"] == 5 and schedule["base_lrs"] == [0.01, 0.01]
     state = json.loads((target / "trainer_state.json").read_text())
     assert state["global_step"] == 5 and state["log_history"][0]["loss"] == pytest.approx(3.5284163)
+    # The Trainer's next save fails if the class of a callback with state is missing.
+    callbacks = state["stateful_callbacks"]
+    assert list(callbacks) == ["EarlyStoppingCallback", "Mine", "TrainerControl"]
+    assert callbacks["EarlyStoppingCallback"] == callbacks["Mine"] == []
     assert main(["diff", str(SOURCE), str(target)]) == 0
 
 

@@ -130,10 +130,11 @@ def _back(workplace: Workplace, number: int, name: str, arguments: list[str], re
     _ckpt("export", checkpoint, "--to", "trainer", "-o", exported)
     made = directory / "made"
     made.mkdir()
-    workplace.run_script(_MAKER, made, *arguments, "--resume", exported)
+    # With a callback that has state, which the Trainer looks up in the checkpoint when it saves.
+    workplace.run_script(_MAKER, made, *arguments, "--resume", exported, "--early-stopping")
     found = dict(enumerate(json.loads((made / "losses.json").read_text()), start=6))
     expected = _losses_of(run)
-    what = f"it resumes from an export, steps 6 to 10 ({name})"
+    what = f"it resumes from an export with early stopping, steps 6 to 10 ({name})"
     return _compared(what, found, {step: expected[step] for step in range(6, 11)})
 
 

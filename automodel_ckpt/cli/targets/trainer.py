@@ -7,10 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.cli.model_parameters import parameters_in
-from automodel_ckpt.cli.targets.target import Target, finish, log
+from automodel_ckpt.cli.targets.target import Option, Target, finish, log
 
 if TYPE_CHECKING:
     from automodel_ckpt.convert.targets.trainer import Intervals
+
+_CALLBACK = Option(
+    "--callback",
+    "class of a callback with state (ExportableState) that the Trainer will have; repeat for several. "
+    "EarlyStoppingCallback is always among them",
+    {"metavar": "CLASS", "action": "append"},
+)
 
 
 def _run(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
@@ -21,6 +28,7 @@ def _run(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
         arguments.output,
         parameters_in=parameters_in,
         intervals=_intervals(source),
+        callbacks=arguments.callback or (),
         log=log,
     )
     return finish(arguments, report, f"state of {report.num_parameters} parameters")
@@ -52,5 +60,5 @@ TARGET = Target(
     "a checkpoint that transformers' Trainer resumes from",
     "checkpoint-N next to the checkpoint",
     _run,
-    (),
+    (_CALLBACK,),
 )

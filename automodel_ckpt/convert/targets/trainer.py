@@ -36,6 +36,8 @@ log_default = logging.getLogger("automodel_ckpt")
 NOT_TRANSFERRED = ("random numbers", "order of the data", "best metric")
 """What the Trainer's checkpoints have beside this, in words."""
 _WEIGHTS = ".weights"
+_CALLBACKS = ("EarlyStoppingCallback",)
+"""The callbacks of transformers 5.23 that have state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +67,14 @@ def export_trainer(
     *,
     parameters_in: Callable[[Path], Parameters],
     intervals: Intervals = Intervals(),
+    callbacks: Sequence[str] = (),
     log: Log = log_default.info,
 ) -> TrainerReport:
     """Write the checkpoint *source* of a run as a checkpoint of transformers' Trainer.
 
     *output* defaults to ``checkpoint-N`` next to *source*. *parameters_in* is called with the directory of the exported
-    config.json; the result lists the model's parameters. *intervals* are stated in ``trainer_state.json``.
+    config.json; the result lists the model's parameters. *intervals* are stated in ``trainer_state.json``, and so are
+    *callbacks*, the classes with state that a script adds to the Trainer. Its next save fails without them.
 
     Raises :class:`CheckpointUnusable` for a source that is damaged, or has no optimizer that the Trainer can load, and
     :class:`SaveFailed` if the directory cannot be written. In both cases nothing was written. Memory: one block of a
@@ -96,7 +100,7 @@ def export_trainer(
         groups = trainer_groups(run, parameters_in(directory)(), source)
         _write_archive(directory / OPTIMIZER_FILE, _optimizer(run, groups))
         _write_archive(directory / SCHEDULER_FILE, _schedule(run, groups))
-        state = _trainer_state(run, manifest, intervals)
+        state = _trainer_state(run, manifest, intervals, (*_CALLBACKS, *callbacks))
         (directory / STATE_FILE).write_text(json.dumps(state, indent=2, sort_keys=True) + "\n")
     log(f"not transferred: {', '.join(NOT_TRANSFERRED)}")
     log(
@@ -202,14 +206,15 @@ def _schedule(run: RunState, groups: Iterable[ParameterGroup]) -> dict[str, Any]
     }
 
 
-def _trainer_state(run: RunState, manifest: Manifest, intervals: Intervals) -> dict[str, Any]:
+def _trainer_state(
+    run: RunState, manifest: Manifest, intervals: Intervals, callbacks: Iterable[str]
+) -> dict[str, Any]:
     """Return the fields of transformers' ``TrainerState`` (5.23)."""
     line: dict[str, Any] = {"epoch": float(run.epochs_done), "step": run.step}
     for key, name in (("train_loss", "loss"), ("val_loss", "eval_loss")):
         loss = manifest.losses.get(key)
         if isinstance(loss, float):
             line[name] = loss
-    # The Trainer's next save fails if this entry is missing.
     control = {
         "should_epoch_stop": False,
         "should_evaluate": False,
@@ -217,6 +222,11 @@ def _trainer_state(run: RunState, manifest: Manifest, intervals: Intervals) -> d
         "should_save": True,
         "should_training_stop": False,
     }
+    # The Trainer's next save fails if the entry of a callback is missing. It appends to a list; an empty one has no
+    # state to restore, while a mapping without values would replace the arguments of the script's callback.
+    stateful: dict[str, Any] = {"TrainerControl": {"args": control, "attributes": {}}}
+    for name in callbacks:
+        stateful.setdefault(name, [])
     return {
         "best_global_step": None,
         "best_metric": None,
@@ -233,7 +243,7 @@ def _trainer_state(run: RunState, manifest: Manifest, intervals: Intervals) -> d
         "num_input_tokens_seen": 0,
         "num_train_epochs": 0,
         "save_steps": intervals.save_steps,
-        "stateful_callbacks": {"TrainerControl": {"args": control, "attributes": {}}},
+        "stateful_callbacks": stateful,
         "total_flos": 0.0,
         "train_batch_size": intervals.micro_batch_size,
         "trial_name": None,
