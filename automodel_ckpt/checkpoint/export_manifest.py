@@ -7,7 +7,6 @@ consecutive byte ranges, from which the digest of each tensor follows. Whatever 
 
 from __future__ import annotations
 
-import json
 import os
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.digests import FileRecord, digest_of
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.durable_file import part_digests
 from automodel_ckpt.checkpoint.files.safe_open import is_sparse, read_safely
 from automodel_ckpt.checkpoint.files.safetensors_header import read_header
@@ -88,7 +88,7 @@ class ExportManifest:
         try:
             real = Path(os.path.realpath(path)) if follow_links else path
             text = read_safely(real.parent, real.name, limit=_most_bytes(directory))
-            entries = json.loads(text)["files"]
+            entries = parse_json(text)["files"]
             files = {name: ListedFile.parse(entry) for name, entry in entries.items()}
         except (
             OSError,
@@ -96,7 +96,6 @@ class ExportManifest:
             KeyError,
             TypeError,
             AttributeError,
-            RecursionError,
             OverflowError,
         ) as error:
             raise CheckpointUnusable(

@@ -20,6 +20,7 @@ from typing import Any
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.digests import FileRecord, digest_of
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import open_regular
 from automodel_ckpt.checkpoint.slices import (
     Slice,
@@ -33,14 +34,8 @@ from automodel_ckpt.errors import CheckpointUnusable
 
 FORMAT = "automodel_ckpt"
 FORMAT_VERSION = 1
-# These three limit a reader's memory: parsed, a manifest of this program takes about 6 times its size, but JSON made of
-# empty lists and mappings takes 32 times its size. The bytes on disk are no measure: the manifest of many tiny tensors
-# is larger than their data.
+# The bytes of the tensors are no measure for this limit: the manifest of many tiny tensors is larger than their data.
 MAX_BYTES = 1 << 29
-FREE_BYTES = 16 << 20
-MAX_GROWTH = 16
-# Bytes that the parser allocates for each of these characters: a mapping, a list, half a text, an element.
-_PARSED_BYTES = {b"{": 192, b"[": 72, b'"': 30, b",": 24}
 MAX_INTEGER = 2**63 - 1
 # The scope of an attribute whose state is not in the checkpoint.
 NOT_SAVED = "not saved"
@@ -359,25 +354,9 @@ def _check_size(num_bytes: int, path: Path) -> None:
         )
 
 
-def parsed_bytes(data: bytes) -> int:
-    """Estimate the memory in bytes that parsing JSON allocates, from above, without parsing it."""
-    allocated = len(data)
-    for character, num_bytes in _PARSED_BYTES.items():
-        allocated += num_bytes * data.count(character)
-    return allocated
-
-
-def _check_growth(data: bytes, path: Path) -> None:
-    """Raise :class:`CheckpointUnusable` for a large manifest that would take far more memory than its own size."""
-    if len(data) > FREE_BYTES and parsed_bytes(data) > MAX_GROWTH * len(data):
-        value = f"{len(data)} bytes, about {parsed_bytes(data)} once parsed"
-        raise _unusable("parsing the manifest would take too much memory", path, value)
-
-
 def _checked_json(data: bytes, path: Path) -> dict[str, Any]:
     """Parse *data*, whose last line has the digest of everything before it."""
     _check_size(len(data), path)
-    _check_growth(data, path)
     head, tail = data[:-_TAIL_BYTES], data[-_TAIL_BYTES:]
     # Before the digest: a later version may end in another way, which is not damage.
     version = _claimed_version(data)
@@ -392,9 +371,9 @@ def _checked_json(data: bytes, path: Path) -> dict[str, Any]:
             "the manifest is damaged: its digest does not match", path, f"{len(data)} bytes"
         )
     try:
-        raw = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise _unusable("the manifest is not JSON", path, repr(error)) from error
+        raw = parse_json(data)
+    except ValueError as error:
+        raise _unusable("the manifest cannot be parsed", path, str(error)[:300]) from error
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise _unusable("the file is not a manifest of this format", path, "not " + FORMAT)
     return raw

@@ -6,13 +6,13 @@ and ``rank0.safetensors``). Both functions publish their result at the end: a fa
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.export_leftovers import Log
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.sources.source import unusable
 from automodel_ckpt.convert.publishing import (
     check_directory_target,
@@ -147,10 +147,9 @@ def _check_qnemo(packed: PackedFiles) -> None:
     """Raise :class:`CheckpointUnusable` if the weights of a rank are missing."""
     path = packed.path / QNEMO_CONFIG
     try:
-        config = json.loads(packed.read(QNEMO_CONFIG, _MAX_CONFIG_BYTES))
+        config = parse_json(packed.read(QNEMO_CONFIG, _MAX_CONFIG_BYTES))
         num_ranks = int(config["mapping"]["world_size"])
-    # Deeply nested JSON raises RecursionError.
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         what = "the config has no mapping.world_size, the number of ranks"
         raise unusable(what, path, repr(error)[:200]) from error
     if not 0 < num_ranks <= len(packed.files):

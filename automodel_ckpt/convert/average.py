@@ -22,6 +22,7 @@ import numpy as np
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS, ORDINARY_FLOATS
 from automodel_ckpt.checkpoint.export.plan import make_plan
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.manifest import Summary
 from automodel_ckpt.checkpoint.run import resume
@@ -398,8 +399,8 @@ def _json(content: bytes | None, where: Path) -> dict[str, Any]:
     if content is None:
         return {}
     try:
-        value = json.loads(content)
-    except (ValueError, RecursionError):
+        value = parse_json(content)
+    except ValueError:
         value = None
     if not isinstance(value, dict):
         raise CheckpointUnusable(

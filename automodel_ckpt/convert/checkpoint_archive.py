@@ -29,6 +29,7 @@ from automodel_ckpt.checkpoint.digests import FileRecord
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.export_leftovers import Log
 from automodel_ckpt.checkpoint.failures import as_failure
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.durable_file import DurableFile
 from automodel_ckpt.checkpoint.files.safe_open import open_safely, read_safely
 from automodel_ckpt.checkpoint.manifest import MAX_BYTES, Manifest
@@ -620,7 +621,7 @@ def _base_of(entry: Entry, run: Path) -> Base | None:
 def _parse_index(content: bytes, path: Path) -> list[Entry]:
     """Parse archive.json. Raises :class:`CheckpointUnusable` for anything that :func:`archive` does not write."""
     try:
-        raw = json.loads(content)
+        raw = parse_json(content)
         if raw["format"] != FORMAT:
             raise ValueError("it is not an archive of checkpoints")
         if raw["format_version"] != FORMAT_VERSION:
@@ -629,7 +630,7 @@ def _parse_index(content: bytes, path: Path) -> list[Entry]:
         if not entries or len({entry.name for entry in entries}) != len(entries):
             raise ValueError("it lists no checkpoint, or one twice")
         return entries
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise CheckpointUnusable(
             "the index of the archive is invalid",
             where=str(path),

@@ -6,7 +6,6 @@ A directory can contain several formats, such as a checkpoint of NeMo AutoModel 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.convert.sources.format import Format, Inventory
 from automodel_ckpt.convert.sources.registry import formats_in
@@ -91,9 +91,8 @@ def losses_in(directory: Path, known: Format | None = None) -> Mapping[str, Any]
         if stated:
             return stated
     try:
-        value = json.loads(read_safely(directory, layout.LOSSES, limit=_MAX_LOSSES_BYTES))
-    # Deeply nested JSON raises RecursionError, which is not a ValueError.
-    except (OSError, ValueError, RecursionError):
+        value = parse_json(read_safely(directory, layout.LOSSES, limit=_MAX_LOSSES_BYTES))
+    except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
 

@@ -24,6 +24,7 @@ from automodel_ckpt.checkpoint.export.plan import OutputFile, Plan, make_plan
 from automodel_ckpt.checkpoint.export.script import no_need_script
 from automodel_ckpt.checkpoint.export_manifest import find_export_manifest
 from automodel_ckpt.checkpoint.failures import as_failure
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import is_sparse, read_safely
 from automodel_ckpt.checkpoint.manifest import Manifest, StateRecord, Summary, Tree
 from automodel_ckpt.checkpoint.policy import KeepPolicy
@@ -739,7 +740,7 @@ def _manifest(planned: Import, written: RankManifest) -> Manifest:
 
 def _without_ties(tree: Tree, config: bytes | None) -> Tree:
     """Record the head as a copy of the embedding, if config.json ties them and both have the same bytes."""
-    if config is None or not json.loads(config).get("tie_word_embeddings"):
+    if config is None or not parse_json(config).get("tie_word_embeddings"):
         return tree
     tied = {}
     for head in (fqn for fqn in tree.tensors if fqn.endswith("lm_head.weight")):

@@ -42,6 +42,7 @@ from automodel_ckpt.checkpoint.export.plan import (
 from automodel_ckpt.checkpoint.export.publish import check_target, resolved_target, staged
 from automodel_ckpt.checkpoint.export_leftovers import Log
 from automodel_ckpt.checkpoint.export_manifest import find_export_manifest
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
@@ -391,7 +392,7 @@ def _side_files(
 
 def _changed_config(raw: bytes, model: MergedModel) -> bytes:
     """Return config.json, changed if embeddings are no longer tied or have another number of rows."""
-    config = json.loads(raw)
+    config = parse_json(raw)
     # Models of several modalities have a config for each part, such as text_config.
     sections = [config]
     for key, value in config.items():

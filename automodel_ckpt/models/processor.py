@@ -7,7 +7,6 @@ images are prepared with Pillow as well. The recipes train on images.
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 from transformers.utils.hub import cached_file
 from transformers.utils.import_utils import is_torchvision_available
 
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.models.repository import RepositoryOptions, from_library_first
 
 log = logging.getLogger("automodel_ckpt")
@@ -75,7 +75,7 @@ def _content(name: str, file: str) -> dict[str, Any]:
         path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
     except OSError:  # no such place, or out of reach
         return {}
-    content: dict[str, Any] = json.loads(Path(path).read_bytes()) if path else {}
+    content: dict[str, Any] = parse_json(Path(path).read_bytes()) if path else {}
     return content
 
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import open_regular, read_safely
 from automodel_ckpt.report.trackers import TRACKERS, Tracker
 
@@ -218,8 +219,8 @@ class _LogReader:
         self._num_bytes_read += len(complete) + len(newline)
         for line in complete.splitlines():
             try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
+                record = parse_json(line)
+            except ValueError:
                 continue
             if isinstance(record, dict) and isinstance(record.get("step"), int):
                 yield record
@@ -245,8 +246,8 @@ def values_of(record: Mapping[str, Any]) -> dict[str, float]:
 def _read_memory(run: Path) -> dict[str, dict[str, Any]]:
     """Read what previous processes have sent to each tracker; empty if the file is missing or damaged."""
     try:
-        memory = json.loads(read_safely(run, MEMORY, limit=_MEMORY_BYTES))
-    except (FileNotFoundError, ValueError, RecursionError):
+        memory = parse_json(read_safely(run, MEMORY, limit=_MEMORY_BYTES))
+    except (FileNotFoundError, ValueError):
         return {}
     if not isinstance(memory, dict) or not all(map(_is_valid_entry, memory.values())):
         return {}

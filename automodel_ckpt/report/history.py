@@ -5,7 +5,6 @@ Torn lines and lines without numbers are ignored, because a report is most usefu
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint import commit, layout
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import open_regular
 from automodel_ckpt.checkpoint.manifest import Summary
 from automodel_ckpt.checkpoint.run import late_validations, resume
@@ -165,8 +165,8 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
         ) from error
     for line in lines:
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
+            record = parse_json(line)
+        except ValueError:
             continue
         step = record.get("step") if isinstance(record, dict) else None
         if isinstance(step, bool) or not isinstance(step, int):

@@ -17,6 +17,7 @@ from typing import IO, Any
 
 import torch
 
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import open_regular
 from automodel_ckpt.durable_io import replace_file
 from automodel_ckpt.errors import SaveFailed, os_problem
@@ -221,8 +222,8 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
         lines = file.read().splitlines(keepends=True)
     for line in lines:
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
+            record = parse_json(line)
+        except ValueError:
             record = None
         is_record = isinstance(record, dict) and line.endswith(b"\n")
         yield line, record if is_record else None

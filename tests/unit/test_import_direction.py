@@ -24,10 +24,21 @@ MAY_IMPORT = {
     "user_code": {"errors"},
     "config": {"errors", "user_code"},
     "distributed": {"errors"},
-    "models": {"errors", "durable_io", "checkpoint.files.weight_map"},
+    "models": {
+        "errors",
+        "durable_io",
+        "checkpoint.files.bounded_json",
+        "checkpoint.files.weight_map",
+    },
     "data": {"errors", "user_code", "durable_io", "seeds"},
     "checkpoint": {"errors", "units", "user_code", "durable_io", "distributed.agree"},
-    "training": {"errors", "durable_io", "seeds", "checkpoint.files.safe_open"},
+    "training": {
+        "errors",
+        "durable_io",
+        "seeds",
+        "checkpoint.files.bounded_json",
+        "checkpoint.files.safe_open",
+    },
     "convert": {"errors", "units", "durable_io", "checkpoint"},
     "report": {"errors", "units", "checkpoint"},
     "recipes": {

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.errors import CheckpointUnusable
 
@@ -25,10 +25,10 @@ def read_peft_record(checkpoint: Path, directory: str) -> dict[str, Any]:
     places.append(f"{directory}/{layout.HF_METADATA}/{layout.AUTOMODEL_PEFT_CONFIG}")
     for place in places:
         try:
-            record = json.loads(read_safely(checkpoint, place, limit=_MAX_BYTES))
+            record = parse_json(read_safely(checkpoint, place, limit=_MAX_BYTES))
         except FileNotFoundError:
             continue
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError) as error:
             _invalid_record(checkpoint / place, repr(error)[:200])
         if not isinstance(record, dict) or not all(
             isinstance(record.get(k), dict) for k in ("base", "adapter")

@@ -22,6 +22,7 @@ import xxhash
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.digests import FileRecord, digest_of
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.durable_file import file_record
 from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
 from automodel_ckpt.errors import RecipeError, os_problem
@@ -154,7 +155,7 @@ def _cached_records(
         return {}
     found: dict[str, FileRecord] = {}
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-        for name, entry in json.loads(file.read_bytes()).items():
+        for name, entry in parse_json(file.read_bytes()).items():
             if name in stamps and entry["stamp"] == stamps[name]:
                 found[name] = FileRecord(stamps[name][0], str(entry["digest"]))
         return found

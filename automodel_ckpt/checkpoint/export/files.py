@@ -16,6 +16,7 @@ from automodel_ckpt.checkpoint import commit, layout
 from automodel_ckpt.checkpoint.dtypes import ORDINARY_FLOATS, TORCH_NAMES, main_dtype
 from automodel_ckpt.checkpoint.export.copy_engine import Digested
 from automodel_ckpt.checkpoint.export.plan import ExportTensor, Plan, quantized_in_base
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.durable_file import file_record
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.sources.base_maps import MAPS, BaseMaps
@@ -105,8 +106,8 @@ def agreeing_config(raw: bytes, plan: Plan, maps: BaseMaps, path: Path) -> tuple
     If it matches already, its bytes are unchanged. Raises :class:`CheckpointUnusable` if it is not a JSON mapping.
     """
     try:
-        config = json.loads(raw)
-    except (ValueError, RecursionError):
+        config = parse_json(raw)
+    except ValueError:
         config = None
     if not isinstance(config, dict):
         raise CheckpointUnusable(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import open_safely
 from automodel_ckpt.checkpoint.slices import nbytes_of, shape_fault
 from automodel_ckpt.errors import CheckpointUnusable
@@ -151,10 +152,10 @@ def _parse(text: bytes, data_start: int, file_bytes: int) -> Header:
 
 def _json_object(text: bytes) -> dict[str, object]:
     try:
-        document = json.loads(
+        document = parse_json(
             text.decode(), object_pairs_hook=_without_duplicates, parse_constant=_reject_constant
         )
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise _Fault(f"its header is not JSON ({error})") from None
     if not isinstance(document, dict):
         raise _Fault("its header is not a JSON object")

@@ -6,12 +6,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable
 
@@ -64,8 +64,8 @@ def _read(
 
 def _parse(content: bytes, index: Path) -> dict[str, str]:
     try:
-        document = json.loads(content)
-    except (ValueError, RecursionError) as error:
+        document = parse_json(content)
+    except ValueError as error:
         value = repr(error)[:200]
         raise _unusable("the index of the weights cannot be read", index, value) from error
     if not isinstance(document, dict):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.durable_io import replace_file
 
@@ -56,7 +57,7 @@ def _is_loss(value: object) -> bool:
 
 def _read(run: Path) -> dict[str, Any]:
     try:
-        raw = json.loads(read_safely(run, layout.LATE_VALIDATIONS, limit=_MAX_BYTES))
-    except (OSError, ValueError, RecursionError):
+        raw = parse_json(read_safely(run, layout.LATE_VALIDATIONS, limit=_MAX_BYTES))
+    except (OSError, ValueError):
         return {}
     return raw if isinstance(raw, dict) else {}

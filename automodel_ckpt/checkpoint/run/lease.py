@@ -30,6 +30,7 @@ import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.file_system import file_system_of
 from automodel_ckpt.checkpoint.files.ownership import (
     file_system_identity,
@@ -70,10 +71,10 @@ class Holder:
         """Read the record at the start of an open lock file; None if the content is not a record."""
         try:
             # A record can exceed its padding: JSON escapes the command's non-ASCII characters.
-            raw = json.loads(os.pread(descriptor, 2 * _RECORD_BYTES, 0))
+            raw = parse_json(os.pread(descriptor, 2 * _RECORD_BYTES, 0))
             fields = {name: raw[name] for name in cls.__slots__ if name in raw}
             holder = cls(**fields)
-        except (ValueError, TypeError, RecursionError):
+        except (ValueError, TypeError):
             return None
         texts = (holder.host, holder.boot_id, holder.command, holder.token, holder.pid_namespace)
         numbers = (holder.pid, holder.beat, holder.device, holder.file_system_id)

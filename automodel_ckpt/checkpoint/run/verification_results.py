@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.durable_io import replace_file
@@ -76,8 +77,8 @@ def remember(run: Path, results: Mapping[str, bool]) -> None:
 
 def _read(run: Path) -> dict[str, Any]:
     try:
-        notes = json.loads(read_safely(run, layout.VERIFIED, limit=_MAX_BYTES))
-    except (OSError, ValueError, RecursionError):
+        notes = parse_json(read_safely(run, layout.VERIFIED, limit=_MAX_BYTES))
+    except (OSError, ValueError):
         return {}
     if not isinstance(notes, dict):
         return {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.dtypes import dtype_code
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.slices import counts
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
@@ -93,10 +93,10 @@ def _read_map(directory: Path, name: str) -> dict[str, Any] | None:
     try:
         # From the parent: the directory itself must not be a link either.
         content = read_safely(directory.parent, f"{directory.name}/{name}", limit=_MAX_MAP_BYTES)
-        value = json.loads(content)
+        value = parse_json(content)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise unusable("this side file cannot be read", path, repr(error)[:300]) from None
     if not isinstance(value, dict):
         raise unusable("this side file is not a JSON mapping", path, type(value).__name__)

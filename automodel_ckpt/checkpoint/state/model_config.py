@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.errors import CheckpointUnusable
 
@@ -85,10 +86,10 @@ def saved_config(checkpoint: Path, directory: str) -> dict[str, Any] | None:
     """
     for name in (f"{directory}/{layout.HF_METADATA}/{CONFIG}", f"{directory}/{CONFIG}"):
         try:
-            config = json.loads(read_safely(checkpoint, name, limit=_MAX_BYTES))
+            config = parse_json(read_safely(checkpoint, name, limit=_MAX_BYTES))
         except FileNotFoundError:
             continue
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError) as error:
             config, reason = None, str(error)
         else:
             reason = "not a mapping"

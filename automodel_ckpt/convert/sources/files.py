@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from collections.abc import Iterable
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint.export_manifest import ExportManifest
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import is_sparse, open_regular, read_safely
 from automodel_ckpt.checkpoint.sources.source import unusable
 
@@ -60,10 +60,10 @@ def read_json(
         content = read_safely(directory, name, limit=_MAX_JSON_BYTES)
         if export is not None:
             export.check_bytes(name, content)
-        value = json.loads(content)
+        value = parse_json(content)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise unusable("this file cannot be read", path, repr(error)[:300]) from error
     if not isinstance(value, dict):
         raise unusable("this file is not a JSON mapping", path, type(value).__name__)

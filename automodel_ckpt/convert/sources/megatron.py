@@ -8,7 +8,6 @@ Megatron-LM has a directory for each checkpoint, and a file with the iteration o
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.sources.source import Source, check_no_links, unusable
@@ -273,9 +273,8 @@ class Nemo2(Format):
 def sharded_backend(directory: Path) -> str | None:
     """Return ``torch_dist`` or ``zarr`` from the metadata.json of Megatron-Core; None if it is not there."""
     try:
-        value = json.loads(read_safely(directory, "metadata.json", limit=_MAX_METADATA_BYTES))
-    # Deeply nested JSON raises RecursionError.
-    except (OSError, ValueError, RecursionError):
+        value = parse_json(read_safely(directory, "metadata.json", limit=_MAX_METADATA_BYTES))
+    except (OSError, ValueError):
         return None
     backend = value.get("sharded_backend") if isinstance(value, dict) else None
     if not isinstance(backend, str):

@@ -6,13 +6,13 @@ A ``model/`` directory of this program without its manifest has this format, too
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safetensors_header import Header, read_header
 from automodel_ckpt.checkpoint.slices import Slice, Tensor, counts, tiling_fault
 from automodel_ckpt.checkpoint.sources.source import Source, check_no_links, unusable
@@ -80,8 +80,8 @@ def _sharding_info(header: Header, path: Path) -> Mapping[str, Any]:
             hint="remove the file if it is not one of the shards; complete Hugging Face files need no consolidation",
         )
     try:
-        info = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        info = parse_json(text)
+    except ValueError as error:
         raise unusable(f"{SHARDING_INFO} is not JSON", path, repr(error)) from None
     if not isinstance(info, dict):
         raise unusable(f"{SHARDING_INFO} is not a mapping", path, type(info).__name__)

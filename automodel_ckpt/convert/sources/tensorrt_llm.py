@@ -9,11 +9,11 @@ on the ranks are merged; those of other architectures under their own names, if 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safetensors_header import read_header_at
 from automodel_ckpt.checkpoint.slices import Tensor, whole_tensor
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
@@ -99,9 +99,8 @@ def _details(content: bytes) -> Mapping[str, tuple[str, ...]]:
 def _config(packed: PackedFiles) -> dict[str, Any]:
     path = packed.path / CONFIG
     try:
-        value = json.loads(packed.read(CONFIG, _MAX_CONFIG_BYTES))
-    # Deeply nested JSON raises RecursionError.
-    except (ValueError, RecursionError) as error:
+        value = parse_json(packed.read(CONFIG, _MAX_CONFIG_BYTES))
+    except ValueError as error:
         what = "the config of this checkpoint cannot be read"
         raise unusable(what, path, repr(error)[:300]) from error
     if not isinstance(value, dict):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import json
 import math
 import os
 import stat
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.slices import (
     Slice,
@@ -109,8 +109,8 @@ def read_arrays(directory: Path) -> dict[str, ZarrArray]:
         if place.is_symlink() or not os.path.lexists(place / ARRAY):
             continue
         try:
-            value = json.loads(read_safely(place, ARRAY, limit=_MAX_ARRAY_BYTES))
-        except (OSError, ValueError, RecursionError) as error:
+            value = parse_json(read_safely(place, ARRAY, limit=_MAX_ARRAY_BYTES))
+        except (OSError, ValueError) as error:
             raise unusable("this file cannot be read", place / ARRAY, repr(error)[:200]) from error
         found[name] = _array(name, value, place / ARRAY)
     return found

@@ -28,6 +28,7 @@ from automodel_ckpt.checkpoint.export.plan import (
     parse_cast_dtype,
 )
 from automodel_ckpt.checkpoint.export_leftovers import Log
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safetensors_header import build_header
 from automodel_ckpt.checkpoint.slices import Box, nbytes_of
 from automodel_ckpt.checkpoint.sources.base_maps import maps_of
@@ -272,7 +273,7 @@ def _ignored(plan: Plan, quantized: frozenset[str]) -> list[str]:
 
 
 def _config(raw: bytes, quantizer: _Quantizer, ignored: Sequence[str]) -> bytes:
-    config: dict[str, Any] = json.loads(raw)
+    config: dict[str, Any] = parse_json(raw)
     config["quantization_config"] = quantizer.config(ignored)
     return json.dumps(config, indent=2).encode() + b"\n"
 

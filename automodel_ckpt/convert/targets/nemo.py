@@ -10,7 +10,6 @@ whose state dict has the prefix ``model.``. Imports no torch.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import time
@@ -24,6 +23,7 @@ import yaml
 
 from automodel_ckpt.checkpoint.export.plan import parse_cast_dtype
 from automodel_ckpt.checkpoint.export_leftovers import Log
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.files.torch_archive_writing import write_torch_archive
 from automodel_ckpt.checkpoint.sources.source import Source
@@ -151,7 +151,7 @@ def _with_megatron_names(
             value="no such file",
             hint="put the file there, or export without --megatron-names",
         )
-    hugging_face = json.loads(content)
+    hugging_face = parse_json(content)
     converter = converter_of(hugging_face.get("model_type"), where)
     dimensions = dimensions_of_config(hugging_face, where)
     check_digests(source)

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.errors import CheckpointUnusable
 
 _MODEL_TYPES = ("llama", "mistral")
@@ -34,7 +35,7 @@ def tensorrt_llm_config(
     content = files.get("config.json")
     if content is None:
         raise _unusable("TensorRT-LLM needs the model's config.json", "no such file", where)
-    config = json.loads(content)
+    config = parse_json(content)
     if config.get("model_type") not in _MODEL_TYPES:
         what = "only Llama and Mistral models are written for TensorRT-LLM"
         raise _unusable(what, config.get("model_type"), where)

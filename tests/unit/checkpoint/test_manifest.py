@@ -12,10 +12,9 @@ import pytest
 from automodel_ckpt.checkpoint import manifest as manifest_module
 from automodel_ckpt.checkpoint.commit import reserve
 from automodel_ckpt.checkpoint.digests import FileRecord, digest_of
+from automodel_ckpt.checkpoint.files.bounded_json import FREE_BYTES
 from automodel_ckpt.checkpoint.manifest import (
-    FREE_BYTES,
     MAX_DIMENSIONS,
-    MAX_GROWTH,
     MAX_INTEGER,
     NOT_SAVED,
     Blob,
@@ -23,7 +22,6 @@ from automodel_ckpt.checkpoint.manifest import (
     StateRecord,
     Summary,
     Tree,
-    parsed_bytes,
     sizes_of,
 )
 from automodel_ckpt.checkpoint.slices import Slice, Tensor
@@ -127,7 +125,7 @@ def test_a_manifest_that_lies_is_refused_whatever_its_digest(
 
 
 def test_deeply_nested_json_is_refused_without_a_crash() -> None:
-    with pytest.raises(CheckpointUnusable, match="not JSON"):
+    with pytest.raises(CheckpointUnusable, match="cannot be parsed"):
         Manifest.parse(resealed(b'{"a":' + b"[" * 200_000 + b',\n"digest": "'), WHERE)
 
 
@@ -171,23 +169,18 @@ def of_tensors(names: Iterable[str]) -> Manifest:
 def test_a_manifest_much_larger_than_the_data_is_read_again(tmp_path: Path) -> None:
     manifest = of_tensors(f"{number:04}" * 4400 for number in range(1000))
     data = manifest.to_bytes()
-    assert len(data) > FREE_BYTES > 100 * manifest.nbytes
+    assert len(data) > 16 << 20 > 100 * manifest.nbytes
     (tmp_path / "MANIFEST.json").write_bytes(data)
     assert len(Manifest.read(tmp_path).trees["model"].tensors) == 1000
     assert Summary.read(tmp_path).nbytes == 1000 * 8
 
 
-def test_names_as_short_as_can_be_take_no_more_memory_than_readers_allow() -> None:
-    data = of_tensors(str(number) for number in range(300)).to_bytes()
-    assert parsed_bytes(data) < 0.8 * MAX_GROWTH * len(data)
-
-
-@pytest.mark.parametrize("element", [b"[]", b"{}", b'"ab"', b'{"":1}'])
+@pytest.mark.parametrize("element", [b"[]", b"{}", b'"ab"', b'{"":1}', b"1e9", b"257"])
 def test_a_manifest_that_takes_many_times_its_size_once_parsed_is_rejected_unparsed(
     element: bytes,
 ) -> None:
     head = b'{"format":"automodel_ckpt","format_version":1,"x":['
-    bomb = head + (element + b",") * (FREE_BYTES // len(element)) + b'1],\n"digest": "'
+    bomb = head + (element + b",") * (FREE_BYTES // 10 // len(element)) + b'1],\n"digest": "'
     with pytest.raises(CheckpointUnusable, match="too much memory"):
         Manifest.parse(resealed(bomb), WHERE)
 

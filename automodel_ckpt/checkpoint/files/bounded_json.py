@@ -1,0 +1,99 @@
+"""Parse JSON of untrusted files in bounded memory. Imports nothing of the package.
+
+The parser of the standard library can allocate 30 times the size of its input: an empty list of two characters takes 60
+bytes. :func:`parse_json` estimates the memory from the number of brackets, quotes, commas and keys before it parses
+anything.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+# Enough for every file of a model and for the manifests of most checkpoints. Real files above this take at most
+# MAX_GROWTH times their size: manifests with many ranks and indexes with many tensors have long names and digests.
+FREE_BYTES = 256 << 20
+MAX_GROWTH = 12
+# No content takes more than this many bytes for each of its bytes, so that small content needs no estimate.
+_LARGEST_GROWTH = 42
+# Bytes that the parser allocates, on average, with what CPython's allocator adds: an empty mapping, an empty list, an
+# element (a number and its slot in a list), a key's slot, and a short text.
+_MAPPING_BYTES = 64
+_LIST_BYTES = 72
+_ELEMENT_BYTES = 44
+_KEY_BYTES = 45
+_TEXT_BYTES = 64
+# The parser stores equal keys once. These keys are always beside so many others that repeat as often: in a slice of a
+# manifest, in a tensor of a manifest, and in a tensor of a safetensors header.
+_REPEATED_KEYS = {b'"offsets":': 6, b'"slices":': 3, b'"data_offsets":': 3}
+
+
+def parse_json(
+    content: bytes | str,
+    *,
+    object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None,
+    parse_constant: Callable[[str], Any] | None = None,
+) -> Any:
+    """Parse JSON in UTF-8 as :func:`json.loads` does, in at most FREE_BYTES or MAX_GROWTH times its size.
+
+    Raises ValueError if *content* is not JSON, is nested too deeply, or would take more memory.
+    """
+    text = content
+    if isinstance(text, str):
+        check_growth(text.encode("utf-8", "surrogatepass"))
+    else:
+        check_growth(text)
+        text = _decoded(text)
+    try:
+        return json.loads(text, object_pairs_hook=object_pairs_hook, parse_constant=parse_constant)
+    except RecursionError:
+        raise ValueError("JSON that is nested too deeply") from None
+
+
+def _decoded(data: bytes) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        # Its own text would contain all of the content.
+        raise ValueError(f"not UTF-8 at byte {error.start}: {error.reason}") from None
+
+
+def check_growth(data: bytes) -> None:
+    """Raise ValueError if parsing *data* would take more memory than :func:`parse_json` allows."""
+    if len(data) * _LARGEST_GROWTH <= FREE_BYTES:
+        return
+    limit = max(FREE_BYTES, MAX_GROWTH * len(data))
+    # Counting keys takes as long as all other counting, and most files are below the limit without it.
+    if _parsed_bytes(data, 0, data.count(b'"') // 2) <= limit:
+        return
+    num_bytes = parsed_bytes(data)
+    if num_bytes > limit:
+        raise ValueError(
+            f"{len(data)} bytes of JSON would take too much memory, about {num_bytes} bytes"
+        )
+
+
+def parsed_bytes(data: bytes) -> int:
+    """Estimate the memory in bytes that parsing JSON takes, without parsing it. The content itself is included."""
+    num_keys = data.count(b'":')
+    num_new_keys = num_keys
+    for key, num_repeated in _REPEATED_KEYS.items():
+        num_new_keys -= num_repeated * data.count(key)
+    num_new_keys = max(num_new_keys, 0)
+    num_values = max(data.count(b'"') // 2 - num_keys, 0)
+    repeated_bytes = _KEY_BYTES * (num_keys - num_new_keys)
+    return repeated_bytes + _parsed_bytes(data, num_values, num_new_keys)
+
+
+def _parsed_bytes(data: bytes, num_texts: int, num_new_keys: int) -> int:
+    """Estimate the memory of everything but repeated keys. *num_texts* does not include the keys."""
+    # The bytes and their text. One character beyond Latin-1 can make every character of the text, and of the values,
+    # take four bytes.
+    allocated = 2 * len(data) if data.isascii() else 9 * len(data)
+    allocated += _MAPPING_BYTES * data.count(b"{")
+    allocated += _LIST_BYTES * data.count(b"[")
+    allocated += _ELEMENT_BYTES * data.count(b",")
+    allocated += _TEXT_BYTES * num_texts
+    allocated += (_KEY_BYTES + _TEXT_BYTES) * num_new_keys
+    return allocated
