@@ -11,13 +11,12 @@ import xllamacpp
 
 def serve(path):
     params = xllamacpp.CommonParams()
-    params.model.path, params.n_ctx, params.n_parallel, params.warmup, params.verbosity = (
-        path,
-        256,
-        1,
-        False,
-        -1,
-    )
+    params.model.path = path
+    params.n_ctx = 256
+    params.n_parallel = 1
+    params.warmup = False
+    params.verbosity = -1
+    params.cpuparams.n_threads = 1
     # As precise as transformers in single precision; the cache of keys and values is half precision by default.
     params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from tools.crash import baseline, endurance, faults, flips, kill, power, signals
 from tools.crash.record import Record
-from tools.crash.subjects import BASELINES, OURS, OURS_ASYNC, OURS_INCREMENTAL
+from tools.crash.subjects import BASELINES, OURS, OURS_ASYNC, OURS_INCREMENTAL, Subject
 from tools.crash.syscalls import unsupported
 
 CANNOT_RUN = 3
@@ -51,60 +51,48 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _kill(options: argparse.Namespace) -> Iterable[Record]:
-    return [
-        kill.run(
-            OURS,
-            points=options.points,
-            seed=options.seed,
-            seconds=options.seconds,
-            only=options.only,
-        )
-    ]
+    return _kill_sweep(options, OURS, "kill sweep")
 
 
 def _kill_async(options: argparse.Namespace) -> Iterable[Record]:
-    name, limits = (
-        "kill sweep, asynchronous",
-        {"points": options.points, "seconds": options.seconds},
-    )
-    return [kill.run(OURS_ASYNC, seed=options.seed, only=options.only, name=name, **limits)]
+    return _kill_sweep(options, OURS_ASYNC, "kill sweep, asynchronous")
 
 
 def _kill_incremental(options: argparse.Namespace) -> Iterable[Record]:
-    return [
-        kill.run(
-            OURS_INCREMENTAL,
-            points=options.points,
-            seed=options.seed,
-            seconds=options.seconds,
-            only=options.only,
-            name="kill sweep, incremental",
-        )
-    ]
+    return _kill_sweep(options, OURS_INCREMENTAL, "kill sweep, incremental")
 
 
-def _power_incremental(options: argparse.Namespace) -> Iterable[Record]:
-    return [
-        power.run(
-            OURS_INCREMENTAL,
-            power.FILE_SYSTEMS,
-            points=options.points,
-            seed=options.seed,
-            seconds=options.seconds,
-        )
-    ]
+def _kill_sweep(
+    options: argparse.Namespace, subjects: tuple[Subject, ...], name: str
+) -> Iterable[Record]:
+    record = kill.run(
+        subjects,
+        points=options.points,
+        seed=options.seed,
+        seconds=options.seconds,
+        only=options.only,
+        name=name,
+    )
+    return [record]
 
 
 def _power(options: argparse.Namespace) -> Iterable[Record]:
-    return [
-        power.run(
-            OURS,
-            power.FILE_SYSTEMS,
-            points=options.points,
-            seed=options.seed,
-            seconds=options.seconds,
-        )
-    ]
+    return _power_cuts(options, OURS)
+
+
+def _power_incremental(options: argparse.Namespace) -> Iterable[Record]:
+    return _power_cuts(options, OURS_INCREMENTAL)
+
+
+def _power_cuts(options: argparse.Namespace, subjects: tuple[Subject, ...]) -> Iterable[Record]:
+    record = power.run(
+        subjects,
+        power.FILE_SYSTEMS,
+        points=options.points,
+        seed=options.seed,
+        seconds=options.seconds,
+    )
+    return [record]
 
 
 def _faults(options: argparse.Namespace) -> Iterable[Record]:

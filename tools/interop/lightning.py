@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from automodel_ckpt.cli import ckpt
+from tests.support.continued import losses_of
 from tools.clients.environments import TORCH, Environment
 from tools.interop.program import Check, Program, Workplace
 
@@ -31,10 +31,10 @@ def _checks(workplace: Workplace) -> Iterator[Check]:
         expected = dict(enumerate(losses[kind], start=1))
         for num_ranks in (1, 2):
             run = workplace.directory / f"{kind}-{num_ranks}"
-            _ckpt("import", made / name, run, "--training-state", "--config", made)
+            workplace.ckpt("import", made / name, run, "--training-state", "--config", made)
             _train(made, run, num_ranks, "--clip_grad_norm=null", "--optimizer.weight_decay=0.01")
             what = f"a run of Lightning ({name}) continues here on {num_ranks} rank(s)"
-            yield _compared(what, _losses(run), expected, first=6)
+            yield _compared(what, losses_of(run), expected, first=6)
     yield from _resumed(workplace, made)
 
 
@@ -42,10 +42,12 @@ def _resumed(workplace: Workplace, made: Path) -> Iterator[Check]:
     """Lightning continues a run of this program, from the end of an epoch and from within one."""
     run = workplace.directory / "ours"
     _train(made, run, 2, "--optimizer.weight_decay=0.1")
-    expected = _losses(run)
+    expected = losses_of(run)
     for epoch, step in ((0, 5), (1, 7)):
         target = workplace.directory / f"step_{step}.ckpt"
-        _ckpt("export", run / f"epoch_{epoch}_step_{step}", "--to", "lightning", "-o", target)
+        workplace.ckpt(
+            "export", run / f"epoch_{epoch}_step_{step}", "--to", "lightning", "-o", target
+        )
         report = workplace.directory / f"step_{step}.json"
         workplace.run_script(_RESUME, target, made, str(step - 5), report)
         found = {int(key): value for key, value in json.loads(report.read_text())["losses"].items()}
@@ -84,21 +86,6 @@ def _train(made: Path, run: Path, num_ranks: int, *overrides: str) -> None:
     subprocess.run(
         command, check=True, cwd=_ROOT, env=environment, stdout=subprocess.DEVNULL, timeout=600
     )
-
-
-def _losses(run: Path) -> dict[int, float]:
-    found: dict[int, float] = {}
-    for line in (run / "training.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        if "event" not in record:
-            found[record["step"]] = record["loss"]
-    return found
-
-
-def _ckpt(*arguments: str | Path) -> None:
-    code = ckpt.main([str(argument) for argument in arguments])
-    if code:
-        raise RuntimeError(f"ckpt {' '.join(map(str, arguments))} ended with code {code}")
 
 
 PROGRAM = Program(

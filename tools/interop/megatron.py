@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from automodel_ckpt.cli import ckpt
 from tools.clients.environments import TORCH, Environment
 from tools.interop.program import Check, Program, Workplace
 
@@ -66,7 +65,7 @@ def _reading(workplace: Workplace) -> Iterator[Check]:
     workplace.run_script(_MAKER, made)
     for name in _NAMES:
         run = workplace.directory / f"imported-{name}"
-        _ckpt("import", made / name, run, "--config", made / name / "expected")
+        workplace.ckpt("import", made / name, run, "--config", made / name / "expected")
         expected = json.loads((made / name / "expected" / "logits.json").read_text())
         logits = _logits(run / "epoch_0_step_0" / "model", expected["ids"])
         difference = (logits - torch.tensor(expected["logits"])).abs().max().item()
@@ -80,7 +79,7 @@ def _writing(workplace: Workplace) -> Iterator[Check]:
         source = workplace.directory / name
         _write_model(name, special, source)
         exported = workplace.directory / f"{name}-megatron"
-        _ckpt(
+        workplace.ckpt(
             *("export", source, "--to", "megatron", "-o", exported),
             *("--vocabulary-multiple", str(multiple)),
         )
@@ -120,12 +119,6 @@ def _logits(directory: Path, ids: list[int]) -> torch.Tensor:
     with torch.no_grad():
         logits: torch.Tensor = model.eval()(torch.tensor([ids])).logits[0]
     return logits
-
-
-def _ckpt(*arguments: str | Path) -> None:
-    code = ckpt.main([str(argument) for argument in arguments])
-    if code:
-        raise RuntimeError(f"ckpt {' '.join(map(str, arguments))} ended with code {code}")
 
 
 PROGRAM = Program(

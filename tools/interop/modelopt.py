@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file
 
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors, compare
-from automodel_ckpt.cli import ckpt
 from automodel_ckpt.convert.open import open_source
 from tools.clients.environments import TORCH, Environment
 from tools.interop.program import Check, Program, Workplace
@@ -29,7 +28,7 @@ def checks(workplace: Workplace) -> Iterator[Check]:
         yield Check(f"{what}: its checkpoint is read", *_merged(theirs, source))
         ours = workplace.directory / f"{theirs.parent.name}-{size}"
         options = ["--compress", "false", "--tensor-parallel", size]
-        _ckpt("export", source, "--to", "qnemo", "-o", ours, *options)
+        workplace.ckpt("export", source, "--to", "qnemo", "-o", ours, *options)
         yield Check(f"{what}: the same tensors are written", *_equal(ours, theirs))
 
 
@@ -57,12 +56,6 @@ def _equal(ours: Path, theirs: Path) -> tuple[str, bool]:
             is_equal = other is not None and other.dtype == value.dtype
             num_equal += is_equal and other is not None and torch.equal(other, value)
     return f"{num_equal} of {num_tensors} tensors bit-equal", num_equal == num_tensors > 0
-
-
-def _ckpt(*arguments: str | Path) -> None:
-    code = ckpt.main([str(argument) for argument in arguments])
-    if code:
-        raise RuntimeError(f"ckpt {' '.join(map(str, arguments))} ended with code {code}")
 
 
 PROGRAM = Program(

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors, compare
-from automodel_ckpt.cli import ckpt
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.data.python_docs import train_tokenizer
 from tools.clients.environments import TORCH, Environment
@@ -37,7 +36,7 @@ def _reading(workplace: Workplace) -> Iterator[Check]:
     for name in ("model.nemo", "unpacked"):
         yield Check(f"its {name} is read", *_compared(made / name, state))
     unpacked = made / "from_gzip"
-    _ckpt("unpack", made / "gzip.nemo", unpacked)
+    workplace.ckpt("unpack", made / "gzip.nemo", unpacked)
     yield Check("its gzip archive is unpacked and read", *_compared(unpacked, state))
 
 
@@ -47,18 +46,18 @@ def _writing(workplace: Workplace) -> Iterator[Check]:
     expected = workplace.directory / "expected.safetensors"
     save_file(load_file(source / "model.safetensors"), expected)
     exported = workplace.directory / "exported.nemo"
-    _ckpt("export", source, "--to", "nemo", "-o", exported, "--prefix", _PREFIX)
+    workplace.ckpt("export", source, "--to", "nemo", "-o", exported, "--prefix", _PREFIX)
     yield from _restored(workplace, exported, expected, logits, "an exported Llama")
     # NeMo saves the model that it restored. That file is unpacked, edited and packed here.
     again = workplace.directory / "exported.nemo.again.nemo"
     directory = workplace.directory / "edited"
-    _ckpt("unpack", again, directory)
+    workplace.ckpt("unpack", again, directory)
     config = directory / "model_config.yaml"
     # NeMo adds the class of this script, which it cannot import: restore_from then uses its own class.
     lines = [line for line in config.read_text().splitlines() if not line.startswith("target:")]
     config.write_text("\n".join([*lines, "edited: true"]) + "\n")
     packed = workplace.directory / "edited.nemo"
-    _ckpt("pack", directory, packed)
+    workplace.ckpt("pack", directory, packed)
     yield from _restored(workplace, packed, expected, logits, "its own file, edited and packed")
 
 
@@ -105,12 +104,6 @@ def _compared(path: Path, expected: Path) -> tuple[str, bool]:
     num_equal = difference.num_equal
     good = num_equal == len(found.tensors) == len(wanted.tensors)
     return f"{num_equal} of {len(wanted.tensors)} tensors bit-equal", good
-
-
-def _ckpt(*arguments: str | Path) -> None:
-    code = ckpt.main([str(argument) for argument in arguments])
-    if code:
-        raise RuntimeError(f"ckpt {' '.join(map(str, arguments))} ended with code {code}")
 
 
 PROGRAM = Program(

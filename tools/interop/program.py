@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from automodel_ckpt.cli import ckpt
 from tools.clients.environments import Environment, own_variables
 
 _TIMEOUT_SECONDS = 1800
@@ -50,6 +52,13 @@ class Workplace:
     def run_script(self, script: Path, *arguments: str | Path) -> None:
         """Run a Python script with the program's interpreter, as :meth:`run`."""
         self.run([self.python, script, *arguments])
+
+    def ckpt(self, *arguments: str | Path) -> None:
+        """Run ``ckpt`` in this process, with its output in the log. Raises RuntimeError if it fails."""
+        with open(self.log, "a") as log, contextlib.redirect_stdout(log):
+            code = ckpt.main([str(argument) for argument in arguments])
+        if code != 0:
+            raise RuntimeError(f"ckpt {' '.join(map(str, arguments))} ended with code {code}")
 
 
 @dataclass(frozen=True)

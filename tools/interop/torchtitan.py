@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from automodel_ckpt.cli import ckpt
 from tools.clients.environments import TORCH, Environment
 from tools.interop.losses import losses_check
 from tools.interop.program import Check, Program, Workplace
@@ -28,8 +26,7 @@ def checks(workplace: Workplace) -> Iterator[Check]:
     made = workplace.directory / "made"
     workplace.run_script(_MAKER, made, "--plain")
     run = workplace.directory / "imported"
-    _ckpt(
-        workplace,
+    workplace.ckpt(
         *("import", made / "checkpoint" / "step-3", run),
         *("--config", made / "config", "--training-state"),
     )
@@ -54,7 +51,7 @@ def _loading(workplace: Workplace, config: Path) -> Iterator[Check]:
         source = workplace.directory / name
         _write_model(config, source, tied=name == "tied")
         exported = workplace.directory / f"{name}-dcp"
-        _ckpt(workplace, "export", source, "--to", "dcp", "--names", "torchtitan", "-o", exported)
+        workplace.ckpt("export", source, "--to", "dcp", "--names", "torchtitan", "-o", exported)
         arguments += [name, exported]
         models[str(exported)] = source
     report = workplace.directory / "report.json"
@@ -83,13 +80,6 @@ def _logits_check(what: str, directory: Path, expected: dict[str, Any]) -> Check
         logits = model.eval()(torch.tensor([expected["ids"]])).logits[0]
     difference = (logits - torch.tensor(expected["logits"])).abs().max().item()
     return Check(what, f"logits differ by {difference:.1e}", difference < _TOLERANCE)
-
-
-def _ckpt(workplace: Workplace, *arguments: str | Path) -> None:
-    with open(workplace.log, "a") as log, contextlib.redirect_stdout(log):
-        code = ckpt.main([str(argument) for argument in arguments])
-    if code:
-        raise RuntimeError(f"ckpt {' '.join(map(str, arguments))} ended with code {code}")
 
 
 PROGRAM = Program(
