@@ -6,7 +6,7 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from itertools import chain
 from typing import Any, NoReturn
@@ -63,13 +63,15 @@ class TrainingLoop:
         lr_scheduler: LRScheduler | None,
         dataloader: GlobalBatchLoader,
         validation_batches: Callable[[], Iterator[GlobalBatch]] | None,
+        validation_sets: Mapping[str, Callable[[], Iterator[GlobalBatch]]] | None = None,
         step_scheduler: StepScheduler,
         rng: StatefulRNG,
         checkpointer: Checkpointer | None,
         saves: Saves,
         run_log: RunLog,
     ) -> None:
-        """*validation_batches* reads the validation set from its start; None if there is none."""
+        """*validation_batches* reads the validation set from its start; None if there is none. *validation_sets* reads
+        the sets of ``validation_datasets`` by name."""
         self.config = config
         self.layout = layout
         self.stop_request = stop_request
@@ -80,6 +82,7 @@ class TrainingLoop:
         self.lr_scheduler = lr_scheduler
         self.dataloader = dataloader
         self.validation_batches = validation_batches
+        self.validation_sets = dict(validation_sets or {})
         self.step_scheduler = step_scheduler
         self.rng = rng
         self.checkpointer = checkpointer
@@ -139,7 +142,7 @@ class TrainingLoop:
         """End a run whose stream of samples had fewer steps in its last epoch than planned."""
         self.step_scheduler.end_early()
         if self.step_scheduler.unsaved:
-            has_validation = self.validation_batches is not None
+            has_validation = self.validation_batches is not None or bool(self.validation_sets)
             self.validate_and_save(validate=has_validation, save=True, last=True)
 
     def batches(self, source: Iterable[GlobalBatch]) -> Iterator[GlobalBatch | None]:
@@ -318,23 +321,41 @@ class TrainingLoop:
     # ---------------------------------------------------------------- validation
 
     def validate(self) -> Validation | None:
-        """Compute the mean loss over the validation set; None if a stop was requested meanwhile.
+        """Compute the mean loss over each validation set; None if a stop was requested meanwhile.
 
         It leaves no trace in the training: no gradients, and random states are restored.
         """
-        assert self.validation_batches is not None
+        measured = {}
         self.model.eval()
         try:
             with torch.no_grad(), self.rng.preserved():
-                totals = self.validation_totals(self.validation_batches())
+                for name, batches in self._all_validation_sets():
+                    totals = self.validation_totals(batches())
+                    if totals is None:
+                        return None
+                    measured[name] = totals
         finally:
             self.model.train()
             # With FSDP2, a forward pass without a backward pass leaves parameters gathered.
             reshard(self.model)
-        if totals is None:
-            return None
-        loss, count, num_labels = totals
-        return Validation(loss / count if count else math.nan, int(num_labels))
+        losses = {}
+        for name, (loss, count, _) in measured.items():
+            losses[name] = loss / count if count else math.nan
+        assert measured, "without validation data, no validation is due"
+        main, (_, _, num_labels) = next(iter(measured.items()))
+        named = {name: loss for name, loss in losses.items() if name is not None}
+        return Validation(losses[main], int(num_labels), named)
+
+    def _all_validation_sets(
+        self,
+    ) -> Iterator[tuple[str | None, Callable[[], Iterator[GlobalBatch]]]]:
+        """Yield (name, function that reads it) for each validation set; the first one's loss is ``val_loss``.
+
+        The name of ``validation_dataset`` is None.
+        """
+        if self.validation_batches is not None:
+            yield None, self.validation_batches
+        yield from self.validation_sets.items()
 
     def validation_totals(
         self, batches: Iterable[GlobalBatch]
@@ -389,7 +410,8 @@ class TrainingLoop:
             return None
         scheduler = self.step_scheduler
         scheduler.note_validated()
-        log.info("step %d: validation loss %.4f", scheduler.step, validation.loss)
+        named = [f", {name} {loss:.4f}" for name, loss in validation.losses.items()]
+        log.info("step %d: validation loss %.4f%s", scheduler.step, validation.loss, "".join(named))
         self.run_log.log_validation(scheduler, validation)
         return validation
 
@@ -409,11 +431,16 @@ class TrainingLoop:
 
     def losses(self, validation: Validation | None) -> dict[str, Any]:
         """The content of ``losses.json`` at the present step; null for what was not measured at this step."""
+        metrics: dict[str, float | None] = {"val_loss": None}
+        for name in self.validation_sets:
+            metrics[f"val_loss_{name}"] = None
+        if validation is not None:
+            metrics.update(validation.metrics)
         return {
             "step": self.step_scheduler.step,
             "epoch": self.step_scheduler.epoch,
             "train_loss": self.last_step.loss if self.last_step else None,
-            "val_loss": validation.loss if validation else None,
+            **metrics,
         }
 
     # ---------------------------------------------------------------- the end

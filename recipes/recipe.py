@@ -25,7 +25,7 @@ from transformers import PreTrainedConfig
 from automodel_ckpt.checkpoint import Checkpointer, discover
 from automodel_ckpt.checkpoint.saving.side_files import Assets
 from automodel_ckpt.config.bind import unused_without_checkpoints
-from automodel_ckpt.config.schema import ModelConfig, RecipeConfig, Target
+from automodel_ckpt.config.schema import ModelConfig, RecipeConfig, Target, has_validation
 from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
 from automodel_ckpt.distributed.mesh import RankLayout, close_distributed, init_distributed
 from automodel_ckpt.distributed.parallelize import check_parallelism
@@ -106,6 +106,7 @@ class Recipe:
     """The transformers configuration; None for a model by ``_target_``."""
     dataloader: GlobalBatchLoader
     validation_batches: Callable[[], Iterator[GlobalBatch]] | None
+    validation_sets: Mapping[str, Callable[[], Iterator[GlobalBatch]]]
     step_scheduler: StepScheduler
     trainable: Trainable
     model: nn.Module
@@ -227,6 +228,7 @@ class Recipe:
         )
         self.dataloader = self.build_dataloader(self.config.dataset)
         self.validation_batches = self.build_validation()
+        self.validation_sets = self.build_validation_sets()
         self.step_scheduler = self.build_step_scheduler()
         self.trainable = self.build_trainable()
         self.model = self.trainable.model
@@ -273,6 +275,14 @@ class Recipe:
         if self.config.validation_dataset is None:
             return None
         return partial(iter, self.build_dataloader(self.config.validation_dataset, validation=True))
+
+    def build_validation_sets(self) -> Mapping[str, Callable[[], Iterator[GlobalBatch]]]:
+        """Build functions that read the sets of ``validation_datasets`` from their starts, by name."""
+        sets = {}
+        for name, section in self.config.validation_datasets.items():
+            loader = self.build_dataloader(section, validation=True)
+            sets[name] = partial(iter, loader)
+        return sets
 
     def build_step_scheduler(self) -> StepScheduler:
         """Build the counters, and plan the number of steps as far as it is known."""
@@ -398,6 +408,8 @@ class Recipe:
             lr_scheduler=self.lr_scheduler,
             dataloader=self.dataloader,
             validation_batches=self.validation_batches,
+            # A recipe with a build() that does not call build_training may not have it.
+            validation_sets=getattr(self, "validation_sets", None),
             step_scheduler=self.step_scheduler,
             rng=self.rng,
             checkpointer=self.checkpointer,
@@ -499,5 +511,5 @@ def cadence_of(config: RecipeConfig) -> Cadence:
         ckpt_on_best=steps.ckpt_on_best,
         val_every_steps=steps.val_every_steps,
         max_time_seconds=steps.max_time_seconds,
-        has_validation=config.validation_dataset is not None,
+        has_validation=has_validation(config),
     )

@@ -74,7 +74,17 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """The mean loss over the validation set, and the number of its label tokens."""
+    """The mean loss over the validation set, and the number of its label tokens.
+
+    *losses* are the mean losses over the sets in ``validation_datasets``, by name.
+    """
 
     loss: float
     num_label_tokens: int
+    losses: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The losses by the names that logs and ``losses.json`` have."""
+        named = {f"val_loss_{name}": loss for name, loss in self.losses.items()}
+        return {"val_loss": self.loss, **named}

@@ -144,7 +144,7 @@ class RunLog:
             "step": scheduler.step,
             "epoch": scheduler.epoch,
             "timestamp": time.time(),
-            "val_loss": validation.loss,
+            **validation.metrics,
             "label_tokens": validation.num_label_tokens,
         }
         self._append(self.validation, record)

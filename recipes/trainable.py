@@ -206,8 +206,10 @@ def read_model_config(
     sizes = layout.sizes
     check_heads(found, sizes.tp)
     check_context_heads(found, sizes.cp, sizes.tp)
-    for name in ("dataset", "validation_dataset"):
-        dataset = getattr(config, name)
+    datasets = {"dataset": config.dataset, "validation_dataset": config.validation_dataset}
+    for name, section_of_set in config.validation_datasets.items():
+        datasets[f"validation_datasets.{name}"] = section_of_set
+    for name, dataset in datasets.items():
         seq_length = dataset.kwargs.get("seq_length") if dataset is not None else None
         if seq_length is not None:
             check_context(found, int(seq_length), f"{name}.seq_length")

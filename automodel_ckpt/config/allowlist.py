@@ -37,13 +37,17 @@ PURPOSES = {
     "processor": "processor",
     "dataset": "dataset",
     "validation_dataset": "dataset",
+    "validation_datasets": "dataset",
     "optimizer": "optimizer",
     "optimizer.groups": "optimizer",
     "loss_fn": "loss_fn",
     "dataloader.collate_fn": "collate_fn",
     "distributed.tp_plan": "tp_plan",
 }
-"""Key of a section that accepts ``_target_``, or of a list of such sections -> its purpose in ``ALLOWED``."""
+"""Key of a section that accepts ``_target_``, of a list or mapping of such sections -> its purpose in ``ALLOWED``."""
+
+MAPPINGS = frozenset({"validation_datasets"})
+"""The keys in ``PURPOSES`` of mappings from names to sections."""
 
 NESTED = {
     "tokenizer": "tokenizer",
@@ -297,6 +301,9 @@ def purpose_of(key: str, sections: Container[str]) -> str:
 
     *sections* are the top-level sections of ``RecipeConfig``. A custom recipe declares further ones.
     """
+    parent = key.rpartition(".")[0]
+    if parent in MAPPINGS:
+        return PURPOSES[parent]
     # optimizer.groups.0 is an item of the list optimizer.groups and has its purpose.
     without_numbers = ".".join(part for part in key.split(".") if not part.isdecimal())
     if without_numbers in PURPOSES:

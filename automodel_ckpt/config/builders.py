@@ -156,6 +156,8 @@ def _declared(schema: type[Any], key: str) -> tuple[tuple[str, ...], tuple[str, 
     """
     section: type[Any] | None = schema
     *parents, last = key.split(".")
+    if len(parents) == 1 and _is_mapping_of_plugins(schema, parents[0]):
+        last = parents.pop()
     for name in parents:
         section = section_type(members(hints_of(section).get(name, Any))) if section else None
     if section is None:
@@ -170,6 +172,13 @@ def _declared(schema: type[Any], key: str) -> tuple[tuple[str, ...], tuple[str, 
         supplied = field.metadata.get("supplied", ())
         return tuple(supplied), tuple(own)
     return None
+
+
+def _is_mapping_of_plugins(schema: type[Any], name: str) -> bool:
+    """Whether the field *name* is a mapping from names to plug-ins."""
+    annotation = hints_of(schema).get(name)
+    is_mapping = typing.get_origin(annotation) is dict
+    return is_mapping and typing.get_args(annotation)[1] is Target
 
 
 @functools.cache

@@ -76,6 +76,10 @@ OPTIONS = Rule(
     lambda given: all(isinstance(value, dict) for value in given.values()),
     "sections of options, as {}",
 )
+SET_NAMES = Rule(
+    lambda given: all(re.fullmatch(r"[A-Za-z0-9_-]+", name) for name in given),
+    "a section of data sets by name, made of letters, digits, _ and -",
+)
 POSITIVE_OR_WORD = Rule(lambda size: isinstance(size, str) or size >= 1, "1 or more, or tokenizer")
 STOP_SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU")
 """Signals that can request a stop. Python, torch or the operating system use the others."""
@@ -745,6 +749,11 @@ class LoggingConfig:
     """Experiment trackers and their options, such as {tensorboard: {}}; also wandb, mlflow, trackio."""
 
 
+def has_validation(recipe: Any) -> bool:
+    """Whether a recipe, or a namespace with its fields, has validation data."""
+    return recipe.validation_dataset is not None or bool(recipe.validation_datasets)
+
+
 @dataclass
 class RecipeConfig:
     """A recipe file."""
@@ -766,7 +775,13 @@ class RecipeConfig:
     validation_dataset: Target | None = field(
         default=None, metadata={"supplied": ("tokenizer", "processor")}
     )
-    """Builder of the validation data; null: no validation."""
+    """Builder of the validation data; null: no validation, unless validation_datasets has sets."""
+    validation_datasets: dict[str, Target] = field(
+        default_factory=dict,
+        metadata={"supplied": ("tokenizer", "processor"), "rules": (SET_NAMES,)},
+    )
+    """Builders of further validation data by name. The loss of NAME is val_loss_NAME; val_loss is that of
+    validation_dataset, or without it of the first set here."""
     dataloader: DataloaderConfig = field(default_factory=DataloaderConfig)
     packed_sequence: PackedSequenceConfig | None = None
     optimizer: OptimizerConfig | OptimizerTarget = field(
@@ -788,11 +803,11 @@ class RecipeConfig:
         Relation(
             ("step_scheduler.ckpt_on_best", "step_scheduler.val_every_steps"),
             lambda recipe: (
-                recipe.validation_dataset is not None
+                has_validation(recipe)
                 or not (recipe.step_scheduler.ckpt_on_best or recipe.step_scheduler.val_every_steps)
             ),
             "ckpt_on_best and val_every_steps need a validation_dataset",
-            "add a validation_dataset section, or remove these keys",
+            "add a validation_dataset (or validation_datasets) section, or remove these keys",
         ),
         Relation(
             ("packed_sequence", "dataloader.collate_fn"),
@@ -861,8 +876,8 @@ class RecipeConfig:
                 "checkpoint.best_metric_key",
                 "checkpoint.best_mode",
             ),
-            ("validation_dataset",),
-            lambda recipe: recipe.validation_dataset is not None,
+            ("validation_dataset", "validation_datasets"),
+            has_validation,
             "the best checkpoint is undefined without a validation_dataset",
             "add a validation_dataset section, or remove the key",
         ),

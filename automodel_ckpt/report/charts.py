@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from automodel_ckpt.report.history import History, Series
+from automodel_ckpt.report.history import NAMED_LOSS, History, Series
 from automodel_ckpt.report.scale import padded_range
 
 _SMOOTHED_POINTS = 200
@@ -40,6 +40,17 @@ class Panel:
     curves: Sequence[Curve]
     from_zero: bool = False
     has_marks: bool = False
+    has_named_losses: bool = False
+
+    def curves_of(self, run: History) -> Iterator[Curve]:
+        """Yield the curves of this chart, including those of the named validation sets of *run*."""
+        yield from self.curves
+        if not self.has_named_losses:
+            return
+        for field in run.series:
+            if field.startswith(NAMED_LOSS):
+                name = field.removeprefix(NAMED_LOSS)
+                yield Curve(field, "dots", f"validation, {name}", text_title=name)
 
 
 PANELS: Sequence[Panel] = (
@@ -50,6 +61,7 @@ PANELS: Sequence[Panel] = (
             Curve("val_loss", "dots", "validation", text_title="validation"),
         ),
         has_marks=True,
+        has_named_losses=True,
     ),
     Panel("Gradient norm", (Curve("grad_norm", text_title="grad norm", smoothed=True),)),
     Panel("Learning rate", (Curve("lr", text_title="lr"),), from_zero=True),
@@ -142,7 +154,7 @@ def _chart(panel: Panel, lines: Sequence[Line], marks: Sequence[Mark], last: int
 def _lines_of(panel: Panel, runs: Sequence[History]) -> list[Line]:
     lines = []
     for number, run in enumerate(runs):
-        for curve in panel.curves:
+        for curve in panel.curves_of(run):
             series = run.series[curve.field]
             label = f"{run.name}, {curve.label}" if curve.label else run.name
             if curve.smoothed and len(series) >= _SMOOTHED_POINTS:

@@ -19,6 +19,9 @@ from automodel_ckpt.checkpoint.run import late_validations, resume
 from automodel_ckpt.errors import CheckpointUnusable
 
 _MAX_VALUE, _MAX_STEP = 1e100, 2**53
+NAMED_LOSS = "val_loss_"
+"""The field of the loss of a named validation set begins with this."""
+_MAX_NAMED_LOSSES = 32
 """Limits of plotted values and steps, within which sums and differences stay finite and exact."""
 
 
@@ -85,7 +88,8 @@ class Checkpoint:
 class History:
     """A run, read from its directory.
 
-    *series* has the fields ``loss``, ``grad_norm``, ``lr``, ``tps``, ``val_loss``, ``stall_seconds`` and ``bytes``.
+    *series* has the fields ``loss``, ``grad_norm``, ``lr``, ``tps``, ``val_loss``, ``stall_seconds`` and ``bytes``, and
+    ``val_loss_NAME`` for each named validation set.
     *checkpoints* are sorted from the oldest to the newest. *timestamps* are in seconds since 1970. *not_finite* are the
     steps whose loss is not finite.
     """
@@ -131,6 +135,8 @@ def read_history(path: Path, name: str | None = None) -> History:
         "stall_seconds": _series(saves, "stall_seconds"),
         "bytes": _series(saves, "bytes"),
     }
+    for field_name in _named_losses(validations):
+        series[field_name] = _series(validations, field_name)
     num_tokens = 0
     for record in steps:
         num_tokens += int(_number(record.get("tokens")) or 0)
@@ -184,6 +190,17 @@ def _series(records: list[dict[str, Any]], name: str) -> Series:
             found[record["step"]] = value
     steps = sorted(found)
     return Series(tuple(steps), tuple(found[step] for step in steps))
+
+
+def _named_losses(validations: list[dict[str, Any]]) -> list[str]:
+    """List the fields of the losses of named validation sets, in the order of their first lines."""
+    names: dict[str, None] = {}
+    for record in validations:
+        for name in record:
+            # A file may come from anywhere: a chart with thousands of curves helps no one.
+            if name.startswith(NAMED_LOSS) and len(names) < _MAX_NAMED_LOSSES:
+                names[name] = None
+    return list(names)
 
 
 def _number(value: object) -> float | None:

@@ -14,7 +14,7 @@ ASCII_BARS = "_.-=+*%#"
 def curve_lines(run: History, width: int, bars: str = BARS) -> Iterator[str]:
     """Yield a line for each curve that has a text title and values: title, sparkline, first and last value."""
     for panel in PANELS:
-        for curve in panel.curves:
+        for curve in panel.curves_of(run):
             series = run.series[curve.field]
             if curve.text_title and len(series):
                 line = sparkline(series, width, bars)

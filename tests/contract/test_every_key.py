@@ -148,6 +148,10 @@ def flat(batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     return {name: tensor.tolist() for name, tensor in batch.items()}
 
 
+def validation_sets(it: Subject) -> list[str]:
+    return list(it.recipe.build_validation_sets())
+
+
 def validation(it: Subject) -> bool:
     return it.recipe.build_validation() is not None
 
@@ -694,6 +698,7 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "distributed.mixed_precision": Observed(joined, "bfloat16", SHARDED),
     "dataset": Observed(batches, f"{{_target_: {__name__}.samples, token: 6}}"),
     "validation_dataset": Observed(validation, f"{{_target_: {__name__}.samples}}"),
+    "validation_datasets": Observed(validation_sets, f"{{a: {{_target_: {__name__}.samples}}}}"),
     "dataloader.shuffle": Observed(batches, "false"),
     "dataloader.num_workers": Observed(batches, "1"),
     "dataloader.collate_fn": Observed(
