@@ -59,6 +59,7 @@ from automodel_ckpt.recipes.trainable import (
     build_trainable,
     parallelism,
     read_model_config,
+    within_context,
 )
 from automodel_ckpt.seeds import seed_everything
 from automodel_ckpt.training.loss import LossFn
@@ -255,7 +256,7 @@ class Recipe:
             # As many micro-batches as pipeline stages keep all stages busy.
             global_batch_size = steps.local_batch_size * layout.dp_size * layout.sizes.pp
         loader = GlobalBatchLoader(
-            self.build_dataset(section),
+            self.build_dataset(within_context(section, self.model_config)),
             global_batch_size=global_batch_size,
             local_batch_size=steps.local_batch_size,
             collate_fn=self.build_collate_fn(),

@@ -216,6 +216,20 @@ def read_model_config(
     return found
 
 
+def within_context(section: Target, model_config: PreTrainedConfig | None) -> Target:
+    """Return the section of a data set with ``seq_length`` null replaced by the length of the model's context.
+
+    If the model states no limit, or *model_config* is None, the section is returned unchanged: null is then no limit.
+    """
+    is_null = "seq_length" in section.kwargs and section.kwargs["seq_length"] is None
+    if not is_null or model_config is None:
+        return section
+    limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(limit, int):
+        return section
+    return replace(section, kwargs=section.kwargs | {"seq_length": limit})
+
+
 def text_tokenizer(preprocessor: Any) -> Any:
     """The tokenizer, also of a processor; None if there is none."""
     return getattr(preprocessor, "tokenizer", preprocessor)

@@ -21,6 +21,7 @@ from automodel_ckpt.cli.terminal import (
     print_error,
     table,
 )
+from automodel_ckpt.config.automodel.notices import report_lines
 from automodel_ckpt.config.bind import closest
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
@@ -32,7 +33,7 @@ from automodel_ckpt.user_code import reporting_user_failures
 
 EXAMPLES = Path(automodel_ckpt.__file__).parent / "examples"
 SUFFIXES = (".yaml", ".yml")
-PRINTING_MODES = {"help", "version", "list", "print_config", "dry_run"}
+PRINTING_MODES = {"help", "version", "list", "print_config", "convert_recipe", "dry_run"}
 """Modes whose output may be cut off by a reader such as head(1)."""
 
 
@@ -88,12 +89,19 @@ def run(line: CommandLine) -> int:
 def _run_recipe(line: CommandLine) -> int:
     _check_working_directory()
     path = _recipe_path(line)
-    check = None if "print_config" in line.modes else _early_check(line)
+    only_prints = not line.modes.keys().isdisjoint({"print_config", "convert_recipe"})
+    check = None if only_prints else _early_check(line)
     loaded = load_recipe(path, line.overrides, problems=line.problems, check=check)
     check_selftest_options(line)
-    if "print_config" in line.modes:
-        if loaded.problems:
-            raise RecipeError.all_of(loaded.problems)
+    if only_prints and loaded.problems:
+        raise RecipeError.all_of(loaded.problems)
+    if "convert_recipe" in line.modes:
+        print(loaded.converted(), end="")
+        return EXIT_DONE
+    if _is_local_rank_0():
+        for text in report_lines(loaded.notices):
+            print_error(text)
+    if only_prints:
         print(loaded.explain(), end="")
         return EXIT_DONE
     raise_file_limit()

@@ -30,6 +30,8 @@ An empty optional section is an error: write {} to use its defaults, or null to 
 MODES = """\
 instead of training:
   --print-config  print the recipe with defaults and overrides, and the origin of each value
+  --convert-recipe
+                  print a recipe of NeMo AutoModel as a recipe of this program, with a comment for each changed key
   --dry-run       check recipe, data and model without loading weights; print memory, disk use and the resume point
   --list          list the example recipes
   --copy NAME DIR copy an example recipe to a directory

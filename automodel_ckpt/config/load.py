@@ -9,6 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from automodel_ckpt.config import automodel
+from automodel_ckpt.config.automodel.convert import converted_text
+from automodel_ckpt.config.automodel.notices import Notice
 from automodel_ckpt.config.bind import Binder, closest, join
 from automodel_ckpt.config.builders import builder_problems, needs_import
 from automodel_ckpt.config.canonical_yaml import canonical_tree
@@ -36,6 +39,17 @@ class LoadedRecipe:
     problems: tuple[Problem, ...] = ()
     """Problems found in the arguments of plug-ins. :func:`targets.check_targets` reports them with those that it finds
     after importing the other plug-ins."""
+    notices: tuple[Notice, ...] = ()
+    """What was translated, and how, if the file is a recipe of NeMo AutoModel."""
+    translated: Node | None = None
+    """The tree of this program's keys that such a file was translated to, without our defaults."""
+
+    @property
+    def overridden(self) -> list[str]:
+        """The dotted keys that the command line gives; overrides of a NeMo AutoModel recipe under our names."""
+        if self.translated is None:
+            return [override.key for override in self.overrides]
+        return [key for key, origin in self.origins.items() if origin.startswith("-")]
 
     @property
     def directory(self) -> Path:
@@ -83,6 +97,17 @@ class LoadedRecipe:
             line = f"{text:{width}}  # {origin}" if origin else text
             explained.append(line + "\n")
         return "".join(explained)
+
+    def converted(self) -> str:
+        """Return a recipe of NeMo AutoModel as YAML of this program, with comments. Raises :class:`RecipeError`."""
+        if self.translated is None:
+            raise RecipeError(
+                "this is not a recipe of NeMo AutoModel",
+                where=str(self.path),
+                value=f"recipe: {self.tree.at('recipe')}",
+                hint=f"--convert-recipe converts files with recipe: {' or '.join(automodel.RECIPES)}",
+            )
+        return converted_text(str(self.path), self.translated, self.tree, self.notices)
 
 
 def load_recipe(
@@ -134,6 +159,14 @@ def bind_recipe(
     root = parsed.copy()
     for override in overrides:
         graft(root, override, found)
+    translation = automodel.translate(root)
+    if translation is not None:
+        root = translation.root
+        # The sections of features that do not exist here are missing in the translation, so that
+        # binding it would report what follows from that.
+        if translation.problems:
+            raise RecipeError.all_of([*found, *translation.problems])
+    translated = root.copy() if translation is not None else None
     is_custom = _check_recipe_name(root, found)
     binder = Binder(schema or RecipeConfig, found, open_top=schema is None and is_custom)
     config = binder.section(binder.schema, root, "")
@@ -144,7 +177,10 @@ def bind_recipe(
     if found or (in_plugins and not needs_import(root)):
         raise RecipeError.all_of(distinct([*found, *in_plugins]))
     tree = canonical_tree(root, config, with_arguments=False)
-    return LoadedRecipe(config, path, tree, parsed, tuple(overrides), tuple(in_plugins))
+    notices = translation.notices if translation is not None else ()
+    return LoadedRecipe(
+        config, path, tree, parsed, tuple(overrides), tuple(in_plugins), notices, translated
+    )
 
 
 def distinct(problems: Iterable[Problem]) -> list[Problem]:

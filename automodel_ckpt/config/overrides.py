@@ -18,6 +18,7 @@ MODES = {
     "help": [],
     "version": [],
     "print_config": [],
+    "convert_recipe": [],
     "dry_run": [],
     "list": [],
     "copy": ["NAME", "DIR"],

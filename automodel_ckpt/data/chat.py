@@ -60,7 +60,7 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 def messages(
     tokenizer: PreTrainedTokenizerBase,
     path: str | list[str],
-    seq_length: int = 2048,
+    seq_length: int | None = 2048,
     messages_field: str = "messages",
     tools_field: str = "tools",
     chat_template: str | None = None,
@@ -107,7 +107,7 @@ def messages(
     or the assistant's tokens cannot be located, and if it has no token to train on.
     """
     require_choice("learn", learn, ("all", "last"))
-    policy = Truncation(truncation, seq_length)
+    policy = Truncation.of(truncation, seq_length)
     source = Source.of(path, name, split, revision)
     template = ChatTemplate(
         tokenizer,

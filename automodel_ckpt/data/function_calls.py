@@ -47,7 +47,7 @@ _HINT = 'use tools [{"name": ..., "description": ..., "parameters": {name: {"typ
 def xlam(
     tokenizer: PreTrainedTokenizerBase,
     path: str | list[str] = "Salesforce/xlam-function-calling-60k",
-    seq_length: int = 2048,
+    seq_length: int | None = 2048,
     query_field: str = "query",
     answers_field: str = "answers",
     tools_field: str = "tools",
@@ -84,7 +84,7 @@ def xlam(
         Source.of(path, name, split, revision),
         tokenizer,
         encode,
-        Truncation(truncation, seq_length),
+        Truncation.of(truncation, seq_length),
         fields=fields,
         key=("xlam", *fields, *template.key),
         max_samples=max_samples,

@@ -19,7 +19,7 @@ from automodel_ckpt.errors import RecipeError
 def hellaswag(
     tokenizer: PreTrainedTokenizerBase,
     path: str | list[str] = "Rowan/hellaswag",
-    seq_length: int = 512,
+    seq_length: int | None = 512,
     split: str = "train",
     truncation: Literal["error", "right"] = "error",
     max_samples: int | None = None,
@@ -50,7 +50,7 @@ def hellaswag(
         Source.of(path, split=split, revision=revision),
         tokenizer,
         encode,
-        Truncation(truncation, seq_length),
+        Truncation.of(truncation, seq_length),
         key=("hellaswag",),
         max_samples=max_samples,
         streaming=streaming,

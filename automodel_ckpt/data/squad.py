@@ -24,7 +24,7 @@ PROMPT = "Context: {{ context | trim }}\nQuestion: {{ question | trim }}\nAnswer
 def squad(
     tokenizer: PreTrainedTokenizerBase,
     path: str | list[str] = "rajpurkar/squad",
-    seq_length: int = 1024,
+    seq_length: int | None = 1024,
     split: str = "train",
     no_answer: str | None = None,
     prompt: str = PROMPT,
@@ -73,7 +73,7 @@ def squad(
         Source.of(path, split=split, revision=revision),
         tokenizer,
         encode,
-        Truncation(truncation, seq_length),
+        Truncation.of(truncation, seq_length),
         key=key,
         max_samples=max_samples,
         streaming=streaming,

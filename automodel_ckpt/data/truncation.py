@@ -14,6 +14,8 @@ from automodel_ckpt.errors import RecipeError
 
 POLICIES = ("error", "right", "skip", "history")
 _NUM_SHOWN = 3
+UNLIMITED = 2**31 - 1
+"""A number of tokens that no sample has."""
 
 
 @dataclass
@@ -30,6 +32,11 @@ class Truncation:
     num_cut: int = field(default=0, init=False)
     num_left_out: int = field(default=0, init=False)
     num_empty: int = field(default=0, init=False)
+
+    @classmethod
+    def of(cls, policy: str, seq_length: int | None) -> Truncation:
+        """Make the policy of a builder, where *seq_length* None is no limit."""
+        return cls(policy, UNLIMITED if seq_length is None else seq_length)
 
     def __post_init__(self) -> None:
         require_choice("truncation", self.policy, POLICIES)

@@ -244,7 +244,7 @@ def _recipe_change_rows(
     changed = changed_keys(saved, dict(leaves(loaded.tree)), given)
     on_resume = getattr(loaded.config.optimizer, "on_resume", "checkpoint")
     ignored = ignored_by_resume(changed, manifest.saved, on_resume)
-    check_overrides(ignored, [override.key for override in loaded.overrides], path)
+    check_overrides(ignored, loaded.overridden, path)
     lines = []
     if sizes and manifest.world_size != sizes.world:
         ranks = f"{manifest.world_size} -> {sizes.world}"

@@ -137,8 +137,7 @@ def run_rank(
         with stop.before_training(leave), reporting_user_failures(RecipeError):
             recipe = recipe_class(loaded.config, config_yaml=loaded.to_yaml())
             recipe.origins = getattr(loaded, "origins", {})
-            overrides = getattr(loaded, "overrides", ())
-            recipe.overridden = frozenset(override.key for override in overrides)
+            recipe.overridden = frozenset(getattr(loaded, "overridden", ()))
             recipe.setup()
         is_training = True
         with reporting_user_failures(AutomodelError):

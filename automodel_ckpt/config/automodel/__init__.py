@@ -1,0 +1,118 @@
+"""Translate NeMo AutoModel's recipe files to recipes of this program.
+
+:func:`translate` is a pure function from the tree of a file to the tree of a recipe. Nodes keep their origins, so that
+every later message points into the user's file. ``rows.py`` has the kinds of rows, and one module per group of sections
+has their tables: ``model``, ``data``, ``training``, ``ranks`` (parallelism) and ``others``.
+
+Facts about AutoModel are from its source, revision 36044ad3d (2026-08-22): ``recipes/_typed_config.py`` (sections and
+their defaults), ``components/*/config.py`` and ``components/config/loader.py`` (null words, overrides).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from automodel_ckpt.config.automodel import data, model, others, ranks, training
+from automodel_ckpt.config.automodel.notices import Notice
+from automodel_ckpt.config.automodel.rows import AUTOMODEL_DEFAULT, GUIDE, Work, put
+from automodel_ckpt.config.bind import join
+from automodel_ckpt.config.yaml_tree import Node
+from automodel_ckpt.errors import Problem
+
+RECIPES = {
+    "TrainFinetuneRecipeForNextTokenPrediction": "llm_finetune",
+    "FinetuneRecipeForVLM": "vlm_finetune",
+}
+"""AutoModel's recipe classes, and the recipes that replace them."""
+_PREFIXES = ("Train", "Finetune", "KnowledgeDistillation", "Benchmarking", "Pretrain", "Embedding")
+"""The beginnings of the names of AutoModel's recipe classes, which all contain the word Recipe."""
+_NO_RECIPE = "no recipe here does this; the recipes of NeMo AutoModel that run are " + " and ".join(
+    RECIPES
+)
+
+_BRACES = re.compile(r"\$\{(?!oc\.env:)([A-Za-z_]\w*)(?=[,}])")
+_WHOLE = re.compile(r"^\$([A-Za-z_]\w*)$")
+
+# Later modules look at what earlier ones have translated: adapters before freezing, data before the steps.
+SECTIONS = (*model.ROWS, *ranks.ROWS, *data.ROWS, *training.ROWS, *others.ROWS)
+
+
+@dataclass(frozen=True)
+class Translation:
+    """The tree of our recipe, what was decided about AutoModel's keys, and the errors."""
+
+    root: Node
+    notices: tuple[Notice, ...]
+    problems: tuple[Problem, ...]
+
+
+def class_name(root: Node) -> str | None:
+    """Return the name of AutoModel's recipe class in a file; None if the file is a recipe of this program."""
+    node = root.at("recipe._target_") or root.at("recipe")
+    if node is None or not isinstance(node.value, str):
+        return None
+    package, _, name = node.value.rpartition(".")
+    if package.partition(".")[0] == "nemo_automodel":
+        return name
+    if not package and name.startswith(_PREFIXES) and "Recipe" in name:
+        return name
+    return None
+
+
+def translate(root: Node) -> Translation | None:
+    """Translate a tree with overrides applied; None if it is not a recipe of AutoModel. *root* is not modified."""
+    name = class_name(root)
+    if name is None:
+        return None
+    source = root.copy()
+    _rename_references(source)
+    assert isinstance(source.value, dict)
+    node = source.value.pop("recipe")
+    if name not in RECIPES:
+        problem = Problem("unknown recipe", node.origin, name, f"{_NO_RECIPE}; {GUIDE}")
+        return Translation(root, (), (problem,))
+    work = Work(source, RECIPES[name])
+    work.section("").put("recipe", Node(RECIPES[name], node.origin))
+    for path, row in SECTIONS:
+        row.apply(work.section(path))
+    _keep_the_rest(work, source, root, "")
+    return Translation(work.result, tuple(work.notices), tuple(work.problems))
+
+
+def _rename_references(node: Node) -> None:
+    """Rewrite AutoModel's references to environment variables, ${NAME}, ${NAME,default} and $NAME, as ours."""
+    if isinstance(node.value, str) and "$" in node.value and not node.is_flag:
+        text = _BRACES.sub(r"${oc.env:\1", node.value)
+        node.value = _WHOLE.sub(r"${oc.env:\1}", text)
+    for _, child in node.children():
+        _rename_references(child)
+
+
+def _keep_the_rest(work: Work, section: Node, original: Node, key: str) -> None:
+    """Add what no row has translated to the recipe, where keys of this program are valid and others are errors.
+
+    A flag replaces what was translated from the file, so that overrides may use the names of both programs.
+    """
+    for name, node in section.children():
+        full = join(key, name)
+        found = work.result.at(full)
+        before = original.at(name) or node
+        # A section that the translation emptied is left out; one that is empty in the file is not.
+        if isinstance(node.value, dict) and not node.value and before.value:
+            continue
+        if isinstance(node.value, dict) and node.value and _is_section(found):
+            _keep_the_rest(work, node, before, full)
+        elif found is None or node.is_flag or found.origin == AUTOMODEL_DEFAULT:
+            put(work.result, full, node)
+        elif not node.is_null:
+            hint = f"remove one of them; the other is at {found.origin}"
+            work.problems.append(Problem(f"{full} is given twice", node.origin, str(node), hint))
+
+
+def _is_section(node: Node | None) -> bool:
+    """Whether keys can be added at the place of a node: it is a mapping, or nothing is there."""
+    return node is None or isinstance(node.value, dict)
+
+
+__all__ = ["Notice", "Translation", "class_name", "translate"]

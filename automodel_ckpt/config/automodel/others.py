@@ -1,0 +1,158 @@
+"""The other sections of NeMo AutoModel's recipes: seed, checkpoints, trackers, and tools around the training."""
+
+from __future__ import annotations
+
+from automodel_ckpt.config.automodel.rows import (
+    Degraded,
+    Key,
+    Needs,
+    NoEffect,
+    Section,
+    Steps,
+    apply_rows,
+    is_enabled,
+    is_true,
+)
+from automodel_ckpt.config.yaml_tree import Node
+
+CHECKPOINT = (
+    Key("enabled"),
+    Key("checkpoint_dir"),
+    Key("save_consolidated"),
+    Key("is_async"),
+    Key("restore_from"),
+    Key("max_recent_checkpoints", "keep_last"),
+    NoEffect(
+        "staging_dir",
+        "single_rank_consolidation",
+        "v4_compatible",
+        "diffusers_compatible",
+        "consolidation_timeout_minutes",
+        "cpu_offload",
+        "wait_for_staging",
+        "model_cache_dir",
+        "model_repo_id",
+        "original_model_root_dir",
+        "skip_task_head_prefixes_for_base_model",
+        "allow_legacy_pickle_restore",
+        "load_base_model",
+    ),
+    Needs(
+        "dequantize_base_checkpoint",
+        "loading of quantized weights",
+        "use a checkpoint of the model in bfloat16",
+    ),
+)
+_SAVED_HERE = (
+    "checkpoints of this program are found by this name; import AutoModel's with ckpt import first"
+)
+
+
+def checkpoint(section: Section) -> None:
+    """Translate the section checkpoint. Adapters are always saved as safetensors, as in AutoModel."""
+    if section.node is None:
+        return
+    restored = section.peek("restore_from")
+    if restored is not None:
+        section.note("restore_from", restored, _SAVED_HERE)
+    saved = section.take("model_save_format")
+    if saved is not None and saved.value == "torch_save" and section.work.result.at("peft"):
+        section.degraded("model_save_format", saved, "adapters are saved as safetensors")
+    elif saved is not None:
+        section.put("model_save_format", saved, was="model_save_format")
+    metric = section.take("best_metric_key")
+    if metric is not None:
+        words = {"default": "val_loss"}
+        value = words.get(str(metric.value), str(metric.value))
+        section.put("best_metric_key", Node(value, metric.origin), was="best_metric_key")
+    apply_rows(CHECKPOINT, section)
+
+
+def seed(section: Section) -> None:
+    """Translate the seed. AutoModel's recipes read ``seed`` and ignore ``rng.seed``."""
+    given = section.take("seed")
+    if given is not None:
+        section.put("seed", given)
+    rng = section.inner("rng", to="")
+    other = rng.peek("seed")
+    if other is not None and given is None:
+        section.note("rng.seed", other, "used as seed; AutoModel reads only seed, and would use 42")
+        rng.put("seed", other)
+        rng.take("seed")
+    apply_rows((NoEffect("_target_", "seed", "ranked"), Key("deterministic")), rng)
+
+
+def trackers(section: Section) -> None:
+    """Translate the experiment trackers."""
+    wandb = section.inner("wandb", to="logging.trackers.wandb")
+    if wandb.node is not None:
+        switch = wandb.take("enable")
+        if switch is not None:
+            wandb.no_effect("enable", switch)
+        _tracker(wandb, {}, enabled=switch is None or is_true(switch))
+    mlflow = section.inner("mlflow", to="logging.trackers.mlflow")
+    if mlflow.node is not None:
+        apply_rows(
+            (NoEffect("resume", "flatten_depth", "description", "artifact_location"),), mlflow
+        )
+        _tracker(mlflow, {"experiment_name": "experiment"}, enabled=True)
+
+
+def _tracker(section: Section, names: dict[str, str], *, enabled: bool) -> None:
+    """Move the options of a tracker; one that is not enabled is left out."""
+    assert section.node is not None
+    for name, node in list(section.node.children()):
+        if not enabled:
+            section.take(name)
+            section.no_effect(name, node)
+        else:
+            Key(name, names.get(name, "")).apply(section)
+    if enabled and section.work.result.at(section.to) is None:
+        section.work.section("").put(section.to, Node({}, section.origin))
+
+
+LAUNCH = "start the ranks as docs/guides/launch.md describes"
+TOP_LEVEL = (
+    NoEffect(
+        "ci",
+        "nvtx",
+        "benchmark",
+        "prewarm",
+        "longalign",
+        "parallelizer",
+        "autopipeline",
+        "distributed_config",
+        "moe_metrics",
+        "mfu",
+        "sdpa_method",
+    ),
+    NoEffect("validation_dataloader"),
+    Degraded("skypilot", LAUNCH),
+    Degraded("nemo_run", LAUNCH),
+    Degraded("slurm", LAUNCH),
+    Degraded("fp8", "the model is trained in bfloat16", when=is_enabled),
+    Needs("qat", "quantization-aware training", "remove the section"),
+    Needs("neftune", "noise on embeddings (NEFTune)", "remove the section"),
+    Needs("tool_call_eval", "evaluation of tool calls during training", "remove the section"),
+    Needs("embedding_row_repair", "repair of embedding rows", "remove the section"),
+    Needs("comet", "the tracker Comet", "use wandb, mlflow, tensorboard or trackio"),
+    Needs("teacher_model", "knowledge distillation", "remove the section"),
+)
+"""Whole sections."""
+
+
+def top_level(section: Section) -> None:
+    """Translate sections as a whole. AutoModel ignores sections whose names begin with an underscore."""
+    apply_rows(TOP_LEVEL, section)
+    assert section.node is not None
+    for name in list(dict(section.node.children())):
+        if name.startswith("_"):
+            NoEffect(name).apply(section)
+
+
+ROWS = (
+    ("checkpoint", Steps(checkpoint)),
+    ("", Steps(seed)),
+    ("", Steps(trackers)),
+    ("", Steps(top_level)),
+)

@@ -1,0 +1,173 @@
+"""Parallelism in NeMo AutoModel's recipes: ``distributed`` and ``dist_env``."""
+
+from __future__ import annotations
+
+from automodel_ckpt.config.automodel.model import DTYPES
+from automodel_ckpt.config.automodel.rows import (
+    Degraded,
+    Key,
+    Needs,
+    NoEffect,
+    Section,
+    Steps,
+    above_1,
+    apply_rows,
+    is_true,
+)
+from automodel_ckpt.config.yaml_tree import Node
+
+DIST_ENV = (
+    Key("backend", where="distributed.backend", words={"nccl": ""}),
+    Key("timeout_minutes", where="distributed.timeout_minutes"),
+)
+
+STRATEGIES = {"fsdp2": "auto", "megatron_fsdp": "auto", "ddp": "ddp"}
+"""AutoModel's strategies and ours."""
+SHARDED = "experts are sharded by fsdp2 instead; the same mathematics"
+
+DISTRIBUTED = (
+    NoEffect("_target_", "dp_size", "defer_fsdp_grad_sync", "multimodal"),
+    Key("tp_size"),
+    Key("cp_size"),
+    Key("dp_replicate_size"),
+    Key("sequence_parallel"),
+    Key("reshard_after_forward"),
+    Degraded("ep_size", SHARDED, when=above_1),
+    NoEffect("moe"),
+    NoEffect("autocast_dtype", "activation_checkpointing_scope", "enable_async_tensor_parallel"),
+    Needs(
+        "tp_plan", "a plan by name", "write distributed.tp_plan._target_ (docs/guides/launch.md)"
+    ),
+)
+
+PIPELINE = (
+    NoEffect(
+        "pp_microbatch_size",
+        "pp_batch_size",
+        "pp_seq_len",
+        "layers_per_stage",
+        "round_virtual_stages_to_pp_multiple",
+        "patch_causal_lm_model",
+        "patch_inner_model",
+        "patch_stage_backward_maybe_with_nosync",
+        "scale_grads_in_schedule",
+        "dtype",
+        "module_fqns_per_model_part",
+    ),
+)
+
+
+def distributed(section: Section) -> None:
+    """Translate the sizes of the device mesh, the strategy and the precision."""
+    strategy = section.take("strategy")
+    if strategy is not None:
+        _strategy(section, strategy)
+    is_ddp = strategy is not None and strategy.value == "ddp"
+    _precision(section, is_ddp=is_ddp)
+    _checkpointing(section)
+    _offloading(section)
+    _pipeline(section)
+    apply_rows(DISTRIBUTED, section)
+
+
+def _strategy(section: Section, node: Node) -> None:
+    name = str(node.value).lower()
+    if name not in STRATEGIES:
+        hint = f"use one of {', '.join(STRATEGIES)}"
+        section.reject("strategy", node, "this strategy is not supported", hint)
+        return
+    if name == "megatron_fsdp":
+        section.degraded("strategy", node, "fsdp2 of torch is used; the same mathematics")
+    section.put("strategy", Node(STRATEGIES[name], node.origin), was="strategy")
+
+
+def _precision(section: Section, *, is_ddp: bool) -> None:
+    """Translate the precision of the forward pass. AutoModel's FSDP2 computes in bfloat16 unless it is configured."""
+    policy = section.inner("mp_policy")
+    node = policy.take("param_dtype")
+    if node is not None:
+        value = DTYPES.get(str(node.value), str(node.value))
+        if value == "float32":
+            value = "null"
+        section.put("mixed_precision", Node(value, node.origin), was="mp_policy.param_dtype")
+    elif not is_ddp and policy.node is None:
+        section.put_default("mixed_precision", "bfloat16")
+    apply_rows(
+        (
+            NoEffect("_target_", "output_dtype", "cast_forward_inputs"),
+            Degraded(
+                "reduce_dtype",
+                "gradients are reduced in the data type of the weights",
+                when=lambda node: DTYPES.get(str(node.value), node.value) == "bfloat16",
+            ),
+        ),
+        policy,
+    )
+    if policy.node is not None and not policy.node.value:
+        section.take("mp_policy")
+
+
+def _checkpointing(section: Section) -> None:
+    """Translate activation checkpointing, which belongs to the model here."""
+    node = section.take("activation_checkpointing")
+    if node is None:
+        return
+    is_selective = str(node.value).lower() == "selective"
+    enabled = is_selective or is_true(node) or str(node.value).lower() in ("full", "enabled")
+    if is_selective:
+        section.degraded("activation_checkpointing", node, "all activations are recomputed")
+    value = Node(str(enabled).lower(), node.origin)
+    root = section.work.section("")
+    root.inner("model").put("activation_checkpointing", value)
+    if str(node.value).lower() != str(enabled).lower():
+        section.note("activation_checkpointing", node, f"translated to {value}")
+
+
+def _offloading(section: Section) -> None:
+    node = section.take("offload_policy")
+    if node is not None:
+        section.put("cpu_offload", Node("true", node.origin), was="offload_policy")
+
+
+def _pipeline(section: Section) -> None:
+    """Translate pipeline parallelism. With adapters or context parallelism, fsdp2 is used instead."""
+    pipeline = section.inner("pipeline")
+    size = section.take("pp_size")
+    schedule = pipeline.take("pp_schedule")
+    apply_rows(PIPELINE, pipeline)
+    if pipeline.node is not None and not pipeline.node.value:
+        section.take("pipeline")
+    if size is None or not above_1(size):
+        if size is not None:
+            section.put("pp_size", size, was="pp_size")
+        if schedule is not None:
+            pipeline.no_effect("pp_schedule", schedule)
+        return
+    other = "adapters" if section.work.source.at("peft") is not None else ""
+    context = section.peek("cp_size")
+    if context is not None and above_1(context):
+        other = "context parallelism"
+    if other:
+        section.degraded("pp_size", size, f"fsdp2 is used instead of stages, because of {other}")
+        if schedule is not None:
+            pipeline.no_effect("pp_schedule", schedule)
+        return
+    section.put("pp_size", size, was="pp_size")
+    if schedule is None:
+        return
+    name = str(schedule.value).lower()
+    if name not in ("1f1b", "gpipe"):
+        pipeline.degraded("pp_schedule", schedule, "1f1b is used; the same mathematics")
+        name = "1f1b"
+    section.put("pp_schedule", Node(name, schedule.origin), was="pipeline.pp_schedule")
+
+
+def dist_env(section: Section) -> None:
+    """Translate the backend and its timeout."""
+    apply_rows(DIST_ENV, section)
+
+
+ROWS = (
+    ("dist_env", Steps(dist_env)),
+    ("distributed", Steps(distributed)),
+)

@@ -1,0 +1,288 @@
+"""The rows of the mapping from NeMo AutoModel's recipe keys to the keys of this program, and how they are applied.
+
+A row consumes one key of a section of AutoModel's file. What no row consumes stays in the recipe under its name, so
+that keys of this program can be written in such a file, and every other key is an error as in any recipe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from automodel_ckpt.config.automodel.notices import Notice
+from automodel_ckpt.config.bind import join
+from automodel_ckpt.config.convert import TRUE_WORDS, untyped
+from automodel_ckpt.config.yaml_tree import Node
+from automodel_ckpt.errors import Problem
+
+AUTOMODEL_DEFAULT = "default of NeMo AutoModel"
+"""The origin of a value that AutoModel uses and the file does not contain."""
+GUIDE = "docs/guides/automodel.md lists what is translated"
+
+
+@dataclass
+class Work:
+    """The state of one translation: what is left of AutoModel's tree, our tree, and what was decided."""
+
+    source: Node
+    recipe: str
+    """The name of our recipe: llm_finetune or vlm_finetune."""
+    result: Node = field(default_factory=lambda: Node({}, ""))
+    notices: list[Notice] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    def section(self, path: str, to: str | None = None) -> Section:
+        """Return the view of AutoModel's section at *path*, translated to our section *to* (the same name if None)."""
+        return Section(self, path, path if to is None else to)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A view of one section: *path* in AutoModel's tree, *to* in ours. Both are empty for the whole file."""
+
+    work: Work
+    path: str
+    to: str
+
+    @property
+    def node(self) -> Node | None:
+        """The section as far as it has not been translated yet; None if it does not exist or is not a mapping."""
+        node = self.work.source.at(self.path) if self.path else self.work.source
+        return node if node is not None and isinstance(node.value, dict) else None
+
+    @property
+    def origin(self) -> str:
+        """Where the section begins, for messages."""
+        node = self.work.source.at(self.path) if self.path else self.work.source
+        return node.origin if node is not None else ""
+
+    def inner(self, name: str, to: str | None = None) -> Section:
+        """Return the view of a subsection, translated to *to* (a complete key)."""
+        return Section(self.work, join(self.path, name), join(self.to, name) if to is None else to)
+
+    def peek(self, name: str) -> Node | None:
+        """Return the node at a dotted name; None if it does not exist or is null."""
+        node = self.node.at(name) if self.node else None
+        return None if node is None or node.is_null else node
+
+    def has(self, name: str) -> bool:
+        """Whether the section has a dotted name, possibly with the value null."""
+        return self.node is not None and self.node.at(name) is not None
+
+    def take(self, name: str) -> Node | None:
+        """Remove and return the node at a dotted name; None if it does not exist or is null."""
+        *parents, last = name.split(".")
+        section = self.node
+        for part in parents:
+            section = section.at(part) if section is not None else None
+        if section is None or not isinstance(section.value, dict):
+            return None
+        node = section.value.get(last)
+        # A null flag may be meant for a key of this program, where null can differ from no key.
+        if node is None or (node.is_null and node.is_flag):
+            return None
+        del section.value[last]
+        return None if node.is_null else node
+
+    def put(self, name: str, node: Node, *, was: str = "") -> None:
+        """Set a key of our section. *was* is AutoModel's name for it, for the notices."""
+        put(self.work.result, join(self.to, name), node)
+        full = join(self.path, was) if was else ""
+        if full and full != join(self.to, name):
+            notice = Notice("renamed", full, node.origin, join(self.to, name))
+            self.work.notices.append(notice)
+
+    def put_default(self, name: str, value: str) -> None:
+        """Write a default of AutoModel that differs from ours."""
+        put(self.work.result, join(self.to, name), Node(value, AUTOMODEL_DEFAULT))
+        self.work.notices.append(Notice("default", "", "", join(self.to, name)))
+
+    def no_effect(self, name: str, node: Node) -> None:
+        """Record a key that means nothing here."""
+        self._note("no effect", name, node)
+
+    def degraded(self, name: str, node: Node, text: str) -> None:
+        """Record a key that is replaced by something weaker or different, with a warning."""
+        shown = f" {node}" if isinstance(node.value, str) else ""
+        self.work.notices.append(
+            Notice("degraded", f"{join(self.path, name)}{shown}", node.origin, text=text)
+        )
+
+    def note(self, name: str, node: Node, text: str) -> None:
+        """Record what a user should know about a key that was translated."""
+        self._note("note", name, node, text)
+
+    def _note(self, kind: str, name: str, node: Node, text: str = "") -> None:
+        key = join(self.path, name)
+        notice = Notice(kind, key, node.origin, text=text)  # type: ignore[arg-type]
+        self.work.notices.append(notice)
+
+    def reject(self, name: str, node: Node, what: str, hint: str) -> None:
+        """Add an error for a key whose feature does not exist here."""
+        value = str(node) if isinstance(node.value, str) else ""
+        problem = Problem(f"{join(self.path, name)}: {what}", node.origin, value, hint)
+        self.work.problems.append(problem)
+
+
+def put(root: Node, key: str, node: Node) -> None:
+    """Set the node at a dotted key of a tree of mappings, and create missing sections."""
+    section = root
+    *parents, last = key.split(".")
+    for part in parents:
+        assert isinstance(section.value, dict)
+        section = section.value.setdefault(part, Node({}, node.origin))
+    assert isinstance(section.value, dict)
+    section.value[last] = node
+
+
+def is_true(node: Node | None) -> bool:
+    """Whether a node is a word that means true."""
+    if node is None or not isinstance(node.value, str):
+        return False
+    return node.value.lower() in TRUE_WORDS
+
+
+def is_enabled(node: Node) -> bool:
+    """Whether a value requests something: not null, false, 0 or a section whose ``enabled`` is false."""
+    if isinstance(node.value, dict):
+        switch = node.at("enabled") or node.at("enable")
+        return switch is None or is_true(switch)
+    return bool(value_of(node))
+
+
+def value_of(node: Node | None) -> object:
+    """The Python value of a scalar, as YAML 1.2 reads it; None for no node, and for a list or mapping."""
+    if node is None or not isinstance(node.value, str):
+        return None
+    return untyped(node.value, quoted=node.quoted)
+
+
+def above_1(node: Node) -> bool:
+    """Whether a node is a number above 1."""
+    value = value_of(node)
+    return isinstance(value, int | float) and value > 1
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key that has a counterpart here: *to* is our key in the section (empty: the same name).
+
+    *words* replaces values (an empty replacement leaves the key out), *default* is AutoModel's default where ours
+    differs, and *where* an absolute key of ours in another section.
+    """
+
+    name: str
+    to: str = ""
+    words: Mapping[str, str] = field(default_factory=dict)
+    default: str | None = None
+    where: str = ""
+
+    def apply(self, section: Section) -> None:
+        """Move the key, or write AutoModel's default."""
+        # A null that is written out means no value, also where the default is one.
+        is_given = section.has(self.name)
+        node = section.take(self.name)
+        to = self.where or self.to or self.name
+        target = replace(section, to="") if self.where else section
+        if node is None:
+            if self.default is not None and not is_given:
+                target.put_default(to, self.default)
+            return
+        if isinstance(node.value, str) and node.value in self.words:
+            word = self.words[node.value]
+            if not word:
+                section.no_effect(self.name, node)
+                return
+            node = replace(node, value=word, quoted=False)
+        target.put(to, node, was=self.name)
+
+
+@dataclass(frozen=True)
+class NoEffect:
+    """Keys that mean nothing here, or that this program determines itself."""
+
+    names: tuple[str, ...]
+
+    def __init__(self, *names: str) -> None:
+        object.__setattr__(self, "names", names)
+
+    def apply(self, section: Section) -> None:
+        """Remove the keys and record them."""
+        for name in self.names:
+            node = section.take(name)
+            if node is not None:
+                section.no_effect(name, node)
+
+
+@dataclass(frozen=True)
+class Degraded:
+    """A key that is replaced by something weaker or different: *instead* says by what.
+
+    If *when* is false for the value, the key has no effect.
+    """
+
+    name: str
+    instead: str
+    when: Callable[[Node], bool] = is_enabled
+
+    def apply(self, section: Section) -> None:
+        """Remove the key, and warn if it requests something."""
+        node = section.take(self.name)
+        if node is None:
+            return
+        if self.when(node):
+            section.degraded(self.name, node, self.instead)
+        else:
+            section.no_effect(self.name, node)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """A key that needs a feature which does not exist here: an error, unless *when* is false for the value."""
+
+    name: str
+    feature: str
+    hint: str
+    when: Callable[[Node], bool] = is_enabled
+
+    def apply(self, section: Section) -> None:
+        """Remove the key, and reject it if it requests something."""
+        node = section.take(self.name)
+        if node is None:
+            return
+        if self.when(node):
+            section.reject(self.name, node, f"{self.feature} is not supported", self.hint)
+        else:
+            section.no_effect(self.name, node)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Rows that depend on several keys: *function* consumes the keys in *names* (for readers of the table)."""
+
+    function: Callable[[Section], None]
+    names: tuple[str, ...] = ()
+
+    def apply(self, section: Section) -> None:
+        """Call the function."""
+        self.function(section)
+
+
+Row = Key | NoEffect | Degraded | Needs | Steps
+
+
+def apply_rows(rows: Sequence[Row], section: Section) -> None:
+    """Apply rows in order. Defaults are written even if the file does not have the section."""
+    for row in rows:
+        row.apply(section)
+
+
+def take_target(section: Section) -> str:
+    """Remove and return the ``_target_`` of a section; empty if it has none."""
+    node = section.take("_target_")
+    return str(node.value) if node is not None else ""
+
+
+def is_of_automodel(target: str) -> bool:
+    """Whether a dotted name is in AutoModel's package."""
+    return target.partition(".")[0] == "nemo_automodel"

@@ -1,0 +1,246 @@
+"""Optimization in NeMo AutoModel's recipes: optimizer, schedule, steps, clipping, loss and compilation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from automodel_ckpt.config.automodel.rows import (
+    AUTOMODEL_DEFAULT,
+    Degraded,
+    Key,
+    Needs,
+    NoEffect,
+    Section,
+    Steps,
+    apply_rows,
+    is_of_automodel,
+    is_true,
+    value_of,
+)
+from automodel_ckpt.config.yaml_tree import Node
+
+ADAMW = {
+    "torch.optim.AdamW": "",
+    "transformer_engine.pytorch.optimizers.FusedAdam": "fused AdamW of torch is used",
+    "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam": "fused AdamW of torch is used",
+    "flashoptim.FlashAdamW": "fused AdamW of torch is used; its state is in float32",
+}
+"""Optimizers that are AdamW, and what is used instead of them."""
+OPTIMIZER = (
+    Key("lr", default="0.001"),
+    Key("betas"),
+    Key("eps"),
+    Key("epsilon", "eps"),
+    Key("weight_decay"),
+    NoEffect(
+        "foreach",
+        "fused",
+        "capturable",
+        "adam_w_mode",
+        "bias_correction",
+        "master_weights",
+        "master_weight_bits",
+        "master_weight_dtype",
+        "exp_avg_dtype",
+        "exp_avg_sq_dtype",
+        "store_param_remainders",
+    ),
+)
+
+
+def optimizer(section: Section) -> None:
+    """Translate the optimizer. AutoModel applies weight decay to all parameters, also to norms and biases."""
+    node = section.peek("_target_")
+    target = str(node.value) if node is not None else "torch.optim.AdamW"
+    decay = section.peek("weight_decay")
+    if target == "dion.Muon":
+        assert node is not None
+        hint = "use optimizer.groups with torch.optim.Muon (docs/guides/train.md)"
+        section.reject("_target_", node, "dion.Muon is not supported", hint)
+        return
+    if target == "torch.optim.Adam" and decay is not None and value_of(decay):
+        _adam(section)
+        return
+    if target not in (*ADAMW, "torch.optim.Adam"):
+        return
+    section.take("_target_")
+    if node is not None and ADAMW.get(target):
+        section.degraded("_target_", node, ADAMW[target])
+    if target == "torch.optim.Adam" and decay is None:
+        section.put_default("weight_decay", "0.0")
+    apply_rows(OPTIMIZER, section)
+    found = section.work.result.at("optimizer.weight_decay")
+    if found is None or value_of(found):
+        section.put_default("no_decay", "none")
+
+
+def _adam(section: Section) -> None:
+    """Translate Adam with weight decay, which is an L2 penalty and not the decay of AdamW."""
+    names = ("_target_", "lr", "betas", "eps", "weight_decay", "foreach", "fused", "amsgrad")
+    apply_rows([Key(name) for name in names], section)
+    section.put_default("no_decay", "none")
+
+
+SCHEDULE = (
+    Key("lr_decay_steps", "decay_steps"),
+    NoEffect("use_checkpoint_opt_param_scheduler", "override_opt_param_scheduler"),
+    Degraded("init_lr", "the warmup begins at 0"),
+    Degraded("max_lr", "the peak is optimizer.lr"),
+    Needs("start_wd", "a schedule of the weight decay", "set optimizer.weight_decay"),
+    Needs("end_wd", "a schedule of the weight decay", "set optimizer.weight_decay"),
+    NoEffect("wd_incr_steps", "wd_incr_style"),
+)
+
+
+def schedule(section: Section) -> None:
+    """Translate the schedule of the learning rate. Without the section it is constant in both programs."""
+    if section.node is None:
+        return
+    ours = section.peek("name")
+    if ours is not None and section.peek("lr_decay_style") is None:
+        return
+    style = section.take("lr_decay_style") or Node("cosine", AUTOMODEL_DEFAULT)
+    lowest = section.take("min_lr")
+    warmup = section.take("lr_warmup_steps")
+    if style.value not in ("cosine", "linear", "constant"):
+        hint = "set lr_scheduler.name (ckpt-train --help) instead of lr_decay_style"
+        section.reject("lr_decay_style", style, "this schedule is not supported", hint)
+    elif style.value == "constant":
+        name = "constant_with_warmup"
+        if warmup is not None and not value_of(warmup):
+            name = "constant"
+        section.put("name", replace(style, value=name), was="lr_decay_style")
+        if lowest is not None:
+            section.no_effect("min_lr", lowest)
+    else:
+        _decay(section, style, lowest)
+    if warmup is not None:
+        section.put("warmup_steps", warmup, was="lr_warmup_steps")
+    else:
+        text = "AutoModel warms up for min(1000, steps / 10) steps from lr / 10; here for 10 % of the steps from 0"
+        section.put_default("warmup_ratio", "0.1")
+        section.degraded("lr_warmup_steps", Node("null", section.origin), text)
+    apply_rows(SCHEDULE, section)
+
+
+def _decay(section: Section, style: Node, lowest: Node | None) -> None:
+    """Write a decay to AutoModel's lowest learning rate: a hundredth of the peak if none is given."""
+    was = "min_lr"
+    if lowest is None:
+        peak = value_of(section.work.result.at("optimizer.lr"))
+        number = peak / 100 if isinstance(peak, int | float) else 0.0
+        lowest = Node(repr(number), AUTOMODEL_DEFAULT)
+        was = ""
+    if style.value == "cosine":
+        section.put("name", replace(style, value="cosine_with_min_lr"), was="lr_decay_style")
+        section.put("kwargs.min_lr", lowest, was=was)
+        return
+    section.put("name", replace(style, value="polynomial"), was="lr_decay_style")
+    section.put("kwargs.lr_end", lowest, was=was)
+    section.put("kwargs.power", Node("1.0", style.origin))
+
+
+STEPS = (
+    Key("global_batch_size", default="32"),
+    Key("local_batch_size"),
+    Key("max_steps"),
+    Key("num_epochs", default="10"),
+    Key("ckpt_every_steps", default="100"),
+    NoEffect(
+        "gc_every_steps",
+        "log_remote_every_steps",
+        "loss_average_window_steps",
+        "start_step",
+        "start_epoch",
+    ),
+)
+
+
+def steps(section: Section) -> None:
+    """Translate batch sizes and intervals."""
+    apply_rows(STEPS, section)
+    every_epoch = section.take("save_checkpoint_every_epoch")
+    if every_epoch is not None:
+        value = "1" if is_true(every_epoch) else "null"
+        node = Node(value, every_epoch.origin)
+        section.put("ckpt_every_epochs", node, was="save_checkpoint_every_epoch")
+    signals = section.take("preemption_signal")
+    if signals is not None:
+        if isinstance(signals.value, str):
+            signals = Node([signals], signals.origin)
+        section.put("stop_signals", signals, was="preemption_signal")
+    # There is nothing to validate on: ours would be an error.
+    if section.work.result.at("validation_dataset") or _has_validation(section):
+        Key("val_every_steps").apply(section)
+    else:
+        NoEffect("val_every_steps").apply(section)
+
+
+def _has_validation(section: Section) -> bool:
+    node = section.work.source.at("validation_dataset")
+    return node is not None and not node.is_null
+
+
+def clipping(section: Section) -> None:
+    """Translate the section clip_grad_norm, which is a number here."""
+    if section.node is None:
+        return
+    norm = section.take("max_norm")
+    if norm is not None:
+        section.work.section("").put("clip_grad_norm", norm)
+
+
+LOSSES = (
+    "loss.masked_ce.MaskedCrossEntropy",
+    "loss.linear_ce.FusedLinearCrossEntropy",
+    "loss.te_parallel_ce.TEParallelCrossEntropy",
+    "loss.chunked_ce.ChunkedCrossEntropy",
+    "models.gemma4_moe.loss.Gemma4TensorParallelFusedLinearCrossEntropy",
+)
+"""Implementations of the cross-entropy of labeled tokens, below nemo_automodel.components."""
+
+
+def loss(section: Section) -> None:
+    """Translate the loss. Ours is the cross-entropy, computed in chunks of the labeled tokens."""
+    node = section.peek("_target_")
+    if node is None or not is_of_automodel(str(node.value)):
+        return
+    whole = section.work.section("").take("loss_fn")
+    assert whole is not None
+    if str(node.value).removeprefix("nemo_automodel.components.") in LOSSES:
+        section.no_effect("_target_", node)
+        for name, child in whole.children():
+            if name != "_target_":
+                section.no_effect(name, child)
+        return
+    hint = "remove loss_fn to train with cross-entropy"
+    section.reject("_target_", node, "this loss is not supported", hint)
+
+
+def compilation(section: Section) -> None:
+    """Translate torch.compile. The keys of a disabled section would be an error here."""
+    if section.node is None:
+        return
+    if not is_true(section.peek("enabled")):
+        NoEffect("enabled", "mode", "backend", "fullgraph", "dynamic").apply(section)
+        return
+    apply_rows(
+        (
+            Key("enabled"),
+            Key("mode", words={"default": ""}),
+            Key("backend"),
+            Key("fullgraph"),
+            Key("dynamic"),
+        ),
+        section,
+    )
+
+
+ROWS = (
+    ("optimizer", Steps(optimizer)),
+    ("lr_scheduler", Steps(schedule)),
+    ("step_scheduler", Steps(steps)),
+    ("clip_grad_norm", Steps(clipping)),
+    ("loss_fn", Steps(loss)),
+    ("compile", Steps(compilation)),
+)

@@ -1,0 +1,605 @@
+"""Recipes of NeMo AutoModel: each row of the mapping, overrides in both spellings, and the converted file.
+
+The recipes are written here, in AutoModel's format.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from automodel_ckpt.config.automodel.notices import report_lines
+from automodel_ckpt.config.load import LoadedRecipe, load_recipe
+from automodel_ckpt.config.overrides import parse
+from automodel_ckpt.config.schema import Target
+from automodel_ckpt.errors import RecipeError
+from tools import automodel_recipes
+
+DATA = "nemo_automodel.components.datasets"
+LLM = "recipe: TrainFinetuneRecipeForNextTokenPrediction\n"
+VLM = "recipe: FinetuneRecipeForVLM\n"
+MODEL = """\
+model:
+  _target_: nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained
+  pretrained_model_name_or_path: some/model
+"""
+ROWS = f"""\
+dataset:
+  _target_: {DATA}.llm.hellaswag.HellaSwag
+  path_or_dataset: rows.jsonl
+"""
+COLUMNS = (
+    f"dataset:\n  _target_: {DATA}.llm.column_mapped_text_instruction_dataset."
+    "ColumnMappedTextInstructionDataset\n  path_or_dataset_id: rows.jsonl\n"
+)
+VALIDATION = f"""\
+validation_dataset:
+  _target_: {DATA}.llm.hellaswag.HellaSwag
+  path_or_dataset: rows.jsonl
+"""
+PEFT = """\
+peft:
+  _target_: nemo_automodel.components._peft.lora.PeftConfig
+"""
+
+
+def load(tmp_path: Path, text: str, *words: str) -> LoadedRecipe:
+    """Load a recipe that consists of *text* and of the sections that it does not have."""
+    for section, default in (("recipe:", LLM), ("model:", MODEL), ("dataset:", ROWS)):
+        if not text.startswith(section) and f"\n{section}" not in text:
+            text += default
+    recipe = tmp_path / "theirs.yaml"
+    recipe.write_text(text)
+    line = parse(words)
+    assert not line.problems
+    return load_recipe(recipe, line.overrides)
+
+
+def value_at(loaded: LoadedRecipe, key: str) -> Any:
+    value: Any = loaded.config
+    for part in key.split("."):
+        if isinstance(value, dict):
+            value = value[part]
+        elif isinstance(value, Target) and part != "_target_" and part in value.kwargs:
+            value = value.kwargs[part]
+        else:
+            value = getattr(value, part)
+    return value
+
+
+def reported(loaded: LoadedRecipe) -> str:
+    return "\n".join(report_lines(loaded.notices))
+
+
+TRANSLATED: list[tuple[str, str, Any]] = [
+    (LLM, "recipe", "llm_finetune"),
+    (VLM, "recipe", "vlm_finetune"),
+    (
+        "recipe:\n  _target_: nemo_automodel.recipes.llm.train_ft.TrainFinetuneRecipeForNextTokenPrediction\n",
+        "recipe",
+        "llm_finetune",
+    ),
+    ("seed: 7\nrng:\n  seed: 8\n", "seed", 7),
+    ("rng:\n  seed: 1111\n  ranked: true\n", "seed", 1111),
+    ("rng:\n  deterministic: true\n", "deterministic", True),
+    ("dist_env:\n  backend: nccl\n", "distributed.backend", None),
+    ("dist_env:\n  backend: gloo\n", "distributed.backend", "gloo"),
+    ("dist_env:\n  timeout_minutes: 5\n", "distributed.timeout_minutes", 5.0),
+    ("", "model.from_pretrained", "some/model"),
+    ("", "model.dtype", "auto"),
+    (MODEL + "  torch_dtype: torch.bfloat16\n", "model.dtype", "bfloat16"),
+    (MODEL + "  torch_dtype: bf16\n", "model.dtype", "bfloat16"),
+    (MODEL + "  torch_dtype: none\n", "model.dtype", "auto"),
+    (MODEL + "  attn_implementation: sdpa\n", "model.attn_implementation", "sdpa"),
+    (
+        (
+            "model:\n  _target_: nemo_automodel.NeMoAutoModelForCausalLM.from_config\n"
+            "  config: some/model\n  load_base_model: true\n"
+        ),
+        "model.from_pretrained",
+        "some/model",
+    ),
+    (
+        (
+            "model:\n  _target_: nemo_automodel.NeMoAutoModelForCausalLM.from_config\n  config:\n"
+            "    _target_: transformers.AutoConfig.from_pretrained\n"
+            "    pretrained_model_name_or_path: some/model\n  load_base_model: true\n"
+        ),
+        "model.from_pretrained",
+        "some/model",
+    ),
+    (
+        "model:\n  _target_: nemo_automodel.NeMoAutoModelForCausalLM.from_config\n  config: some/model\n",
+        "model.from_config",
+        "some/model",
+    ),
+    (
+        (
+            "model:\n  _target_: nemo_automodel.NeMoAutoModelForCausalLM.from_config\n  config:\n"
+            "    _target_: transformers.models.qwen3_moe.configuration_qwen3_moe.Qwen3MoeConfig\n"
+            "    hidden_size: 16\n"
+        ),
+        "model.from_config",
+        {"model_type": "qwen3_moe", "hidden_size": 16},
+    ),
+    ("distributed:\n  activation_checkpointing: true\n", "model.activation_checkpointing", True),
+    ("distributed:\n  activation_checkpointing: full\n", "model.activation_checkpointing", True),
+    ("distributed:\n  strategy: fsdp2\n", "distributed.strategy", "auto"),
+    ("distributed:\n  strategy: ddp\n", "distributed.strategy", "ddp"),
+    ("distributed:\n  strategy: ddp\n", "distributed.mixed_precision", None),
+    ("", "distributed.mixed_precision", "bfloat16"),
+    (
+        (
+            "distributed:\n  mp_policy:\n    _target_: torch.distributed.fsdp.MixedPrecisionPolicy\n"
+            "    param_dtype: float32\n"
+        ),
+        "distributed.mixed_precision",
+        None,
+    ),
+    ("distributed:\n  tp_size: 2\n  dp_size: none\n", "distributed.tp_size", 2),
+    ("distributed:\n  cp_size: 2\n", "distributed.cp_size", 2),
+    ("distributed:\n  dp_replicate_size: 2\n", "distributed.dp_replicate_size", 2),
+    ("distributed:\n  reshard_after_forward: false\n", "distributed.reshard_after_forward", False),
+    (
+        "distributed:\n  pp_size: 2\n  pipeline:\n    pp_schedule: 1f1b\n    pp_microbatch_size: 1\n",
+        "distributed.pp_size",
+        2,
+    ),
+    (PEFT + "  dim: 4\n", "peft.r", 4),
+    (PEFT, "peft.alpha", 32),
+    (PEFT + "  dropout: 0.1\n", "peft.dropout", 0.1),
+    (PEFT, "peft.target_modules", ["*_proj"]),
+    (PEFT + "  target_modules: '*_proj'\n", "peft.target_modules", ["*_proj"]),
+    (PEFT + "  target_modules: ['*.q_proj']\n", "peft.target_modules", ["*.q_proj"]),
+    (PEFT + "  target_modules: ['*']\n", "peft.target_modules", "all-linear"),
+    (PEFT + "  match_all_linear: true\n", "peft.target_modules", "all-linear"),
+    (PEFT + "  exclude_modules: ['*lm_head*']\n", "peft.target_modules", "all-linear"),
+    (PEFT + "  exclude_modules: ['*lm_head*']\n", "peft.exclude_modules", ["*lm_head*"]),
+    (
+        PEFT + "quantization:\n  load_in_4bit: true\n  bnb_4bit_quant_type: nf4\n",
+        "peft.quantize_base",
+        "nf4",
+    ),
+    (PEFT + "quantization:\n  load_in_8bit: true\n", "peft.quantize_base", "int8"),
+    (PEFT + "checkpoint:\n  save_consolidated: true\n", "checkpoint.save_consolidated", True),
+    ("checkpoint:\n  checkpoint_dir: runs/\n", "checkpoint.checkpoint_dir", "runs/"),
+    (
+        "checkpoint:\n  model_save_format: torch_save\n",
+        "checkpoint.model_save_format",
+        "torch_save",
+    ),
+    ("checkpoint:\n  max_recent_checkpoints: 3\n", "checkpoint.keep_last", 3),
+    (
+        VALIDATION + "checkpoint:\n  best_metric_key: default\n",
+        "checkpoint.best_metric_key",
+        "val_loss",
+    ),
+    ("", "dataset._target_", "automodel_ckpt.data.hellaswag.hellaswag"),
+    ("", "dataset.seq_length", None),
+    ("", "dataset.truncation", "right"),
+    (ROWS + "  num_samples_limit: 5\n", "dataset.max_samples", 5),
+    (
+        (
+            f"dataset:\n  _target_: {DATA}.llm.squad.make_squad_dataset\n  dataset_name: rows.jsonl\n"
+            "  limit_dataset_samples: 5\n"
+        ),
+        "dataset.path",
+        "rows.jsonl",
+    ),
+    (
+        (
+            f"dataset:\n  _target_: {DATA}.llm.column_mapped_text_instruction_dataset."
+            "ColumnMappedTextInstructionDataset\n  path_or_dataset_id: rows.jsonl\n"
+            "  column_mapping:\n    question: q\n    answer: a\n"
+        ),
+        "dataset.completion_field",
+        "a",
+    ),
+    (
+        (
+            f"dataset:\n  _target_: {DATA}.llm.chat_dataset.ChatDataset\n  path_or_dataset_id: rows.jsonl\n"
+            "  mask_history: true\n  seq_length: 64\n  truncation: true\n"
+        ),
+        "dataset.learn",
+        "last",
+    ),
+    (
+        COLUMNS + "  column_mapping:\n    context: c\n    question: q\n    answer: a\n",
+        "dataset.prompt_field",
+        "{{ c }} {{ q }} ",
+    ),
+    ("dataloader:\n  shuffle: false\n", "dataloader.shuffle", False),
+    ("dataloader:\n  num_workers: 2\n  pin_memory: true\n", "dataloader.num_workers", 2),
+    (
+        (
+            f"dataloader:\n  collate_fn:\n    _target_: {DATA}.utils.default_collater\n"
+            "    pad_seq_len_divisible: 16\n"
+        ),
+        "dataloader.pad_to_multiple_of",
+        16,
+    ),
+    ("packed_sequence:\n  packed_sequence_size: 64\n", "packed_sequence.size", 64),
+    ("packed_sequence:\n  packed_sequence_size: 64\n", "dataset.seq_length", 64),
+    ("packed_sequence:\n  packed_sequence_size: 0\n", "packed_sequence", None),
+    (
+        "optimizer:\n  _target_: torch.optim.Adam\n  lr: 1e-5\n  weight_decay: 0\n",
+        "optimizer.lr",
+        1e-5,
+    ),
+    ("optimizer:\n  _target_: torch.optim.AdamW\n  lr: 1e-5\n", "optimizer.no_decay", "none"),
+    (
+        "optimizer:\n  _target_: torch.optim.Adam\n  lr: 1e-5\n  weight_decay: 0.01\n",
+        "optimizer._target_",
+        "torch.optim.Adam",
+    ),
+    ("lr_scheduler:\n  lr_decay_style: cosine\n", "lr_scheduler.name", "cosine_with_min_lr"),
+    (
+        "optimizer:\n  lr: 1e-3\nlr_scheduler:\n  lr_decay_style: cosine\n",
+        "lr_scheduler.kwargs.min_lr",
+        1e-5,
+    ),
+    ("lr_scheduler:\n  min_lr: 1e-6\n", "lr_scheduler.kwargs.min_lr", 1e-6),
+    ("lr_scheduler:\n  lr_decay_style: constant\n", "lr_scheduler.name", "constant_with_warmup"),
+    (
+        "lr_scheduler:\n  lr_decay_style: constant\n  lr_warmup_steps: 0\n",
+        "lr_scheduler.name",
+        "constant",
+    ),
+    ("lr_scheduler:\n  lr_decay_style: linear\n", "lr_scheduler.name", "polynomial"),
+    ("lr_scheduler:\n  lr_warmup_steps: 3\n", "lr_scheduler.warmup_steps", 3),
+    ("", "lr_scheduler", None),
+    ("clip_grad_norm:\n  max_norm: 0.5\n", "clip_grad_norm", 0.5),
+    ("", "clip_grad_norm", 1.0),
+    ("", "step_scheduler.global_batch_size", 32),
+    ("", "step_scheduler.num_epochs", 10),
+    ("step_scheduler:\n  num_epochs: none\n  max_steps: 5\n", "step_scheduler.num_epochs", None),
+    ("", "step_scheduler.ckpt_every_steps", 100),
+    (
+        "step_scheduler:\n  save_checkpoint_every_epoch: false\n",
+        "step_scheduler.ckpt_every_epochs",
+        None,
+    ),
+    (VALIDATION + "step_scheduler:\n  val_every_steps: 3\n", "step_scheduler.val_every_steps", 3),
+    ("step_scheduler:\n  val_every_steps: 3\n", "step_scheduler.val_every_steps", None),
+    (
+        VLM + "processor:\n  _target_: transformers.AutoProcessor.from_pretrained\n"
+        "  pretrained_model_name_or_path: some/model\n",
+        "processor.from_pretrained",
+        "some/model",
+    ),
+    (
+        (
+            "tokenizer:\n  _target_: nemo_automodel.NeMoAutoTokenizer.from_pretrained\n"
+            "  pretrained_model_name_or_path: some/tokenizer\n"
+        ),
+        "tokenizer.from_pretrained",
+        "some/tokenizer",
+    ),
+    ("compile:\n  enabled: true\n  mode: default\n  backend: null\n", "compile.enabled", True),
+    ("compile:\n  enabled: false\n  dynamic: true\n", "compile.dynamic", None),
+    ("wandb:\n  enable: false\n  project: p\n", "logging.trackers", {}),
+    ("wandb:\n  project: p\n", "logging.trackers", {"wandb": {"project": "p"}}),
+    (
+        "mlflow:\n  experiment_name: e\n",
+        "logging.trackers",
+        {"mlflow": {"experiment": "e"}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "key", "expected"), TRANSLATED)
+def test_a_section_of_automodel_is_translated(
+    tmp_path: Path, text: str, key: str, expected: Any
+) -> None:
+    assert value_at(load(tmp_path, text), key) == expected
+
+
+WITHOUT_EFFECT = [
+    ("ci:\n  owner: me\n", "ci"),
+    ("nvtx: true\n", "nvtx"),
+    ("benchmark:\n  warmup_steps: 5\n", "benchmark"),
+    ("prewarm:\n  comm_groups: true\n", "prewarm"),
+    ("parallelizer:\n  _target_: nemo_automodel.components.moe.parallelizer.f\n", "parallelizer"),
+    ("autopipeline:\n  pp_schedule: 1f1b\n", "autopipeline"),
+    ("_unused:\n  a: 1\n", "_unused"),
+    ("rng:\n  ranked: true\n", "rng.ranked"),
+    (MODEL + "  use_liger_kernel: true\n", "model.use_liger_kernel"),
+    (MODEL + "  text_config:\n    use_cache: false\n", "model.text_config.use_cache"),
+    ("distributed:\n  dp_size: 4\n", "distributed.dp_size"),
+    ("distributed:\n  ep_size: 1\n", "distributed.ep_size"),
+    ("distributed:\n  multimodal:\n    frozen_sharding: per_layer\n", "distributed.multimodal"),
+    ("checkpoint:\n  v4_compatible: true\n", "checkpoint.v4_compatible"),
+    (PEFT + "  use_triton: true\n", "peft.use_triton"),
+    (ROWS + "  pad_to_max_length: true\n", "dataset.pad_to_max_length"),
+    ("dataloader:\n  persistent_workers: true\n", "dataloader.persistent_workers"),
+    ("validation_dataloader:\n  batch_size: 8\n", "validation_dataloader"),
+    ("packed_sequence:\n  packed_sequence_size: 0\n", "packed_sequence.packed_sequence_size"),
+    ("optimizer:\n  foreach: false\n", "optimizer.foreach"),
+    (
+        "loss_fn:\n  _target_: nemo_automodel.components.loss.masked_ce.MaskedCrossEntropy\n",
+        "loss_fn._target_",
+    ),
+    ("step_scheduler:\n  gc_every_steps: 10\n", "step_scheduler.gc_every_steps"),
+    ("step_scheduler:\n  val_every_steps: 10\n", "step_scheduler.val_every_steps"),
+    ("compile:\n  enabled: false\n", "compile.enabled"),
+    ("fp8:\n  enabled: false\n", "fp8"),
+    (
+        VLM + PEFT + "freeze_config:\n  freeze_vision_tower: true\n",
+        "freeze_config.freeze_vision_tower",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "key"), WITHOUT_EFFECT)
+def test_a_key_without_meaning_here_is_named_in_one_line(
+    tmp_path: Path, text: str, key: str
+) -> None:
+    lines = [line for line in report_lines(load(tmp_path, text).notices) if "no meaning" in line]
+    assert len(lines) == 1
+    assert key in lines[0].partition(": ")[2].partition(": ")[2].split(", ")
+
+
+DEGRADED = [
+    ("skypilot:\n  cloud: gcp\n", ":1: skypilot", "docs/guides/launch.md"),
+    ("distributed:\n  ep_size: 8\n", ":2: distributed.ep_size 8", "fsdp2 instead"),
+    ("distributed:\n  strategy: megatron_fsdp\n", ":2: distributed.strategy", "fsdp2 of torch"),
+    (
+        "distributed:\n  pp_size: 2\n  pipeline:\n    pp_schedule: interleaved1f1b\n",
+        ":4: distributed.pipeline.pp_schedule interleaved1f1b",
+        "1f1b is used",
+    ),
+    (PEFT + "distributed:\n  pp_size: 2\n", ":4: distributed.pp_size 2", "because of adapters"),
+    (
+        "distributed:\n  pp_size: 2\n  cp_size: 2\n",
+        ":2: distributed.pp_size 2",
+        "because of context parallelism",
+    ),
+    (
+        "distributed:\n  activation_checkpointing: selective\n",
+        ":2: distributed.activation_checkpointing selective",
+        "all activations",
+    ),
+    (MODEL + "  attn_implementation: te\n", ":4: model.attn_implementation te", "default is used"),
+    ("fp8:\n  enabled: true\n", ":1: fp8", "bfloat16"),
+    (PEFT + "  lora_A_init: xavier\n", ":3: peft.lora_A_init xavier", "Kaiming"),
+    (
+        PEFT + "quantization:\n  load_in_4bit: true\n  bnb_4bit_use_double_quant: true\n",
+        ":5: quantization.bnb_4bit_use_double_quant true",
+        "scales",
+    ),
+    (
+        PEFT + "checkpoint:\n  model_save_format: torch_save\n",
+        ":4: checkpoint.model_save_format torch_save",
+        "safetensors",
+    ),
+    ("lr_scheduler:\n  min_lr: 0\n", ":1: lr_scheduler.lr_warmup_steps", "10 % of the steps"),
+    (
+        "optimizer:\n  _target_: transformer_engine.pytorch.optimizers.FusedAdam\n  lr: 1e-5\n",
+        ":2: optimizer._target_",
+        "AdamW of torch",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "where", "instead"), DEGRADED)
+def test_a_degraded_key_gives_one_warning_with_its_line(
+    tmp_path: Path, text: str, where: str, instead: str
+) -> None:
+    lines = report_lines(load(tmp_path, text).notices)
+    warnings = [line for line in lines if line.startswith("warning: ") and where in line]
+    assert len(warnings) == 1
+    assert instead in warnings[0]
+
+
+REJECTED = [
+    ("recipe: KnowledgeDistillationRecipeForNextTokenPrediction\n", 1, "unknown recipe"),
+    ("recipe: TrainFinetuneRecipeForSequenceClassification\n", 1, "unknown recipe"),
+    ("recipe:\n  _target_: nemo_automodel.recipes.llm.benchmark.SomeRecipe\n", 1, "unknown recipe"),
+    (
+        "model:\n  _target_: nemo_automodel.NeMoAutoModelForSeq2SeqLM.from_pretrained\n",
+        2,
+        "this model class is not supported",
+    ),
+    ("qat:\n  enabled: true\n", 1, "quantization-aware training is not supported"),
+    ("tool_call_eval:\n  max_eval_samples: 3\n", 1, "evaluation of tool calls"),
+    ("embedding_row_repair:\n  max_rows: 3\n", 1, "repair of embedding rows"),
+    ("comet:\n  project_name: p\n", 1, "the tracker Comet is not supported"),
+    ("quantization:\n  load_in_4bit: true\n", 2, "training of quantized weights is not supported"),
+    (
+        f"dataset:\n  _target_: {DATA}.llm.seq2seq.make_seq2seq_dataset\n",
+        2,
+        "a sequence-to-sequence data set is not supported",
+    ),
+    (
+        f"dataset:\n  _target_: {DATA}.audio.datasets.make_cv17_dataset\n  split: train\n",
+        2,
+        "training on audio is not supported",
+    ),
+    (
+        f"dataloader:\n  collate_fn:\n    _target_: {DATA}.vlm.collate_fns.phi4_mm_collate_fn\n",
+        3,
+        "this collate function is not supported",
+    ),
+    (
+        "loss_fn:\n  _target_: nemo_automodel.components.models.nemotron_parse.SomeLoss\n",
+        2,
+        "this loss is not supported",
+    ),
+    ("lr_scheduler:\n  lr_decay_style: WSD\n", 2, "this schedule is not supported"),
+    ("lr_scheduler:\n  end_wd: 0.1\n", 2, "a schedule of the weight decay is not supported"),
+    ("distributed:\n  strategy: other\n", 2, "this strategy is not supported"),
+    ("distributed:\n  unheard_of: 1\n", 2, "unknown key distributed.unheard_of"),
+    ("unheard_of: 1\n", 1, "unknown key unheard_of"),
+    (PEFT + "  dim: 4\n  r: 8\n", 4, "peft.r is given twice"),
+]
+
+
+@pytest.mark.parametrize(("text", "line", "what"), REJECTED)
+def test_a_key_of_a_missing_feature_is_an_error_with_its_line_and_a_hint(
+    tmp_path: Path, text: str, line: int, what: str
+) -> None:
+    with pytest.raises(RecipeError) as error:
+        load(tmp_path, text)
+    (problem,) = [each for each in error.value.problems if what in each.what]
+    assert problem.where == f"{tmp_path / 'theirs.yaml'}:{line}"
+    assert problem.hint
+    assert "nemo_automodel" not in problem.hint
+
+
+def test_the_errors_name_the_feature_and_not_what_follows_from_its_absence(tmp_path: Path) -> None:
+    text = f"dataset:\n  _target_: {DATA}.llm.seq2seq.make_seq2seq_dataset\n  max_target_len: 3\n"
+    with pytest.raises(RecipeError) as error:
+        load(tmp_path, text + "qat:\n  enabled: true\n")
+    assert len(error.value.problems) == 2
+
+
+OVERRIDES: list[tuple[str, list[str], str, Any]] = [
+    ("", ["--model.pretrained_model_name_or_path", "other"], "model.from_pretrained", "other"),
+    ("", ["--model.from_pretrained", "other"], "model.from_pretrained", "other"),
+    ("", ["--checkpoint.save_consolidated", "final"], "checkpoint.save_consolidated", "final"),
+    ("", ["--step_scheduler.max_steps", "5"], "step_scheduler.max_steps", 5),
+    ("", ["--step_scheduler.num_epochs", "null"], "step_scheduler.num_epochs", None),
+    (PEFT, ["--peft.dim", "2"], "peft.r", 2),
+    (PEFT + "  dim: 4\n", ["--peft.r", "2"], "peft.r", 2),
+    (PEFT, ["--peft", "null"], "peft", None),
+    ("clip_grad_norm:\n  max_norm: 2\n", ["--clip_grad_norm", "0.5"], "clip_grad_norm", 0.5),
+    ("clip_grad_norm:\n  max_norm: 2\n", ["--clip_grad_norm", "null"], "clip_grad_norm", None),
+    ("", ["--clip_grad_norm.max_norm", "0.5"], "clip_grad_norm", 0.5),
+    ("", ["--dataset.path", "other.jsonl"], "dataset.path", "other.jsonl"),
+    ("", ["--dataset.path_or_dataset", "other.jsonl"], "dataset.path", "other.jsonl"),
+    ("", ["--dataset.seq_length", "32"], "dataset.seq_length", 32),
+    ("", ["--packed_sequence.size", "64"], "packed_sequence.size", 64),
+    ("packed_sequence:\n  packed_sequence_size: 8\n", ["--packed_sequence.size", "64"],
+     "packed_sequence.size", 64),
+    ("", ["--checkpoint.keep_last", "2"], "checkpoint.keep_last", 2),
+    (
+        VALIDATION + "step_scheduler:\n  val_every_steps: 3\n",
+        ["--validation_dataset", "null"],
+        "validation_dataset",
+        None,
+    ),
+    ("", ["--distributed.mixed_precision", "null"], "distributed.mixed_precision", None),
+    ("wandb:\n  enable: false\n  project: p\n", ["--wandb.enable", "true"], "logging.trackers",
+     {"wandb": {"project": "p"}}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "words", "key", "expected"), OVERRIDES)
+def test_overrides_may_use_the_names_of_both_programs(
+    tmp_path: Path, text: str, words: list[str], key: str, expected: Any
+) -> None:
+    loaded = load(tmp_path, text, *words)
+    assert value_at(loaded, key) == expected
+    wrote_null = expected is None
+    assert key in loaded.overridden or wrote_null or key == "logging.trackers"
+
+
+WHOLE = f"""\
+step_scheduler:
+  global_batch_size: 4
+  max_steps: 3
+rng:
+  _target_: nemo_automodel.components.training.rng.StatefulRNG
+  seed: 3
+{MODEL}  torch_dtype: bf16
+{PEFT}  target_modules: '*_proj'
+  dim: 4
+  use_triton: true
+distributed:
+  strategy: fsdp2
+  ep_size: 4
+{VALIDATION}optimizer:
+  _target_: torch.optim.Adam
+  betas: [0.9, 0.95]
+  lr: 1e-5
+  weight_decay: 0.01
+lr_scheduler:
+  lr_decay_style: cosine
+ci:
+  owner: me
+"""
+
+
+def test_the_converted_file_gives_the_same_configuration(tmp_path: Path) -> None:
+    loaded = load(tmp_path, WHOLE)
+    text = loaded.converted()
+    ours = tmp_path / "ours.yaml"
+    ours.write_text(text)
+    again = load_recipe(ours)
+    assert dataclasses.asdict(again.config) == dataclasses.asdict(loaded.config)
+    assert again.notices == ()
+    values = yaml.safe_load(text)
+    # Our own defaults are not written.
+    assert "logging" not in values
+
+
+def test_the_converted_file_has_a_comment_for_each_changed_and_dropped_key(tmp_path: Path) -> None:
+    text = load(tmp_path, WHOLE).converted()
+    assert "from_pretrained: some/model" in text
+    assert "# was model.pretrained_model_name_or_path" in text
+    assert "# was peft.dim" in text
+    assert "# default of NeMo AutoModel" in text
+    comments = [line for line in text.splitlines() if line.startswith("#")]
+    assert any("distributed.ep_size 4" in line for line in comments)
+    assert any("peft.use_triton" in line and "ci" in line for line in comments)
+
+
+def test_only_recipes_of_automodel_are_converted(tmp_path: Path) -> None:
+    text = LLM.replace("TrainFinetuneRecipeForNextTokenPrediction", "llm_finetune")
+    text += "model:\n  from_pretrained: some/model\n"
+    text += "dataset:\n  _target_: automodel_ckpt.data.text.text\n  path: rows.jsonl\n"
+    loaded = load(tmp_path, text)
+    assert loaded.translated is None
+    with pytest.raises(RecipeError, match="not a recipe of NeMo AutoModel"):
+        loaded.converted()
+
+
+def test_every_value_keeps_its_line_and_defaults_say_whose_they_are(tmp_path: Path) -> None:
+    loaded = load(tmp_path, WHOLE)
+    assert loaded.origins["peft.r"].endswith("theirs.yaml:14")
+    assert loaded.origins["peft.alpha"] == "default of NeMo AutoModel"
+    assert loaded.origins["logging.level"] == "default"
+
+
+def test_references_to_the_environment_are_those_of_automodel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BASE_DIR", "somewhere")
+    text = "checkpoint:\n  checkpoint_dir: ${BASE_DIR}/run\n" + MODEL.replace(
+        "some/model", "${NO_SUCH_MODEL,some/default}"
+    )
+    loaded = load(tmp_path, text)
+    assert value_at(loaded, "checkpoint.checkpoint_dir") == "somewhere/run"
+    assert value_at(loaded, "model.from_pretrained") == "some/default"
+
+
+def test_the_users_own_builders_stay_as_they_are(tmp_path: Path) -> None:
+    text = "dataset:\n  _target_: my_package.rows\n  depth: 3\n"
+    loaded = load(tmp_path, text)
+    assert value_at(loaded, "dataset._target_") == "my_package.rows"
+    assert value_at(loaded, "dataset.depth") == 3
+
+
+def test_the_tool_counts_accepted_recipes_and_groups_rejections_by_cause(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    texts = {
+        "good": LLM + MODEL + ROWS,
+        "warned": LLM + MODEL + ROWS + "fp8:\n  enabled: true\n",
+        "unknown_argument": LLM + MODEL + ROWS + "  unheard_of: 1\n",
+        "first": LLM + MODEL + ROWS + "embedding_row_repair:\n  max_rows: 3\n",
+        "second": LLM + MODEL + ROWS + "embedding_row_repair:\n  max_rows: 4\n",
+    }
+    for name, text in texts.items():
+        (tmp_path / f"{name}.yaml").write_text(text)
+    automodel_recipes.main(["--files", str(tmp_path)])
+    printed = capsys.readouterr().out
+    assert "2 of 5 recipes are accepted, 1 of them with a warning" in printed
+    assert "   2 embedding_row_repair: repair of embedding rows is not supported" in printed
+    assert "   1 unknown key dataset.unheard_of (1)" in printed
+    assert "first.yaml:8: embedding_row_repair" in printed
