@@ -47,13 +47,10 @@ def statistics(root: Path, tensor: Tensor) -> dict[str, Any]:
 
 
 def damage_in(document: Mapping[str, Any]) -> list[Problem]:
-    """Return the damage in a document with statistics: trees that cannot be opened, and damaged tensors."""
+    """Return the damage in a document: trees that cannot be opened, and with statistics, damaged tensors."""
     problems = []
-    for name, tree in document["trees"].items():
-        if tree.get("problem"):
-            path = Path(document["path"], name)
-            hint = "run `ckpt verify` for details"
-            problems.append(Problem("the tensors cannot be read", str(path), tree["problem"], hint))
+    for tree in document["trees"].values():
+        problems += [problem_from_json(entry) for entry in tree.get("damaged", ())]
         for tensor in tree["tensors"].values():
             problems += [problem_from_json(entry) for entry in tensor.get("damaged", ())]
     return problems

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +16,13 @@ from automodel_ckpt.cli.checkpoint_tables import (
     tensor_lines,
     totals,
 )
-from automodel_ckpt.cli.terminal import age_text, coloured, printable, size_text
+from automodel_ckpt.cli.terminal import age_text, coloured, printable, problem_json, size_text
 from automodel_ckpt.units import values_text
 
 if TYPE_CHECKING:
     from automodel_ckpt.convert.external import ExternalTree
     from automodel_ckpt.convert.sources.format import Counters
+    from automodel_ckpt.errors import Problem
 
 _UNVERIFIABLE = "external checkpoint, unverifiable: no MANIFEST.json"
 # The directory can be anything, such as that of a data set.
@@ -109,7 +110,8 @@ def document(path: Path, stats: bool = False) -> dict[str, Any] | None:
     for tree_name, tree in found.trees().items():
         trees[tree_name] = {
             "format": tree.format.name,
-            "problem": tree.problem,
+            "problem": _text(tree.problems),
+            "damaged": [problem_json(problem) for problem in tree.problems],
             "values": tree.inventory.num_values,
             "tensors": _tensors(path / tree_name, tree, stats),
             "details": {title: list(content) for title, content in tree.details.items()},
@@ -129,11 +131,18 @@ def document(path: Path, stats: bool = False) -> dict[str, Any] | None:
     }
 
 
+def _text(problems: Sequence[Problem]) -> str:
+    """Return the first problem as one line; empty if there is none."""
+    if not problems:
+        return ""
+    return f"{problems[0].what}: {problems[0].value}"
+
+
 def _tensors(directory: Path, tree: ExternalTree, stats: bool) -> dict[str, dict[str, Any]]:
     entries: dict[str, dict[str, Any]] = {}
     for fqn, tensor in tree.inventory.tensors.items():
         entries[fqn] = asdict(tensor)
-    if stats and not tree.problem:
+    if stats and not tree.problems:
         stored = tree.format.stored_tensors(directory)
         for fqn, entry in entries.items():
             entry.update(statistics(stored.root, stored.tensors[fqn]))

@@ -17,7 +17,7 @@ from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.convert.sources.format import Format, Inventory
 from automodel_ckpt.convert.sources.registry import formats_in
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.errors import CheckpointUnusable, Problem, os_problem
 
 _MAX_LOSSES_BYTES = 1 << 20
 # The directory may be anything, and the list is only displayed.
@@ -26,14 +26,14 @@ _MAX_FILES = 100_000
 
 @dataclass(frozen=True, slots=True)
 class ExternalTree:
-    """A directory with tensors: its format and their inventory, or the reason why it cannot be read.
+    """A directory with tensors: its format and their inventory, or the *problems* due to which it cannot be read.
 
     *details* are further lines about it, by section title.
     """
 
     format: Format
     inventory: Inventory
-    problem: str = ""
+    problems: tuple[Problem, ...] = ()
     details: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -104,11 +104,10 @@ def _tree(directory: Path, known: Format) -> ExternalTree:
         details = known.details(directory)
         return ExternalTree(known, known.inventory(directory), details=details)
     except CheckpointUnusable as error:
-        problem = error.problems[0]
-        reason = f"{problem.what}: {problem.value}"
+        problems = error.problems
     except OSError as error:
-        reason = str(error.strerror)
-    return ExternalTree(known, Inventory({}), reason, details)
+        problems = (os_problem(error, f"{known.name} cannot be read", hint="check the path"),)
+    return ExternalTree(known, Inventory({}), problems, details)
 
 
 def _files(directory: Path) -> Iterator[tuple[str, int]]:

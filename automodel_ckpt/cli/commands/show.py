@@ -44,7 +44,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     """Describe the command ``ckpt show``."""
     command.description = (
         "Show the contents of a checkpoint: state, tensors, files, data position. Tensors of the same "
-        "shape whose names differ only in numbers are grouped."
+        "shape whose names differ only in numbers are grouped. The exit code is 3 if a part cannot be read."
     )
     add_path(command)
     command.add_argument(
@@ -61,7 +61,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run ``ckpt show``. The exit code is 3 if ``--stats`` finds a damaged tensor."""
+    """Run ``ckpt show``. The exit code is 3 if files cannot be read, or if ``--stats`` finds a damaged tensor."""
     from automodel_ckpt.checkpoint.manifest import Manifest
 
     path = whole_checkpoint(Path(arguments.path))
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json_text(document))
     else:
         print("\n".join(lines(document, everything=arguments.tensors)))
-    problems = damage_in(document) if arguments.stats else []
+    problems = damage_in(document)
     if problems:
         code, message = describe(CheckpointUnusable.all_of(problems))
         print_error(message)

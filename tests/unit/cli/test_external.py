@@ -99,9 +99,15 @@ def test_what_is_damaged_is_shown_with_what_is_wrong(tmp_path: Path, capsys: Cap
     shutil.copytree(AUTOMODEL / "safetensors" / "epoch_0_step_1", tmp_path / "c")
     (tmp_path / "c" / "optim" / ".metadata").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
     next((tmp_path / "c" / "model").glob("shard-00001*")).write_bytes(b"x")
-    document = shown(capsys, "show", str(tmp_path / "c"))
+    assert main(["show", str(tmp_path / "c"), "--json"]) == 3
+    captured = capsys.readouterr()
+    document = json.loads(captured.out)
     assert "'os.system'" in document["trees"]["optim"]["problem"]
     assert "safetensors file" in document["trees"]["model"]["problem"]
+    assert captured.err.count("where:") == 2
+    # The parts that can be read are shown, too.
+    assert main(["show", str(tmp_path / "c")]) == 3
+    assert "losses.json" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -79,11 +79,12 @@ def test_a_compressed_nemo_file_has_to_be_unpacked_first(tmp_path: Path) -> None
     assert_equal(values(tmp_path / "model"), EXPECTED)
 
 
-@pytest.mark.parametrize("name", ["model.nemo", "unpacked", "gzip.nemo"])
+@pytest.mark.parametrize(("name", "code"), [("model.nemo", 0), ("unpacked", 0), ("gzip.nemo", 3)])
 def test_show_prints_the_config_and_the_artifacts(
-    name: str, capsys: pytest.CaptureFixture[str]
+    name: str, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert ckpt.main(["show", str(FIXTURES / name), "--json"]) == 0
+    # The tensors of the compressed file cannot be read in place.
+    assert ckpt.main(["show", str(FIXTURES / name), "--json"]) == code
     details = json.loads(capsys.readouterr().out)["trees"]["."]["details"]
     assert "width: 4" in details["model_config.yaml"]
     assert "_vocabulary.txt" in details["artifacts"][0]
