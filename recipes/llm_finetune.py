@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 from typing import Any, ClassVar
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from automodel_ckpt.config.schema import Target
 from automodel_ckpt.config.targets import build
 from automodel_ckpt.data.collate import PadCollator
+from automodel_ckpt.data.mixture import for_each_source
 from automodel_ckpt.data.packing import PackedDataset
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.build import first_line
@@ -81,12 +83,15 @@ class LLMFinetune(Recipe):
         packing = self.config.packed_sequence
         if packing is None:
             return dataset
-        packs = PackedDataset(dataset, packing.size)
+        return for_each_source(dataset, partial(self._packed, packing.size))
+
+    def _packed(self, size: int, dataset: Any) -> PackedDataset:
+        packs = PackedDataset(dataset, size)
         log.info(
             "packed %d samples into %d packs of %d tokens, %.2f %% of them empty",
             len(dataset),
             len(packs),
-            packing.size,
+            size,
             100 * packs.waste,
         )
         return packs

@@ -55,8 +55,10 @@ NESTED = {
     "config": "config",
     "quantization_config": "quantization",
     "peft_config": "peft_config",
+    "sources": "dataset",
 }
-"""Parameter of a listed callable -> purpose of the nested ``_target_`` that it accepts. Others accept none."""
+"""Parameter of a listed callable -> purpose of the nested ``_target_`` that it accepts, or of those in a mapping.
+Other parameters accept none."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,7 @@ _OWN_DATASETS = Group(
             "text.prompt_completion",
             "chat.messages",
             "function_calls.xlam",
+            "mixture.mixture",
             "mock.random_tokens",
             "vlm.conversations",
             "vlm.image_answers",

@@ -249,6 +249,10 @@ class GlobalBatchLoader:
         epoch = self.epoch
         size = self.sizes.global_batch_size
         order = permutation(num_samples, self.seed, epoch, self.shuffle).numpy()
+        # A mixture uses other samples in each epoch.
+        epoch_indices = getattr(self.dataset, "epoch_indices", None)
+        if epoch_indices is not None:
+            order = epoch_indices(epoch, self.seed, shuffle=self.shuffle)[order]
         end = num_samples - size + 1 if self.sizes.drop_last else num_samples
         starts = range(self.consumed_samples, end, size)
         batches_of_ids = (order[start : start + size] for start in starts)

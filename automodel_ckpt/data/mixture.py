@@ -1,0 +1,227 @@
+"""A weighted mixture of data sets: each epoch has an exact number of samples of each.
+
+An epoch of N samples has N times the weight's share of each source, rounded by the largest remainders. Over the epochs,
+every sample of a source is used once before any is used again. Which samples an epoch has is a function of the seed
+and the epoch, so it does not depend on the number of ranks or workers, and a resume continues exactly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from fractions import Fraction
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from automodel_ckpt.data.sampler import derive_seed, permutation
+from automodel_ckpt.errors import RecipeError
+
+log = logging.getLogger(__name__)
+
+Indices = npt.NDArray[np.int64]
+
+
+class MixtureDataset:
+    """A map-style data set of the samples of several *sources*, of which an epoch uses *num_of_epoch*.
+
+    Its length is the number of samples of an epoch. Its indices are those of the concatenated sources;
+    :meth:`epoch_indices` returns the ones that an epoch uses.
+    """
+
+    def __init__(self, sources: Mapping[str, Any], num_of_epoch: Mapping[str, int]) -> None:
+        self.sources = dict(sources)
+        self.num_of_epoch = {name: num_of_epoch[name] for name in sources}
+        self._datasets = list(self.sources.values())
+        self._ends = list(accumulate(len(dataset) for dataset in self._datasets))
+
+    @property
+    def draws_nothing(self) -> bool:
+        """Whether reading a sample draws no random number."""
+        return all(getattr(dataset, "draws_nothing", False) for dataset in self._datasets)
+
+    @property
+    def identity(self) -> str | None:
+        """A digest that changes with the samples and their numbers; None if that of a source is unknown."""
+        parts = []
+        for name, dataset in self.sources.items():
+            known = getattr(dataset, "identity", None)
+            if known is None:
+                return None
+            parts.append(f"{name} {known} {len(dataset)} {self.num_of_epoch[name]}")
+        return hashlib.blake2b("\n".join(parts).encode(), digest_size=12).hexdigest()
+
+    def __len__(self) -> int:
+        return sum(self.num_of_epoch.values())
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < self._ends[-1]:
+            raise IndexError(index)
+        number = bisect_right(self._ends, index)
+        start = self._ends[number] - len(self._datasets[number])
+        return self._datasets[number][index - start]
+
+    def epoch_indices(self, epoch: int, seed: int, *, shuffle: bool) -> Indices:
+        """Return the indices that *epoch* uses, int64 of shape [len(self)], with the sources evenly interleaved.
+
+        With *shuffle*, each pass over a source has another order, else the order of the source.
+        """
+        all_indices = []
+        all_positions = []
+        start = 0
+        for number, (name, dataset) in enumerate(self.sources.items()):
+            count = self.num_of_epoch[name]
+            source_seed = derive_seed(seed, number)
+            indices = _draws(len(dataset), source_seed, epoch * count, count, shuffle)
+            all_indices.append(indices + start)
+            all_positions.append((np.arange(count) + 0.5) / max(count, 1))
+            start += len(dataset)
+        # Stable: samples at equal positions are in the order of the sources.
+        order = np.argsort(np.concatenate(all_positions), kind="stable")
+        return np.concatenate(all_indices)[order]
+
+    def with_each(self, change: Callable[[Any], Any]) -> MixtureDataset:
+        """Return a mixture of the changed sources, of which an epoch uses the same fractions.
+
+        Packing changes the number of samples of each source.
+        """
+        changed = {}
+        counts = {}
+        for name, dataset in self.sources.items():
+            changed[name] = change(dataset)
+            fraction = Fraction(self.num_of_epoch[name], len(dataset))
+            counts[name] = max(round(fraction * len(changed[name])), 1)
+        return MixtureDataset(changed, counts)
+
+
+def _draws(size: int, seed: int, start: int, count: int, shuffle: bool) -> Indices:
+    """Return draws number *start* to *start* + *count* of a source of *size* samples, which is read again and again."""
+    parts: list[Indices] = []
+    end = start + count
+    while start < end:
+        number_of_pass, first = divmod(start, size)
+        last = min(size, first + end - start)
+        order = permutation(size, seed, number_of_pass, shuffle).numpy()
+        parts.append(order[first:last])
+        start += last - first
+    return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+
+def mixture(
+    sources: dict[str, Any],
+    weights: dict[str, float] | None = None,
+    num_samples: int | None = None,
+) -> MixtureDataset:
+    """Mix data sets: *sources* are sections with ``_target_`` by name, *weights* their shares of the samples.
+
+    Without *weights*, each source is used once per epoch. *num_samples* is the length of an epoch. By default, an epoch
+    ends when the first source would repeat a sample; the others continue there in the next epoch. With a larger number,
+    sources repeat. Logs how many samples of each source an epoch has. With ``packed_sequence``, each source is packed
+    separately, and a pack counts as its samples.
+
+    Raises :class:`RecipeError` for sources that are iterable or empty, and for weights that do not fit.
+    """
+    _check_sources(sources)
+    sizes = {name: len(dataset) for name, dataset in sources.items()}
+    shares = _shares(sizes, weights)
+    if num_samples is None:
+        # A share of zero cannot occur, so that every source limits the epoch.
+        num_samples = math.floor(min(sizes[name] / share for name, share in shares.items()))
+    if num_samples < 1:
+        raise RecipeError(
+            "an epoch of the mixture has no sample",
+            where="dataset.num_samples, dataset.weights",
+            value=num_samples,
+            hint="set num_samples to 1 or more, or give the smallest source a smaller weight",
+        )
+    counts = _apportioned(shares, num_samples)
+    for name, count in counts.items():
+        if count == 0:
+            raise RecipeError(
+                "an epoch of the mixture has no sample of a source",
+                where=f"dataset.sources.{name}",
+                value=f"{num_samples} samples in an epoch, share {float(shares[name]):.3g}",
+                hint="increase dataset.num_samples or its weight, or remove it",
+            )
+        log.info(
+            "mixture: an epoch of %d samples has %d of %s, %.3g of its %d samples",
+            num_samples,
+            count,
+            name,
+            count / sizes[name],
+            sizes[name],
+        )
+    return MixtureDataset(sources, counts)
+
+
+def for_each_source(dataset: Any, change: Callable[[Any], Any]) -> Any:
+    """Return ``change(dataset)``, or for a mixture the mixture of its changed sources."""
+    if isinstance(dataset, MixtureDataset):
+        return dataset.with_each(change)
+    return change(dataset)
+
+
+def _check_sources(sources: Mapping[str, Any]) -> None:
+    if not isinstance(sources, Mapping) or not sources:
+        raise RecipeError(
+            "a mixture needs sources",
+            where="dataset.sources",
+            value=str(sources)[:80],
+            hint="give sections with _target_ by name: sources: {chat: {_target_: ...}, code: {_target_: ...}}",
+        )
+    for name, dataset in sources.items():
+        where = f"dataset.sources.{name}"
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            raise RecipeError(
+                "a source of a mixture is not a map-style data set",
+                where=where,
+                value=type(dataset).__name__,
+                hint="give a section with _target_, without streaming: a stream has no length",
+            )
+        if len(dataset) == 0:
+            raise RecipeError(
+                "a source of a mixture is empty",
+                where=where,
+                value="0 samples",
+                hint="check its path and filters, or remove it",
+            )
+
+
+def _shares(sizes: Mapping[str, int], weights: Mapping[str, float] | None) -> dict[str, Fraction]:
+    """Return each source's share of the samples; the shares add up to 1."""
+    if weights is None:
+        weights = sizes
+    if weights.keys() != sizes.keys():
+        raise RecipeError(
+            "the weights of a mixture do not name its sources",
+            where="dataset.weights",
+            value=", ".join(map(str, weights)),
+            hint=f"give a weight for each of {', '.join(sizes)}",
+        )
+    for name, weight in weights.items():
+        if not 0 < weight < math.inf:
+            raise RecipeError(
+                "a weight of a mixture is not a positive number",
+                where=f"dataset.weights.{name}",
+                value=weight,
+                hint="give a number above 0, or remove the source",
+            )
+    # Fractions: the numbers of samples must not depend on the order of a sum.
+    total = sum(Fraction(weight) for weight in weights.values())
+    return {name: Fraction(weights[name]) / total for name in sizes}
+
+
+def _apportioned(shares: Mapping[str, Fraction], total: int) -> dict[str, int]:
+    """Divide *total* by *shares*; those with the largest remainders are rounded up."""
+    exact = {name: share * total for name, share in shares.items()}
+    counts = {name: math.floor(amount) for name, amount in exact.items()}
+    missing = total - sum(counts.values())
+    by_remainder = sorted(exact, key=lambda name: counts[name] - exact[name])
+    for name in by_remainder[:missing]:
+        counts[name] += 1
+    return counts
