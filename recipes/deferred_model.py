@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -278,7 +278,9 @@ class _Source:
         adapted: Any = getattr(model, "get_base_model", None)
         model = adapted() if adapted is not None else model
         # A model with adapters has an empty layout: its checkpoints contain no experts, but its base is read with them.
-        layout = replace(stored_layout(model), rows=self._layout.rows)
+        present = _present_fqns(self._layout.rows, model, modules)
+        rows = {fqn: self._layout.rows[former] for former, fqn in present.items()}
+        layout = replace(stored_layout(model), rows=rows)
         for name, (there, here) in self._resized.items():
             log_resized(name, there, here, self._new_rows)
         fill_module(model, self._fillings(model, modules, layout), self._new_rows, layout)
@@ -289,19 +291,36 @@ class _Source:
         """The stored tensors for the tensors of *model* that are left on this rank, by their names in *layout*."""
         fqns = {stored: fqn for fqn, stored in self._layout.names.items()}
         owners_of_rows: dict[str, str] = {}
-        for fqn, parts in layout.rows.items():
+        for fqn, parts in self._layout.rows.items():
             owners_of_rows.update(dict.fromkeys(parts, fqn))
-        # Adapters moved some modules into others, so that their names changed.
-        present_names = {id(module): name for name, module in model.named_modules()}
+        former_fqns: dict[str, str] = {}
+        for name in self._verdict.matches:
+            former_fqns[name] = owners_of_rows.get(name, fqns.get(name, name))
+        present = _present_fqns(former_fqns.values(), model, modules)
         fillings: dict[str, Filling] = {}
         for name, stored in self._verdict.matches.items():
-            former_fqn = owners_of_rows.get(name, fqns.get(name, name))
-            parent, _, key = former_fqn.rpartition(".")
-            if parent not in modules:
+            if former_fqns[name] not in present:
                 continue
-            present_parent = present_names[id(modules[parent])]
-            fqn = f"{present_parent}.{key}" if present_parent else key
+            fqn = present[former_fqns[name]]
             target = name if name in owners_of_rows else layout.name_of(fqn)
             is_resized = name in self._verdict.resized
             fillings[target] = Filling(self._tensors, stored, is_resized)
         return fillings
+
+
+def _present_fqns(
+    former_fqns: Iterable[str], model: nn.Module, modules: Mapping[str, nn.Module]
+) -> dict[str, str]:
+    """{FQN in the model without adapters: FQN in *model*} of the tensors that are left on this rank.
+
+    Adapters moved some modules into others, so that their names changed. *modules* have their former names.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    present: dict[str, str] = {}
+    for former in former_fqns:
+        parent, _, key = former.rpartition(".")
+        if parent not in modules:
+            continue
+        name = names[id(modules[parent])]
+        present[former] = f"{name}.{key}" if name else key
+    return present

@@ -274,6 +274,8 @@ class PeftConfig:
     """Dropout probability of the adapter's input during training."""
     target_modules: list[str] | str = "all-linear"
     """Layers to adapt: names (q_proj), glob patterns over full names (*.self_attn.*), or all-linear."""
+    target_parameters: list[str] = field(default_factory=list)
+    """Weights of fused experts to adapt (3 dimensions): names (gate_up_proj) or globs over full names (*.experts.*)."""
     exclude_modules: list[str] = field(default_factory=list)
     """Layers to exclude from target_modules: names or glob patterns."""
     modules_to_save: list[str] = field(default_factory=list)
@@ -301,6 +303,15 @@ class PeftConfig:
             lambda peft: peft.init != "orthogonal" or peft.r % 2 == 0,
             "init orthogonal needs an even r",
             "use an even r, or remove init",
+        ),
+        Relation(
+            ("dropout", "use_dora", "init", "target_parameters"),
+            lambda peft: (
+                not peft.target_parameters
+                or (peft.dropout == 0 and not peft.use_dora and peft.init != "orthogonal")
+            ),
+            "adapters on target_parameters support no dropout, no use_dora, and no init orthogonal",
+            "remove that key, or target_parameters",
         ),
     )
 

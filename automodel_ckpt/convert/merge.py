@@ -51,12 +51,22 @@ from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.checkpoint.tensors.float_cast import Array, cast
 from automodel_ckpt.checkpoint.tensors.stored import whole_checked
 from automodel_ckpt.checkpoint.verify import verify
-from automodel_ckpt.convert.merge_rules import Change, Naming, changes_by, merged
+from automodel_ckpt.convert.merge_rules import (
+    Change,
+    ExpertRange,
+    Naming,
+    changes_by,
+    expert_changes,
+    merged,
+    merged_experts,
+)
 from automodel_ckpt.convert.sources.files import read_json
 from automodel_ckpt.convert.sources.hugging_face import tensors_in_file
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 _SINGLE = "model.safetensors"
+_KEPT_FACTORS = 4
+"""Factors of adapters that are kept in memory: the two of both parameters of a layer with experts."""
 
 
 # Tensors of the base and the adapter have absolute paths: their files can be links into the Hub's cache.
@@ -229,7 +239,10 @@ class MergedModel:
         self._adapter = adapter
         self._naming = naming
         self._base, self._numbers = _base_tensors(base_dir)
-        self.changes = self._by_file_name(changes_by(adapter.tensors, adapter.where))
+        changes = changes_by(adapter.tensors, adapter.where)
+        of_experts = self._expert_changes(changes)
+        self.changes = self._by_file_name(changes) | of_experts
+        self._factors: dict[tuple[str, str], Array] = {}
         self.notes: list[str] = []
         self.untied = self._untie()
         names = {*self._base, *self.changes, *self.untied}
@@ -275,6 +288,30 @@ class MergedModel:
             if file_name not in self._base and self._stored_name(name) not in self._base:
                 raise self._not_mergeable("the adapter changes a tensor that the base lacks", name)
             found[file_name] = (name, change)
+        return found
+
+    def _expert_changes(self, changes: dict[str, Change]) -> dict[str, tuple[str, Change]]:
+        """Move the changes of fused experts out of *changes*: {name in files: (name in memory, change)}."""
+        found: dict[str, tuple[str, Change]] = {}
+        for module, experts in self._naming.experts.items():
+            try:
+                pairs = list(expert_changes(changes, module, experts, self._adapter.config))
+            except ValueError as error:
+                what = f"an adapter of fused experts cannot be assigned: {error}"
+                raise self._not_mergeable(what, module) from error
+            for parameter, change in pairs:
+                ranges = {self._file_name(parameter.name): ExpertRange(parameter.num_experts)}
+                if parameter.parts:
+                    ranges = {
+                        name: ExpertRange(parameter.num_experts, *part)
+                        for name, part in parameter.parts.items()
+                    }
+                for name, experts_there in ranges.items():
+                    if name not in self._base:
+                        what = "the adapter changes a tensor that the base lacks"
+                        raise self._not_mergeable(what, name)
+                    changed = dataclasses.replace(change, experts=experts_there)
+                    found[name] = (parameter.name, changed)
         return found
 
     def _stored_name(self, name: str) -> str:
@@ -345,9 +382,9 @@ class MergedModel:
         # Computed in float32 or float64, and rounded once, when the file is written.
         dtype = "F64" if start.dtype == "F64" else "F32"
         weight = _read_as(start, dtype)
-        factors: dict[str, Array] = {}
-        for role, key in change.factors.items():
-            factors[role] = _read_as(self._adapter.tensors[key], dtype)
+        factors = self._read_factors(change, dtype)
+        if change.experts is not None:
+            return self._changed_experts(name, change.experts, weight, factors), dtype
         module = name.removesuffix(".weight")
         transposed = module in self._naming.transposed
         config = self._adapter.config
@@ -356,6 +393,33 @@ class MergedModel:
         except ValueError as error:
             what = f"an adapter does not fit its layer: {error}"
             raise self._not_mergeable(what, name) from error
+
+    def _changed_experts(
+        self, name: str, experts: ExpertRange, weight: Array, factors: Mapping[str, Array]
+    ) -> Array:
+        """Return the new value of a tensor in files with experts of the parameter *name* (in memory)."""
+        transposed = name.rpartition(".")[0] in self._naming.transposed
+        config = self._adapter.config
+        try:
+            return merged_experts(
+                weight, factors, config, experts, name=name, transposed=transposed
+            )
+        except ValueError as error:
+            what = f"an adapter does not fit its experts: {error}"
+            raise self._not_mergeable(what, name) from error
+
+    def _read_factors(self, change: Change, dtype: str) -> dict[str, Array]:
+        """Return the factors of *change* by role. The last ones are kept, because experts share them."""
+        factors: dict[str, Array] = {}
+        for role, key in change.factors.items():
+            known = self._factors.get((key, dtype))
+            if known is None:
+                known = _read_as(self._adapter.tensors[key], dtype)
+                while len(self._factors) >= _KEPT_FACTORS:
+                    del self._factors[next(iter(self._factors))]
+                self._factors[key, dtype] = known
+            factors[role] = known
+        return factors
 
     def _not_mergeable(self, what: str, name: str) -> CheckpointUnusable:
         hint = "load base and adapter with peft in your own code, and call merge_and_unload"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -38,17 +38,43 @@ _ROLES = {
 @dataclass(slots=True)
 class Change:
     """How a tensor changes: the adapter's keys of its new value (*whole*), of the factors (a, b) and of the magnitude
-    (m)."""
+    (m). *experts* is not None for the factors of fused experts."""
 
     whole: str | None = None
     factors: dict[str, str] = field(default_factory=dict)
+    experts: ExpertRange | None = None
+
+
+class Experts(Protocol):
+    """A parameter in memory with the weights of all experts of a layer.
+
+    *parts* maps names in files to (expert, slices of the expert's matrix); it is empty if the files have one tensor.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def num_experts(self) -> int: ...
+    @property
+    def parts(self) -> Mapping[str, tuple[int, tuple[slice, ...]]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRange:
+    """The experts of a tensor in files: one of *num_experts*, or all of them if *expert* is None."""
+
+    num_experts: int
+    expert: int | None = None
+    columns: tuple[slice, ...] = ()
+    """The part of the expert's matrix in memory that the tensor contains."""
 
 
 class Naming(Protocol):
     """The names of the base's tensors.
 
     *files* maps names in memory to names in files, and *tied* each further name of a tensor (in memory) to its first.
-    The weights of the modules in *transposed* have one row for each input.
+    The weights of the modules in *transposed* have one row for each input. *experts* has the parameters of modules with
+    fused experts, in the module's order.
     """
 
     @property
@@ -57,6 +83,8 @@ class Naming(Protocol):
     def tied(self) -> Mapping[str, str]: ...
     @property
     def transposed(self) -> frozenset[str]: ...
+    @property
+    def experts(self) -> Mapping[str, Sequence[Experts]]: ...
 
 
 def changes_by(keys: Mapping[str, Any], where: str) -> dict[str, Change]:
@@ -83,6 +111,78 @@ def changes_by(keys: Mapping[str, Any], where: str) -> dict[str, Change]:
         if change.factors and not {"a", "b"} <= change.factors.keys():
             raise _unusable("an adapter lacks one of its two factors", where, name)
     return changes
+
+
+def expert_changes(
+    changes: dict[str, Change],
+    module: str,
+    experts: Sequence[Experts],
+    config: Mapping[str, Any],
+) -> Iterator[tuple[Experts, Change]]:
+    """Remove the changes of the fused *experts* in *module* from *changes*, and yield each parameter with its own.
+
+    peft wraps the module once for each parameter that ``target_parameters`` selects, in the order of the parameters:
+    the innermost wrapper belongs to the first (source: peft 0.21, ``BaseTuner._inject_parameters``). Raises ValueError
+    if there are other changes than selected parameters.
+    """
+    wrapper = module
+    found: list[Change] = []
+    while f"{wrapper}.weight" in changes:
+        found.append(changes.pop(f"{wrapper}.weight"))
+        wrapper += ".base_layer"
+    if not found:
+        return
+    wanted = config.get("target_parameters")
+    names = [str(name) for name in wanted] if isinstance(wanted, list) else []
+    selected: list[Experts] = []
+    for parameter in experts:
+        if any(_names_parameter(name, parameter.name) for name in names):
+            selected.append(parameter)
+    if len(selected) != len(found):
+        raise ValueError(f"{len(found)} adapters for {len(selected)} target_parameters in {module}")
+    yield from zip(selected, reversed(found), strict=True)
+
+
+def _names_parameter(suffix: str, name: str) -> bool:
+    return name == suffix or name.endswith(f".{suffix}")
+
+
+def merged_experts(
+    weight: Array,
+    factors: Mapping[str, Array],
+    config: Mapping[str, Any],
+    experts: ExpertRange,
+    *,
+    name: str,
+    transposed: bool,
+) -> Array:
+    """Return the *weight* of fused experts merged with their adapter, of the same shape and dtype.
+
+    *name* is that of the parameter in memory, of shape [experts, outputs, inputs], or if *transposed* [experts, inputs,
+    outputs]. *weight* is the tensor in files that *experts* describes. The factors are a: [rank * experts, inputs], in
+    which the rank varies fastest, and b: [outputs, rank * experts], in which the expert does (source: peft 0.21,
+    ``lora.layer.ParamWrapper``). Raises ValueError if the shapes do not match.
+    """
+    a = _as_matrix(factors["a"])
+    b = _as_matrix(factors["b"])
+    rank, rest = divmod(len(a), experts.num_experts)
+    if rest or rank == 0 or b.shape[1] != len(a):
+        raise ValueError(f"A {a.shape}, B {b.shape} for {experts.num_experts} experts")
+    scale = np.asarray(scale_of(config, rank, name), weight.dtype)
+    a = a.reshape(experts.num_experts, rank, -1)
+    b = b.reshape(len(b), rank, experts.num_experts)
+    numbers = range(experts.num_experts) if experts.expert is None else [experts.expert]
+    result = weight.copy()
+    views = result if experts.expert is None else result[None]
+    if len(views) != len(numbers):
+        raise ValueError(f"weight {weight.shape} for {experts.num_experts} experts")
+    for view, number in zip(views, numbers, strict=True):
+        change = b[:, :, number] @ a[number]
+        matrix = (change.T if transposed else change)[experts.columns]
+        if matrix.shape != view.shape:
+            raise ValueError(f"weight {view.shape}, A and B {change.shape}")
+        view += scale * matrix
+    return result
 
 
 def scale_of(config: Mapping[str, Any], rank: int, module: str) -> float:

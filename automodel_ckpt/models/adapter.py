@@ -28,6 +28,8 @@ log = logging.getLogger("automodel_ckpt")
 ALL_LINEAR = "all-linear"
 ADAPTER_NAME = "default"
 _LINEAR = (nn.Linear, Conv1D)
+_FUSED_DIMENSIONS = 3
+"""Fused experts have the shape (experts, inputs, outputs) or (experts, outputs, inputs)."""
 _ADAPTABLE = (*_LINEAR, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -39,6 +41,7 @@ class Lora:
     alpha: int = 16
     dropout: float = 0.0
     target_modules: Sequence[str] | str = ALL_LINEAR
+    target_parameters: Sequence[str] = ()
     exclude_modules: Sequence[str] = ()
     modules_to_save: Sequence[str] = ()
     use_dora: bool = False
@@ -71,6 +74,7 @@ def add_adapters(
     number of rows than *num_base_rows* was resized, and is saved with the adapters. Raises :class:`RecipeError` for
     names that match no module, or no module that can have an adapter.
     """
+    parameters = find_parameters(model, lora.target_parameters)
     targets, saved = find_modules(model, lora)
     if getattr(model, "is_quantized", False):
         from peft import prepare_model_for_kbit_training
@@ -80,7 +84,7 @@ def add_adapters(
         "base_model_class": type(model).__name__,
         "parent_library": type(model).__module__,
     }
-    peft_config = _lora_config(model, lora, targets, saved, task_type)
+    peft_config = _lora_config(model, lora, targets, parameters, saved, task_type)
     wrapped = _wrap(model, peft_config, autocast=lora.dtype == "float32")
     _draw_without_base(wrapped, peft_config.init_lora_weights)
     was_resized = num_base_rows is not None and num_base_rows != num_embeddings(model)
@@ -89,7 +93,8 @@ def add_adapters(
     if task_type is None:
         document["auto_mapping"] = base_class
     description = asdict(lora) | {"targets": targets, "saved": saved, "resized": was_resized}
-    _log_what_is_saved(wrapped, targets, saved)
+    description["parameters"] = parameters
+    _log_what_is_saved(wrapped, [*targets, *parameters], saved)
     return Adapted(wrapped, document, description)
 
 
@@ -177,13 +182,42 @@ def find_modules(model: nn.Module, lora: Lora) -> tuple[list[str], list[str]]:
         what = "these modules would be both fully trained and adapted"
         hint = "list them in only one of the two settings"
         problems.append(Problem(what, "peft.modules_to_save", both[:5], hint))
-    if not found and not problems:
+    if not found and not problems and not lora.target_parameters:
         what = "no layer is left to adapt"
         hint = _available(adaptable)
         problems.append(Problem(what, "peft.target_modules", list(patterns), hint))
     if problems:
         raise RecipeError.all_of(problems)
     return [name for name in modules if name in found], saved
+
+
+def find_parameters(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Find the full names of the parameters with three dimensions (fused experts) that *patterns* match.
+
+    A glob matches the full name, other patterns the name or its last components. Raises :class:`RecipeError` with every
+    pattern that matches none.
+    """
+    shapes = {name: parameter.dim() for name, parameter in model.named_parameters()}
+    fused = [name for name, num_dimensions in shapes.items() if num_dimensions == _FUSED_DIMENSIONS]
+    found: set[str] = set()
+    problems: list[Problem] = []
+    for pattern in patterns:
+        matches = [name for name in fused if _matches(pattern, name)]
+        found.update(matches)
+        if matches:
+            continue
+        what = "no parameter with three dimensions (fused experts) has this name"
+        if others := [name for name in shapes if _matches(pattern, name)]:
+            other = others[0]
+            what = f"{other} has {shapes[other]} dimensions: only fused experts, with three, are adapted like this"
+        leaves = _leaves(fused)
+        hint = "the model has no fused experts: use peft.target_modules"
+        if leaves:
+            hint = f"there are {', '.join(leaves)}"
+        problems.append(Problem(what, "peft.target_parameters", pattern, hint))
+    if problems:
+        raise RecipeError.all_of(problems)
+    return [name for name in fused if name in found]
 
 
 def _matching(
@@ -296,7 +330,12 @@ def _leaves(names: Iterable[str]) -> list[str]:
 
 
 def _lora_config(
-    model: Any, lora: Lora, targets: list[str], saved: list[str], task_type: str | None
+    model: Any,
+    lora: Lora,
+    targets: list[str],
+    parameters: list[str],
+    saved: list[str],
+    task_type: str | None,
 ) -> Any:
     from peft import LoraConfig
 
@@ -314,11 +353,15 @@ def _lora_config(
     options: dict[str, Any] = {}
     if keep_tied and _ends_of_model(saved):
         options["ensure_weight_tying"] = True
+    if parameters:
+        all_parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        options["target_parameters"] = _peft_names(parameters, all_parameters, _has_suffix)
     return LoraConfig(
         r=lora.r,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=peft_targets(targets, names),
+        # peft takes an empty list for no layers, and None for those that it knows of the model's type.
+        target_modules=peft_targets(targets, names) if targets else [],
         modules_to_save=_peft_names(saved, names, str.endswith) or None,
         use_dora=lora.use_dora,
         use_rslora=lora.use_rslora,
@@ -340,11 +383,12 @@ def peft_targets(targets: Sequence[str], names: Sequence[str]) -> list[str] | st
     These are suffixes of names if possible, otherwise a regular expression.
     """
 
-    def selects(name: str, suffix: str) -> bool:
-        return name == suffix or name.endswith(f".{suffix}")
-
-    suffixes = _peft_names(targets, names, selects)
+    suffixes = _peft_names(targets, names, _has_suffix)
     return suffixes or "|".join(re.escape(target) for target in targets)
+
+
+def _has_suffix(name: str, suffix: str) -> bool:
+    return name == suffix or name.endswith(f".{suffix}")
 
 
 def _peft_names(

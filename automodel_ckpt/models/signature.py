@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,21 +13,37 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from automodel_ckpt.errors import CheckpointUnusable
-from automodel_ckpt.models.hf_names import names_in_files
+from automodel_ckpt.models.hf_names import RowPart, names_in_files
 
 _TRANSPOSED = (Conv1D, nn.Embedding)
+_LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+"""Layers whose weights have three or more dimensions and are no experts."""
+
+
+class FusedExperts(NamedTuple):
+    """A parameter with the weights of all experts of a layer.
+
+    *name* is that in memory. *parts* maps the names in files to (expert, slices of its dimensions); it is empty if the
+    files have the parameter as one tensor.
+    """
+
+    name: str
+    num_experts: int
+    parts: Mapping[str, RowPart]
 
 
 class ModelSignature(NamedTuple):
     """The names of a transformers model's tensors.
 
     *files* maps each name in memory to the name in the files, and *tied* each alias of a tensor to its first name (both
-    in memory). The weights of the modules *transposed* have one row per input: shape [in, out].
+    in memory). The weights of the modules *transposed* have one row per input: shape [in, out]. *experts* has the fused
+    experts by the name of their module.
     """
 
     files: Mapping[str, str]
     tied: Mapping[str, str]
     transposed: frozenset[str]
+    experts: Mapping[str, tuple[FusedExperts, ...]]
 
 
 def read_signature(directory: Path) -> ModelSignature:
@@ -37,13 +53,37 @@ def read_signature(directory: Path) -> ModelSignature:
     """
     hint = "load the base and the adapter with peft in your own code, and call merge_and_unload"
     model = empty_model(directory, hint=hint)
-    renamed = names_in_files(model, directory).names
+    renamed, parts = names_in_files(model, directory)
     stored = _stored_names(directory)
     files = {}
     for name in model.state_dict(keep_vars=True):
         files[name] = _spelling_in_files(renamed.get(name, name), model.base_model_prefix, stored)
-    transposed = {name for name, module in model.named_modules() if isinstance(module, _TRANSPOSED)}
-    return ModelSignature(files, dict(model.all_tied_weights_keys), frozenset(transposed))
+    transposed: set[str] = set()
+    experts: dict[str, tuple[FusedExperts, ...]] = {}
+    for name, module in model.named_modules():
+        # peft reads this attribute of modules with fused experts.
+        if isinstance(module, _TRANSPOSED) or getattr(module, "is_transposed", False):
+            transposed.add(name)
+        fused = tuple(_fused_experts(name, module, parts))
+        if fused:
+            experts[name] = fused
+    tied = dict(model.all_tied_weights_keys)
+    return ModelSignature(files, tied, frozenset(transposed), experts)
+
+
+def _fused_experts(
+    module_name: str, module: nn.Module, parts: Mapping[str, Mapping[str, RowPart]]
+) -> Iterator[FusedExperts]:
+    """Yield the direct parameters of *module* with three dimensions, in their order in the module.
+
+    peft wraps the module once for each of them, in this order.
+    """
+    if isinstance(module, _LAYERS):
+        return
+    for own_name, parameter in module.named_parameters(recurse=False):
+        if parameter.dim() == 3:
+            name = f"{module_name}.{own_name}"
+            yield FusedExperts(name, parameter.shape[0], parts.get(name, {}))
 
 
 def empty_model(directory: Path, *, hint: str) -> Any:

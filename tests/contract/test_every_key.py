@@ -646,6 +646,10 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "peft.alpha": Observed(adapters, "32", ADAPTED),
     "peft.dropout": Observed(adapters, "0.1", ADAPTED),
     "peft.target_modules": Observed(adapters, "[q_proj]", ADAPTED),
+    "peft.target_parameters": Proven(
+        "tests/distributed/test_expert_adapters.py::test_adapters_on_experts_alone_need_no_layers",
+        "['*.experts.*']",
+    ),
     "peft.exclude_modules": Observed(adapters, "[q_proj]", ADAPTED),
     "peft.modules_to_save": Observed(adapters, "[lm_head]", ADAPTED),
     "peft.use_dora": Observed(adapters, "true", ADAPTED),

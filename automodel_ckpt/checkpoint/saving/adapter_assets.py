@@ -20,7 +20,9 @@ from automodel_ckpt.checkpoint.sources.base_maps import EXPECTED_TENSORS, BaseMa
 from automodel_ckpt.errors import CheckpointUnusable
 
 # Settings that decide which function an adapter computes. Others affect only training, or the shapes of tensors.
-_BINDING = ("r", "alpha", "use_dora", "use_rslora", "targets", "saved")
+_BINDING = ("r", "alpha", "use_dora", "use_rslora", "targets", "parameters", "saved")
+_NEW_SETTINGS: Mapping[str, Any] = {"parameters": []}
+"""The values of settings that checkpoints of earlier versions do not have."""
 
 
 class AdapterAssets:
@@ -101,8 +103,9 @@ class AdapterAssets:
         saved, here = recorded["adapter"], json.loads(_json(self._description))
         lines: list[str] = []
         for key in _BINDING:
-            if saved.get(key) != here[key]:
-                lines.append(f"{key}: saved {saved.get(key)}, here {here[key]}")
+            before = saved.get(key, _NEW_SETTINGS.get(key))
+            if before != here[key]:
+                lines.append(f"{key}: saved {before}, here {here[key]}")
         if lines:
             raise CheckpointUnusable(
                 "the checkpoint's adapters do not match this recipe",

@@ -277,7 +277,7 @@ def test_adapters_of_another_base_or_rank_are_not_loaded(tmp_path: Path) -> None
             tiny.load(run, made[name], assets={"model": assets[name]}, **layout)
 
 
-NO_NAMES = ModelSignature({}, {}, frozenset())
+NO_NAMES = ModelSignature({}, {}, frozenset(), {})
 FITTING = {"x.lora_A.weight": (2, 3), "x.lora_B.weight": (4, 2)}
 
 
@@ -311,7 +311,9 @@ def test_what_cannot_be_merged_is_refused_by_name(
         tmp_path, tensors_in_file(file.parent, file.name, follow_links=True), {"lora_alpha": 2}
     )
     with pytest.raises(CheckpointUnusable, match=said):
-        MergedModel(merge, tmp_path, ModelSignature({}, {}, frozenset())).value("x.weight", "F32")
+        MergedModel(merge, tmp_path, ModelSignature({}, {}, frozenset(), {})).value(
+            "x.weight", "F32"
+        )
 
 
 def test_alphas_of_single_modules_scale_as_in_peft(tmp_path: Path) -> None:
@@ -356,4 +358,4 @@ def test_a_base_of_pickles_or_of_another_library_is_refused(tmp_path: Path) -> N
         read_signature(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     with pytest.raises(RecipeError, match="not in safetensors files"):
-        MergedModel(Adapter(tmp_path, {}, {}), tmp_path, ModelSignature({}, {}, frozenset()))
+        MergedModel(Adapter(tmp_path, {}, {}), tmp_path, ModelSignature({}, {}, frozenset(), {}))
