@@ -85,6 +85,8 @@ class KilledWriterSaves(Saves):
         os.kill(writer, signal.SIGSTOP)
         report = super().save_now(checkpointer, losses, validated=validated, last=last)
         os.kill(writer, signal.SIGKILL)
+        # Under load, this rank could take dozens of steps before its thread runs and notices.
+        checkpointer._async.wait()
         return report
 
     def wait(self) -> None:
@@ -218,8 +220,9 @@ def test_a_second_signal_does_not_wait_and_leaves_the_checkpoint_before(
         trainer.send("launcher", signal.SIGTERM)
         assert not trainer.wait(1.5)
         trainer.send("launcher", signal.SIGTERM)
-        signal_all(held, signal.SIGCONT)
+        # The writers continue only now: rank 0 could publish the save before the launcher ends it.
         assert trainer.wait(20) and trainer.code == 128 + signal.SIGTERM, trainer.log
+        signal_all(held, signal.SIGCONT)
         assert trainer.orphans(20) == []
     assert (chain.root / "LATEST/MANIFEST.json").is_file() and commit.pointed(
         chain.root, "LATEST"

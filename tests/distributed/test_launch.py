@@ -328,9 +328,11 @@ def test_the_recipe_says_which_signals_stop(
 
 def test_under_nohup_a_hangup_stays_ignored() -> None:
     loaded = SimpleNamespace(config=None)
-    assert signal.SIGHUP in _stop_signals(loaded)
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    # These tests themselves may run under nohup.
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
+        assert signal.SIGHUP in _stop_signals(loaded)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         assert signal.SIGHUP not in _stop_signals(loaded)
     finally:
         signal.signal(signal.SIGHUP, before)

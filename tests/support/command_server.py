@@ -222,6 +222,8 @@ NEEDED = (
 
 
 def serve(place: str) -> None:
+    # Tests that run under nohup inherit that it is ignored, which commands would take for the user's wish.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: F401
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
