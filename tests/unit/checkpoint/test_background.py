@@ -709,6 +709,25 @@ def test_a_command_that_the_writer_cannot_read_ends_it_and_fails_the_save(
     assert "ValueError" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("number", "how"), [(None, "code 0"), (signal.SIGKILL, "signal 9 (SIGKILL)")]
+)
+def test_the_error_says_how_a_writer_ended(number: signal.Signals | None, how: str) -> None:
+    memory = HostMemory()
+    child = writer.Writer(memory.descriptor)
+    if number is None:
+        child._commands.close()
+        child._commands = open(os.devnull, "wb")  # noqa: SIM115 (closed by end)
+    else:
+        os.kill(child.pid, number)
+    with pytest.raises(SaveFailed) as caught:
+        child.do(writer.Write("epoch_0_step_2", RankManifest(0), [], 0, None))
+    assert caught.value.problems[0].value == f"process {child.pid}: {how}"
+    assert caught.value.problems[0].where == "epoch_0_step_2"
+    child.end()
+    memory.close()
+
+
 def test_a_writer_that_makes_no_progress_is_idle_for_longer_and_longer(saver: Saver) -> None:
     saver.pause()
     saver.save(1)

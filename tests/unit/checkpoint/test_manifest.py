@@ -113,6 +113,11 @@ def resealed(text: bytes) -> bytes:
         (b'"created":1.5', b'"created":-1', "is not a time"),
         (b'"validated":true', b'"validated":1', "neither true nor false"),
         (b'"format":"automodel_ckpt"', b'"format":"another"', "not a manifest of this format"),
+        (b'"kind":"module"', b'"kind":7', "is not text"),
+        (b'"losses":{', b'"losses":[{', "the manifest"),
+        (b'"progress":{"consumed_samples":5}', b'"progress":[5]', "is not a mapping"),
+        (b'"consumed_samples":5', b'"consumed_samples":9223372036854775808', "more than 64 bits"),
+        (b'"consumed_samples":5', b'"x":' + b"[" * 8 + b"]" * 8, "nested more than 8 levels"),
     ],
 )
 def test_a_manifest_that_lies_is_refused_whatever_its_digest(
@@ -122,6 +127,18 @@ def test_a_manifest_that_lies_is_refused_whatever_its_digest(
     assert old in data
     with pytest.raises(CheckpointUnusable, match=message):
         Manifest.parse(resealed(data.replace(old, new, 1)), WHERE)
+
+
+def test_numbers_and_levels_up_to_the_limits_are_accepted() -> None:
+    levels = b'"x":' + b"[" * 7 + b"]" * 7
+    for value in (b'"x":9223372036854775807', b'"x":-9223372036854775807', levels):
+        data = example().to_bytes().replace(b'"consumed_samples":5', value)
+        assert [*Manifest.parse(resealed(data), WHERE).progress] == ["x"]
+    step = b'"step":9223372036854775807'
+    data = resealed(example().to_bytes().replace(b'"step":20', step, 1))
+    assert Manifest.parse(data, WHERE).step == 2**63 - 1
+    with pytest.raises(CheckpointUnusable, match="is not a count"):
+        Manifest.parse(resealed(data.replace(step, b'"step":9223372036854775808')), WHERE)
 
 
 def test_deeply_nested_json_is_refused_without_a_crash() -> None:

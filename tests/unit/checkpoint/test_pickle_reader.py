@@ -12,7 +12,7 @@ import torch
 
 from automodel_ckpt.checkpoint.files import pickle_reader
 from automodel_ckpt.errors import CheckpointUnusable
-from tests.hostile.bombs import pickled
+from tests.hostile.bombs import pickled, storage_beyond_its_record
 
 
 def saved(value: Any) -> bytes:
@@ -192,3 +192,39 @@ def test_tensors_that_share_a_storage_share_it_again() -> None:
     first, second = pickle_reader.load(saved([whole[:4], whole[2:]]), "here")
     first[3] = 7
     assert second.tolist() == [2, 7, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (
+            b"c_codecs\nencode\nX\x01\x00\x00\x00aX\x05\x00\x00\x00utf-8\x86R",
+            "encodes text as 'utf-8'",
+        ),
+        (b"cbuiltins\nset\nK\x05\x85R", "builds something of a int"),
+        (b"cbuiltins\nbytearray\nK\x05\x85R", "builds something of a int"),
+        (b"ccollections\nCounter\n]\x85R", "builds something of a list"),
+        (
+            b"ctorch._tensor\n_rebuild_from_type_v2\n(ctorch\nTensor\nctorch\nTensor\n)}tR",
+            "builds a tensor in an unknown way",
+        ),
+    ],
+)
+def test_values_that_torch_save_never_builds_are_rejected_by_name(
+    program: bytes, message: str
+) -> None:
+    with pytest.raises(CheckpointUnusable, match=message):
+        pickle_reader.load(pickled(program), "here")
+
+
+def test_a_storage_with_another_size_than_its_record_is_rejected() -> None:
+    with pytest.raises(CheckpointUnusable, match="storage of 1000000 elements has 4 bytes"):
+        pickle_reader.load(storage_beyond_its_record(), "here")
+
+
+def test_a_compressed_archive_is_rejected_before_anything_is_unpacked() -> None:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("archive/data.pkl", b"\x80\x02}." + bytes(1000))
+    with pytest.raises(CheckpointUnusable, match="records are compressed"):
+        pickle_reader.load(buffer.getvalue(), "here")
