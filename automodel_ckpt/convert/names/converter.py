@@ -15,8 +15,8 @@ _MAX_LISTED = 3
 
 
 @dataclass(frozen=True, slots=True)
-class MegatronTensors:
-    """Tensors under Megatron's names, one for each layer and expert.
+class ExternalTensors:
+    """Tensors under the names of the other program, one for each layer and expert.
 
     *zero_rows* maps the name of a padded tensor to the number of rows of zeros that follow its described rows: its
     slices, and its shape, are without them.
@@ -28,7 +28,10 @@ class MegatronTensors:
 
 @dataclass(frozen=True, slots=True)
 class Converter:
-    """The rules for the models of *model_types*, the values of ``model_type`` in their config.json."""
+    """The rules for the models of *model_types*, the values of ``model_type`` in their config.json.
+
+    They convert between the names of Hugging Face and those of another program, Megatron or torchtitan.
+    """
 
     model_types: tuple[str, ...]
     rules: tuple[Rule, ...]
@@ -36,9 +39,9 @@ class Converter:
     def to_hugging_face(
         self, tensors: Mapping[str, Tensor], dimensions: Dimensions, where: str
     ) -> dict[str, Tensor]:
-        """Return the Hugging Face tensors that consist of Megatron's *tensors*, found in *where*.
+        """Return the Hugging Face tensors that consist of the other program's *tensors*, found in *where*.
 
-        The names are per layer and per expert: see :func:`~.megatron_names.plain_names`. Raises
+        The names are per layer and per expert; for Megatron, see :func:`~.megatron_names.plain_names`. Raises
         :class:`CheckpointUnusable` if a tensor is missing, unknown, or does not have the rows that *dimensions* imply.
         """
         found: dict[str, Tensor] = {}
@@ -56,15 +59,15 @@ class Converter:
         _check_all_used(tensors, used, where)
         return found
 
-    def to_megatron(
+    def from_hugging_face(
         self,
         tensors: Mapping[str, Tensor],
         dimensions: Dimensions,
         where: str,
         *,
         vocabulary_multiple: int = 1,
-    ) -> MegatronTensors:
-        """Return Megatron's tensors that consist of the Hugging Face *tensors*, found in *where*.
+    ) -> ExternalTensors:
+        """Return the other program's tensors that consist of the Hugging Face *tensors*, found in *where*.
 
         Rows of zeros make the number of rows of the vocabulary a multiple of *vocabulary_multiple*. Raises
         :class:`CheckpointUnusable` if a tensor is missing, unknown, or does not have the rows that *dimensions* imply.
@@ -87,13 +90,13 @@ class Converter:
                 if padding:
                     zero_rows[name] = padding
         _check_all_used(tensors, used, where)
-        return MegatronTensors(found, zero_rows)
+        return ExternalTensors(found, zero_rows)
 
 
 def split_tensor(
     rule: Rule, tensor: Tensor, targets: tuple[str, ...], dimensions: Dimensions, where: str
 ) -> list[Tensor]:
-    """Return the Hugging Face tensors *targets* in one of Megatron's.
+    """Return the Hugging Face tensors *targets* in one of the other program.
 
     Raises :class:`CheckpointUnusable` if it does not have the rows that *dimensions* imply.
     """
@@ -123,7 +126,7 @@ def split_tensor(
 def _joined(
     rule: Rule, name: str, parts: list[Tensor], dimensions: Dimensions, where: str
 ) -> Tensor:
-    """Return the tensor of Megatron that consists of *parts*."""
+    """Return the tensor of the other program that consists of *parts*."""
     if len({(part.dtype, part.shape[1:]) for part in parts}) > 1:
         text = ", ".join(f"{part.fqn} {part.dtype} {list(part.shape)}" for part in parts)
         raise _unusable("these tensors are fused and do not match", text, where)

@@ -9,9 +9,11 @@ from automodel_ckpt.convert.names.dimensions import Dimensions
 from automodel_ckpt.convert.names.slicing import RowRange
 
 Arrangement = Callable[[Dimensions, int, int], Sequence[RowRange]]
-"""Takes the dimensions, the number of rows of Megatron's tensor, and the number of Hugging Face tensors. Returns the
-ranges of their rows that Megatron's tensor consists of, in order. Each row occurs once. If the number of rows does not
-match the dimensions, the ranges have another sum, which the converter reports."""
+"""Takes the dimensions, the number of rows of the external tensor, and the number of Hugging Face tensors.
+
+Returns the ranges of their rows that the external tensor consists of, in order. Each row occurs once. If the number of
+rows does not match the dimensions, the ranges have another sum, which the converter reports.
+"""
 
 
 def one_after_another(dimensions: Dimensions, num_rows: int, num_parts: int) -> list[RowRange]:
@@ -41,15 +43,15 @@ def by_query_group(dimensions: Dimensions, num_rows: int, num_parts: int) -> lis
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The tensor *megatron* consists of the rows of the tensors *hugging_face*, in the order of *rows*.
+    """The tensor *external* of Megatron or torchtitan consists of the rows of *hugging_face*, in the order of *rows*.
 
     Names contain ``{layer}`` and ``{expert}`` where they apply to each. An *optional* tensor is absent from some
     models: then it is absent on both sides. The rows of a *padded* tensor are those of the vocabulary; Megatron may
-    have more of them, which are removed, and added as zeros in the other direction. Rows that are *permuted* have a
-    range for each, or for a few of them; they are described as strided slices.
+    have more of them, which are removed, and added as zeros in the other direction. Set
+    *permuted* if *rows* moves single rows: ranges of equally spaced rows then become one strided slice.
     """
 
-    megatron: str
+    external: str
     hugging_face: tuple[str, ...]
     rows: Arrangement = one_after_another
     optional: bool = False
@@ -57,36 +59,36 @@ class Rule:
     permuted: bool = False
 
     def expanded(self, dimensions: Dimensions) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """Yield Megatron's name and the Hugging Face names for each layer and each expert."""
-        num_layers = dimensions.num_layers if "{layer}" in self.megatron else 1
-        num_experts = dimensions.num_experts if "{expert}" in self.megatron else 1
+        """Yield the external name and the Hugging Face names for each layer and each expert."""
+        num_layers = dimensions.num_layers if "{layer}" in self.external else 1
+        num_experts = dimensions.num_experts if "{expert}" in self.external else 1
         # Not itertools.product(), which makes lists of the ranges: a config can claim any number of layers.
         for layer in range(num_layers):
             for expert in range(num_experts):
                 names = [_filled(name, layer, expert) for name in self.hugging_face]
-                yield _filled(self.megatron, layer, expert), tuple(names)
+                yield _filled(self.external, layer, expert), tuple(names)
 
 
 def _filled(name: str, layer: int, expert: int) -> str:
     return name.replace("{layer}", str(layer)).replace("{expert}", str(expert))
 
 
-def rename(megatron: str, hugging_face: str, *, optional: bool = False) -> Rule:
+def rename(external: str, hugging_face: str, *, optional: bool = False) -> Rule:
     """Return the rule for a tensor that only has another name."""
-    return Rule(megatron, (hugging_face,), optional=optional)
+    return Rule(external, (hugging_face,), optional=optional)
 
 
-def vocabulary(megatron: str, hugging_face: str, *, optional: bool = False) -> Rule:
+def vocabulary(external: str, hugging_face: str, *, optional: bool = False) -> Rule:
     """Return the rule for a tensor with a row for each token, to which Megatron adds rows of padding."""
-    return Rule(megatron, (hugging_face,), optional=optional, padded=True)
+    return Rule(external, (hugging_face,), optional=optional, padded=True)
 
 
 def fuse(
-    megatron: str,
+    external: str,
     hugging_face: tuple[str, ...],
     rows: Arrangement = one_after_another,
     *,
     optional: bool = False,
 ) -> Rule:
-    """Return the rule for a tensor in which Megatron joins the rows of several."""
-    return Rule(megatron, hugging_face, rows, optional=optional)
+    """Return the rule for a tensor in which the other program joins the rows of several."""
+    return Rule(external, hugging_face, rows, optional=optional)

@@ -1,7 +1,7 @@
 """Operations on described tensors: select and join rows, stack and unstack. Nothing is read, and no torch is imported.
 
 The rows of a tensor are its first dimension. A range of rows of a slice is contiguous in the file, since slices are
-row-major, so that every result is again a tensor of contiguous slices. Digests of whole slices do not hold for a part
+row-major, so that every result is again a tensor of slices. Digests of whole slices do not hold for a part
 of one: the results have none.
 """
 
@@ -154,8 +154,6 @@ def _joined_at_a_distance(one: Slice, row: Slice) -> Slice | None:
     if one_strides[1:] != row_strides[1:]:
         return None
     itemsize = DTYPE_BITS[one.dtype] // 8
-    if not itemsize:  # several elements in a byte
-        return None
     if one.sizes[0] == 1:
         # Two rows have any distance, but a slice has no negative one.
         distance, rest = divmod(row.start - one.start, itemsize)

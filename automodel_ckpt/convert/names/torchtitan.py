@@ -137,8 +137,7 @@ class TorchtitanConversion:
         A model whose output layer shares the weight of the embedding has it under both names, as torchtitan saves it.
         Raises :class:`CheckpointUnusable` if they are not those of the model.
         """
-        # The converter's method for the other program, here torchtitan. No row of padding is added.
-        found = dict(TORCHTITAN_LLAMA.to_megatron(tensors, self.dimensions, where).tensors)
+        found = dict(TORCHTITAN_LLAMA.from_hugging_face(tensors, self.dimensions, where).tensors)
         if _OUTPUT not in found:
             found[_OUTPUT] = renamed(found[_MARKS[0]], _OUTPUT)
         return found

@@ -167,11 +167,11 @@ def _state_dict(
         tensors[tensor.fqn] = renamed(tensor.stored, tensor.fqn)
         cast[tensor.fqn] = Tensor(tensor.fqn, tensor.dtype, tensor.stored.shape, ())
     converter, dimensions = conversion.converter, conversion.dimensions
-    converted = converter.to_megatron(
+    converted = converter.from_hugging_face(
         tensors, dimensions, where, vocabulary_multiple=vocabulary_multiple
     )
     stacked = stacked_names(converted.tensors, where)
-    dtypes = stacked_names(converter.to_megatron(cast, dimensions, where).tensors, where)
+    dtypes = stacked_names(converter.from_hugging_face(cast, dimensions, where).tensors, where)
     found: dict[str, ArchiveTensor] = {}
     for name, stored in stacked.items():
         zero_rows = converted.zero_rows.get(name, 0)

@@ -155,7 +155,7 @@ def _with_megatron_names(
     converter = converter_of(hugging_face.get("model_type"), where)
     dimensions = dimensions_of_config(hugging_face, where)
     check_digests(source)
-    converted = converter.to_megatron(source.tensors, dimensions, where)
+    converted = converter.from_hugging_face(source.tensors, dimensions, where)
     is_tied = "output_layer.weight" not in converted.tensors
     for key, value in gpt_config(hugging_face, dimensions, is_tied).items():
         config.setdefault(key, value)

@@ -94,7 +94,9 @@ def test_a_round_trip_is_bit_equal_and_the_fused_rows_are_megatrons(
     source = open_source(tmp_path)
     dimensions = dimensions_of_config(config, "config.json")
     converter = converter_of(model_type, "config.json")
-    converted = converter.to_megatron(source.tensors, dimensions, "here", vocabulary_multiple=16)
+    converted = converter.from_hugging_face(
+        source.tensors, dimensions, "here", vocabulary_multiple=16
+    )
     assert converted.zero_rows["embedding.word_embeddings.weight"] == 3
     stored = stacked_names(converted.tensors, "here")
     assert stored["decoder.layers.self_attention.linear_qkv.weight"].shape[0] == 2
@@ -144,7 +146,7 @@ def test_tensors_that_ranks_store_in_parts_are_converted_from_the_parts(tmp_path
     (tmp_path / "data").write_bytes(data)
     fused = Tensor(name, "F32", (rows, columns), tuple(slices))
     converter = converter_of("llama", "here")
-    rule = next(rule for rule in converter.rules if "linear_qkv.weight" in rule.megatron)
+    rule = next(rule for rule in converter.rules if "linear_qkv.weight" in rule.external)
     small = replace(converter, rules=(rule,))
     dimensions = Dimensions(1, 6, 2, 8)
     found = values(tmp_path, small.to_hugging_face({name: fused}, dimensions, "here"))
@@ -164,14 +166,14 @@ def test_missing_unknown_and_misshapen_tensors_are_errors(tmp_path: Path) -> Non
     converter = converter_of("llama", "here")
     missing = {name: t for name, t in source.tensors.items() if "layers.1.mlp.up" not in name}
     with pytest.raises(CheckpointUnusable, match=r"(?s)missing.*layers\.1\.mlp\.up_proj"):
-        converter.to_megatron(missing, dimensions, "here")
+        converter.from_hugging_face(missing, dimensions, "here")
     extra = {**source.tensors, "model.other": whole_tensor("model.other", "F32", (1,), "f", 0)}
     with pytest.raises(CheckpointUnusable, match=r"(?s)no rule.*model\.other"):
-        converter.to_megatron(extra, dimensions, "here")
+        converter.from_hugging_face(extra, dimensions, "here")
     other_heads = replace(dimensions, num_query_groups=3)
     with pytest.raises(CheckpointUnusable, match="does not have the rows"):
-        converter.to_megatron(source.tensors, other_heads, "here")
-    megatron = converter.to_megatron(source.tensors, dimensions, "here").tensors
+        converter.from_hugging_face(source.tensors, other_heads, "here")
+    megatron = converter.from_hugging_face(source.tensors, dimensions, "here").tensors
     with pytest.raises(CheckpointUnusable, match="does not have the rows"):
         converter.to_hugging_face(megatron, other_heads, "here")
     with pytest.raises(CheckpointUnusable, match="does not have the rows"):

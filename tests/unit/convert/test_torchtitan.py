@@ -133,7 +133,7 @@ def test_both_directions_are_inverse_and_have_few_slices() -> None:
         tensors[name] = whole_tensor(name, "BF16", (rows, 16), "file", 0)
     converted = TORCHTITAN_LLAMA.to_hugging_face(tensors, dimensions, "here")
     assert len(converted["model.layers.0.self_attn.q_proj.weight"].slices) == 4
-    back = TORCHTITAN_LLAMA.to_megatron(converted, dimensions, "here").tensors
+    back = TORCHTITAN_LLAMA.from_hugging_face(converted, dimensions, "here").tensors
     query = back["layers.0.attention.qkv_linear.wq.weight"]
     assert tiling_fault([piece.box for piece in query.slices], query.shape) is None
     row_bytes = 32
