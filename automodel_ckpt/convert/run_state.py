@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,18 @@ def read_run_state(checkpoint: Path) -> RunState | None:
         groups,
         schedule,
     )
+
+
+def first_renamed(run: RunState, names: Container[str]) -> str | None:
+    """Return the first trained parameter that is not among *names*, those of the model's files; None without one.
+
+    Files can have other names: transformers merges the experts of a layer in memory.
+    """
+    for group in run.groups:
+        for name in group.parameters:
+            if name not in names:
+                return name
+    return None
 
 
 def _groups(name: str, tree: Tree, reader: _Values) -> Iterator[ParameterGroup]:

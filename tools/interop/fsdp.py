@@ -38,14 +38,18 @@ def _parameters(source: Path) -> Parameters:
 
 
 def _loaded(workplace: Workplace, source: Path) -> Check:
-    """Export a model as a DCP directory, which torch loads into a model that two ranks shard with FSDP2."""
-    exported = workplace.directory / "exported"
-    if ckpt.main(["export", str(source), "--to", "dcp", "-o", str(exported)]) != 0:
+    """Export a run as a DCP directory, which torch loads into a model and an optimizer that two ranks shard."""
+    run, exported = workplace.directory / "run", workplace.directory / "exported"
+    code = ckpt.main(["import", str(source), str(run), "--training-state"])
+    command = ["export", str(run), "--to", "dcp", "--optimizer", "flattened", "-o", str(exported)]
+    if code != 0 or ckpt.main(command) != 0:
         return Check("dcp.load reads an export", "ckpt export failed", False)
     report = workplace.directory / "loaded.txt"
     workplace.run_script(_LOADER, exported, source, report)
     text = report.read_text().strip()
-    return Check("dcp.load fills a model that FSDP2 shards on 2 ranks", text, "all" in text)
+    return Check(
+        "dcp.load fills a model and its optimizer that FSDP2 shards on 2 ranks", text, "all" in text
+    )
 
 
 PROGRAM = Program(

@@ -14,6 +14,13 @@ _NAMES = Option(
     {"choices": ["torchtitan"]},
 )
 
+_OPTIMIZER = Option(
+    "--optimizer",
+    "also export the optimizer, the schedule, step and epoch, as get_state_dict of torch names them; flattened: with "
+    "StateDictOptions(flatten_optimizer_state_dict=True)",
+    {"choices": ["nested", "flattened"]},
+)
+
 
 def _run(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
     from automodel_ckpt.convert.targets.dcp import export_dcp
@@ -24,6 +31,7 @@ def _run(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
         prefix=arguments.prefix or "",
         cast_dtype=arguments.cast_dtype,
         names=arguments.names,
+        optimizer=arguments.optimizer,
         log=log,
     )
     return finish(arguments, report)
@@ -34,5 +42,5 @@ TARGET = Target(
     "a directory for torch.distributed.checkpoint",
     "NAME-dcp next to the checkpoint",
     _run,
-    (CAST_DTYPE, PREFIX, _NAMES),
+    (CAST_DTYPE, PREFIX, _NAMES, _OPTIMIZER),
 )

@@ -43,7 +43,7 @@ class DcpWriter:
         self._file = (directory / _FILE).open("wb")
         self._described: dict[str, Any] = {}
         self._stored: dict[_Object, _Object] = {}
-        self._paths: dict[str, tuple[str, ...]] = {}
+        self._paths: dict[str, tuple[str | int, ...]] = {}
 
     def __enter__(self) -> DcpWriter:
         return self
@@ -56,8 +56,8 @@ class DcpWriter:
     ) -> None:
         self._file.close()
 
-    def add_tensor(self, path: tuple[str, ...], tensor: ArchiveTensor) -> None:
-        """Write a tensor as one chunk. *path* are its keys in the nested state dict that ``dcp.load`` is called with.
+    def add_tensor(self, path: tuple[str | int, ...], tensor: ArchiveTensor) -> None:
+        """Write a tensor as one chunk. *path* are its keys, and positions in lists, in the state dict of ``dcp.load``.
 
         Raises ValueError if another item has the same name.
         """
@@ -76,7 +76,7 @@ class DcpWriter:
         )
         self._add(path, described, _size(offsets), tensor)
 
-    def add_value(self, path: tuple[str, ...], value: Any) -> None:
+    def add_value(self, path: tuple[str | int, ...], value: Any) -> None:
         """Write a value that is not a tensor: plain data, which ``torch.load(weights_only=True)`` reads.
 
         Raises ValueError if another item has the same name.
@@ -99,8 +99,8 @@ class DcpWriter:
         _Pickler(written, protocol=4).dump(metadata)
         (self._directory / layout.DCP_METADATA).write_bytes(written.getvalue())
 
-    def _add(self, path: tuple[str, ...], described: Any, offset: Any, content: Any) -> None:
-        fqn = ".".join(path)
+    def _add(self, path: tuple[str | int, ...], described: Any, offset: Any, content: Any) -> None:
+        fqn = ".".join(map(str, path))
         if fqn in self._described:
             raise ValueError(f"two items have the name {fqn!r}")
         start = self._file.tell()

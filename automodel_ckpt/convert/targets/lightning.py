@@ -19,7 +19,7 @@ from automodel_ckpt.checkpoint.export_leftovers import Log
 from automodel_ckpt.checkpoint.files.torch_archive_writing import ArchiveTensor
 from automodel_ckpt.checkpoint.sources.opening import is_checkpoint
 from automodel_ckpt.convert.open import open_source
-from automodel_ckpt.convert.run_state import RunState, read_run_state
+from automodel_ckpt.convert.run_state import RunState, first_renamed, read_run_state
 from automodel_ckpt.convert.targets.output_paths import file_output
 from automodel_ckpt.convert.targets.report import ExportReport
 from automodel_ckpt.convert.targets.source_checks import check_files
@@ -85,20 +85,21 @@ def _warnings(
     if run is None:
         yield "there is no training state: Lightning starts at step 0 from these weights"
         return
-    for group in run.groups:
-        for name in group.parameters:
-            if prefix + name not in state_dict:
-                yield (
-                    f"the parameter {name!r} has another name in the model's files: load the state dict with a "
-                    "transformers model of this version"
-                )
-                return
+    renamed = first_renamed(run, {name.removeprefix(prefix) for name in state_dict})
+    if renamed is not None:
+        yield (
+            f"the parameter {renamed!r} has another name in the model's files: load the state dict with a "
+            "transformers model of this version"
+        )
 
 
 def _group_lines(run: RunState) -> Iterator[str]:
     """Describe the groups that the optimizer of the LightningModule must have."""
     first = 0
     for number, group in enumerate(run.groups):
+        if not group.parameters:
+            yield f"optimizer group {number}: no parameters"
+            continue
         last = first + len(group.parameters) - 1
         decay = group.options.get("weight_decay")
         yield (

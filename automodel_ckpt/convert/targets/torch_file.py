@@ -25,11 +25,15 @@ from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.publishing import published_file
+from automodel_ckpt.convert.sources.files import read_json
 from automodel_ckpt.convert.targets.output_paths import file_output
 from automodel_ckpt.convert.targets.report import ExportReport
 from automodel_ckpt.convert.targets.source_checks import check_files
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
 
+_CONFIG = "config.json"
+_EMBEDDING = "embed_tokens.weight"
+_HEAD = "lm_head.weight"
 log_default = logging.getLogger("automodel_ckpt")
 
 
@@ -90,12 +94,27 @@ def archive_tensor(root: Path, tensor: Tensor, dtype: str) -> ArchiveTensor:
 
 def _ties(source: Source) -> Mapping[str, str]:
     """Return {tied name: stored name}. The manifest of Hugging Face files has them, but not the source."""
-    if source.tied or source.manifest is None:
+    if source.tied:
         return source.tied
-    ties: dict[str, str] = {}
+    ties = dict(_tied_head(source))
+    if source.manifest is None:
+        return ties
     for tree in source.manifest.trees.values():
         ties.update(tree.tied)
     return ties
+
+
+def _tied_head(source: Source) -> Mapping[str, str]:
+    """Return {name of the output layer: name of the embedding} if config.json ties them and the files omit the former.
+
+    Hugging Face files have one of both, and a model's ``state_dict()`` has two names.
+    """
+    config = read_json(source.config_directory, _CONFIG) or {}
+    embeddings = [name for name in source.tensors if name.endswith(_EMBEDDING)]
+    has_head = any(name.endswith(_HEAD) for name in source.tensors)
+    if config.get("tie_word_embeddings") is not True or has_head or len(embeddings) != 1:
+        return {}
+    return {_HEAD: embeddings[0]}
 
 
 def publish_archive(target: Path, value: Any, log: Log) -> None:

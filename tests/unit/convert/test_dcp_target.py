@@ -9,10 +9,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from automodel_ckpt.checkpoint.dtypes import CODES, TORCH_NAMES
 from automodel_ckpt.checkpoint.files.torch_archive_writing import ArchiveTensor
+from automodel_ckpt.checkpoint.manifest import Manifest, Tree
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.convert.targets.dcp_files import DcpWriter
 from tests.support.external_tensors import values
@@ -130,3 +138,96 @@ def test_a_damaged_checkpoint_leaves_nothing(tmp_path: Path, capsys: Capture) ->
     assert main(["export", str(tmp_path / "c"), "--to", "dcp"]) == 3
     assert "digest" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+TRAINER = Path(__file__).parents[2] / "fixtures" / "trainer" / "checkpoint-5"
+
+
+def imported_run(directory: Path, capsys: Capture) -> str:
+    """Import the run of transformers' Trainer, and return the path of the checkpoint."""
+    assert main(["import", str(TRAINER), str(directory / "run"), "--training-state"]) == 0
+    return capsys.readouterr().out.splitlines()[-1]
+
+
+def model_and_optimizer() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Return the Trainer's model with zeros, and an optimizer with its two groups."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(TRAINER))
+    groups: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
+    for name, parameter in model.named_parameters():
+        torch.nn.init.zeros_(parameter)
+        groups["norm" not in name].append(parameter)
+    parameters = [{"params": groups[True], "weight_decay": 0.5}, {"params": groups[False]}]
+    return model, torch.optim.AdamW(parameters, lr=0.5)
+
+
+@pytest.mark.parametrize("layout", ["nested", "flattened"])
+def test_torch_loads_the_optimizer_by_the_names_of_get_state_dict(
+    tmp_path: Path, capsys: Capture, layout: str
+) -> None:
+    checkpoint, target = imported_run(tmp_path, capsys), tmp_path / "dcp"
+    command = ["export", checkpoint, "--to", "dcp", "-o", str(target), "--optimizer", layout]
+    assert main(command) == 0
+    model, optimizer = model_and_optimizer()
+    options = StateDictOptions(flatten_optimizer_state_dict=layout == "flattened")
+    weights, moments = get_state_dict(model, optimizer, options=options)
+    state = {"model": weights, "optimizer": moments, "step": 0, "epoch": 0}
+    state["lr_scheduler"] = {"last_epoch": 0, "base_lrs": []}
+    # Also the output layer, which is tied: the Trainer's files have only the embedding.
+    dcp.load(state, checkpoint_id=target, no_dist=True)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+        options=options,
+    )
+    assert (state["step"], state["epoch"]) == (5, 1)
+    assert state["lr_scheduler"] == {"last_epoch": 5, "base_lrs": [0.01, 0.01]}
+    original = load_file(TRAINER / "model.safetensors")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, original[name]), name
+    theirs = torch.load(TRAINER / "optimizer.pt", weights_only=True)
+    ours = optimizer.state_dict()
+    assert ours["state"].keys() == theirs["state"].keys()
+    for number, entry in theirs["state"].items():
+        for key, value in entry.items():
+            assert torch.equal(ours["state"][number][key], value), (number, key)
+    for found, group in zip(ours["param_groups"], theirs["param_groups"], strict=True):
+        assert found["weight_decay"] == group["weight_decay"] and found["lr"] == group["lr"]
+
+
+def test_an_export_with_the_optimizer_is_a_run_to_continue_here(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    checkpoint, target = imported_run(tmp_path, capsys), tmp_path / "dcp"
+    command = ["export", checkpoint, "--to", "dcp", "-o", str(target), "--optimizer", "nested"]
+    assert main(command) == 0
+    again = ["import", str(target), str(tmp_path / "again"), "--training-state"]
+    assert main([*again, "--config", str(TRAINER)]) == 0
+    found = capsys.readouterr().out
+    assert "optimizer (20 parameters: exp_avg, exp_avg_sq), learning-rate schedule" in found
+    first, second = (
+        Manifest.read(Path(checkpoint)),
+        Manifest.read(tmp_path / "again/epoch_1_step_5"),
+    )
+    for name in ("model", "optimizer"):
+        digests = [digests_of(manifest.trees[name]) for manifest in (first, second)]
+        assert digests[0] == digests[1]
+
+
+def digests_of(tree: Tree) -> dict[str, str | None]:
+    return {name: tensor.slices[0].digest for name, tensor in tree.tensors.items()}
+
+
+def test_an_optimizer_that_cannot_be_exported_is_an_error(tmp_path: Path, capsys: Capture) -> None:
+    llama_checkpoint(tmp_path / "weights")
+    nested = ["--to", "dcp", "--optimizer", "nested"]
+    checkpoint = imported_run(tmp_path, capsys)
+    for source, more, reason in (
+        (str(tmp_path / "weights"), [], "weights only"),
+        (str(TRAINER), [], "not a checkpoint of a run"),
+        (checkpoint, ["--names", "torchtitan"], "--names torchtitan"),
+    ):
+        assert main(["export", source, *nested, *more]) == 3
+        text = capsys.readouterr().err
+        assert reason in text and "without --optimizer" in text

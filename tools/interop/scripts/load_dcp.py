@@ -1,8 +1,8 @@
-"""Loads a DCP directory with torch into a Llama that two ranks shard, and compares every tensor.
+"""Loads a DCP directory with torch into a Llama and its optimizer that two ranks shard, and compares every tensor.
 
     python load_dcp.py DCP_DIRECTORY SOURCE REPORT
 
-SOURCE has config.json and ``expected.safetensors``. REPORT gets one line.
+SOURCE has config.json and ``expected.safetensors``: {NAME: weight, NAME:ENTRY: moment}. REPORT gets one line.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch.multiprocessing as mp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
+    get_state_dict,
+    set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -37,13 +37,20 @@ def load(rank: int, directory: str, source: str, report: str, port: int) -> None
     dist.init_process_group("gloo")
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
     fully_shard(model, mesh=init_device_mesh("cpu", (NUM_RANKS,)))
-    state = get_model_state_dict(model)
-    dcp.load(state, checkpoint_id=directory)
-    set_model_state_dict(model, state)
+    optimizer = torch.optim.AdamW(model.parameters())
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    weights, moments = get_state_dict(model, optimizer, options=options)
+    dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=directory)
+    set_state_dict(
+        model, optimizer, model_state_dict=weights, optim_state_dict=moments, options=options
+    )
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    whole = get_model_state_dict(model, options=options)
+    whole, state = get_state_dict(model, optimizer, options=options)
     if rank == 0:
         expected = load_file(Path(source, "expected.safetensors"))
+        for name, entries in state["state"].items():
+            whole[f"{name}:exp_avg"] = entries["exp_avg"]
+            whole[f"{name}:exp_avg_sq"] = entries["exp_avg_sq"]
         equal = [name for name, tensor in whole.items() if torch.equal(tensor, expected[name])]
         share = "all" if len(equal) == len(whole) else f"{len(equal)} of"
         Path(report).write_text(f"{share} {len(whole)} tensors bit-equal\n")
