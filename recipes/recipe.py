@@ -87,6 +87,8 @@ class Recipe:
     """peft's name of the task; None if peft has no class of models for it."""
     shares_rows: ClassVar[bool] = False
     """Whether samples may share rows without padding, if the model supports it."""
+    packs_images: ClassVar[bool] = False
+    """Whether the samples of ``packed_sequence`` have images, which :attr:`preprocessor` prepares."""
     objective_class: type[Objective] = Objective
     """What computes the loss of a micro-batch."""
     loop_class: type[TrainingLoop] = TrainingLoop
@@ -307,6 +309,7 @@ class Recipe:
             preprocessor=self.preprocessor,
             model_config=self.model_config if config is None else None,
             shares_rows=self.shares_rows,
+            packs_images=self.packs_images,
             is_trained=is_trained,
             is_dry_run=self.is_dry_run,
         )

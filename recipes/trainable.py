@@ -29,6 +29,7 @@ from automodel_ckpt.config.schema import (
     Target,
 )
 from automodel_ckpt.config.targets import build
+from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.distributed.agree import sum_over_ranks
 from automodel_ckpt.distributed.context_parallel import (
     ContextParallel,
@@ -60,7 +61,7 @@ from automodel_ckpt.models.build import (
     load_model_config,
 )
 from automodel_ckpt.models.compiling import compile_layers
-from automodel_ckpt.models.forward import forward_parameters
+from automodel_ckpt.models.forward import accepts_use_cache
 from automodel_ckpt.models.loss_head import LossHead, ModuleLossHead, install_loss_head
 from automodel_ckpt.models.pipeline_stage import check_stages
 from automodel_ckpt.models.quantize import check_not_quantized
@@ -71,6 +72,7 @@ from automodel_ckpt.models.routers import (
     check_stages_with_routers,
     router_settings,
 )
+from automodel_ckpt.models.vision import image_token_ids
 from automodel_ckpt.models.vocabulary import (
     num_embeddings,
     resize_vocabulary,
@@ -81,6 +83,7 @@ from automodel_ckpt.models.vocabulary import (
 from automodel_ckpt.recipes.adapters import adapt, fresh_base, lora_of, quantization, with_copies
 from automodel_ckpt.recipes.context_parallel import divide_rows
 from automodel_ckpt.recipes.deferred_model import DeferredModel, build_deferred, layout_in_files
+from automodel_ckpt.recipes.image_rows import choose_image_rows
 from automodel_ckpt.recipes.init_from import verify_base
 from automodel_ckpt.recipes.pipeline import FromTokens, PipelineStage, log_idle_share, split_stages
 from automodel_ckpt.recipes.repository import repository_options
@@ -138,6 +141,7 @@ def build_trainable(
     preprocessor: Any = None,
     model_config: PreTrainedConfig | None = None,
     shares_rows: bool = False,
+    packs_images: bool = False,
     is_trained: bool = True,
     is_dry_run: bool = False,
 ) -> Trainable:
@@ -154,6 +158,7 @@ def build_trainable(
         preprocessor: The tokenizer or processor; None if there is none.
         model_config: What :func:`read_model_config` returned for ``config.model``; None: it is read here.
         shares_rows: Whether samples may share rows without padding, if the model supports it.
+        packs_images: Whether the samples of ``packed_sequence`` have images, which *preprocessor* prepares.
         is_trained: Whether the parameters get gradients, as far as ``model.freeze`` and ``peft`` allow.
         is_dry_run: Whether the model stays on the meta device, complete and without values, to be counted.
 
@@ -172,6 +177,7 @@ def build_trainable(
         preprocessor=preprocessor,
         model_config=model_config,
         shares_rows=shares_rows,
+        packs_images=packs_images,
         is_trained=is_trained,
         is_dry_run=is_dry_run,
     )
@@ -282,6 +288,7 @@ class _TrainableBuilder:
     preprocessor: Any
     model_config: PreTrainedConfig | None
     shares_rows: bool
+    packs_images: bool
     is_trained: bool
     is_dry_run: bool
 
@@ -419,8 +426,9 @@ class _TrainableBuilder:
         return names
 
     def _forward_options(self, model: nn.Module) -> dict[str, Any]:
-        # A cache of keys and values serves generation only, and costs time and memory in each step.
-        return {"use_cache": False} if "use_cache" in forward_parameters(model) else {}
+        # A cache of keys and values serves generation only, and costs time and memory in each step. With one, models
+        # of transformers do not look for the samples of a packed row.
+        return {"use_cache": False} if accepts_use_cache(model) else {}
 
     def _router_settings(self, model: nn.Module) -> RouterSettings | None:
         """The settings of the router's loss; None for a model without one, or if the recipe switches it off.
@@ -481,6 +489,8 @@ class _TrainableBuilder:
                 marks_tokens=router is not None,
             )
             built = replace(built, row_layout=row_layout)
+        if self.packs_images and self.config.packed_sequence is not None:
+            built = replace(built, row_layout=self._image_rows(built, probe_model, router))
         if self.config.loss_fn is None and self.layout.is_last_stage:
             head = install_loss_head(
                 probe_model,
@@ -499,6 +509,20 @@ class _TrainableBuilder:
         if not self.is_trained:
             built.model.eval()
         return built
+
+    def _image_rows(
+        self, built: Trainable, probe_model: nn.Module, router: RouterSettings | None
+    ) -> Rows:
+        ids = image_token_ids(self.model_config, self.preprocessor)
+        return choose_image_rows(
+            probe_model,
+            ImageTextCollator(self.preprocessor, ids),
+            self.layout,
+            built.forward_options,
+            built.compute,
+            row_multiple=row_multiple(self.config, self.layout),
+            marks_tokens=router is not None,
+        )
 
     def _build_router_loss(
         self, model: nn.Module, settings: RouterSettings, options: Mapping[str, Any]

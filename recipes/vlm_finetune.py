@@ -9,6 +9,7 @@ for videos is left out (:mod:`automodel_ckpt.models.processor`).
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any, ClassVar
 
@@ -18,6 +19,7 @@ from transformers import AutoModelForImageTextToText
 from automodel_ckpt.config.schema import RecipeConfig, Target
 from automodel_ckpt.config.targets import build
 from automodel_ckpt.data.image_collate import ImageTextCollator
+from automodel_ckpt.data.image_packing import PackCollator, PackedImages, measure
 from automodel_ckpt.errors import Problem, RecipeError
 from automodel_ckpt.models.build import first_line
 from automodel_ckpt.models.processor import read_processor
@@ -28,6 +30,8 @@ from automodel_ckpt.recipes.preprocessors import find_preprocessor
 from automodel_ckpt.recipes.recipe import Recipe
 from automodel_ckpt.recipes.repository import preprocessor_options
 from automodel_ckpt.recipes.trainable import row_multiple
+
+log = logging.getLogger("automodel_ckpt")
 
 
 class VLMLoop(TrainingLoop):
@@ -52,6 +56,7 @@ class VLMFinetune(Recipe):
     """Trains ``model`` on the conversations of ``dataset`` to give the assistant's answers."""
 
     auto_class: ClassVar[Any] = AutoModelForImageTextToText
+    packs_images: ClassVar[bool] = True
     loop_class = VLMLoop
 
     def build(self) -> None:
@@ -89,8 +94,22 @@ class VLMFinetune(Recipe):
         return check_processor(processor, where)
 
     def build_dataset(self, section: Target) -> Any:
-        """Build the data set that a section names."""
-        return build(section, processor=self.processor, tokenizer=self.processor.tokenizer)
+        """Build the data set that a section names; in packs, if there is a ``packed_sequence`` section."""
+        dataset = build(section, processor=self.processor, tokenizer=self.processor.tokenizer)
+        packing = self.config.packed_sequence
+        if packing is None:
+            return dataset
+        num_workers = self.config.dataloader.num_workers
+        measured = measure(dataset, self._image_collator(), num_workers)
+        packs = PackedImages(measured, packing.size)
+        log.info(
+            "packed %d samples into %d packs of %d tokens, %.2f %% of them empty",
+            len(measured),
+            len(packs),
+            packing.size,
+            100 * packs.waste,
+        )
+        return packs
 
     def build_collate_fn(self) -> Any:
         """Build the ``dataloader.collate_fn`` section, else a collator for conversations with images."""
@@ -98,8 +117,13 @@ class VLMFinetune(Recipe):
         if section is not None:
             tokenizer = self.processor.tokenizer
             return build(section, processor=self.processor, tokenizer=tokenizer)
+        if self.config.packed_sequence is not None:
+            return PackCollator(self._image_collator())
+        return self._image_collator(row_multiple(self.config, self.layout))
+
+    def _image_collator(self, pad_to_multiple_of: int | None = None) -> ImageTextCollator:
         ids = image_token_ids(self.model_config, self.processor)
-        return ImageTextCollator(self.processor, ids, row_multiple(self.config, self.layout))
+        return ImageTextCollator(self.processor, ids, pad_to_multiple_of)
 
 
 def check_sections(config: RecipeConfig) -> None:
@@ -114,13 +138,6 @@ def check_sections(config: RecipeConfig) -> None:
             where="tokenizer",
             value="a tokenizer section",
             hint="give a processor section instead",
-        )
-    if config.packed_sequence is not None:
-        raise RecipeError(
-            "samples with images are not packed: each is padded to the longest",
-            where="packed_sequence",
-            value="a packed_sequence section",
-            hint="leave packed_sequence out",
         )
 
 

@@ -42,6 +42,18 @@ class ImageTextCollator:
         self.multiple = pad_to_multiple_of or 1
         self.num_left_out = 0
 
+    def num_tokens(self, sample: ImageText) -> int:
+        """Return the number of tokens of a sample, truncated to its seq_length; 0 if it is skipped.
+
+        Raises :class:`RecipeError` for a sample that is too long and must not be truncated.
+        """
+        batch = self._process([sample])
+        length = int(batch["attention_mask"].sum())
+        tokens: list[int] = batch["input_ids"][0, :length].tolist()
+        if not self._is_used(sample, tokens, self._labeled(sample, tokens)):
+            return 0
+        return min(length, sample.seq_length or length)
+
     def __call__(self, samples: Sequence[ImageText]) -> dict[str, torch.Tensor]:
         if not any(sample.images for sample in samples):
             samples = [*samples, self.blank]
@@ -71,17 +83,24 @@ class ImageTextCollator:
     @cached_property
     def blank(self) -> ImageText:
         """A sample with a blank image and no labels."""
-        image = pillow().new("RGB", (_BLANK_PIXELS, _BLANK_PIXELS))
-        content = [{"type": "image"}, {"type": "text", "text": "."}]
+        return self.unlabeled(pillow().new("RGB", (_BLANK_PIXELS, _BLANK_PIXELS)), ".")
+
+    def unlabeled(self, image: Any | None, text: str, *, image_is_first: bool = True) -> ImageText:
+        """Make a sample of a *text* of the user and an image before or after it, without labels."""
+        content = [{"type": "text", "text": text}]
+        rendered = text
+        if image is not None:
+            content.insert(0 if image_is_first else 1, {"type": "image"})
+            rendered = self._placeholder + text if image_is_first else text + self._placeholder
         bound_chat_templates()
         try:
-            text = self.processor.apply_chat_template(
+            rendered = self.processor.apply_chat_template(
                 [{"role": "user", "content": content}], tokenize=False
             )
         except (ValueError, TemplateError):
             # The processor has no template, or one that fails: the recipe set another one for the data set.
-            text = self._placeholder
-        return ImageText(text, [image], [])
+            log.debug("the processor's template cannot render a question", exc_info=True)
+        return ImageText(rendered, [] if image is None else [image], [])
 
     def _process(self, samples: Sequence[ImageText]) -> dict[str, torch.Tensor]:
         texts = [sample.text for sample in samples]

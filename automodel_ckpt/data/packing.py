@@ -218,6 +218,30 @@ def longest_sample(batch: Mapping[str, torch.Tensor]) -> int:
     return int(positions.max()) + 1
 
 
+def tokens_of_rows(
+    mask: npt.NDArray[np.bool_], rows: list[list[int]], length: int
+) -> npt.NDArray[np.int64]:
+    """Find which token of a padded batch comes to which position of rows that several samples share.
+
+    *mask* [samples, L] is true for tokens; *rows* lists the samples of each row. Returns for each position of the rows,
+    [rows, length], the index of its token in the flattened batch, or -1 if it has none.
+    """
+    ends = mask.sum(1).cumsum()
+    # The index of each token in the flattened batch, by sample.
+    tokens_of = np.split(np.flatnonzero(mask), ends[:-1])
+    taken = np.full((len(rows), length), -1, dtype=np.int64)
+    for row, numbers in enumerate(rows):
+        content = np.concatenate([tokens_of[number] for number in numbers])
+        taken[row, : len(content)] = content
+    return taken
+
+
+def gathered(source: npt.NDArray[Any], taken: npt.NDArray[np.int64], filler: int) -> torch.Tensor:
+    """Arrange the values of *source* [samples, L] by *taken* of :func:`tokens_of_rows`; *filler* where it has none."""
+    values = source.reshape(-1)[taken]
+    return torch.from_numpy(np.where(taken < 0, np.array(filler, dtype=source.dtype), values))
+
+
 def _laid_out(
     batch: Mapping[str, torch.Tensor], rows: list[list[int]], length: int, marks_tokens: bool
 ) -> dict[str, torch.Tensor]:
@@ -226,29 +250,18 @@ def _laid_out(
     Positions without a token become samples of one token without a label, so nothing attends to them.
     """
     mask = batch["attention_mask"].numpy() != 0
-    ends = mask.sum(1).cumsum()
-    # The index of each token in the flattened batch, by sample.
-    tokens_of = np.split(np.flatnonzero(mask), ends[:-1])
-    # The index of the token at each position of the rows; -1 for a position without a token.
-    taken = np.full((len(rows), length), -1, dtype=np.int64)
-    for row, numbers in enumerate(rows):
-        content = np.concatenate([tokens_of[number] for number in numbers])
-        taken[row, : len(content)] = content
+    taken = tokens_of_rows(mask, rows, length)
     positions = mask.cumsum(1) - 1
     if "position_ids" in batch:
         positions = batch["position_ids"].numpy()
     # The first token of a sample has no label, because the token before it belongs to another sample.
     labels = np.where(positions == 0, IGNORE_INDEX, batch["labels"].numpy())
-    sources = (
-        ("input_ids", batch["input_ids"].numpy(), 0),
-        ("labels", labels, IGNORE_INDEX),
-        ("position_ids", positions, 0),
-    )
+    laid_out = {
+        "input_ids": gathered(batch["input_ids"].numpy(), taken, 0),
+        "labels": gathered(labels, taken, IGNORE_INDEX),
+        "position_ids": gathered(positions, taken, 0),
+    }
     is_empty = taken < 0
-    laid_out = {}
-    for name, source, filler in sources:
-        values = source.reshape(-1)[taken]
-        laid_out[name] = torch.from_numpy(np.where(is_empty, filler, values))
     if marks_tokens and bool(is_empty.any()):
         laid_out[IS_TOKEN] = torch.from_numpy(~is_empty)
     return laid_out

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 
 def attention_of(model: nn.Module) -> str:
@@ -22,6 +23,19 @@ def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
     get_base_model: Any = getattr(model, "get_base_model", None)
     base = get_base_model() if get_base_model is not None else model
     return inspect.signature(base.forward).parameters
+
+
+def accepts_use_cache(model: nn.Module) -> bool:
+    """Whether the model's forward takes ``use_cache``, or passes it to a text model with a setting of this name."""
+    parameters = forward_parameters(model)
+    if "use_cache" in parameters:
+        return True
+    passes_on = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    config = getattr(model, "config", None)
+    if not passes_on or not isinstance(config, PreTrainedConfig):
+        return False
+    # Vision-language models such as LLaVA: only the text model's forward names it.
+    return config.get_text_config() is not config and hasattr(config.get_text_config(), "use_cache")
 
 
 def last_layer_output(output: Any) -> torch.Tensor:

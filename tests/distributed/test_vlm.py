@@ -179,15 +179,60 @@ def test_an_adapter_is_loaded_back_through_peft_and_merged_into_its_base(tmp_pat
 
 @pytest.mark.parametrize("family", [*FAMILIES] if ALL else ["llava"])
 def test_a_killed_run_goes_on_exactly(family: str, tmp_path: Path) -> None:
+    check_killed_run(prepare(tmp_path, family))
+
+
+PACKED = (
+    "--packed_sequence.size=100",
+    "--step_scheduler.local_batch_size=1",
+    "--dataset.seq_length=60",
+)
+"""Conversations of 13 to about 40 tokens: about three in a pack."""
+
+
+@pytest.mark.parametrize(
+    ("family", "strategy"),
+    [(family, "fsdp2") for family in FAMILIES] + [("qwen2_5_vl", "ddp")]
+    if ALL
+    else [("gemma3", "fsdp2")],
+)
+def test_packed_samples_train_as_single_ones_and_a_killed_run_goes_on_exactly(
+    family: str, strategy: str, tmp_path: Path
+) -> None:
     recipe = prepare(tmp_path, family)
-    whole = run(recipe, "whole", num_ranks=2)
-    arguments = (f"--checkpoint.checkpoint_dir={tmp_path / 'killed'}",)
+    # The whole data set is one global batch, packed or not.
+    epoch = (
+        "--step_scheduler.global_batch_size=20",
+        "--step_scheduler.max_steps=2",
+        f"--distributed.strategy={strategy}",
+    )
+    run(recipe, "single", *epoch, num_ranks=2)
+    run(recipe, "packed", *PACKED, *epoch, num_ranks=2)
+    single, packed = steps_of(tmp_path / "single"), steps_of(tmp_path / "packed")
+    assert len(single) == len(packed) == 2
+    for name in ("loss", "grad_norm"):
+        of_packed, of_single = (float.fromhex(steps[0][name]) for steps in (packed, single))
+        assert of_packed == pytest.approx(of_single, rel=2e-6), name
+    assert packed[0]["label_tokens"] == single[0]["label_tokens"]
+    options = (
+        *PACKED,
+        "--step_scheduler.global_batch_size=2",
+        f"--distributed.strategy={strategy}",
+    )
+    check_killed_run(recipe, *options)
+
+
+def check_killed_run(recipe: Path, *options: str) -> None:
+    """Check that a run that is killed after its third step ends as one that is not."""
+    whole = run(recipe, "whole", *options, num_ranks=2)
+    directory = recipe.parent / "killed"
+    arguments = (f"--checkpoint.checkpoint_dir={directory}", *options)
     killed = killed_after(3, recipe_class=VLMFinetune)
     ended = ranks.outcomes(partial(train, recipe, *arguments, recipe_class=killed), 2, init=False)
     assert -9 in [outcome.exitcode for outcome in ended]
-    again = run(recipe, "killed", num_ranks=2)
+    again = run(recipe, "killed", *options, num_ranks=2)
     assert [state for state, _ in again] == [state for state, _ in whole]
-    assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "whole")
+    assert steps_of(directory) == steps_of(recipe.parent / "whole")
 
 
 def test_parameters_without_a_part_in_the_output_are_refused_by_name(tmp_path: Path) -> None:
@@ -217,7 +262,7 @@ def test_the_vocabulary_of_fresh_weights_is_the_recipes(tmp_path: Path) -> None:
     ("overrides", "message"),
     [
         (["--tokenizer.from_pretrained=/"], "part of its processor"),
-        (["--packed_sequence.size=64"], "are not packed"),
+        (["--packed_sequence.size=20"], "a sample is longer than a pack"),
         (["--processor.from_pretrained=/nowhere"], "no such directory"),
         (
             ["--processor={_target_: tests.support.training_parts.part, name: relu}"],
