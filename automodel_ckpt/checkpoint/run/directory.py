@@ -219,7 +219,9 @@ class RunDirectory:
             late_validations.note(self.root / name, digest, losses)
             # The manifest is unchanged, so that the cache would ignore this validation.
             self._known.pop(name, None)
-            self._point_to_best(None if self._pointers_are_behind else name)
+            # The best checkpoint itself may be worse than another one now.
+            compares_all = self._pointers_are_behind or name == self.best()
+            self._point_to_best(None if compares_all else name)
         except OSError as error:
             self._pointers_are_behind = True
             what = f"could not record the validation of {name}"

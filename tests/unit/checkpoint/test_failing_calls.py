@@ -20,7 +20,9 @@ from automodel_ckpt.checkpoint.export import publish
 from automodel_ckpt.checkpoint.export.copy_engine import Workers
 from automodel_ckpt.checkpoint.files import direct, ownership
 from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.policy import KeepPolicy
 from automodel_ckpt.checkpoint.run import lease, links, maintenance
+from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.saving import host_memory
 from automodel_ckpt.checkpoint.sources.shard_header import files_covered_by_slices
 from automodel_ckpt.checkpoint.writing import reuse
@@ -359,3 +361,52 @@ def test_a_damaged_file_is_not_completed_from_the_previous_checkpoint(
     monkeypatch.setattr(os, "link", failing(errno.EMLINK))
     with pytest.raises(SaveFailed, match="damaged"):
         reusable.complete(file, manifest.files[file], tensors, staging, needs_head=False)
+
+
+# ---------------------------------------------------------------- pointers to the best checkpoint
+
+
+def run_with_losses(root: Path, **losses: float) -> RunDirectory:
+    """A run whose checkpoints of these steps (``s1``) have these losses."""
+    import torch
+
+    tensors = {"w": torch.ones(2)}
+    for step, loss in losses.items():
+        number = int(step.removeprefix("s"))
+        path = root / f"epoch_0_step_{number}"
+        values = {"step": number, "val_loss": loss}
+        write_checkpoint(path, tensors, cut("w", tensors["w"], 1), step=number, losses=values)
+    return RunDirectory(root, KeepPolicy(last=1), "val_loss")
+
+
+def note(run: RunDirectory, step: int, loss: float) -> None:
+    name = f"epoch_0_step_{step}"
+    run.note_validation(name, Manifest.read(run.root / name).digest, {"val_loss": loss})
+
+
+def test_after_a_pointer_that_could_not_be_updated_all_checkpoints_are_compared_again(
+    tmp_path: Path, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = run_with_losses(tmp_path, s1=5.0, s2=6.0, s3=7.0)
+    note(run, 1, 5.0)
+    assert run.best() == "epoch_0_step_1"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "symlink", failing(errno.EIO))
+        note(run, 2, 1.0)
+    assert "could not record the validation of epoch_0_step_2" in caplog.text
+    assert run.best() == "epoch_0_step_1"
+    # Until the pointer is correct, the best checkpoint is protected without it.
+    assert run.prune("epoch_0_step_3") == ()
+    note(run, 3, 4.0)
+    assert run.best() == "epoch_0_step_2"
+
+
+def test_a_validation_that_is_noted_later_ranks_its_checkpoint(tmp_path: Path) -> None:
+    run = run_with_losses(tmp_path, s1=5.0, s2=6.0, s3=7.0)
+    for step, loss, best in ((1, 5.0, 1), (2, 6.0, 1), (3, 4.0, 3), (3, 9.0, 1), (1, 8.0, 2)):
+        note(run, step, loss)
+        assert run.best() == f"epoch_0_step_{best}", (step, loss)
+    removed = run.prune("epoch_0_step_3")
+    run.wait()
+    assert removed == ("epoch_0_step_1",)
+    assert not (tmp_path / "epoch_0_step_1").exists() and (tmp_path / "epoch_0_step_2").exists()
