@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
-from automodel_ckpt.checkpoint.export.input import _Input
+from automodel_ckpt.checkpoint.export import input as input_module
+from automodel_ckpt.checkpoint.export.consolidate import consolidate
+from automodel_ckpt.checkpoint.export.input import Inputs, _Input
 from automodel_ckpt.checkpoint.files.direct import SECTOR_BYTES, block_of
+from automodel_ckpt.errors import CheckpointUnusable
+from tests.support.shards import cut, write_checkpoint
 
 NUM_BYTES = 3 * (1 << 20) + 100
 
@@ -88,3 +97,81 @@ def test_a_direct_read_past_the_end_of_whole_sectors_ends(tmp_path: Path) -> Non
     assert opened.read_cached(0, memory) == 2 * SECTOR_BYTES
     assert opened.read_cached(2 * SECTOR_BYTES, memory) == 0
     opened.close()
+
+
+def opened_below(directory: Path) -> list[str]:
+    """What of a directory this process has open or mapped."""
+    found = []
+    for entry in os.scandir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(entry.path)
+            if target.startswith(str(directory)):
+                found.append(target)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        if str(directory) in line:
+            found.append(line)
+    return found
+
+
+def test_few_files_are_open_at_a_time_and_none_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(input_module, "_MAX_OPEN", 3)
+    for number in range(6):
+        (tmp_path / str(number)).write_bytes(bytes([number]) * 5000)
+    inputs = Inputs(tmp_path)
+    memory = memoryview(bytearray(5000))
+    for number in (0, 1, 2, 0, 3, 4, 5, 1):
+        inputs.read(str(number), 0, memory)
+        assert bytes(memory) == bytes([number]) * 5000
+        # Two descriptors and a map for each file.
+        assert len(opened_below(tmp_path)) <= 9
+    # The files that were read last are the ones that stay open.
+    still = {Path(name).name for name in opened_below(tmp_path) if "/" in name[:1]}
+    assert still == {"4", "5", "1"}
+    with pytest.raises(CheckpointUnusable, match="the file ends here"):
+        inputs.read("1", 4000, memory)
+    inputs.close()
+    assert opened_below(tmp_path) == []
+
+
+def test_an_export_leaves_nothing_open(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(600, 40), "b": torch.ones(3)}
+    pieces = [piece for name, value in tensors.items() for piece in cut(name, value, 3, dim=0)]
+    write_checkpoint(tmp_path / "c", tensors, pieces)
+    consolidate(tmp_path / "c")
+    consolidate(tmp_path / "c", tmp_path / "cast", cast_dtype="bf16")
+    assert opened_below(tmp_path) == []
+
+
+WORKERS = """
+import os, time
+from automodel_ckpt.checkpoint.export.copy_engine import Workers
+
+def wait(share, num_threads):
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+
+Workers(2, 1).run(wait, [[], []])
+"""
+
+
+def test_the_processes_of_an_export_end_with_it() -> None:
+    command = [sys.executable, "-c", WORKERS]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        workers = [int(parent.stdout.readline()) for _ in range(2)]
+        parent.kill()
+        parent.wait()
+        end = time.monotonic() + 20
+        while any(is_running(pid) for pid in workers):
+            assert time.monotonic() < end
+            time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
