@@ -163,8 +163,8 @@ class SharedFileJob:
     nbytes: int
     chunks: Sequence[Chunk]
     tree: str
-    header: bytes | None = None
-    reusable: bool = False
+    header: bytes | None
+    reusable: bool
 
     @property
     def size(self) -> int:
