@@ -54,7 +54,7 @@ from automodel_ckpt.convert.names.torchtitan import (
     is_only_in_optimizer,
     required_torchtitan_conversion,
 )
-from automodel_ckpt.convert.names_file import rename_tensors
+from automodel_ckpt.convert.names_file import Renaming, rename
 from automodel_ckpt.convert.open import open_weights
 from automodel_ckpt.convert.sources.format import Format
 from automodel_ckpt.convert.sources.registry import detect, detect_run, formats_in
@@ -216,10 +216,11 @@ def _prepared(
     if adapter is not None and parameters is not None:
         parameters = adapter.parameters_in
     omitted = opened.omitted
+    renaming = None
     if names is not None:
-        weights, num_left_out = rename_tensors(weights, names)
-        if num_left_out:
-            omitted = (*omitted, f"{num_left_out} tensors that {names.name} leaves out")
+        renaming = rename(weights, names)
+        weights = renaming.after
+        omitted = (*omitted, *renaming.left_out)
     check_converted(weights.tensors, str(source))
     _check_not_sparse(weights)
     training = None
@@ -227,11 +228,10 @@ def _prepared(
         known.has_training_state(path) for path, known in _states(source, directory)
     )
     if parameters is not None:
-        training = _training(source, directory, weights, step, epoch, parameters, config)
+        training = _training(source, directory, weights, step, epoch, parameters, config, renaming)
     position = _position(source, directory, step, epoch)
-    name = layout.CheckpointName(step=position.step, epoch=position.epoch)
-    if training is not None:
-        name = layout.CheckpointName(step=training.step, epoch=training.epoch)
+    counters = training or position
+    name = layout.CheckpointName(step=counters.step, epoch=counters.epoch)
     check_free(run, name)
     maps = BaseMaps(is_adapter=adapter is not None)
     plan = make_plan(weights.tensors, {}, maps, where=str(directory))
@@ -342,6 +342,7 @@ def _training(
     epoch: int | None,
     parameters: Callable[[Path], Parameters],
     config: Path | None,
+    renaming: Renaming | None,
 ) -> TrainingImport:
     """Return the training state of the source. Raises :class:`CheckpointUnusable` if there is none."""
     if config is None:
@@ -355,7 +356,10 @@ def _training(
             kinds.append(known.name)
             continue
         state = _completed(state, parse_name(source.name))
-        state = _in_names_of(weights, state, config)
+        state = _in_names_of(renaming.before if renaming else weights, state, config)
+        if renaming is not None:
+            state = renaming.training_state(state)
+            state = replace(state, omitted=(*state.omitted, *renaming.left_out))
         if state.optimizer is not None:
             _check_not_sparse(_optimizer_tensors(state.optimizer))
         return training_import(

@@ -8,7 +8,7 @@ whose new name is empty or null is left out. Names that no line matches are kept
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.convert.plain_yaml import parse_yaml
+from automodel_ckpt.convert.training_state import OptimizerState, ParameterGroup, TrainingState
 from automodel_ckpt.errors import RecipeError
 
 _MAX_BYTES = 4 << 20
@@ -31,45 +32,133 @@ class _Line:
     replacement: str
 
 
-def rename_tensors(module: Tensors, path: Path) -> tuple[Tensors, int]:
-    """Return *module* with the names that the file *path* gives, and the number of tensors that it leaves out.
+class NamesFile:
+    """The new names of tensors in the file *path*. Raises :class:`RecipeError` if it cannot be read."""
 
-    Raises :class:`RecipeError` if the file cannot be read, a line matches no tensor, or two tensors get one name.
-    """
-    lines = _read(path)
-    # Most names are given exactly; only the others are compared with each pattern.
-    exact = {line.text: line for line in lines if not _PLACEHOLDER.search(line.text)}
-    patterns = [line for line in lines if line.text not in exact]
-    used: set[str] = set()
-    renamed: dict[str, Tensor] = {}
-    num_left_out = 0
-    for fqn, tensor in module.tensors.items():
-        line = exact.get(fqn)
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lines = _read(path)
+        # Most names are given exactly; only the others are compared with each pattern.
+        self._exact = {
+            line.text: line for line in self._lines if not _PLACEHOLDER.search(line.text)
+        }
+        self._patterns = [line for line in self._lines if line.text not in self._exact]
+
+    def tensors(self, module: Tensors) -> tuple[Tensors, int]:
+        """Return *module* under the new names, and the number of tensors that the file leaves out.
+
+        Raises :class:`RecipeError` if a line matches no tensor, or two tensors get one name.
+        """
+        used: set[str] = set()
+        renamed: dict[str, Tensor] = {}
+        num_left_out = 0
+        for fqn, tensor in module.tensors.items():
+            line, name = self._new_name(fqn)
+            if line is not None:
+                used.add(line.text)
+            if name is None:
+                num_left_out += 1
+                continue
+            if name in renamed:
+                raise _wrong(self._path, f"two tensors get the name {name!r}")
+            slices = tuple(replace(stored, fqn=name) for stored in tensor.slices)
+            renamed[name] = Tensor(name, tensor.dtype, tensor.shape, slices)
+        for line in self._lines:
+            if line.text not in used:
+                raise _wrong(self._path, f"no tensor has the name {line.text!r}")
+        if not renamed:
+            raise _wrong(self._path, "all tensors are left out")
+        tied = {alias: stored for alias, stored in module.tied.items() if stored in renamed}
+        return Tensors(module.root, renamed, tied), num_left_out
+
+    def optimizer(
+        self, state: OptimizerState, before: Container[str], after: Container[str]
+    ) -> OptimizerState:
+        """Return the *state* of an optimizer under the new names, without that of tensors which are left out.
+
+        *before* has the names of the weights in the source, and *after* those under which they are imported. An
+        optimizer that numbers its parameters already has the names of the model in config.json, and they stay. Raises
+        :class:`RecipeError` if the names of the optimizer may be either, or belong to no weight.
+        """
+        present = [name for group in state.groups for name in group.parameters]
+        new = {name: self._new_name(name)[1] for name in present}
+        has_old_names = all(name in before for name in present)
+        if all(name in after for name in present):
+            if has_old_names and any(name != changed for name, changed in new.items()):
+                what = (
+                    "it exchanges names, and those of the optimizer may be the old or the new ones"
+                )
+                raise _wrong(self._path, what)
+            return state
+        if not has_old_names:
+            unknown = next(name for name in present if name not in before)
+            raise _wrong(self._path, f"the optimizer's parameter {unknown!r} is not a weight")
+        return _renamed_optimizer(state, new)
+
+    def _new_name(self, name: str) -> tuple[_Line | None, str | None]:
+        """Return the line for a *name*, and the new name: None if it is left out, the old one if no line matches."""
+        line = self._exact.get(name)
         match = None
         if line is None:
-            for candidate in patterns:
-                match = candidate.pattern.fullmatch(fqn)
+            for candidate in self._patterns:
+                match = candidate.pattern.fullmatch(name)
                 if match is not None:
                     line = candidate
                     break
-        name = fqn
-        if line is not None:
-            used.add(line.text)
-            name = _filled(line.replacement, match.groupdict() if match else {})
-        if line is not None and line.replacement in _LEFT_OUT:
-            num_left_out += 1
-            continue
-        if name in renamed:
-            raise _wrong(path, f"two tensors get the name {name!r}")
-        slices = tuple(replace(stored, fqn=name) for stored in tensor.slices)
-        renamed[name] = Tensor(name, tensor.dtype, tensor.shape, slices)
-    for line in lines:
-        if line.text not in used:
-            raise _wrong(path, f"no tensor has the name {line.text!r}")
-    if not renamed:
-        raise _wrong(path, "all tensors are left out")
-    tied = {alias: stored for alias, stored in module.tied.items() if stored in renamed}
-    return Tensors(module.root, renamed, tied), num_left_out
+        if line is None:
+            return None, name
+        if line.replacement in _LEFT_OUT:
+            return line, None
+        return line, _filled(line.replacement, match.groupdict() if match else {})
+
+
+@dataclass(frozen=True, slots=True)
+class Renaming:
+    """Weights under the names of a *file*: those of the source (*before*), and those that are imported (*after*).
+
+    *left_out* states in words what the file leaves out.
+    """
+
+    file: NamesFile
+    before: Tensors
+    after: Tensors
+    left_out: tuple[str, ...]
+
+    def training_state(self, state: TrainingState) -> TrainingState:
+        """Return *state* with the new names of the optimizer's parameters. Raises :class:`RecipeError`."""
+        if state.optimizer is None:
+            return state
+        before = {*self.before.tensors, *self.before.tied}
+        after = {*self.after.tensors, *self.after.tied}
+        return replace(state, optimizer=self.file.optimizer(state.optimizer, before, after))
+
+
+def rename(module: Tensors, path: Path) -> Renaming:
+    """Rename the tensors of *module* by the file *path*. Raises :class:`RecipeError`."""
+    file = NamesFile(path)
+    renamed, num_left_out = file.tensors(module)
+    left_out = (f"{num_left_out} tensors that {path.name} leaves out",) if num_left_out else ()
+    return Renaming(file, module, renamed, left_out)
+
+
+def _renamed_optimizer(state: OptimizerState, new: Mapping[str, str | None]) -> OptimizerState:
+    """Return *state* with each name replaced by its *new* one; parameters with None are left out."""
+    tensors: dict[str, Mapping[str, Tensor]] = {}
+    values: dict[str, Mapping[str, int | float | bool]] = {}
+    groups: list[ParameterGroup] = []
+    for group in state.groups:
+        members: list[str] = []
+        for old in group.parameters:
+            name = new[old]
+            if name is None:
+                continue
+            members.append(name)
+            if old in state.tensors:
+                tensors[name] = state.tensors[old]
+            if old in state.values:
+                values[name] = state.values[old]
+        groups.append(replace(group, parameters=tuple(members)))
+    return replace(state, tensors=tensors, values=values, groups=tuple(groups))
 
 
 def _filled(replacement: str, numbers: Mapping[str, str]) -> str:

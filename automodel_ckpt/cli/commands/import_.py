@@ -81,13 +81,6 @@ def run(arguments: argparse.Namespace) -> int:
                 value=getattr(arguments, name),
                 hint="use 0 or more",
             )
-    if arguments.names is not None and arguments.training_state:
-        raise RecipeError(
-            "--names cannot be combined with --training-state, whose tensors have the names of the source",
-            where="--names",
-            value=arguments.names,
-            hint="import only the weights, without --training-state",
-        )
     planned = prepare(
         Path(arguments.source),
         Path(arguments.run),
