@@ -26,7 +26,7 @@ from automodel_ckpt.convert.sources.dcp import PyTorchDcp
 from automodel_ckpt.convert.sources.dcp_directory import read_content
 from automodel_ckpt.convert.sources.dcp_training_state import optimizer_key, read_optimizer
 from automodel_ckpt.convert.sources.files import check_regular_files, names_in, read_json
-from automodel_ckpt.convert.sources.format import Format
+from automodel_ckpt.convert.sources.format import Counters, Format
 from automodel_ckpt.convert.sources.numbered_optimizer import optimizer_state
 from automodel_ckpt.convert.sources.plain_values import plain_values
 from automodel_ckpt.convert.sources.torch_files import TorchFile, faults_of, read_archive
@@ -70,6 +70,11 @@ class AccelerateFsdp(Format):
     def parts(self, path: Path) -> frozenset[str]:
         return frozenset({_MODEL_DIRECTORY, _OPTIMIZER_DIRECTORY})
 
+    def counters(self, path: Path) -> Counters:
+        """Return the steps and epochs of the Trainer, if it saved the files."""
+        state = read_json(path, _TRAINER_STATE) or {}
+        return Counters(_whole_number(state.get("global_step")), _whole_number(state.get("epoch")))
+
     def training_state(self, path: Path, parameters: Parameters) -> TrainingState | None:
         """Return the optimizer's state, the LR schedule, and the counters of the Trainer, if it saved them.
 
@@ -80,14 +85,14 @@ class AccelerateFsdp(Format):
         scheduler = _scheduler(path)
         if optimizer is None and scheduler is None:
             return None
-        counters = read_json(path, _TRAINER_STATE) or {}
-        step = _whole_number(counters.get("global_step"))
+        counters = self.counters(path)
+        step = counters.step
         if step is None and optimizer is not None:
             step = _common_step(optimizer)
         omitted = [name for name in names_in(path) if _OTHERS.fullmatch(name)]
         return TrainingState(
             step=step,
-            epoch=_whole_number(counters.get("epoch")),
+            epoch=counters.epoch,
             optimizer=optimizer,
             scheduler=scheduler,
             omitted=tuple(sorted(omitted)),

@@ -13,9 +13,13 @@ from automodel_ckpt.checkpoint.sources.source import Source, check_no_links
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
 from automodel_ckpt.convert.names.torchtitan import with_fused_attention
 from automodel_ckpt.convert.sources.dcp_directory import DcpContent, read_content, read_tensors
-from automodel_ckpt.convert.sources.dcp_training_state import optimizer_key, read_training_state
+from automodel_ckpt.convert.sources.dcp_training_state import (
+    optimizer_key,
+    read_counters,
+    read_training_state,
+)
 from automodel_ckpt.convert.sources.files import check_regular_files, names_in
-from automodel_ckpt.convert.sources.format import Format, Inventory, TensorSummary
+from automodel_ckpt.convert.sources.format import Counters, Format, Inventory, TensorSummary
 from automodel_ckpt.convert.training_state import Parameters, TrainingState
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.units import left_out, others_text, values_text
@@ -76,6 +80,9 @@ class PyTorchDcp(Format):
         """
         weights = with_fused_attention(self.open(path).tensors)
         return read_training_state(path, read_content(path), weights)
+
+    def counters(self, path: Path) -> Counters:
+        return read_counters(path, read_content(path))
 
     def has_training_state(self, path: Path) -> bool:
         try:

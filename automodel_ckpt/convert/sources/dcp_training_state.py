@@ -29,6 +29,7 @@ from automodel_ckpt.convert.sources.dcp_directory import (
     read_tensors,
     read_values,
 )
+from automodel_ckpt.convert.sources.format import Counters
 from automodel_ckpt.convert.sources.numbered_optimizer import without_wrappers
 from automodel_ckpt.convert.sources.plain_values import plain_values
 from automodel_ckpt.convert.sources.torch_files import faults_of
@@ -119,7 +120,7 @@ def read_training_state(
     if key is None:
         return None
     optimizer = read_optimizer(directory, content, key, weights)
-    counters = _counters(directory, content)
+    counters = read_counters(directory, content)
     omitted: list[str] = []
     used = {key, *_SCHEDULER_KEYS, *_COUNTER_KEYS, *_STEPS, *_EPOCHS, *_SAMPLES}
     for fqn in content.values:
@@ -127,13 +128,19 @@ def read_training_state(
         if first not in used and first not in omitted and first.isprintable():
             omitted.append(first)
     return TrainingState(
-        step=_count(counters, _STEPS),
-        epoch=_count(counters, _EPOCHS),
-        consumed_samples=_count(counters, _SAMPLES),
+        step=counters.step,
+        epoch=counters.epoch,
+        consumed_samples=counters.consumed_samples,
         optimizer=optimizer,
         scheduler=read_scheduler(directory, content),
         omitted=tuple(omitted),
     )
+
+
+def read_counters(directory: Path, content: DcpContent) -> Counters:
+    """Return the step, epoch and samples that the program saved beside the model, such as torchtitan's train_state."""
+    numbers = _counters(directory, content)
+    return Counters(_count(numbers, _STEPS), _count(numbers, _EPOCHS), _count(numbers, _SAMPLES))
 
 
 def optimizer_key(content: DcpContent) -> str | None:

@@ -52,7 +52,7 @@ from automodel_ckpt.convert.sources.deepspeed_universal import (
 )
 from automodel_ckpt.convert.sources.files import names_in
 from automodel_ckpt.convert.sources.flat_vector import FlatVector, Segment
-from automodel_ckpt.convert.sources.format import Format
+from automodel_ckpt.convert.sources.format import Counters, Format
 from automodel_ckpt.convert.sources.plain_values import plain_values
 from automodel_ckpt.convert.sources.torch_files import faults_of, plain_names
 from automodel_ckpt.convert.sources.torch_objects import StoredView
@@ -108,6 +108,9 @@ class DeepSpeed(Format):
         side_files = path if (path / "config.json").is_file() else None
         return _described(tag).source(tag, path, side_files)
 
+    def counters(self, path: Path) -> Counters:
+        return _counters_of(_states_of(_tag_directory(path)))
+
     def training_state(self, path: Path, parameters: Parameters) -> TrainingState | None:
         """Return moments, counters and the LR schedule. DeepSpeed names parameters: *parameters* is not called.
 
@@ -125,11 +128,11 @@ class DeepSpeed(Format):
             omitted.insert(0, "optimizer state: there are no files with it that can be read")
         else:
             omitted.insert(0, "loss scale")
-        value = model.states.value
+        counters = _counters_of(model.states)
         return TrainingState(
-            step=_count(value, "global_steps"),
-            epoch=_count(value, "epoch"),
-            consumed_samples=_count(value, "global_samples"),
+            step=counters.step,
+            epoch=counters.epoch,
+            consumed_samples=counters.consumed_samples,
             optimizer=optimizer,
             scheduler=_schedule(model.states),
             omitted=tuple(omitted),
@@ -203,8 +206,7 @@ class _Model:
 def _described(tag: Path) -> _Model:
     """Return the model of the save in the directory *tag*."""
     files = rank_files(tag)
-    states = StateFile(tag, files.model[0])
-    _check_states(states)
+    states = _states_of(tag)
     model = _Model(states)
     if os.path.lexists(tag / ZERO_DIRECTORY):
         _add_universal(model, tag)
@@ -240,6 +242,13 @@ def _tag_directory(path: Path) -> Path:
             hint="name the directory of another save, for example global_step100",
         )
     return directory
+
+
+def _states_of(tag: Path) -> StateFile:
+    """Return the states of the model that rank 0 saved. Raises :class:`CheckpointUnusable`."""
+    states = StateFile(tag, rank_files(tag).model[0])
+    _check_states(states)
+    return states
 
 
 def _check_states(states: StateFile) -> None:
@@ -431,6 +440,13 @@ def _add_universal(model: _Model, tag: Path) -> None:
 
 
 # ---------------------------------------------------------------- what is left out
+
+
+def _counters_of(states: StateFile) -> Counters:
+    value = states.value
+    return Counters(
+        _count(value, "global_steps"), _count(value, "epoch"), _count(value, "global_samples")
+    )
 
 
 def _count(value: Mapping[Any, Any], key: str) -> int | None:

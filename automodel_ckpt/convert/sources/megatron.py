@@ -29,6 +29,7 @@ from automodel_ckpt.convert.sources.dcp import DATA_SUFFIX
 from automodel_ckpt.convert.sources.dcp_directory import DcpContent, read_content, read_tensors
 from automodel_ckpt.convert.sources.files import check_regular_files, names_in
 from automodel_ckpt.convert.sources.format import (
+    Counters,
     Format,
     Inventory,
     TensorSummary,
@@ -134,19 +135,25 @@ class MegatronCore(Format):
         lines = tuple(f"{name}: {value}" for name, value in _counters(read_common(path)).items())
         return {"counters": lines} if lines else {}
 
+    def counters(self, path: Path) -> Counters:
+        """Return the iteration and the consumed samples."""
+        stated = _counters(read_common(path))
+        return Counters(
+            step=stated.get("iteration"), consumed_samples=stated.get("consumed_train_samples")
+        )
+
     def has_training_state(self, path: Path) -> bool:
         """Return False: the counters alone are not a state to continue from."""
         return False
 
     def training_state(self, path: Path, parameters: Parameters) -> TrainingState | None:
         """Return the counters. The optimizer is not transferred: Megatron stores it in its ranks' flat buffers."""
-        common = read_common(path)
-        counters = _counters(common)
-        if not counters:
+        if not _counters(read_common(path)):
             return None
+        counters = self.counters(path)
         return TrainingState(
-            step=counters.get("iteration"),
-            consumed_samples=counters.get("consumed_train_samples"),
+            step=counters.step,
+            consumed_samples=counters.consumed_samples,
             omitted=("the optimizer's state", "the random numbers of the ranks"),
         )
 
@@ -185,6 +192,10 @@ class MegatronRun(Format):
     def details(self, path: Path) -> Mapping[str, tuple[str, ...]]:
         newest = self._newest(path)
         return {"checkpoint": (newest.name,), **self._format(newest).details(newest)}
+
+    def counters(self, path: Path) -> Counters:
+        newest = self._newest(path)
+        return self._format(newest).counters(newest)
 
     def has_training_state(self, path: Path) -> bool:
         """Return False: the counters alone are not a state to continue from."""
@@ -258,6 +269,9 @@ class Nemo2(Format):
 
     def details(self, path: Path) -> Mapping[str, tuple[str, ...]]:
         return MegatronCore().details(path / _WEIGHTS)
+
+    def counters(self, path: Path) -> Counters:
+        return MegatronCore().counters(path / _WEIGHTS)
 
     def has_training_state(self, path: Path) -> bool:
         """Return False: the counters alone are not a state to continue from."""

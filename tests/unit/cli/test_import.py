@@ -427,3 +427,25 @@ def test_a_recipe_resumes_from_it_when_told_what_it_lacks(tmp_path: Path) -> Non
 def _made(tmp_path: Path) -> Path:
     (tmp_path / "source").mkdir()
     return tmp_path / "source"
+
+
+@pytest.mark.parametrize(
+    ("source", "step"),
+    [
+        ("deepspeed/stage3-float32", 3),
+        ("fsdp/torch-flattened", 5),
+        ("fsdp/torch-nested", 5),
+        ("megatron/llama", 20),
+    ],
+)
+def test_the_step_is_that_of_the_other_programs_counters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str, step: int
+) -> None:
+    # The name of the directory states another step.
+    copy = tmp_path / "step-70"
+    shutil.copytree(Path(__file__).parents[2] / "fixtures" / source, copy)
+    assert main(["import", str(copy), str(tmp_path / "run"), "--dry-run", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["step"], report["position_from"]) == (step, "stated in the files")
+    assert main(["ls", str(copy), "--json"]) == 0
+    assert [row["step"] for row in json.loads(capsys.readouterr().out)] == [step]

@@ -227,3 +227,13 @@ def test_a_truncated_file_of_torchtitan_is_an_error(checkpoint: Path, tmp_path: 
     os.truncate(data, data.stat().st_size // 2)
     with pytest.raises(CheckpointUnusable):
         planned_import(directory, tmp_path / "run")
+
+
+def test_the_step_is_that_of_the_files(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(checkpoint, tmp_path / "step-70")
+    arguments = ["import", str(tmp_path / "step-70"), str(tmp_path / "run"), "--dry-run", "--json"]
+    assert ckpt.main(arguments) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["step"], report["position_from"]) == (3, "stated in the files")

@@ -44,7 +44,8 @@ def test_a_checkpoint_with_the_older_backend_is_imported_and_shown(
     assert "decoder.layers.mlp.linear_fc1.weight" in capsys.readouterr().out
     arguments = ["import", str(FIXTURE), str(run), "--config", str(FIXTURE / "expected")]
     assert ckpt.main(arguments) == 0
-    (file,) = (run / "epoch_0_step_0" / "model").glob("*.safetensors")
+    # The step is the iteration in common.pt.
+    (file,) = (run / "epoch_0_step_20" / "model").glob("*.safetensors")
     imported = load_file(file)
     expected = json.loads((FIXTURE / "expected" / "values.json").read_text())
     embedding = torch.tensor(expected["embedding.word_embeddings.weight"])[:9]
