@@ -234,7 +234,11 @@ class Binder:
         accepts_any = any(is_open(member) for member in alternatives)
         mapping = find(alternatives, *_MAPPINGS)
         target = target_type(alternatives)
-        if "_target_" in node.value and (accepts_any or target or mapping):
+        # A mapping from names to plug-ins is not a plug-in.
+        accepts_plugin = (
+            accepts_any or target or (mapping and Target not in typing.get_args(mapping))
+        )
+        if "_target_" in node.value and accepts_plugin:
             return self._open_section(target or Target, node, key)
         section = section_type(alternatives)
         if section and _has_hints(section):

@@ -101,6 +101,10 @@ def test_a_killed_run_and_two_ranks_have_the_same_losses(tmp_path: Path) -> None
             "{a: {_target_: automodel_ckpt.data.mock.random_tokens, sed: 1}}",
             r"unknown key validation_datasets.a.sed[\s\S]*did you mean validation_datasets.a.seed",
         ),
+        (
+            "{_target_: automodel_ckpt.data.mock.random_tokens}",
+            "validation_datasets._target_ must be a section with _target_",
+        ),
         ("[1]", "validation_datasets must be"),
     ],
 )
