@@ -155,6 +155,8 @@ _OWN_DATASETS = Group(
             "chat.messages",
             "function_calls.xlam",
             "mixture.mixture",
+            "token_files.megatron",
+            "token_files.nanogpt",
             "mock.random_tokens",
             "vlm.conversations",
             "vlm.image_answers",

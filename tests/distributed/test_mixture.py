@@ -12,6 +12,7 @@ from automodel_ckpt.errors import RecipeError
 from tests.support import ranks
 from tests.support.training import RECIPE, build, killed_after, steps_of, train, write_recipe
 
+TOKENS = Path(__file__).parents[1] / "fixtures/megatron/tokens/large"
 SOURCE = "{_target_: automodel_ckpt.data.python_docs.language_modeling, seq_length: 16"
 MIXTURE = f"""dataset:
   _target_: automodel_ckpt.data.mixture.mixture
@@ -19,7 +20,8 @@ MIXTURE = f"""dataset:
     docs: {SOURCE}, max_samples: 20}}
     more: {SOURCE}, max_samples: 30, split: validation}}
     noise: {{_target_: automodel_ckpt.data.mock.random_tokens, num_samples: 9, seq_length: 12, vocab_size: 300}}
-  weights: {{docs: 2, more: 1, noise: 1}}
+    tokens: {{_target_: automodel_ckpt.data.token_files.megatron, path: {TOKENS}, seq_length: 8}}
+  weights: {{docs: 2, more: 1, noise: 1, tokens: 1}}
 optimizer:"""
 DATASET, _, _ = RECIPE.partition("dataset:")[2].partition("optimizer:")
 TEXT = RECIPE.replace(f"dataset:{DATASET}optimizer:", MIXTURE)
@@ -38,7 +40,7 @@ def test_a_killed_run_of_a_mixture_continues_exactly_and_ranks_do_not_matter(
         return outcomes[0].value
 
     whole = run("whole")
-    assert "an epoch of 36 samples has 18 of docs" in capfd.readouterr().err
+    assert "an epoch of 45 samples has 18 of docs" in capfd.readouterr().err
     run("killed", step=7)
     assert run("killed") == whole is not None
     run("two", num_ranks=2)
@@ -52,7 +54,7 @@ def test_a_killed_run_of_a_mixture_continues_exactly_and_ranks_do_not_matter(
         ]
         for name in ("whole", "two")
     ]
-    assert samples[0] == samples[1] and len(samples[0]) == 10
+    assert samples[0] == samples[1] and len(samples[0]) == 12
     assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "whole")
 
 

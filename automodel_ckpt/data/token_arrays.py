@@ -1,0 +1,180 @@
+"""Arrays of tokens in binary files of other programs, and the data set of windows of them.
+
+Nothing is converted: the files are memory-mapped, and a sample is read when it is used. The headers of the two formats
+are read by :mod:`.megatron_tokens` and :mod:`.nanogpt_tokens`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from automodel_ckpt.errors import RecipeError, os_problem
+
+_DIGESTED_BYTES = 1 << 16
+_SCANNED_TOKENS = 1 << 22
+
+
+@dataclass
+class TokenArray:
+    """The *count* tokens of type *dtype* at byte *offset* of a file. The file is mapped when a token is first read."""
+
+    path: Path
+    dtype: np.dtype[Any]
+    offset: int
+    count: int
+    _mapped: npt.NDArray[Any] | None = field(default=None, init=False, repr=False)
+
+    @property
+    def tokens(self) -> npt.NDArray[Any]:
+        """The tokens, shape [count], memory-mapped."""
+        if self._mapped is None:
+            shape = (self.count,)
+            mapped = np.memmap(self.path, self.dtype, mode="r", offset=self.offset, shape=shape)
+            # A plain array over the mapping: numpy's memmap class takes ten times as long to slice.
+            self._mapped = np.asarray(mapped)
+        return self._mapped
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker process maps the file itself; otherwise the array would be copied to it.
+        return self.__dict__ | {"_mapped": None}
+
+    def positions_of(self, token: int) -> npt.NDArray[np.int64]:
+        """The positions of *token*, ascending. Reads the whole file once."""
+        found = []
+        for start in range(0, self.count, _SCANNED_TOKENS):
+            block = self.tokens[start : start + _SCANNED_TOKENS]
+            found.append(np.flatnonzero(block == token) + start)
+        return np.concatenate(found) if found else np.empty(0, np.int64)
+
+
+class TokenWindows:
+    """A map-style data set of windows of *seq_length* tokens of several arrays, with labels on all of them.
+
+    Window i of an array begins at ``i * (seq_length - 1)``: it repeats the last token of the window before, so that
+    each token is predicted once. With *start_token*, a window begins at the next occurrence of that token instead. A
+    window does not cross arrays, and tokens after the last whole window of an array are not used.
+
+    Raises :class:`RecipeError` when a sample is read that has a negative token, or one of *vocab_size* or more.
+    """
+
+    draws_nothing = True
+
+    def __init__(
+        self,
+        arrays: Sequence[TokenArray],
+        seq_length: int,
+        *,
+        vocab_size: int | None,
+        start_token: int | None = None,
+        max_samples: int | None = None,
+    ) -> None:
+        self.arrays = list(arrays)
+        self.seq_length = seq_length
+        self.vocab_size = vocab_size
+        self._starts: list[npt.NDArray[np.int64]] | None = None
+        if start_token is None:
+            counts = [max(array.count - 1, 0) // (seq_length - 1) for array in arrays]
+        else:
+            self._starts = [_aligned_starts(array, seq_length, start_token) for array in arrays]
+            counts = [len(starts) for starts in self._starts]
+        self._ends = list(accumulate(counts))
+        self.num_samples = self._ends[-1] if counts else 0
+        if max_samples is not None:
+            self.num_samples = min(self.num_samples, max_samples)
+        self.identity = _identity(arrays, seq_length, start_token)
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """The number of tokens of each sample."""
+        return np.full(self.num_samples, self.seq_length, np.int64)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        # IndexError also ends an iteration over this class, which has no __iter__.
+        if not 0 <= index < self.num_samples:
+            raise IndexError(index)
+        number = bisect_right(self._ends, index)
+        window = index - (self._ends[number - 1] if number else 0)
+        start = window * (self.seq_length - 1)
+        if self._starts is not None:
+            start = int(self._starts[number][window])
+        array = self.arrays[number]
+        tokens = array.tokens[start : start + self.seq_length].tolist()
+        self._check_tokens(array, start, tokens)
+        return {"input_ids": tokens, "labels": list(tokens)}
+
+    def _check_tokens(self, array: TokenArray, start: int, tokens: Sequence[int]) -> None:
+        highest = max(tokens)
+        lowest = min(tokens)
+        is_above = self.vocab_size is not None and highest >= self.vocab_size
+        if lowest >= 0 and not is_above:
+            return
+        invalid = lowest if lowest < 0 else highest
+        position = start + tokens.index(invalid)
+        raise RecipeError(
+            "a token is outside of the vocabulary",
+            where=f"{array.path}, token {position} (byte {array.offset + position * array.dtype.itemsize})",
+            value=f"token id {invalid}, vocabulary size {self.vocab_size or 'not given'}",
+            hint="use the tokenizer that the file was made with, and the file's format and dtype",
+        )
+
+
+def _aligned_starts(array: TokenArray, seq_length: int, start_token: int) -> npt.NDArray[np.int64]:
+    """Return the starts of windows that begin at *start_token* and do not overlap, except for one token."""
+    positions = array.positions_of(start_token)
+    positions = positions[positions <= array.count - seq_length]
+    starts: list[int] = []
+    next_allowed = 0
+    while True:
+        found = int(np.searchsorted(positions, next_allowed))
+        if found == len(positions):
+            return np.array(starts, np.int64)
+        start = int(positions[found])
+        starts.append(start)
+        next_allowed = start + seq_length - 1
+
+
+def _identity(arrays: Sequence[TokenArray], *settings: object) -> str:
+    """Return a digest of the files' names, sizes, first and last bytes: reading them whole could take hours."""
+    digest = hashlib.blake2b(repr(settings).encode(), digest_size=12)
+    for array in arrays:
+        digest.update(f"{array.path.name} {array.dtype} {array.offset} {array.count}".encode())
+        with open(array.path, "rb") as file:
+            digest.update(file.read(_DIGESTED_BYTES))
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _DIGESTED_BYTES))
+            digest.update(file.read(_DIGESTED_BYTES))
+    return digest.hexdigest()
+
+
+def file_size(path: Path) -> int:
+    """Return the size of a regular file in bytes. Raises :class:`RecipeError` for anything else."""
+    hint = "check dataset.path"
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise RecipeError.all_of(
+            [os_problem(error, "a file of tokens cannot be read", hint=hint)]
+        ) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise RecipeError(
+            "a file of tokens is not a regular file", where=str(path), value="", hint=hint
+        )
+    return status.st_size
+
+
+def damaged_tokens(path: Path, what: str, value: object, hint: str) -> RecipeError:
+    """Make the error for a file of tokens whose content is invalid."""
+    return RecipeError(what, where=str(path), value=value, hint=hint)
