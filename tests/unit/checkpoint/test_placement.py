@@ -161,7 +161,9 @@ def jobs_of(
                 mine[where.file].append(chunk)
     return [
         [
-            SharedFileJob(name, file.nbytes, share[name], "model", None if rank else file.header)
+            SharedFileJob(
+                name, file.nbytes, share[name], "model", None if rank else file.header, False
+            )
             for file in file_layout.files
             if (name := f"model/{file.name}")
         ]
