@@ -398,7 +398,7 @@ class _TrainableBuilder:
         else:
             check_not_quantized(model)
             if self.is_trained:
-                freeze(model, section.freeze)
+                freeze(model, section.freeze, section.freeze_if_present)
             if names.rows:
                 # Each rank stores its own experts; with this, all ranks know the names of all experts.
                 record_complete_tensors(model)

@@ -148,6 +148,8 @@ class ModelConfig:
     """Attention implementation: eager, sdpa, flash_attention_2, ...; null lets transformers choose."""
     freeze: list[str] = field(default_factory=list)
     """Parameters to freeze: vision_tower, projector, language_model, or glob patterns such as '*.embed_tokens.*'."""
+    freeze_if_present: list[str] = field(default_factory=list)
+    """Parameters to freeze as with freeze, except that a pattern may match none of the model's parameters."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass. Uses less memory and about a third more time."""
     router_aux_loss: Literal["global_batch", "micro_batch"] | bool = "global_batch"
@@ -831,6 +833,14 @@ class RecipeConfig:
             lambda recipe: recipe.peft is None or not getattr(recipe.model, "freeze", None),
             "peft and model.freeze cannot be combined",
             "remove model.freeze: peft freezes the base except for peft.modules_to_save and peft.bias",
+        ),
+        Relation(
+            ("peft", "model.freeze_if_present"),
+            lambda recipe: (
+                recipe.peft is None or not getattr(recipe.model, "freeze_if_present", None)
+            ),
+            "peft and model.freeze_if_present cannot be combined",
+            "remove it: peft freezes the base except for peft.modules_to_save and peft.bias",
         ),
         Relation(
             ("distributed.pp_size", "peft"),

@@ -442,23 +442,26 @@ def _quiet(name: str) -> Iterator[None]:
         logger.setLevel(before)
 
 
-def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
+def freeze(model: nn.Module, patterns: Sequence[str], if_present: Sequence[str] = ()) -> int:
     """Exclude from training the parameters whose names match a glob. Returns the number of trainable elements.
 
     The parts of a vision-language model are also patterns: ``vision_tower``, ``projector``, ``language_model``. Raises
-    :class:`RecipeError` for patterns without a match, and if no parameter is left to train.
+    :class:`RecipeError` for *patterns* without a match, and if no parameter is left to train. The patterns
+    *if_present* may match nothing, which is logged.
     """
     # With duplicates, because a pattern may match only the second name of a tied parameter.
     parameters = dict(model.named_parameters(remove_duplicate=False))
     parts = [part for part in PARTS if parameters_of(part, parameters)]
     frozen: set[str] = set()
     problems = []
-    for pattern in patterns:
+    for pattern in (*patterns, *if_present):
         names = fnmatch.filter(parameters, pattern)
         if pattern in PARTS:
             names = parameters_of(pattern, parameters)
         frozen.update(names)
-        if not names:
+        if not names and pattern not in patterns:
+            log.info("model.freeze_if_present: the model has no parameters %s", pattern)
+        elif not names:
             hint = did_you_mean(pattern, {*parameters, *parts})
             problems.append(Problem("no parameter's name matches", "model.freeze", pattern, hint))
     if problems:
@@ -470,7 +473,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> int:
         raise RecipeError(
             "no parameter is left to train",
             where="model.freeze",
-            value=list(patterns),
+            value=[*patterns, *if_present],
             hint="freeze fewer parameters",
         )
     return num_trainable

@@ -591,6 +591,7 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "model.dtype": Observed(model, "bfloat16"),
     "model.attn_implementation": Observed(model, "eager"),
     "model.freeze": Observed(model, "['*embed_tokens*']"),
+    "model.freeze_if_present": Observed(model, "['*embed_tokens*', audio_tower]"),
     "model.activation_checkpointing": Observed(model, "true"),
     "model.vocab_size": Observed(model, "40"),
     "model.router_aux_loss": Proven(

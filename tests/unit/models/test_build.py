@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -232,6 +233,23 @@ def test_globs_freeze_parameters_and_one_that_matches_nothing_is_refused() -> No
     assert not any(name.startswith("model.layers.1.") for name in frozen)
     with pytest.raises(RecipeError, match=r"did you mean .*model\.norm\.weight"):
         freeze(model, ["model.nrom.weight"])
+
+
+def test_patterns_of_parameters_that_a_model_may_lack_are_allowed_on_request(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = build_model(load_model_config(from_config=TINY))
+    with caplog.at_level(logging.INFO):
+        freeze(model, ["*embed_tokens*"], ["vision_tower", "*audio*", "model.layers.0.*"])
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    assert "model.embed_tokens.weight" in frozen
+    assert "model.layers.0.mlp.up_proj.weight" in frozen
+    assert "the model has no parameters vision_tower" in caplog.text
+    assert "the model has no parameters *audio*" in caplog.text
+    with pytest.raises(RecipeError, match="no parameter's name matches"):
+        freeze(model, ["vision_tower"], ["*audio*"])
+    with pytest.raises(RecipeError, match="no parameter is left to train"):
+        freeze(model, [], ["*"])
 
 
 def test_the_decoder_layers_are_found_by_class_or_as_the_longest_list() -> None:
