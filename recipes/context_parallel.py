@@ -13,6 +13,7 @@ from automodel_ckpt.distributed.agree import gather_objects
 from automodel_ckpt.distributed.context_parallel import ContextParallel, context_parallel_error
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.models.forward import logits_of, side_effect_free
+from automodel_ckpt.recipes.pipeline import FromTokens
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -20,15 +21,18 @@ _TOKENS_PER_SLICE = 3
 
 
 def divide_rows(
-    model: nn.Module, layout: RankLayout, options: Mapping[str, Any]
+    model: nn.Module, probe_model: nn.Module, layout: RankLayout, options: Mapping[str, Any]
 ) -> ContextParallel:
     """Make the sharded *model* compute only this rank's slice of each row. A collective.
 
     Tokens must exchange information in attention only. A forward pass of a few tokens with *options*, of complete rows
-    and of slices, shows whether they do. Raises :class:`RecipeError` if not.
+    and of slices, shows whether they do; *probe_model* is *model*, or its pipeline stages as a model that takes tokens.
+    Raises :class:`RecipeError` if not.
     """
     context = ContextParallel(model, layout)
-    difference = _difference(model, context, layout.device, options)
+    if isinstance(probe_model, FromTokens):
+        probe_model.context = context
+    difference = _difference(probe_model, context, layout.device, options)
     for reason in gather_objects(layout.gloo_group, difference):
         if reason:
             raise context_parallel_error(model, reason)

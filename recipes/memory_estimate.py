@@ -25,7 +25,7 @@ from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.mesh_sizes import Sizes, choose_strategy
 from automodel_ckpt.distributed.parallelize import decoder_layers
 from automodel_ckpt.models.loss_head import CHUNK_ELEMENTS
-from automodel_ckpt.models.pipeline_stage import parameters_of_stages
+from automodel_ckpt.models.pipeline_stage import parameters_of_ranks
 from automodel_ckpt.recipes.exports import check_export
 from automodel_ckpt.recipes.loop import steps_per_epoch
 from automodel_ckpt.recipes.recipe import Recipe
@@ -144,7 +144,7 @@ def memory_of(recipe: Recipe, sizes: Sizes) -> Memory:
     """
     # What this process has allocated before the model is traced is about what a rank has before its model.
     process = PeakMemory(recipe.layout.device).nbytes
-    parameters = _largest_stage(recipe.model, sizes.pp)
+    parameters = _largest_stage(recipe.model, sizes.pp, recipe.config.distributed.stages_per_rank)
     num_shards = _num_shards(recipe, sizes)
     trained = [p for p in parameters if p.requires_grad]
     return Memory(
@@ -195,10 +195,11 @@ def _activation_bytes(recipe: Recipe, sizes: Sizes) -> int | None:
     return activations * _num_in_progress(recipe, sizes) // sizes.pp
 
 
-def _largest_stage(model: nn.Module, num_stages: int) -> list[nn.Parameter]:
-    if num_stages == 1:
+def _largest_stage(model: nn.Module, num_ranks: int, stages_per_rank: int) -> list[nn.Parameter]:
+    """The parameters of the rank of a pipeline that has most of them."""
+    if num_ranks == 1:
         return list(model.parameters())
-    return max(parameters_of_stages(model, num_stages), key=nbytes)
+    return max(parameters_of_ranks(model, num_ranks, stages_per_rank), key=nbytes)
 
 
 def _num_in_progress(recipe: Recipe, sizes: Sizes) -> int:
@@ -207,8 +208,14 @@ def _num_in_progress(recipe: Recipe, sizes: Sizes) -> int:
         return 1
     steps = recipe.config.step_scheduler
     num_micro_batches = steps.global_batch_size // (steps.local_batch_size * sizes.dp)
-    if recipe.config.distributed.pp_schedule == "1f1b":
+    section = recipe.config.distributed
+    if section.pp_schedule == "1f1b":
         return min(num_micro_batches, sizes.pp)
+    if section.pp_schedule == "interleaved1f1b":
+        # The first rank starts this many forward passes of a stage before its first backward pass ends.
+        per_rank = section.stages_per_rank
+        num_passes = (per_rank - 1) * sizes.pp + 2 * (sizes.pp - 1) + 1
+        return min(num_micro_batches, -(-num_passes // per_rank))
     return num_micro_batches
 
 

@@ -98,11 +98,14 @@ class Objective:
         return row_layout(micro_batch) if row_layout is not None else micro_batch
 
     def stage_output(self, rows: Tensors, hidden: torch.Tensor | None) -> torch.Tensor:
-        """Run this rank's pipeline stage: the hidden states [B, T, H] for the next stage, or on the last stage the
-        summed loss. *hidden* are those of the stage before; None on the first."""
-        if self.layout.is_last_stage:
+        """Run this rank's current pipeline stage: the hidden states [B, t, H] for the next stage, or on the last stage
+        the summed loss. *hidden* are those of the stage before; None on the first. t is the length of a row, or of
+        this rank's slice of it."""
+        stage = self.trainable.stage
+        assert stage is not None
+        if stage.is_last:
             return self.row_loss(rows, hidden)
-        # Without an output layer, the last layer of a stage is one of its decoder layers.
+        # Other stages return hidden states in place of the logits.
         return last_layer_output(self.trainable.forward(self._inputs(rows, hidden)))
 
     def logits(self, rows: Tensors, trainable: Trainable | None = None) -> torch.Tensor:
@@ -151,9 +154,10 @@ class Objective:
             for name, value in rows.items()
             if name not in ("labels", IS_TOKEN)
         }
-        if hidden is not None:
-            del inputs["input_ids"]
-            inputs["inputs_embeds"] = hidden
+        stage = self.trainable.stage
+        if stage is not None and hidden is not None:
+            length = inputs.pop("input_ids").shape[1]
+            inputs["inputs_embeds"] = stage.local.receive(hidden, length)
         return inputs
 
     def _note_routing(self, output: Any, rows: Tensors, part: slice) -> None:

@@ -16,8 +16,10 @@ from automodel_ckpt.checkpoint.discovery import classify
 from automodel_ckpt.checkpoint.module_tensors import record_complete_tensors
 from automodel_ckpt.checkpoint.state.optimizer_names import Owners
 from automodel_ckpt.distributed.agree import gather_objects
+from automodel_ckpt.distributed.context_parallel import ContextParallel
 from automodel_ckpt.distributed.mesh import RankLayout, build_mesh
 from automodel_ckpt.distributed.pipeline import (
+    Compute,
     Kind,
     Pipeline,
     StageTensorSpec,
@@ -26,15 +28,23 @@ from automodel_ckpt.distributed.pipeline import (
 )
 from automodel_ckpt.distributed.tensor_parallel import Plan, plan_for
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.pipeline_stage import PassThrough, has_tied_ends, keep_stage
+from automodel_ckpt.models.forward import last_layer_output
+from automodel_ckpt.models.pipeline_stage import (
+    LocalStages,
+    PassThrough,
+    has_tied_ends,
+    keep_stages,
+    stages_of,
+)
 
 log = logging.getLogger("automodel_ckpt")
 
 T = TypeVar("T")
 
 StageOutput = Callable[[Mapping[str, torch.Tensor], "torch.Tensor | None"], torch.Tensor]
-"""From the rows of a micro-batch, and the hidden states [B, T, H] of the previous stage (None on the first), to the
-hidden states for the next stage, or on the last stage to the summed loss."""
+"""From the rows of a micro-batch, and the hidden states [B, t, H] of the previous stage (None on the first), to the
+hidden states for the next stage, or on the last stage to the summed loss. t is the length of a row, or of this rank's
+slice of it with context parallelism."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +52,10 @@ class Stages:
     """Facts about all stages of a model, of which one is left on this rank."""
 
     mesh: DeviceMesh
+    local: LocalStages
+    """The stages of this rank."""
     tp_plan: Plan | None
-    """The part of the tensor parallel plan that concerns this rank's stage."""
+    """The part of the tensor parallel plan that concerns this rank's stages."""
     has_tied_ends: bool
     """Whether the first and the last stage share the embedding's weight."""
     hidden_states: StageTensorSpec
@@ -51,7 +63,11 @@ class Stages:
 
 
 def split_stages(
-    model: nn.Module, layout: RankLayout, tp_plan: Plan | None, compute_dtype: torch.dtype | None
+    model: nn.Module,
+    layout: RankLayout,
+    tp_plan: Plan | None,
+    compute_dtype: torch.dtype | None,
+    stages_per_rank: int = 1,
 ) -> Stages:
     """Remove all stages but this rank's from *model*, in place. A collective.
 
@@ -62,27 +78,40 @@ def split_stages(
     plan = plan_for(model, tp_plan, layout.sizes.tp) if layout.sizes.tp > 1 else None
     embedding = transformers_model.get_input_embeddings()
     hidden_states = StageTensorSpec(
-        embedding.embedding_dim, compute_dtype or embedding.weight.dtype
+        transformers_model.config.get_text_config().hidden_size,
+        compute_dtype or embedding.weight.dtype,
     )
     tied = has_tied_ends(model)
-    # What needs the complete model comes before keep_stage(), which removes the other stages.
+    # What needs the complete model comes before keep_stages(), which removes the other stages.
     record_complete_tensors(model)
-    keep_stage(model, layout.pp_rank, layout.sizes.pp)
+    num_ranks = layout.sizes.pp
+    stages = stages_of(layout.pp_rank, num_ranks, stages_per_rank)
+    local = keep_stages(model, stages, num_ranks * stages_per_rank)
     left = {name for name, module in model.named_modules() if not isinstance(module, PassThrough)}
     if plan is not None:
         plan = {name: style for name, style in plan.items() if name in left}
-    return Stages(build_mesh(layout), plan, tied, hidden_states)
+    return Stages(build_mesh(layout), local, plan, tied, hidden_states)
 
 
 class PipelineStage:
-    """This rank's stage of a pipeline, sharded, with its connections to the other stages."""
+    """This rank's stages of a pipeline, sharded, with their connections to the other stages."""
 
     def __init__(self, model: nn.Module, layout: RankLayout, stages: Stages, kind: Kind) -> None:
         """Connect the stages; *kind* is the schedule. A collective."""
         group = stages.mesh["pp"].get_group()
-        self.pipeline = Pipeline(model, layout, group, stages.hidden_states, kind)
+        self.local = stages.local
+        local, num_stages = stages.local.stages, stages.local.num_stages
+        self.pipeline = Pipeline(
+            model, local, num_stages, group, stages.hidden_states, layout.device, kind
+        )
         self.width = stages.hidden_states.width
+        self._num_slices = layout.sizes.cp
         self._tied = _tied_ends(model, layout) if stages.has_tied_ends else None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage that this rank computes at the moment is the last one, which computes the loss."""
+        return self.local.is_last
 
     def train(
         self, rows: Sequence[Mapping[str, torch.Tensor]], output: StageOutput, weight: float
@@ -91,11 +120,10 @@ class PipelineStage:
 
         The gradients are those of the losses times *weight*.
         """
-        losses = self.pipeline.train(
-            lambda number, hidden: output(rows[number], hidden), _shapes(rows), weight
-        )
+        compute = self._compute(rows, output)
+        losses = self.pipeline.train(compute, self._shapes(rows), weight)
         if self._tied is not None:
-            # Each end has only the gradient of its use of the shared weight.
+            # Each end has only the gradient of its own use of the shared weight.
             self._tied.sum_gradients()
         return losses
 
@@ -103,18 +131,27 @@ class PipelineStage:
         self, rows: Sequence[Mapping[str, torch.Tensor]], output: StageOutput
     ) -> list[torch.Tensor]:
         """Run the forward pass of all micro-batches; returns the summed losses, on the last stage only."""
-        return self.pipeline.evaluate(
-            lambda number, hidden: output(rows[number], hidden), _shapes(rows)
-        )
+        return self.pipeline.evaluate(self._compute(rows, output), self._shapes(rows))
+
+    def _compute(self, rows: Sequence[Mapping[str, torch.Tensor]], output: StageOutput) -> Compute:
+        def compute(stage: int, number: int, hidden: torch.Tensor | None) -> torch.Tensor:
+            self.local.select(stage)
+            return output(rows[number], hidden)
+
+        return compute
+
+    def _shapes(self, rows: Sequence[Mapping[str, torch.Tensor]]) -> list[tuple[int, int]]:
+        """The rows and the length of the hidden states of each micro-batch on this rank."""
+        shapes = []
+        for each in rows:
+            num_rows, length = each["labels"].shape
+            shapes.append((num_rows, length // self._num_slices))
+        return shapes
 
     @property
     def counted_elsewhere(self) -> frozenset[int]:
         """Ids of parameters whose gradients the first stage counts."""
         return self._tied.counted_elsewhere if self._tied is not None else frozenset()
-
-
-def _shapes(rows: Sequence[Mapping[str, torch.Tensor]]) -> list[tuple[int, int]]:
-    return [(each["labels"].shape[0], each["labels"].shape[1]) for each in rows]
 
 
 def _tied_ends(model: nn.Module, layout: RankLayout) -> TiedEnds:
@@ -123,40 +160,64 @@ def _tied_ends(model: nn.Module, layout: RankLayout) -> TiedEnds:
 
 
 class FromTokens(nn.Module):
-    """A later stage that takes token ids like a complete model, for probes of how it treats samples that share a row.
+    """This rank's stages, one after the other, as a model that takes token ids, for probes of a few tokens.
 
-    Each of a few token ids has fixed random hidden states.
+    Where the first of them is not the first stage of the model, each of a few token ids has fixed random hidden states.
     """
 
-    def __init__(self, model: nn.Module, width: int) -> None:
+    context: ContextParallel | None = None
+    """How context parallel ranks divide rows; None: rows are not divided."""
+
+    def __init__(self, model: nn.Module, stage: PipelineStage) -> None:
         super().__init__()
         self.model, self.config = model, model.config
+        self._local = stage.local
         # As small as fresh embeddings, so that what layers add to them is not lost in rounding.
         # A separate generator: only later stages draw here, and the global ones must stay equal.
-        self._hidden = 0.02 * torch.randn(8, width, generator=torch.Generator().manual_seed(0))
+        self._hidden = 0.02 * torch.randn(
+            8, stage.width, generator=torch.Generator().manual_seed(0)
+        )
 
     def get_output_embeddings(self) -> Any:
-        """The output layer of the stage; None on all but the last."""
+        """The output layer of the stages; a stand-in on all but the last rank."""
         return self.model.get_output_embeddings()  # type: ignore[operator]
 
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None, **options: Any
     ) -> Any:
-        """Run the stage on the hidden states of token ids below 8."""
+        """Run the stages on token ids [B, T], which are below 8; returns what the last of them returns."""
+        length = input_ids.shape[1]
+        if position_ids is not None:
+            options["position_ids"] = position_ids
+        output: Any = None
+        for number, stage in enumerate(self._local.stages):
+            self._local.select(number)
+            if stage == 0:
+                output = self.model(input_ids=input_ids, **options)
+                continue
+            hidden = self._hidden_of(input_ids) if output is None else last_layer_output(output)
+            embeddings = self._local.receive(hidden, length)
+            output = self.model(inputs_embeds=embeddings, **options)
+        return output
+
+    def _hidden_of(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """The hidden states [B, t, H] of token ids, on this rank's slice of the rows."""
         hidden = self._hidden.to(next(self.model.parameters())).to(input_ids.device)[input_ids]
-        return self.model(inputs_embeds=hidden, position_ids=position_ids, **options)
+        if self.context is not None and self.context.active:
+            return hidden[:, self.context.slice_of(input_ids.shape[1])]
+        return hidden
 
 
-def log_idle_share(num_micro_batches: int, layout: RankLayout) -> None:
+def log_idle_share(num_micro_batches: int, layout: RankLayout, stages_per_rank: int = 1) -> None:
     """Log the share of a step in which stages wait for each other; a warning if it is half of the step or more."""
-    stages = layout.sizes.pp
-    idle = idle_share(num_micro_batches, stages)
-    message = "%d pipeline stages, %d micro-batches a step: each stage waits for others about %.0f %% of the time"
+    num_ranks = layout.sizes.pp
+    idle = idle_share(num_micro_batches, num_ranks, stages_per_rank)
+    message = "%d pipeline stages, %d micro-batches a step: each rank waits for others about %.0f %% of the time"
     level = logging.INFO
     if idle >= 0.5:
         level = logging.WARNING
         message += "; more micro-batches (a larger global_batch_size) make it less"
-    log.log(level, message, stages, num_micro_batches, 100 * idle)
+    log.log(level, message, num_ranks * stages_per_rank, num_micro_batches, 100 * idle)
 
 
 def check_no_idle_stages(trained: Sequence[nn.Parameter], layout: RankLayout) -> None:

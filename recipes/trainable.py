@@ -304,7 +304,9 @@ class _TrainableBuilder:
             # Otherwise the model would compute router logits that nothing uses.
             options["output_router_logits"] = False
         if self.layout.in_stages:
-            check_stages(model, self.layout.sizes.pp)
+            section = self.config.distributed
+            key = "pp_size" if section.stages_per_rank == 1 else "pp_stages_per_rank"
+            check_stages(model, self.layout.sizes.pp * section.stages_per_rank, key)
         if self.layout.sizes.cp > 1:
             check_context_parallel(model)
         if self.layout.sizes.ep > 1:
@@ -476,7 +478,7 @@ class _TrainableBuilder:
         if router is not None:
             router_loss = self._build_router_loss(model, router, built.forward_options)
             built = replace(built, router_loss=router_loss)
-        probe_model = _probe_model(model, built.stage, self.layout)
+        probe_model = _probe_model(model, built.stage)
         if self.shares_rows:
             row_layout = choose_row_layout(
                 model,
@@ -502,7 +504,7 @@ class _TrainableBuilder:
                 # Read here: its value depends on the weight's type, which sharding changes back after the probes.
                 built = replace(built, loss_head=head, all_up_to=head.all_up_to)
         if self.layout.sizes.cp > 1:
-            context = divide_rows(model, self.layout, built.forward_options)
+            context = divide_rows(model, probe_model, self.layout, built.forward_options)
             built = replace(built, context=context)
         # The probes left the parameters gathered.
         reshard(built.model)
@@ -566,7 +568,7 @@ def shard(deferred: DeferredModel, config: RecipeConfig, layout: RankLayout) -> 
     if layout.in_stages:
         # Under autocast, residual additions keep the hidden states in the weights' dtype.
         hidden_dtype = how.compute_dtype if strategy == "fsdp2" else None
-        stages = split_stages(model, layout, plan, hidden_dtype)
+        stages = split_stages(model, layout, plan, hidden_dtype, section.stages_per_rank)
         how = replace(how, tp_plan=stages.tp_plan)
     if config.compile.enabled:
         # Layer by layer and in place: torch.compile(model) would add `_orig_mod.` to all names.
@@ -578,7 +580,7 @@ def shard(deferred: DeferredModel, config: RecipeConfig, layout: RankLayout) -> 
     stage = PipelineStage(sharded, layout, stages, section.pp_schedule)
     steps = config.step_scheduler
     num_micro_batches = steps.global_batch_size // (steps.local_batch_size * layout.dp_size)
-    log_idle_share(num_micro_batches, layout)
+    log_idle_share(num_micro_batches, layout, section.stages_per_rank)
     return Sharded(sharded, compute, stage)
 
 
@@ -593,11 +595,9 @@ def _compile(model: nn.Module, section: CompileConfig, device: torch.device) -> 
     )
 
 
-def _probe_model(model: nn.Module, stage: PipelineStage | None, layout: RankLayout) -> nn.Module:
-    """A model that takes token ids, for probes: a later pipeline stage, which takes hidden states, is wrapped."""
-    if stage is None or layout.pp_rank == 0:
-        return model
-    return FromTokens(model, stage.width)
+def _probe_model(model: nn.Module, stage: PipelineStage | None) -> nn.Module:
+    """A model that takes token ids, for probes; pipeline stages, most of which take hidden states, are wrapped."""
+    return model if stage is None else FromTokens(model, stage)
 
 
 def _freeze_all(model: nn.Module) -> None:

@@ -336,9 +336,12 @@ class DistributedConfig:
     sequence_parallel: bool = False
     """With tp_size: shard activations between layers along the sequence (Llama and Qwen architectures)."""
     pp_size: int = setting(1, AT_LEAST_1)
-    """Pipeline-parallel size: the number of stages (Llama and Qwen architectures)."""
-    pp_schedule: Literal["1f1b", "gpipe"] = "1f1b"
-    """With pp_size: 1f1b alternates forward and backward passes; gpipe runs all forward passes first."""
+    """Pipeline-parallel size: the number of ranks that compute different layers of the model."""
+    pp_schedule: Literal["1f1b", "gpipe", "interleaved1f1b"] = "1f1b"
+    """With pp_size: 1f1b alternates forward and backward passes; gpipe runs all forward passes first; interleaved1f1b
+    is 1f1b with several stages on each rank, which wait less for each other."""
+    pp_stages_per_rank: int | None = setting(None, AT_LEAST_2)
+    """With interleaved1f1b: stages on each rank; null: 2."""
     cp_size: int = setting(1, AT_LEAST_1)
     """Context-parallel size: each row is sharded along the sequence, and attention by heads."""
     ep_size: int = setting(1, AT_LEAST_1)
@@ -353,6 +356,11 @@ class DistributedConfig:
     """fsdp2 on GPUs: keep parameters, gradients and optimizer state in CPU memory when not in use."""
     mixed_precision: Literal["bfloat16", "float16"] | None = None
     """Data type of forward and backward; weights, gradient reduction and optimizer state keep model.dtype."""
+
+    @property
+    def stages_per_rank(self) -> int:
+        """The number of pipeline stages on each rank."""
+        return (self.pp_stages_per_rank or 2) if self.pp_schedule == "interleaved1f1b" else 1
 
     relations: ClassVar[tuple[Relation, ...]] = (
         Relation(
@@ -375,10 +383,12 @@ class DistributedConfig:
             "remove sequence_parallel; tp_size works with pipeline stages without it",
         ),
         Relation(
-            ("pp_size", "cp_size"),
-            lambda ranks: ranks.pp_size == 1 or ranks.cp_size == 1,
-            "pp_size and cp_size cannot be combined",
-            "remove one of them",
+            ("pp_stages_per_rank", "pp_schedule"),
+            lambda ranks: (
+                ranks.pp_stages_per_rank is None or ranks.pp_schedule == "interleaved1f1b"
+            ),
+            "only the schedule interleaved1f1b has several stages on each rank",
+            "set pp_schedule to interleaved1f1b, or remove pp_stages_per_rank",
         ),
         Relation(
             ("pp_schedule", "pp_size"),
@@ -841,12 +851,6 @@ class RecipeConfig:
             ),
             "peft and model.freeze_if_present cannot be combined",
             "remove it: peft freezes the base except for peft.modules_to_save and peft.bias",
-        ),
-        Relation(
-            ("distributed.pp_size", "peft"),
-            lambda recipe: recipe.peft is None or recipe.distributed.pp_size == 1,
-            "peft and pp_size cannot be combined",
-            "remove pp_size: adapters need little memory, and fsdp2 shards the base",
         ),
         Relation(
             ("peft.use_dora", "distributed.tp_size"),

@@ -130,7 +130,9 @@ class ContextParallel:
         _make_exchanging(attention_name(base))
         for number, layer in enumerate(_layers(base)):
             names = [*inspect.signature(layer.forward).parameters]
-            hook = self._slicing_hook(names, is_first=number == 0)
+            # Later pipeline stages receive slices.
+            is_first = number == 0 and layout.pp_rank == 0
+            hook = self._slicing_hook(names, is_first=is_first)
             layer.register_forward_pre_hook(hook, with_kwargs=True)
             for module in layer.modules():
                 # The attention interface passes only the attention module. State dicts ignore the

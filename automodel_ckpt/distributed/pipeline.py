@@ -1,4 +1,4 @@
-"""Pipeline parallelism: a stage of the model in torch's schedules, for micro-batches of any shape.
+"""Pipeline parallelism: a rank's stages of the model in torch's schedules, for micro-batches of any shape.
 
 torch's stages exchange tensors of one shape, but micro-batches differ in rows and length. So hidden states are sent as
 [tokens, width], padded to the largest micro-batch seen so far. Every stage has the batch and removes the padding before
@@ -15,23 +15,29 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleLoopedBFS,
+)
 from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.parallelize import complete_gradient, gradient_sync
 
-Kind = Literal["1f1b", "gpipe"]
+Kind = Literal["1f1b", "gpipe", "interleaved1f1b"]
 
 
 class Compute(Protocol):
     """The forward pass of a stage."""
 
-    def __call__(self, number: int, hidden: torch.Tensor | None) -> torch.Tensor:
-        """Compute micro-batch *number* from the *hidden* states [B, T, H] of the previous stage (None on the first).
+    def __call__(self, stage: int, number: int, hidden: torch.Tensor | None) -> torch.Tensor:
+        """Compute micro-batch *number* in the stage with the number *stage* among those of this rank.
 
-        Returns the hidden states [B, T, H] for the next stage; on the last stage, the summed loss, 0-dim.
+        *hidden* are the hidden states [B, T, H] of the previous stage; None on the first stage of the model. Returns
+        the hidden states [B, T, H] for the next stage; on the last stage, the summed loss, 0-dim.
         """
 
 
@@ -43,42 +49,45 @@ class StageTensorSpec:
     dtype: torch.dtype
 
 
-def idle_share(num_micro_batches: int, num_stages: int) -> float:
-    """The fraction of a step, 0 to 1, in which a stage waits for others if all stages are equally slow.
+def idle_share(num_micro_batches: int, num_ranks: int, stages_per_rank: int = 1) -> float:
+    """The fraction of a step, 0 to 1, in which a rank waits for others if all stages are equally slow.
 
-    Source: Huang et al., "GPipe", arXiv:1811.06965, section 3.2. 1F1B has the same fraction.
+    Source: Huang et al., "GPipe", arXiv:1811.06965, section 3.2. 1F1B has the same fraction. With several stages on
+    each rank, a rank waits for stages that take a fraction of the time (Narayanan et al., arXiv:2104.04473, 2.2).
     """
-    return (num_stages - 1) / (num_micro_batches + num_stages - 1)
+    waiting = (num_ranks - 1) / stages_per_rank
+    return waiting / (num_micro_batches + waiting)
 
 
 class Pipeline:
-    """This rank's stage of a pipeline, whose ranks have the same micro-batches. All methods are collective."""
+    """This rank's stages of a pipeline, whose ranks have the same micro-batches. All methods are collective."""
 
     def __init__(
         self,
         model: nn.Module,
-        layout: RankLayout,
+        stages: Sequence[int],
+        num_stages: int,
         group: dist.ProcessGroup,
         spec: StageTensorSpec,
+        device: torch.device,
         kind: Kind = "1f1b",
     ) -> None:
-        """*model* is this stage, already sharded. *group* contains the ranks of this pipeline, ordered by stage."""
-        self.stage, self.num_stages = layout.pp_rank, layout.sizes.pp
-        self._part = _Part(model, spec)
+        """*model* has the *stages* (of *num_stages*, from 0) of this rank, and is already sharded.
+
+        *group* contains the ranks of this pipeline, ordered by their first stage.
+        """
+        self.stages, self.num_stages = tuple(stages), num_stages
+        self._losses: list[torch.Tensor] = []
+        self._parts = []
+        for number in range(len(stages)):
+            self._parts.append(_Part(model, number, spec))
         self._group = group
-        self._device = layout.device
+        self._device = device
         self._spec = spec
         self._kind = kind
-        self._schedules: dict[tuple[bool, int], PipelineScheduleSingle] = {}
+        self._capacity = 0
+        self._schedules: dict[tuple[bool, int], Any] = {}
         self._weight = 1.0
-
-    @property
-    def is_first(self) -> bool:
-        return self.stage == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.stage == self.num_stages - 1
 
     def train(
         self, compute: Compute, shapes: Sequence[tuple[int, int]], weight: float
@@ -86,19 +95,20 @@ class Pipeline:
         """Run forward and backward of micro-batches of these *shapes* (rows, length).
 
         Gradients are those of the sum of all losses times *weight*, reduced over the data parallel ranks. Returns the
-        unweighted losses on the last stage, and an empty list on the others.
+        unweighted losses on the rank with the last stage, and an empty list on the others.
         """
         self._weight = weight
         return self._run(compute, shapes, training=True)
 
     def evaluate(self, compute: Compute, shapes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-        """Run forward only, without gradients. Returns the losses on the last stage, and an empty list on others."""
+        """Run forward only, without gradients. Returns the losses on the rank with the last stage, and an empty list
+        on others."""
         return self._run(compute, shapes, training=False)
 
     def _run(
         self, compute: Compute, shapes: Sequence[tuple[int, int]], *, training: bool
     ) -> list[torch.Tensor]:
-        part, num = self._part, len(shapes)
+        num = len(shapes)
         if num == 0:
             return []
         # All stages get the same shapes, so sender and receiver compute the same capacity without
@@ -107,61 +117,88 @@ class Pipeline:
         schedule = self._schedules.get((training, num)) or self._new_schedule(training, num)
         # torch splits its arguments into micro-batches, so each forward pass gets its number.
         numbers = torch.arange(num)
-        args = (numbers,) if self.is_first else ()
+        args = (numbers,) if 0 in self.stages else ()
         options: dict[str, Any] = {
             "numbers": numbers,
-            "target": numbers if self.is_last else None,
+            "target": numbers if self.num_stages - 1 in self.stages else None,
             "return_outputs": False,
         }
         run = schedule.step if training else schedule.eval
-        part.work, part.losses = (compute, shapes), []
+        for part in self._parts:
+            part.work = (compute, shapes)
+        self._losses = []
         try:
             with torch.set_grad_enabled(training):
                 run(*args, **options)
-            return part.losses
+            return self._losses
         finally:
-            part.work, part.losses = None, []
+            for part in self._parts:
+                part.work = None
+            self._losses = []
 
     def _ensure_capacity(self, num_tokens: int) -> None:
-        if num_tokens > self._part.capacity:
-            self._part.capacity = num_tokens
+        if num_tokens > self._capacity:
+            self._capacity = num_tokens
+            for part in self._parts:
+                part.capacity = num_tokens
             # Schedules contain the shape of the tensors that they exchange.
             self._schedules.clear()
 
-    def _new_schedule(self, training: bool, num_micro_batches: int) -> PipelineScheduleSingle:
-        stage = self._new_stage()
+    def _new_schedule(self, training: bool, num_micro_batches: int) -> Any:
+        stages = [self._new_stage(part) for part in self._parts]
+        # By default, torch would divide the gradients by the number of micro-batches; the weight already contains the
+        # divisor.
+        options: dict[str, Any] = {"loss_fn": self._noted, "scale_grads": False}
+        if len(stages) > 1:
+            schedule = self._several_stages(stages, training, num_micro_batches, options)
+        else:
+            schedule = self._one_stage(stages[0], training, num_micro_batches, options)
+        self._schedules[training, num_micro_batches] = schedule
+        return schedule
+
+    def _one_stage(
+        self, stage: PipelineStage, training: bool, num_micro_batches: int, options: dict[str, Any]
+    ) -> Any:
         # With too few micro-batches to fill the pipeline, the order of 1F1B is that of GPipe.
         fills = training and self._kind == "1f1b" and num_micro_batches >= self.num_stages
         make = Schedule1F1B if fills else ScheduleGPipe
         # torch 2.10 rejects fewer micro-batches than stages in all schedules, although GPipe's order works with fewer:
         # the number is set after construction.
-        schedule = make(
-            # By default, torch would divide the gradients by the number of micro-batches; the
-            # weight already contains the divisor.
-            stage,
-            max(num_micro_batches, self.num_stages),
-            loss_fn=self._noted,
-            scale_grads=False,
-        )
+        schedule = make(stage, max(num_micro_batches, self.num_stages), **options)
         schedule._n_microbatches = num_micro_batches
-        self._schedules[training, num_micro_batches] = schedule
         return schedule
 
-    def _new_stage(self) -> PipelineStage:
+    def _several_stages(
+        self,
+        stages: list[Any],
+        training: bool,
+        num_micro_batches: int,
+        options: dict[str, Any],
+    ) -> Any:
+        # torch's interleaved schedule takes micro-batches in rounds of about as many as there are ranks, all of the
+        # same size. The other one runs all forward passes first.
+        num_rounds = max(1, num_micro_batches // self._group.size())
+        fits = training and num_micro_batches % num_rounds == 0
+        make = ScheduleInterleaved1F1B if fits else ScheduleLoopedBFS
+        return make(stages, num_micro_batches, **options)
+
+    def _new_stage(self, part: _Part) -> PipelineStage:
+        number = self.stages[part.number]
+        is_first, is_last = number == 0, number == self.num_stages - 1
         hidden = torch.empty(
-            self._part.capacity,
+            self._capacity,
             self._spec.width,
             dtype=self._spec.dtype,
             device="meta",
             requires_grad=True,
         )
-        given = torch.empty(1, dtype=torch.int64, device="meta") if self.is_first else hidden
-        result = torch.empty((), device="meta", requires_grad=True) if self.is_last else hidden
+        given = torch.empty(1, dtype=torch.int64, device="meta") if is_first else hidden
+        result = torch.empty((), device="meta", requires_grad=True) if is_last else hidden
         # Shapes are given, because torch 2.13 otherwise infers them by running the first
         # micro-batch twice.
         return _Stage(
-            self._part,
-            self.stage,
+            part,
+            number,
             self.num_stages,
             self._device,
             input_args=given,
@@ -170,18 +207,18 @@ class Pipeline:
         )
 
     def _noted(self, loss: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
-        self._part.losses.append(loss.detach().clone())
+        self._losses.append(loss.detach().clone())
         return loss * self._weight
 
 
 class _Part(nn.Module):
-    """The stage's module as torch's schedules call it. *capacity* is the number of tokens in exchanged tensors."""
+    """One of this rank's stages as torch's schedules call it. *capacity* is the number of tokens in exchanged
+    tensors."""
 
-    def __init__(self, model: nn.Module, spec: StageTensorSpec) -> None:
+    def __init__(self, model: nn.Module, number: int, spec: StageTensorSpec) -> None:
         super().__init__()
-        self.model, self.spec, self.capacity = model, spec, 0
+        self.model, self.number, self.spec, self.capacity = model, number, spec, 0
         self.work: tuple[Compute, Sequence[tuple[int, int]]] | None = None
-        self.losses: list[torch.Tensor] = []
 
     def forward(self, given: torch.Tensor, *, numbers: torch.Tensor) -> torch.Tensor:
         """Compute micro-batch *numbers* [1] from *given* [capacity, H]; the first stage ignores *given*, which is 1-D.
@@ -194,7 +231,7 @@ class _Part(nn.Module):
         hidden = None
         if given.dim() == 2:
             hidden = given[: rows * length].reshape(rows, length, -1)
-        output = compute(number, hidden)
+        output = compute(self.number, number, hidden)
         if output.dim() == 0:
             return output
         return self._padded(output)

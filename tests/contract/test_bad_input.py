@@ -195,16 +195,25 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
     ),
     ("distributed:\n  pp_schedule: gpipe\n", [], ["set pp_size above 1"]),
     (
-        "distributed:\n  pp_size: 2\npeft:\n  r: 4\n",
+        "distributed:\n  pp_size: 2\n  pp_stages_per_rank: 2\n",
         [],
-        ["peft and pp_size cannot be combined", "fsdp2 shards the base"],
+        ["only the schedule interleaved1f1b has several stages"],
+    ),
+    (
+        "distributed:\n  ep_size: 2\n  tp_size: 2\n",
+        [],
+        ["ep_size and tp_size cannot be combined"],
+    ),
+    (
+        "distributed:\n  ep_size: 2\n  strategy: ddp\n",
+        [],
+        ["which only fsdp2 does"],
     ),
     (
         "distributed:\n  pp_size: 2\n  strategy: ddp\n",
         ["--nproc-per-node=2"],
         ["one forward pass per backward pass"],
     ),
-    ("distributed:\n  cp_size: 2\n  pp_size: 2\n", [], ["pp_size and cp_size cannot be combined"]),
     (
         "distributed:\n  dp_replicate_size: 0\n",
         [],

@@ -484,19 +484,22 @@ def joined(it: Subject) -> Any:
 
 
 def pipelined(it: Subject) -> Any:
-    """Torch's schedule on the first of two stages, and the micro-batches whose activations are counted there."""
-    two = Sizes(pp=2)
+    """Torch's schedule of a stage, the stages of a rank, and the micro-batches whose activations are counted there."""
+    two, section = Sizes(pp=2), it.config.distributed
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        layout = dataclasses.replace(it.recipe.layout, sizes=two)
-        stage = Pipeline(
+        assert dist.group.WORLD is not None
+        pipeline = Pipeline(
             nn.Linear(2, 2),
-            layout,
+            (0,),
+            2,
             dist.group.WORLD,
             StageTensorSpec(2, torch.float32),
-            it.config.distributed.pp_schedule,
-        )  # type: ignore[arg-type]
-        return type(stage._new_schedule(True, 4)).__name__, _num_in_progress(it.recipe, two)
+            torch.device("cpu"),
+            section.pp_schedule,
+        )
+        schedule = type(pipeline._new_schedule(True, 4)).__name__
+        return schedule, section.stages_per_rank, _num_in_progress(it.recipe, two)
     finally:
         dist.destroy_process_group()
 
@@ -680,6 +683,11 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "distributed.sequence_parallel": Observed(parts_of_rows, "true", ("--distributed.tp_size=2",)),
     "distributed.pp_size": Observed(sizes, "2"),
     "distributed.pp_schedule": Observed(pipelined, "gpipe", ("--distributed.pp_size=2",)),
+    "distributed.pp_stages_per_rank": Observed(
+        pipelined,
+        "3",
+        ("--distributed.pp_size=2", "--distributed.pp_schedule=interleaved1f1b"),
+    ),
     "distributed.cp_size": Observed(sizes, "2"),
     "distributed.ep_size": Proven(
         "tests/distributed/test_expert_parallel.py::"

@@ -77,7 +77,7 @@ def as_whole_rows_do() -> list[str]:
         whole = steps(alone, alone, layout_here(tp_size=4), WHOLE)
         model, layout = model_of(**settings), layout_here(**grid)
         shared = parallelize(model, layout, how)
-        cut = divide_rows(model, layout, OPTIONS)
+        cut = divide_rows(model, model, layout, OPTIONS)
         reshard(shared)
         found = steps(model, shared, layout, cut.slice_of(16))
         if found != [pytest.approx(step, rel=2e-4) for step in whole]:
@@ -147,7 +147,7 @@ def refused_when_asked() -> list[str]:
     said = []
     for model in (mixing(model_of()), gpt2):
         with pytest.raises(RecipeError) as caught:
-            divide_rows(model, layout_here(cp_size=2), OPTIONS)
+            divide_rows(model, model, layout_here(cp_size=2), OPTIONS)
         said.append(str(caught.value))
     return said
 

@@ -67,6 +67,69 @@ def test_a_pipeline_logs_what_one_rank_does_and_goes_on_exactly_and_on_other_ran
     ]
 
 
+FOUR_LAYERS = TEXT.replace("num_hidden_layers: 2", "num_hidden_layers: 4")
+INTERLEAVED = (STAGES, "--distributed.pp_schedule=interleaved1f1b")
+# SGD shows a wrong scale of a gradient, which AdamW would hide.
+SGD = (
+    "--optimizer={_target_: torch.optim.SGD, lr: 0.5}",
+    "--lr_scheduler=null",
+    "--step_scheduler.max_steps=4",
+    "--step_scheduler.ckpt_every_steps=2",
+    "--step_scheduler.local_batch_size=2",
+)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "options", "peft"),
+    [
+        (2, INTERLEAVED, False),
+        (4, (*INTERLEAVED, "--distributed.cp_size=2"), True),
+        (4, (STAGES, "--distributed.cp_size=2"), False),
+    ],
+)
+def test_several_stages_on_a_rank_divided_rows_and_adapters_log_what_one_rank_does(
+    num_ranks: int, options: tuple[str, ...], peft: bool, tmp_path: Path
+) -> None:
+    common = SGD
+    if peft:
+        base = f"base_dir: {tmp_path / 'base'}"
+        common = (*SGD, f"--peft={{r: 4, modules_to_save: [lm_head], {base}}}")
+        common = (*common, "--model.from_config.tie_word_embeddings=false")
+    run(tmp_path, *common, name="alone", text=FOUR_LAYERS)
+    whole = run(tmp_path, *common, *options, name="whole", text=FOUR_LAYERS, num_ranks=num_ranks)
+    back = f"--checkpoint.restore_from={tmp_path / 'whole' / 'epoch_0_step_2'}"
+    resumed = run(
+        tmp_path, *common, *options, back, name="resumed", text=FOUR_LAYERS, num_ranks=num_ranks
+    )
+    assert resumed == whole
+    run(tmp_path, *common, back, name="on one", text=FOUR_LAYERS)
+    alone = lines_of_steps(tmp_path / "alone/training.jsonl")
+    for name in ("whole", "on one"):
+        steps = lines_of_steps(tmp_path / name / "training.jsonl")
+        expected = alone[-len(steps) :]
+        for field in ("loss", "grad_norm"):
+            found = [step[field] for step in steps]
+            assert found == pytest.approx([step[field] for step in expected], rel=1e-5)
+    one, two = (lines_of_steps(tmp_path / name / "validation.jsonl") for name in ("alone", "whole"))
+    assert [r["val_loss"] for r in two] == pytest.approx([r["val_loss"] for r in one], rel=1e-5)
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 3, 5])
+def test_interleaved_stages_compute_any_number_of_micro_batches(
+    num_micro_batches: int, tmp_path: Path
+) -> None:
+    """torch's schedule supports some numbers only, and another one takes its place."""
+    size = f"--step_scheduler.global_batch_size={2 * num_micro_batches}"
+    short = (*SGD, size, "--step_scheduler.max_steps=1")
+    run(tmp_path, *short, name="alone", text=FOUR_LAYERS)
+    run(tmp_path, *short, *INTERLEAVED, name="whole", text=FOUR_LAYERS, num_ranks=2)
+    (one,), (two,) = (
+        lines_of_steps(tmp_path / name / "training.jsonl") for name in ("alone", "whole")
+    )
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
+    assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+
+
 class OwnObjective(Objective):
     """Computes the loss in its own way."""
 
@@ -113,3 +176,4 @@ def test_stages_wait_for_each_other_less_with_more_micro_batches() -> None:
     assert idle_share(1, 1) == 0
     assert idle_share(4, 2) == pytest.approx(1 / 5)
     assert idle_share(2, 3) == pytest.approx(1 / 2)
+    assert idle_share(4, 2, 2) == pytest.approx(1 / 9)

@@ -76,7 +76,7 @@ def train_steps_in_stages(
     model: nn.Module, layout: RankLayout, how: Parallelism, num_steps: int = 2, kind: Kind = "1f1b"
 ) -> list[tuple[float, float]]:
     """The same with this rank's stage of a whole *model*; the loss counts on the last stage, as in a recipe."""
-    made = split_stages(model, layout, None, None)
+    made = split_stages(model, layout, None, None, 2 if kind == "interleaved1f1b" else 1)
     shared = parallelize(model, layout, replace(how, tp_plan=made.tp_plan), mesh=made.mesh)
     staged = PipelineStage(shared, layout, made, kind)
     optimizer = torch.optim.AdamW(
@@ -86,9 +86,11 @@ def train_steps_in_stages(
 
     def outcome(rows: Mapping[str, torch.Tensor], hidden: torch.Tensor | None) -> torch.Tensor:
         tokens = rows["labels"]
-        given = {"input_ids": tokens} if hidden is None else {"inputs_embeds": hidden}
+        given = {"input_ids": tokens}
+        if hidden is not None:
+            given = {"inputs_embeds": made.local.receive(hidden, tokens.shape[1])}
         logits: torch.Tensor = shared(**given, use_cache=False).logits
-        return _loss(logits, tokens) if staged.pipeline.is_last else logits
+        return _loss(logits, tokens) if staged.is_last else logits
 
     def passes(micro_batches: Sequence[torch.Tensor], weight: float) -> float:
         losses = staged.train([{"labels": part} for part in micro_batches], outcome, weight)
