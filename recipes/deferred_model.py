@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,11 @@ from automodel_ckpt.checkpoint.module_tensors import (
 )
 from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.checkpoint.state.fill_modules import Filling, fill_module, module_shapes
+from automodel_ckpt.checkpoint.state.quantized_tensors import (
+    QuantizedFiles,
+    UnsupportedQuantization,
+    find_quantized,
+)
 from automodel_ckpt.config.schema import ModelConfig
 from automodel_ckpt.convert.open import open_weights
 from automodel_ckpt.distributed.agree import gather_objects, raise_on_all_ranks
@@ -153,10 +159,15 @@ def _on_meta(
     if section.attn_implementation is not None:
         options["attn_implementation"] = section.attn_implementation
 
+    ordinary = copy.deepcopy(config)
+    if base is not None and hasattr(ordinary, "quantization_config"):
+        # Files that can be read in parts are dequantized while they are read.
+        del ordinary.quantization_config
+
     def build() -> Any:
         # transformers' from_config changes the config that it gets.
         with importing_code(options["trust_remote_code"]):
-            return on_meta(lambda: auto_class.from_config(copy.deepcopy(config), **options))
+            return on_meta(lambda: auto_class.from_config(copy.deepcopy(ordinary), **options))
 
     try:
         # Built twice: InitialValues needs one that nothing else changes, and the model is
@@ -205,6 +216,39 @@ def _materialiser(
     return materialise
 
 
+def _ignored_names(model: Any, names: Iterable[str]) -> list[str]:
+    """Those of *names*, which the model lacks, that ``from_pretrained`` ignores (such as heads for several tokens)."""
+    patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    ignored: list[str] = []
+    for name in sorted(names):
+        if any(re.search(pattern, name) for pattern in patterns):
+            ignored.append(name)
+    return ignored
+
+
+def keep_buffers_in_float32(model: Any) -> None:
+    """Give the buffers on the meta device that the model keeps in float32 that dtype, as ``from_pretrained`` does.
+
+    Raises :class:`NotDeferrable` if it keeps parameters in float32 beside others: fsdp2 cannot shard these together.
+    """
+    kept: set[str] = set()
+    if model.dtype in (torch.float16, torch.bfloat16):
+        kept |= set(model._keep_in_fp32_modules_strict or ())
+    if model.dtype == torch.float16:
+        kept |= set(model._keep_in_fp32_modules or ())
+    patterns = [re.compile(re.escape(name).replace(r"\*", ".*")) for name in kept]
+
+    def is_kept(name: str) -> bool:
+        return any(pattern.search(name) for pattern in patterns)
+
+    if any(is_kept(name) for name, _ in model.named_parameters()):
+        raise NotDeferrable("parts of it stay in float32")
+    for module_name, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and is_kept(f"{module_name}.{name}"):
+                module._buffers[name] = buffer.float()
+
+
 def layout_in_files(model: nn.Module, directory: Path | None) -> StoredLayout:
     """How Hugging Face files store the tensors of *model*, which is not sharded yet; *directory* has the files of a
     pretrained model."""
@@ -225,18 +269,14 @@ class _Source:
         directory = fetched_directory(os.path.expanduser(name), section.revision)
         if directory is None:
             raise NotDeferrable("its files cannot be fetched, or are no safetensors")
-        if getattr(config, "quantization_config", None) is not None:
-            raise NotDeferrable("it is quantized")
         if dtype == "auto" and not isinstance(config.dtype, torch.dtype):
             raise NotDeferrable("its configuration has no dtype")
-        if model.dtype != torch.float32 and (
-            model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict
-        ):
-            raise NotDeferrable("parts of it stay in float32")
+        keep_buffers_in_float32(model)
         try:
             self._tensors: Tensors = open_weights(directory).modules[MODEL]
         except (CheckpointUnusable, OSError, KeyError) as error:
             raise NotDeferrable(f"its files cannot be read in parts ({error})") from error
+        self._quantized = self._find_quantized(config)
         self._layout = layout_in_files(model, directory)
         set_stored_layout(model, self._layout)
         self._verdict = self._compared(model)
@@ -253,15 +293,47 @@ class _Source:
         """The tensors whose new rows start from the model's own initial values."""
         return set(self._resized) if self._new_rows == "init" else set()
 
+    def _find_quantized(self, config: PreTrainedConfig) -> QuantizedFiles:
+        settings = getattr(config, "quantization_config", None)
+        if settings is None:
+            return QuantizedFiles({}, frozenset())
+        if not isinstance(settings, Mapping):
+            settings = settings.to_dict()
+        try:
+            found = find_quantized(self._tensors.tensors, settings)
+        except UnsupportedQuantization as error:
+            raise NotDeferrable(str(error)) from error
+        log.info(
+            "%d quantized tensors (%s) are dequantized while they are read",
+            len(found.tensors),
+            settings.get("quant_method"),
+        )
+        return found
+
     def _compared(self, model: Any) -> Verdict:
         shapes, tied = module_shapes(model)
-        there = {fqn: tensor.shape for fqn, tensor in self._tensors.tensors.items()}
+        there: dict[str, tuple[int, ...]] = {}
+        for fqn, tensor in self._tensors.tensors.items():
+            if fqn not in self._quantized.parts:
+                there[fqn] = tensor.shape
+        there |= {name: found.shape for name, found in self._quantized.tensors.items()}
+        ignored = _ignored_names(model, set(there) - set(shapes))
+        if ignored:
+            log.info(
+                "%d tensors of the files are not used, because transformers ignores them for this type: %s ...",
+                len(ignored),
+                ignored[0],
+            )
+        for name in ignored:
+            del there[name]
         if set(tied) & set(there) and set(tied.values()) & set(there):
             raise NotDeferrable("its files contain tied tensors twice")
         resizable = {self._layout.name_of(name) for name in vocabulary_names(model)}
         verdict = compare(
             Names(shapes, tied), Names(there), prefix=model.base_model_prefix, resizable=resizable
         )
+        if resized_quantized := set(verdict.resized) & set(self._quantized.tensors):
+            raise NotDeferrable(f"quantized tensors are resized ({min(resized_quantized)})")
         if different := verdict.lines(allowed=False):
             raise NotDeferrable(
                 f"its files name other tensors ({different[0]}, {len(different)} in all)"
@@ -304,7 +376,8 @@ class _Source:
             fqn = present[former_fqns[name]]
             target = name if name in owners_of_rows else layout.name_of(fqn)
             is_resized = name in self._verdict.resized
-            fillings[target] = Filling(self._tensors, stored, is_resized)
+            quantized = self._quantized.tensors.get(stored)
+            fillings[target] = Filling(self._tensors, stored, is_resized, quantized)
         return fillings
 
 

@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from automodel_ckpt.checkpoint.formats.planning import DTYPES
 from automodel_ckpt.checkpoint.formats.reading import read_tree
 from automodel_ckpt.checkpoint.manifest import Tree
 from automodel_ckpt.checkpoint.module_tensors import (
@@ -20,8 +19,10 @@ from automodel_ckpt.checkpoint.module_tensors import (
     module_state,
     set_module_state,
 )
-from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor, intersection, nbytes_of
+from automodel_ckpt.checkpoint.slices import Box, Tensor, nbytes_of
 from automodel_ckpt.checkpoint.sources.source import Tensors
+from automodel_ckpt.checkpoint.state.quantized_tensors import QuantizedTensor, dequantized_rows
+from automodel_ckpt.checkpoint.state.stored_rows import read_rows
 
 NewRows = Literal["mean", "init"]
 _BLOCK_BYTES = 16 << 20
@@ -31,12 +32,14 @@ _BLOCK_BYTES = 16 << 20
 class Filling:
     """The stored tensor that fills a tensor of a module: its *source* and its name there.
 
-    *resized*: the numbers of rows differ; the common rows are read.
+    *resized*: the numbers of rows differ; the common rows are read. *quantized* describes a tensor that consists of
+    quantized values and scales; it is not resized.
     """
 
     source: Tensors
     name: str
     resized: bool = False
+    quantized: QuantizedTensor | None = None
 
 
 def module_shapes(module: nn.Module) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
@@ -78,6 +81,9 @@ def fill_module(
         for fqn, filling in fillings.items():
             if filling.source is not source or fqn not in state:
                 continue
+            if filling.quantized is not None:
+                _fill_dequantized(source, filling.quantized, state[fqn])
+                continue
             stored = source.tensors[filling.name]
             if filling.resized:
                 _fill_rows(source, stored, state[fqn], new_rows)
@@ -116,6 +122,17 @@ def _fill_rows(source: Tensors, stored: Tensor, target: torch.Tensor, new_rows: 
         local[first_new_row:].copy_(mean[columns])
 
 
+def _fill_dequantized(source: Tensors, stored: QuantizedTensor, target: torch.Tensor) -> None:
+    local, box = _local(target)
+    if local.numel() == 0:
+        return
+    columns = box.within(Box((0,) * target.dim(), tuple(target.shape)))[1:]
+    first = box.offsets[0]
+    for start, block in dequantized_rows(source, stored, first, first + box.sizes[0]):
+        row = start - first
+        local[row : row + len(block)].copy_(block[:, *columns])
+
+
 def _local(target: torch.Tensor) -> tuple[torch.Tensor, Box]:
     """This rank's shard of a tensor, and its box in the whole tensor."""
     if not isinstance(target, DTensor):
@@ -133,40 +150,4 @@ def _blocks(
     row_bytes = nbytes_of(stored.dtype, stored.shape[1:])
     num_rows = max(1, _BLOCK_BYTES // max(1, row_bytes))
     for start in range(first, stop, num_rows):
-        rows = rows_of(stored, start, min(start + num_rows, stop))
-        block = torch.empty(rows.shape, dtype=DTYPES[stored.dtype])
-        tree = Tree("", {stored.fqn: rows}, {})
-        read_tree(source.root, tree, {stored.fqn: block})
-        yield start, block
-
-
-def rows_of(tensor: Tensor, first: int, stop: int) -> Tensor:
-    """Rows ``first .. stop`` of a tensor (of at least one dimension) as a separate tensor."""
-    row_shape = tensor.shape[1:]
-    no_offset = (0,) * len(row_shape)
-    wanted = Box((first, *no_offset), (stop - first, *row_shape))
-    slices: list[Slice] = []
-    for stored in tensor.slices:
-        rows = _rows_of_slice(stored, wanted)
-        if rows is not None:
-            slices.append(rows)
-    return Tensor(tensor.fqn, tensor.dtype, wanted.sizes, tuple(slices))
-
-
-def _rows_of_slice(stored: Slice, wanted: Box) -> Slice | None:
-    """The rows of a slice in *wanted*, a range of complete rows, counted from its first row; they are contiguous."""
-    common = intersection(stored.box, wanted)
-    if common is None:
-        return None
-    row_bytes = nbytes_of(stored.dtype, stored.sizes[1:])
-    start = stored.start + (common.offsets[0] - stored.offsets[0]) * stored.row_bytes
-    offsets = (common.offsets[0] - wanted.offsets[0], *common.offsets[1:])
-    return replace(
-        stored,
-        offsets=offsets,
-        sizes=common.sizes,
-        start=start,
-        nbytes=common.sizes[0] * row_bytes,
-        # The slice's digest covers all of its rows.
-        digest=None,
-    )
+        yield start, read_rows(source, stored, start, min(start + num_rows, stop))
