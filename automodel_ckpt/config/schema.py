@@ -853,6 +853,16 @@ class RecipeConfig:
             "remove it: peft freezes the base except for peft.modules_to_save and peft.bias",
         ),
         Relation(
+            ("peft.target_parameters", "distributed.ep_size"),
+            lambda recipe: (
+                recipe.peft is None
+                or not recipe.peft.target_parameters
+                or recipe.distributed.ep_size == 1
+            ),
+            "peft.target_parameters and ep_size cannot be combined",
+            "remove ep_size: fsdp2 shards experts with adapters",
+        ),
+        Relation(
             ("peft.use_dora", "distributed.tp_size"),
             lambda recipe: (
                 recipe.peft is None or not recipe.peft.use_dora or recipe.distributed.tp_size == 1

@@ -205,6 +205,11 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
         ["ep_size and tp_size cannot be combined"],
     ),
     (
+        "distributed:\n  ep_size: 2\npeft:\n  target_parameters: [gate_up_proj]\n",
+        [],
+        ["peft.target_parameters and ep_size cannot be combined"],
+    ),
+    (
         "distributed:\n  ep_size: 2\n  strategy: ddp\n",
         [],
         ["which only fsdp2 does"],
