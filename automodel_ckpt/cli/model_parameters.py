@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from automodel_ckpt.convert.training_state import ModelParameter, Parameters
+
+_SCIPY = "scipy"
 
 
 def parameters_in(directory: Path) -> Parameters:
@@ -18,8 +23,27 @@ def parameters_in(directory: Path) -> Parameters:
 
     def parameters() -> list[ModelParameter]:
         from automodel_ckpt.convert.training_state import ModelParameter
-        from automodel_ckpt.models.parameter_list import list_parameters
 
-        return [ModelParameter(*listed) for listed in list_parameters(directory)]
+        with _without_scipy():
+            from automodel_ckpt.models.parameter_list import list_parameters
+
+            return [ModelParameter(*listed) for listed in list_parameters(directory)]
 
     return parameters
+
+
+@contextlib.contextmanager
+def _without_scipy() -> Iterator[None]:
+    """During the block, make scipy appear not to be installed, unless it is imported already.
+
+    transformers imports it for the losses of object detection: 22 of the 300 MB that an import may take.
+    """
+    is_hidden = _SCIPY not in sys.modules
+    if is_hidden:
+        # What Python does for a module that must not be imported (importlib.util.find_spec).
+        sys.modules[_SCIPY] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if is_hidden:
+            del sys.modules[_SCIPY]

@@ -62,10 +62,10 @@ from automodel_ckpt.convert.sources.torch_files import BIN_INDEX
 from automodel_ckpt.convert.targets.tensor_blocks import tensor_blocks
 from automodel_ckpt.convert.training_import import (
     OPTIMIZER,
-    OptimizerTree,
     TrainingImport,
     training_import,
-    write_jobs,
+    training_jobs,
+    written_optimizer,
 )
 from automodel_ckpt.convert.training_state import OptimizerState, Parameters, TrainingState
 from automodel_ckpt.errors import CheckpointUnusable
@@ -620,7 +620,7 @@ def _write(planned: Import, run: Path) -> Path:
         written = RankManifest(0)
         run_all(_jobs(planned), staging, written)
         if planned.training is not None:
-            run_all(_training_jobs(planned.training), staging, written)
+            run_all(training_jobs(planned.training), staging, written)
         manifest = _manifest(planned, written)
         commit.finalize(staging, readable_bytes(manifest, run / str(planned.name)))
         published = commit.publish(staging, str(planned.name))
@@ -648,14 +648,6 @@ def _jobs(planned: Import) -> Iterator[FileJob]:
     contents[layout.LOSSES] = json.dumps(_losses(planned), indent=2).encode() + b"\n"
     for name, data in contents.items():
         yield FileJob(name, [Chunk(0, data)], nbytes=len(data))
-
-
-def _training_jobs(training: TrainingImport) -> Iterator[FileJob]:
-    yield from write_jobs(training)
-    if training.state.optimizer is not None:
-        tree = OptimizerTree(training)
-        yield tree.job()
-        yield tree.metadata_job()
 
 
 def _chunks(planned: Import, file: OutputFile) -> Iterator[Chunk]:
@@ -724,7 +716,7 @@ def _manifest(planned: Import, written: RankManifest) -> Manifest:
         lineage |= training.lineage()
         progress = training.progress
         if training.state.optimizer is not None:
-            trees[OPTIMIZER] = OptimizerTree.merged(written)
+            trees[OPTIMIZER] = written_optimizer(written)
     return Manifest(
         step=planned.name.step,
         epoch=planned.name.epoch,

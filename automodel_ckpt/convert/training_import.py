@@ -1,4 +1,4 @@
-"""The training state of another program as the state of a run of this program. Imports torch only to write.
+"""The training state of another program as the state of a run of this program. Imports no torch.
 
 An imported checkpoint has the optimizer, the LR schedule and the step counters under the names that the recipes of this
 program use, so that ``ckpt-train`` continues from it. The position in the data follows from the counters when the run
@@ -9,21 +9,23 @@ one's random state.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.files.dcp_metadata import KeyPath
+from automodel_ckpt.checkpoint.files.torch_archive_writing import plain_archive
 from automodel_ckpt.checkpoint.manifest import NOT_SAVED, StateRecord, Tree
 from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.sources.opening import MODEL
+from automodel_ckpt.checkpoint.writing.described_tree import DescribedTree
 from automodel_ckpt.checkpoint.writing.jobs import Chunk, FileJob
-from automodel_ckpt.checkpoint.writing.rank_manifest import RankManifest, RankTree, merge_tree
+from automodel_ckpt.checkpoint.writing.rank_manifest import RankManifest, merge_tree
 from automodel_ckpt.convert.training_state import OptimizerState, ParameterGroup, TrainingState
 from automodel_ckpt.errors import CheckpointUnusable
 
-if TYPE_CHECKING:
-    from automodel_ckpt.checkpoint.formats.planning import TreePlan
-
+# The format of the optimizer's tree, as checkpoint/formats/torch_save.py names it.
+_FORMAT = "torch_save"
 OPTIMIZER = "optimizer"
 SCHEDULE = "lr_scheduler"
 COUNTERS = "step_scheduler"
@@ -243,12 +245,17 @@ def _base_rates(
 # ---------------------------------------------------------------- writing
 
 
-def write_jobs(planned: TrainingImport) -> Iterator[FileJob]:
-    """Yield the jobs of the counters. Imports torch."""
-    from automodel_ckpt.checkpoint.files.pickle_values import saved
-
-    data = bytes(saved(_counters(planned)))
+def training_jobs(planned: TrainingImport) -> Iterator[FileJob]:
+    """Yield the jobs of the counters and the optimizer."""
+    data = plain_archive(_counters(planned))
     yield FileJob(layout.state_file(COUNTERS), [Chunk(0, data)], nbytes=len(data))
+    if planned.state.optimizer is not None:
+        yield from _tree(planned.state.optimizer, planned.schedule).jobs()
+
+
+def written_optimizer(written: RankManifest) -> Tree:
+    """Return the tree of the optimizer as :func:`training_jobs` wrote it."""
+    return merge_tree(OPTIMIZER, _FORMAT, [written], {})
 
 
 def _counters(planned: TrainingImport) -> dict[str, Any]:
@@ -267,54 +274,18 @@ def _counters(planned: TrainingImport) -> dict[str, Any]:
     }
 
 
-class OptimizerTree:
-    """The tree ``optim/`` of an imported checkpoint. Imports torch."""
-
-    def __init__(self, planned: TrainingImport) -> None:
-        assert planned.state.optimizer is not None
-        self._plan = _tree_plan(planned.state.optimizer, planned.schedule)
-        self._manifest = RankManifest(0)
-
-    def job(self) -> FileJob:
-        """Return the job that writes all values."""
-        from automodel_ckpt.checkpoint.formats.torch_save import plan_jobs
-
-        job, items = plan_jobs(self._plan, rank=0)
-        self._manifest.trees[OPTIMIZER] = RankTree(dcp_items=items)
-        return job
-
-    def metadata_job(self) -> FileJob:
-        """Return the job that writes ``.metadata``, with which torch reads the directory. Call :meth:`job` before."""
-        from automodel_ckpt.checkpoint.formats.torch_save import metadata_of
-
-        data = metadata_of(self._plan, [self._manifest])
-        file = f"{self._plan.directory}/{layout.DCP_METADATA}"
-        return FileJob(file, [Chunk(0, data)], nbytes=len(data))
-
-    @staticmethod
-    def merged(written: RankManifest) -> Tree:
-        """Return the tree as it was written."""
-        from automodel_ckpt.checkpoint.formats.torch_save import NAME
-
-        return merge_tree(OPTIMIZER, NAME, [written], {})
-
-
-def _tree_plan(optimizer: OptimizerState, schedule: Mapping[str, Any] | None) -> TreePlan:
-    from automodel_ckpt.checkpoint.formats.described import described_tree
-
+def _tree(optimizer: OptimizerState, schedule: Mapping[str, Any] | None) -> DescribedTree:
     entries_of_all = {entry for entries in optimizer.tensors.values() for entry in entries}
     is_adam = "exp_avg" in entries_of_all and entries_of_all <= _ADAM_ENTRIES
-    stored: dict[tuple[str | int, ...], Tensor] = {}
-    numbers: dict[tuple[str | int, ...], float] = {}
+    stored: dict[KeyPath, Tensor] = {}
+    numbers: dict[KeyPath, float] = {}
     for name, entries in optimizer.tensors.items():
         path = (OPTIMIZER, "state", f"{MODEL}.{name}")
         for entry, number in optimizer.values.get(name, {}).items():
             numbers[*path, entry] = float(number)
         for entry, tensor in entries.items():
-            flat = ".".join((*path, entry))
-            slices = tuple(replace(piece, fqn=flat) for piece in tensor.slices)
-            stored[*path, entry] = replace(tensor, fqn=flat, slices=slices)
-    objects: dict[tuple[str | int, ...], Any] = {}
+            stored[*path, entry] = tensor
+    objects: dict[KeyPath, Any] = {}
     for number, group in enumerate(optimizer.groups):
         options = dict(group.options)
         if is_adam:
@@ -330,9 +301,7 @@ def _tree_plan(optimizer: OptimizerState, schedule: Mapping[str, Any] | None) ->
     if schedule is not None:
         objects[SCHEDULE,] = (dict(schedule),)
     directory = layout.state_directory(OPTIMIZER)
-    return described_tree(
-        OPTIMIZER, directory, root=optimizer.root, stored=stored, numbers=numbers, objects=objects
-    )
+    return DescribedTree(OPTIMIZER, directory, optimizer.root, stored, numbers, objects)
 
 
 def _adam_options(given: Mapping[str, Any]) -> dict[str, Any]:

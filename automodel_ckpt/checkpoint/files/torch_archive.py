@@ -16,41 +16,13 @@ import torch
 from torch import _utils as rebuilders
 from torch.storage import UntypedStorage, _dtype_to_storage_type_map
 
-from automodel_ckpt.checkpoint.files.torch_zip import MARKS_AFTER, MARKS_BEFORE, ZipRecords
-
-_DATA = "data/0"
-
-
-class TensorArchive(NamedTuple):
-    """*head*, then the tensor's bytes, then *tail*, in which the bytes' CRC-32 (little-endian) has to be put at each of
-    *crc_at*."""
-
-    head: bytes
-    tail: bytes
-    crc_at: tuple[int, ...]
+from automodel_ckpt.checkpoint.files.torch_zip import TensorArchive, archive_around
 
 
 @functools.lru_cache(maxsize=4096)
 def tensor_archive(dtype: torch.dtype, sizes: tuple[int, ...], nbytes: int) -> TensorArchive:
     """Everything but the bytes of ``torch.save``'s archive of a contiguous tensor on the CPU."""
-    zip_file = ZipRecords()
-    zip_file.add("data.pkl", _pickled(dtype, sizes, nbytes))
-    for name, content in MARKS_BEFORE.items():
-        zip_file.add(name, content)
-    zip_file.begin(_DATA)
-    head = bytes(zip_file.written)
-    zip_file.written.clear()
-    zip_file.skipped = len(head) + nbytes
-    # The CRC is not known yet: the writer puts it at *crc_at*.
-    zip_file.end(_DATA, nbytes, 0)
-    crc_at = [4]  # in the descriptor, behind its signature
-    for name, content in MARKS_AFTER.items():
-        zip_file.add(name, content)
-    directory = len(zip_file.written)
-    zip_file.finish()
-    # In the directory's entry of a record the CRC is 16 bytes after its signature.
-    crc_at.append(directory + zip_file.entry_at(_DATA) + 16)
-    return TensorArchive(head, bytes(zip_file.written), tuple(crc_at))
+    return archive_around(_pickled(dtype, sizes, nbytes), nbytes)
 
 
 class _Described:

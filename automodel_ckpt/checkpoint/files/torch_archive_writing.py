@@ -7,6 +7,8 @@ of ``torch._utils._rebuild_tensor_v2`` with a reference to a storage. Each stora
 
 from __future__ import annotations
 
+import functools
+import io
 import math
 import pickle
 import struct
@@ -16,7 +18,13 @@ from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS, TORCH_NAMES
-from automodel_ckpt.checkpoint.files.torch_zip import MARKS_AFTER, MARKS_BEFORE, ZipRecords
+from automodel_ckpt.checkpoint.files.torch_zip import (
+    MARKS_AFTER,
+    MARKS_BEFORE,
+    TensorArchive,
+    ZipRecords,
+    archive_around,
+)
 from automodel_ckpt.checkpoint.slices import nbytes_of
 
 Blocks = Callable[[], Iterable[bytes | memoryview]]
@@ -74,6 +82,22 @@ def write_torch_archive(file: BinaryIO, value: Any) -> None:
         records.add(name, content)
     records.finish()
     file.write(records.written)
+
+
+def plain_archive(value: Any) -> bytes:
+    """Return the file that :func:`write_torch_archive` writes for *value*, which has no large tensors."""
+    buffer = io.BytesIO()
+    write_torch_archive(buffer, value)
+    return buffer.getvalue()
+
+
+@functools.lru_cache(maxsize=4096)
+def described_archive(dtype: str, shape: tuple[int, ...]) -> TensorArchive:
+    """Return everything but the bytes of the file with only a contiguous tensor of a safetensors *dtype*."""
+    tensor = ArchiveTensor(dtype, shape, tuple)
+    program = _Program()
+    program.save(tensor)
+    return archive_around(program.finished(), tensor.nbytes)
 
 
 def _write_storage(file: BinaryIO, records: ZipRecords, name: str, tensor: ArchiveTensor) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 import zlib
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 _ALIGN = 64
 _FLAGS = 0x0808  # sizes and CRC follow the data; names are UTF-8
@@ -97,3 +98,37 @@ class ZipRecords:
         self.written += struct.pack(
             "<4s4H2IH", b"PK\5\6", 0, 0, count, count, size, min(start, _MAX_32), 0
         )
+
+
+_DATA = "data/0"
+
+
+class TensorArchive(NamedTuple):
+    """*head*, then the tensor's bytes, then *tail*, in which the bytes' CRC-32 (little-endian) has to be put at each of
+    *crc_at*."""
+
+    head: bytes
+    tail: bytes
+    crc_at: tuple[int, ...]
+
+
+def archive_around(program: bytes, nbytes: int) -> TensorArchive:
+    """Return the archive of a tensor of *nbytes* without these; *program* is the pickle that describes the tensor."""
+    zip_file = ZipRecords()
+    zip_file.add("data.pkl", program)
+    for name, content in MARKS_BEFORE.items():
+        zip_file.add(name, content)
+    zip_file.begin(_DATA)
+    head = bytes(zip_file.written)
+    zip_file.written.clear()
+    zip_file.skipped = len(head) + nbytes
+    # The CRC is not known yet: the writer puts it at *crc_at*.
+    zip_file.end(_DATA, nbytes, 0)
+    crc_at = [4]  # in the descriptor, behind its signature
+    for name, content in MARKS_AFTER.items():
+        zip_file.add(name, content)
+    directory = len(zip_file.written)
+    zip_file.finish()
+    # In the directory's entry of a record the CRC is 16 bytes after its signature.
+    crc_at.append(directory + zip_file.entry_at(_DATA) + 16)
+    return TensorArchive(head, bytes(zip_file.written), tuple(crc_at))

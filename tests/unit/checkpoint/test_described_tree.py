@@ -9,13 +9,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.formats import described
-from automodel_ckpt.checkpoint.formats.torch_save import metadata_of, plan_jobs
 from automodel_ckpt.checkpoint.slices import Slice, Tensor
 from automodel_ckpt.checkpoint.tensors.stored import whole_checked
+from automodel_ckpt.checkpoint.writing import described_tree
 from automodel_ckpt.checkpoint.writing.jobs import run_all
-from automodel_ckpt.checkpoint.writing.rank_manifest import RankManifest, RankTree, merge_tree
+from automodel_ckpt.checkpoint.writing.rank_manifest import RankManifest, merge_tree
 
 KEY = ("optimizer", "state", "model.w", "exp_avg")
 NAME = "optimizer.state.model.w.exp_avg"
@@ -37,9 +35,9 @@ def in_two_slices(directory: Path, shape: tuple[int, ...]) -> tuple[Tensor, np.n
 def test_a_tensor_in_several_slices_is_written_in_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], block_bytes: int
 ) -> None:
-    monkeypatch.setattr(described, "_BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(described_tree, "_BLOCK_BYTES", block_bytes)
     tensor, values = in_two_slices(tmp_path, shape)
-    plan = described.described_tree(
+    described = described_tree.DescribedTree(
         "optimizer",
         "optim",
         root=tmp_path,
@@ -47,22 +45,20 @@ def test_a_tensor_in_several_slices_is_written_in_blocks(
         numbers={("optimizer", "state", "model.w", "step"): 7.0},
         objects={("optimizer", "param_groups", 0, "lr"): 0.5},
     )
-    job, items = plan_jobs(plan, rank=0)
     target = tmp_path / "checkpoint"
     target.mkdir()
     written = RankManifest(0)
-    run_all([job], target, written)
+    run_all(described.jobs(), target, written)
     tree = merge_tree("optimizer", "torch_save", [written], {})
     assert (whole_checked(target, tree.tensors[NAME]) == values).all()
     num_slices = len(tree.tensors[NAME].slices)
     assert num_slices == (shape[0] if block_bytes == 1 else num_slices)
     assert num_slices > 1 or block_bytes >= 48
     # torch's own reader finds the blocks, too.
-    written.trees["optimizer"] = RankTree(dcp_items=items)
-    metadata = target / "optim" / layout.DCP_METADATA
-    metadata.write_bytes(metadata_of(plan, [written]))
     step_name = "optimizer.state.model.w.step"
-    state = {NAME: torch.zeros(shape), step_name: torch.zeros(())}
+    lr_name = "optimizer.param_groups.0.lr"
+    state = {NAME: torch.zeros(shape), step_name: torch.zeros(()), lr_name: None}
     with pytest.warns(UserWarning, match="single process"):
         dcp.load(state, checkpoint_id=target / "optim", no_dist=True)
     assert (state[NAME].numpy() == values).all() and state[step_name].item() == 7.0
+    assert state[lr_name] == 0.5

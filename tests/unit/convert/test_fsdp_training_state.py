@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -232,3 +234,21 @@ def test_links_out_of_the_directory_are_an_error(tmp_path: Path, file: str) -> N
     shutil.move(run / file, tmp_path / "elsewhere")
     (run / file).symlink_to(tmp_path / "elsewhere")
     assert "link" in error_of(run)
+
+
+def test_torch_is_not_imported_for_an_optimizer_with_names(tmp_path: Path) -> None:
+    script = (
+        "import sys\n"
+        "from automodel_ckpt.cli.ckpt import main\n"
+        "code = main(sys.argv[1:])\n"
+        "sys.exit(code or 'torch' in sys.modules)\n"
+    )
+    run = tmp_path / "run"
+    command = ["import", str(FIXTURES / "fsdp2-sharded"), str(run), "--training-state"]
+    subprocess.run([sys.executable, "-c", script, *command], check=True, capture_output=True)
+    (checkpoint,) = run.glob("epoch_*")
+    stored = dcp.FileSystemReader(checkpoint / "optim").read_metadata()
+    expected_names = {
+        f"optimizer.state.model.{name.replace(':', '.')}" for name in expected("fsdp2-sharded")[1]
+    }
+    assert expected_names <= stored.state_dict_metadata.keys()
