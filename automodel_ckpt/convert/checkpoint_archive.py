@@ -123,7 +123,7 @@ def archive(source: Path, target: Path, *, delta: bool, level: int = _LEVEL, log
             for checkpoint, manifest, entry in zip(checkpoints, manifests, entries, strict=True):
                 log(f"archiving {entry.name}")
                 base = _base_of(entry, checkpoint.parent)
-                _add_checkpoint(writer, out, checkpoint, manifest, base, earlier)
+                _add_checkpoint(writer, checkpoint, manifest, base, earlier)
                 earlier = manifest
             writer.finish()
         archive_bytes = staging.stat().st_size
@@ -187,7 +187,6 @@ def _checkpoint_before(checkpoint: Path) -> tuple[str, str]:
 
 def _add_checkpoint(
     writer: TarWriter,
-    out: BinaryIO,
     checkpoint: Path,
     manifest: Manifest,
     base: Base | None,

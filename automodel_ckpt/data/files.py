@@ -47,8 +47,6 @@ _BESIDE_DATA = {
     "dataset_dict.json",
     "state.json",
 }
-_TABLES = (".parquet", ".arrow")
-"""Formats without lines."""
 _REMOTE = re.compile(r"\w+:/")
 
 

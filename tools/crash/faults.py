@@ -27,7 +27,6 @@ SCENARIO = Scenario("save", (10, 20, 30), 40, Options(keep_last=2), resumes=30)
 ERRORS = (errno.ENOSPC, errno.EIO)
 LIMIT_SECONDS = 30.0
 NEXT_STEP = 50
-_LOCK = ".run.lock"
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,6 @@ def forecast_manifest_bytes(
     items: Iterable[Item],
     *,
     save_optimizer: bool,
-    states: Mapping[str, Mapping[str, Any]] | None = None,
     num_shards: int | None = None,
 ) -> int:
     """Expected bytes of the manifest of one checkpoint of these items; the arguments are those of
@@ -95,7 +94,7 @@ def forecast_manifest_bytes(
             continue
         for name, parameter in item.value.named_parameters():
             names[id(parameter)] = name
-        for name, value in _module_tensors(item, states).items():
+        for name, value in _module_tensors(item, None).items():
             num_slices = _num_slices(value, num_shards)
             total += _entry_text_bytes("module", name, tuple(value.shape), num_slices)
     for item in items:

@@ -265,7 +265,7 @@ class Loader:
         return trained
 
     def _load_object(self, item: Item, record: StateRecord) -> None:
-        file = self._file_of(item, record)
+        file = self._file_of(record)
         state = read_value(self._path, file) if file is not None else None
         fits: Callable[[Any], bool] = getattr(item.value, "fits", lambda state: True)
         if file is not None and fits(state):
@@ -308,7 +308,7 @@ class Loader:
             log.warning("%s: %s is recomputed from the seed and the step", what, item.name)
         derive(self._manifest.step)
 
-    def _file_of(self, item: Item, record: StateRecord) -> str | None:
+    def _file_of(self, record: StateRecord) -> str | None:
         """The file for this rank; any where all are equal; None where the number of ranks must be the saved one."""
         scope: Any = record.scope
         saved, ranks = self._manifest, self._ranks

@@ -31,11 +31,6 @@ class GroupMatch:
     mismatched: tuple[str, ...]
 
     @property
-    def is_identity(self) -> bool:
-        """Whether the groups are the saved ones in their saved order."""
-        return self.sources == tuple(range(self.num_saved))
-
-    @property
     def new_groups(self) -> tuple[str, ...]:
         """Prefixes of the names in a flat tree of the groups whose parameters are all new."""
         new = [number for number, source in enumerate(self.sources) if source is None]

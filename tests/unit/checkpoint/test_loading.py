@@ -109,16 +109,14 @@ def test_the_file_of_a_rank_is_its_own_or_one_that_all_ranks_share(
     scope: str, files: dict[str, str], rank: int, world_size: int, expected: str | None
 ) -> None:
     record = StateRecord("object", scope, "x", tuple(files))
-    (item,) = classify({"x": tiny.Counter()})
     loader = loader_of(manifest_of({"x": record}, files), rank=rank, world_size=world_size)
-    assert loader._file_of(item, record) == expected
+    assert loader._file_of(record) == expected
 
 
 def test_another_data_parallel_size_is_another_number_of_ranks() -> None:
     record = StateRecord("object", "dp_rank", "x", tuple(FILES))
-    (item,) = classify({"x": tiny.Counter()})
     manifest = manifest_of({"x": record}, FILES, dp_size=1)
-    assert loader_of(manifest)._file_of(item, record) is None
+    assert loader_of(manifest)._file_of(record) is None
 
 
 def test_state_of_each_rank_is_recomputed_or_an_error(caplog: pytest.LogCaptureFixture) -> None:
