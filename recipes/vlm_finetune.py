@@ -10,7 +10,6 @@ for videos is left out (:mod:`automodel_ckpt.models.processor`).
 from __future__ import annotations
 
 import logging
-import os
 from typing import Any, ClassVar
 
 from torch import nn
@@ -21,12 +20,16 @@ from automodel_ckpt.config.targets import build
 from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.data.image_packing import PackCollator, PackedImages, measure
 from automodel_ckpt.errors import Problem, RecipeError
-from automodel_ckpt.models.build import first_line
-from automodel_ckpt.models.processor import read_processor
-from automodel_ckpt.models.repository import asks_for_code, code_not_trusted
 from automodel_ckpt.models.vision import image_token_ids
 from automodel_ckpt.recipes.loop import TrainingLoop
 from automodel_ckpt.recipes.preprocessors import find_preprocessor
+from automodel_ckpt.recipes.processors import (
+    AUTO_PROCESSOR,
+    ProcessorSource,
+    check_processor,
+    processor_of_target,
+    read_from,
+)
 from automodel_ckpt.recipes.recipe import Recipe
 from automodel_ckpt.recipes.repository import preprocessor_options
 from automodel_ckpt.recipes.trainable import row_multiple
@@ -66,32 +69,28 @@ class VLMFinetune(Recipe):
         self.build_training()
 
     def build_processor(self) -> Any:
-        """Build the ``processor`` section, else the pretrained model's own. Raises :class:`RecipeError`."""
+        """Build the ``processor`` section, else the pretrained model's own. Raises :class:`RecipeError`.
+
+        A class of a trusted package is called as it is. ``transformers.AutoProcessor.from_pretrained`` is the same as
+        ``processor.from_pretrained`` with ``processor.kwargs``.
+        """
         section = self.config.processor
-        if isinstance(section, Target):
+        if isinstance(section, Target) and section._target_ != AUTO_PROCESSOR:
             return check_processor(build(section), "processor")
-        name, where = find_preprocessor(self.config, "processor")
-        if name is None:
-            raise RecipeError(
-                "there is no processor",
-                where="processor",
-                value=None,
-                hint="give processor.from_pretrained, or a builder in processor._target_",
-            )
-        repository = preprocessor_options(self.config, name)
-        try:
-            processor = read_processor(os.path.expanduser(name), repository)
-        except Exception as error:  # damaged files make transformers raise anything
-            if asks_for_code(error):
-                raise code_not_trusted("processor", name, where, repository) from error
-            raise RecipeError(
-                "the processor cannot be read",
-                where=where,
-                value=f"{name} ({first_line(error, 3)})",
-                hint="name a directory with processor files, and install the libraries that its processor asks for "
-                "(pip install 'automodel_ckpt[vision]', and torchvision where it is named)",
-            ) from error
-        return check_processor(processor, where)
+        if isinstance(section, Target):
+            source = processor_of_target(section)
+        else:
+            name, where = find_preprocessor(self.config, "processor")
+            if name is None:
+                raise RecipeError(
+                    "there is no processor",
+                    where="processor",
+                    value=None,
+                    hint="give processor.from_pretrained, or a builder in processor._target_",
+                )
+            repository = preprocessor_options(self.config, name)
+            source = ProcessorSource(name, where, repository, section.kwargs)
+        return check_processor(read_from(source), source.where)
 
     def build_dataset(self, section: Target) -> Any:
         """Build the data set that a section names; in packs, if there is a ``packed_sequence`` section."""
@@ -139,18 +138,6 @@ def check_sections(config: RecipeConfig) -> None:
             value="a tokenizer section",
             hint="give a processor section instead",
         )
-
-
-def check_processor(processor: Any, where: str) -> Any:
-    """Return *processor*, which the key *where* gives. Raises :class:`RecipeError` unless it takes text and images."""
-    if hasattr(processor, "image_processor") and hasattr(processor, "tokenizer"):
-        return processor
-    raise RecipeError(
-        "this processor does not take both text and images",
-        where=where,
-        value=type(processor).__name__,
-        hint="name a vision-language model's processor; a language model is trained by recipe: llm_finetune",
-    )
 
 
 def check_all_trained(model: nn.Module, *, has_adapters: bool) -> None:

@@ -14,7 +14,8 @@ Three facts make a callable fit for the list:
 * where it accepts any keyword, ``arguments`` lists the keywords that keep this true. Numbers are always accepted: a
   number names no code and no file.
 
-Only the standard library is imported here; the libraries are imported when an object is compared with its entry.
+Only the schema and the standard library are imported here; the libraries are imported when an object is compared with
+its entry.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ import re
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any
+
+from automodel_ckpt.config.schema import PROCESSOR_SETTINGS
 
 CUSTOM = "custom"
 """Purpose of the sections that a custom recipe declares: any entry of the list."""
@@ -216,10 +219,7 @@ _PROCESSORS = Group(
     (
         Exact(
             "transformers.AutoProcessor.from_pretrained",
-            _TEXT_LOADING
-            | _keywords(
-                "size crop_size min_pixels max_pixels do_resize do_rescale do_image_splitting"
-            ),
+            _TEXT_LOADING | PROCESSOR_SETTINGS,
         ),
         Exact("automodel_ckpt.data.digits.processor"),
     ),

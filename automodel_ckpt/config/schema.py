@@ -76,6 +76,32 @@ OPTIONS = Rule(
     lambda given: all(isinstance(value, dict) for value in given.values()),
     "sections of options, as {}",
 )
+_IMAGE_SIZES = {
+    "size",
+    "crop_size",
+    "max_image_size",
+    "min_pixels",
+    "max_pixels",
+    "max_soft_tokens",
+}
+_IMAGE_STEPS = {"resample", "do_resize", "do_rescale", "do_normalize", "do_center_crop", "do_pad"}
+_IMAGE_PARTS = {
+    "do_convert_rgb",
+    "do_image_splitting",
+    "crop_to_patches",
+    "min_patches",
+    "max_patches",
+}
+_PAN_AND_SCAN = {"do_pan_and_scan", "pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops"}
+_IMAGE_TOKENS = {"image_seq_length", "image_seq_len", "padding_side", "use_fast"}
+PROCESSOR_SETTINGS = frozenset(
+    _IMAGE_SIZES | _IMAGE_STEPS | _IMAGE_PARTS | _PAN_AND_SCAN | _IMAGE_TOKENS
+)
+"""Settings of processors, for images and padding, that a recipe may override. None of them names code or a file."""
+PROCESSOR_OPTIONS = Rule(
+    lambda given: set(given) <= PROCESSOR_SETTINGS,
+    f"a section of settings out of {', '.join(sorted(PROCESSOR_SETTINGS))}",
+)
 SET_NAMES = Rule(
     lambda given: all(re.fullmatch(r"[A-Za-z0-9_-]+", name) for name in given),
     "a section of data sets by name, made of letters, digits, _ and -",
@@ -260,6 +286,8 @@ class ProcessorConfig:
 
     from_pretrained: str | None = None
     """Directory or Hub name of a processor; null uses the model's processor."""
+    kwargs: dict[str, Any] = field(default_factory=dict, metadata={"rules": (PROCESSOR_OPTIONS,)})
+    """Settings of the processor to override, such as min_pixels, max_pixels, size or padding_side."""
 
 
 @dataclass

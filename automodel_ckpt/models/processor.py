@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,24 +26,39 @@ log = logging.getLogger("automodel_ckpt")
 
 _AUTO: Any = AutoProcessor  # its class methods have no annotations
 _VIDEOS = "video_processor"
+_PIXEL_LIMITS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
+"""Setting of Qwen-VL's image processors -> its name in their ``size``, where both are numbers of pixels."""
 _MAIN_REVISION = RepositoryOptions()
 
 
-def read_processor(name: str, repository: RepositoryOptions = _MAIN_REVISION) -> Any:
-    """Read the processor of a directory or Hub name.
+def read_processor(
+    name: str,
+    repository: RepositoryOptions = _MAIN_REVISION,
+    settings: Mapping[str, Any] | None = None,
+) -> Any:
+    """Read the processor of a directory or Hub name, with other values of some *settings*.
 
     Without torchvision, it has no part for videos, which is then logged. A class of its repository is used only if
     transformers has none and *repository* allows it. Raises OSError, ValueError or ImportError if there is none.
     """
+    settings = dict(settings or {})
+    limits = {name: settings.pop(name) for name in _PIXEL_LIMITS if name in settings}
+    processor = _read(name, repository, settings)
+    _limit_pixels(processor, limits)
+    return processor
+
+
+def _read(name: str, repository: RepositoryOptions, settings: Mapping[str, Any]) -> Any:
+    from_pretrained = functools.partial(_AUTO.from_pretrained, **settings)
     try:
-        return from_library_first(_AUTO.from_pretrained, name, repository)
+        return from_library_first(from_pretrained, name, repository)
     except (ImportError, OSError) as error:
         processor_class = None if is_torchvision_available() else _class_of(name)
         if processor_class is None or _VIDEOS not in processor_class.get_attributes():
             raise
         try:
             processor = without_videos(processor_class).from_pretrained(
-                name, trust_remote_code=False
+                name, trust_remote_code=False, **settings
             )
         except (AttributeError, TypeError):  # it is not made without that part
             raise error from None
@@ -52,6 +67,46 @@ def read_processor(name: str, repository: RepositoryOptions = _MAIN_REVISION) ->
         processor_class.__name__,
     )
     return processor
+
+
+def _limit_pixels(processor: Any, limits: Mapping[str, int]) -> None:
+    """Set the smallest and largest number of pixels of an image, in processors whose ``size`` has them.
+
+    Passed to ``from_pretrained``, transformers 5 would use them too, with a warning for each image.
+    """
+    image_processor: Any = getattr(processor, "image_processor", None)
+    if not _has_pixel_limits(image_processor):
+        return
+    for name, value in limits.items():
+        image_processor.size[_PIXEL_LIMITS[name]] = value
+
+
+def _has_pixel_limits(image_processor: Any) -> bool:
+    """Whether the ``size`` of an image processor is a smallest and a largest number of pixels."""
+    size: Any = getattr(image_processor, "size", None)
+    if size is None or not all(size.get(name) for name in _PIXEL_LIMITS.values()):
+        return False
+    declared = getattr(getattr(image_processor, "valid_kwargs", None), "__annotations__", {})
+    return declared.keys() >= _PIXEL_LIMITS.keys()
+
+
+def unknown_settings(processor: Any, names: Iterable[str]) -> list[str]:
+    """Return those *names* of settings that neither the processor nor one of its parts has.
+
+    transformers ignores such settings.
+    """
+    known: set[str] = set()
+    parts = (processor, getattr(processor, "image_processor", None), processor.tokenizer)
+    for part in parts:
+        known.update(vars(part) if hasattr(part, "__dict__") else ())
+        known.update(dir(type(part)))
+        # The image processors of transformers 5 declare their settings in a TypedDict.
+        declared = getattr(part, "valid_kwargs", None)
+        known.update(getattr(declared, "__annotations__", {}))
+    known -= _PIXEL_LIMITS.keys()
+    if _has_pixel_limits(parts[1]):
+        known |= _PIXEL_LIMITS.keys()
+    return sorted(set(names) - known)
 
 
 def _class_of(name: str) -> Any:

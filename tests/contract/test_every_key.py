@@ -640,6 +640,10 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "tokenizer": Observed(vocabulary, f"{{_target_: {__name__}.some_tokenizer}}"),
     "tokenizer.from_pretrained": Observed(vocabulary, "tokenizer", files=tokenizer),
     "processor": Observed(vocabulary, f"{{_target_: {__name__}.some_tokenizer}}"),
+    "processor.kwargs": Proven(
+        "tests/distributed/test_vlm.py::test_settings_of_the_processor_are_those_of_the_recipe",
+        "{do_convert_rgb: true}",
+    ),
     "processor.from_pretrained": Proven(
         "tests/distributed/test_vlm.py::test_the_vocabulary_of_fresh_weights_is_the_recipes",
         "processor",

@@ -242,6 +242,51 @@ def test_parameters_without_a_part_in_the_output_are_refused_by_name(tmp_path: P
     assert "model.vision_tower.post_layernorm.*" in str(caught.value)
 
 
+AUTO = "_target_: transformers.AutoProcessor.from_pretrained"
+
+
+@pytest.mark.parametrize("form", ["kwargs", "target"])
+def test_settings_of_the_processor_are_those_of_the_recipe(form: str, tmp_path: Path) -> None:
+    recipe_file = prepare(tmp_path, "qwen2_5_vl")
+    base = tmp_path / "base"
+    settings = "min_pixels: 256, max_pixels: 1024, padding_side: right"
+    given = f"--processor={{kwargs: {{{settings}}}}}"
+    if form == "target":
+        given = f"--processor={{{AUTO}, pretrained_model_name_or_path: '{base}', {settings}}}"
+    short = ("--step_scheduler.max_steps=1", "--checkpoint.save_consolidated=final")
+    run_directory = f"--checkpoint.checkpoint_dir={tmp_path / 'run'}"
+    recipe = build(recipe_file, given, *short, run_directory, recipe_class=VLMFinetune)
+    try:
+        recipe.setup()
+        assert recipe.processor.image_processor.size["longest_edge"] == 1024
+        recipe.run()
+    finally:
+        recipe.close()
+    export = read_processor(str(tmp_path / "run/LATEST/model/consolidated"))
+    assert export.image_processor.size["longest_edge"] == 1024
+    assert export.image_processor.size["shortest_edge"] == 256
+    assert read_processor(str(base)).image_processor.size["longest_edge"] == 256
+
+
+def test_a_processor_class_of_a_trusted_package_prepares_the_samples(tmp_path: Path) -> None:
+    recipe_file = prepare(tmp_path, "llava")
+    target = "tests.support.vision.negative_processor"
+    given = f"--processor={{_target_: {target}, directory: '{tmp_path / 'base'}'}}"
+    short = ("--checkpoint.enabled=false", "--step_scheduler.max_steps=1")
+    batches = []
+    for options in ((), (given,)):
+        recipe = build(recipe_file, *short, *options, recipe_class=VLMFinetune)
+        try:
+            recipe.setup()
+            batches.append(next(iter(recipe.dataloader)).micro_batches[0])
+            recipe.run()
+        finally:
+            recipe.close()
+    usual, negative = batches
+    assert torch.equal(usual["labels"], negative["labels"])
+    assert not torch.equal(usual["pixel_values"], negative["pixel_values"])
+
+
 def test_the_vocabulary_of_fresh_weights_is_the_recipes(tmp_path: Path) -> None:
     recipe = prepare(tmp_path, "llava")
     fresh = (
@@ -267,6 +312,11 @@ def test_the_vocabulary_of_fresh_weights_is_the_recipes(tmp_path: Path) -> None:
         (
             ["--processor={_target_: tests.support.training_parts.part, name: relu}"],
             "text and images",
+        ),
+        (["--processor.kwargs={max_pixels: 9}"], "does not have these settings"),
+        (
+            [f"--processor={{{AUTO}, pretrained_model_name_or_path: /nowhere}}"],
+            "no such directory",
         ),
     ],
 )
