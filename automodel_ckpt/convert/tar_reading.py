@@ -88,12 +88,15 @@ def decompressed_head(path: Path) -> bytes:
 class TarReader:
     """An archive that is read once, from its beginning to its end. Use it in a ``with`` block.
 
+    What is read of it, after decompression, is also written to the file *copy*.
+
     Raises :class:`CheckpointUnusable` for a damaged archive, and for a member that is neither a regular file nor a
     directory, has an unsafe name, or occurs twice; OSError if the file cannot be read.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, copy: BinaryIO | None = None) -> None:
         self.path = path
+        self._copy = copy
         descriptor = open_regular(path)
         self._raw: BinaryIO = os.fdopen(descriptor, "rb")
         self._file_bytes = os.fstat(descriptor).st_size
@@ -213,6 +216,8 @@ class TarReader:
         if len(data) < nbytes:
             raise TarFault(f"it is truncated: it ends at byte {self._position + len(data)}")
         self._position += nbytes
+        if self._copy is not None:
+            self._copy.write(data)
         return data
 
     def _skip_to(self, position: int) -> None:
@@ -231,6 +236,17 @@ class TarReader:
             value=value,
             hint="take the file from another copy, or save it again with the program that made it",
         )
+
+
+def decompress(path: Path, target: Path) -> None:
+    """Write the archive *path*, which is compressed with gzip, to the new file *target* without compression.
+
+    It is validated meanwhile, and its size after decompression is limited. Memory: one block of 1 MB. Raises as
+    :class:`TarReader`.
+    """
+    with open(target, "xb") as copy, TarReader(path, copy) as reader:
+        for _ in reader:
+            pass
 
 
 def tar_members(path: Path) -> list[TarMember]:

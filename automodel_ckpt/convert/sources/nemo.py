@@ -6,7 +6,7 @@ a file in a directory for each rank of tensor and pipeline parallelism (``nemo_r
 a tokenizer. The config refers to an artifact by the text ``nemo:`` and its name in the archive.
 
 NeMo 3 writes uncompressed archives, whose tensors are read in place. Older ones compress with gzip: these are
-recognized, and have to be unpacked first.
+decompressed once to a temporary file.
 """
 
 from __future__ import annotations

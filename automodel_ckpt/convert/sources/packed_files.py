@@ -1,7 +1,8 @@
 """The files of a model that another program packed in one tar archive, or left in a directory. Imports no torch.
 
-In an uncompressed archive each file is a byte range, so that its tensors are slices of the archive: nothing is
-unpacked. Formats that exist in both forms (NeMo, TensorRT-LLM) read both through :class:`PackedFiles`.
+In an archive each file is a byte range, so that its tensors are slices of the archive: nothing is unpacked. Only an
+archive that is compressed with gzip is decompressed first. Formats that exist in both forms (NeMo, TensorRT-LLM) read
+both through :class:`PackedFiles`.
 """
 
 from __future__ import annotations
@@ -9,14 +10,17 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.files.safe_open import open_safely
 from automodel_ckpt.checkpoint.sources.source import unusable
+from automodel_ckpt.convert.decoded import decoded_directory
 from automodel_ckpt.convert.sources.files import check_regular_files, first_bytes
 from automodel_ckpt.convert.tar_reading import (
     BLOCK_BYTES,
     TarReader,
+    decompress,
     decompressed_head,
     is_gzip,
     is_tar,
@@ -24,6 +28,7 @@ from automodel_ckpt.convert.tar_reading import (
 )
 from automodel_ckpt.errors import CheckpointUnusable
 
+_DECOMPRESSED = "archive.tar"
 _MAX_DEPTH = 8
 _MAX_FILES = 100_000
 
@@ -136,29 +141,25 @@ def read_beginning(path: Path, name: str, limit: int) -> tuple[bytes, Mapping[st
     return content, sizes
 
 
-def check_not_compressed(path: Path) -> None:
-    """Raise :class:`CheckpointUnusable` if the archive *path* is compressed: it has to be unpacked first."""
-    if is_gzip(first_bytes(path, 2)):
-        raise CheckpointUnusable(
-            "this archive is compressed with gzip, so its tensors cannot be read in place",
-            where=str(path),
-            value="gzip",
-            hint=f"unpack it (`ckpt unpack {path} DIR`), and use the directory",
-        )
-
-
 def files_in_archive(path: Path) -> PackedFiles:
-    """Describe the files in the uncompressed archive *path*. Symbolic links to it are followed.
+    """Describe the files in the archive *path*. Symbolic links to it are followed.
 
-    Raises :class:`CheckpointUnusable` if it is damaged or compressed.
+    One that is compressed with gzip is decompressed to a temporary file (``decoded.py``), once for all processes that
+    read it. Raises :class:`CheckpointUnusable` if it is damaged.
     """
-    check_not_compressed(path)
     real = Path(os.path.realpath(path))
+    if is_gzip(first_bytes(real, 2)):
+        directory = decoded_directory(real, "gzip", partial(_decompress, real))
+        real = directory / _DECOMPRESSED
     files: dict[str, StoredFile] = {}
     for member in tar_members(real):
         if not member.is_directory:
             files[member.name] = StoredFile(real.name, member.start, member.nbytes)
     return PackedFiles(path, real.parent, files)
+
+
+def _decompress(archive: Path, directory: Path) -> None:
+    decompress(archive, directory / _DECOMPRESSED)
 
 
 def files_in_directory(path: Path) -> PackedFiles:

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import os
 import shutil
 import tarfile
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from safetensors.torch import load_file
 
 from automodel_ckpt.checkpoint.tensors.stored import whole
 from automodel_ckpt.cli import ckpt
-from automodel_ckpt.convert.open import open_weights
+from automodel_ckpt.convert.open import open_source, open_weights
 from automodel_ckpt.convert.sources.nemo import NemoDirectory
 from automodel_ckpt.convert.sources.registry import detect
 from automodel_ckpt.convert.tar_reading import tar_members
@@ -62,8 +64,8 @@ def saved(value: Any) -> bytes:
 # ---------------------------------------------------------------- files of NeMo
 
 
-@pytest.mark.parametrize("name", ["model.nemo", "unpacked"])
-def test_the_tensors_of_a_model_of_nemo_are_read_in_place(name: str) -> None:
+@pytest.mark.parametrize("name", ["model.nemo", "unpacked", "gzip.nemo"])
+def test_the_tensors_of_a_model_of_nemo_are_read(name: str) -> None:
     assert_equal(values(FIXTURES / name), EXPECTED)
 
 
@@ -73,18 +75,44 @@ def test_init_from_follows_a_link_to_a_nemo_file(tmp_path: Path) -> None:
     assert weights.modules["model"].tensors.keys() == EXPECTED.keys()
 
 
-def test_a_compressed_nemo_file_has_to_be_unpacked_first(tmp_path: Path) -> None:
-    assert "ckpt unpack" in error_of(FIXTURES / "gzip.nemo")
+def test_a_compressed_nemo_file_is_decompressed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    first = open_source(FIXTURES / "gzip.nemo")
+    assert first.root.is_relative_to(tmp_path / "temporary")
+    assert open_source(FIXTURES / "gzip.nemo").root == first.root
+    plain = gzip.decompress((FIXTURES / "gzip.nemo").read_bytes())
+    copy = (first.root / "archive.tar").read_bytes()
+    # Without the padding behind the end of the archive.
+    assert plain.startswith(copy) and not any(plain[len(copy) :])
+
+
+def test_a_damaged_compressed_nemo_file_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    content = (FIXTURES / "gzip.nemo").read_bytes()
+    path = tmp_path / "model.nemo"
+    path.write_bytes(content[:-40])
+    assert "tar archive cannot be read" in error_of(path)
+    path.write_bytes(content[:-100] + bytes(100))
+    assert "tar archive cannot be read" in error_of(path)
+    assert not list((tmp_path / "temporary").rglob("archive.tar"))
+
+
+def test_a_compressed_nemo_file_can_be_unpacked(tmp_path: Path) -> None:
     assert ckpt.main(["unpack", str(FIXTURES / "gzip.nemo"), str(tmp_path / "model")]) == 0
     assert_equal(values(tmp_path / "model"), EXPECTED)
 
 
-@pytest.mark.parametrize(("name", "code"), [("model.nemo", 0), ("unpacked", 0), ("gzip.nemo", 3)])
+@pytest.mark.parametrize("name", ["model.nemo", "unpacked", "gzip.nemo"])
 def test_show_prints_the_config_and_the_artifacts(
-    name: str, code: int, capsys: pytest.CaptureFixture[str]
+    name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # The tensors of the compressed file cannot be read in place.
-    assert ckpt.main(["show", str(FIXTURES / name), "--json"]) == code
+    assert ckpt.main(["show", str(FIXTURES / name), "--json"]) == 0
     details = json.loads(capsys.readouterr().out)["trees"]["."]["details"]
     assert "width: 4" in details["model_config.yaml"]
     assert "_vocabulary.txt" in details["artifacts"][0]
