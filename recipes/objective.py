@@ -154,6 +154,8 @@ class Objective:
             for name, value in rows.items()
             if name not in ("labels", IS_TOKEN)
         }
+        if self.trainable.embedding_noise is not None:
+            self.trainable.embedding_noise.note_rows(inputs)
         stage = self.trainable.stage
         if stage is not None and hidden is not None:
             length = inputs.pop("input_ids").shape[1]

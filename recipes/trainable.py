@@ -63,6 +63,7 @@ from automodel_ckpt.models.build import (
 from automodel_ckpt.models.compiling import compile_layers
 from automodel_ckpt.models.forward import accepts_use_cache
 from automodel_ckpt.models.loss_head import LossHead, ModuleLossHead, install_loss_head
+from automodel_ckpt.models.neftune import EmbeddingNoise
 from automodel_ckpt.models.pipeline_stage import check_stages
 from automodel_ckpt.models.quantize import check_not_quantized
 from automodel_ckpt.models.repository import base_directory
@@ -114,6 +115,8 @@ class Trainable:
     """This rank's stage of a pipeline; None: the model is complete."""
     router_loss: RouterLoss | None = None
     """The load balancing loss of a mixture of experts; None: the model has none, or the recipe switches it off."""
+    embedding_noise: EmbeddingNoise | None = None
+    """The noise that training adds to embeddings (``model.neftune_alpha``); None: there is none."""
     adapted: Adapted | None = None
     """The adapters and their description; None without a ``peft`` section."""
     resized: tuple[str, ...] = ()
@@ -324,7 +327,8 @@ class _TrainableBuilder:
         sharded = shard(changed.deferred, self.config, self.layout)
         built = replace(built, model=sharded.model, compute=sharded.compute, stage=sharded.stage)
         # The unsharded object is probed: sharding changed it in place, and a DDP wrapper would reduce gradients.
-        return self._probed(built, model, router)
+        probed = self._probed(built, model, router)
+        return replace(probed, embedding_noise=self._embedding_noise(model, probed.stage))
 
     # ---------------------------------------------------------------- the unsharded model
 
@@ -511,6 +515,19 @@ class _TrainableBuilder:
         if not self.is_trained:
             built.model.eval()
         return built
+
+    def _embedding_noise(
+        self, model: nn.Module, stage: PipelineStage | None
+    ) -> EmbeddingNoise | None:
+        """Add ``model.neftune_alpha`` to the sharded *model*; None without it, and on later pipeline stages."""
+        section = self.config.model
+        alpha = section.neftune_alpha if isinstance(section, ModelConfig) else None
+        is_later_stage = stage is not None and self.layout.pp_rank > 0
+        if alpha is None or not self.is_trained or is_later_stage:
+            return None
+        embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+        log.info("noise is added to embeddings in training, alpha %g (model.neftune_alpha)", alpha)
+        return EmbeddingNoise(embedding, alpha)
 
     def _image_rows(
         self, built: Trainable, probe_model: nn.Module, router: RouterSettings | None

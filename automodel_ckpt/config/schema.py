@@ -178,6 +178,9 @@ class ModelConfig:
     """Parameters to freeze as with freeze, except that a pattern may match none of the model's parameters."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass. Uses less memory and about a third more time."""
+    neftune_alpha: float | None = setting(None, POSITIVE)
+    """NEFTune: add uniform noise of at most alpha / sqrt(L * d) to the embeddings in training, where L is the length of
+    the sample and d the size of an embedding; null: no noise. Usual values are 5 to 15."""
     router_aux_loss: Literal["global_batch", "micro_batch"] | bool = "global_batch"
     """Load-balancing loss of a mixture-of-experts model, computed per global_batch or micro_batch; false: none."""
 

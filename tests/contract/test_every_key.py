@@ -597,6 +597,10 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "model.freeze_if_present": Observed(model, "['*embed_tokens*', audio_tower]"),
     "model.activation_checkpointing": Observed(model, "true"),
     "model.vocab_size": Observed(model, "40"),
+    "model.neftune_alpha": Proven(
+        "tests/distributed/test_neftune.py::test_a_killed_run_draws_the_same_noise_and_validation_has_none",
+        "5",
+    ),
     "model.router_aux_loss": Proven(
         "tests/distributed/test_router_loss.py::test_it_can_be_left_out_or_computed_for_each_micro_batch_and_no_pipeline_drops_it",
         "micro_batch",
