@@ -79,7 +79,7 @@ FREEZE = (
     ("freeze_audio_tower", "*audio*", False),
     ("freeze_video_embedder", "*patch_generator.video_embedder*", False),
 )
-"""Keys of freeze_config: AutoModel's name, our pattern in model.freeze, and AutoModel's default."""
+"""Keys of freeze_config: AutoModel's name, our pattern in model.freeze_if_present, and AutoModel's default."""
 
 PEFT = (
     NoEffect("_target_", "use_triton", "use_memory_efficient_lora"),
@@ -120,7 +120,7 @@ def model(section: Section) -> None:
         section.put_default("dtype", "auto")
     remote_code(section)
     prediction_heads(section)
-    _overrides(section)
+    overrides(section)
 
 
 def _keep_attention(section: Section) -> None:
@@ -137,6 +137,7 @@ def name_of_model(section: Section, *, from_config: bool) -> None:
     node = section.take("pretrained_model_name_or_path")
     if node is not None:
         section.put(to, node, was="pretrained_model_name_or_path")
+        NoEffect("config._target_", "config.pretrained_model_name_or_path").apply(section)
         return
     config = section.peek("config")
     if config is None:
@@ -176,12 +177,16 @@ def _config_class(section: Section, target: str) -> None:
 
 
 def remote_code(section: Section) -> None:
-    """Translate the permission to run code of the model's repository, which is never sufficient here."""
+    """Translate the permission to run code of the model's repository, which also needs a flag here."""
     for name in ("trust_remote_code", "config.trust_remote_code"):
         node = section.take(name)
-        if node is None:
-            continue
-        section.no_effect(name, node)
+        ours = section.work.result.at("model.from_config")
+        is_written_out = ours is not None and isinstance(ours.value, dict)
+        if is_true(node) and not is_written_out:
+            assert node is not None
+            section.put("trust_remote_code", node, was=name)
+        elif node is not None:
+            section.no_effect(name, node)
 
 
 def prediction_heads(section: Section) -> None:
@@ -207,19 +212,22 @@ def prediction_heads(section: Section) -> None:
             section.no_effect(name, node)
 
 
-def _overrides(section: Section) -> None:
-    """Reject changes of the model's configuration, which AutoModel takes in text_config and config."""
-    for name in ("text_config", "config"):
-        node = section.take(name)
-        if node is None or not isinstance(node.value, dict):
+def overrides(section: Section) -> None:
+    """Translate changes of the model's configuration, which AutoModel takes in text_config and config."""
+    text = section.inner("text_config", to="model.config_overrides.text_config")
+    config = section.inner("config", to="model.config_overrides")
+    for part in (text, config):
+        if part.node is None:
             continue
-        for key, child in node.value.items():
-            what = "changing the configuration of a pretrained model is not supported"
-            section.reject(f"{name}.{key}", child, what, "change the model's config.json instead")
+        for name, node in list(part.node.children()):
+            part.take(name)
+            if node.is_null:
+                continue
+            part.put(name, node, was=name)
 
 
 def freeze(section: Section) -> None:
-    """Translate freeze_config to model.freeze. With adapters the whole base is frozen."""
+    """Translate freeze_config to model.freeze_if_present. With adapters the whole base is frozen."""
     if section.work.recipe != "vlm_finetune" or section.node is None:
         return
     has_adapters = section.work.source.at("peft") is not None
@@ -252,6 +260,10 @@ def adapters(section: Section) -> None:
         return
     adapted_layers(section)
     apply_rows(PEFT, section)
+    model = section.work.result.at("model.from_config")
+    if model is not None:
+        # An adapter names its base: the random one is written to this directory.
+        section.put("base_dir", Node("automodel_base", model.origin))
 
 
 def adapted_layers(section: Section) -> None:
@@ -263,6 +275,10 @@ def adapted_layers(section: Section) -> None:
     if names is not None and not selects_all:
         section.put("target_modules", _as_list(names), was="target_modules")
     elif selects_all or excluded is not None:
+        if _selects_all(names):
+            assert names is not None
+            text = "linear layers are adapted, not lm_head; fused experts: --peft.target_parameters"
+            section.degraded("target_modules", replace(names, value="'*'"), text)
         chosen = match_all if is_true(match_all) else names
         origin = AUTOMODEL_DEFAULT if chosen is None else chosen.origin
         section.put("target_modules", Node("all-linear", origin, quoted=True))

@@ -24,6 +24,7 @@ CHECKPOINT = (
     Key("max_recent_checkpoints", "keep_last"),
     NoEffect(
         "staging_dir",
+        "dequantize_base_checkpoint",
         "single_rank_consolidation",
         "v4_compatible",
         "diffusers_compatible",
@@ -36,11 +37,6 @@ CHECKPOINT = (
         "skip_task_head_prefixes_for_base_model",
         "allow_legacy_pickle_restore",
         "load_base_model",
-    ),
-    Needs(
-        "dequantize_base_checkpoint",
-        "loading of quantized weights",
-        "use a checkpoint of the model in bfloat16",
     ),
 )
 _SAVED_HERE = (
@@ -126,7 +122,6 @@ TOP_LEVEL = (
         "mfu",
         "sdpa_method",
     ),
-    NoEffect("validation_dataloader"),
     Degraded("skypilot", LAUNCH),
     Degraded("nemo_run", LAUNCH),
     Degraded("slurm", LAUNCH),

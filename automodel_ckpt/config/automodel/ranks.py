@@ -23,7 +23,26 @@ DIST_ENV = (
 
 STRATEGIES = {"fsdp2": "auto", "megatron_fsdp": "auto", "ddp": "ddp"}
 """AutoModel's strategies and ours."""
+SCHEDULES = {"1f1b": "1f1b", "gpipe": "gpipe", "interleaved1f1b": "interleaved1f1b"}
+"""AutoModel's schedules of pipeline stages (in lower case) and ours."""
 SHARDED = "experts are sharded by fsdp2 instead; the same mathematics"
+
+
+def experts(section: Section) -> None:
+    """Translate expert parallelism, which needs fsdp2 without tensor parallelism here."""
+    node = section.take("ep_size")
+    if node is None:
+        return
+    tensor = section.work.result.at("distributed.tp_size")
+    strategy = section.work.result.at("distributed.strategy")
+    is_sharded = strategy is None or strategy.value == "auto"
+    if not above_1(node):
+        section.no_effect("ep_size", node)
+    elif is_sharded and (tensor is None or not above_1(tensor)):
+        section.put("ep_size", node)
+    else:
+        section.degraded("ep_size", node, SHARDED)
+
 
 DISTRIBUTED = (
     NoEffect("_target_", "dp_size", "defer_fsdp_grad_sync", "multimodal"),
@@ -32,7 +51,7 @@ DISTRIBUTED = (
     Key("dp_replicate_size"),
     Key("sequence_parallel"),
     Key("reshard_after_forward"),
-    Degraded("ep_size", SHARDED, when=above_1),
+    Steps(experts, ("ep_size",)),
     NoEffect("moe"),
     NoEffect("autocast_dtype", "activation_checkpointing_scope", "enable_async_tensor_parallel"),
     Needs(
@@ -130,33 +149,28 @@ def _offloading(section: Section) -> None:
 
 
 def _pipeline(section: Section) -> None:
-    """Translate pipeline parallelism. With adapters or context parallelism, fsdp2 is used instead."""
+    """Translate pipeline parallelism. Without it, AutoModel ignores the section pipeline."""
     pipeline = section.inner("pipeline")
     size = section.take("pp_size")
     schedule = pipeline.take("pp_schedule")
+    is_used = size is not None and above_1(size)
+    micro_batch = pipeline.take("pp_microbatch_size") if is_used else None
+    if micro_batch is not None:
+        # AutoModel splits a local batch into these; here a local batch is what passes a stage.
+        steps = section.work.section("distributed.pipeline", "step_scheduler")
+        steps.put("local_batch_size", micro_batch, was="pp_microbatch_size")
     apply_rows(PIPELINE, pipeline)
     if pipeline.node is not None and not pipeline.node.value:
         section.take("pipeline")
-    if size is None or not above_1(size):
-        if size is not None:
-            section.put("pp_size", size, was="pp_size")
-        if schedule is not None:
-            pipeline.no_effect("pp_schedule", schedule)
-        return
-    other = "adapters" if section.work.source.at("peft") is not None else ""
-    context = section.peek("cp_size")
-    if context is not None and above_1(context):
-        other = "context parallelism"
-    if other:
-        section.degraded("pp_size", size, f"fsdp2 is used instead of stages, because of {other}")
-        if schedule is not None:
-            pipeline.no_effect("pp_schedule", schedule)
-        return
-    section.put("pp_size", size, was="pp_size")
+    if size is not None:
+        section.put("pp_size", size)
     if schedule is None:
         return
-    name = str(schedule.value).lower()
-    if name not in ("1f1b", "gpipe"):
+    if not is_used:
+        pipeline.no_effect("pp_schedule", schedule)
+        return
+    name = SCHEDULES.get(str(schedule.value).lower())
+    if name is None:
         pipeline.degraded("pp_schedule", schedule, "1f1b is used; the same mathematics")
         name = "1f1b"
     section.put("pp_schedule", Node(name, schedule.origin), was="pipeline.pp_schedule")

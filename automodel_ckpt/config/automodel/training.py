@@ -55,8 +55,7 @@ def optimizer(section: Section) -> None:
     decay = section.peek("weight_decay")
     if target == "dion.Muon":
         assert node is not None
-        hint = "use optimizer.groups with torch.optim.Muon (docs/guides/train.md)"
-        section.reject("_target_", node, "dion.Muon is not supported", hint)
+        muon(section, node)
         return
     if target == "torch.optim.Adam" and decay is not None and value_of(decay):
         _adam(section)
@@ -72,6 +71,47 @@ def optimizer(section: Section) -> None:
     found = section.work.result.at("optimizer.weight_decay")
     if found is None or value_of(found):
         section.put_default("no_decay", "none")
+
+
+MUON = (
+    NoEffect("_target_", "flatten", "use_triton", "scalar_opt"),
+    Key("scalar_betas", "betas"),
+    Key("scalar_eps", "eps"),
+    Degraded(
+        "adjust_lr",
+        "torch.optim.Muon scales updates by sqrt(max(1, rows / columns))",
+        when=lambda node: node.value == "spectral_norm",
+    ),
+    NoEffect("betas", "epsilon", "eps"),
+)
+
+
+def muon(section: Section, node: Node) -> None:
+    """Translate dion's Muon: torch's for the hidden matrices, AdamW for the other parameters."""
+    rate = section.take("lr") or Node("0.01", AUTOMODEL_DEFAULT)
+    other = section.take("scalar_lr")
+    group = {
+        "params": Node([Node("hidden_matrices", node.origin)], node.origin),
+        "_target_": Node("torch.optim.Muon", node.origin),
+        "lr": rate,
+    }
+    for name, ours in (("mu", "momentum"), ("nesterov", "nesterov")):
+        option = section.take(name)
+        if option is not None:
+            group[ours] = option
+    decay = section.peek("weight_decay")
+    if decay is not None:
+        group["weight_decay"] = decay
+    section.put("lr", other or rate, was="scalar_lr" if other is not None else "")
+    for name in ("embed_lr", "lm_head_lr"):
+        option = section.take(name)
+        if option is not None and value_of(option) != value_of(other or rate):
+            section.degraded(name, option, "all parameters outside of matrices have one rate")
+        elif option is not None:
+            section.no_effect(name, option)
+    section.put("groups", Node([Node(dict(group), node.origin)], node.origin), was="_target_")
+    Key("weight_decay").apply(section)
+    apply_rows(MUON, section)
 
 
 def _adam(section: Section) -> None:
@@ -142,7 +182,6 @@ def _decay(section: Section, style: Node, lowest: Node | None) -> None:
 
 STEPS = (
     Key("global_batch_size", default="32"),
-    Key("local_batch_size"),
     Key("max_steps"),
     Key("num_epochs", default="10"),
     Key("ckpt_every_steps", default="100"),
@@ -157,7 +196,12 @@ STEPS = (
 
 
 def steps(section: Section) -> None:
-    """Translate batch sizes and intervals."""
+    """Translate batch sizes and intervals. With pipeline stages, the size of their micro-batches is used."""
+    size = section.peek("local_batch_size")
+    has_stages = section.work.result.at("step_scheduler.local_batch_size") is not None
+    if has_stages and size is not None and not size.is_flag:
+        NoEffect("local_batch_size").apply(section)
+    Key("local_batch_size").apply(section)
     apply_rows(STEPS, section)
     every_epoch = section.take("save_checkpoint_every_epoch")
     if every_epoch is not None:
@@ -170,15 +214,18 @@ def steps(section: Section) -> None:
             signals = Node([signals], signals.origin)
         section.put("stop_signals", signals, was="preemption_signal")
     # There is nothing to validate on: ours would be an error.
-    if section.work.result.at("validation_dataset") or _has_validation(section):
+    if _has_validation(section):
         Key("val_every_steps").apply(section)
     else:
         NoEffect("val_every_steps").apply(section)
 
 
 def _has_validation(section: Section) -> bool:
-    node = section.work.source.at("validation_dataset")
-    return node is not None and not node.is_null
+    """Whether the recipe has validation data, translated or the user's own."""
+    work = section.work
+    names = ("validation_dataset", "validation_datasets")
+    found = [tree.at(name) for tree in (work.result, work.source) for name in names]
+    return any(node is not None and not node.is_null for node in found)
 
 
 def clipping(section: Section) -> None:

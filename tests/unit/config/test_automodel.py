@@ -36,6 +36,33 @@ COLUMNS = (
     f"dataset:\n  _target_: {DATA}.llm.column_mapped_text_instruction_dataset."
     "ColumnMappedTextInstructionDataset\n  path_or_dataset_id: rows.jsonl\n"
 )
+SQUAD = f"""\
+dataset:
+  _target_: {DATA}.llm.squad.make_squad_dataset
+  dataset_name: rows.jsonl
+"""
+CHAT = f"""\
+dataset:
+  _target_: {DATA}.llm.chat_dataset.ChatDataset
+  path_or_dataset_id: rows.jsonl
+"""
+AGENT = f"""\
+dataset:
+  _target_: {DATA}.llm.agent_chat.make_agent_chat_dataset
+  dataset_name: some/conversations
+"""
+MEDPIX = f"""\
+dataset:
+  _target_: {DATA}.vlm.datasets.make_medpix_dataset
+  path_or_dataset: some/images
+"""
+QWEN = """\
+model:
+  _target_: nemo_automodel.NeMoAutoModelForCausalLM.from_config
+  config:
+    _target_: transformers.models.qwen3_moe.configuration_qwen3_moe.Qwen3MoeConfig
+    hidden_size: 16
+"""
 VALIDATION = f"""\
 validation_dataset:
   _target_: {DATA}.llm.hellaswag.HellaSwag
@@ -148,6 +175,36 @@ TRANSLATED: list[tuple[str, str, Any]] = [
         "distributed:\n  pp_size: 2\n  pipeline:\n    pp_schedule: 1f1b\n    pp_microbatch_size: 1\n",
         "distributed.pp_size",
         2,
+    ),
+    (PEFT + "distributed:\n  pp_size: 2\n", "distributed.pp_size", 2),
+    ("distributed:\n  pp_size: 2\n  cp_size: 2\n", "distributed.pp_size", 2),
+    (
+        "distributed:\n  pp_size: 2\n  pipeline:\n    pp_schedule: interleaved1f1b\n",
+        "distributed.pp_schedule",
+        "interleaved1f1b",
+    ),
+    (
+        (
+            "step_scheduler:\n  local_batch_size: 8\ndistributed:\n  pp_size: 2\n"
+            "  pipeline:\n    pp_microbatch_size: 2\n"
+        ),
+        "step_scheduler.local_batch_size",
+        2,
+    ),
+    (
+        VLM + MEDPIX + "packed_sequence:\n  pack_size: 64\n  max_length: 32\n",
+        "packed_sequence.size",
+        64,
+    ),
+    (
+        VLM + MEDPIX + "packed_sequence:\n  pack_size: 64\n  max_length: 32\n",
+        "dataset.seq_length",
+        32,
+    ),
+    (
+        VLM + MEDPIX + "packed_sequence:\n  pack_size: 64\n  drop_long_samples: true\n",
+        "dataset.truncation",
+        "skip",
     ),
     (PEFT + "  dim: 4\n", "peft.r", 4),
     (PEFT, "peft.alpha", 32),
@@ -269,8 +326,117 @@ TRANSLATED: list[tuple[str, str, Any]] = [
         VLM + "processor:\n  _target_: transformers.AutoProcessor.from_pretrained\n"
         "  pretrained_model_name_or_path: some/model\n",
         "processor.from_pretrained",
-        "some/model",
+        None,
     ),
+    (
+        VLM + "processor:\n  _target_: transformers.AutoProcessor.from_pretrained\n"
+        "  pretrained_model_name_or_path: some/processor\n",
+        "processor.from_pretrained",
+        "some/processor",
+    ),
+    (VLM + "processor:\n  padding_side: right\n", "processor.padding_side", "right"),
+    ("distributed:\n  ep_size: 8\n", "distributed.ep_size", 8),
+    (MODEL + "  trust_remote_code: true\n", "model.trust_remote_code", True),
+    (
+        MODEL + "  text_config:\n    rope_theta: 10000.0\n    use_cache: false\n",
+        "model.config_overrides",
+        {"text_config": {"rope_theta": 10000.0}},
+    ),
+    (
+        VLM + "freeze_config:\n  freeze_embeddings: true\n  freeze_audio_tower: false\n",
+        "model.freeze_if_present",
+        ["vision_tower", "*.embed_tokens.*"],
+    ),
+    (VLM + "freeze_config:\n  freeze_vision_tower: false\n", "model.freeze_if_present", []),
+    (SQUAD, "dataset.prompt", "Context: {{ context }} Question: {{ question }} Answer: "),
+    (SQUAD, "dataset.as_chat", "auto"),
+    (
+        COLUMNS + "  use_hf_chat_template: true\n"
+        "  column_mapping:\n    context: c\n    question: q\n    answer: a\n",
+        "dataset.system_field",
+        "c",
+    ),
+    (
+        COLUMNS + "  answer_only_loss_mask: false\n"
+        "  column_mapping:\n    question: q\n    answer: a\n",
+        "dataset.learn",
+        "all",
+    ),
+    (CHAT + "  mask_reasoning_content: true\n", "dataset.mask_reasoning", True),
+    (AGENT + "  filter_overlong: true\n", "dataset.truncation", "skip"),
+    (AGENT + "  truncate_history: true\n", "dataset.truncation", "history"),
+    (AGENT + "  trim_incomplete_last_turn: true\n", "dataset.end_with_answer", True),
+    (AGENT + "  train_on_last_turn_only: true\n", "dataset.learn", "last"),
+    (
+        f"dataset:\n  _target_: {DATA}.llm.xlam.make_xlam_dataset\n",
+        "dataset._target_",
+        "automodel_ckpt.data.function_calls.xlam",
+    ),
+    (
+        f"dataset:\n  _target_: {DATA}.llm.mock_iterable_dataset.MockIterableDataset\n  seq_len: 9\n",
+        "dataset.seq_length",
+        9,
+    ),
+    (
+        f"dataset:\n  _target_: {DATA}.llm.mock.build_unpacked_dataset\n",
+        "dataset.end_token",
+        1,
+    ),
+    (
+        ROWS + "  tokenizer:\n    pretrained_model_name_or_path: some/tokenizer\n",
+        "tokenizer.from_pretrained",
+        "some/tokenizer",
+    ),
+    (
+        ROWS + "  tokenizer:\n    pretrained_model_name_or_path: some/model\n",
+        "tokenizer.from_pretrained",
+        None,
+    ),
+    (VLM + MEDPIX, "dataset.preset", "medpix"),
+    (VLM + MEDPIX.replace("medpix", "cord_v2"), "dataset.preset", "cord_v2"),
+    (VLM + MEDPIX.replace("medpix", "rdr"), "dataset.preset", "rdr"),
+    (VLM + MEDPIX.replace("medpix", "shopify_product_catalogue"), "dataset.preset", "shopify"),
+    (
+        VLM + MEDPIX.replace("medpix", "tulu3"),
+        "dataset._target_",
+        "automodel_ckpt.data.vlm.conversations",
+    ),
+    (VLM + MEDPIX.replace("medpix", "llava_onevision"), "dataset.image_marker", "<image>"),
+    (
+        VLM + f"dataset:\n  _target_: {DATA}.vlm.mock.build_mock_vlm_dataset\n  max_length: 30\n",
+        "dataset.num_words",
+        30,
+    ),
+    (
+        VLM + MEDPIX + "dataloader:\n  collate_fn:\n"
+        f"    _target_: {DATA}.vlm.collate_fns.default_collate_fn\n    max_length: 512\n",
+        "dataset.seq_length",
+        512,
+    ),
+    (
+        VLM + MEDPIX + "dataloader:\n  collate_fn:\n"
+        f"    _target_: {DATA}.vlm.collate_fns.default_collate_fn\n    max_length: 512\n"
+        "    drop_overlong: true\n",
+        "dataset.truncation",
+        "skip",
+    ),
+    (
+        VLM + MEDPIX + "dataloader:\n  collate_fn:\n"
+        f"    _target_: {DATA}.vlm.collate_fns.gemma4_prefix_collate_fn\n",
+        "dataset.answer_prefix",
+        "<|channel>thought\n<channel|>",
+    ),
+    (
+        VALIDATION.replace("validation_dataset", "validation_dataset_easy"),
+        "validation_datasets.easy._target_",
+        "automodel_ckpt.data.hellaswag.hellaswag",
+    ),
+    (
+        "optimizer:\n  _target_: dion.Muon\n  lr: 1e-2\n  mu: 0.9\n  scalar_lr: 1e-4\n",
+        "optimizer.lr",
+        1e-4,
+    ),
+    (PEFT + QWEN, "peft.base_dir", "automodel_base"),
     (
         (
             "tokenizer:\n  _target_: nemo_automodel.NeMoAutoTokenizer.from_pretrained\n"
@@ -345,18 +511,12 @@ def test_a_key_without_meaning_here_is_named_in_one_line(
 
 DEGRADED = [
     ("skypilot:\n  cloud: gcp\n", ":1: skypilot", "docs/guides/launch.md"),
-    ("distributed:\n  ep_size: 8\n", ":2: distributed.ep_size 8", "fsdp2 instead"),
+    ("distributed:\n  tp_size: 2\n  ep_size: 8\n", ":3: distributed.ep_size 8", "fsdp2 instead"),
     ("distributed:\n  strategy: megatron_fsdp\n", ":2: distributed.strategy", "fsdp2 of torch"),
     (
-        "distributed:\n  pp_size: 2\n  pipeline:\n    pp_schedule: interleaved1f1b\n",
-        ":4: distributed.pipeline.pp_schedule interleaved1f1b",
+        "distributed:\n  pp_size: 2\n  pipeline:\n    pp_schedule: ZBVZeroBubble\n",
+        ":4: distributed.pipeline.pp_schedule ZBVZeroBubble",
         "1f1b is used",
-    ),
-    (PEFT + "distributed:\n  pp_size: 2\n", ":4: distributed.pp_size 2", "because of adapters"),
-    (
-        "distributed:\n  pp_size: 2\n  cp_size: 2\n",
-        ":2: distributed.pp_size 2",
-        "because of context parallelism",
     ),
     (
         "distributed:\n  activation_checkpointing: selective\n",
@@ -365,6 +525,17 @@ DEGRADED = [
     ),
     (MODEL + "  attn_implementation: te\n", ":4: model.attn_implementation te", "default is used"),
     ("fp8:\n  enabled: true\n", ":1: fp8", "bfloat16"),
+    (PEFT + "  target_modules: ['*']\n", ":3: peft.target_modules", "target_parameters"),
+    (
+        MODEL + "  num_nextn_predict_layers: 1\n",
+        ":4: model.num_nextn_predict_layers 1",
+        "without multi-token prediction",
+    ),
+    (
+        VLM + "processor:\n  _target_: nemo_automodel.components.models.x.build_processor\n",
+        ":3: processor._target_",
+        "transformers.AutoProcessor",
+    ),
     (PEFT + "  lora_A_init: xavier\n", ":3: peft.lora_A_init xavier", "Kaiming"),
     (
         PEFT + "quantization:\n  load_in_4bit: true\n  bnb_4bit_use_double_quant: true\n",
@@ -428,6 +599,11 @@ REJECTED = [
         "loss_fn:\n  _target_: nemo_automodel.components.models.nemotron_parse.SomeLoss\n",
         2,
         "this loss is not supported",
+    ),
+    (
+        VLM + MEDPIX.replace("medpix", "tulu3_magicoder_text_mix"),
+        3,
+        "this data set of images and text is not supported",
     ),
     ("lr_scheduler:\n  lr_decay_style: WSD\n", 2, "this schedule is not supported"),
     ("lr_scheduler:\n  end_wd: 0.1\n", 2, "a schedule of the weight decay is not supported"),
@@ -511,7 +687,8 @@ rng:
   use_triton: true
 distributed:
   strategy: fsdp2
-  ep_size: 4
+fp8:
+  enabled: true
 {VALIDATION}optimizer:
   _target_: torch.optim.Adam
   betas: [0.9, 0.95]
@@ -544,7 +721,7 @@ def test_the_converted_file_has_a_comment_for_each_changed_and_dropped_key(tmp_p
     assert "# was peft.dim" in text
     assert "# default of NeMo AutoModel" in text
     comments = [line for line in text.splitlines() if line.startswith("#")]
-    assert any("distributed.ep_size 4" in line for line in comments)
+    assert any("fp8: the model" in line for line in comments)
     assert any("peft.use_triton" in line and "ci" in line for line in comments)
 
 
