@@ -21,6 +21,7 @@ from typing import Any
 from automodel_ckpt.config import allowlist
 from automodel_ckpt.config.allowlist import CUSTOM
 from automodel_ckpt.config.bind import REMOTE_CODE, closest
+from automodel_ckpt.errors import limit_error
 from automodel_ckpt.user_code import location_in_user_code, register_user_code
 
 ENVIRONMENT = "AUTOMODEL_CKPT_TRUST"
@@ -214,4 +215,10 @@ def import_failure(name: object, error: Exception) -> Rejected:
     location = location_in_user_code(error)
     if location is not None:
         hint += f" at {location}"
-    return Rejected(f"{name} cannot be imported: {type(error).__name__}: {error}", hint)
+    what = f"{name} cannot be imported: {type(error).__name__}: {error}"
+    limit = limit_error(error)
+    if limit is not None:
+        problem = limit.problems[0]
+        what = f"{name} cannot be imported: {problem.what} ({problem.value})"
+        hint = problem.hint
+    return Rejected(what, hint)

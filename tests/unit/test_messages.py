@@ -208,6 +208,12 @@ def test_a_log_line_that_cannot_be_written_now_is_a_warning(
     ("code", "name", "said"),
     [
         ("1 / 0", "Recipe", "cannot be imported: ZeroDivisionError"),
+        (
+            "raise MemoryError",
+            "Recipe",
+            r"out of memory[\s\S]*ulimit -v is[\s\S]*raise the memory limit",
+        ),
+        ("open('x' * 300)", "Recipe", "cannot be imported: OSError"),
         ("class Recipes: ...", "Recipe", r"has no Recipe[\s\S]*did you mean Recipes"),
         (
             "class Recipe:\n    setup = run = close = print\n    Config = dict",

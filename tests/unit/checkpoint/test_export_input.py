@@ -144,12 +144,12 @@ def test_an_export_leaves_nothing_open(tmp_path: Path) -> None:
     assert opened_below(tmp_path) == []
 
 
-WORKERS = """
+WORKERS = r"""
 import os, time
 from automodel_ckpt.checkpoint.export.copy_engine import Workers
 
 def wait(share, num_threads):
-    print(os.getpid(), flush=True)
+    os.write(1, b"%d\n" % os.getpid())
     time.sleep(60)
 
 Workers(2, 1).run(wait, [[], []])
