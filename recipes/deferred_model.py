@@ -319,8 +319,9 @@ class _Source:
         there |= {name: found.shape for name, found in self._quantized.tensors.items()}
         ignored = _ignored_names(model, set(there) - set(shapes))
         if ignored:
-            log.info(
-                "%d tensors of the files are not used, because transformers ignores them for this type: %s ...",
+            log.warning(
+                "%d tensors of the files are neither trained nor exported, because transformers has no module for them "
+                "(such as layers that predict further tokens): %s, ...",
                 len(ignored),
                 ignored[0],
             )

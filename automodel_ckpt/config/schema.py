@@ -307,8 +307,9 @@ class PeftConfig:
     """Dropout probability of the adapter's input during training."""
     target_modules: list[str] | str = "all-linear"
     """Layers to adapt: names (q_proj), glob patterns over full names (*.self_attn.*), or all-linear."""
-    target_parameters: list[str] = field(default_factory=list)
-    """Weights of fused experts to adapt (3 dimensions): names (gate_up_proj) or globs over full names (*.experts.*)."""
+    target_parameters: list[str] | str = field(default_factory=list)
+    """Weights of fused experts to adapt (3 dimensions): names (gate_up_proj), glob patterns over full names
+    (*.experts.*), or all-experts: all that the model has, which can be none."""
     exclude_modules: list[str] = field(default_factory=list)
     """Layers to exclude from target_modules: names or glob patterns."""
     modules_to_save: list[str] = field(default_factory=list)

@@ -26,6 +26,7 @@ from automodel_ckpt.models.vocabulary import num_embeddings
 log = logging.getLogger("automodel_ckpt")
 
 ALL_LINEAR = "all-linear"
+ALL_EXPERTS = "all-experts"
 ADAPTER_NAME = "default"
 _LINEAR = (nn.Linear, Conv1D)
 _FUSED_DIMENSIONS = 3
@@ -41,7 +42,7 @@ class Lora:
     alpha: int = 16
     dropout: float = 0.0
     target_modules: Sequence[str] | str = ALL_LINEAR
-    target_parameters: Sequence[str] = ()
+    target_parameters: Sequence[str] | str = ()
     exclude_modules: Sequence[str] = ()
     modules_to_save: Sequence[str] = ()
     use_dora: bool = False
@@ -182,7 +183,7 @@ def find_modules(model: nn.Module, lora: Lora) -> tuple[list[str], list[str]]:
         what = "these modules would be both fully trained and adapted"
         hint = "list them in only one of the two settings"
         problems.append(Problem(what, "peft.modules_to_save", both[:5], hint))
-    if not found and not problems and not lora.target_parameters:
+    if not found and not problems and not find_parameters(model, lora.target_parameters):
         what = "no layer is left to adapt"
         hint = _available(adaptable)
         problems.append(Problem(what, "peft.target_modules", list(patterns), hint))
@@ -191,17 +192,30 @@ def find_modules(model: nn.Module, lora: Lora) -> tuple[list[str], list[str]]:
     return [name for name in modules if name in found], saved
 
 
-def find_parameters(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+def find_parameters(model: nn.Module, patterns: Sequence[str] | str) -> list[str]:
     """Find the full names of the parameters with three dimensions (fused experts) that *patterns* match.
 
-    A glob matches the full name, other patterns the name or its last components. Raises :class:`RecipeError` with every
-    pattern that matches none.
+    A glob matches the full name, other patterns the name or its last components. ``all-experts`` selects all, also if
+    there are none. Raises :class:`RecipeError` with every other pattern that matches none.
     """
-    shapes = {name: parameter.dim() for name, parameter in model.named_parameters()}
-    fused = [name for name, num_dimensions in shapes.items() if num_dimensions == _FUSED_DIMENSIONS]
+    modules = dict(model.named_modules())
+    shapes: dict[str, int] = {}
+    fused: list[str] = []
+    for name, parameter in model.named_parameters():
+        shapes[name] = parameter.dim()
+        # The kernel of a convolution can have three dimensions, too.
+        is_layer = isinstance(modules[name.rpartition(".")[0]], _ADAPTABLE)
+        if parameter.dim() == _FUSED_DIMENSIONS and not is_layer:
+            fused.append(name)
     found: set[str] = set()
     problems: list[Problem] = []
+    if isinstance(patterns, str):
+        patterns = [patterns]
     for pattern in patterns:
+        if pattern == ALL_EXPERTS:
+            # Embeddings of positions can have three dimensions, too.
+            found.update(name for name in fused if _is_of_experts(name))
+            continue
         matches = [name for name in fused if _matches(pattern, name)]
         found.update(matches)
         if matches:
@@ -218,6 +232,11 @@ def find_parameters(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     if problems:
         raise RecipeError.all_of(problems)
     return [name for name in fused if name in found]
+
+
+def _is_of_experts(name: str) -> bool:
+    """Whether a module that a parameter is in has the name that transformers gives to experts."""
+    return any("experts" in component for component in name.split(".")[:-1])
 
 
 def _matching(

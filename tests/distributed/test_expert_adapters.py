@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen3MoeConfig,
+)
 
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.errors import RecipeError
@@ -123,9 +129,21 @@ def test_peft_loads_the_adapter_and_computes_the_same_and_so_does_the_merged_mod
         torch.testing.assert_close(value, whole[name], rtol=1e-5, atol=1e-6)
 
 
-def test_adapters_on_experts_alone_need_no_layers() -> None:
+def test_all_experts_can_be_none() -> None:
+    model: Any = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
+    adapted = add_adapters(model, Lora(target_parameters="all-experts"), task_type=None)
+    assert not adapted.peft_config["target_parameters"]
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
+    with pytest.raises(RecipeError, match="no layer is left to adapt"):
+        add_adapters(
+            model, Lora(target_modules=(), target_parameters="all-experts"), task_type=None
+        )
+
+
+@pytest.mark.parametrize("patterns", [["*.experts.*"], "all-experts"])
+def test_adapters_on_experts_alone_need_no_layers(patterns: list[str] | str) -> None:
     model: Any = AutoModelForCausalLM.from_config(CONFIGS["qwen3_moe"])
-    lora = Lora(target_modules=(), target_parameters=["*.experts.*"])
+    lora = Lora(target_modules=(), target_parameters=patterns)
     adapted = add_adapters(model, lora, task_type="CAUSAL_LM")
     names = [name for name, p in adapted.model.named_parameters() if p.requires_grad]
     assert len(names) == 8
