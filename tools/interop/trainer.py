@@ -8,49 +8,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from automodel_ckpt.cli import ckpt
+from tests.support.continued import ADAPTER, CONTINUED, losses_of
 from tools.clients.environments import TORCH, Environment
 from tools.interop.program import Check, Program, Workplace
 
 _ROOT = Path(__file__).resolve().parents[2]
 _MAKER = _ROOT / "tests" / "fixtures" / "trainer" / "make.py"
 _TOLERANCE = 1e-5
-_RECIPE = """
-seed: 7
-model:
-  from_config: CONFIG
-dataset:
-  _target_: tests.fixtures.tiny_training.Rows
-  num_samples: 22
-dataloader:
-  shuffle: false
-optimizer:
-  lr: 1e-2
-  weight_decay: 0.1
-lr_scheduler:
-  name: cosine
-  warmup_steps: 2
-step_scheduler:
-  global_batch_size: 8
-  local_batch_size: 2
-  max_steps: 10
-  ckpt_every_epochs: null
-checkpoint:
-  checkpoint_dir: RUN
-"""
-"""The recipe for the runs of the maker script. CONFIG and RUN are replaced by directories."""
-_ADAPTER = """
-tokenizer: null
-peft:
-  r: 2
-  alpha: 4
-  target_modules: [q_proj, v_proj]
-  modules_to_save: [model.norm]
-"""
-"""The section for the adapter of the maker script."""
 # The Trainer's settings, and the recipe that corresponds to them.
 _VARIANTS = {
-    "cosine with warm-up, 4 micro-batches, 22 samples": (["--num-samples", "22"], _RECIPE),
+    "cosine with warm-up, 4 micro-batches, 22 samples": (["--num-samples", "22"], CONTINUED),
     "linear, 1 micro-batch, untied head": (
         [
             "--untied",
@@ -66,7 +33,7 @@ _VARIANTS = {
                 }
             ),
         ],
-        _RECIPE.replace("name: cosine\n  warmup_steps: 2", "name: linear")
+        CONTINUED.replace("name: cosine\n  warmup_steps: 2", "name: linear")
         .replace("num_samples: 22", "num_samples: 24")
         .replace("local_batch_size: 2", "local_batch_size: 4"),
     ),
@@ -84,7 +51,7 @@ def checks(workplace: Workplace) -> Iterator[Check]:
         for num_ranks, strategy in _RANKS:
             directory = workplace.directory / f"here{number}-{num_ranks}-{strategy}"
             text = recipe.replace("CONFIG", str(source)).replace("RUN", str(directory / "run"))
-            _ckpt("import", source, directory / "run", "--training-state")
+            workplace.ckpt("import", source, directory / "run", "--training-state")
             _train(
                 workplace,
                 directory,
@@ -92,7 +59,7 @@ def checks(workplace: Workplace) -> Iterator[Check]:
                 f"--distributed.strategy={strategy}",
                 num_ranks=num_ranks,
             )
-            found = _losses_of(directory / "run")
+            found = losses_of(directory / "run")
             what = f"steps 6 to 10 continue here, {strategy} on {num_ranks} rank(s) ({name})"
             yield _compared(what, found, {step: expected[step] for step in range(6, 11)})
         yield _back(workplace, number, name, arguments, recipe.replace("CONFIG", str(source)))
@@ -105,15 +72,15 @@ def _adapter_checks(workplace: Workplace) -> Iterator[Check]:
     workplace.run_script(_MAKER, made, "--adapter")
     source, base = made / "checkpoint-5", made / "base"
     expected = _losses(made)
-    recipe = _RECIPE.replace("from_config: CONFIG", f"from_pretrained: {base}") + _ADAPTER
+    recipe = CONTINUED.replace("from_config: CONFIG", f"from_pretrained: {base}") + ADAPTER
     for num_ranks, strategy in _RANKS:
         directory = workplace.directory / f"adapter-{num_ranks}-{strategy}"
-        _ckpt("import", source, directory / "run", "--training-state", "--base", base)
+        workplace.ckpt("import", source, directory / "run", "--training-state", "--base", base)
         text = recipe.replace("RUN", str(directory / "run"))
         _train(
             workplace, directory, text, f"--distributed.strategy={strategy}", num_ranks=num_ranks
         )
-        found = _losses_of(directory / "run")
+        found = losses_of(directory / "run")
         what = f"its adapter of peft continues here, {strategy} on {num_ranks} rank(s)"
         yield _compared(what, found, {step: expected[step] for step in range(6, 11)})
 
@@ -127,13 +94,13 @@ def _back(workplace: Workplace, number: int, name: str, arguments: list[str], re
     _train(workplace, directory, text, num_ranks=1)
     (checkpoint,) = run.glob("epoch_*_step_5")
     exported = directory / "exported"
-    _ckpt("export", checkpoint, "--to", "trainer", "-o", exported)
+    workplace.ckpt("export", checkpoint, "--to", "trainer", "-o", exported)
     made = directory / "made"
     made.mkdir()
     # With a callback that has state, which the Trainer looks up in the checkpoint when it saves.
     workplace.run_script(_MAKER, made, *arguments, "--resume", exported, "--early-stopping")
     found = dict(enumerate(json.loads((made / "losses.json").read_text()), start=6))
-    expected = _losses_of(run)
+    expected = losses_of(run)
     what = f"it resumes from an export with early stopping, steps 6 to 10 ({name})"
     return _compared(what, found, {step: expected[step] for step in range(6, 11)})
 
@@ -143,16 +110,6 @@ def _compared(what: str, found: dict[int, float], expected: dict[int, float]) ->
         return Check(what, f"losses of steps {list(found)}", False)
     largest = max(abs(found[step] / expected[step] - 1) for step in expected)
     return Check(what, f"losses differ by at most {largest:.1e}", largest <= _TOLERANCE)
-
-
-def _losses_of(run: Path) -> dict[int, float]:
-    """Return the losses in a run's training.jsonl by step."""
-    found: dict[int, float] = {}
-    for line in (run / "training.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        if "event" not in record:
-            found[record["step"]] = record["loss"]
-    return found
 
 
 def _losses(made: Path) -> dict[int, float]:
@@ -176,12 +133,6 @@ def _train(
     ]
     with open(workplace.log, "a") as output:
         subprocess.run(command, check=True, cwd=_ROOT, stdout=output, stderr=output)
-
-
-def _ckpt(*arguments: str | Path) -> None:
-    code = ckpt.main([str(argument) for argument in arguments])
-    if code != 0:
-        raise RuntimeError(f"ckpt {arguments[0]} ended with code {code}")
 
 
 PROGRAM = Program(

@@ -56,6 +56,20 @@ def read_safely(root: Path, path: str, *, limit: int | None = None) -> bytes:
         return file.read()
 
 
+def begins_with(root: Path, path: str, content: bytes) -> bool:
+    """Return whether the regular file *path* below *root* begins with *content*; False if it cannot be read."""
+    try:
+        descriptor = open_safely(root, path)
+    except OSError:
+        return False
+    try:
+        return os.pread(descriptor, len(content), 0) == content
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
 def link_on_the_way(root: Path, path: str) -> str | None:
     """The first directory on the way from *root* to *path* that is a symbolic link, relative to *root*."""
     parts = path.split("/")[:-1]

@@ -25,7 +25,7 @@ from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.digests import FileRecord, digest_from
 from automodel_ckpt.checkpoint.files.direct import METER
 from automodel_ckpt.checkpoint.files.durable_file import DurableFile
-from automodel_ckpt.checkpoint.files.safe_open import open_safely
+from automodel_ckpt.checkpoint.files.safe_open import begins_with, open_safely
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.merkle import (
     FileSlice,
@@ -148,18 +148,8 @@ class ReusableFiles:
             1 for piece in slices if piece.nbytes
         ):
             return None
-        try:
-            descriptor = open_safely(self._root, file)
-        except OSError:
-            return None
-        try:
-            # No digest in the manifest covers the header alone.
-            found = os.pread(descriptor, len(header), 0)
-        except OSError:
-            return None
-        finally:
-            os.close(descriptor)
-        return record if found == header else None
+        # No digest in the manifest covers the header alone.
+        return record if begins_with(self._root, file, header) else None
 
     def slices_of(self, file: str) -> Sequence[FileSlice]:
         """The slices of a file of the previous checkpoint that are not empty."""
