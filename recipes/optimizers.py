@@ -7,7 +7,7 @@ import inspect
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from automodel_ckpt.errors import Problem, RecipeError
 from automodel_ckpt.models.build import did_you_mean
 from automodel_ckpt.models.vision import PARTS, parameters_of
 from automodel_ckpt.training.combined_optimizer import CombinedOptimizer
+from automodel_ckpt.training.muon import Muon
 from automodel_ckpt.training.optim import adamw, check_optimizer
 
 log = logging.getLogger("automodel_ckpt")
@@ -285,6 +286,8 @@ def _build_one(
         )
     if callable_of(section) is torch.optim.Muon:
         _check_matrices(groups)
+        # torch's class computes with shards, whose products it rounds before it adds them up.
+        section = replace(section, _target_=f"{Muon.__module__}.{Muon.__qualname__}")
     return build(section, params=params)
 
 
