@@ -1,9 +1,9 @@
 """``ckpt import``: convert what another program saved into a checkpoint. Imports no torch.
 
-Sources are what ``init_from`` reads (``convert/open.py``): a plain DCP directory, Hugging Face files, shards of
-PyTorch's HuggingFaceStorageWriter, a checkpoint of NeMo AutoModel. The result is a complete checkpoint of weights in
-the layout ``hf``, written and published as any save: staged, digested, one rename. What the source's own files do not
-tell in a form that all programs share (optimizer, data position, random numbers) is not guessed; it is named.
+Sources are what ``init_from`` reads (``convert/open.py``): files and directories in any format of
+``sources/registry.py``. The result is a complete checkpoint of weights in the layout ``hf``, written and published as
+any save: staged, with digests, and renamed once. The training state is imported if the user asks for it and its format
+is known. Everything that is not imported is reported.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from automodel_ckpt.convert.names.torchtitan import (
     required_torchtitan_conversion,
 )
 from automodel_ckpt.convert.names_file import Renaming, rename
-from automodel_ckpt.convert.open import open_weights
+from automodel_ckpt.convert.open import Weights, open_weights
 from automodel_ckpt.convert.sources.format import Format
 from automodel_ckpt.convert.sources.registry import detect, detect_run, formats_in
 from automodel_ckpt.convert.sources.torch_files import BIN_INDEX
@@ -87,7 +87,7 @@ _WEIGHT_FILES = (
     layout.EXPORT_MANIFEST,
 )
 _PLACES = (".", MODEL, f"{MODEL}/{layout.CONSOLIDATED}")
-_REMEDY = "use a directory of *.safetensors or of PyTorch DCP (.metadata and *.distcp), or a checkpoint with model/"
+_HINT = "use a directory of *.safetensors or of PyTorch DCP (.metadata and *.distcp), or a checkpoint with model/"
 ABSENT = ("optimizer", "learning-rate schedule", "data position", "random numbers", "counters")
 
 
@@ -204,13 +204,7 @@ def _prepared(
     config: Path | None,
     adapters: AdapterBuilder | None,
 ) -> Import:
-    if source.is_file():
-        directory, known = source.parent, detect(source, follow_links=True)
-        opened = open_weights(source, config)
-        assert known is not None, "open_weights raises for an unknown format"
-    else:
-        directory, known = _located(source)
-        opened = open_weights(directory, config)
+    directory, known, opened = _opened(source, config)
     weights = opened.modules[MODEL]
     adapter = _adapter(source, directory, weights, adapters, config)
     if adapter is not None and parameters is not None:
@@ -229,6 +223,8 @@ def _prepared(
     )
     if parameters is not None:
         training = _training(source, directory, weights, step, epoch, parameters, config, renaming)
+        # The omitted parts of the model's files are what the training state consists of.
+        omitted = training.state.omitted
     position = _position(source, directory, step, epoch)
     counters = training or position
     name = layout.CheckpointName(step=counters.step, epoch=counters.epoch)
@@ -242,9 +238,6 @@ def _prepared(
         side = _side_files(config or opened.side_files)
         if not side and not known.has_own_config:
             side = side_files_of(place, directory)
-    if training is not None:
-        # The omitted parts of the model's files are what the training state consists of.
-        omitted = training.state.omitted
     if _CONFIG in side:
         side[_CONFIG], _ = agreeing_config(side[_CONFIG], plan, BaseMaps(), directory / _CONFIG)
     return Import(
@@ -263,6 +256,20 @@ def _prepared(
         position_from=position.origin,
         adapter=adapter,
     )
+
+
+def _opened(source: Path, config: Path | None) -> tuple[Path, Format, Weights]:
+    """Return the directory of the weights in *source*, their format, and the weights.
+
+    Raises :class:`CheckpointUnusable` if there are none in a known format.
+    """
+    if source.is_file():
+        known = detect(source, follow_links=True)
+        opened = open_weights(source, config)
+        assert known is not None, "open_weights raises for an unknown format"
+        return source.parent, known, opened
+    directory, known = _located(source)
+    return directory, known, open_weights(directory, config)
 
 
 def _side_files(directory: Path | None) -> dict[str, bytes]:
@@ -759,4 +766,4 @@ def _equal(tree: Tree, one: str, other: str) -> bool:
 
 
 def _unusable(what: str, where: Path, value: object) -> CheckpointUnusable:
-    return CheckpointUnusable(what, where=str(where), value=value, hint=_REMEDY)
+    return CheckpointUnusable(what, where=str(where), value=value, hint=_HINT)

@@ -25,13 +25,12 @@ _MAX_NAMES = 5
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Describe the command ``ckpt import``."""
     command.description = (
-        "Import the weights of a DCP directory, Hugging Face files, a safetensors file or shards, or a "
-        "NeMo AutoModel checkpoint into a run directory, as a checkpoint that a recipe can start from. With "
-        "--training-state, a recipe continues the other program's run. The source is neither executed nor modified. "
-        "State that is not imported is listed."
+        "Import the weights of another program's checkpoint, in any format that ckpt reads, into a run directory, as a "
+        "checkpoint that a recipe can start from. With --training-state, a recipe continues the other program's run. "
+        "The source is neither executed nor modified. State that is not imported is listed."
     )
     command.add_argument(
-        "source", metavar="SOURCE", help="directory of the other program, or a .safetensors file"
+        "source", metavar="SOURCE", help="a directory or a file of the other program"
     )
     command.add_argument(
         "run",
