@@ -258,14 +258,12 @@ def run_all(
     """
     view = memoryview(b"") if memory is None else memory
     reusable: ReusableFiles | None = None
-    is_open = False
     compared: list[tuple[Job, Comparison]] = []
     with _digest_threads() as threads:
         for job in jobs:
-            if job.reusable and not is_open:
+            if job.reusable and reusable is None:
                 # Not before: most saves have no reusable file, and the manifest need not be read.
                 reusable = ReusableFiles.open(previous)
-                is_open = True
             if not job.reusable or reusable is None or reusable.record(job.file) is None:
                 job.run(staging, written, view)
                 continue

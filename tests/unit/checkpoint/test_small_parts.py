@@ -23,6 +23,7 @@ from automodel_ckpt.checkpoint.saving import forecast
 from automodel_ckpt.checkpoint.slices import Slice, Tensor, runs_in_file
 from automodel_ckpt.checkpoint.sources.opening import open_checkpoint
 from automodel_ckpt.checkpoint.state.live_state import _is_same
+from automodel_ckpt.checkpoint.state.stored_rows import read_rows, rows_of
 from automodel_ckpt.checkpoint.writing import reuse
 from automodel_ckpt.checkpoint.writing.rank_manifest import RankManifest, _complete_reused
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed
@@ -79,6 +80,11 @@ def test_a_base_without_an_index_of_its_weights_is_an_error_of_the_recipe(tmp_pa
         base_identity.files_of_index(index)
     index.write_text(json.dumps({"weight_map": {"a": "two", "b": "one", "c": "two"}}))
     assert base_identity.files_of_index(index) == ["one", "two"]
+    # As in the cache of the Hub, where every file is a link.
+    (tmp_path / "snapshot").mkdir()
+    linked = tmp_path / "snapshot" / layout.HF_INDEX
+    linked.symlink_to(index)
+    assert base_identity.files_of_index(linked) == ["one", "two"]
 
 
 def test_tensors_are_divided_into_files_of_at_most_5_gb_in_their_order() -> None:
@@ -138,12 +144,57 @@ def test_every_file_of_an_export_that_is_missing_or_of_another_size_is_reported(
     assert ExportManifest(tmp_path, record).problems(only={"a"}) == []
 
 
+def test_a_link_in_an_export_is_damage_except_in_the_cache_of_the_hub(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "1").write_text("aa")
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "a").symlink_to(tmp_path / "blobs" / "1")
+    files = {"a": ListedFile(2, (DigestedRange(0, 2, digest_of(b"aa")),))}
+    assert ExportManifest(tmp_path / "export", files, follow_links=True).problems() == []
+    (problem,) = ExportManifest(tmp_path / "export", files).problems()
+    assert "not a regular file" in problem.what and problem.where == str(tmp_path / "export" / "a")
+    (tmp_path / "blobs" / "1").write_text("ab")
+    (problem,) = ExportManifest(tmp_path / "export", files, follow_links=True).problems()
+    assert "its digest does not match" in problem.what
+
+
 def test_the_bytes_of_a_strided_slice_are_no_byte_ranges_of_its_file() -> None:
     piece = Slice("w", "F32", (0, 0), (2, 2), "m", 0, 16, None)
     strided = dataclasses.replace(piece, strides=(1, 2))
     with pytest.raises(ValueError, match="w is strided"):
         list(runs_in_file(strided, (2, 2)))
     assert [run.nbytes for run in runs_in_file(piece, (2, 2))] == [16]
+
+
+@pytest.mark.parametrize("dimension", [0, 1])
+@pytest.mark.parametrize(("first", "stop"), [(0, 6), (1, 5), (2, 4), (3, 3), (5, 6)])
+def test_rows_of_a_tensor_are_read_from_the_slices_that_have_them(
+    tmp_path: Path, dimension: int, first: int, stop: int
+) -> None:
+    path = tmp_path / "epoch_0_step_20"
+    tensors = {"w": torch.arange(60.0).reshape(6, 10)}
+    write_checkpoint(path, tensors, cut("w", tensors["w"], 3, dim=dimension), step=20)
+    stored = Manifest.read(path).trees["model"].tensors["w"]
+    rows = rows_of(stored, first, stop)
+    assert rows.shape == (stop - first, 10)
+    for piece in rows.slices:
+        num_elements = piece.sizes[0] * piece.sizes[1]
+        assert piece.nbytes == 4 * num_elements and piece.digest is None
+        whole = (path / piece.file).read_bytes()[piece.start : piece.start + piece.nbytes]
+        values = torch.frombuffer(bytearray(whole or b"0000"), dtype=torch.float32)[:num_elements]
+        row, column = first + piece.offsets[0], piece.offsets[1]
+        wanted = tensors["w"][row : row + piece.sizes[0], column : column + piece.sizes[1]]
+        assert torch.equal(values.reshape(piece.sizes), wanted)
+    assert sum(piece.nbytes for piece in rows.slices) == 4 * 10 * (stop - first)
+    read = read_rows(Weights(path), stored, first, stop)
+    assert torch.equal(read, tensors["w"][first:stop])
+
+
+class Weights:
+    """Where tensors are read."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
 
 
 # ---------------------------------------------------------------- state and forecasts
