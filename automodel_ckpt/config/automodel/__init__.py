@@ -15,7 +15,13 @@ from dataclasses import dataclass
 
 from automodel_ckpt.config.automodel import data, model, others, ranks, training
 from automodel_ckpt.config.automodel.notices import Notice
-from automodel_ckpt.config.automodel.rows import AUTOMODEL_DEFAULT, GUIDE, Work, put
+from automodel_ckpt.config.automodel.rows import (
+    AUTOMODEL_DEFAULT,
+    GUIDE,
+    Work,
+    is_of_automodel,
+    put,
+)
 from automodel_ckpt.config.bind import join
 from automodel_ckpt.config.yaml_tree import Node
 from automodel_ckpt.errors import Problem
@@ -48,16 +54,30 @@ class Translation:
 
 
 def class_name(root: Node) -> str | None:
-    """Return the name of AutoModel's recipe class in a file; None if the file is a recipe of this program."""
+    """Return the name of AutoModel's recipe class in a file; None if the file is a recipe of this program.
+
+    Recipes of AutoModel before 2026 have no key recipe. They are recognized by the class of the model.
+    """
+    if root.at("recipe") is None:
+        return _class_for_model(root)
     node = root.at("recipe._target_") or root.at("recipe")
     if node is None or not isinstance(node.value, str):
         return None
     package, _, name = node.value.rpartition(".")
-    if package.partition(".")[0] == "nemo_automodel":
+    if is_of_automodel(package):
         return name
     if not package and name.startswith(_PREFIXES) and "Recipe" in name:
         return name
     return None
+
+
+def _class_for_model(root: Node) -> str | None:
+    target = root.at("model._target_")
+    if target is None or not is_of_automodel(str(target.value)):
+        return None
+    if "ForImageTextToText" in str(target.value):
+        return "FinetuneRecipeForVLM"
+    return "TrainFinetuneRecipeForNextTokenPrediction"
 
 
 def translate(root: Node) -> Translation | None:
@@ -68,7 +88,8 @@ def translate(root: Node) -> Translation | None:
     source = root.copy()
     _rename_references(source)
     assert isinstance(source.value, dict)
-    node = source.value.pop("recipe")
+    node = source.value.pop("recipe", None) or source.at("model._target_")
+    assert node is not None
     if name not in RECIPES:
         problem = Problem("unknown recipe", node.origin, name, f"{_NO_RECIPE}; {GUIDE}")
         return Translation(root, (), (problem,))

@@ -46,9 +46,14 @@ def _lines(
         value = bound.at(full) or child
         comment = comments.get(full, "")
         if isinstance(child.value, dict) and child.value:
-            text = f"{' ' * indent}{name}:"
-            yield f"{text:{_WIDTH}}  # {comment}" if comment else text
+            yield _commented(f"{' ' * indent}{name}:", comment)
             yield from _lines(child, bound, comments, full, indent + 2)
             continue
         (row,) = [text for text, _ in lines(Node({name: value}, ""), indent) if text]
-        yield f"{row:{_WIDTH}}  # {comment}" if comment else row
+        yield _commented(row, comment)
+
+
+def _commented(row: str, comment: str) -> str:
+    if not comment:
+        return row
+    return f"{row:{_WIDTH}}  # {comment}"

@@ -21,6 +21,7 @@ from automodel_ckpt.config.automodel.rows import (
     take_target,
     value_of,
 )
+from automodel_ckpt.config.bind import join
 from automodel_ckpt.config.yaml_tree import Node
 
 _DATASETS = "nemo_automodel.components.datasets."
@@ -60,8 +61,9 @@ def column_mapping(section: Section) -> None:
     if names:
         space = "" if is_true(as_chat) else " "
         template = "".join(f"{{{{ {column.value} }}}}{space}" for _, column in names)
-        was = ", ".join(f"column_mapping.{name}" for name, _ in names)
-        section.put("prompt_field", Node(template, names[0][1].origin, quoted=True), was=was)
+        section.put("prompt_field", Node(template, names[0][1].origin, quoted=True))
+        for name, column in names:
+            mapping.translated(name, column, join(section.to, "prompt_field"))
     Key("answer", "completion_field").apply(mapping)
     Key("use_hf_chat_template", "as_chat", words={"true": "auto", "True": "auto"}).apply(section)
 
@@ -110,12 +112,14 @@ def length(section: Section) -> None:
     given = section.take("truncation")
     if given is not None:
         origin = given.origin
+        section.translated("truncation", given, join(section.to, "truncation"))
     for name, word in (("filter_overlong", "skip"), ("truncate_history", "history")):
         switch = section.take(name)
         if is_true(switch):
             assert switch is not None
             policy = word
             origin = switch.origin
+            section.translated(name, switch, join(section.to, "truncation"))
         elif switch is not None:
             section.no_effect(name, switch)
     section.put("truncation", Node(policy, origin))
@@ -473,52 +477,77 @@ def _image_packs(section: Section) -> None:
 
 
 def tokenizer(section: Section) -> None:
-    """Translate the section tokenizer."""
-    _pretrained(section, "transformers.AutoTokenizer.from_pretrained", r"(NeMo)?AutoTokenizer")
+    """Translate the section tokenizer. Settings need the tokenizer's class as ``_target_``."""
+    if section.node is None or not _is_pretrained(section, "AutoTokenizer"):
+        return
+    name = _own_name(section)
+    settings = [key for key, child in section.node.children() if not child.is_null]
+    if not settings:
+        if name is not None:
+            section.put("from_pretrained", name, was="pretrained_model_name_or_path")
+        return
+    name = name or _name_of_model(section)
+    if name is not None:
+        section.put("_target_", Node("transformers.AutoTokenizer.from_pretrained", name.origin))
+        section.put("pretrained_model_name_or_path", name)
+        apply_rows([Key(key) for key in settings], section)
+
+
+OUR_PROCESSOR_KEYS = ("from_pretrained", "kwargs")
 
 
 def processor(section: Section) -> None:
     """Translate the section processor. The data sets have no videos, so their settings have no effect."""
     NoEffect("video_processor").apply(section)
-    _pretrained(section, "transformers.AutoProcessor.from_pretrained", r"AutoProcessor")
-
-
-def _pretrained(section: Section, auto_class: str, pattern: str) -> None:
-    """Translate a tokenizer or processor: the model's own, its name alone, or a call of *auto_class* with arguments."""
-    if section.node is None:
+    if section.node is None or not _is_pretrained(section, "AutoProcessor"):
         return
+    name = _own_name(section)
+    if name is not None:
+        section.put("from_pretrained", name, was="pretrained_model_name_or_path")
+    for key, _ in section.node.children():
+        if key not in OUR_PROCESSOR_KEYS:
+            Key(key, f"kwargs.{key}").apply(section)
+
+
+def _is_pretrained(section: Section, auto_class: str) -> bool:
+    """Remove the ``_target_`` of a tokenizer or processor that is read from files.
+
+    AutoModel's own classes, such as its processors for MiniMax M3, Step 3.7 and Inkling, are in transformers. Returns
+    False for another ``_target_``, such as the user's own code.
+    """
     node = section.peek("_target_")
-    target = str(node.value) if node is not None else ""
-    is_auto = re.fullmatch(rf"[\w.]*\.{pattern}\.from_pretrained", target) is not None
-    if node is not None and is_of_automodel(target) and not is_auto:
-        text = "the processor of the model's repository is read by transformers.AutoProcessor"
-        section.degraded("_target_", node, text)
-    elif node is not None and not is_auto:
-        return
+    if node is None:
+        NoEffect("trust_remote_code").apply(section)
+        return True
+    target = str(node.value)
+    is_auto = re.fullmatch(rf"[\w.]*\.{auto_class}\.from_pretrained", target) is not None
+    if not is_auto and not is_of_automodel(target):
+        return False
     section.take("_target_")
+    section.translated("_target_", node, section.to)
     NoEffect("trust_remote_code").apply(section)
-    model = _name_of_model(section)
+    return True
+
+
+def _own_name(section: Section) -> Node | None:
+    """Remove and return the name of a tokenizer or processor; None if it is the model's.
+
+    The model's own one also follows model.revision and model.trust_remote_code.
+    """
     name = section.take("pretrained_model_name_or_path")
-    # The model's own one also follows model.revision and model.trust_remote_code.
+    model = _name_of_model(section)
     if name is not None and model is not None and name.value == model.value:
         section.no_effect("pretrained_model_name_or_path", name)
-        name = None
-    arguments = [key for key, child in section.node.children() if not child.is_null]
-    if name is not None and not arguments:
-        section.put("from_pretrained", name, was="pretrained_model_name_or_path")
-        return
-    name = name or model
-    if not arguments or name is None:
-        return
-    section.put("_target_", Node(auto_class, node.origin if node is not None else section.origin))
-    section.put("pretrained_model_name_or_path", name)
-    apply_rows([Key(key) for key in arguments], section)
+        return None
+    return name
 
 
 def _name_of_model(section: Section) -> Node | None:
     """Return the name of the model, which its tokenizer and processor have if nothing else is given."""
     model = section.work.result.at("model.from_pretrained")
-    return replace(model, origin=AUTOMODEL_DEFAULT) if model is not None else None
+    if model is None:
+        return None
+    return replace(model, origin=AUTOMODEL_DEFAULT)
 
 
 def validation(section: Section) -> None:

@@ -112,7 +112,9 @@ def model(section: Section) -> None:
             section.take("_target_")
             section.reject("_target_", target, "this model class is not supported", _ONE_MODEL)
         return
-    section.take("_target_")
+    if target is not None:
+        section.take("_target_")
+        section.translated("_target_", target, "recipe")
     _keep_attention(section)
     name_of_model(section, from_config=found is not None and found["method"] == "from_config")
     apply_rows(MODEL, section)
@@ -147,7 +149,10 @@ def name_of_model(section: Section, *, from_config: bool) -> None:
         section.put(to, config, was="config")
         return
     inner = section.inner("config")
+    node = inner.peek("_target_")
     target = take_target(inner)
+    if node is not None:
+        inner.translated("_target_", node, f"model.{to}")
     name = inner.take("pretrained_model_name_or_path")
     if name is not None and (not target or _CONFIG_CLASS.fullmatch(target)):
         section.put(to, name, was="config.pretrained_model_name_or_path")
@@ -182,7 +187,8 @@ def remote_code(section: Section) -> None:
         node = section.take(name)
         ours = section.work.result.at("model.from_config")
         is_written_out = ours is not None and isinstance(ours.value, dict)
-        if is_true(node) and not is_written_out:
+        is_given = section.work.result.at("model.trust_remote_code") is not None
+        if is_true(node) and not is_written_out and not is_given:
             assert node is not None
             section.put("trust_remote_code", node, was=name)
         elif node is not None:
@@ -277,8 +283,7 @@ def adapted_layers(section: Section) -> None:
     elif selects_all or excluded is not None:
         if _selects_all(names):
             assert names is not None
-            text = "linear layers are adapted, not lm_head; fused experts: --peft.target_parameters"
-            section.degraded("target_modules", replace(names, value="'*'"), text)
+            experts(section, names)
         chosen = match_all if is_true(match_all) else names
         origin = AUTOMODEL_DEFAULT if chosen is None else chosen.origin
         section.put("target_modules", Node("all-linear", origin, quoted=True))
@@ -288,6 +293,18 @@ def adapted_layers(section: Section) -> None:
         section.no_effect("match_all_linear", match_all)
     if excluded is not None:
         section.put("exclude_modules", _as_list(excluded), was="exclude_modules")
+
+
+def experts(section: Section, names: Node) -> None:
+    """Adapt fused experts too, as AutoModel's pattern ``*`` does, unless another option excludes it."""
+    dropout = section.peek("dropout")
+    has_dropout = dropout is not None and bool(value_of(dropout))
+    if has_dropout or is_true(section.peek("use_dora")):
+        shown = replace(names, value="'*'")
+        text = "fused experts get no adapters, because of dropout or use_dora"
+        section.degraded("target_modules", shown, text)
+        return
+    section.put("target_parameters", Node("all-experts", names.origin), was="target_modules")
 
 
 def _selects_all(names: Node | None) -> bool:

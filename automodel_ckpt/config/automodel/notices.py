@@ -35,6 +35,7 @@ def report_lines(notices: Iterable[Notice]) -> Iterator[str]:
             yield f"note: {notice.origin}: {notice.key}: {notice.text}"
     unused = list(dict.fromkeys(each.key for each in notices if each.kind == "no effect"))
     if unused:
-        keys = "1 key" if len(unused) == 1 else f"{len(unused)} keys"
-        verb = "has" if len(unused) == 1 else "have"
-        yield f"note: {keys} of NeMo AutoModel {verb} no meaning here: {', '.join(unused)}"
+        have = f"{len(unused)} keys of NeMo AutoModel have"
+        if len(unused) == 1:
+            have = "1 key of NeMo AutoModel has"
+        yield f"note: {have} no meaning here: {', '.join(unused)}"

@@ -107,7 +107,22 @@ def _tracker(section: Section, names: dict[str, str], *, enabled: bool) -> None:
         section.work.section("").put(section.to, Node({}, section.origin))
 
 
-LAUNCH = "start the ranks as docs/guides/launch.md describes"
+def neftune(section: Section) -> None:
+    """Translate the noise on embeddings: a section with noise_alpha, or a number."""
+    node = section.work.section("").peek("neftune")
+    if node is None:
+        return
+    model = section.work.section("neftune", "model")
+    if isinstance(node.value, str):
+        section.work.section("").take("neftune")
+        model.put("neftune_alpha", node)
+        section.work.section("").translated("neftune", node, "model.neftune_alpha")
+        return
+    Key("noise_alpha", "neftune_alpha", default="5.0").apply(model)
+    NoEffect("enabled").apply(model)
+
+
+LAUNCH = "start the ranks as docs/guides/multi-node.md describes"
 TOP_LEVEL = (
     NoEffect(
         "ci",
@@ -127,7 +142,6 @@ TOP_LEVEL = (
     Degraded("slurm", LAUNCH),
     Degraded("fp8", "the model is trained in bfloat16", when=is_enabled),
     Needs("qat", "quantization-aware training", "remove the section"),
-    Needs("neftune", "noise on embeddings (NEFTune)", "remove the section"),
     Needs("tool_call_eval", "evaluation of tool calls during training", "remove the section"),
     Needs("embedding_row_repair", "repair of embedding rows", "remove the section"),
     Needs("comet", "the tracker Comet", "use wandb, mlflow, tensorboard or trackio"),
@@ -149,5 +163,6 @@ ROWS = (
     ("checkpoint", Steps(checkpoint)),
     ("", Steps(seed)),
     ("", Steps(trackers)),
+    ("neftune", Steps(neftune)),
     ("", Steps(top_level)),
 )

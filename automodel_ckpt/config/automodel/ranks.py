@@ -29,16 +29,17 @@ SHARDED = "experts are sharded by fsdp2 instead; the same mathematics"
 
 
 def experts(section: Section) -> None:
-    """Translate expert parallelism, which needs fsdp2 without tensor parallelism here."""
+    """Translate expert parallelism, which needs fsdp2 without tensor parallelism and adapters on experts here."""
     node = section.take("ep_size")
     if node is None:
         return
     tensor = section.work.result.at("distributed.tp_size")
     strategy = section.work.result.at("distributed.strategy")
     is_sharded = strategy is None or strategy.value == "auto"
+    has_adapters = section.work.result.at("peft.target_parameters") is not None
     if not above_1(node):
         section.no_effect("ep_size", node)
-    elif is_sharded and (tensor is None or not above_1(tensor)):
+    elif is_sharded and not has_adapters and (tensor is None or not above_1(tensor)):
         section.put("ep_size", node)
     else:
         section.degraded("ep_size", node, SHARDED)
@@ -55,7 +56,7 @@ DISTRIBUTED = (
     NoEffect("moe"),
     NoEffect("autocast_dtype", "activation_checkpointing_scope", "enable_async_tensor_parallel"),
     Needs(
-        "tp_plan", "a plan by name", "write distributed.tp_plan._target_ (docs/guides/launch.md)"
+        "tp_plan", "a plan by name", "write distributed.tp_plan._target_ (docs/guides/multi-gpu.md)"
     ),
 )
 

@@ -33,7 +33,9 @@ class Work:
 
     def section(self, path: str, to: str | None = None) -> Section:
         """Return the view of AutoModel's section at *path*, translated to our section *to* (the same name if None)."""
-        return Section(self, path, path if to is None else to)
+        if to is None:
+            to = path
+        return Section(self, path, to)
 
 
 @dataclass(frozen=True)
@@ -45,25 +47,42 @@ class Section:
     to: str
 
     @property
+    def whole(self) -> Node | None:
+        """The node of the section as it is now, whatever its value; None if it does not exist."""
+        if not self.path:
+            return self.work.source
+        return self.work.source.at(self.path)
+
+    @property
     def node(self) -> Node | None:
         """The section as far as it has not been translated yet; None if it does not exist or is not a mapping."""
-        node = self.work.source.at(self.path) if self.path else self.work.source
-        return node if node is not None and isinstance(node.value, dict) else None
+        node = self.whole
+        if node is None or not isinstance(node.value, dict):
+            return None
+        return node
 
     @property
     def origin(self) -> str:
         """Where the section begins, for messages."""
-        node = self.work.source.at(self.path) if self.path else self.work.source
-        return node.origin if node is not None else ""
+        node = self.whole
+        if node is None:
+            return ""
+        return node.origin
 
     def inner(self, name: str, to: str | None = None) -> Section:
         """Return the view of a subsection, translated to *to* (a complete key)."""
-        return Section(self.work, join(self.path, name), join(self.to, name) if to is None else to)
+        if to is None:
+            to = join(self.to, name)
+        return Section(self.work, join(self.path, name), to)
 
     def peek(self, name: str) -> Node | None:
         """Return the node at a dotted name; None if it does not exist or is null."""
-        node = self.node.at(name) if self.node else None
-        return None if node is None or node.is_null else node
+        if self.node is None:
+            return None
+        node = self.node.at(name)
+        if node is None or node.is_null:
+            return None
+        return node
 
     def has(self, name: str) -> bool:
         """Whether the section has a dotted name, possibly with the value null."""
@@ -71,10 +90,10 @@ class Section:
 
     def take(self, name: str) -> Node | None:
         """Remove and return the node at a dotted name; None if it does not exist or is null."""
-        *parents, last = name.split(".")
+        parent, _, last = name.rpartition(".")
         section = self.node
-        for part in parents:
-            section = section.at(part) if section is not None else None
+        if section is not None and parent:
+            section = section.at(parent)
         if section is None or not isinstance(section.value, dict):
             return None
         node = section.value.get(last)
@@ -82,15 +101,19 @@ class Section:
         if node is None or (node.is_null and node.is_flag):
             return None
         del section.value[last]
-        return None if node.is_null else node
+        if node.is_null:
+            return None
+        return node
 
     def put(self, name: str, node: Node, *, was: str = "") -> None:
         """Set a key of our section. *was* is AutoModel's name for it, for the notices."""
         put(self.work.result, join(self.to, name), node)
-        full = join(self.path, was) if was else ""
-        if full and full != join(self.to, name):
-            notice = Notice("renamed", full, node.origin, join(self.to, name))
-            self.work.notices.append(notice)
+        if was and join(self.path, was) != join(self.to, name):
+            self.translated(was, node, join(self.to, name))
+
+    def translated(self, name: str, node: Node, to: str) -> None:
+        """Record that a key became our key *to*, or is implied by it."""
+        self.work.notices.append(Notice("renamed", join(self.path, name), node.origin, to))
 
     def put_default(self, name: str, value: str) -> None:
         """Write a default of AutoModel that differs from ours."""
@@ -103,10 +126,10 @@ class Section:
 
     def degraded(self, name: str, node: Node, text: str) -> None:
         """Record a key that is replaced by something weaker or different, with a warning."""
-        shown = f" {node}" if isinstance(node.value, str) else ""
-        self.work.notices.append(
-            Notice("degraded", f"{join(self.path, name)}{shown}", node.origin, text=text)
-        )
+        key = join(self.path, name)
+        if isinstance(node.value, str):
+            key = f"{key} {node}"
+        self.work.notices.append(Notice("degraded", key, node.origin, text=text))
 
     def note(self, name: str, node: Node, text: str) -> None:
         """Record what a user should know about a key that was translated."""
@@ -119,7 +142,9 @@ class Section:
 
     def reject(self, name: str, node: Node, what: str, hint: str) -> None:
         """Add an error for a key whose feature does not exist here."""
-        value = str(node) if isinstance(node.value, str) else ""
+        value = ""
+        if isinstance(node.value, str):
+            value = str(node)
         problem = Problem(f"{join(self.path, name)}: {what}", node.origin, value, hint)
         self.work.problems.append(problem)
 
@@ -183,7 +208,9 @@ class Key:
         is_given = section.has(self.name)
         node = section.take(self.name)
         to = self.where or self.to or self.name
-        target = replace(section, to="") if self.where else section
+        target = section
+        if self.where:
+            target = replace(section, to="")
         if node is None:
             if self.default is not None and not is_given:
                 target.put_default(to, self.default)
@@ -280,7 +307,9 @@ def apply_rows(rows: Sequence[Row], section: Section) -> None:
 def take_target(section: Section) -> str:
     """Remove and return the ``_target_`` of a section; empty if it has none."""
     node = section.take("_target_")
-    return str(node.value) if node is not None else ""
+    if node is None:
+        return ""
+    return str(node.value)
 
 
 def is_of_automodel(target: str) -> bool:

@@ -65,6 +65,8 @@ def optimizer(section: Section) -> None:
     section.take("_target_")
     if node is not None and ADAMW.get(target):
         section.degraded("_target_", node, ADAMW[target])
+    elif node is not None:
+        section.translated("_target_", node, "optimizer")
     if target == "torch.optim.Adam" and decay is None:
         section.put_default("weight_decay", "0.0")
     apply_rows(OPTIMIZER, section)
@@ -102,7 +104,10 @@ def muon(section: Section, node: Node) -> None:
     decay = section.peek("weight_decay")
     if decay is not None:
         group["weight_decay"] = decay
-    section.put("lr", other or rate, was="scalar_lr" if other is not None else "")
+    if other is not None:
+        section.put("lr", other, was="scalar_lr")
+    else:
+        section.put("lr", rate)
     for name in ("embed_lr", "lm_head_lr"):
         option = section.take(name)
         if option is not None and value_of(option) != value_of(other or rate):

@@ -6,6 +6,7 @@ The recipes are written here, in AutoModel's format.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from automodel_ckpt.config.automodel.notices import report_lines
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.config.schema import Target
+from automodel_ckpt.config.yaml_tree import Node
 from automodel_ckpt.errors import RecipeError
 from tools import automodel_recipes
 
@@ -334,7 +336,24 @@ TRANSLATED: list[tuple[str, str, Any]] = [
         "processor.from_pretrained",
         "some/processor",
     ),
-    (VLM + "processor:\n  padding_side: right\n", "processor.padding_side", "right"),
+    (
+        VLM + "processor:\n  _target_: nemo_automodel.components.models.x.build_processor\n"
+        "  pretrained_model_name_or_path: some/processor\n",
+        "processor.from_pretrained",
+        "some/processor",
+    ),
+    (PEFT + "  target_modules: ['*']\n", "peft.target_parameters", "all-experts"),
+    ("neftune:\n  noise_alpha: 4.0\n", "model.neftune_alpha", 4.0),
+    ("neftune: 4.0\n", "model.neftune_alpha", 4.0),
+    (
+        (
+            "tokenizer:\n  _target_: nemo_automodel.NeMoAutoTokenizer.from_pretrained\n"
+            "  pretrained_model_name_or_path: some/model\n  add_bos_token: true\n"
+        ),
+        "tokenizer.add_bos_token",
+        True,
+    ),
+    (VLM + "processor:\n  padding_side: right\n", "processor.kwargs", {"padding_side": "right"}),
     ("distributed:\n  ep_size: 8\n", "distributed.ep_size", 8),
     (MODEL + "  trust_remote_code: true\n", "model.trust_remote_code", True),
     (
@@ -510,7 +529,7 @@ def test_a_key_without_meaning_here_is_named_in_one_line(
 
 
 DEGRADED = [
-    ("skypilot:\n  cloud: gcp\n", ":1: skypilot", "docs/guides/launch.md"),
+    ("skypilot:\n  cloud: gcp\n", ":1: skypilot", "docs/guides/multi-node.md"),
     ("distributed:\n  tp_size: 2\n  ep_size: 8\n", ":3: distributed.ep_size 8", "fsdp2 instead"),
     ("distributed:\n  strategy: megatron_fsdp\n", ":2: distributed.strategy", "fsdp2 of torch"),
     (
@@ -525,16 +544,20 @@ DEGRADED = [
     ),
     (MODEL + "  attn_implementation: te\n", ":4: model.attn_implementation te", "default is used"),
     ("fp8:\n  enabled: true\n", ":1: fp8", "bfloat16"),
-    (PEFT + "  target_modules: ['*']\n", ":3: peft.target_modules", "target_parameters"),
+    (
+        PEFT + "  target_modules: ['*']\n  dropout: 0.1\n",
+        ":3: peft.target_modules",
+        "because of dropout",
+    ),
+    (
+        PEFT + "  target_modules: ['*']\ndistributed:\n  ep_size: 2\n",
+        ":5: distributed.ep_size 2",
+        "fsdp2 instead",
+    ),
     (
         MODEL + "  num_nextn_predict_layers: 1\n",
         ":4: model.num_nextn_predict_layers 1",
         "without multi-token prediction",
-    ),
-    (
-        VLM + "processor:\n  _target_: nemo_automodel.components.models.x.build_processor\n",
-        ":3: processor._target_",
-        "transformers.AutoProcessor",
     ),
     (PEFT + "  lora_A_init: xavier\n", ":3: peft.lora_A_init xavier", "Kaiming"),
     (
@@ -723,6 +746,56 @@ def test_the_converted_file_has_a_comment_for_each_changed_and_dropped_key(tmp_p
     comments = [line for line in text.splitlines() if line.startswith("#")]
     assert any("fp8: the model" in line for line in comments)
     assert any("peft.use_triton" in line and "ci" in line for line in comments)
+
+
+def leaves(node: Node, key: str = "") -> Iterator[tuple[str, Node]]:
+    """Yield (dotted key, node) of each value that is not null; a list counts as one value."""
+    children = node.children()
+    if isinstance(node.value, list) or not children:
+        if not node.is_null:
+            yield key, node
+        return
+    for name, child in children:
+        yield from leaves(child, f"{key}.{name}" if key else name)
+
+
+def origins(node: Node) -> Iterator[str]:
+    yield node.origin
+    for _, child in node.children():
+        yield from origins(child)
+
+
+ALL_TEXTS = {
+    *(text for text, _, _ in TRANSLATED),
+    *(text for text, _ in WITHOUT_EFFECT),
+    *(text for text, _, _ in DEGRADED),
+    WHOLE,
+}
+
+
+@pytest.mark.parametrize("text", sorted(ALL_TEXTS))
+def test_every_value_of_an_accepted_file_is_in_the_recipe_or_named(
+    tmp_path: Path, text: str
+) -> None:
+    loaded = load(tmp_path, text)
+    assert loaded.translated is not None
+    kept = set(origins(loaded.translated))
+    named = {notice.key.partition(" ")[0] for notice in loaded.notices}
+    dropped = []
+    for key, node in leaves(loaded.parsed):
+        parts = key.split(".")
+        above = {".".join(parts[:number]) for number in range(1, len(parts) + 1)}
+        if node.origin not in kept and not above & named and parts[0] != "recipe":
+            dropped.append(key)
+    assert dropped == []
+
+
+def test_a_file_without_recipe_is_recognized_by_its_model(tmp_path: Path) -> None:
+    recipe = tmp_path / "theirs.yaml"
+    recipe.write_text(MODEL + ROWS)
+    assert load_recipe(recipe).config.recipe == "llm_finetune"
+    recipe.write_text(MODEL.replace("CausalLM", "ImageTextToText") + MEDPIX)
+    assert load_recipe(recipe).config.recipe == "vlm_finetune"
 
 
 def test_only_recipes_of_automodel_are_converted(tmp_path: Path) -> None:
