@@ -105,8 +105,8 @@ class Recipe:
     # Set by build.
     preprocessor: Any
     """The tokenizer or processor, whose files are part of exports; None if there is none."""
-    model_config: PreTrainedConfig | None
-    """The transformers configuration; None for a model by ``_target_``."""
+    model_config: PreTrainedConfig | None = None
+    """The transformers configuration; None for a model by ``_target_``, and before :meth:`build_training` reads it."""
     dataloader: GlobalBatchLoader
     validation_batches: Callable[[], Iterator[GlobalBatch]] | None
     validation_sets: Mapping[str, Callable[[], Iterator[GlobalBatch]]]
