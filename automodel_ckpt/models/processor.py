@@ -25,6 +25,7 @@ from automodel_ckpt.models.repository import RepositoryOptions, from_library_fir
 log = logging.getLogger("automodel_ckpt")
 
 _AUTO: Any = AutoProcessor  # its class methods have no annotations
+_PROCESSOR: Any = transformers.ProcessorMixin
 _VIDEOS = "video_processor"
 _PIXEL_LIMITS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 """Setting of Qwen-VL's image processors -> its name in their ``size``, where both are numbers of pixels."""
@@ -144,12 +145,20 @@ class _Settings(dict[str, Any]):
         return self.get(name)
 
 
+class _IgnoresVideos(_PROCESSOR):  # type: ignore[misc]
+    """Drops the part for videos that some processors (Gemma 4) pass to their base class."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        options.pop(_VIDEOS, None)
+        super().__init__(*args, **options)
+
+
 @functools.cache
 def without_videos(processor_class: Any) -> Any:
     """*processor_class* for text and images alone. It is saved as the whole is, with what its files say of videos."""
     parts: list[str] = processor_class.get_attributes()
 
-    class TextAndImages(processor_class):  # type: ignore[misc]
+    class TextAndImages(processor_class, _IgnoresVideos):  # type: ignore[misc]
         video_processor = _Settings()
 
         @classmethod

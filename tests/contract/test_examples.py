@@ -17,7 +17,7 @@ from automodel_ckpt.cli.train import examples, main
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.vlm_finetune import VLMFinetune
 from tests.support import ranks
-from tests.support.stand_ins import DATA, IMAGES, MODELS, VISION_MODELS, write_stand_ins
+from tests.support.stand_ins import DATA, IMAGES, MEDPIX, MODELS, VISION_MODELS, write_stand_ins
 from tests.support.training import train
 
 SHIPPED = examples()
@@ -34,6 +34,12 @@ SMALLER = {  # what a few steps on two cores ask to be changed
         "--step_scheduler.local_batch_size=4",
     ],
     TP: ["--step_scheduler.global_batch_size=4"],
+    "vlm_finetune/qwen2_5_vl/qwen2_5_vl_3b_medpix_packed_peft": [
+        "--packed_sequence.size=160",
+        "--step_scheduler.global_batch_size=4",
+        "--processor.kwargs={max_pixels: 1024}",
+        "--dataloader.num_workers=1",
+    ],
 }
 RANKS = {TP: 4}
 FAMILIES = {
@@ -46,11 +52,11 @@ FAMILIES = {
 
 
 def test_there_are_this_many_examples_and_each_is_looked_after() -> None:
-    assert len(SHIPPED) == 14
-    assert len(HUB) == 9
+    assert len(SHIPPED) == 15
+    assert len(HUB) == 10
     assert len(list(Path(next(iter(SHIPPED.values()))).parents[1].rglob("*.sbatch"))) == 1
     named = " ".join(path.read_text() for path in HUB.values()).split()
-    assert (MODELS.keys() | VISION_MODELS.keys() | DATA.keys() | {IMAGES}) <= set(named)
+    assert (MODELS.keys() | VISION_MODELS.keys() | DATA.keys() | {IMAGES, MEDPIX}) <= set(named)
 
 
 @pytest.mark.parametrize("name", SHIPPED)

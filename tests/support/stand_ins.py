@@ -91,6 +91,8 @@ VISION_MODELS = {"Qwen/Qwen2.5-VL-3B-Instruct": "qwen2_5_vl"}
 """Hub name -> its family in :mod:`tests.support.vision`."""
 IMAGES = "images/conversations.jsonl"
 """The file of conversations with images that recipes name."""
+MEDPIX = "mmoukouba/MedPix-VQA"
+"""The table of images, questions and answers that recipes name."""
 
 
 def _conversation(number: int) -> dict[str, Any]:
@@ -153,6 +155,8 @@ def write_stand_ins(directory: Path, recipe: str) -> list[str]:
         write_vision_model(directory / name, VISION_MODELS[name])
     if IMAGES in words:
         write_images(directory / IMAGES)
+    if MEDPIX in words:
+        write_medpix(directory / MEDPIX)
     models, data = sorted(words & MODELS.keys()), sorted(words & DATA.keys())
     for name in models:
         if not (directory / name).exists():
@@ -192,6 +196,25 @@ def write_images(path: Path) -> None:
 
     path.parent.mkdir(exist_ok=True)
     write_conversations(path.parent, 40)
+
+
+def write_medpix(path: Path) -> None:
+    """Tables with the columns of MedPix-VQA: an image, a question and an answer."""
+    import datasets
+    import numpy as np
+    from PIL import Image
+
+    path.mkdir(parents=True)
+    for split, num_rows in (("train", 40), ("validation", 4)):
+        levels = [10 + number for number in range(num_rows)]
+        images = [Image.fromarray(np.full((16, 24, 3), level, np.uint8)) for level in levels]
+        rows = {
+            "image_id": images,
+            "question": ["How bright is it?"] * num_rows,
+            "answer": [f"The level is {level}." for level in levels],
+        }
+        table = datasets.Dataset.from_dict(rows).cast_column("image_id", datasets.Image())
+        table.to_parquet(str(path / f"{split}.parquet"))
 
 
 def write_data(path: Path, row: Callable[[int], dict[str, Any]], other_split: str) -> None:

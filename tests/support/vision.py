@@ -184,6 +184,55 @@ def qwen2_5_vl() -> tuple[Any, Any]:
     return config, processor
 
 
+def gemma4() -> tuple[Any, Any]:
+    tokens = {
+        "image_token": "<|image|>",
+        "boi_token": "<|image>",
+        "eoi_token": "<image|>",
+        "audio_token": "<|audio|>",
+        "boa_token": "<|audio>",
+        "eoa_token": "<audio|>",
+    }
+    tokenizer = tokenizer_with(*tokens.values(), "<|video|>", **tokens)
+    images = transformers.Gemma4ImageProcessorPil(
+        patch_size=4, max_soft_tokens=70, pooling_kernel_size=2
+    )
+    made = without_videos(transformers.Gemma4Processor)
+    sounds = transformers.Gemma4AudioFeatureExtractor()
+    template = TEMPLATE.replace("IMAGE", "<|image|>")
+    processor = made(sounds, images, tokenizer, None, chat_template=template)
+    processor.video_processor = type(made.video_processor)(
+        video_processor_type="Gemma4VideoProcessor"
+    )
+    layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32}
+    heads = {"head_dim": 16, "global_head_dim": 16}
+    image, start, end = tokenizer.convert_tokens_to_ids([*tokens.values()][:3])
+    config = transformers.Gemma4Config(
+        text_config={
+            **TEXT,
+            **layers,
+            **heads,
+            "num_global_key_value_heads": 2,
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+            "use_bidirectional_attention": "vision",
+        },
+        vision_config={
+            **VISION,
+            **heads,
+            "num_key_value_heads": 2,
+            "pooling_kernel_size": 2,
+            "default_output_length": 70,
+            "position_embedding_size": 64,
+        },
+        audio_config=None,
+        image_token_id=image,
+        boi_token_id=start,
+        eoi_token_id=end,
+    )
+    return config, processor
+
+
 def smolvlm() -> tuple[Any, Any]:
     places = [f"<row_{row}_col_{column}>" for row in range(1, 3) for column in range(1, 3)]
     tokenizer = tokenizer_with(
@@ -214,6 +263,8 @@ FAMILIES: dict[str, Callable[[], tuple[Any, Any]]] = {
     "gemma3": gemma3,
     "qwen2_5_vl": qwen2_5_vl,
 }
+if hasattr(transformers, "Gemma4ImageProcessorPil"):
+    FAMILIES["gemma4"] = gemma4
 if find_spec("num2words"):  # its processor is not made without
     FAMILIES["smolvlm"] = smolvlm
 
