@@ -33,6 +33,7 @@ from automodel_ckpt.errors import CheckpointUnusable, Problem, RecipeError
 from automodel_ckpt.models.build import fetched_directory, require_local
 from automodel_ckpt.models.repository import base_directory
 from automodel_ckpt.models.weight_matching import Names, Verdict, compare
+from automodel_ckpt.recipes.init_config import config_directory
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -132,8 +133,10 @@ def start_from(
     """
     with raise_on_all_ranks(group):
         start = Start()
-        for one, where in _sections(section):
-            start.add(one, _open(one.path, f"{where}.path"), where)
+        with config_directory(modules) as config:
+            for one, where in _sections(section):
+                weights = _open(one.path, f"{where}.path", _config_for(one, config))
+                start.add(one, weights, where)
         verdict = _compare(section, start, modules, resizable)
         for weights in start.sources:
             weights.verify(verify, ranks.rank, ranks.world_size)
@@ -159,11 +162,12 @@ def inspect_start(
     :func:`start_from`, except for damage that only a digest shows.
     """
     start = Start()
-    for one, where in _sections(section):
-        weights = _open_local(one.path, f"{where}.path")
-        if weights is None:
-            return None
-        start.add(one, weights, where)
+    with config_directory(modules) as config:
+        for one, where in _sections(section):
+            weights = _open_local(one.path, f"{where}.path", _config_for(one, config))
+            if weights is None:
+                return None
+            start.add(one, weights, where)
     verdict = _compare(section, start, modules, resizable)
     for weights in start.sources:
         weights.verify("size", 0, 1)
@@ -180,6 +184,12 @@ def _sections(section: Section) -> list[tuple[InitFromConfig, str]]:
     if isinstance(section, InitFromConfig):
         return [(section, "init_from")]
     return [(one, f"init_from.{number}") for number, one in enumerate(section)]
+
+
+def _config_for(section: InitFromConfig, config: Path | None) -> Path | None:
+    """The directory of the model's config, if the weights are for the whole model and not for a part of it."""
+    is_part = isinstance(section, InitFromSource) and bool(section.strip or section.into)
+    return None if is_part else config
 
 
 def _prefix(name: str) -> str:
@@ -237,12 +247,15 @@ def verify_side_files(name: str, level: Level, revision: str | None = None) -> N
         raise CheckpointUnusable.all_of(problems)
 
 
-def _open_local(path: str, where: str) -> Weights | None:
-    """The weights of a path, or of a Hub name that is in the cache; None for any other Hub name."""
+def _open_local(path: str, where: str, config: Path | None) -> Weights | None:
+    """The weights of a path, or of a Hub name that is in the cache; None for any other Hub name.
+
+    *config* is the directory of the config.json to whose names weights of other programs are converted.
+    """
     local = Path(path).expanduser()
     # A path in an existing directory is never a Hub name: a typo must not become a download.
     if local.exists() or local.is_symlink() or local.parent.is_dir():
-        return open_weights(local)
+        return open_weights(local, config)
     require_local(path, where)
     cached = base_directory(path)
     if cached is None or not any(cached.glob("*.safetensors")):
@@ -250,10 +263,10 @@ def _open_local(path: str, where: str) -> Weights | None:
     return open_weights(cached)
 
 
-def _open(path: str, where: str) -> Weights:
+def _open(path: str, where: str, config: Path | None) -> Weights:
     local = Path(path).expanduser()
     if local.exists() or local.is_symlink() or local.parent.is_dir():
-        return open_weights(local)
+        return open_weights(local, config)
     require_local(path, where)
     if (fetched := fetched_directory(path)) is None:
         raise RecipeError(

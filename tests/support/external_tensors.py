@@ -13,9 +13,12 @@ from automodel_ckpt.convert.open import open_weights
 from automodel_ckpt.convert.training_state import ModelParameter, OptimizerState
 
 
-def values(path: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors that the description of *path* leads to, read from the files, with their tied names."""
-    module = open_weights(path).modules["model"]
+def values(path: Path, config: Path | None = None) -> dict[str, torch.Tensor]:
+    """Return the tensors that the description of *path* leads to, read from the files, with their tied names.
+
+    *config* is the directory of the config.json to whose names they are converted.
+    """
+    module = open_weights(path, config).modules["model"]
     found = {}
     for name, tensor in module.tensors.items():
         found[name] = value_of(module.root, tensor)
