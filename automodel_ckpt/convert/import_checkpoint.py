@@ -218,9 +218,6 @@ def _prepared(
     check_converted(weights.tensors, str(source))
     _check_not_sparse(weights)
     training = None
-    has_training_state = any(
-        known.has_training_state(path) for path, known in _states(source, directory)
-    )
     if parameters is not None:
         training = _training(source, directory, weights, step, epoch, parameters, config, renaming)
         # The omitted parts of the model's files are what the training state consists of.
@@ -252,7 +249,7 @@ def _prepared(
         name,
         tuple(_left_out(source, directory, omitted, has_training=training is not None)),
         training=training,
-        has_training_state=has_training_state,
+        has_training_state=_has_training_state(source, directory),
         position_from=position.origin,
         adapter=adapter,
     )
@@ -339,6 +336,10 @@ def _states(source: Path, directory: Path) -> Iterator[tuple[Path, Format]]:
         known = detect_run(path)
         if known is not None:
             yield path, known
+
+
+def _has_training_state(source: Path, directory: Path) -> bool:
+    return any(known.has_training_state(path) for path, known in _states(source, directory))
 
 
 def _training(
