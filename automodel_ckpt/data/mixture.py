@@ -19,7 +19,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from automodel_ckpt.data.mixture_stream import MixtureStream
 from automodel_ckpt.data.sampler import derive_seed, permutation
+from automodel_ckpt.data.stream_batches import restores_exactly
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
@@ -116,16 +118,19 @@ def mixture(
     sources: dict[str, Any],
     weights: dict[str, float] | None = None,
     num_samples: int | None = None,
-) -> MixtureDataset:
+) -> MixtureDataset | MixtureStream:
     """Mix data sets: *sources* are sections with ``_target_`` by name, *weights* their shares of the samples.
 
     Without *weights*, each source is used once per epoch. *num_samples* is the length of an epoch. By default, an epoch
     ends when the first source would repeat a sample; the others continue there in the next epoch. With a larger number,
     sources repeat. Logs how many samples of each source an epoch has. With ``packed_sequence``, each source is packed
-    separately, and a pack counts as its samples.
+    separately, and a pack counts as its samples. Sources may also be streams, which need *weights*
+    (:class:`~automodel_ckpt.data.mixture_stream.MixtureStream`).
 
-    Raises :class:`RecipeError` for sources that are iterable or empty, and for weights that do not fit.
+    Raises :class:`RecipeError` for sources of both kinds, for empty ones, and for weights that do not fit.
     """
+    if _are_streams(sources):
+        return _mixed_streams(sources, weights, num_samples)
     _check_sources(sources)
     sizes = {name: len(dataset) for name, dataset in sources.items()}
     shares = _shares(sizes, weights)
@@ -159,6 +164,40 @@ def mixture(
     return MixtureDataset(sources, counts)
 
 
+def _are_streams(sources: Any) -> bool:
+    """Whether all sources are iterable data sets that restore their position from a state."""
+    if not isinstance(sources, Mapping) or not sources:
+        return False
+    # Not by __getitem__, which torch's IterableDataset has, too.
+    return all(
+        not hasattr(dataset, "__len__") and restores_exactly(dataset)
+        for dataset in sources.values()
+    )
+
+
+def _mixed_streams(
+    sources: Mapping[str, Any], weights: Mapping[str, float] | None, num_samples: int | None
+) -> MixtureStream:
+    if weights is None:
+        raise RecipeError(
+            "a mixture of streams needs weights: the numbers of their samples are unknown",
+            where="dataset.weights",
+            value="null",
+            hint=f"give a weight for each of {', '.join(sources)}",
+        )
+    if num_samples is not None and num_samples < 1:
+        raise RecipeError(
+            "an epoch of the mixture has no sample",
+            where="dataset.num_samples",
+            value=num_samples,
+            hint="set num_samples to 1 or more, or remove it",
+        )
+    shares = _shares(dict.fromkeys(sources, 1), weights)
+    for name, share in shares.items():
+        log.info("mixture: %.4g of the samples are of %s", float(share), name)
+    return MixtureStream(sources, shares, num_samples)
+
+
 def for_each_source(dataset: Any, change: Callable[[Any], Any]) -> Any:
     """Return ``change(dataset)``, or for a mixture the mixture of its changed sources."""
     if isinstance(dataset, MixtureDataset):
@@ -181,7 +220,7 @@ def _check_sources(sources: Mapping[str, Any]) -> None:
                 "a source of a mixture is not a map-style data set",
                 where=where,
                 value=type(dataset).__name__,
-                hint="give a section with _target_, without streaming: a stream has no length",
+                hint="give sections with _target_, all without dataset.streaming or all with it",
             )
         if len(dataset) == 0:
             raise RecipeError(
