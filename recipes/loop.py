@@ -233,6 +233,8 @@ class TrainingLoop:
         without labels, or with a gradient that is not finite, changes no weight.
         """
         step = self.step_scheduler.step + 1
+        if self.trainable.fake_quantization is not None:
+            self.trainable.fake_quantization.start(step)
         if self.trainable.router_loss is not None:
             self.trainable.router_loss.start_step(control.num_tokens)
         if control.count == 0:
@@ -326,6 +328,9 @@ class TrainingLoop:
         It leaves no trace in the training: no gradients, and random states are restored.
         """
         measured = {}
+        if self.trainable.fake_quantization is not None:
+            # A run that has just been resumed has made no step.
+            self.trainable.fake_quantization.start(max(1, self.step_scheduler.step))
         self.model.eval()
         try:
             with torch.no_grad(), self.rng.preserved():

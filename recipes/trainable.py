@@ -61,6 +61,7 @@ from automodel_ckpt.models.build import (
     load_model_config,
 )
 from automodel_ckpt.models.compiling import compile_layers
+from automodel_ckpt.models.fake_quantization import FakeQuantization
 from automodel_ckpt.models.forward import accepts_use_cache
 from automodel_ckpt.models.loss_head import LossHead, ModuleLossHead, install_loss_head
 from automodel_ckpt.models.neftune import EmbeddingNoise
@@ -119,6 +120,8 @@ class Trainable:
     """The noise that training adds to embeddings (``model.neftune_alpha``); None: there is none."""
     adapted: Adapted | None = None
     """The adapters and their description; None without a ``peft`` section."""
+    fake_quantization: FakeQuantization | None = None
+    """The layers that compute with rounded values; None without a ``qat`` section."""
     resized: tuple[str, ...] = ()
     """Names in files of the parameters that ``model.vocab_size`` gives another number of rows."""
     summary: str = ""
@@ -318,6 +321,7 @@ class _TrainableBuilder:
             model,
             options,
             adapted=changed.adapted,
+            fake_quantization=self._fake_quantization(model),
             resized=changed.resized,
             summary=self._summary(model),
         )
@@ -435,6 +439,12 @@ class _TrainableBuilder:
         # A cache of keys and values serves generation only, and costs time and memory in each step. With one, models
         # of transformers do not look for the samples of a packed row.
         return {"use_cache": False} if accepts_use_cache(model) else {}
+
+    def _fake_quantization(self, model: nn.Module) -> FakeQuantization | None:
+        section = self.config.qat
+        if section is None or not self.is_trained:
+            return None
+        return FakeQuantization(model, section.scheme, section.group_size, section.start_step)
 
     def _router_settings(self, model: nn.Module) -> RouterSettings | None:
         """The settings of the router's loss; None for a model without one, or if the recipe switches it off.

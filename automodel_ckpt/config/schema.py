@@ -351,6 +351,18 @@ class PeftConfig:
 
 
 @dataclass
+class QatConfig:
+    """Quantization-aware training: linear layers compute as after a quantized export, and learn to compensate."""
+
+    scheme: Literal["FP8_DYNAMIC", "W8A8", "W8A16", "W4A16", "W4A8"] = "W4A16"
+    """Bits of weights (W) and of inputs (A); the schemes of `ckpt export --to compressed-tensors`, and W4A8."""
+    group_size: int | None = setting(None, AT_LEAST_1)
+    """Columns of a weight that share a scale; null: 128 (W4A16, W8A16, W4A8), else all columns of a row."""
+    start_step: int = setting(0, AT_LEAST_0)
+    """Number of steps that are trained without rounding first."""
+
+
+@dataclass
 class DistributedConfig:
     """Parallelism: how the work is distributed across ranks."""
 
@@ -822,6 +834,7 @@ class RecipeConfig:
     tokenizer: TokenizerConfig | Target | None = field(default_factory=TokenizerConfig)
     processor: ProcessorConfig | Target = field(default_factory=ProcessorConfig)
     peft: PeftConfig | None = None
+    qat: QatConfig | None = None
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     dataset: Target = field(
         default_factory=Target, metadata={"supplied": ("tokenizer", "processor")}
@@ -883,6 +896,24 @@ class RecipeConfig:
             ),
             "peft and model.freeze_if_present cannot be combined",
             "remove it: peft freezes the base except for peft.modules_to_save and peft.bias",
+        ),
+        Relation(
+            ("qat", "peft"),
+            lambda recipe: recipe.qat is None or recipe.peft is None,
+            "qat and peft cannot be combined: an adapter is merged before the weights are rounded",
+            "remove one of the sections",
+        ),
+        Relation(
+            ("qat", "distributed.tp_size"),
+            lambda recipe: recipe.qat is None or recipe.distributed.tp_size == 1,
+            "qat and tp_size cannot be combined: scales need complete rows of the weights",
+            "remove tp_size, and use fsdp2",
+        ),
+        Relation(
+            ("qat", "model"),
+            lambda recipe: recipe.qat is None or isinstance(recipe.model, ModelConfig),
+            "qat cannot be used with model._target_: only models of transformers are quantized",
+            "set model.from_pretrained or model.from_config, or remove the section qat",
         ),
         Relation(
             ("peft.target_parameters", "distributed.ep_size"),

@@ -50,6 +50,7 @@ from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.mesh_sizes import Sizes, choose_strategy
 from automodel_ckpt.distributed.pipeline import Pipeline, StageTensorSpec
 from automodel_ckpt.errors import AutomodelError, RecipeError
+from automodel_ckpt.models.fake_quantization import FakeQuantization
 from automodel_ckpt.recipes.adapters import adapt, quantization
 from automodel_ckpt.recipes.deferred_model import DeferredModel
 from automodel_ckpt.recipes.exports import check_export
@@ -200,6 +201,19 @@ def rows(it: Subject) -> Any:
     it.recipe.loss_fn = it.recipe.build_loss_fn()
     rows_of = it.recipe.build_objective().rows_of
     return {name: tuple(tensor.shape) for name, tensor in rows_of(micro_batch).items()}
+
+
+def rounding(it: Subject) -> Any:
+    """What a quantized layer computes in the second step."""
+    section = it.config.qat
+    assert section is not None
+    torch.manual_seed(1)
+    model: Any = LLMFinetune.auto_class.from_config(
+        LlamaConfig(hidden_size=256, intermediate_size=256, num_hidden_layers=1, vocab_size=8)
+    )
+    changed = FakeQuantization(model, section.scheme, section.group_size, section.start_step)
+    changed.start(2)
+    return model.model.layers[0].self_attn.q_proj(torch.ones(1, 256)).sum().item()
 
 
 def adapters(it: Subject) -> Any:
@@ -568,6 +582,11 @@ EVERY_STEP = ("--step_scheduler.ckpt_every_steps=1",)
 PRETRAINED = ("--model.from_config=null",)
 VALIDATED = (f"--validation_dataset={{_target_: {__name__}.samples}}",)
 KEEP = ("--checkpoint.keep_last=1", *VALIDATED)
+QAT = "--qat={}"
+QAT_RUN = (
+    "tests/distributed/test_qat.py::"
+    "test_a_run_is_the_same_on_more_ranks_resumes_exactly_and_begins_to_round_when_asked"
+)
 ADAPTED = ("--peft={}", "--peft.base_dir=base")
 SHARDED = ("--distributed.strategy=fsdp2",)
 GROUP = ("--optimizer.groups=[{params: [bias], lr: 0.5}]",)
@@ -652,6 +671,10 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
         "tests/distributed/test_vlm.py::test_the_vocabulary_of_fresh_weights_is_the_recipes",
         "processor",
     ),
+    "qat": Proven(QAT_RUN, "{scheme: W8A8}"),
+    "qat.scheme": Observed(rounding, "W8A8", (QAT,)),
+    "qat.group_size": Observed(rounding, "16", (QAT,)),
+    "qat.start_step": Observed(rounding, "3", (QAT,)),
     "peft": Observed(model, "{base_dir: base}"),
     "peft.method": OneValue(),
     "peft.r": Observed(adapters, "4", ADAPTED),

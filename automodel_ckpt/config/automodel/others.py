@@ -141,13 +141,40 @@ TOP_LEVEL = (
     Degraded("nemo_run", LAUNCH),
     Degraded("slurm", LAUNCH),
     Degraded("fp8", "the model is trained in bfloat16", when=is_enabled),
-    Needs("qat", "quantization-aware training", "remove the section"),
     Needs("tool_call_eval", "evaluation of tool calls during training", "remove the section"),
     Needs("embedding_row_repair", "repair of embedding rows", "remove the section"),
     Needs("comet", "the tracker Comet", "use wandb, mlflow, tensorboard or trackio"),
     Needs("teacher_model", "knowledge distillation", "remove the section"),
 )
 """Whole sections."""
+
+
+QAT = (
+    Key(
+        "quantizer_type",
+        where="qat.scheme",
+        words={"int8_dynact_int4weight": "W4A8", "int4_weight_only": "W4A16"},
+        default="W4A8",
+    ),
+    Key("groupsize", where="qat.group_size"),
+    NoEffect("_target_", "precision", "scales_precision", "padding_allowed", "inner_k_tiles"),
+)
+
+
+def qat(section: Section) -> None:
+    """Translate the section qat. AutoModel's quantizers are torchao's."""
+    switch = section.take("enabled")
+    if switch is None:
+        return
+    if not is_true(switch):
+        section.no_effect("enabled", switch)
+        for name in ("qat_config", "fake_quant_after_n_steps"):
+            NoEffect(name).apply(section)
+        return
+    note = "weights and inputs are rounded to the grid of compressed-tensors, which is symmetric"
+    section.note("enabled", switch, note)
+    Key("fake_quant_after_n_steps", "start_step").apply(section)
+    apply_rows(QAT, section.inner("qat_config"))
 
 
 def top_level(section: Section) -> None:
@@ -161,6 +188,7 @@ def top_level(section: Section) -> None:
 
 ROWS = (
     ("checkpoint", Steps(checkpoint)),
+    ("qat", Steps(qat)),
     ("", Steps(seed)),
     ("", Steps(trackers)),
     ("neftune", Steps(neftune)),

@@ -104,6 +104,11 @@ def reported(loaded: LoadedRecipe) -> str:
     return "\n".join(report_lines(loaded.notices))
 
 
+QAT = (
+    "qat:\n  enabled: true\n  fake_quant_after_n_steps: 1\n  qat_config:\n"
+    "    _target_: nemo_automodel.components.quantization.qat.QATConfig\n"
+    "    quantizer_type: int4_weight_only\n    groupsize: 256\n"
+)
 TRANSLATED: list[tuple[str, str, Any]] = [
     (LLM, "recipe", "llm_finetune"),
     (VLM, "recipe", "vlm_finetune"),
@@ -113,6 +118,11 @@ TRANSLATED: list[tuple[str, str, Any]] = [
         "llm_finetune",
     ),
     ("seed: 7\nrng:\n  seed: 8\n", "seed", 7),
+    (QAT, "qat.scheme", "W4A16"),
+    (QAT, "qat.group_size", 256),
+    (QAT, "qat.start_step", 1),
+    ("qat:\n  enabled: true\n", "qat.scheme", "W4A8"),
+    ("qat:\n  enabled: false\n  fake_quant_after_n_steps: 1\n", "qat", None),
     ("rng:\n  seed: 1111\n  ranked: true\n", "seed", 1111),
     ("rng:\n  deterministic: true\n", "deterministic", True),
     ("dist_env:\n  backend: nccl\n", "distributed.backend", None),
@@ -598,7 +608,6 @@ REJECTED = [
         2,
         "this model class is not supported",
     ),
-    ("qat:\n  enabled: true\n", 1, "quantization-aware training is not supported"),
     ("tool_call_eval:\n  max_eval_samples: 3\n", 1, "evaluation of tool calls"),
     ("embedding_row_repair:\n  max_rows: 3\n", 1, "repair of embedding rows"),
     ("comet:\n  project_name: p\n", 1, "the tracker Comet is not supported"),
@@ -652,7 +661,7 @@ def test_a_key_of_a_missing_feature_is_an_error_with_its_line_and_a_hint(
 def test_the_errors_name_the_feature_and_not_what_follows_from_its_absence(tmp_path: Path) -> None:
     text = f"dataset:\n  _target_: {DATA}.llm.seq2seq.make_seq2seq_dataset\n  max_target_len: 3\n"
     with pytest.raises(RecipeError) as error:
-        load(tmp_path, text + "qat:\n  enabled: true\n")
+        load(tmp_path, text + "tool_call_eval:\n  max_eval_samples: 3\n")
     assert len(error.value.problems) == 2
 
 
