@@ -14,6 +14,7 @@ import os
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from automodel_ckpt.errors import CheckpointUnusable, os_problem
 _PREFIX = "automodel_ckpt-decoded"
 _COMPLETE = "complete"
 _LOCK_SUFFIX = ".lock"
+_RETRY_SECONDS = 0.05
 
 
 def decoded_directory(source: Path, variant: str, decode: Callable[[Path], None]) -> Path:
@@ -40,6 +42,7 @@ def decoded_directory(source: Path, variant: str, decode: Callable[[Path], None]
             directory = _held(base, name, decode)
             if directory is not None:
                 return directory
+            time.sleep(_RETRY_SECONDS)
     except OSError as error:
         error.filename = error.filename or tempfile.gettempdir()
         hint = "free space, or set TMPDIR to a directory on another disk"
@@ -72,7 +75,10 @@ def _name_of(source: Path, variant: str) -> str:
 
 
 def _held(base: Path, name: str, decode: Callable[[Path], None]) -> Path | None:
-    """Return the complete directory with a shared lock on it; None if another process removed it meanwhile."""
+    """Return the complete directory with a shared lock on it.
+
+    Returns None if another process removed it meanwhile, or is about to decode the file too.
+    """
     directory = base / name
     lock = base / (name + _LOCK_SUFFIX)
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -81,7 +87,11 @@ def _held(base: Path, name: str, decode: Callable[[Path], None]) -> Path | None:
         # Waits for a process that decodes now.
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         if not (directory / _COMPLETE).exists():
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            try:
+                # Without waiting: another process that got here first keeps its shared lock until it ends.
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return None
             if _is_current(descriptor, lock) and not (directory / _COMPLETE).exists():
                 _decode_into(directory, decode)
             # Not atomic: another process can remove the directory in between.
