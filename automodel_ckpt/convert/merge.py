@@ -60,6 +60,7 @@ from automodel_ckpt.convert.merge_rules import (
     merged,
     merged_experts,
 )
+from automodel_ckpt.convert.quantized_base import QuantizedBase, quantized_base
 from automodel_ckpt.convert.sources.files import read_json
 from automodel_ckpt.convert.sources.hugging_face import tensors_in_file
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
@@ -239,6 +240,9 @@ class MergedModel:
         self._adapter = adapter
         self._naming = naming
         self._base, self._numbers = _base_tensors(base_dir)
+        self._quantized = quantized_base(base_dir, _ROOT, self._base)
+        if self._quantized is not None:
+            self._replace_quantized(self._quantized)
         changes = changes_by(adapter.tensors, adapter.where)
         of_experts = self._expert_changes(changes)
         self.changes = self._by_file_name(changes) | of_experts
@@ -247,6 +251,11 @@ class MergedModel:
         self.untied = self._untie()
         names = {*self._base, *self.changes, *self.untied}
         self.tensors = {name: self._described(name) for name in names}
+
+    @property
+    def is_dequantized(self) -> bool:
+        """Whether the files of the base are quantized, and those of the merged model are not."""
+        return self._quantized is not None
 
     @property
     def maps(self) -> BaseMaps:
@@ -271,9 +280,29 @@ class MergedModel:
         """Return the value of the tensor *name* (in files) as *dtype*. Raises :class:`CheckpointUnusable`."""
         stored = self._stored(name)
         if name not in self.changes:
-            return cast(whole_checked(_ROOT, stored), stored.dtype, dtype)
+            return self._read_as(stored, dtype)
         name_in_memory, change = self.changes[name]
         value, value_dtype = self._changed(name_in_memory, change, stored)
+        return cast(value, value_dtype, dtype)
+
+    def _replace_quantized(self, quantized: QuantizedBase) -> None:
+        """Describe the dequantized tensors of the base in the place of those in its files."""
+        for name in quantized.tensors:
+            self._numbers[name] = self._numbers[quantized.stored_name(name)]
+        for name in quantized.parts:
+            del self._base[name]
+            del self._numbers[name]
+        self._base |= quantized.tensors
+
+    def _whole(self, stored: Tensor) -> tuple[Array, str]:
+        """Return the values of a tensor of the base or of the adapter, and their dtype."""
+        quantized = self._quantized
+        if quantized is not None and quantized.tensors.get(stored.fqn) is stored:
+            return quantized.value(stored.fqn), "F32"
+        return whole_checked(_ROOT, stored), stored.dtype
+
+    def _read_as(self, stored: Tensor, dtype: str) -> Array:
+        value, value_dtype = self._whole(stored)
         return cast(value, value_dtype, dtype)
 
     def _file_name(self, name: str) -> str:
@@ -375,13 +404,13 @@ class MergedModel:
         """Return the new value of the tensor *name* (in memory), and its dtype."""
         start = self._adapter.tensors[change.whole] if change.whole else stored
         if not change.factors:
-            return whole_checked(_ROOT, start), start.dtype
+            return self._whole(start)
         if start.dtype not in ORDINARY_FLOATS:
             what = f"a layer of the base is stored as {start.dtype}, which nothing can be added to"
             raise self._not_mergeable(what, name)
         # Computed in float32 or float64, and rounded once, when the file is written.
         dtype = "F64" if start.dtype == "F64" else "F32"
-        weight = _read_as(start, dtype)
+        weight = self._read_as(start, dtype)
         factors = self._read_factors(change, dtype)
         if change.experts is not None:
             return self._changed_experts(name, change.experts, weight, factors), dtype
@@ -414,7 +443,7 @@ class MergedModel:
         for role, key in change.factors.items():
             known = self._factors.get((key, dtype))
             if known is None:
-                known = _read_as(self._adapter.tensors[key], dtype)
+                known = self._read_as(self._adapter.tensors[key], dtype)
                 while len(self._factors) >= _KEPT_FACTORS:
                     del self._factors[next(iter(self._factors))]
                 self._factors[key, dtype] = known
@@ -424,10 +453,6 @@ class MergedModel:
     def _not_mergeable(self, what: str, name: str) -> CheckpointUnusable:
         hint = "load base and adapter with peft in your own code, and call merge_and_unload"
         return CheckpointUnusable(what, where=self._adapter.where, value=name, hint=hint)
-
-
-def _read_as(tensor: Tensor, dtype: str) -> Array:
-    return cast(whole_checked(_ROOT, tensor), tensor.dtype, dtype)
 
 
 def _side_files(
@@ -455,7 +480,8 @@ def _side_files(
 
 
 def _changed_config(raw: bytes, model: MergedModel) -> bytes:
-    """Return config.json, changed if embeddings are no longer tied or have another number of rows."""
+    """Return config.json, changed if embeddings are no longer tied or have another number of rows, or if the base was
+    quantized."""
     config = parse_json(raw)
     # Models of several modalities have a config for each part, such as text_config.
     sections = [config]
@@ -463,6 +489,9 @@ def _changed_config(raw: bytes, model: MergedModel) -> bytes:
         if key.endswith("_config") and isinstance(value, dict):
             sections.append(value)
     is_changed = False
+    if model.is_dequantized:
+        del config["quantization_config"]
+        is_changed = True
     for section in sections:
         if model.untied and (section is config or "tie_word_embeddings" in section):
             section["tie_word_embeddings"] = False

@@ -21,6 +21,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.config.schema import ModelConfig
 from automodel_ckpt.data.python_docs import train_tokenizer
 from automodel_ckpt.distributed.parallelize import Parallelism, parallelize
@@ -210,6 +211,68 @@ def test_the_shards_of_two_ranks_are_what_transformers_dequantizes(
     for name, value in wanted.items():
         assert values[name].dtype == value.dtype, name
         assert torch.equal(values[name], value), name
+
+
+ADAPTERS = [
+    ("gpt_oss", "mxfp4", "all-experts"),
+    ("qwen3_moe", "fp8", "all-experts"),
+    ("llama", "compressed-tensors", "[]"),
+]
+
+
+@pytest.fixture(scope="module")
+def adapters(
+    read: tuple[Path, list[Any]], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    """Runs with adapters on quantized bases: {family: directory of checkpoints}."""
+    root = tmp_path_factory.mktemp("adapters")
+    _, _, rest = RECIPE.partition("dataset:")
+    recipes: dict[str, Path] = {}
+    for family, method, experts in ADAPTERS:
+        base = read[0] / f"{family}-{method}"
+        peft = f"{{r: 2, target_modules: [q_proj], target_parameters: {experts}}}"
+        text = f"seed: 7\nmodel: {{from_pretrained: {base}, dtype: bfloat16}}\npeft: {peft}\n"
+        (root / family).mkdir()
+        recipes[family] = write_recipe(root / family, f"{text}dataset:{rest}")
+
+    def all_families() -> None:
+        for recipe in recipes.values():
+            place = f"--checkpoint.checkpoint_dir={recipe.parent / 'run'}"
+            train(recipe, place, "--step_scheduler.max_steps=2", "--lr_scheduler=null")
+
+    ranks.run(all_families, 1, init=False, timeout=120)
+    return {family: recipe.parent / "run" for family, recipe in recipes.items()}
+
+
+@pytest.mark.parametrize(("family", "method"), [case[:2] for case in ADAPTERS])
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_adapters_on_a_quantized_base_are_merged_into_ordinary_files(
+    read: tuple[Path, list[Any]],
+    adapters: dict[str, Path],
+    family: str,
+    method: str,
+    tmp_path: Path,
+) -> None:
+    from peft import PeftModel
+
+    merged = tmp_path / "merged"
+    assert main(["export", str(adapters[family]), "--merge", "--output", str(merged)]) == 0
+    assert "quantization_config" not in json.loads((merged / "config.json").read_bytes())
+    found: Any = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.bfloat16)
+    config = AutoConfig.from_pretrained(read[0] / f"{family}-{method}")
+    del config.quantization_config
+    base: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    base.load_state_dict(expected(read[0] / f"{family}-{method}", method, "bfloat16"))
+    before = {name: value.clone() for name, value in base.state_dict().items()}
+    adapted = PeftModel.from_pretrained(base.float(), adapters[family] / "LATEST" / "model")
+    wanted = adapted.merge_and_unload().state_dict()
+    assert found.state_dict().keys() == wanted.keys()
+    changed: set[str] = set()
+    for name, value in found.state_dict().items():
+        torch.testing.assert_close(value.float(), wanted[name], rtol=0.01, atol=1e-6)
+        if not torch.equal(value, before[name]):
+            changed.add(name.rpartition(".")[0].rpartition(".")[2])
+    assert changed == ({"q_proj"} if family == "llama" else {"q_proj", "experts"})
 
 
 def test_a_run_on_an_fp8_base_exports_ordinary_files(
