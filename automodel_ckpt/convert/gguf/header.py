@@ -266,5 +266,5 @@ def _unusable(what: str, path: Path, value: object) -> CheckpointUnusable:
         what,
         where=str(path),
         value=value,
-        hint="download or convert the file again; llama.cpp's gguf-split --merge joins split files",
+        hint="download or convert the file again",
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 from automodel_ckpt.checkpoint.slices import Tensor, nbytes_of, whole_tensor
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.convert.decoded import decoded_directory
-from automodel_ckpt.convert.gguf.header import MAGIC, GgufHeader, TensorInfo, read_gguf_header
+from automodel_ckpt.convert.gguf.header import MAGIC, TensorInfo
 from automodel_ckpt.convert.gguf.kinds import F32
 from automodel_ckpt.convert.gguf.model import (
     GgufModel,
@@ -28,6 +28,7 @@ from automodel_ckpt.convert.gguf.model import (
     model_of_metadata,
     name_faults,
 )
+from automodel_ckpt.convert.gguf.parts import GgufParts, read_gguf_parts
 from automodel_ckpt.convert.sources.files import first_bytes
 from automodel_ckpt.convert.sources.format import Format, Inventory, TensorSummary
 from automodel_ckpt.errors import CheckpointUnusable
@@ -54,9 +55,10 @@ _NO_TOKENIZER = "the tokenizer, which is in the metadata: use the files of the o
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A tensor under the name that it gets, where it is in the file, and how its values differ."""
+    """A tensor under the name that it gets, its *file* and where it is in it, and how its values differ."""
 
     fqn: str
+    file: Path
     info: TensorInfo
     target: GgufTensor | None
 
@@ -82,10 +84,10 @@ class GgufFile(Format):
 
     def open(self, path: Path, *, follow_links: bool = False) -> Source:
         """Describe the model. A file of an unknown architecture is described under its own names, with a note."""
-        real = Path(os.path.realpath(path))
-        header = read_gguf_header(real)
-        model, reason = _model_of(header, real)
-        stored = _stored(header, model)
+        parts = read_gguf_parts(path)
+        header = parts.header
+        model, reason = _model_of(parts)
+        stored = _stored(parts, model)
         notes = [_UNCHECKED]
         if model is None:
             notes.append(f"only weights are read, under the names of GGUF: {reason}")
@@ -95,13 +97,13 @@ class GgufFile(Format):
         config = None
         if model is not None:
             config = _config(model, stored, header.values)
-        tensors, side_files = _described(real, stored, config, model)
+        tensors, side_files = _described(parts.paths, stored, config, model)
         omitted: tuple[str, ...] = ()
         if "tokenizer.ggml.model" in header.values:
             omitted = (_NO_TOKENIZER,)
         return Source(
             Path("/"),
-            real.parent,
+            parts.paths[0].parent,
             tensors,
             notes=tuple(notes),
             omitted=omitted,
@@ -110,12 +112,15 @@ class GgufFile(Format):
 
     def details(self, path: Path) -> Mapping[str, tuple[str, ...]]:
         """Return the architecture, the tensor types and the tokenizer, for display."""
-        header = read_gguf_header(Path(os.path.realpath(path)))
+        parts = read_gguf_parts(path)
+        header = parts.header
         kinds: dict[str, int] = {}
         for info in header.tensors.values():
             kinds[info.kind.name] = kinds.get(info.kind.name, 0) + 1
         types = ", ".join(f"{count} {name}" for name, count in sorted(kinds.items()))
         lines = [f"version: {header.version}", f"tensor types: {types}"]
+        if len(parts.paths) > 1:
+            lines.append(f"parts: {len(parts.paths)}")
         for key in _SHOWN:
             if isinstance(header.values.get(key), str | int):
                 lines.append(f"{key}: {header.values[key]!s:.200}")
@@ -123,26 +128,18 @@ class GgufFile(Format):
 
     def inventory(self, path: Path) -> Inventory:
         """Return names, dtypes and shapes by the header alone: nothing is decoded."""
-        real = Path(os.path.realpath(path))
-        header = read_gguf_header(real)
-        model, _ = _model_of(header, real)
+        parts = read_gguf_parts(path)
+        model, _ = _model_of(parts)
         summaries = {}
-        for item in _stored(header, model):
+        for item in _stored(parts, model):
             summaries[item.fqn] = TensorSummary(item.dtype, item.info.shape, 1)
-        return Inventory(summaries, num_values=len(header.values))
+        return Inventory(summaries, num_values=len(parts.header.values))
 
 
-def _model_of(header: GgufHeader, path: Path) -> tuple[GgufModel | None, str]:
+def _model_of(parts: GgufParts) -> tuple[GgufModel | None, str]:
     """Return the model that the metadata describe; or None, and why it is not one that can be converted."""
-    infos = header.tensors
-    split = header.values.get("split.count", 1)
-    if split not in (0, 1):
-        raise CheckpointUnusable(
-            "this file is a part of a model",
-            where=str(path),
-            value=f"one of {split!r:.20}",
-            hint="join the files with llama.cpp's gguf-split --merge, and use the result",
-        )
+    header, infos = parts.header, parts.header.tensors
+    path = parts.files.get(_FACTORS, parts.paths[0])
     shapes = {name: info.shape for name, info in infos.items()}
     try:
         factors = _factors(path, infos.get(_FACTORS))
@@ -176,17 +173,18 @@ def _factors(path: Path, info: TensorInfo | None) -> list[float]:
         return list(struct.unpack(f"<{info.shape[0]}f", file.read(info.nbytes)))
 
 
-def _stored(header: GgufHeader, model: GgufModel | None) -> list[_Stored]:
-    """Return the model's tensors in the order of the file, under the names that they get."""
+def _stored(parts: GgufParts, model: GgufModel | None) -> list[_Stored]:
+    """Return the model's tensors in the order of the files, under the names that they get."""
     targets: dict[str, GgufTensor] = {}
     if model is not None:
         targets = {tensor.name: tensor for tensor in model.tensors()}
     found = []
-    for name, info in header.tensors.items():
+    for name, info in parts.header.tensors.items():
         target = targets.get(name)
         if model is not None and target is None:
             continue
-        found.append(_Stored(target.fqn if target is not None else name, info, target))
+        fqn = target.fqn if target is not None else name
+        found.append(_Stored(fqn, parts.files[name], info, target))
     return found
 
 
@@ -207,7 +205,10 @@ def _config(model: GgufModel, stored: list[_Stored], values: Mapping[str, Any]) 
 
 
 def _described(
-    path: Path, stored: list[_Stored], config: Mapping[str, Any] | None, model: GgufModel | None
+    paths: Sequence[Path],
+    stored: list[_Stored],
+    config: Mapping[str, Any] | None,
+    model: GgufModel | None,
 ) -> tuple[dict[str, Tensor], Path | None]:
     """Return the tensors as slices of files below ``/``, and the directory with config.json, if there is one."""
     decoded = [item for item in stored if item.is_decoded]
@@ -227,14 +228,14 @@ def _described(
                 (target / _METADATA / "config.json").write_text(text + "\n")
             with open(target / _VALUES, "wb") as file:
                 for item in decoded:
-                    for block in decoded_blocks(path, item.info, item.target, head_dim):
+                    for block in decoded_blocks(item.file, item.info, item.target, head_dim):
                         file.write(block)
 
-        directory = decoded_directory(path, _VARIANT, decode)
+        directory = decoded_directory(paths[0], _variant(paths[1:]), decode)
     tensors: dict[str, Tensor] = {}
     at = 0
     for item in stored:
-        file, start = path, item.info.start
+        file, start = item.file, item.info.start
         if item.is_decoded:
             assert directory is not None, "there are decoded tensors"
             file, start = directory / _VALUES, at
@@ -245,3 +246,12 @@ def _described(
     if directory is not None and config is not None:
         side_files = directory / _METADATA
     return tensors, side_files
+
+
+def _variant(others: Sequence[Path]) -> str:
+    """Return the way of decoding, which depends on the *others* of the model's parts as they are now."""
+    states: list[str] = [_VARIANT]
+    for path in others:
+        status = os.stat(path)
+        states.append(f"{path}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}")
+    return "\n".join(states)
