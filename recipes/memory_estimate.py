@@ -21,6 +21,7 @@ from automodel_ckpt.checkpoint.saving.forecast import (
 )
 from automodel_ckpt.checkpoint.saving.side_files import Assets
 from automodel_ckpt.checkpoint.state.model_config import CONFIG
+from automodel_ckpt.data.image_packing import PACK_IDS
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.mesh_sizes import Sizes, choose_strategy
 from automodel_ckpt.distributed.parallelize import decoder_layers
@@ -39,7 +40,15 @@ log = logging.getLogger("automodel_ckpt")
 # Measured by tools/bench_forecast.py: the heap keeps holes between long-lived tensors.
 _HEAP = 1.5
 _OF_TEXT = frozenset(
-    {"input_ids", "labels", "attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids"}
+    {
+        "input_ids",
+        "labels",
+        "attention_mask",
+        "position_ids",
+        "token_type_ids",
+        "mm_token_type_ids",
+        PACK_IDS,
+    }
 )
 
 
@@ -245,6 +254,9 @@ def micro_batch_shape(recipe: Recipe) -> tuple[int, int, Mapping[str, torch.Tens
         samples = [loader.dataset[number] for number in range(size)]
         batch = loader.collate_fn(samples)
         rows, length = batch["input_ids"].shape
+        if known is not None and PACK_IDS in batch:
+            # The batch has a row per sample; the model gets packs.
+            rows, length = known
     except Exception as error:  # a stream, or samples that only a user's collate_fn understands
         log.debug("the first samples make no micro-batch: %r", error)
         return *(known or (0, 0)), {}

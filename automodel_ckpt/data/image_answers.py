@@ -37,8 +37,8 @@ class AnswerColumns:
     def of(cls, preset: str | None, given: Mapping[str, Any]) -> AnswerColumns:
         """Make the columns of a *preset*, or the defaults, with those of the values *given* that are not None.
 
-        Raises :class:`RecipeError` for an unknown preset or format, and if both a question and a column for it are
-        given.
+        Raises :class:`RecipeError` for an unknown preset or format, if there is no path, and if both a question and a
+        column for it are given.
         """
         if preset is not None:
             require_choice("preset", preset, list(PRESETS))
@@ -57,6 +57,13 @@ class AnswerColumns:
             base = replace(base, prompt_field=None)
         columns = replace(base, **explicit)
         require_choice("answer_format", columns.answer_format, ("text", "json_tokens"))
+        if columns.path is None:
+            raise RecipeError(
+                "the data set has no path",
+                where="dataset.path",
+                value=None,
+                hint=f"set dataset.path, or dataset.preset to one of: {', '.join(PRESETS)}",
+            )
         if columns.prompt is None and columns.prompt_field is None:
             columns = replace(columns, prompt="Describe this image.")
         return columns

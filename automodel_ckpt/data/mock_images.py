@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -47,18 +48,32 @@ def mock_images(
     sizes = {
         "num_samples": num_samples,
         "num_images_per_sample": num_images_per_sample,
-        "image_size": min(image_size),
         "num_words": num_words,
     }
-    for name, size in sizes.items():
+    _check_sizes(sizes, image_size, seed)
+    options = ImageOptions(
+        seq_length, truncation, chat_template, template_kwargs or {}, answer_prefix=answer_prefix
+    )
+    return MockImages(
+        options.template(processor),
+        options,
+        image_size,
+        num_images_per_sample,
+        prompt,
+        list(responses or []),
+        num_words,
+        seed,
+        at_most(max_samples, num_samples),
+    )
+
+
+def _check_sizes(sizes: Mapping[str, int], image_size: tuple[int, int], seed: int) -> None:
+    """Raise :class:`RecipeError` for sizes below 1, images that are too large, and a negative seed."""
+    for name, size in {**sizes, "image_size": min(image_size)}.items():
         if size < 1:
             raise RecipeError(
                 "a size is not positive", where=f"dataset.{name}", value=size, hint="give 1 or more"
             )
-    if seed < 0:
-        raise RecipeError(
-            "the seed is negative", where="dataset.seed", value=seed, hint="give 0 or more"
-        )
     width, height = image_size
     if width * height > _MAX_PIXELS:
         raise RecipeError(
@@ -67,20 +82,10 @@ def mock_images(
             value=f"{width} x {height} pixels",
             hint=f"at most {_MAX_PIXELS} pixels",
         )
-    options = ImageOptions(
-        seq_length, truncation, chat_template, template_kwargs or {}, answer_prefix=answer_prefix
-    )
-    return MockImages(
-        options.template(processor),
-        options,
-        (width, height),
-        num_images_per_sample,
-        prompt,
-        list(responses or []),
-        num_words,
-        seed,
-        at_most(max_samples, num_samples),
-    )
+    if seed < 0:
+        raise RecipeError(
+            "the seed is negative", where="dataset.seed", value=seed, hint="give 0 or more"
+        )
 
 
 class MockImages:

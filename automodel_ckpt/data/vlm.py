@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from automodel_ckpt.data.image_answers import PRESETS, AnswerColumns
+from automodel_ckpt.data.image_answers import AnswerColumns
 from automodel_ckpt.data.image_conversations import ImageConversations, ImageOptions, RowContent
 from automodel_ckpt.data.source import Source
-from automodel_ckpt.errors import RecipeError
 
 
 def conversations(
@@ -111,13 +110,6 @@ def image_answers(
         "answer_format": answer_format,
     }
     columns = AnswerColumns.of(preset, given)
-    if columns.path is None:
-        raise RecipeError(
-            "the data set has no path",
-            where="dataset.path",
-            value=None,
-            hint=f"set dataset.path, or dataset.preset to one of: {', '.join(PRESETS)}",
-        )
     options = ImageOptions(
         seq_length,
         truncation,
@@ -127,7 +119,7 @@ def image_answers(
     )
     return ImageConversations(
         processor,
-        Source.of(columns.path, name, split),
+        Source.of(columns.path or "", name, split),
         columns.fields,
         columns.content_of,
         options,

@@ -20,9 +20,15 @@ def attention_of(model: nn.Module) -> str:
 
 def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
     """The parameters of the model's forward; those of the base if the model has adapters, which pass everything on."""
+    return inspect.signature(model_without_adapters(model).forward).parameters
+
+
+def model_without_adapters(model: nn.Module) -> Any:
+    """The base that peft's adapters wrap; *model* itself if it has none."""
     get_base_model: Any = getattr(model, "get_base_model", None)
-    base = get_base_model() if get_base_model is not None else model
-    return inspect.signature(base.forward).parameters
+    if get_base_model is None:
+        return model
+    return get_base_model()
 
 
 def accepts_use_cache(model: nn.Module) -> bool:

@@ -16,10 +16,12 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from automodel_ckpt.models.forward import attention_of
+from automodel_ckpt.models.forward import attention_of, model_without_adapters
 
 _TYPES = ("token_type_ids", "mm_token_type_ids")
 _NAME = "create_masks_for_generate"
+_SINGLE = ""
+"""The name of the only mask of a model that has no types of layers."""
 
 
 def install_row_masks(model: nn.Module) -> RemovableHandle | None:
@@ -29,8 +31,7 @@ def install_row_masks(model: nn.Module) -> RemovableHandle | None:
     models of transformers with a function of their own for masks (``create_masks_for_generate``), and the attention
     implementations sdpa and eager, which take masks of all pairs.
     """
-    get_base_model: Any = getattr(model, "get_base_model", None)
-    base = get_base_model() if get_base_model is not None else model
+    base = model_without_adapters(model)
     # The function of transformers itself makes causal masks, which need no help.
     has_function = any(_NAME in vars(each) for each in type(base).__mro__[:-1])
     if not has_function or attention_of(base) not in ("sdpa", "eager"):
@@ -66,22 +67,21 @@ class _RowMasks:
         """
         positions = inputs["position_ids"]
         num_rows, length = positions.shape
+        shape = (num_rows, 1, length, length)
         found: dict[str, torch.Tensor] = {}
-        is_single = False
         for row in range(num_rows):
             starts = torch.nonzero(positions[row] == 0).flatten().tolist()
             for start, end in pairwise([*starts, length]):
                 masks = self._of_sample(inputs, row, start, end)
-                is_single = not isinstance(masks, dict)
-                named = masks if isinstance(masks, dict) else {"": masks}
-                for name, mask in named.items():
+                if not isinstance(masks, dict):
+                    masks = {_SINGLE: masks}
+                for name, mask in masks.items():
                     if name not in found:
-                        shape = (num_rows, 1, length, length)
                         found[name] = torch.zeros(shape, dtype=torch.bool, device=positions.device)
                     found[name][row, 0, start:end, start:end] = self._seen(mask, end - start)
         if self.is_eager:
             found = {name: self._added(mask) for name, mask in found.items()}
-        return found[""] if is_single else found
+        return found.get(_SINGLE, found)
 
     def _of_sample(self, inputs: Mapping[str, Any], row: int, start: int, end: int) -> Any:
         types = {}
@@ -106,7 +106,10 @@ class _RowMasks:
         if mask is None:
             return torch.ones(length, length, dtype=torch.bool).tril()
         square = mask[0, 0]
-        return square if square.dtype == torch.bool else square == 0
+        if square.dtype == torch.bool:
+            return square
+        # The mask of eager attention is added to the scores.
+        return square == 0
 
     def _added(self, mask: torch.Tensor) -> torch.Tensor:
         lowest = torch.finfo(self.dtype).min
