@@ -207,7 +207,12 @@ def test_an_export_to_the_trainer_has_the_same_optimizer_bit_for_bit(
             assert torch.equal(written["state"][number][key], value), (number, key)
     assert written["param_groups"] == original["param_groups"]
     schedule = torch.load(target / "scheduler.pt", weights_only=True)
-    assert schedule["last_epoch"] == 5 and schedule["base_lrs"] == [0.01, 0.01]
+    original_schedule = torch.load(SOURCE / "scheduler.pt", weights_only=True)
+    # The functions of a LambdaLR are not state; the Trainer's have none.
+    assert schedule.pop("lr_lambdas") == [None, None]
+    assert original_schedule.pop("lr_lambdas") == [{}, {}]
+    assert schedule.pop("_last_lr") == pytest.approx(original_schedule.pop("_last_lr"))
+    assert schedule == original_schedule
     state = json.loads((target / "trainer_state.json").read_text())
     assert state["global_step"] == 5 and state["log_history"][0]["loss"] == pytest.approx(3.5284163)
     # The Trainer's next save fails if the class of a callback with state is missing.

@@ -53,6 +53,9 @@ def test_an_export_is_stacked_as_megatron_core_does_and_imported_bit_equal(
     save_model(model_type, source)
     original = load_file(source / "model.safetensors")
     stored = export(source, tmp_path / "out", "--vocabulary-multiple", "32")
+    # Queries, keys and values are fused by query group since this version.
+    common = torch.load(tmp_path / "out" / "release" / "common.pt", weights_only=True)
+    assert common["checkpoint_version"] == 3.0
     embedding = stored["embedding.word_embeddings.weight"]
     assert embedding.shape[0] == 64 and not embedding[61:].any()
     assert torch.equal(embedding[:61], original["model.embed_tokens.weight"])
