@@ -7,15 +7,18 @@ kinds are smaller.
 
 from __future__ import annotations
 
+import functools
 import json
+import math
+import pickle
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,10 +26,11 @@ from automodel_ckpt.convert.archives import pack
 
 _ROWS = 4096
 _COLUMNS = 4096
+_WIDTH = 2048
 _LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
-    "hidden_size": 2048,
+    "hidden_size": _WIDTH,
     "intermediate_size": 8192,
     "num_attention_heads": 16,
     "num_key_value_heads": 4,
@@ -57,6 +61,27 @@ _GGUF_NAMES = {
 }
 
 
+class Sharded(NamedTuple):
+    """A tensor of random values that two ranks split along a dimension."""
+
+    shape: tuple[int, ...]
+    dimension: int
+
+
+State = dict[tuple[str, ...], Any]
+"""A nested state dict by the keys that lead to each value, which may be :class:`Sharded`."""
+
+_MEGATRON_LAYER: Mapping[str, Any] = {
+    "self_attention.linear_qkv.weight": Sharded((3072, _WIDTH), 0),
+    "self_attention.linear_qkv.layer_norm_weight": torch.ones(_WIDTH),
+    "self_attention.linear_proj.weight": Sharded((_WIDTH, _WIDTH), 1),
+    "mlp.linear_fc1.weight": Sharded((2 * 8192, _WIDTH), 0),
+    "mlp.linear_fc1.layer_norm_weight": torch.ones(_WIDTH),
+    "mlp.linear_fc2.weight": Sharded((_WIDTH, 8192), 1),
+}
+"""A layer of the Llama below under Megatron's names, and the dimension along which its ranks split each tensor."""
+
+
 @dataclass(frozen=True, slots=True)
 class Kind:
     """How a checkpoint is made, in a directory with a given number of gigabytes, and imported.
@@ -83,6 +108,16 @@ def write_config(directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps(_LLAMA | {"num_hidden_layers": 1}))
 
 
+@functools.cache
+def _random_values() -> torch.Tensor:
+    return torch.rand(_ROWS * _COLUMNS)
+
+
+def _random(shape: Sequence[int]) -> torch.Tensor:
+    """A new tensor. Tensors of the same shape have the same values: drawing gigabytes of numbers would take minutes."""
+    return _random_values()[: math.prod(shape)].reshape(tuple(shape)).clone()
+
+
 # ---------------------------------------------------------------- matrices under any names
 
 
@@ -90,7 +125,7 @@ def _weights(gigabytes: float) -> dict[str, torch.Tensor]:
     count = max(1, round(gigabytes * 1e9 / (_ROWS * _COLUMNS * 4)))
     tensors: dict[str, torch.Tensor] = {}
     for number in range(count):
-        tensors[f"model.layers.{number}.weight"] = torch.rand(_ROWS, _COLUMNS)
+        tensors[f"model.layers.{number}.weight"] = _random((_ROWS, _COLUMNS))
     return tensors
 
 
@@ -184,14 +219,18 @@ def _pack_nemo(directory: Path) -> None:
 
 def _llama(directory: Path, gigabytes: float) -> dict[str, torch.Tensor]:
     """Write the config of a Llama of about *gigabytes* in float32; return its weights in the order of the model."""
+    shapes = _llama_shapes(directory, gigabytes)
+    return {name: _random(shape) for name, shape in shapes.items()}
+
+
+def _llama_shapes(directory: Path, gigabytes: float) -> dict[str, torch.Size]:
+    """Write the config of a Llama of about *gigabytes* in float32; return the shapes of its weights."""
     one_layer, two_layers = _parameter_bytes(1), _parameter_bytes(2)
     more_layers = round((gigabytes * 1e9 - one_layer) / (two_layers - one_layer))
     num_layers = 1 + max(0, more_layers)
     (directory / "config.json").write_text(json.dumps(_LLAMA | {"num_hidden_layers": num_layers}))
-    weights: dict[str, torch.Tensor] = {}
-    for name, value in _meta_llama(num_layers).named_parameters():
-        weights[name] = torch.rand(value.shape)
-    return weights
+    model = _meta_llama(num_layers)
+    return {name: value.shape for name, value in model.named_parameters()}
 
 
 def _parameter_bytes(num_layers: int) -> int:
@@ -210,8 +249,8 @@ def _meta_llama(num_layers: int) -> torch.nn.Module:
 def _moments(value: torch.Tensor) -> dict[str, torch.Tensor]:
     return {
         "step": torch.tensor(float(_STEP)),
-        "exp_avg": torch.rand(value.shape),
-        "exp_avg_sq": torch.rand(value.shape),
+        "exp_avg": _random(value.shape),
+        "exp_avg_sq": _random(value.shape),
     }
 
 
@@ -272,67 +311,45 @@ def _lightning_state(directory: Path, gigabytes: float) -> None:
 
 def _fsdp_state(directory: Path, gigabytes: float) -> None:
     """Write the DCP directories that two FSDP2 ranks write with accelerate."""
-    weights = _llama(directory, gigabytes / 3)
-    model: dict[tuple[str, ...], Any] = {}
-    for name, value in weights.items():
-        model["model", name] = (value, 0)
+    shapes = _llama_shapes(directory, gigabytes / 3)
+    model: State = {}
+    optimizer: State = {}
+    for name, shape in shapes.items():
+        model["model", name] = Sharded(shape, 0)
+        state = ("optimizer", "state", name)
+        optimizer[*state, "step"] = torch.tensor(float(_STEP))
+        optimizer[*state, "exp_avg"] = Sharded(shape, 0)
+        optimizer[*state, "exp_avg_sq"] = Sharded(shape, 0)
+    optimizer["optimizer", "param_groups"] = [_group(list(shapes))]
     _save_sharded(directory / "pytorch_model_fsdp_0", model)
-    optimizer: dict[tuple[str, ...], Any] = {}
-    for name, value in weights.items():
-        moments = _moments(value)
-        for entry, moment in moments.items():
-            optimizer["optimizer", "state", name, entry] = (moment, 0) if moment.ndim else moment
-    optimizer["optimizer", "param_groups"] = [_group(list(weights))]
     _save_sharded(directory / "optimizer_0", optimizer)
 
 
 def _megatron(directory: Path, gigabytes: float) -> None:
     """Write a torch_dist directory of Megatron-Core with tensor parallelism 2, each layer apart."""
-    weights = _llama(directory, gigabytes)
+    shapes = _llama_shapes(directory, gigabytes)
     (directory / "config.json").rename(directory.with_name("config") / "config.json")
-    state: dict[tuple[str, ...], Any] = {}
-    for name in weights:
-        if not name.startswith("model.layers."):
+    state: State = {}
+    for name in shapes:
+        if not name.endswith("input_layernorm.weight"):
             continue
         layer = name.split(".")[2]
-        fused = _megatron_layer(weights, f"model.layers.{layer}.")
-        for key, sharded in fused.items():
-            state[f"decoder.layers.{layer}.{key}",] = sharded
-    state["embedding.word_embeddings.weight",] = (weights["model.embed_tokens.weight"], 0)
-    state["output_layer.weight",] = (weights["lm_head.weight"], 0)
-    state["decoder.final_layernorm.weight",] = weights["model.norm.weight"]
+        for key, value in _MEGATRON_LAYER.items():
+            state[f"decoder.layers.{layer}.{key}",] = value
+    state["embedding.word_embeddings.weight",] = Sharded(shapes["model.embed_tokens.weight"], 0)
+    state["output_layer.weight",] = Sharded(shapes["lm_head.weight"], 0)
+    state["decoder.final_layernorm.weight",] = _random((_WIDTH,))
     _save_sharded(directory, state)
     backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     (directory / "metadata.json").write_text(json.dumps(backend))
 
 
-def _megatron_layer(weights: Mapping[str, torch.Tensor], prefix: str) -> dict[str, Any]:
-    """The tensors of a layer under Megatron's names, each with the dimension along which its ranks split it."""
-    groups = _LLAMA["num_key_value_heads"]
-    width = _LLAMA["hidden_size"]
-    parts: list[torch.Tensor] = []
-    for name in ("q_proj", "k_proj", "v_proj"):
-        parts.append(weights[f"{prefix}self_attn.{name}.weight"].view(groups, -1, width))
-    gate, up = weights[f"{prefix}mlp.gate_proj.weight"], weights[f"{prefix}mlp.up_proj.weight"]
-    norm = weights[f"{prefix}input_layernorm.weight"]
-    return {
-        "self_attention.linear_qkv.weight": (torch.cat(parts, 1).reshape(-1, width), 0),
-        "self_attention.linear_qkv.layer_norm_weight": norm,
-        "self_attention.linear_proj.weight": (weights[f"{prefix}self_attn.o_proj.weight"], 1),
-        "mlp.linear_fc1.weight": (torch.cat([gate, up]), 0),
-        "mlp.linear_fc1.layer_norm_weight": weights[f"{prefix}post_attention_layernorm.weight"],
-        "mlp.linear_fc2.weight": (weights[f"{prefix}mlp.down_proj.weight"], 1),
-    }
-
-
-def _save_sharded(directory: Path, state: Mapping[tuple[str, ...], Any]) -> None:
-    """Save a nested state dict with DCP from two ranks. A tensor with a dimension is split along it."""
+def _save_sharded(directory: Path, state: State) -> None:
+    """Save a nested state dict with DCP from two ranks."""
+    code = "from tools.bench_import_kinds import save_as_rank; save_as_rank()"
     with tempfile.TemporaryDirectory(dir=directory.parent) as rendezvous:
-        code = (
-            "import sys, torch; from tools.bench_import_kinds import save_as_rank; save_as_rank()"
-        )
-        file = Path(rendezvous, "state.pt")
-        torch.save(dict(state), file)
+        file = Path(rendezvous, "state.pickle")
+        file.write_bytes(pickle.dumps(state))
         ranks: list[subprocess.Popen[bytes]] = []
         for rank in range(2):
             arguments = [str(rank), str(file), str(directory), f"{rendezvous}/store"]
@@ -353,11 +370,12 @@ def save_as_rank() -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     nested: dict[str, Any] = {}
-    for path, value in torch.load(file, mmap=True).items():
-        if isinstance(value, tuple):
-            whole, dimension = value
-            part = whole.chunk(2, dimension)[rank].contiguous()
-            value = DTensor.from_local(part, mesh, [Shard(dimension)])
+    state: State = pickle.loads(Path(file).read_bytes())
+    for path, value in state.items():
+        if isinstance(value, Sharded):
+            extents = list(value.shape)
+            extents[value.dimension] //= 2
+            value = DTensor.from_local(_random(extents), mesh, [Shard(value.dimension)])
         place = nested
         for key in path[:-1]:
             place = place.setdefault(key, {})
@@ -372,7 +390,7 @@ def _gguf(directory: Path, gigabytes: float, name: str) -> None:
 
     kind = gguf.GGMLQuantizationType[name]
     # What is imported has 4 bytes per value for quantized kinds, 2 for others.
-    weights = _llama(directory, gigabytes if name == "Q8_0" else 2 * gigabytes)
+    shapes = _llama_shapes(directory, gigabytes if name == "Q8_0" else 2 * gigabytes)
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").unlink()
     writer = gguf.GGUFWriter(directory / "model.gguf", "llama")
@@ -385,11 +403,12 @@ def _gguf(directory: Path, gigabytes: float, name: str) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_dimension_count(config["head_dim"])
     writer.add_vocab_size(config["vocab_size"])
-    for fqn in list(weights):
-        values = weights.pop(fqn).numpy()
-        stored = kind if values.ndim > 1 else gguf.GGMLQuantizationType.F32
-        data = gguf.quants.quantize(values, stored)
-        writer.add_tensor(_gguf_name(fqn), data, raw_dtype=stored)
+    quantized: dict[torch.Size, Any] = {}
+    for fqn, shape in shapes.items():
+        stored = kind if len(shape) > 1 else gguf.GGMLQuantizationType.F32
+        if shape not in quantized:
+            quantized[shape] = gguf.quants.quantize(_random(shape).numpy(), stored)
+        writer.add_tensor(_gguf_name(fqn), quantized[shape], raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
