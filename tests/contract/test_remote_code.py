@@ -83,8 +83,8 @@ def test_a_trusted_model_trains_resumes_and_its_export_carries_its_code(folder: 
     done = folder.train("--nproc-per-node=2", *TRUST)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "running code from the repository base" in done.stdout + done.stderr
-    refused = folder.train("--step_scheduler.max_steps=3")
-    assert refused.returncode == 2
+    untrusted = folder.train("--step_scheduler.max_steps=3")
+    assert untrusted.returncode == 2
     resumed = folder.train("--step_scheduler.max_steps=3", *TRUST)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert "Loading checkpoint" in resumed.stdout + resumed.stderr
