@@ -415,7 +415,7 @@ class DistributedConfig:
             "set it to bfloat16, or remove it",
         ),
         Relation(
-            ("sequence_parallel", "tp_plan"),
+            ("sequence_parallel", "tp_plan", "tp_size"),
             lambda ranks: ranks.tp_size > 1 or not (ranks.sequence_parallel or ranks.tp_plan),
             "sequence_parallel and tp_plan require tensor parallelism, but tp_size is 1",
             "set tp_size above 1, or remove them",

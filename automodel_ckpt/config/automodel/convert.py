@@ -49,7 +49,10 @@ def _lines(
             yield _commented(f"{' ' * indent}{name}:", comment)
             yield from _lines(child, bound, comments, full, indent + 2)
             continue
-        (row,) = [text for text, _ in lines(Node({name: value}, ""), indent) if text]
+        # An empty section is a section with all defaults in the validated tree.
+        if isinstance(value.value, dict):
+            value = child
+        ((row, _),) = lines(Node({name: value}, ""), indent)
         yield _commented(row, comment)
 
 

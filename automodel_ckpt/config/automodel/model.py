@@ -247,6 +247,8 @@ def freeze(section: Section) -> None:
             continue
         if node is not None:
             given.append(name)
+        if node is not None and name == "freeze_embeddings":
+            section.note(name, node, "frozen here; AutoModel ignores this key")
         if node is not None or default:
             origin = AUTOMODEL_DEFAULT if node is None else node.origin
             patterns.append(Node(pattern, origin, quoted=True))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -744,6 +745,30 @@ def test_the_converted_file_gives_the_same_configuration(tmp_path: Path) -> None
     values = yaml.safe_load(text)
     # Our own defaults are not written.
     assert "logging" not in values
+
+
+@pytest.mark.parametrize("odd", ["3", "[1, 2]", "{_target_: [1]}"])
+@pytest.mark.parametrize(
+    "key",
+    ["model", "model.config", "model._target_", "peft", "freeze_config", "distributed",
+     "distributed.tp_size", "distributed.pipeline", "distributed.mp_policy", "dataset", "dataset.column_mapping",
+     "dataset.tokenizer", "dataloader", "dataloader.collate_fn", "packed_sequence", "optimizer",
+     "lr_scheduler", "step_scheduler", "clip_grad_norm", "loss_fn", "processor", "rng", "wandb",
+     "quantization", "neftune", "fp8"],
+)  # fmt: skip
+def test_a_value_of_another_type_is_an_error_of_the_recipe_or_accepted(
+    tmp_path: Path, key: str, odd: str
+) -> None:
+    values = yaml.safe_load(WHOLE + LLM + ROWS)
+    section = values
+    *parents, last = key.split(".")
+    for name in parents:
+        section = section.setdefault(name, {})
+    section[last] = yaml.safe_load(odd)
+    recipe = tmp_path / "theirs.yaml"
+    recipe.write_text(yaml.safe_dump(values))
+    with suppress(RecipeError):
+        load_recipe(recipe).converted()
 
 
 def test_the_converted_file_has_a_comment_for_each_changed_and_dropped_key(tmp_path: Path) -> None:
