@@ -243,7 +243,7 @@ MISTAKES = {
         ("--tokenizer={from_pretrained: x}",), "is part of its processor", {}, 2, DIGITS
     ),
     "packs of images": Mistake(
-        ("--packed_sequence.size=64",), "samples with images are not packed", {}, 2, DIGITS
+        ("--packed_sequence.size=8",), "a sample is longer than a pack", {}, 2, DIGITS
     ),
     "no processor": Mistake(
         ("--processor={from_pretrained: null}",), "there is no processor", {}, 2, DIGITS

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import json
 import logging
+import struct
 import sys
 import threading
 from collections.abc import Callable
@@ -13,9 +14,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import datasets
+import pyarrow as pa
 import pytest
 import torch
+from pyarrow import parquet
 
 from automodel_ckpt.checkpoint.files import pickle_reader
 from automodel_ckpt.checkpoint.files.torch_archive_reading import Fault
@@ -276,12 +278,12 @@ def test_an_answer_that_no_token_shows() -> None:
         collate([dataclasses.replace(sample, labeled_spans=[(end, end)])])
 
 
-def test_a_row_whose_image_is_damaged(tmp_path: Path) -> None:
+def test_a_row_whose_text_is_damaged(tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
-    features = datasets.Features({"image": datasets.Image()})
-    datasets.Dataset.from_dict(
-        {"image": [{"bytes": b"x", "path": None}]}, features=features
-    ).to_parquet(path)
+    # Parquet's reader does not check that text is UTF-8.
+    offsets = pa.py_buffer(struct.pack("<2i", 0, 2))
+    damaged = pa.StringArray.from_buffers(1, offsets, pa.py_buffer(b"\xff\xfe"))
+    parquet.write_table(pa.table({"text": damaged}), path)
     with pytest.raises(RecipeError, match=r"a row cannot be read[\s\S]*rows.parquet, row 0"):
         Source(str(path)).row(0)
 
