@@ -123,7 +123,7 @@ class PipelineStage:
         compute = self._compute(rows, output)
         losses = self.pipeline.train(compute, self._shapes(rows), weight)
         if self._tied is not None:
-            # Each end has only the gradient of its own use of the shared weight.
+            # Each end has only the gradient of its use of the shared weight.
             self._tied.sum_gradients()
         return losses
 

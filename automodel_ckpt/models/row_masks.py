@@ -28,7 +28,7 @@ def install_row_masks(model: nn.Module) -> RemovableHandle | None:
     """Let *model* compute the attention masks of packed rows from those of their samples; None if it cannot.
 
     A forward call with ``position_ids`` [B, T] and without ``attention_mask`` then gets masks [B, 1, T, T]. It concerns
-    models of transformers with a function of their own for masks (``create_masks_for_generate``), and the attention
+    models of transformers with a separate function for masks (``create_masks_for_generate``), and the attention
     implementations sdpa and eager, which take masks of all pairs.
     """
     base = model_without_adapters(model)

@@ -75,7 +75,7 @@ lr_scheduler:
   lr_decay_style: cosine
   lr_warmup_steps: 1
 ci:
-  recipe_owner: nobody
+  recipe_owner: someone
 """
 
 
