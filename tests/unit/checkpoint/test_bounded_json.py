@@ -129,6 +129,8 @@ def test_content_that_takes_many_times_its_size_is_rejected_before_it_is_parsed(
     with pytest.raises(ValueError, match="too much memory"):
         parse_json(data)
     assert time.thread_time() - begin < 1
+    with pytest.raises(ValueError, match="too much memory"):
+        parse_json(data.decode())
 
 
 def test_one_wide_character_counts_for_all_characters() -> None:
