@@ -266,5 +266,5 @@ def _unusable(what: str, path: Path, value: object) -> CheckpointUnusable:
         what,
         where=str(path),
         value=value,
-        hint="download or convert the file again",
+        hint="download the file again, or convert it with llama.cpp",
     )
