@@ -10,6 +10,7 @@ for videos is left out (:mod:`automodel_ckpt.models.processor`).
 from __future__ import annotations
 
 import logging
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import nn
@@ -19,6 +20,7 @@ from automodel_ckpt.config.schema import RecipeConfig, Target
 from automodel_ckpt.config.targets import build
 from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.data.image_packing import PackCollator, PackedImages, measure
+from automodel_ckpt.data.mixture import for_each_source
 from automodel_ckpt.errors import Problem, RecipeError
 from automodel_ckpt.models.vision import image_token_ids
 from automodel_ckpt.recipes.loop import TrainingLoop
@@ -98,14 +100,17 @@ class VLMFinetune(Recipe):
         packing = self.config.packed_sequence
         if packing is None:
             return dataset
+        return for_each_source(dataset, partial(self._packed, packing.size))
+
+    def _packed(self, size: int, dataset: Any) -> PackedImages:
         num_workers = self.config.dataloader.num_workers
         measured = measure(dataset, self._image_collator(), num_workers)
-        packs = PackedImages(measured, packing.size)
+        packs = PackedImages(measured, size)
         log.info(
             "packed %d samples into %d packs of %d tokens, %.2f %% of them empty",
             len(measured),
             len(packs),
-            packing.size,
+            size,
             100 * packs.waste,
         )
         return packs

@@ -16,6 +16,8 @@ from transformers import AutoModelForImageTextToText
 
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.data.image_collate import ImageTextCollator
+from automodel_ckpt.data.image_packing import PackedImages
+from automodel_ckpt.data.mixture import MixtureDataset
 from automodel_ckpt.data.vlm import conversations
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.processor import read_processor
@@ -224,6 +226,23 @@ def test_packed_samples_train_as_single_ones_and_a_killed_run_goes_on_exactly(
         f"--distributed.strategy={strategy}",
     )
     check_killed_run(recipe, *options)
+
+
+def test_each_source_of_a_mixture_of_images_is_packed_separately(tmp_path: Path) -> None:
+    recipe_file = prepare(tmp_path, "gemma3")
+    _, _, section = recipe_file.read_text().partition("\ndataset:")
+    path = section.partition("path: ")[2].partition("\n")[0]
+    source = f"{{_target_: automodel_ckpt.data.vlm.conversations, path: {path}, max_samples:"
+    sources = f"{{few: {source} 4}}, many: {source} 16}}}}"
+    mixed = f"--dataset={{_target_: automodel_ckpt.data.mixture.mixture, sources: {sources}}}"
+    recipe = build(recipe_file, *PACKED, mixed, recipe_class=VLMFinetune)
+    try:
+        recipe.setup()
+        dataset = recipe.dataloader.dataset
+        assert isinstance(dataset, MixtureDataset)
+        assert [type(each) for each in dataset.sources.values()] == [PackedImages, PackedImages]
+    finally:
+        recipe.close()
 
 
 def check_killed_run(recipe: Path, *options: str) -> None:
