@@ -25,7 +25,7 @@ from automodel_ckpt.checkpoint.formats.reading import read_tree
 from automodel_ckpt.checkpoint.hf_assets import HFAssets
 from automodel_ckpt.checkpoint.manifest import Tree
 from automodel_ckpt.checkpoint.run import shared_storage
-from automodel_ckpt.checkpoint.state.fill_modules import rows_of
+from automodel_ckpt.checkpoint.state.stored_rows import rows_of
 from automodel_ckpt.checkpoint.verify import unlisted_files, verify, verify_deep
 from automodel_ckpt.checkpoint.writing import shared_file
 from automodel_ckpt.convert.open import open_weights

@@ -15,13 +15,13 @@ from torch import nn
 
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.sources.source import Tensors
-from automodel_ckpt.checkpoint.state import fill_modules
+from automodel_ckpt.checkpoint.state import fill_modules, stored_rows
 from automodel_ckpt.checkpoint.state.fill_modules import (
     Filling,
     fill_module,
     module_shapes,
-    rows_of,
 )
+from automodel_ckpt.checkpoint.state.stored_rows import rows_of
 from automodel_ckpt.convert.open import open_weights
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support import tiny
@@ -149,13 +149,13 @@ def test_rows_are_read_in_blocks_of_any_size_and_the_mean_is_that_of_all(
     source = open_weights(tmp_path / "hub" / "snapshot").modules["model"]
     monkeypatch.setattr(fill_modules, "_BLOCK_BYTES", block_bytes)
     blocks: list[int] = []
-    read_tree = fill_modules.read_tree
+    read_tree = stored_rows.read_tree
 
     def recorded(root: Path, tree: Any, targets: Any) -> None:
         blocks.extend(value.nbytes for value in targets.values())
         read_tree(root, tree, targets)
 
-    monkeypatch.setattr(fill_modules, "read_tree", recorded)
+    monkeypatch.setattr(stored_rows, "read_tree", recorded)
     net = Net(9)
     fill_module(net, {"embed.weight": Filling(source, "embed.weight", resized=True)}, "mean")
     assert torch.equal(net.embed.weight[:6], tensors["embed.weight"])

@@ -15,7 +15,7 @@ from torch import nn
 
 from automodel_ckpt.checkpoint.formats.reading import read_tree
 from automodel_ckpt.checkpoint.manifest import Tree
-from automodel_ckpt.checkpoint.state.fill_modules import rows_of
+from automodel_ckpt.checkpoint.state.stored_rows import rows_of
 from automodel_ckpt.cli import ckpt
 from automodel_ckpt.convert.open import open_source, open_weights
 from automodel_ckpt.convert.sources.torch_objects import describe_archive, views_in
