@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -234,6 +235,8 @@ def _lengths(dataset: Any, collate: ImageTextCollator, num_workers: int) -> npt.
     log.info("counting the tokens of %d samples with their images, to pack them", len(dataset))
     measuring = _Measuring(dataset, collate)
     items: Any = (measuring[number] for number in range(len(dataset)))
+    # torch warns about more workers than cores, and they would not be faster.
+    num_workers = min(num_workers, len(os.sched_getaffinity(0)))
     if num_workers:
         items = run_workers(measuring, num_workers, shuffle=False)
     lengths = np.zeros(len(dataset), dtype=np.int64)

@@ -34,7 +34,7 @@ SMALLER = {  # what a few steps on two cores ask to be changed
         "--step_scheduler.local_batch_size=4",
     ],
     TP: ["--step_scheduler.global_batch_size=4"],
-    "vlm_finetune/qwen2_5_vl/qwen2_5_vl_3b_medpix_packed_peft": [
+    "vlm_finetune/qwen2_5_vl/qwen2_5_vl_3b_packed_peft": [
         "--packed_sequence.size=160",
         "--step_scheduler.global_batch_size=4",
         "--processor.kwargs={max_pixels: 1024}",
