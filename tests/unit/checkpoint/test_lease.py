@@ -330,11 +330,12 @@ def test_a_lock_file_of_any_other_content_is_no_obstacle(tmp_path: Path, content
 # ---------------------------------------------------------------- two mounts of one directory, as users have them
 
 HOLD_ON_A_MOUNT = """
-import sys, time
+import os, signal, sys, time
 from pathlib import Path
 from automodel_ckpt.checkpoint.run.lease import Lease
 from automodel_ckpt.errors import LeaseLost
 root = Path(sys.argv[1])
+suspend = Path(sys.argv[1] + ".suspend")
 lease = Lease(root, beat_seconds=0.2, watch_seconds=3)
 while True:
     try:
@@ -346,6 +347,10 @@ while True:
         log.write(f"{sys.argv[1]}\\n")
     print("wrote", flush=True)
     time.sleep(0.1)
+    if suspend.exists():
+        # Not between the check and a write: no check can cover a write that has begun.
+        suspend.unlink()
+        os.kill(os.getpid(), signal.SIGSTOP)
 """
 
 
@@ -386,7 +391,10 @@ def test_two_mounts_of_one_directory_have_one_run_and_a_suspended_one_writes_not
         assert line(first) == "wrote\n"
         rejected = start(mounts[1])
         assert "another run is using" in rejected.communicate(timeout=30)[0]
-        os.kill(first.pid, signal.SIGSTOP)
+        suspend = Path(f"{mounts[0]}.suspend")
+        suspend.touch()
+        while suspend.exists():
+            time.sleep(0.01)
         second = start(mounts[1])
         assert line(second) == "wrote\n"
         before = (mounts[0].parent / "real" / "log").read_text().count(str(mounts[0]))
