@@ -311,8 +311,7 @@ class _TrainableBuilder:
             options["output_router_logits"] = False
         if self.layout.in_stages:
             section = self.config.distributed
-            key = "pp_size" if section.stages_per_rank == 1 else "pp_stages_per_rank"
-            check_stages(model, self.layout.sizes.pp * section.stages_per_rank, key)
+            check_stages(model, self.layout.sizes.pp * section.stages_per_rank)
         if self.layout.sizes.cp > 1:
             check_context_parallel(model)
         if self.layout.sizes.ep > 1:

@@ -174,8 +174,9 @@ class _TokenExchange:
         order = torch.argsort(chosen, stable=True)
         tokens = hidden_states[order // top_k]
         num_sent, num_received = self._counts(chosen)
-        sent_splits = num_sent.sum(1).tolist()
-        received_splits = num_received.sum(1).tolist()
+        # One copy to the host: each waits for the device.
+        splits = torch.stack([num_sent.sum(1), num_received.sum(1)]).tolist()
+        sent_splits, received_splits = splits
         received = _exchange(tokens, sent_splits, received_splits, self._group)
         outputs = self._outputs_of_experts(received, num_received)
         returned = _exchange(outputs, received_splits, sent_splits, self._group)

@@ -21,7 +21,11 @@ from torch import nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.forward import class_and_message, forward_parameters
+from automodel_ckpt.models.forward import (
+    class_and_message,
+    forward_parameters,
+    model_without_adapters,
+)
 
 log = logging.getLogger(__name__)
 
@@ -118,15 +122,22 @@ def layers_of(num_layers: int, stage: int, num_stages: int) -> range:
     return range(start, start + each + (stage < more))
 
 
-def check_stages(model: nn.Module, num_stages: int, key: str = "pp_size") -> None:
+def check_stages(model: nn.Module, num_stages: int) -> None:
     """Validate that *model* can be divided into *num_stages* stages, before it has weights.
 
     The model must be a list of layers, each of which gets the output of the layer before and nothing else that depends
-    on the tokens; a forward pass with stand-ins shows whether it does. *key* of the section ``distributed`` is
-    reported. Raises :class:`RecipeError`.
+    on the tokens; a forward pass with stand-ins shows whether it does. Raises :class:`RecipeError`.
     """
-    base = _base(model)
+    base = model_without_adapters(model)
     try:
+        num_layers = len(base.get_submodule(_layers_name(base)))
+        if num_layers < num_stages:
+            raise RecipeError(
+                "there are more pipeline stages than layers",
+                where=_WHERE,
+                value=f"{num_stages} stages; layers of the model: {num_layers}",
+                hint="lower pp_size, or pp_stages_per_rank if it is set",
+            )
         decoder = find_decoder(base)
         if decoder.elsewhere:
             raise _Unsupported(f"it has parameters elsewhere ({decoder.elsewhere[0]})")
@@ -137,20 +148,12 @@ def check_stages(model: nn.Module, num_stages: int, key: str = "pp_size") -> Non
             value=f"{num_stages} stages; {type(base).__name__}: {error}",
             hint="remove pp_size: fsdp2 shards any model",
         ) from error
-    num_layers = len(_list_of(base, decoder))
-    if num_layers < num_stages:
-        raise RecipeError(
-            "there are more pipeline stages than layers",
-            where=f"distributed.{key}",
-            value=f"{num_stages} stages; the model has {num_layers} layers",
-            hint=f"set it to {num_layers} or less",
-        )
 
 
 def find_decoder(base: nn.Module) -> Decoder:
     """Find the decoder layers of a transformers model, and the modules that are called before and after them.
 
-    Raises :class:`_Unsupported` with a reason.
+    The model must have passed :func:`check_stages`, which reports what is not supported.
     """
     layers = _layers_name(base)
     outside = _outside(base, layers)
@@ -171,12 +174,6 @@ def find_decoder(base: nn.Module) -> Decoder:
             layers, (embedding, *before), (*others, head), tuple(elsewhere), returns_tuple
         )
     raise _Unsupported(reason)
-
-
-def _base(model: nn.Module) -> Any:
-    """The transformers model, without the wrapper of adapters."""
-    get_base_model: Any = getattr(model, "get_base_model", None)
-    return get_base_model() if get_base_model is not None else model
 
 
 def _list_of(base: nn.Module, decoder: Decoder) -> nn.ModuleList:
@@ -227,15 +224,13 @@ class _Probe:
     ) -> None:
         self._calls: list[str] = []
         self._values: list[torch.Tensor] = []
-        self._layers = [self._layer(layer) for layer in base.get_submodule(layers).children()]
+        real = list(base.get_submodule(layers).children())
         self._input, self._output = StageInput(), StageOutput()
-        ends: tuple[tuple[int, PassThrough], ...] = ((0, self._input), (-1, self._output))
-        for number, end in ends:
-            _copy_attributes(self._layers[number], end)
-            self._layers[number] = end
-        for layer in self._layers:
-            layer.returns_tuple = returns_tuple
-            layer.register_forward_pre_hook(partial(self._note_layer), with_kwargs=True)
+        between: list[PassThrough] = [PassThrough() for _ in real[1:-1]]
+        self._layers = [self._input, *between, self._output]
+        for stand_in, layer in zip(self._layers, real, strict=True):
+            _take_place(stand_in, layer, returns_tuple)
+            stand_in.register_forward_pre_hook(self._note_layer, with_kwargs=True)
         # deepcopy uses these objects instead of copies.
         replacements: dict[int, Any] = {
             id(base.get_submodule(layers)): nn.ModuleList(self._layers),
@@ -288,11 +283,6 @@ class _Probe:
             raise _Unsupported("its layers get hidden states of another shape than its embeddings")
         return list(self._values)
 
-    def _layer(self, layer: nn.Module) -> PassThrough:
-        stand_in = PassThrough()
-        _copy_attributes(layer, stand_in)
-        return stand_in
-
     def _note(self, name: str, module: nn.Module, args: Any) -> None:
         self._calls.append(name)
 
@@ -329,6 +319,8 @@ def _tensors_in(values: Sequence[Any]) -> list[torch.Tensor]:
             found.append(value)
         elif isinstance(value, (tuple, list)):
             found += _tensors_in(value)
+        elif isinstance(value, Mapping):
+            found += _tensors_in(list(value.values()))
     return found
 
 
@@ -339,8 +331,10 @@ def _stand_in(module: nn.Module) -> PassThrough:
     return PassThrough()
 
 
-def _copy_attributes(layer: nn.Module, stand_in: nn.Module) -> None:
-    """Give a stand-in the plain attributes of a layer, which models read (``attention_type``, for example)."""
+def _take_place(stand_in: PassThrough, layer: nn.Module, returns_tuple: bool) -> None:
+    """Make *stand_in* look like *layer* to the model: what it returns, and plain attributes such as
+    ``attention_type``."""
+    stand_in.returns_tuple = returns_tuple
     for name, value in vars(layer).items():
         if isinstance(value, (str, int, float)) and name != "training":
             setattr(stand_in, name, value)
@@ -367,7 +361,7 @@ class LocalStages:
         A rank with several stages computes one at a time: a forward pass sees the stand-ins of the others.
         """
         self.stages = tuple(stages)
-        self._base = _base(model)
+        self._base = model_without_adapters(model)
         self.num_stages = num_stages
         self._last = num_stages - 1
         self._current = 0
@@ -432,8 +426,7 @@ class _View:
                 stand_in = self.input
             elif number == mine.stop and self.output is not None:
                 stand_in = self.output
-            _copy_attributes(layer, stand_in)
-            stand_in.returns_tuple = decoder.returns_tuple
+            _take_place(stand_in, layer, decoder.returns_tuple)
             seen.append(stand_in)
         self.modules: dict[str, nn.Module] = {decoder.layers: nn.ModuleList(seen)}
         others = [] if stage == 0 else list(decoder.before)
@@ -449,7 +442,7 @@ def keep_stages(model: nn.Module, stages: Sequence[int], num_stages: int) -> Loc
     If the output layer is tied to the embedding, the first and the last stage have both. The model must have passed
     :func:`check_stages`.
     """
-    return LocalStages(model, find_decoder(_base(model)), stages, num_stages)
+    return LocalStages(model, find_decoder(model_without_adapters(model)), stages, num_stages)
 
 
 def _remove_other_stages(
@@ -493,7 +486,7 @@ def _replace(base: nn.Module, name: str, module: nn.Module) -> None:
 
 def has_tied_ends(model: nn.Module) -> bool:
     """Whether the output layer and the embedding are one parameter."""
-    base = _base(model)
+    base = model_without_adapters(model)
     weight = getattr(base.get_output_embeddings(), "weight", None)
     return weight is not None and weight is getattr(base.get_input_embeddings(), "weight", None)
 
@@ -502,7 +495,7 @@ def parameters_of_ranks(
     model: nn.Module, num_ranks: int, stages_per_rank: int = 1
 ) -> Iterator[list[nn.Parameter]]:
     """The parameters of each rank of a pipeline of a complete *model*, without duplicates."""
-    base = _base(model)
+    base = model_without_adapters(model)
     decoder = find_decoder(base)
     layers = _list_of(base, decoder)
     num_stages = num_ranks * stages_per_rank

@@ -16,20 +16,10 @@ from automodel_ckpt.distributed.expert_parallel import check_experts, divide_exp
 from automodel_ckpt.errors import RecipeError
 from tests.distributed.test_training import failure, lines_of_steps, run
 from tests.support import ranks
+from tests.support.experts import SIZES
 from tests.support.parallel import layout_here
 from tests.support.training import RECIPE
 
-SIZES: dict[str, Any] = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "vocab_size": 304,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 32,
-    "initializer_range": 0.3,
-}
 GROUPED = {"n_routed_experts": 4, "moe_intermediate_size": 8, "n_group": 2, "topk_group": 1}
 LATENT = {
     "q_lora_rank": 8,

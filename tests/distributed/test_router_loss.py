@@ -14,21 +14,12 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from automodel_ckpt.checkpoint.module_tensors import unwrap
 from tests.distributed.test_training import failure, lines_of_steps, run
-from tests.support import ranks
+from tests.support import experts, ranks
 from tests.support.training import build, write_recipe
 from tests.support.training_parts import uneven
 
 COEFFICIENT = 0.5
-SIZES = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "vocab_size": 304,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 32,
-    "initializer_range": 0.3,
+SIZES = experts.SIZES | {
     "output_router_logits": True,
     "router_aux_loss_coef": COEFFICIENT,
 }

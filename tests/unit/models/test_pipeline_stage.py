@@ -232,5 +232,6 @@ def test_models_whose_layers_depend_on_more_than_the_layer_before_are_rejected(
 
 def test_more_stages_than_layers_are_refused() -> None:
     text = refusal(model_of(), 3)
-    assert "the model has 2 layers" in text
-    assert "set it to 2 or less" in text
+    assert "layers of the model: 2" in text
+    assert "lower pp_size" in text
+    assert "layers of the model: 1" in refusal(model_of(num_hidden_layers=1))
