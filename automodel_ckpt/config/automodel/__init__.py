@@ -43,6 +43,25 @@ _WHOLE = re.compile(r"^\$([A-Za-z_]\w*)$")
 # Later modules look at what earlier ones have translated: adapters before freezing, data before the steps.
 SECTIONS = (*model.ROWS, *ranks.ROWS, *data.ROWS, *training.ROWS, *others.ROWS)
 
+ONLY_THEIRS = frozenset(
+    {
+        *others.NAMES,
+        "comet",
+        "dist_env",
+        "distributed.mp_policy",
+        "distributed.pipeline",
+        "freeze_config",
+        "mlflow",
+        "neftune",
+        "qat.qat_config",
+        "quantization",
+        "rng",
+        "validation_dataloader",
+        "wandb",
+    }
+)
+"""Sections of AutoModel that are no keys of this program."""
+
 
 @dataclass(frozen=True)
 class Translation:
@@ -119,6 +138,9 @@ def _keep_the_rest(work: Work, section: Node, original: Node, key: str) -> None:
         full = join(key, name)
         found = work.result.at(full)
         before = original.at(name) or node
+        if full in ONLY_THEIRS:
+            _reject_the_rest(work, node, full)
+            continue
         # A section that the translation emptied is left out; one that is empty in the file is not.
         if isinstance(node.value, dict) and not node.value and before.value:
             continue
@@ -129,6 +151,16 @@ def _keep_the_rest(work: Work, section: Node, original: Node, key: str) -> None:
         elif not node.is_null:
             hint = f"remove one of them; the other is at {found.origin}"
             work.problems.append(Problem(f"{full} is given twice", node.origin, str(node), hint))
+
+
+def _reject_the_rest(work: Work, node: Node, key: str) -> None:
+    """Report what no row has translated below *key*, which exists in AutoModel only. Null disables a key."""
+    if isinstance(node.value, dict):
+        for name, child in node.children():
+            _reject_the_rest(work, child, join(key, name))
+    elif not node.is_null:
+        problem = Problem(f"unknown key {key}", node.origin, str(node), f"remove it; {GUIDE}")
+        work.problems.append(problem)
 
 
 def _is_section(node: Node | None) -> bool:

@@ -16,6 +16,7 @@ from automodel_ckpt.config.automodel.rows import (
     apply_rows,
     is_of_automodel,
     is_true,
+    switch,
     take_target,
     value_of,
 )
@@ -337,16 +338,15 @@ def quantization(section: Section) -> None:
     if section.node is None:
         return
     kind = None
-    four_bit = section.peek("load_in_4bit")
-    eight_bit = section.peek("load_in_8bit")
-    if is_true(four_bit):
+    name = ""
+    if switch(section, "load_in_4bit"):
+        name = "load_in_4bit"
         kind = section.peek("bnb_4bit_quant_type") or Node("fp4", AUTOMODEL_DEFAULT)
-    elif is_true(eight_bit):
-        assert eight_bit is not None
-        kind = Node("int8", eight_bit.origin)
+    elif switch(section, "load_in_8bit"):
+        name = "load_in_8bit"
+        kind = Node("int8", section.origin_of(name))
     has_adapters = section.work.result.at("peft") is not None
     if kind is not None and has_adapters:
-        name = "load_in_4bit" if is_true(four_bit) else "load_in_8bit"
         section.work.section("quantization", "peft").put("quantize_base", kind, was=name)
         section.take(name)
     elif kind is not None:

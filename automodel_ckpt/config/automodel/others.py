@@ -11,7 +11,8 @@ from automodel_ckpt.config.automodel.rows import (
     Steps,
     apply_rows,
     is_enabled,
-    is_true,
+    switch,
+    value_of,
 )
 from automodel_ckpt.config.yaml_tree import Node
 
@@ -82,10 +83,9 @@ def trackers(section: Section) -> None:
     """Translate the experiment trackers."""
     wandb = section.inner("wandb", to="logging.trackers.wandb")
     if wandb.node is not None:
-        switch = wandb.take("enable")
-        if switch is not None:
-            wandb.no_effect("enable", switch)
-        _tracker(wandb, {}, enabled=switch is None or is_true(switch))
+        enabled = not wandb.has("enable") or switch(wandb, "enable")
+        NoEffect("enable").apply(wandb)
+        _tracker(wandb, {}, enabled=enabled)
     mlflow = section.inner("mlflow", to="logging.trackers.mlflow")
     if mlflow.node is not None:
         apply_rows(
@@ -115,28 +115,40 @@ def neftune(section: Section) -> None:
     model = section.work.section("neftune", "model")
     if isinstance(node.value, str):
         section.work.section("").take("neftune")
-        model.put("neftune_alpha", node)
+        model.put("neftune_alpha", _alpha(node))
         section.work.section("").translated("neftune", node, "model.neftune_alpha")
         return
-    Key("noise_alpha", "neftune_alpha", default="5.0").apply(model)
+    given = model.take("noise_alpha")
+    if given is not None:
+        model.put("neftune_alpha", _alpha(given), was="noise_alpha")
+    else:
+        section.work.section("").translated("neftune", node, "model.neftune_alpha")
+        model.put_default("neftune_alpha", "5.0")
     NoEffect("enabled").apply(model)
 
 
+def _alpha(node: Node) -> Node:
+    """AutoModel's 0 disables the noise, which is null here."""
+    if value_of(node) == 0:
+        return Node("null", node.origin)
+    return node
+
+
 LAUNCH = "start the ranks as docs/guides/multi-node.md describes"
-TOP_LEVEL = (
-    NoEffect(
-        "ci",
-        "nvtx",
-        "benchmark",
-        "prewarm",
-        "longalign",
-        "parallelizer",
-        "autopipeline",
-        "distributed_config",
-        "moe_metrics",
-        "mfu",
-        "sdpa_method",
-    ),
+UNUSED = NoEffect(
+    "ci",
+    "nvtx",
+    "benchmark",
+    "prewarm",
+    "longalign",
+    "parallelizer",
+    "autopipeline",
+    "distributed_config",
+    "moe_metrics",
+    "mfu",
+    "sdpa_method",
+)
+REPLACED = (
     Degraded("skypilot", LAUNCH),
     Degraded("nemo_run", LAUNCH),
     Degraded("slurm", LAUNCH),
@@ -147,6 +159,7 @@ TOP_LEVEL = (
     Needs("teacher_model", "knowledge distillation", "remove the section"),
 )
 """Whole sections."""
+NAMES = (*UNUSED.names, *(row.name for row in REPLACED))
 
 
 QAT = (
@@ -156,30 +169,39 @@ QAT = (
         words={"int8_dynact_int4weight": "W4A8", "int4_weight_only": "W4A16"},
         default="W4A8",
     ),
-    Key("groupsize", where="qat.group_size"),
+    # The default of both quantizers in torchao/quantization/qat/linear.py.
+    Key("groupsize", where="qat.group_size", default="256"),
     NoEffect("_target_", "precision", "scales_precision", "padding_allowed", "inner_k_tiles"),
 )
 
 
 def qat(section: Section) -> None:
-    """Translate the section qat. AutoModel's quantizers are torchao's."""
-    switch = section.take("enabled")
-    if switch is None:
+    """Translate the section qat. AutoModel's quantizers are torchao's, and disabled without the key enabled."""
+    if section.node is None:
         return
-    if not is_true(switch):
-        section.no_effect("enabled", switch)
-        for name in ("qat_config", "fake_quant_after_n_steps"):
-            NoEffect(name).apply(section)
+    has_ours = any(section.has(name) for name in ("scheme", "group_size", "start_step"))
+    if has_ours and not section.has("enabled"):
+        return
+    is_enabled = switch(section, "enabled")
+    enabled = section.take("enabled")
+    if not is_enabled or enabled is None:
+        whole = section.work.section("").take("qat")
+        assert whole is not None
+        section.work.section("").no_effect("qat", whole)
         return
     note = "weights and inputs are rounded to the grid of compressed-tensors, which is symmetric"
-    section.note("enabled", switch, note)
+    section.note("enabled", enabled, note)
+    # Errors about the section are reported at this line.
+    section.work.section("").put("qat", Node({}, enabled.origin))
     Key("fake_quant_after_n_steps", "start_step").apply(section)
+    hint = "set qat_config.quantizer_type to int8_dynact_int4weight or int4_weight_only"
+    Needs("quantizer", "a quantizer by its class", hint).apply(section)
     apply_rows(QAT, section.inner("qat_config"))
 
 
 def top_level(section: Section) -> None:
     """Translate sections as a whole. AutoModel ignores sections whose names begin with an underscore."""
-    apply_rows(TOP_LEVEL, section)
+    apply_rows((UNUSED, *REPLACED), section)
     assert section.node is not None
     for name in list(dict(section.node.children())):
         if name.startswith("_"):

@@ -13,6 +13,7 @@ from automodel_ckpt.config.automodel.rows import (
     above_1,
     apply_rows,
     is_true,
+    value_of,
 )
 from automodel_ckpt.config.yaml_tree import Node
 
@@ -37,12 +38,15 @@ def experts(section: Section) -> None:
     strategy = section.work.result.at("distributed.strategy")
     is_sharded = strategy is None or strategy.value == "auto"
     has_adapters = section.work.result.at("peft.target_parameters") is not None
-    if not above_1(node):
+    is_divided = tensor is not None and above_1(tensor)
+    if value_of(node) in (0, 1):
         section.no_effect("ep_size", node)
-    elif is_sharded and not has_adapters and (tensor is None or not above_1(tensor)):
-        section.put("ep_size", node)
-    else:
+    elif not is_sharded:
+        section.degraded("ep_size", node, "ddp replicates the experts; the same mathematics")
+    elif has_adapters or is_divided:
         section.degraded("ep_size", node, SHARDED)
+    else:
+        section.put("ep_size", node)
 
 
 DISTRIBUTED = (
@@ -60,21 +64,23 @@ DISTRIBUTED = (
     ),
 )
 
-PIPELINE = (
-    NoEffect(
-        "pp_microbatch_size",
-        "pp_batch_size",
-        "pp_seq_len",
-        "layers_per_stage",
-        "round_virtual_stages_to_pp_multiple",
-        "patch_causal_lm_model",
-        "patch_inner_model",
-        "patch_stage_backward_maybe_with_nosync",
-        "scale_grads_in_schedule",
-        "dtype",
-        "module_fqns_per_model_part",
-    ),
+PIPELINE = NoEffect(
+    "pp_microbatch_size",
+    "pp_batch_size",
+    "pp_seq_len",
+    "patch_causal_lm_model",
+    "patch_inner_model",
+    "patch_stage_backward_maybe_with_nosync",
+    "scale_grads_in_schedule",
+    "dtype",
 )
+DIVISION = (
+    "layers_per_stage",
+    "round_virtual_stages_to_pp_multiple",
+    "module_fqns_per_model_part",
+    "pp_schedule_csv",
+)
+"""Keys of the section pipeline that change which rank computes which layers, and when."""
 
 
 def distributed(section: Section) -> None:
@@ -160,21 +166,51 @@ def _pipeline(section: Section) -> None:
         # AutoModel splits a local batch into these; here a local batch is what passes a stage.
         steps = section.work.section("distributed.pipeline", "step_scheduler")
         steps.put("local_batch_size", micro_batch, was="pp_microbatch_size")
-    apply_rows(PIPELINE, pipeline)
-    if pipeline.node is not None and not pipeline.node.value:
-        section.take("pipeline")
+    PIPELINE.apply(pipeline)
     if size is not None:
         section.put("pp_size", size)
-    if schedule is None:
-        return
-    if not is_used:
+    name = "1f1b"
+    if schedule is not None and not is_used:
         pipeline.no_effect("pp_schedule", schedule)
-        return
-    name = SCHEDULES.get(str(schedule.value).lower())
-    if name is None:
-        pipeline.degraded("pp_schedule", schedule, "1f1b is used; the same mathematics")
-        name = "1f1b"
-    section.put("pp_schedule", Node(name, schedule.origin), was="pipeline.pp_schedule")
+    elif schedule is not None:
+        name = SCHEDULES.get(str(schedule.value).lower(), "")
+        if not name:
+            pipeline.degraded("pp_schedule", schedule, "1f1b is used; the same mathematics")
+            name = "1f1b"
+        section.put("pp_schedule", Node(name, schedule.origin), was="pipeline.pp_schedule")
+    if not is_used:
+        NoEffect(*DIVISION).apply(pipeline)
+    else:
+        _stages(pipeline, name)
+
+
+def _stages(pipeline: Section, schedule: str) -> None:
+    """Translate how layers are divided into stages.
+
+    With one stage per rank, AutoModel also divides the layers evenly: layers_per_stage can only confirm this. With
+    several, it sets their number, which depends on the model's number of layers.
+    """
+    layers = pipeline.take("layers_per_stage")
+    is_ours_given = pipeline.work.source.at("distributed.pp_stages_per_rank") is not None
+    if layers is not None and schedule == "interleaved1f1b" and not is_ours_given:
+        text = (
+            "each rank computes 2 stages; for more, set distributed.pp_stages_per_rank to "
+            f"layers / (pp_size x {layers}); the same mathematics"
+        )
+        pipeline.note("layers_per_stage", layers, text)
+    elif layers is not None:
+        pipeline.no_effect("layers_per_stage", layers)
+    NoEffect("round_virtual_stages_to_pp_multiple").apply(pipeline)
+    Degraded(
+        "module_fqns_per_model_part", "layers are divided evenly; the same mathematics", _is_given
+    ).apply(pipeline)
+    Degraded("pp_schedule_csv", f"{schedule} is used; the same mathematics", _is_given).apply(
+        pipeline
+    )
+
+
+def _is_given(node: Node) -> bool:
+    return not node.is_null
 
 
 def dist_env(section: Section) -> None:

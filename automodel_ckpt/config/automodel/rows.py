@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from automodel_ckpt.config.automodel.notices import Notice
 from automodel_ckpt.config.bind import join
-from automodel_ckpt.config.convert import TRUE_WORDS, untyped
+from automodel_ckpt.config.convert import FALSE_WORDS, TRUE_WORDS, untyped
 from automodel_ckpt.config.yaml_tree import Node
 from automodel_ckpt.errors import Problem
 
@@ -67,6 +67,13 @@ class Section:
         node = self.whole
         if node is None:
             return ""
+        return node.origin
+
+    def origin_of(self, name: str) -> str:
+        """Where a key is given, for messages; the section's origin if the key is missing or null."""
+        node = self.peek(name)
+        if node is None:
+            return self.origin
         return node.origin
 
     def inner(self, name: str, to: str | None = None) -> Section:
@@ -241,6 +248,28 @@ class NoEffect:
                 section.no_effect(name, node)
 
 
+def take_request(section: Section, name: str, when: Callable[[Node], bool]) -> Node | None:
+    """Remove a key, and return its node if the value requests something (*when* is true), else None.
+
+    A value that requests nothing, such as false, is recorded as a key without effect.
+    """
+    node = section.take(name)
+    if node is None or when(node):
+        return node
+    section.no_effect(name, node)
+    return None
+
+
+def switch(section: Section, name: str) -> bool:
+    """Whether a key that has not been removed is true; false without the key. Another word is an error."""
+    node = section.peek(name)
+    if node is None or is_true(node):
+        return node is not None
+    if str(node.value).lower() not in FALSE_WORDS:
+        section.reject(name, node, "must be true or false", "correct the value")
+    return False
+
+
 @dataclass(frozen=True)
 class Degraded:
     """A key that is replaced by something weaker or different: *instead* says by what.
@@ -254,13 +283,9 @@ class Degraded:
 
     def apply(self, section: Section) -> None:
         """Remove the key, and warn if it requests something."""
-        node = section.take(self.name)
-        if node is None:
-            return
-        if self.when(node):
+        node = take_request(section, self.name, self.when)
+        if node is not None:
             section.degraded(self.name, node, self.instead)
-        else:
-            section.no_effect(self.name, node)
 
 
 @dataclass(frozen=True)
@@ -274,13 +299,9 @@ class Needs:
 
     def apply(self, section: Section) -> None:
         """Remove the key, and reject it if it requests something."""
-        node = section.take(self.name)
-        if node is None:
-            return
-        if self.when(node):
+        node = take_request(section, self.name, self.when)
+        if node is not None:
             section.reject(self.name, node, f"{self.feature} is not supported", self.hint)
-        else:
-            section.no_effect(self.name, node)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from automodel_ckpt.config.automodel.rows import (
     apply_rows,
     is_of_automodel,
     is_true,
+    switch,
     value_of,
 )
 from automodel_ckpt.config.yaml_tree import Node
@@ -273,7 +274,7 @@ def compilation(section: Section) -> None:
     """Translate torch.compile. The keys of a disabled section would be an error here."""
     if section.node is None:
         return
-    if not is_true(section.peek("enabled")):
+    if not switch(section, "enabled"):
         NoEffect("enabled", "mode", "backend", "fullgraph", "dynamic").apply(section)
         return
     apply_rows(

@@ -110,6 +110,7 @@ QAT = (
     "    _target_: nemo_automodel.components.quantization.qat.QATConfig\n"
     "    quantizer_type: int4_weight_only\n    groupsize: 256\n"
 )
+PIPELINE = "distributed:\n  pp_size: 2\n  pipeline:\n    pp_schedule: interleaved1f1b\n"
 TRANSLATED: list[tuple[str, str, Any]] = [
     (LLM, "recipe", "llm_finetune"),
     (VLM, "recipe", "vlm_finetune"),
@@ -123,7 +124,11 @@ TRANSLATED: list[tuple[str, str, Any]] = [
     (QAT, "qat.group_size", 256),
     (QAT, "qat.start_step", 1),
     ("qat:\n  enabled: true\n", "qat.scheme", "W4A8"),
+    ("qat:\n  enabled: true\n", "qat.group_size", 256),
     ("qat:\n  enabled: false\n  fake_quant_after_n_steps: 1\n", "qat", None),
+    ("qat:\n  fake_quant_after_n_steps: 1\n  qat_config:\n    groupsize: 32\n", "qat", None),
+    ("qat: {}\n", "qat", None),
+    ("qat:\n  scheme: W8A8\n", "qat.scheme", "W8A8"),
     ("rng:\n  seed: 1111\n  ranked: true\n", "seed", 1111),
     ("rng:\n  deterministic: true\n", "deterministic", True),
     ("dist_env:\n  backend: nccl\n", "distributed.backend", None),
@@ -356,6 +361,9 @@ TRANSLATED: list[tuple[str, str, Any]] = [
     (PEFT + "  target_modules: ['*']\n", "peft.target_parameters", "all-experts"),
     ("neftune:\n  noise_alpha: 4.0\n", "model.neftune_alpha", 4.0),
     ("neftune: 4.0\n", "model.neftune_alpha", 4.0),
+    ("neftune: {}\n", "model.neftune_alpha", 5.0),
+    ("neftune: 0\n", "model.neftune_alpha", None),
+    ("neftune:\n  noise_alpha: 0.0\n", "model.neftune_alpha", None),
     (
         (
             "tokenizer:\n  _target_: nemo_automodel.NeMoAutoTokenizer.from_pretrained\n"
@@ -542,7 +550,18 @@ def test_a_key_without_meaning_here_is_named_in_one_line(
 DEGRADED = [
     ("skypilot:\n  cloud: gcp\n", ":1: skypilot", "docs/guides/multi-node.md"),
     ("distributed:\n  tp_size: 2\n  ep_size: 8\n", ":3: distributed.ep_size 8", "fsdp2 instead"),
+    ("distributed:\n  strategy: ddp\n  ep_size: 8\n", ":3: distributed.ep_size 8", "replicates"),
     ("distributed:\n  strategy: megatron_fsdp\n", ":2: distributed.strategy", "fsdp2 of torch"),
+    (
+        PIPELINE + "    module_fqns_per_model_part: [[model.embed_tokens], [lm_head]]\n",
+        ":5: distributed.pipeline.module_fqns_per_model_part",
+        "divided evenly",
+    ),
+    (
+        PIPELINE + "    pp_schedule_csv: order.csv\n",
+        ":5: distributed.pipeline.pp_schedule_csv order.csv",
+        "interleaved1f1b is used",
+    ),
     (
         "distributed:\n  pp_size: 2\n  pipeline:\n    pp_schedule: ZBVZeroBubble\n",
         ":4: distributed.pipeline.pp_schedule ZBVZeroBubble",
@@ -643,6 +662,18 @@ REJECTED = [
     ("distributed:\n  strategy: other\n", 2, "this strategy is not supported"),
     ("distributed:\n  unheard_of: 1\n", 2, "unknown key distributed.unheard_of"),
     ("unheard_of: 1\n", 1, "unknown key unheard_of"),
+    (PIPELINE + "    unheard_of: 1\n", 5, "unknown key distributed.pipeline.unheard_of"),
+    (QAT + "    unheard_of: 1\n", 8, "unknown key qat.qat_config.unheard_of"),
+    ("neftune: [1]\n", 1, "unknown key neftune"),
+    ("distributed:\n  ep_size: all\n", 2, "distributed.ep_size must be a whole number"),
+    ("qat:\n  enabled: maybe\n", 2, "qat.enabled: must be true or false"),
+    ("compile:\n  enabled: maybe\n", 2, "compile.enabled: must be true or false"),
+    (QAT + PEFT, 2, "qat and peft cannot be combined"),
+    (
+        "qat:\n  enabled: true\n  quantizer:\n    _target_: torchao.quantization.qat.Some\n",
+        3,
+        "a quantizer by its class is not supported",
+    ),
     (PEFT + "  dim: 4\n  r: 8\n", 4, "peft.r is given twice"),
 ]
 
@@ -705,6 +736,40 @@ def test_overrides_may_use_the_names_of_both_programs(
     assert value_at(loaded, key) == expected
     wrote_null = expected is None
     assert key in loaded.overridden or wrote_null or key == "logging.trackers"
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["neftune", "wandb", "mlflow", "rng", "dist_env", "freeze_config", "quantization", "fp8", "ci", "slurm",
+     "distributed.pipeline", "distributed.pipeline.layers_per_stage", "qat.qat_config"],
+)  # fmt: skip
+def test_null_disables_a_key_of_automodel_in_a_file_and_in_an_override(
+    tmp_path: Path, key: str
+) -> None:
+    text = ""
+    for depth, part in enumerate(key.split(".")):
+        text += f"{'  ' * depth}{part}:\n"
+    given = load(tmp_path, text[:-1] + " null\n")
+    nothing = load(tmp_path, "")
+    overridden = load(tmp_path, "", f"--{key}", "null")
+    expected = dataclasses.asdict(nothing.config)
+    assert dataclasses.asdict(given.config) == expected
+    assert dataclasses.asdict(overridden.config) == expected
+
+
+def test_layers_per_stage_gives_a_note_only_where_it_sets_the_number_of_stages(
+    tmp_path: Path,
+) -> None:
+    interleaved = reported(load(tmp_path, PIPELINE + "    layers_per_stage: 4\n"))
+    assert (
+        "theirs.yaml:5: distributed.pipeline.layers_per_stage: each rank computes 2" in interleaved
+    )
+    assert "pp_stages_per_rank to layers / (pp_size x 4)" in interleaved
+    # One stage on each rank: AutoModel rejects every other number of layers.
+    single = PIPELINE.replace("interleaved", "") + "    layers_per_stage: 4\n"
+    assert "no meaning here: distributed.pipeline.layers_per_stage" in reported(
+        load(tmp_path, single)
+    )
 
 
 WHOLE = f"""\
