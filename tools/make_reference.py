@@ -18,6 +18,7 @@ from automodel_ckpt.config import help as help_page
 from automodel_ckpt.config.bind import default_node, default_of
 from automodel_ckpt.config.convert import describe, members, section_type, target_type
 from automodel_ckpt.config.flags import LaunchFlags
+from automodel_ckpt.config.other_names import OTHER_NAMES
 from automodel_ckpt.config.schema import MISSING, RecipeConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,6 +32,7 @@ def pages() -> dict[str, str]:
         "recipe.md": recipe_page(),
         "ckpt-train.md": train_page(),
         "ckpt.md": ckpt_page(),
+        "names.md": names_page(),
     }
     return {name: f"{GENERATED}\n\n{text}" for name, text in made.items()}
 
@@ -138,6 +140,23 @@ def ckpt_page() -> str:
         ]
         lines += [row for action in command._actions if (row := _argument_row(action))] + [""]
     return "\n".join(lines)
+
+
+def names_page() -> str:
+    """The names of settings in other programs, with the keys of a recipe."""
+    lines = [
+        "# Names of settings in other programs",
+        "",
+        "What transformers' TrainingArguments, TRL, axolotl, LLaMA-Factory and torchtune call a setting,",
+        "and the key of a recipe for it. A recipe with one of these names is rejected with the same hint.",
+        "",
+        "| name | key here | note |",
+        "|---|---|---|",
+    ]
+    for name, counterpart in sorted(OTHER_NAMES.items()):
+        keys = ", ".join(f"`{key}`" for key in counterpart.keys)
+        lines.append(f"| `{name}` | {keys} | {_cell(counterpart.note)} |")
+    return "\n".join(lines) + "\n"
 
 
 def _argument_row(action: argparse.Action) -> str:

@@ -22,7 +22,13 @@ from automodel_ckpt.config.convert import (
     typed,
     untyped,
 )
-from automodel_ckpt.config.references import ReferenceFailed, is_reference, resolve
+from automodel_ckpt.config.other_names import OTHER_NAMES
+from automodel_ckpt.config.references import (
+    KEY_REFERENCE,
+    ReferenceFailed,
+    is_reference,
+    resolve,
+)
 from automodel_ckpt.config.schema import MISSING, Condition, Relation, Target
 from automodel_ckpt.config.yaml_tree import DEFAULT, NULL_WORDS, Node, node_of, read_text
 from automodel_ckpt.errors import Problem
@@ -292,6 +298,8 @@ class Binder:
 
     def _scalar(self, alternatives: tuple[Any, ...], node: Node, key: str) -> Any:
         assert isinstance(node.value, str)
+        if KEY_REFERENCE.search(node.value):
+            return INVALID  # resolve_keys has reported why it cannot be replaced
         try:
             # The node keeps the reference: nodes are printed and saved, and the resolved text may
             # be secret.
@@ -355,6 +363,10 @@ class Binder:
 
     def _note_unknown(self, cls: type[Any], name: str, node: Node, key: str) -> None:
         if self.open_top and not key:
+            return
+        counterpart = OTHER_NAMES.get(name)
+        if counterpart is not None:
+            self.note(f"unknown key {join(key, name)}", node, node, counterpart.hint)
             return
         meant = None
         similar = closest(name, hints_of(cls))

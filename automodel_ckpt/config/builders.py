@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from automodel_ckpt.config.bind import INVALID, Binder, closest, hints_of, join
 from automodel_ckpt.config.convert import members, section_type
+from automodel_ckpt.config.other_names import OTHER_NAMES
 from automodel_ckpt.config.references import is_reference
 from automodel_ckpt.config.schema import AT_LEAST_1, Rule, Target, own_keys
 from automodel_ckpt.config.yaml_tree import Node
@@ -283,12 +284,22 @@ def unknown_argument(
 ) -> Problem:
     """Describe an argument that a plug-in does not accept."""
     accepted = list(parameters)
-    meant = closest(name, accepted)
+    meant = _counterpart(name, accepted) or closest(name, accepted)
     if meant:
         hint = f"did you mean {join(key, meant)}?"
     else:
         hint = f"{target} accepts {', '.join(accepted) or 'no keyword arguments'}"
     return Problem(f"unknown key {join(key, name)}", node.origin, str(node), hint)
+
+
+def _counterpart(name: str, accepted: list[str]) -> str | None:
+    """The one of the *accepted* arguments that other programs call *name*; None if there is none."""
+    counterpart = OTHER_NAMES.get(name)
+    for key in counterpart.keys if counterpart else ():
+        argument_name = key.rpartition(".")[2]
+        if argument_name in accepted:
+            return argument_name
+    return None
 
 
 def missing_argument(key: str, target: str, name: str, section: Node | None) -> Problem:

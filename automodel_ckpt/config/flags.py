@@ -11,6 +11,10 @@ RANKS = Rule(
     lambda text: bool(re.fullmatch(r"[1-9][0-9]*|auto|gpu|cpu", text)),
     "a number from 1, auto, gpu or cpu",
 )
+RUN_NAME = Rule(
+    lambda name: re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.,=+-]{0,99}", name) is not None,
+    "a name of at most 100 letters, digits and _.,=+-, that begins with a letter, a digit or _",
+)
 PORT = Rule(lambda port: 0 < port < 65536, "a port from 1 to 65535")
 
 
@@ -41,5 +45,7 @@ class LaunchFlags:
     """Port on node 0."""
     max_restarts: int | None = setting(None, AT_LEAST_0)
     """Maximum number of restarts after a crash (0; 3 if --nnodes is MIN:MAX)."""
+    run_name: str | None = setting(None, RUN_NAME)
+    """Name of a directory for this run in checkpoint.checkpoint_dir, such as the settings that a sweep varies."""
     trust: list[str] = field(default_factory=list)
     """Trust this package or .py file, or trust_remote_code; can be repeated (also AUTOMODEL_CKPT_TRUST)."""

@@ -15,11 +15,13 @@ from automodel_ckpt.config.automodel.notices import Notice
 from automodel_ckpt.config.bind import Binder, closest, join
 from automodel_ckpt.config.builders import builder_problems, needs_import
 from automodel_ckpt.config.canonical_yaml import canonical_tree
+from automodel_ckpt.config.extends import directory_of, read_with_bases
+from automodel_ckpt.config.key_references import resolve_keys
 from automodel_ckpt.config.overrides import Override, graft
 from automodel_ckpt.config.references import is_reference
 from automodel_ckpt.config.registry import is_name, registered
 from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.config.yaml_tree import Node, is_stream, lines, read_file
+from automodel_ckpt.config.yaml_tree import Node, is_stream, lines
 from automodel_ckpt.errors import Problem, RecipeError
 
 
@@ -28,7 +30,8 @@ class LoadedRecipe:
     """A recipe whose keys and values have been validated. Nothing modifies it: what adds to a recipe returns a new one.
 
     ``config`` contains resolved references and may therefore contain secrets. ``tree`` contains the values as written,
-    with defaults, and may be printed. ``parsed`` is the file as it was read, without overrides and defaults.
+    with defaults, and may be printed. ``parsed`` is the file as it was read, with the files that it
+    extends, without overrides and defaults.
     """
 
     config: Any
@@ -54,11 +57,7 @@ class LoadedRecipe:
     @property
     def directory(self) -> Path:
         """Base directory of relative file names in the recipe: its own directory, or the current one for a stream."""
-        # The shell's <(...) is a file in /dev/fd, where no relative file of the recipe can be.
-        is_device = self.path.parts[:2] == ("/", "dev")
-        if is_device or is_stream(self.path):
-            return Path()
-        return self.path.parent
+        return directory_of(self.path)
 
     @property
     def origins(self) -> dict[str, str]:
@@ -130,7 +129,7 @@ def load_recipe(
     # Unlike Path.is_file this raises nothing, such as for names that are too long.
     if not (os.path.isfile(path) or is_stream(path)):
         raise RecipeError.all_of([*found, _missing_file(path)])
-    parsed = read_file(path, found)
+    parsed = read_with_bases(path, found)
     if parsed is None:
         raise RecipeError.all_of(found)
     return bind_recipe(path, parsed, overrides, schema=schema, problems=found, check=check)
@@ -167,6 +166,7 @@ def bind_recipe(
         if translation.problems:
             raise RecipeError.all_of([*found, *translation.problems])
     translated = root.copy() if translation is not None else None
+    root = resolve_keys(root, schema or RecipeConfig, found)
     is_custom = _check_recipe_name(root, found)
     binder = Binder(schema or RecipeConfig, found, open_top=schema is None and is_custom)
     config = binder.section(binder.schema, root, "")

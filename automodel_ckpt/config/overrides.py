@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from typing import Any
 from automodel_ckpt.config.bind import Binder, annotation_at, closest, hints_of, is_number
 from automodel_ckpt.config.convert import FALSE_WORDS, TRUE_WORDS, members
 from automodel_ckpt.config.flags import LaunchFlags
+from automodel_ckpt.config.key_references import default_at
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.yaml_tree import NULL_WORDS, Node, read_text
 from automodel_ckpt.errors import Problem
@@ -28,15 +30,20 @@ MODES = {
     "json": [],
 }
 """Options that do something other than training, with the names of their arguments."""
+_RUN_DIRECTORY = "checkpoint.checkpoint_dir"
 _LAUNCH = typing.get_type_hints(LaunchFlags)
 
 
 @dataclass(frozen=True)
 class Override:
-    """A dotted key and the value that the command line gives it."""
+    """A dotted key and the value that the command line gives it.
+
+    With *is_below*, the value is the name of a directory in the one that the recipe gives (``--run-name``).
+    """
 
     key: str
     node: Node
+    is_below: bool = False
 
 
 @dataclass
@@ -82,6 +89,9 @@ class _Parser:
 
     def finish(self) -> CommandLine:
         self._restore_recipe_path()
+        run_name = self.launch.get("run_name")
+        if run_name is not None:
+            self.line.overrides.append(Override(_RUN_DIRECTORY, run_name, is_below=True))
         tree = Node(dict(self.launch), "command line")
         binder = Binder(LaunchFlags, self.line.problems)
         flags = binder.section(LaunchFlags, tree, "")
@@ -190,6 +200,8 @@ def _reads_as_boolean(word: str, *, optional: bool) -> bool:
 
 def graft(root: Node, override: Override, problems: list[Problem]) -> None:
     """Insert an override's value into the tree, and create missing sections."""
+    if override.is_below:
+        override = Override(override.key, _below(root, override))
     origin = override.node.origin
     *parents, last = override.key.split(".")
     try:
@@ -207,6 +219,17 @@ def graft(root: Node, override: Override, problems: list[Problem]) -> None:
                 "ckpt-train --print-config shows the current values",
             )
         )
+
+
+def _below(root: Node, override: Override) -> Node:
+    """The path of the directory with the name *override* in the one that the tree has at its key, or in the default."""
+    present = root.at(override.key)
+    if present is None or not isinstance(present.value, str) or present.is_null:
+        present = default_at(RecipeConfig, override.key)
+        assert present is not None
+    return dataclasses.replace(
+        override.node, value=f"{str(present.value).rstrip('/')}/{override.node.value}"
+    )
 
 
 def _container(node: Node, origin: str, problems: list[Problem]) -> Node:

@@ -1,4 +1,6 @@
-"""References to environment variables: ``${oc.env:NAME}`` and ``${oc.env:NAME,default}``, the only interpolations.
+"""References to environment variables: ``${oc.env:NAME}`` and ``${oc.env:NAME,default}``.
+
+References to keys (``key_references.py``) are replaced before, and no other interpolations exist.
 
 Resolved values go into the typed configuration alone; whatever is printed or saved shows the reference, and so do the
 messages of errors that come up later (``errors.without_hidden``).
@@ -11,11 +13,13 @@ import re
 
 from automodel_ckpt.errors import hide
 
-ALLOWED = (
-    "the only interpolations are ${oc.env:NAME} and ${oc.env:NAME,default}; \\${ is a literal ${"
-)
+ALLOWED = "write ${section.key}, ${oc.env:NAME} or ${oc.env:NAME,default}; \\${ is a literal ${"
 # As in omegaconf, an odd number of backslashes before ${ makes it text.
 _OPENING = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
+KEY_REFERENCE = re.compile(
+    r"(?<!\\)(?P<slashes>(?:\\\\)*)\$\{(?P<key>[A-Za-z_][\w-]*(?:\.[\w-]+)*)\}"
+)
+"""A reference to another key, with the escaped backslashes before it."""
 _ENVIRONMENT = re.compile(r"(?<!\\)(?:\\\\)*\$\{oc\.env:")
 _VARIABLE = re.compile(r"\$\{oc\.env:([^,${}]*)\}")
 _NAME = re.compile(r"\$\{oc\.env:([^,${}]*)")

@@ -290,16 +290,36 @@ class _Reader(yaml.SafeLoader):
 
     def _mapping(self, tree: yaml.MappingNode, depth: int) -> dict[str, Node]:
         mapping: dict[str, Node] = {}
+        merged: dict[str, Node] = {}
+        merge_key: str | None = None
         for key, value in tree.value:
             where = self.place(key.start_mark)
-            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
-                what = "keys must be single words; merge keys (<<) are not supported"
-                self.problems.append(Problem(what, where, "", "write the keys out"))
+            if not isinstance(key, yaml.ScalarNode):
+                self.problems.append(Problem("keys must be single words", where, "", UNREADABLE))
+            elif key.tag == "tag:yaml.org,2002:merge":
+                if merge_key is not None:
+                    self._note_duplicate("<<", merge_key, where)
+                merge_key = where
+                merged = self._merged(value, where, depth)
             elif key.value in mapping:
                 self._note_duplicate(key.value, mapping[key.value].origin, where)
             else:
                 mapping[key.value] = self.node(value, where, depth + 1)
-        return mapping
+        # The keys of the mapping itself take precedence, wherever the merge key is.
+        return merged | mapping
+
+    def _merged(self, value: yaml.Node, where: str, depth: int) -> dict[str, Node]:
+        """The keys that a merge key (``<<``) adds. In a list of mappings, an earlier one takes precedence."""
+        node = self.node(value, where, depth + 1)
+        mappings = node.value if isinstance(node.value, list) else [node]
+        keys: dict[str, Node] = {}
+        for each in mappings:
+            if not isinstance(each.value, dict):
+                what = "a merge key (<<) needs a mapping or a list of mappings"
+                self.problems.append(Problem(what, where, str(each), "write <<: *anchor"))
+                return {}
+            keys = each.value | keys
+        return keys
 
     def _note_duplicate(self, key: str, first: str, second: str) -> None:
         lines = ""

@@ -242,7 +242,7 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
     ("seed: 1\nseed: 2\n", [], ["duplicate key 'seed' (lines 6 and 7)", "recipe.yaml:7"]),
     ("seed: !!int 3\n", [], ["YAML tags are not allowed", "recipe.yaml:6"]),
     ("seed: !!python/object/apply:os.system [x]\n", [], ["YAML tags are not allowed"]),
-    ("<<: {seed: 1}\n", [], ["merge keys (<<) are not supported", "recipe.yaml:6"]),
+    ("<<: [seed]\n", [], ["a merge key (<<) needs a mapping or a list", "recipe.yaml:6"]),
     ("seed: [1\n", [], ["invalid YAML", "recipe.yaml:7"]),
     ("---\nseed: 1\n", [], ["invalid YAML", "single document"]),
     (
@@ -257,7 +257,7 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
         [],
         ["environment variable CKPT_NOT_SET is not set", "recipe.yaml:6"],
     ),
-    ("seed: ${model}\n", [], ["unsupported interpolation", "${oc.env:NAME}"]),
+    ("seed: ${now:}\n", [], ["unsupported interpolation", "${oc.env:NAME}"]),
     (
         "",
         ["--nproc-per-nod=2"],

@@ -398,7 +398,6 @@ def test_errors_that_come_up_later_show_the_reference_too(
 @pytest.mark.parametrize(
     "text",
     [
-        "${seed}",
         "${oc.select:seed}",
         "${oc.env:HOME}${now:}",
         "a${",

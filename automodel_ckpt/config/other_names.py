@@ -1,0 +1,210 @@
+"""Names that other trainers give to settings, and the keys of a recipe that mean the same.
+
+An unknown key with one of these names is reported with its counterpart. ``tools/make_reference.py`` writes them to
+docs/reference/names.md. The names are those of transformers' TrainingArguments and TRL, axolotl, LLaMA-Factory and
+torchtune.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Counterpart:
+    """The *keys* of a recipe that correspond to a name, and a *note* on what differs; without keys, only the note."""
+
+    keys: tuple[str, ...]
+    note: str = ""
+
+    @property
+    def hint(self) -> str:
+        """The text of an error's hint, such as ``here: optimizer.lr``."""
+        keys = " and ".join(self.keys)
+        if not keys:
+            return self.note
+        return f"here: {keys} ({self.note})" if self.note else f"here: {keys}"
+
+
+def _same(names: str, *keys: str, note: str = "") -> dict[str, Counterpart]:
+    """The entries of several names, separated by spaces, that mean the same."""
+    return dict.fromkeys(names.split(), Counterpart(keys, note))
+
+
+_OPTIMIZER = {
+    **_same("learning_rate", "optimizer.lr"),
+    **_same("adam_beta1 adam_beta2", "optimizer.betas", note="[0.9, 0.999]"),
+    **_same("adam_epsilon", "optimizer.eps"),
+    **_same("optim optim_args", "optimizer", note="without _target_: AdamW"),
+    **_same("lr_scheduler_type", "lr_scheduler.name"),
+    **_same("lr_scheduler_kwargs", "lr_scheduler.kwargs"),
+    **_same("cosine_min_lr_ratio", "lr_scheduler.kwargs", note="min_lr_rate of cosine_with_min_lr"),
+    **_same("max_grad_norm", "clip_grad_norm"),
+}
+
+_STEPS = {
+    **_same(
+        "per_device_train_batch_size per_device_batch_size micro_batch_size batch_size",
+        "step_scheduler.local_batch_size",
+    ),
+    **_same(
+        "per_device_eval_batch_size eval_batch_size",
+        "step_scheduler.local_batch_size",
+        note="the same for training and validation",
+    ),
+    **_same(
+        "gradient_accumulation_steps gradient_accumulation",
+        "step_scheduler.global_batch_size",
+        note="local_batch_size x ranks x accumulation steps",
+    ),
+    **_same("num_train_epochs epochs", "step_scheduler.num_epochs"),
+    **_same("max_steps_per_epoch", "step_scheduler.max_steps", note="steps of the whole run"),
+    **_same(
+        "save_steps saves_per_epoch save_every_n_steps",
+        "step_scheduler.ckpt_every_steps",
+        note="or a fraction of an epoch with ckpt_every_epochs",
+    ),
+    **_same("save_strategy", "step_scheduler.ckpt_every_steps", "step_scheduler.ckpt_every_epochs"),
+    **_same(
+        "eval_steps eval_strategy evaluation_strategy evals_per_epoch run_val_every_n_steps",
+        "step_scheduler.val_every_steps",
+        note="each checkpoint is validated too",
+    ),
+}
+
+_CHECKPOINTS = {
+    **_same("output_dir", "checkpoint.checkpoint_dir"),
+    **_same("overwrite_output_dir", note="use another checkpoint.checkpoint_dir for a new run"),
+    **_same("save_total_limit keep_last_n_checkpoints", "checkpoint.keep_last"),
+    **_same("save_only_model", "checkpoint.save_optimizer", note="false"),
+    **_same("save_safetensors", "checkpoint.model_save_format"),
+    **_same("load_best_model_at_end", "checkpoint.export_best"),
+    **_same("metric_for_best_model", "checkpoint.best_metric_key"),
+    **_same("greater_is_better", "checkpoint.best_mode", note="max"),
+    **_same(
+        "resume_from_checkpoint auto_resume_from_checkpoints",
+        "checkpoint.restore_from",
+        note="without it, a run resumes from its newest checkpoint",
+    ),
+    **_same("checkpointer", "model.from_pretrained", "checkpoint"),
+}
+
+_MODEL = {
+    **_same("model_name_or_path base_model pretrained_model_name_or_path", "model.from_pretrained"),
+    **_same("model_revision base_model_revision", "model.revision"),
+    **_same("tokenizer_name tokenizer_name_or_path", "tokenizer.from_pretrained"),
+    **_same("torch_dtype", "model.dtype"),
+    **_same(
+        "flash_attention flash_attn sdp_attention xformers_attention",
+        "model.attn_implementation",
+    ),
+    **_same(
+        "gradient_checkpointing enable_activation_checkpointing",
+        "model.activation_checkpointing",
+    ),
+    **_same("neftune_noise_alpha", "model.neftune_alpha"),
+    **_same(
+        "freeze_vision_tower freeze_multi_modal_projector freeze_language_model",
+        "model.freeze",
+        note="[vision_tower, projector, language_model]",
+    ),
+    **_same("unfrozen_parameters freeze_trainable_layers", "model.freeze", note="what is frozen"),
+    **_same("image_max_pixels image_min_pixels", "processor.kwargs"),
+    **_same("torch_compile", "compile.enabled"),
+    **_same("torch_compile_backend", "compile.backend"),
+    **_same("torch_compile_mode", "compile.mode"),
+    **_same(
+        "use_liger_kernel enable_liger_kernel liger_kernel",
+        note="remove it: the output layer and its loss are computed in chunks without a key",
+    ),
+    **_same("bf16 fp16 half_precision_backend mixed_precision", "distributed.mixed_precision"),
+}
+
+_ADAPTERS = {
+    **_same("lora_r lora_rank", "peft.r"),
+    **_same("lora_alpha", "peft.alpha"),
+    **_same("lora_dropout", "peft.dropout"),
+    **_same(
+        "lora_target_modules lora_target lora_attn_modules lora_target_linear",
+        "peft.target_modules",
+    ),
+    **_same("lora_target_parameters", "peft.target_parameters"),
+    **_same("lora_modules_to_save additional_target", "peft.modules_to_save"),
+    **_same(
+        "adapter finetuning_type use_peft peft_config", "peft", note="a section: peft: {r: 16}"
+    ),
+    **_same("peft_use_dora", "peft.use_dora"),
+    **_same("load_in_4bit quantization_bit", "peft.quantize_base", note="nf4"),
+    **_same("load_in_8bit", "peft.quantize_base", note="int8"),
+    **_same("bnb_4bit_quant_type", "peft.quantize_base"),
+}
+
+_DATA = {
+    **_same(
+        "max_seq_length max_seq_len max_length sequence_len cutoff_len model_max_length",
+        "dataset.seq_length",
+    ),
+    **_same(
+        "packing sample_packing neat_packing packed group_by_length",
+        "packed_sequence",
+        note="a section: packed_sequence: {size: 4096}",
+    ),
+    **_same("dataset_text_field", "dataset.field"),
+    **_same(
+        "train_on_inputs train_on_input train_on_prompt completion_only_loss roles_to_train",
+        "dataset.learn",
+    ),
+    **_same("assistant_only_loss mask_history", "dataset.learn"),
+    **_same("template", "dataset.chat_template"),
+    **_same("dataset_dir dataset_name train_file dataset_path", "dataset.path"),
+    **_same("datasets", "dataset", note="several: automodel_ckpt.data.mixture.mixture"),
+    **_same("test_datasets eval_dataset", "validation_dataset", note="or validation_datasets"),
+    **_same("val_set_size val_size", "validation_dataset", note="a section with data of its own"),
+    **_same("dataloader_num_workers", "dataloader.num_workers"),
+    **_same("dataloader_drop_last", "dataloader.drop_last"),
+    **_same("dataset_num_proc preprocessing_num_workers dataset_processes", note="remove it"),
+    **_same("data_seed", "seed"),
+}
+
+_RANKS = {
+    **_same("fsdp fsdp_config fsdp_version deepspeed", "distributed.strategy", note="fsdp2"),
+    **_same("tensor_parallel_size tensor_parallel_dim", "distributed.tp_size"),
+    **_same(
+        "context_parallel_size sequence_parallel_degree context_parallel_dim",
+        "distributed.cp_size",
+    ),
+    **_same("expert_parallel_size", "distributed.ep_size"),
+    **_same("pipeline_parallel_size", "distributed.pp_size"),
+    **_same("data_parallel_shard_dim dp_shard_size", "distributed.dp_size"),
+    **_same("data_parallel_replicate_dim", "distributed.dp_replicate_size"),
+    **_same("fsdp_cpu_offload", "distributed.cpu_offload"),
+    **_same("ddp_timeout", "distributed.timeout_minutes", note="in minutes"),
+    **_same("ddp_backend", "distributed.backend"),
+    **_same("use_cpu no_cuda device", note="remove it: a run uses its GPUs, else the CPU"),
+}
+
+_LOGS = {
+    **_same("logging_steps log_every_n_steps", "logging.log_every_seconds"),
+    **_same("logging_dir", "checkpoint.checkpoint_dir"),
+    **_same(
+        "report_to metric_logger wandb_project use_wandb use_tensorboard use_mlflow",
+        "logging.trackers",
+        note="such as {tensorboard: {}}",
+    ),
+    **_same("run_name", note="give it on the command line: --run-name NAME"),
+    **_same("plot_loss", note="remove it: ckpt plot draws a run"),
+    **_same("stage rl", "recipe"),
+    **_same("full_determinism", "deterministic"),
+}
+
+OTHER_NAMES: dict[str, Counterpart] = {
+    **_OPTIMIZER,
+    **_STEPS,
+    **_CHECKPOINTS,
+    **_MODEL,
+    **_ADAPTERS,
+    **_DATA,
+    **_RANKS,
+    **_LOGS,
+}
+"""Name in another program -> what corresponds to it here."""

@@ -1,0 +1,79 @@
+"""Settings under the names of other trainers are reported with the key that means the same here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from automodel_ckpt.config import allowlist
+from automodel_ckpt.config.bind import keys_of
+from automodel_ckpt.config.builders import signature
+from automodel_ckpt.config.load import load_recipe
+from automodel_ckpt.config.other_names import OTHER_NAMES
+from automodel_ckpt.config.overrides import parse
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.errors import RecipeError
+
+BASE = """\
+model:
+  from_pretrained: some/model
+dataset:
+  _target_: automodel_ckpt.data.text.text
+  path: data.txt
+"""
+
+
+def problem(tmp_path: Path, text: str, *words: str) -> str:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(BASE + text)
+    line = parse(words)
+    with pytest.raises(RecipeError) as failure:
+        load_recipe(recipe, line.overrides, problems=line.problems)
+    return str(failure.value)
+
+
+def arguments_of_data_builders() -> set[str]:
+    names: set[str] = set()
+    for group in allowlist.ALLOWED["dataset"]:
+        for entry in group.entries:
+            names |= set(signature(getattr(entry, "name", "")) or ())
+    return names
+
+
+def test_every_counterpart_is_a_key_or_an_argument_of_a_data_builder() -> None:
+    known = set(keys_of(RecipeConfig))
+    known |= {f"dataset.{name}" for name in arguments_of_data_builders()}
+    for name, counterpart in OTHER_NAMES.items():
+        assert set(counterpart.keys) <= known, name
+        assert counterpart.keys or counterpart.note, name
+
+
+def test_no_name_is_a_top_level_key_or_section_here() -> None:
+    top_level = {key for key in keys_of(RecipeConfig) if "." not in key}
+    assert not top_level & OTHER_NAMES.keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "hint"),
+    [
+        ("learning_rate: 1e-5\n", [], "here: optimizer.lr"),
+        ("optimizer: {learning_rate: 1e-5}\n", [], "here: optimizer.lr"),
+        ("", ["--per_device_train_batch_size", "4"], "here: step_scheduler.local_batch_size"),
+        (
+            "gradient_accumulation_steps: 4\n",
+            [],
+            "here: step_scheduler.global_batch_size (local_batch_size x ranks x accumulation steps)",
+        ),
+        ("output_dir: out\n", [], "here: checkpoint.checkpoint_dir"),
+        ("max_seq_length: 512\n", [], "here: dataset.seq_length"),
+        ("  max_seq_length: 512\n", [], "did you mean dataset.seq_length?"),
+        ("bf16: true\n", [], "here: distributed.mixed_precision"),
+        ("peft: {lora_r: 8}\n", [], "here: peft.r"),
+        ("use_liger_kernel: true\n", [], "computed in chunks without a key"),
+    ],
+)
+def test_a_name_of_another_trainer_is_answered_with_ours(
+    tmp_path: Path, text: str, words: list[str], hint: str
+) -> None:
+    assert hint in problem(tmp_path, text, *words)
