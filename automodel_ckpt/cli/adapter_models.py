@@ -42,7 +42,9 @@ def _build(settings: AdapterSettings, base: str, run: Path) -> AdapterModel:
 
     directory = None
     try:
-        directory = base_directory(base) if base else None
+        # Another base, given with --base, does not have the revisions of this one.
+        revision = settings.revision if base == settings.base else None
+        directory = base_directory(base, revision) if base else None
     except (OSError, ValueError) as error:
         _raise(_NOT_FOUND, base, str(error)[:300])
     if directory is None:
@@ -66,7 +68,13 @@ def _build(settings: AdapterSettings, base: str, run: Path) -> AdapterModel:
     )
     adapted = add_adapters(model, lora, task_type=settings.task_type)
     assets = adapter_assets(
-        adapted.model, adapted, base, run=run, preprocessor=None, reads_base=True
+        adapted.model,
+        adapted,
+        base,
+        revision=revision,
+        run=run,
+        preprocessor=None,
+        reads_base=True,
     )
     # It belongs to the shards of a model, and the weights of an import are one file.
     files = {name: data for name, data in assets.files.items() if name != EXPECTED_TENSORS}

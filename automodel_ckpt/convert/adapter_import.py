@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.export.adapter_record import base_revision
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.sources.model_files import is_tokenizer_file
@@ -76,7 +77,8 @@ class AdapterSettings:
     """The kind and the location of an adapter: fields of a recipe's ``peft`` section.
 
     *targets* are the full names of the layers with an adapter, *saved* those of the modules that are trained in full.
-    *base* is the name of the base in the file: a directory or a name on the Hub, empty if the file has none.
+    *base* is the name of the base in the file: a directory or a name on the Hub, empty if the file has none. *revision*
+    is its branch, tag or commit on the Hub; None: the main branch.
     """
 
     r: int
@@ -90,6 +92,7 @@ class AdapterSettings:
     ensure_weight_tying: bool
     task_type: str | None
     base: str
+    revision: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +157,7 @@ def _read_settings(directory: Path, names: Iterable[str]) -> AdapterSettings:
         ensure_weight_tying=bool(options.get("ensure_weight_tying")),
         task_type=options.get("task_type"),
         base=options.get("base_model_name_or_path") or "",
+        revision=base_revision(options, path),
     )
 
 

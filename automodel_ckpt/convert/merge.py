@@ -21,7 +21,11 @@ import numpy as np
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.digests import digest_of
 from automodel_ckpt.checkpoint.dtypes import ORDINARY_FLOATS
-from automodel_ckpt.checkpoint.export.adapter_record import find_base, read_peft_record
+from automodel_ckpt.checkpoint.export.adapter_record import (
+    base_revision,
+    find_base,
+    read_peft_record,
+)
 from automodel_ckpt.checkpoint.export.base_identity import files_of_index, identify_base
 from automodel_ckpt.checkpoint.export.consolidate import ConsolidationReport, consolidate
 from automodel_ckpt.checkpoint.export.copy_engine import Digested
@@ -92,7 +96,7 @@ def merge(
     output: str | os.PathLike[str] | None = None,
     *,
     base: str | None,
-    directory_of: Callable[[str], Path | None],
+    directory_of: Callable[[str, str | None], Path | None],
     naming_of: Callable[[Path], Naming],
     cast_dtype: str | None = None,
     cache: Path | None = None,
@@ -101,8 +105,8 @@ def merge(
     """Write the base and the adapter of the checkpoint *source* (or its ``model/``) as one model to *output*.
 
     *output* defaults to ``merged`` in the model's directory. *base* is the name or directory of the base; None is the
-    one that the checkpoint names. *directory_of* returns the directory of a base's name, and *naming_of* the names of
-    its tensors in memory. Digests of the base are stored in *cache*.
+    one that the checkpoint names. *directory_of* returns the directory of a base's name at a revision of the Hub (None:
+    the main one), and *naming_of* the names of its tensors in memory. Digests of the base are stored in *cache*.
 
     Raises :class:`CheckpointUnusable` if the checkpoint is damaged or has no adapter, if the base is not the adapter's,
     and for tensors that cannot be merged; :class:`SaveFailed` if the output cannot be written; :class:`RecipeError` for
@@ -116,8 +120,15 @@ def merge(
     target = resolved_target(output, checkpoint / name / layout.MERGED)
     check_target(target)
     manifest = Manifest.read(checkpoint)
-    base_dir = _base(checkpoint, name, base, directory_of, cache)
+    record = read_peft_record(checkpoint, name)
     with _adapter(checkpoint, name, manifest) as adapter:
+        base_name = base
+        if base_name is None:
+            base_name = find_base(record, checkpoint.parent)
+        revision = None
+        if base_name == record["base"]["name"]:
+            revision = base_revision(adapter.config, adapter.directory / layout.ADAPTER_CONFIG)
+        base_dir = _base(record, base_name, directory_of(base_name, revision), checkpoint, cache)
         model = MergedModel(adapter, base_dir, naming_of(base_dir))
         plan = make_plan(model.tensors, {}, model.maps, cast_dtype=cast_code, where=str(base_dir))
         files, warnings = _side_files(adapter, base_dir, model, plan)
@@ -145,18 +156,16 @@ def merge(
 
 
 def _base(
+    record: Mapping[str, Any],
+    base_name: str,
+    directory: Path | None,
     checkpoint: Path,
-    name: str,
-    given: str | None,
-    directory_of: Callable[[str], Path | None],
     cache: Path | None,
 ) -> Path:
-    """Return the directory of the base. Raises :class:`CheckpointUnusable` if the adapter was trained on another."""
-    record = read_peft_record(checkpoint, name)
-    base_name = given
-    if base_name is None:
-        base_name = find_base(record, checkpoint.parent)
-    directory = directory_of(base_name)
+    """Return the *directory* of the base after its digest was compared with the *record* of the adapter.
+
+    Raises :class:`RecipeError` if there is none, and :class:`CheckpointUnusable` if the adapter was trained on another.
+    """
     if directory is None:
         raise RecipeError(
             "the base model is not on this machine",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,6 +15,7 @@ from automodel_ckpt.errors import CheckpointUnusable
 
 FORMAT_VERSION = 1
 _MAX_BYTES = 16 << 20
+_REVISION = re.compile(r"[\w.+-]+(/[\w.+-]+)*", re.ASCII)
 
 
 def read_peft_record(checkpoint: Path, directory: str) -> dict[str, Any]:
@@ -70,6 +72,26 @@ def _invalid_record(path: Path, value: str) -> NoReturn:
         value=value,
         hint="restore the file from another copy, or use another checkpoint",
     )
+
+
+def base_revision(config: Mapping[str, Any], path: Path) -> str | None:
+    """Return the revision of an adapter's base on the Hub, from peft's *config* at *path*; None: the main branch.
+
+    Raises :class:`CheckpointUnusable` for a value that cannot be the name of a branch, tag or commit.
+    """
+    revision = config.get("revision")
+    if revision is None:
+        return None
+    # The Hub's cache has a file of this name for each branch: it must not lead out of the directory.
+    is_name = isinstance(revision, str) and _REVISION.fullmatch(revision) is not None
+    if not is_name or ".." in revision:
+        raise CheckpointUnusable(
+            "the revision of the adapter's base is not a branch, tag or commit",
+            where=str(path),
+            value=f"revision: {revision!r:.100}",
+            hint="correct the file, or name the directory of the base with --base",
+        )
+    return str(revision)
 
 
 def find_base(record: Mapping[str, Any], run: Path) -> str:

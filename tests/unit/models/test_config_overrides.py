@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.build import build_model, fetched_directory, load_model_config
 from automodel_ckpt.models.repository import RepositoryOptions, base_directory
+from tests.support.hub_cache import write_repository
 
 TINY: dict[str, Any] = {
     "vocab_size": 40,
@@ -87,16 +88,11 @@ def test_all_wrong_overrides_are_reported_together(base: Path) -> None:
 def test_a_revision_selects_the_snapshot_of_a_hub_name(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    repository = tmp_path / "models--org--twice"
-    for number, (name, dropout) in enumerate([("main", 0.0), ("v2", 0.5)], start=1):
-        commit = str(number) * 40
-        snapshot = repository / "snapshots" / commit
-        snapshot.mkdir(parents=True)
-        config = json.loads((base / "config.json").read_bytes()) | {"attention_dropout": dropout}
-        (snapshot / "config.json").write_text(json.dumps(config))
-        (snapshot / "model.safetensors").hardlink_to(base / "model.safetensors")
-        (repository / "refs").mkdir(exist_ok=True)
-        (repository / "refs" / name).write_text(commit)
+    snapshots = write_repository(tmp_path, "org/twice", {"main": base, "v2": base})
+    for branch, dropout in (("main", 0.0), ("v2", 0.5)):
+        path = snapshots[branch] / "config.json"
+        config = json.loads(path.read_bytes()) | {"attention_dropout": dropout}
+        path.write_text(json.dumps(config))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
 
     second = load_model_config(
@@ -104,8 +100,8 @@ def test_a_revision_selects_the_snapshot_of_a_hub_name(
     )
     first = load_model_config(from_config="org/twice")
     assert (first.attention_dropout, second.attention_dropout) == (0.0, 0.5)
-    assert base_directory("org/twice", "v2") == repository / "snapshots" / ("2" * 40)
-    assert fetched_directory("org/twice", "v2") == repository / "snapshots" / ("2" * 40)
+    assert base_directory("org/twice", "v2") == snapshots["v2"]
+    assert fetched_directory("org/twice", "v2") == snapshots["v2"]
     with pytest.raises(RecipeError, match="cannot be read"):
         load_model_config(
             from_pretrained="org/twice", repository=RepositoryOptions(revision="nowhere")
