@@ -19,6 +19,7 @@ from automodel_ckpt.config.bind import default_node, default_of
 from automodel_ckpt.config.convert import describe, members, section_type, target_type
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.other_names import OTHER_NAMES
+from automodel_ckpt.config.plugin_help import DATA, builders_of, markdown, other_names_of
 from automodel_ckpt.config.schema import MISSING, RecipeConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,6 +33,7 @@ def pages() -> dict[str, str]:
         "recipe.md": recipe_page(),
         "ckpt-train.md": train_page(),
         "ckpt.md": ckpt_page(),
+        "data.md": data_page(),
         "names.md": names_page(),
     }
     return {name: f"{GENERATED}\n\n{text}" for name, text in made.items()}
@@ -139,6 +141,30 @@ def ckpt_page() -> str:
             "|---|---|",
         ]
         lines += [row for action in command._actions if (row := _argument_row(action))] + [""]
+    return "\n".join(lines)
+
+
+def data_page() -> str:
+    """The builders of data, with their arguments."""
+    lines = [
+        "# Data builders",
+        "",
+        "For `dataset`, `validation_dataset` and the sets of `validation_datasets`. `ckpt-train --help dataset.NAME`",
+        "prints the same. [Your data](../guides/your-data.md) shows them with examples of rows.",
+    ]
+    for paragraph in DATA:
+        lines += ["", f"* {paragraph}"]
+    for builder in builders_of("dataset"):
+        lines += ["", f"## {builder.short_name}", "", f"`_target_: {builder.name}`"]
+        for paragraph in (builder.summary, *builder.text.split("\n\n")):
+            lines += ["", markdown(paragraph)] if paragraph else []
+        lines += ["", "| argument | type | default | meaning |", "|---|---|---|---|"]
+        for each in builder.arguments:
+            default = "*required*" if each.default is None else f"`{each.default}`"
+            cells = (f"`{each.name}`", each.kind, default, each.text or "see above")
+            lines.append("| " + " | ".join(map(_cell, cells)) + " |")
+    others = ", ".join(f"`{name}`" for name in other_names_of("dataset"))
+    lines += ["", "## Other builders", "", f"Without `--trust`: {others}.", ""]
     return "\n".join(lines)
 
 

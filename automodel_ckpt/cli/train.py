@@ -70,9 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(line: CommandLine) -> int:
     """Execute a parsed command line. Raises :class:`RecipeError` with all problems of it and of the recipe."""
     if "help" in line.modes:
-        from automodel_ckpt.config.help import help_text
+        from automodel_ckpt.config.help import help_text, topic_text
 
-        print(help_text(), end="")
+        topic = line.modes["help"]
+        print(topic_text(*topic) if topic else help_text(), end="")
     elif "version" in line.modes:
         print(f"automodel_ckpt {automodel_ckpt.__version__}")
     elif line.problems and line.modes.keys() & {"list", "copy"}:

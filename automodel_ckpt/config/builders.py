@@ -53,6 +53,9 @@ _NAMES: dict[str, Any] = {
 """The names that an annotation may consist of. An annotation with another name accepts any value."""
 
 
+Definition = ast.FunctionDef | ast.ClassDef | ast.Assign
+
+
 @dataclass(frozen=True)
 class Parameter:
     """A parameter of a builder that can be passed as a keyword."""
@@ -187,9 +190,9 @@ def signature(name: str) -> Mapping[str, Parameter] | None:
     """Read the parameters of a function or class within :data:`READ` from its source; None if that is impossible."""
     if not name.startswith(READ) or not all(part.isidentifier() for part in name.split(".")):
         return None
-    found = _definition(name)
+    found = definition(name)
     # A decorator may change the signature.
-    if found is None or found.decorator_list:
+    if found is None or isinstance(found, ast.Assign) or found.decorator_list:
         return None
     if isinstance(found, ast.FunctionDef):
         return _parameters(found.args, skip=0)
@@ -199,19 +202,22 @@ def signature(name: str) -> Mapping[str, Parameter] | None:
     return None
 
 
-def _definition(name: str, depth: int = 0) -> ast.FunctionDef | ast.ClassDef | None:
-    """Find the definition with a dotted name. Follows imports from other modules, at most ``_MAX_IMPORTS`` of them."""
+def definition(name: str, depth: int = 0) -> Definition | None:
+    """Find the function, class or constant with a dotted name in its source.
+
+    Follows imports from other modules, at most ``_MAX_IMPORTS`` of them. Returns None if it is not found.
+    """
     located = _module_of(name)
     if located is None or depth > _MAX_IMPORTS:
         return None
     file, package, wanted = located
     try:
-        body = ast.parse(file.read_text(encoding="utf-8")).body
+        body = _statements(file)
     except (OSError, SyntaxError, ValueError):
         return None
     for statement in body:
-        if isinstance(statement, ast.FunctionDef | ast.ClassDef) and statement.name == wanted:
-            return statement
+        if _defines(statement, wanted):
+            return statement  # type: ignore[return-value]
         if not isinstance(statement, ast.ImportFrom):
             continue
         for alias in statement.names:
@@ -219,10 +225,26 @@ def _definition(name: str, depth: int = 0) -> ast.FunctionDef | ast.ClassDef | N
             if imported_as not in (wanted, "*"):
                 continue
             original = wanted if alias.name == "*" else alias.name
-            found = _definition(f"{_source_of(statement, package)}.{original}", depth + 1)
+            found = definition(f"{_source_of(statement, package)}.{original}", depth + 1)
             if found is not None:
                 return found
     return None
+
+
+@functools.cache
+def _statements(file: Path) -> list[ast.stmt]:
+    """The statements of a module. Raises OSError, SyntaxError, ValueError."""
+    return ast.parse(file.read_text(encoding="utf-8")).body
+
+
+def _defines(statement: ast.stmt, wanted: str) -> bool:
+    """Whether *statement* is the definition of a function, a class or a constant of this name."""
+    if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+        return statement.name == wanted
+    if not isinstance(statement, ast.Assign):
+        return False
+    (target, *_) = statement.targets
+    return isinstance(target, ast.Name) and target.id == wanted
 
 
 def _module_of(name: str) -> tuple[Path, str, str] | None:

@@ -8,12 +8,22 @@ import inspect
 import textwrap
 import typing
 from collections.abc import Collection, Iterator
+from shutil import get_terminal_size
 from typing import Any
 
-from automodel_ckpt.config.bind import default_node, default_of
+from automodel_ckpt.config.allowlist import ALLOWED, PURPOSES
+from automodel_ckpt.config.bind import closest, default_node, default_of, keys_of
 from automodel_ckpt.config.convert import describe, members, section_type, target_type
 from automodel_ckpt.config.flags import LaunchFlags
+from automodel_ckpt.config.plugin_help import (
+    DATA,
+    BuilderHelp,
+    builders_of,
+    other_names_of,
+    plain,
+)
 from automodel_ckpt.config.schema import MISSING, RecipeConfig
+from automodel_ckpt.errors import RecipeError
 
 USAGE = """\
 usage: ckpt-train [launch flags] RECIPE.yaml [--dotted.key VALUE | --dotted.key=VALUE ...]
@@ -29,6 +39,7 @@ An empty optional section is an error: write {} to use its defaults, or null to 
 """
 MODES = """\
 instead of training:
+  --help TOPIC    describe a section, a key or a builder, such as checkpoint, optimizer.lr, dataset, dataset.messages
   --print-config  print the recipe with defaults and overrides, and the origin of each value
   --convert-recipe
                   print a recipe of NeMo AutoModel as a recipe of this program, with a comment for each changed key
@@ -49,6 +60,120 @@ exit codes:
   4   a save failed
   75  stopped by a signal after saving; run the same command again to resume
 """
+
+
+def topic_text(topic: str) -> str:
+    """Return the text of ``--help TOPIC``.
+
+    A topic is a section (``checkpoint``), a key (``optimizer.lr``), or a builder of a section (``dataset.messages``).
+    Raises :class:`RecipeError` for any other topic.
+    """
+    name, _, rest = topic.partition(".")
+    hints = typing.get_type_hints(RecipeConfig)
+    if name not in hints:
+        raise _unknown_topic(topic, [*hints, *keys_of(RecipeConfig)])
+    purpose = PURPOSES.get(name)
+    builders = list(builders_of(purpose)) if purpose else []
+    for builder in builders:
+        if rest in (builder.short_name, builder.name):
+            return "\n".join(_builder_lines(builder, name)) + "\n"
+    if rest:
+        return _key_text(topic, [f"{name}.{builder.short_name}" for builder in builders])
+    if section_type(members(hints[name])) is None and purpose is None:
+        return _key_text(topic, [])
+    return "\n".join(_section_lines(name, hints[name], builders)) + "\n"
+
+
+def _section_lines(name: str, hint: Any, builders: list[BuilderHelp]) -> Iterator[str]:
+    """The lines of a section: its documentation, its keys, and the callables that it may name."""
+    section = section_type(members(hint))
+    about = field_docs(RecipeConfig).get(name, "")
+    if section is not None:
+        about = section.__doc__ or about
+    yield from _wrapped(f"{name}: {plain(about)}")
+    if section is not None:
+        yield ""
+        yield from _described_rows(section, f"{name}.")
+    purpose = PURPOSES.get(name)
+    if purpose is None or not ALLOWED[purpose]:
+        return
+    if purpose == "dataset":
+        for paragraph in DATA:
+            yield ""
+            yield from _wrapped(paragraph)
+    yield f"\n{name}._target_ without --trust:\n"
+    for builder in builders:
+        yield f"  {builder.name}"
+        yield from _wrapped(plain(builder.summary), indent=6)
+    for other in other_names_of(purpose):
+        yield f"  {other}"
+    if builders:
+        yield f"\nckpt-train --help {name}.{builders[0].short_name} describes the arguments of a builder."
+
+
+def _builder_lines(builder: BuilderHelp, section: str) -> Iterator[str]:
+    """The lines of one builder: how it is named, what it does, and its arguments."""
+    yield f"{section}._target_: {builder.name}\n"
+    yield from _wrapped(plain(builder.summary))
+    for paragraph in plain(builder.text).split("\n\n"):
+        if paragraph:
+            yield ""
+            yield from _wrapped(paragraph)
+    yield ""
+    for argument in builder.arguments:
+        presence = "required" if argument.default is None else f"default {argument.default}"
+        yield f"  {section}.{argument.name}  [{argument.kind}; {presence}]"
+        yield from _wrapped(argument.text, indent=6)
+
+
+def _key_text(key: str, others: list[str]) -> str:
+    """The documentation of one key. Raises :class:`RecipeError` if it does not exist."""
+    *parents, last = key.split(".")
+    section: type[Any] | None = RecipeConfig
+    for name in parents:
+        hints = typing.get_type_hints(section)
+        section = section_type(members(hints[name])) if name in hints else None
+        if section is None:
+            break
+    if section is None or last not in typing.get_type_hints(section):
+        raise _unknown_topic(key, [*keys_of(RecipeConfig), *others])
+    prefix = "".join(f"{name}." for name in parents)
+    others_here = {field.name for field in dataclasses.fields(section)} - {last}
+    return "\n".join(_described_rows(section, prefix, skip=others_here)) + "\n"
+
+
+def _described_rows(section: type[Any], prefix: str, skip: Collection[str] = ()) -> Iterator[str]:
+    """Each key on a line with its type and default, and its documentation below."""
+    hints = typing.get_type_hints(section)
+    docs = field_docs(section)
+    for field in dataclasses.fields(section):
+        # In a plug-in, kwargs is the rest of the section and no key.
+        is_rest = field.name == "kwargs" and getattr(section, "takes_any", False)
+        if field.name in skip or is_rest:
+            continue
+        yield f"  {prefix}{field.name}  {_values(field, hints[field.name])}"
+        yield from _wrapped(docs.get(field.name, ""), indent=6)
+
+
+def _wrapped(text: str, indent: int = 0) -> Iterator[str]:
+    """*text* in lines of at most 100 columns, or of the terminal's width if it is narrower."""
+    width = min(get_terminal_size().columns, 100)
+    spaces = " " * indent
+    # A long name, such as a path, is longer than a line rather than cut.
+    yield from textwrap.wrap(
+        text,
+        width,
+        initial_indent=spaces,
+        subsequent_indent=spaces,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _unknown_topic(topic: str, known: list[str]) -> RecipeError:
+    meant = closest(topic, known)
+    hint = f"did you mean --help {meant}?" if meant else "ckpt-train --help lists all keys"
+    return RecipeError("there is no help on this topic", where="--help", value=topic, hint=hint)
 
 
 def help_text() -> str:
@@ -98,11 +223,14 @@ def _rows(
         names = ["--" + name.replace("_", "-") for name in names]
     width = max(len(name) for name in names)
     for name, field in zip(names, fields, strict=True):
-        hint = hints[field.name]
-        default = default_of(field)
-        # A mandatory plug-in has a Target as its default, whose name is missing.
-        is_required = getattr(default, "_target_", default) == MISSING
-        presence = "required" if is_required else f"default {default_node(field, hint)}"
         text = docs.get(field.name, "")
-        kind = describe(members(hint))
-        yield f"  {name:{width}}  {text} [{kind}; {presence}]"
+        yield f"  {name:{width}}  {text} {_values(field, hints[field.name])}"
+
+
+def _values(field: dataclasses.Field[Any], hint: Any) -> str:
+    """The type and the default of a field, such as ``[a number; default 1.0]``."""
+    default = default_of(field)
+    # A mandatory plug-in has a Target as its default, whose name is missing.
+    is_required = getattr(default, "_target_", default) == MISSING
+    presence = "required" if is_required else f"default {default_node(field, hint)}"
+    return f"[{describe(members(hint))}; {presence}]"

@@ -30,6 +30,7 @@ MODES = {
     "json": [],
 }
 """Options that do something other than training, with the names of their arguments."""
+_SUFFIXES = (".yaml", ".yml")
 _RUN_DIRECTORY = "checkpoint.checkpoint_dir"
 _LAUNCH = typing.get_type_hints(LaunchFlags)
 
@@ -112,6 +113,10 @@ class _Parser:
 
     def _mode(self, flag: str, name: str, value: str | None, words: list[str]) -> None:
         names = MODES[name]
+        if name == "help":
+            # Optional: what follows can also be the recipe, or another option.
+            is_topic = words and not words[0].startswith("-") and not words[0].endswith(_SUFFIXES)
+            names = ["TOPIC"] if value is not None or is_topic else []
         num_values = len(names)
         if value is not None and num_values == 1:
             words.insert(0, value)
@@ -176,7 +181,7 @@ class _Parser:
                 return
             text = str(override.node.value)
             is_untyped = annotation_at(self.schema, override.key) in (Any, None)
-            if is_untyped and text.endswith((".yaml", ".yml")):
+            if is_untyped and text.endswith(_SUFFIXES):
                 self.line.words.append(text)
                 self.line.overrides[index] = Override(
                     override.key, Node("true", override.node.origin)

@@ -1,0 +1,105 @@
+"""Help on one section, key or builder, read from the source without importing what it describes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from automodel_ckpt.cli.train import main
+from automodel_ckpt.config.allowlist import PURPOSES
+from automodel_ckpt.config.bind import keys_of
+from automodel_ckpt.config.help import topic_text
+from automodel_ckpt.config.plugin_help import builders_of, markdown, plain
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.errors import EXIT_DONE, EXIT_USAGE, RecipeError
+
+SECTIONS = [key for key in keys_of(RecipeConfig) if "." not in key]
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_every_section_has_a_help_text_with_all_of_its_keys(section: str) -> None:
+    text = topic_text(section)
+    for key in keys_of(RecipeConfig):
+        if key.startswith(f"{section}."):
+            assert f"  {key}  [" in text
+    assert max(len(line) for line in text.splitlines() if "[" not in line) <= 100
+
+
+def test_every_argument_of_a_data_builder_is_described() -> None:
+    builders = list(builders_of("dataset"))
+    assert len(builders) > 10
+    for builder in builders:
+        assert builder.summary, builder.name
+        text = topic_text(f"dataset.{builder.short_name}")
+        for argument in builder.arguments:
+            is_in_text = f"*{argument.name}*" in f"{builder.summary} {builder.text}"
+            assert argument.text or is_in_text, (builder.name, argument.name)
+            assert f"  dataset.{argument.name}  [{argument.kind}; " in text
+
+
+def test_a_builder_shows_defaults_as_they_are_written_in_a_recipe() -> None:
+    text = topic_text("dataset.messages")
+    assert "dataset.path  [text or a list; required]" in text
+    assert "dataset.learn  [all, last; default all]" in text
+    assert "dataset.mask_reasoning  [true or false; default false]" in text
+    assert "dataset.shuffle_block  [a whole number; default 1000]" in text
+    assert "tokenizer  [" not in text
+
+
+def test_the_names_that_a_section_accepts_are_listed_by_purpose() -> None:
+    for key, purpose in PURPOSES.items():
+        if "." not in key:
+            for builder in builders_of(purpose):
+                assert builder.name in topic_text(key)
+    assert "torch.optim.*" in topic_text("optimizer")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--help", "optimizer.lr"], "optimizer.lr  [a number; default 0.0001]"),
+        (["--help=seed"], "seed  [a whole number; default 42]"),
+        (["recipe.yaml", "--help"], "usage: ckpt-train"),
+        (["--help", "recipe.yaml"], "usage: ckpt-train"),
+        (["--help", "--seed", "3"], "usage: ckpt-train"),
+    ],
+)
+def test_help_takes_a_topic_and_no_recipe(
+    capsys: pytest.CaptureFixture[str], words: list[str], expected: str
+) -> None:
+    assert main(words) == EXIT_DONE
+    assert expected in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("topic", "meant"),
+    [
+        ("chekpoint", "checkpoint"),
+        ("optimizer.lrr", "optimizer.lr"),
+        ("dataset.message", "messages"),
+    ],
+)
+def test_an_unknown_topic_is_an_error_that_names_a_similar_one(
+    capsys: pytest.CaptureFixture[str], topic: str, meant: str
+) -> None:
+    assert main(["--help", topic]) == EXIT_USAGE
+    assert meant in capsys.readouterr().err
+    with pytest.raises(RecipeError, match="there is no help on this topic"):
+        topic_text(topic)
+
+
+def test_help_on_a_builder_imports_neither_torch_nor_the_builder() -> None:
+    code = (
+        "import sys; from automodel_ckpt.cli.train import main; main(['--help', 'dataset.messages']); "
+        "sys.exit('torch' in sys.modules or 'automodel_ckpt.data.chat' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert done.returncode == 0
+
+
+def test_markup_of_docstrings_is_converted() -> None:
+    text = "With *learn* ``all``, see :func:`~automodel_ckpt.data.chat.messages`; 2 * 3 * 4."
+    assert plain(text) == "With learn all, see messages; 2 * 3 * 4."
+    assert markdown(text) == "With `learn` `all`, see `messages`; 2 * 3 * 4."
