@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -33,7 +34,7 @@ from automodel_ckpt.user_code import reporting_user_failures
 
 EXAMPLES = Path(automodel_ckpt.__file__).parent / "examples"
 SUFFIXES = (".yaml", ".yml")
-PRINTING_MODES = {"help", "version", "list", "print_config", "convert_recipe", "dry_run"}
+PRINTING_MODES = {"help", "schema", "version", "list", "print_config", "convert_recipe", "dry_run"}
 """Modes whose output may be cut off by a reader such as head(1)."""
 
 
@@ -76,10 +77,12 @@ def run(line: CommandLine) -> int:
         print(topic_text(*topic) if topic else help_text(), end="")
     elif "version" in line.modes:
         print(f"automodel_ckpt {automodel_ckpt.__version__}")
-    elif line.problems and line.modes.keys() & {"list", "copy"}:
+    elif line.problems and line.modes.keys() & {"list", "copy", "schema"}:
         raise RecipeError.all_of(line.problems)
     elif "list" in line.modes:
         print("\n".join(_example_lines()))
+    elif "schema" in line.modes:
+        print(_schema_text(), end="")
     elif "copy" in line.modes:
         print(copy_example(*line.modes["copy"]))
     else:
@@ -297,8 +300,8 @@ def _example_lines() -> Iterator[str]:
 def copy_example(name: str, directory: str) -> Path:
     """Copy an example recipe, and the Python file it uses, into a directory. Never overwrites a file.
 
-    Creates the directory. Returns the path of the copy. Raises :class:`RecipeError` if there is no such example, or a
-    file exists.
+    Creates the directory, and writes the JSON schema that the recipe's first line names. Returns the path of the copy.
+    Raises :class:`RecipeError` if there is no such example, or a file exists.
     """
     recipe = _find_example(name.removesuffix(".yaml"))
     if recipe is None:
@@ -311,7 +314,20 @@ def copy_example(name: str, directory: str) -> Path:
     code = re.search(r"^recipe: (\w+\.py):", text, re.MULTILINE)
     if code:
         _copy(recipe.with_name(code[1]), Path(directory))
-    return _copy(recipe, Path(directory))
+    copied = _copy(recipe, Path(directory))
+    from automodel_ckpt.config.json_schema import FILE_NAME
+
+    schema = copied.with_name(FILE_NAME)
+    if not schema.exists():
+        schema.write_text(_schema_text(), encoding="utf-8")
+    return copied
+
+
+def _schema_text() -> str:
+    """The JSON schema of a recipe as text."""
+    from automodel_ckpt.config.json_schema import recipe_schema
+
+    return json.dumps(recipe_schema(), indent=1) + "\n"
 
 
 def _find_example(name: str) -> Path | None:
@@ -338,8 +354,10 @@ def _copy(source: Path, directory: Path) -> Path:
 
 
 def _title(path: Path) -> str:
+    """The first line of text in a recipe, after the line that names its schema for editors."""
     with path.open(encoding="utf-8") as lines:
-        return next(lines, "").lstrip("# ").strip()
+        texts = (line.lstrip("# ").strip() for line in lines)
+        return next((text for text in texts if not text.startswith("yaml-language-server")), "")
 
 
 if __name__ == "__main__":

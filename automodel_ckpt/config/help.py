@@ -45,7 +45,8 @@ instead of training:
                   print a recipe of NeMo AutoModel as a recipe of this program, with a comment for each changed key
   --dry-run       check recipe, data and model without loading weights; print memory, disk use and the resume point
   --list          list the example recipes
-  --copy NAME DIR copy an example recipe to a directory
+  --copy NAME DIR copy an example recipe, and the JSON schema that it names, to a directory
+  --schema        print the JSON schema of a recipe, for editors
   --version       print the version
   --selftest-resume
                   train a few steps without interruption, then with a stop and a resume, and compare the results bit

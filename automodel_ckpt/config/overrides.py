@@ -23,6 +23,7 @@ MODES = {
     "convert_recipe": [],
     "dry_run": [],
     "list": [],
+    "schema": [],
     "copy": ["NAME", "DIR"],
     "selftest_resume": [],
     "selftest_steps": ["N"],
