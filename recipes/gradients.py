@@ -18,14 +18,23 @@ from automodel_ckpt.training.router_loss import RouterLoss
 class GradientAccumulation:
     """Computes the gradient of the summed loss of a global batch, with one reduction over the ranks."""
 
-    def __init__(self, objective: Objective, layout: RankLayout, rng: StatefulRNG) -> None:
+    def __init__(
+        self,
+        objective: Objective,
+        layout: RankLayout,
+        rng: StatefulRNG,
+        *,
+        keeps_on_device: bool = False,
+    ) -> None:
+        """With *keeps_on_device*, metrics stay tensors: the host does not wait for their values."""
         self._objective = objective
         self._model = objective.trainable.model
         self._stage = objective.trainable.stage
         self._router_loss = objective.trainable.router_loss
         self._layout = layout
         self._rng = rng
-        self.metrics: dict[str, float] = {}
+        self._keeps_on_device = keeps_on_device
+        self.metrics: dict[str, float | torch.Tensor] = {}
         """This rank's sums of the objective's metrics over the newest global batch; all ranks have the same names."""
 
     def accumulate(self, batch: GlobalBatch, weight: float) -> torch.Tensor:
@@ -48,7 +57,7 @@ class GradientAccumulation:
                 result = self._objective.loss(micro_batch)
                 self._backward(result, weight)
             results.append(result)
-        # After all backward passes: float() waits for the device.
+        # After all backward passes: elsewhere than on a GPU, float() waits for the value.
         self._sum_metrics(results)
         return sum_losses([result.loss.detach() for result in results])
 
@@ -65,7 +74,13 @@ class GradientAccumulation:
                         value=name,
                         hint="give the metric another name",
                     )
-                self.metrics[name] = self.metrics.get(name, 0.0) + float(value)
+                self.metrics[name] = self.metrics.get(name, 0.0) + self._number(value)
+
+    def _number(self, value: torch.Tensor | float) -> float | torch.Tensor:
+        if self._keeps_on_device and isinstance(value, torch.Tensor):
+            # The precision of a Python number.
+            return value.detach().double().reshape(())
+        return float(value)
 
     def _backward(self, result: LossSum, weight: float) -> None:
         """Add the gradient of a micro-batch's summed loss times *weight*, and that of its share of the router's loss.
@@ -109,7 +124,8 @@ def sum_losses(losses: list[torch.Tensor]) -> torch.Tensor:
     """Add up the losses of micro-batches in float64; a single loss keeps its dtype. 0-dim."""
     if len(losses) == 1:
         return losses[0]
-    total = torch.zeros((), dtype=torch.float64)
+    device = losses[0].device if losses else None
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for loss in losses:
         total = total + loss.double()
     return total

@@ -6,7 +6,7 @@ import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import chain
 from typing import Any, NoReturn
@@ -22,17 +22,32 @@ from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
 from automodel_ckpt.distributed.agree import sum_over_ranks
 from automodel_ckpt.distributed.mesh import RankLayout
-from automodel_ckpt.distributed.parallelize import clip_gradients, reshard
+from automodel_ckpt.distributed.parallelize import (
+    clip_gradients,
+    clip_gradients_on_device,
+    reshard,
+)
 from automodel_ckpt.distributed.stop import StoppedWaiting, StopRequest
 from automodel_ckpt.errors import Stopped
 from automodel_ckpt.models.vocabulary import check_token_ids, num_embeddings
 from automodel_ckpt.recipes.gradients import GradientAccumulation
 from automodel_ckpt.recipes.objective import Objective
-from automodel_ckpt.recipes.records import BatchSize, Control, StepResult, Validation
+from automodel_ckpt.recipes.readback import LaunchedStep, Mark, Number, Readback, runs_ahead
+from automodel_ckpt.recipes.records import (
+    BatchSize,
+    Control,
+    StepPosition,
+    StepResult,
+    Validation,
+)
 from automodel_ckpt.recipes.run_log import RunLog
 from automodel_ckpt.recipes.saves import Saves
 from automodel_ckpt.training.lr import current_rate
-from automodel_ckpt.training.optim import check_sharding_support
+from automodel_ckpt.training.optim import (
+    check_sharding_support,
+    skip_step_if,
+    skips_by_flag,
+)
 from automodel_ckpt.training.rng import StatefulRNG
 from automodel_ckpt.training.step_scheduler import Due, StepScheduler, planned_end
 
@@ -50,7 +65,10 @@ class TrainingLoop:
     """
 
     last_step: StepResult | None
-    """The newest step of this process; None before its first step."""
+    """The newest step of this process whose numbers are known; None before there is one.
+
+    On a GPU, that is the step before the newest one: :meth:`finish_pending` waits for the newest.
+    """
 
     def __init__(
         self,
@@ -88,8 +106,16 @@ class TrainingLoop:
         self.checkpointer = checkpointer
         self.saves = saves
         self.run_log = run_log
-        self.gradients = GradientAccumulation(objective, layout, rng)
+        self.runs_ahead = self.queues_work()
+        self.gradients = GradientAccumulation(
+            objective, layout, rng, keeps_on_device=self.runs_ahead
+        )
         self.last_step = None
+        self._launched: LaunchedStep | None = None
+
+    def queues_work(self) -> bool:
+        """Whether the host continues while the device computes a step, and reads its numbers a step later."""
+        return runs_ahead(self.layout.device.type)
 
     # ---------------------------------------------------------------- epochs
 
@@ -117,9 +143,12 @@ class TrainingLoop:
         """Train on the rest of the current epoch, or until the run is over."""
         for batch in self.batches(self.dataloader):
             if batch is not None and self.step_scheduler.is_beyond_last_epoch(batch.epoch):
+                self.finish_pending()
                 self._end_early()
                 return
             control = self.agree_on(batch)
+            if control.save_failed or control.stop:
+                self.finish_pending()
             # The flag is summed over the ranks, so that all enter wait(), a collective.
             if control.save_failed:
                 self.saves.wait()
@@ -128,6 +157,8 @@ class TrainingLoop:
                 self.stop()
             try:
                 due = self.step(batch, control)
+                if due.stop or due.validate or due.save or due.last:
+                    self.finish_pending()
             except (IndexError, RuntimeError) as error:
                 self.explain(error, batch)
                 raise
@@ -190,47 +221,56 @@ class TrainingLoop:
     # ---------------------------------------------------------------- step
 
     def step(self, batch: GlobalBatch, control: Control) -> Due:
-        """Train on one global batch, count it and log it; returns what is due after it."""
-        started = time.perf_counter()
+        """Train on one global batch and count it; returns what is due after it.
+
+        Logs the step, or if the host runs ahead of the device, the step before.
+        """
+        start = Mark(self.layout.device)
         self.step_scheduler.start_step()
         # Read before the schedule moves on: the log has the rate that this step used.
         lr = current_rate(self.optimizer)
         loss_sum, grad_norm = self.train_step(batch, control)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
-        total, aux_loss, due = self.finish_step(batch, control, loss_sum)
-        loss = total / control.count if control.count else math.nan
-        has_router_loss = self.trainable.router_loss is not None
-        self.last_step = StepResult(
-            loss,
-            grad_norm,
-            lr,
-            aux_loss if has_router_loss else None,
-            self._mean_metrics(control),
-        )
-        seconds = time.perf_counter() - started
-        self.run_log.log_step(
-            self.step_scheduler, batch.sample_ids, control, self.last_step, seconds
-        )
-        return due
+        return self.finish_step(batch, self._launch(batch, control, lr, start, loss_sum, grad_norm))
 
-    def _mean_metrics(self, control: Control) -> dict[str, float]:
-        """Divide the sums of the objective's metrics by the count of the global batch. A collective if it has any."""
-        # The sum is by position, and ranks may have added the names in different orders.
-        names = sorted(self.gradients.metrics)
-        if not names or not control.count:
-            return {}
-        # Ranks that compute the same loss (tensor or context parallel) count once, as for the loss.
-        counts_here = self.layout.reports_loss
-        sums = [self.gradients.metrics[name] if counts_here else 0.0 for name in names]
-        totals = sum_over_ranks(self.layout.gloo_group, *sums)
-        return {name: total / control.count for name, total in zip(names, totals, strict=True)}
+    def _launch(
+        self,
+        batch: GlobalBatch,
+        control: Control,
+        lr: float,
+        start: Mark,
+        loss_sum: Number,
+        grad_norm: Number,
+    ) -> LaunchedStep:
+        """Start to copy the numbers of a step to the host, now that all its work is queued."""
+        router_loss = self.trainable.router_loss
+        numbers = {
+            "loss": loss_sum,
+            "aux_loss": router_loss.value_here if router_loss is not None else 0.0,
+            "grad_norm": grad_norm,
+        }
+        # Sums are by position, and ranks may have added the names in different orders.
+        metrics = sorted(self.gradients.metrics) if control.count else []
+        for name in metrics:
+            numbers[f"metric {name}"] = self.gradients.metrics[name]
+        return LaunchedStep(
+            position=StepPosition(self.step_scheduler.step + 1, batch.epoch),
+            batch=batch,
+            control=control,
+            lr=lr,
+            start=start,
+            numbers=Readback(numbers, self.layout.device),
+            metrics=metrics,
+            may_be_skipped=isinstance(grad_norm, torch.Tensor),
+        )
 
-    def train_step(self, batch: GlobalBatch, control: Control) -> tuple[float, float]:
+    def train_step(self, batch: GlobalBatch, control: Control) -> tuple[Number, Number]:
         """Forward, backward, clip, update. Returns this rank's summed loss and the global gradient norm.
 
         The gradient is that of the mean over the count of the global batch, by default its label tokens. A batch
-        without labels, or with a gradient that is not finite, changes no weight.
+        without labels, or with a gradient that is not finite, changes no weight. If the host runs ahead of the device,
+        the results may be tensors, and an optimizer that reads a flag on the device leaves out the update by it.
         """
         step = self.step_scheduler.step + 1
         if self.trainable.fake_quantization is not None:
@@ -247,8 +287,10 @@ class TrainingLoop:
         loss_sum = self.gradients.accumulate(batch, scale)
         grad_norm = self.clip_gradients()
         # The norm is global, so all ranks skip the same update. The schedule advances nevertheless.
-        if not math.isfinite(grad_norm):
-            log.warning("step %d: the gradient norm is %s, no update", step, grad_norm)
+        if isinstance(grad_norm, torch.Tensor):
+            skip_step_if(self.optimizer, ~torch.isfinite(grad_norm))
+        elif not math.isfinite(grad_norm):
+            self._warn_of_skipped_update(step, grad_norm)
             # step() below skips parameters without a gradient.
             self.optimizer.zero_grad(set_to_none=True)
         if self.checkpointer is not None:
@@ -256,17 +298,24 @@ class TrainingLoop:
             self.checkpointer.await_copies()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss_sum.item(), grad_norm
+        return loss_sum if self.runs_ahead else loss_sum.item(), grad_norm
 
-    def clip_gradients(self) -> float:
+    def _warn_of_skipped_update(self, step: int, grad_norm: float) -> None:
+        log.warning("step %d: the gradient norm is %s, no update", step, grad_norm)
+
+    def clip_gradients(self) -> Number:
         """Scale all gradients together to ``clip_grad_norm``; returns their 2-norm before that. A collective.
 
-        An optimizer with ``divide_in_step`` scales them as it reads them.
+        An optimizer with ``divide_in_step`` scales them as it reads them. The norm is a tensor on the device if the
+        host runs ahead and the optimizer can leave out an update by a flag; otherwise a number.
         """
+        clip: Callable[..., Number] = clip_gradients
+        if self.runs_ahead and skips_by_flag(self.optimizer):
+            clip = clip_gradients_on_device
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         stage = self.trainable.stage
         counted_elsewhere = stage.counted_elsewhere if stage is not None else frozenset[int]()
-        return clip_gradients(
+        return clip(
             parameters,
             self.config.clip_grad_norm,
             in_step=getattr(self.optimizer, "divide_in_step", None),
@@ -274,26 +323,30 @@ class TrainingLoop:
             counted_elsewhere=counted_elsewhere,
         )
 
-    def finish_step(
-        self, batch: GlobalBatch, control: Control, loss_sum: float
-    ) -> tuple[float, float, Due]:
-        """Count a step; returns the loss summed over the global batch, the router's loss, and what is due.
+    def finish_step(self, batch: GlobalBatch, launched: LaunchedStep) -> Due:
+        """Count a step and return what is due. Logs it, or if the host runs ahead of the device, the step before.
 
         Only rank 0's clock counts, so that all ranks save and end at the same step. The stop request is read here too,
         because the next chance is after what is due, which may be a long export.
         """
         scheduler = self.step_scheduler
         is_rank0 = self.layout.is_rank0
-        router_loss = self.trainable.router_loss
-        total, aux_loss, elapsed, save, end, stop = sum_over_ranks(
+        # The device computes the launched step while the host waits for the one before.
+        finished = self._launched if self.runs_ahead else launched
+        known = finished.numbers.read() if finished is not None else {}
+        if self.runs_ahead:
+            # After the wait, which may fail: explain() needs the batch of the step that failed.
+            self._launched = launched
+        loss, aux_loss, *metrics = self._sums_here(finished, known)
+        loss, aux_loss, elapsed, save, end, stop, *metrics = sum_over_ranks(
             self.layout.gloo_group,
-            # Tensor and context parallel ranks compute the same loss, which counts once.
-            loss_sum if self.layout.reports_loss else 0.0,
-            router_loss.value_here if router_loss is not None else 0.0,
+            loss,
+            aux_loss,
             scheduler.measured_seconds() if is_rank0 else 0.0,
             is_rank0 and scheduler.save_is_wanted(),
             is_rank0 and scheduler.time_is_up(),
             self.stop_request.wanted,
+            *metrics,
         )
         # The loader's position counts finished steps only, not what its workers have prefetched.
         self.dataloader.mark_consumed(batch)
@@ -301,13 +354,68 @@ class TrainingLoop:
             epoch=batch.epoch,
             epochs_done=self.dataloader.epoch,
             num_samples=len(batch.sample_ids),
-            num_tokens=control.num_tokens,
+            num_tokens=launched.control.num_tokens,
             elapsed_seconds=elapsed,
             save_is_wanted=save > 0,
             time_is_up=end > 0,
             stop=stop > 0,
         )
-        return total, aux_loss, due
+        if finished is not None:
+            self._report(finished, known["grad_norm"], [loss, aux_loss, *metrics])
+        return due
+
+    def finish_pending(self) -> None:
+        """Wait until the device has done all steps, and log the newest. A collective if there is a step to wait for.
+
+        The loop calls it before it validates, saves or ends, so that :attr:`last_step` and the logs are complete.
+        """
+        finished = self._launched
+        if finished is None:
+            return
+        known = finished.numbers.read()
+        self._launched = None
+        sums = sum_over_ranks(self.layout.gloo_group, *self._sums_here(finished, known))
+        self._report(finished, known["grad_norm"], sums)
+
+    def _sums_here(self, finished: LaunchedStep | None, known: Mapping[str, float]) -> list[float]:
+        """What this rank adds to the sums of a step over the ranks: loss, router's loss, and the objective's metrics.
+
+        *known* are the numbers of the step. Zeros if no step is finished.
+        """
+        if finished is None:
+            return [0.0, 0.0]
+        # Tensor and context parallel ranks compute the same loss, which counts once.
+        counts_here = self.layout.reports_loss
+        sums = [known["loss"] if counts_here else 0.0, known["aux_loss"]]
+        for name in finished.metrics:
+            sums.append(known[f"metric {name}"] if counts_here else 0.0)
+        return sums
+
+    def _report(self, finished: LaunchedStep, grad_norm: float, sums: Sequence[float]) -> None:
+        """Log a step. *sums* are those of :meth:`_sums_here`, over all ranks."""
+        total, aux_loss, *metrics = sums
+        count = finished.control.count
+        means = {}
+        for name, metric in zip(finished.metrics, metrics, strict=True):
+            means[name] = metric / count
+        if finished.may_be_skipped and not math.isfinite(grad_norm):
+            self._warn_of_skipped_update(finished.position.step, grad_norm)
+        has_router_loss = self.trainable.router_loss is not None
+        self.last_step = StepResult(
+            total / count if count else math.nan,
+            grad_norm,
+            finished.lr,
+            aux_loss if has_router_loss else None,
+            means,
+        )
+        end = finished.numbers.end if self.runs_ahead else Mark(self.layout.device)
+        self.run_log.log_step(
+            finished.position,
+            finished.batch.sample_ids,
+            finished.control,
+            self.last_step,
+            end.seconds_since(finished.start),
+        )
 
     def explain(self, error: Exception, batch: GlobalBatch) -> None:
         """Raise :class:`RecipeError` if a step failed because *batch* has tokens that the model does not have, or
@@ -317,8 +425,13 @@ class TrainingLoop:
         nothing in other steps.
         """
         check_sharding_support(self.optimizer, error)
-        where = f"the global batch of samples {batch.sample_ids[:16]}"
-        check_token_ids(batch.micro_batches, num_embeddings(unwrap(self.model)), where)
+        batches = [batch]
+        if self._launched is not None:
+            # A GPU reports the failure of a step while the host queues the next one.
+            batches.insert(0, self._launched.batch)
+        for each in batches:
+            where = f"the global batch of samples {each.sample_ids[:16]}"
+            check_token_ids(each.micro_batches, num_embeddings(unwrap(self.model)), where)
 
     # ---------------------------------------------------------------- validation
 

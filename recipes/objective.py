@@ -30,6 +30,7 @@ from automodel_ckpt.training.loss import (
     num_label_tokens,
 )
 from automodel_ckpt.training.step_scheduler import StepScheduler
+from automodel_ckpt.training.transfer import to_device
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -173,7 +174,7 @@ class Objective:
         self.router_loss.note(output, None if is_token is None else is_token[:, part])
 
     def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.layout.device, non_blocking=True)
+        return to_device(tensor, self.layout.device)
 
     def _part_of_row(self, length: int) -> slice:
         """The positions in a row of *length* tokens whose outputs this rank computes.

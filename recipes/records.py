@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch.distributed import ProcessGroup
@@ -55,6 +56,23 @@ class Control:
         return Control(
             int(count), int(num_label_tokens), int(num_tokens), stop > 0, save_failed > 0
         )
+
+
+class Position(Protocol):
+    """The step and the epoch that a log record is about."""
+
+    @property
+    def step(self) -> int: ...
+    @property
+    def epoch(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepPosition:
+    """The number of a step, and the epoch of its samples."""
+
+    step: int
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True)

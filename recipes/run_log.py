@@ -15,7 +15,7 @@ from automodel_ckpt.checkpoint.run.resume import checkpoint_names
 from automodel_ckpt.config.schema import LoggingConfig
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.errors import LeaseLost, without_hidden
-from automodel_ckpt.recipes.records import Control, StepResult, Validation
+from automodel_ckpt.recipes.records import Control, Position, StepResult, Validation
 from automodel_ckpt.training.metrics import JsonlLog, PeakMemory
 from automodel_ckpt.training.progress import Progress, StepView, set_up_logging, tear_down_logging
 from automodel_ckpt.training.step_scheduler import StepScheduler
@@ -98,18 +98,21 @@ class RunLog:
 
     def log_step(
         self,
-        scheduler: StepScheduler,
+        position: Position,
         sample_ids: Sequence[int],
         control: Control,
         result: StepResult,
         seconds: float,
     ) -> None:
-        """Log a step that took *seconds*, whose global batch had the samples *sample_ids*."""
+        """Log the step at *position*, which took *seconds*; its global batch had the samples *sample_ids*.
+
+        On a GPU, the next step may have been queued before.
+        """
         if not self._layout.is_rank0:
             return
         record: dict[str, Any] = {
-            "step": scheduler.step,
-            "epoch": scheduler.epoch,
+            "step": position.step,
+            "epoch": position.epoch,
             "timestamp": time.time(),
             "loss": result.loss,
             "grad_norm": result.grad_norm,
@@ -128,8 +131,8 @@ class RunLog:
         self._append(self.training, record, soon=True)
         self.progress.update(
             StepView(
-                scheduler.step,
-                scheduler.epoch,
+                position.step,
+                position.epoch,
                 result.loss,
                 result.lr,
                 control.num_tokens,

@@ -40,6 +40,7 @@ def observed(recipe_class: type[Recipe], directory: Path, *, stop_after: int | N
 
         def step(self, batch: GlobalBatch, control: Control) -> Due:
             due: Due = super().step(batch, control)
+            self.finish_pending()
             line = json.dumps(observation(self.recipe, batch)) + "\n"
             path = directory / f"rank_{self.layout.rank}.jsonl"
             with path.open("a") as lines:

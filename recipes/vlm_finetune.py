@@ -32,6 +32,7 @@ from automodel_ckpt.recipes.processors import (
     processor_of_target,
     read_from,
 )
+from automodel_ckpt.recipes.readback import Number
 from automodel_ckpt.recipes.recipe import Recipe
 from automodel_ckpt.recipes.repository import preprocessor_options
 from automodel_ckpt.recipes.trainable import row_multiple
@@ -44,7 +45,7 @@ class VLMLoop(TrainingLoop):
 
     _checked_gradients = False
 
-    def clip_gradients(self) -> float:
+    def clip_gradients(self) -> Number:
         """Scale the gradients; the first time, raise :class:`RecipeError` for trained parameters without a gradient.
 
         Such parameters (the last layers of a LLaVA vision tower, whose features are not used) would make the ranks of

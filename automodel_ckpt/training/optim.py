@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -73,21 +74,23 @@ def check_sharding_support(optimizer: torch.optim.Optimizer, error: Exception) -
 class FusedAdamW(torch.optim.AdamW):
     """AdamW with torch's fused kernel, which updates all parameters of a group in one call of C++.
 
-    On a CPU, the kernel gets this rank's shards directly, because DTensor's dispatch costs more than the update of a
-    small model. It can divide gradients while it reads them (:meth:`divide_in_step`). Results are bit-equal to those of
-    torch.optim.AdamW(fused=True), whose step is used for everything else: other devices, amsgrad, maximize, closures,
-    hooks and profilers.
+    The kernel gets this rank's shards directly, because DTensor's dispatch costs more than the update of a small model.
+    It can divide gradients while it reads them (:meth:`divide_in_step`), and leave out a step by a flag on the device
+    (:attr:`found_inf`). Results are bit-equal to those of torch.optim.AdamW(fused=True), whose step is used for
+    everything else: groups with tensors of several types or devices, amsgrad, maximize, closures and hooks.
     """
 
     # torch's fused step divides gradients by this attribute, if it is not None (GradScaler uses the same interface).
     grad_scale: torch.Tensor | None = None
+    found_inf: torch.Tensor | None = None
+    """If it is 1 (0-dim, float32, on the device of the parameters), the next step changes nothing."""
 
     def __init__(self, params: Iterable[nn.Parameter], **settings: Any) -> None:
         super().__init__(params, **{"fused": True, **settings})
 
-    def divide_in_step(self, divisor: float) -> None:
-        """Divide all gradients by *divisor* in the next step only."""
-        self.grad_scale = torch.tensor(divisor, dtype=torch.float32)
+    def divide_in_step(self, divisor: float | torch.Tensor) -> None:
+        """Divide all gradients by *divisor* in the next step only; a tensor is 0-dim, on the parameters' device."""
+        self.grad_scale = torch.as_tensor(divisor, dtype=torch.float32)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients, or set them to zero if *set_to_none* is false."""
@@ -101,7 +104,7 @@ class FusedAdamW(torch.optim.AdamW):
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the parameters that have gradients. Returns the result of *closure*, which computes the gradients."""
-        if closure is None and not self._is_watched() and self._step_on_shards():
+        if closure is None and not self._has_hooks() and self._step_on_shards():
             return None
         return self._step_of_torch(closure)
 
@@ -109,14 +112,13 @@ class FusedAdamW(torch.optim.AdamW):
     # record, which takes a fifth of a small model's update.
     step.hooked = True  # type: ignore[attr-defined]
 
-    def _is_watched(self) -> bool:
-        """Whether a hook or a profiler expects torch's wrapper around the step."""
+    def _has_hooks(self) -> bool:
+        """Whether a hook expects torch's wrapper around the step."""
         return bool(
             self._optimizer_step_pre_hooks
             or self._optimizer_step_post_hooks
             or _global_optimizer_pre_hooks
             or _global_optimizer_post_hooks
-            or torch._C._autograd._profiler_enabled()
         )
 
     @torch.no_grad()
@@ -130,11 +132,18 @@ class FusedAdamW(torch.optim.AdamW):
             if shards is None:
                 return False
             inputs.append(shards)
-        for group, shards in zip(self.param_groups, inputs, strict=True):
-            if shards.steps:
-                self._update(group, shards)
-        self.grad_scale = None
+        with self._profiled():
+            for group, shards in zip(self.param_groups, inputs, strict=True):
+                if shards.steps:
+                    self._update(group, shards)
+        self.grad_scale = self.found_inf = None
         return True
+
+    def _profiled(self) -> AbstractContextManager[Any]:
+        """Record the step for a profiler, as torch's wrapper does."""
+        if not torch._C._autograd._profiler_enabled():
+            return nullcontext()
+        return torch.autograd.profiler.record_function(f"Optimizer.step#{type(self).__name__}.step")
 
     @torch.no_grad()
     def _step_of_torch(self, closure: Callable[[], float] | None) -> float | None:
@@ -145,15 +154,17 @@ class FusedAdamW(torch.optim.AdamW):
                 gradients += [p.grad for p in group["params"] if p.grad is not None]
             torch._foreach_div_(_local(gradients), self.grad_scale.item())
             self.grad_scale = None
-        # grad_scale is None by now: torch's fused step would divide by it again.
-        return _STEP_OF_TORCH(self, closure)  # type: ignore[no-any-return]
+        # grad_scale is None by now: torch's fused step would divide by it again. It reads found_inf.
+        result = _STEP_OF_TORCH(self, closure)
+        self.found_inf = None
+        return result  # type: ignore[no-any-return]
 
     def _shards_of(self, group: dict[str, Any]) -> _Shards | None:
         """The kernel's inputs for a parameter group; None if the group requires torch's own step."""
         if not group["fused"] or group["amsgrad"] or group["maximize"]:
             return None
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-        if not all(parameter.is_cpu for parameter in parameters):
+        if not _fit_one_kernel(parameters):
             return None
         entries = [self.state[parameter] for parameter in parameters]
         if not all(entries):
@@ -173,9 +184,12 @@ class FusedAdamW(torch.optim.AdamW):
 
     def _update(self, group: dict[str, Any], shards: _Shards) -> None:
         beta1, beta2 = group["betas"]
-        # One by one, which is faster than torch's foreach operation for a few dozen 0-dim tensors.
-        for step in shards.steps:
-            step.add_(1)
+        if shards.steps[0].is_cpu:
+            # One by one, which is faster than torch's foreach operation for a few dozen 0-dim tensors.
+            for step in shards.steps:
+                step.add_(1)
+        else:
+            torch._foreach_add_(shards.steps, 1)
         # The public torch.optim.adamw.adamw calls this operation too, but groups the tensors by device and dtype first,
         # which takes as long as the update of a small model (torch 2.13).
         torch._fused_adamw_(
@@ -193,7 +207,11 @@ class FusedAdamW(torch.optim.AdamW):
             amsgrad=False,
             maximize=False,
             grad_scale=self.grad_scale,
+            found_inf=self.found_inf,
         )
+        if self.found_inf is not None:
+            # The kernel leaves out the update, but not the count above.
+            torch._foreach_sub_(shards.steps, [self.found_inf] * len(shards.steps))
 
 
 class _Shards(NamedTuple):
@@ -218,6 +236,38 @@ _STEP_OF_TORCH: Any = torch.optim.Optimizer.profile_hook_step(
 def _local(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """This rank's shards of *tensors*; a plain tensor is its own shard."""
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+
+def _fit_one_kernel(parameters: list[torch.Tensor]) -> bool:
+    """Whether one call of the kernel can update *parameters*: on a GPU it accepts one dtype and one device."""
+    if all(parameter.is_cpu for parameter in parameters):
+        return True
+    kinds = {(parameter.device, parameter.dtype) for parameter in parameters}
+    return len(kinds) == 1
+
+
+def skips_by_flag(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether :func:`skip_step_if` works with *optimizer*: torch's fused optimizers read ``found_inf``."""
+    for part in _parts(optimizer):
+        reads_flag = getattr(part, "_step_supports_amp_scaling", False)
+        is_fused = all(group.get("fused") for group in part.param_groups)
+        if not (reads_flag and is_fused):
+            return False
+    return True
+
+
+def skip_step_if(optimizer: torch.optim.Optimizer, flag: torch.Tensor) -> None:
+    """Make the next step of *optimizer* change nothing if *flag* is true: 0-dim, on the device of the parameters.
+
+    The host does not read *flag*. Requires :func:`skips_by_flag`.
+    """
+    for part in _parts(optimizer):
+        part.found_inf = flag.float()  # type: ignore[attr-defined]
+
+
+def _parts(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """The optimizers that a CombinedOptimizer steps; *optimizer* alone if it is another one."""
+    return getattr(optimizer, "optimizers", [optimizer])
 
 
 def _have_one_layout(*tensors: torch.Tensor) -> bool:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.training.transfer import to_device
 
 SumOverRanks = Callable[..., list[float]]
 
@@ -52,8 +53,9 @@ def routing_of(
     mask = None
     num_tokens = float(len(router_logits[0]))
     if is_token is not None:
-        mask = is_token.reshape(-1, 1).to(router_logits[0].device, torch.float32)
-        num_tokens = float(mask.sum())
+        # Counted before the mask is on a GPU, where the host would wait for it.
+        num_tokens = float(is_token.sum())
+        mask = to_device(is_token.reshape(-1, 1).to(torch.float32), router_logits[0].device)
     assigned, probabilities = [], []
     for logits in router_logits:
         weights = torch.softmax(logits, dim=-1)
@@ -176,8 +178,9 @@ class RouterLoss:
         return share
 
     @property
-    def value_here(self) -> float:
-        """The part of this rank's micro-batches in the loss of the global batch, without the coefficient."""
+    def value_here(self) -> float | torch.Tensor:
+        """The part of this rank's micro-batches in the loss of the global batch, without the coefficient; 0-dim on the
+        device, or 0.0 if this rank counts none."""
         if not self._shares or not self._counts_here:
             return 0.0
-        return float(torch.stack(self._shares).double().sum())
+        return torch.stack(self._shares).double().sum()

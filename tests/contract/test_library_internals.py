@@ -29,10 +29,13 @@ PRIVATE_NAMES: dict[str, str] = {
     "_untyped_storage": "torch.storage.TypedStorage",
     # Fused and grouped operations of torch, and the hooks of its optimizers.
     "_fused_adamw_": "torch",
+    "_foreach_add_": "torch",
     "_foreach_copy_": "torch",
     "_foreach_div_": "torch",
     "_foreach_mul_": "torch",
     "_foreach_norm": "torch",
+    "_foreach_sub_": "torch",
+    "_step_supports_amp_scaling": "torch.optim.Adam",
     "_init_group": "torch.optim.AdamW",
     "_optimizer_step_post_hooks": "torch.optim.Optimizer",
     "_optimizer_step_pre_hooks": "torch.optim.Optimizer",
@@ -233,6 +236,9 @@ def test_torch_still_wraps_the_steps_of_optimizers_without_the_mark_hooked() -> 
     assert '"hooked", None' in inspect.getsource(Optimizer._patch_step_function)
     assert 'getattr(self, "grad_scale", None)' in inspect.getsource(Adam.step), (
         "torch's step no longer divides by grad_scale; see training/optim.py"
+    )
+    assert 'getattr(self, "found_inf", None)' in inspect.getsource(Adam.step), (
+        "torch's step no longer reads found_inf; see training/optim.py"
     )
 
 

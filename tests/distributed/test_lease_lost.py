@@ -12,6 +12,7 @@ from automodel_ckpt.checkpoint.layout import LOCK_FILE
 from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.errors import LeaseLost
 from automodel_ckpt.recipes.loop import TrainingLoop
+from automodel_ckpt.recipes.readback import Number
 from automodel_ckpt.recipes.records import Control
 from automodel_ckpt.recipes.saves import Saves
 from automodel_ckpt.training.step_scheduler import Due
@@ -38,7 +39,7 @@ def directory_of(owner: training.Recipe | TrainingLoop) -> Path:
 class LostInAStep(TrainingLoop):
     """It happens during the eighth step, after the save of step 5."""
 
-    def train_step(self, batch: GlobalBatch, control: Control) -> tuple[float, float]:
+    def train_step(self, batch: GlobalBatch, control: Control) -> tuple[Number, Number]:
         if self.layout.is_rank0 and self.step_scheduler.step == 7:
             self.run_log.flush()
             another_run_takes_over(directory_of(self))

@@ -18,6 +18,7 @@ from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.loop import TrainingLoop
 from automodel_ckpt.recipes.objective import Objective
+from automodel_ckpt.recipes.readback import Number
 from automodel_ckpt.recipes.records import Control, LossSum
 from automodel_ckpt.training.step_scheduler import Due
 
@@ -113,7 +114,7 @@ class SignalledInValidation(LLMFinetune):
 class SignalledInStepLoop(TrainingLoop):
     """The last rank gets SIGTERM in step 5."""
 
-    def train_step(self, batch: GlobalBatch, control: Control) -> tuple[float, float]:
+    def train_step(self, batch: GlobalBatch, control: Control) -> tuple[Number, Number]:
         if self.step_scheduler.step == 4 and self.layout.rank == self.layout.world_size - 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return super().train_step(batch, control)

@@ -21,6 +21,7 @@ from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.loop import TrainingLoop
 from automodel_ckpt.recipes.objective import Objective
+from automodel_ckpt.recipes.readback import Number
 from automodel_ckpt.recipes.records import Control, LossSum
 from automodel_ckpt.recipes.saves import Saves
 from automodel_ckpt.training.step_scheduler import StepScheduler
@@ -121,7 +122,7 @@ class MarkedLoop(TrainingLoop):
             yield batch
             mark(name, self.step_scheduler.step)
 
-    def train_step(self, batch: GlobalBatch, control: Control) -> tuple[float, float]:
+    def train_step(self, batch: GlobalBatch, control: Control) -> tuple[Number, Number]:
         assert isinstance(self.objective, MarkedObjective)
         self.objective.left = len(batch.micro_batches)
         result = super().train_step(batch, control)

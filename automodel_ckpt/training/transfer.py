@@ -1,0 +1,72 @@
+"""Copies between the memory of the host and a device that do not make the host wait.
+
+CUDA copies from and to page-locked ("pinned") memory while the host continues. With ordinary memory, a copy first waits
+for all work that is queued for the device. The system can limit how much memory a process may lock (``ulimit -l``), and
+some sandboxes (gVisor) lock none: then copies wait, and nothing else changes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+log = logging.getLogger("automodel_ckpt")
+
+
+class PinnedMemory:
+    """Page-locked memory for tensors on their way to or from a device, or ordinary memory where locking fails."""
+
+    def __init__(
+        self, pin: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.pin_memory
+    ) -> None:
+        """*pin* returns a copy of a tensor in page-locked memory, or raises RuntimeError."""
+        self._pin = pin
+        self._works = True
+
+    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of the CPU tensor *tensor* in page-locked memory; *tensor* itself if that fails.
+
+        The first failure is logged, and the system is not asked again.
+        """
+        if not self._works:
+            return tensor
+        try:
+            return self._pin(tensor)
+        except RuntimeError as error:
+            self._works = False
+            reason = str(error).splitlines()[0][:160]
+            log.info(
+                "page-locked memory is not available; copies to the GPU wait for it: %s", reason
+            )
+            return tensor
+
+
+_pinned_memory = PinnedMemory()
+
+
+def pinned_batch(batch: dict[str, Any]) -> dict[str, Any]:
+    """*batch* with its tensors in page-locked memory, where that is available."""
+    copies = {}
+    for name, value in batch.items():
+        is_on_host = isinstance(value, torch.Tensor) and value.is_cpu
+        copies[name] = _pinned_memory.pinned(value) if is_on_host else value
+    return copies
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """*tensor* on *device*. A copy to CUDA is queued, and the host continues."""
+    if device.type == "cuda" and tensor.is_cpu and not tensor.is_pinned():
+        # PyTorch's allocator reuses this memory only after the copy.
+        tensor = _pinned_memory.pinned(tensor)
+    return tensor.to(device, non_blocking=True)
+
+
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Queue a copy of *tensor* to the host. Wait for the device before its values are read."""
+    if tensor.is_cpu:
+        return tensor
+    target = _pinned_memory.pinned(torch.empty(tensor.shape, dtype=tensor.dtype))
+    return target.copy_(tensor, non_blocking=True)
