@@ -201,7 +201,9 @@ class TrainingLoop:
         # Before the flag is read: a signal from here on may be too late to prevent this step, and is logged as such.
         self.step_scheduler.enter_step()
         stop = batch is None or self.stop_request.wanted
-        control = Control(size.count, size.num_label_tokens, size.num_tokens, stop, save_failed)
+        control = Control(
+            size.count, size.num_label_tokens, size.num_tokens, stop, save_failed, size.flops
+        )
         return control.summed(self.layout.gloo_group)
 
     def _size_here(self, batch: GlobalBatch) -> BatchSize:
@@ -209,14 +211,16 @@ class TrainingLoop:
 
         The ranks of a tensor or context parallel group, and all stages, have the same rows, which count once.
         """
-        count, num_labels, num_tokens = 0, 0, 0
+        count, num_labels, num_tokens, flops = 0, 0, 0, 0.0
         if self.layout.reports:
             for micro_batch in batch.micro_batches:
                 size = self.objective.size_of(micro_batch)
                 count += size.count
                 num_labels += size.num_label_tokens
                 num_tokens += size.num_tokens
-        return BatchSize(count, num_labels, num_tokens)
+                if self.run_log.logs_mfu:
+                    flops += self.objective.flops_of(micro_batch)
+        return BatchSize(count, num_labels, num_tokens, flops)
 
     # ---------------------------------------------------------------- step
 

@@ -68,6 +68,18 @@ class Objective:
         num_tokens = _num_tokens(micro_batch) if num_labels else 0
         return BatchSize(num_labels, num_labels, num_tokens)
 
+    def flops_of(self, micro_batch: Tensors) -> float:
+        """Count the floating-point operations of a training pass over *micro_batch*, for the log; 0 if unknown.
+
+        They are unknown for an objective that overrides :meth:`loss`, which may call the model any number of times.
+        """
+        count = self.trainable.flop_count
+        if count is None or type(self).loss is not Objective.loss:
+            return 0.0
+        num_labels = num_label_tokens(micro_batch["labels"])
+        # Such a micro-batch only keeps this rank in step with the others.
+        return count.of(micro_batch, num_labels) if num_labels else 0.0
+
     def loss(self, micro_batch: Tensors) -> LossSum:
         """Compute the loss of *micro_batch*, summed over its :meth:`size_of` terms."""
         return self.with_aux_loss(self.row_loss(self.rows_of(micro_batch)))

@@ -155,6 +155,7 @@ class Recipe:
         self.checkpointer = self.build_checkpointer()
         self.build()
         self._check_model()
+        self.run_log.measure_device(self._compute_dtype())
         self.run_log.progress.total_steps = self.step_scheduler.planned_steps
         # Random numbers drawn above are the same on all ranks, so that fresh weights are. From here each data-parallel
         # rank has its own, and nothing is drawn before the first step. Tensor parallel ranks, which compute the same
@@ -494,6 +495,11 @@ class Recipe:
                 value=type(self.model).__name__,
                 hint="extend build_trainable to return dataclasses.replace(trainable, model=...)",
             )
+
+    def _compute_dtype(self) -> torch.dtype:
+        """The dtype of the matrix products of training."""
+        dtype = parallelism(self.config.distributed).compute_dtype
+        return dtype or next(self.model.parameters()).dtype
 
     def _close_log_files(self, checkpointer: Checkpointer) -> None:
         lease_is_lost = checkpointer.lease_is_lost

@@ -17,11 +17,15 @@ AUX_LOSS = "aux_loss"
 
 @dataclass(frozen=True, slots=True)
 class BatchSize:
-    """How large a micro-batch is: the terms that its loss is summed over, its label tokens, and its tokens."""
+    """How large a micro-batch is: the terms that its loss is summed over, its label tokens, and its tokens.
+
+    *flops* are the floating-point operations of a training pass over it; 0 if they are unknown or not logged.
+    """
 
     count: int
     num_label_tokens: int
     num_tokens: int
+    flops: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,22 +43,30 @@ class LossSum:
 @dataclass(frozen=True, slots=True)
 class Control:
     """What all ranks agreed on before a step: the size of the global batch, whether to stop, and whether a save in the
-    background has failed. The loss of the global batch is a mean over *count* terms."""
+    background has failed. The loss of the global batch is a mean over *count* terms; *flops* are the floating-point
+    operations of training on it, 0 if they are unknown or not logged."""
 
     count: int
     num_label_tokens: int
     num_tokens: int
     stop: bool
     save_failed: bool = False
+    flops: float = 0.0
 
     def summed(self, group: ProcessGroup | None) -> Control:
         """Combine the values of all ranks: tokens are summed, and a flag is set if any rank sets it. A collective."""
         # The sums are float64, exact for counts below 2**53.
-        count, num_label_tokens, num_tokens, stop, save_failed = sum_over_ranks(
-            group, self.count, self.num_label_tokens, self.num_tokens, self.stop, self.save_failed
+        count, num_label_tokens, num_tokens, stop, save_failed, flops = sum_over_ranks(
+            group,
+            self.count,
+            self.num_label_tokens,
+            self.num_tokens,
+            self.stop,
+            self.save_failed,
+            self.flops,
         )
         return Control(
-            int(count), int(num_label_tokens), int(num_tokens), stop > 0, save_failed > 0
+            int(count), int(num_label_tokens), int(num_tokens), stop > 0, save_failed > 0, flops
         )
 
 

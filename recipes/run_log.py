@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from automodel_ckpt.checkpoint import SaveReport
 from automodel_ckpt.checkpoint.layout import TRAINING_LOG, VALIDATION_LOG
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
@@ -16,6 +18,7 @@ from automodel_ckpt.config.schema import LoggingConfig
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.errors import LeaseLost, without_hidden
 from automodel_ckpt.recipes.records import Control, Position, StepResult, Validation
+from automodel_ckpt.training.device_rate import device_rate
 from automodel_ckpt.training.metrics import JsonlLog, PeakMemory
 from automodel_ckpt.training.progress import Progress, StepView, set_up_logging, tear_down_logging
 from automodel_ckpt.training.step_scheduler import StepScheduler
@@ -23,7 +26,7 @@ from automodel_ckpt.training.tracker_process import Tracking
 
 STEP_FIELDS = frozenset(
     {"step", "epoch", "timestamp", "loss", "grad_norm", "lr", "tokens", "label_tokens"}
-    | {"tps", "mem", "aux_loss", "samples", "event"}
+    | {"tps", "tps_per_gpu", "mfu", "mem", "aux_loss", "samples", "event"}
 )
 """Fields of a line of ``training.jsonl`` that are not metrics of the objective."""
 
@@ -44,12 +47,27 @@ class RunLog:
         """Show log messages and the progress line as *settings* asks, until :meth:`close`."""
         self._settings = settings
         self._layout = layout
-        self.progress = Progress(every_seconds=settings.log_every_seconds, enabled=layout.is_rank0)
+        self.progress = Progress(
+            every_seconds=settings.log_every_seconds,
+            enabled=layout.is_rank0,
+            num_ranks=layout.world_size,
+            device_word="gpu" if layout.device.type == "cuda" else "rank",
+        )
         self.training = None
         self.validation = None
         self._tracking: Tracking | None = None
         self._peak_memory = PeakMemory(layout.device)
+        self._device_rate: float | None = None
         self._handler = set_up_logging(self.progress, settings.level, layout.rank)
+
+    @property
+    def logs_mfu(self) -> bool:
+        """Whether the floating-point operations of a step are logged; the same on all ranks."""
+        return self._layout.device.type == "cuda" or self._settings.peak_tflops is not None
+
+    def measure_device(self, dtype: torch.dtype) -> None:
+        """Measure the rate that the logged MFU is relative to, for products in *dtype*. Call it on all ranks."""
+        self._device_rate = device_rate(self._layout.device, dtype, self._settings.peak_tflops)
 
     def open(self, directory: Path, check_lease: Callable[[], None]) -> None:
         """Write the logs in *directory* from here on.
@@ -120,8 +138,11 @@ class RunLog:
             "tokens": control.num_tokens,
             "label_tokens": control.num_label_tokens,
             "tps": control.num_tokens / seconds,
+            "tps_per_gpu": control.num_tokens / seconds / self._layout.world_size,
             "mem": self._peak_memory.nbytes,
         }
+        if control.flops and self._device_rate is not None:
+            record["mfu"] = control.flops / seconds / self._layout.world_size / self._device_rate
         if result.aux_loss is not None:
             record["aux_loss"] = result.aux_loss
         record.update(result.metrics)
@@ -138,6 +159,8 @@ class RunLog:
                 control.num_tokens,
                 seconds,
                 result.aux_loss,
+                mfu=record.get("mfu"),
+                memory_bytes=record["mem"],
             )
         )
 

@@ -62,6 +62,7 @@ from automodel_ckpt.models.build import (
 )
 from automodel_ckpt.models.compiling import compile_layers
 from automodel_ckpt.models.fake_quantization import FakeQuantization
+from automodel_ckpt.models.flop_count import FlopCount, count_flops
 from automodel_ckpt.models.forward import accepts_use_cache
 from automodel_ckpt.models.loss_head import LossHead, ModuleLossHead, install_loss_head
 from automodel_ckpt.models.neftune import EmbeddingNoise
@@ -124,6 +125,8 @@ class Trainable:
     """The layers that compute with rounded values; None without a ``qat`` section."""
     resized: tuple[str, ...] = ()
     """Names in files of the parameters that ``model.vocab_size`` gives another number of rows."""
+    flop_count: FlopCount | None = None
+    """The operations of a training step of the complete model; None if they are unknown."""
     summary: str = ""
     """The class and size of the model and how ranks share it, for the log."""
 
@@ -322,6 +325,8 @@ class _TrainableBuilder:
             adapted=changed.adapted,
             fake_quantization=self._fake_quantization(model),
             resized=changed.resized,
+            # Before the model is divided: this rank's shards have other shapes.
+            flop_count=count_flops(model, decoder_layers(model)),
             summary=self._summary(model),
         )
         if self.is_dry_run:

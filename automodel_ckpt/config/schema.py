@@ -808,6 +808,9 @@ class LoggingConfig:
     """Minimum severity of the messages shown."""
     log_every_seconds: float = setting(10.0, FINITE)
     """Seconds between progress lines when the output is not a terminal."""
+    peak_tflops: float | None = setting(None, POSITIVE)
+    """Rate of one device in TFLOP/s that the logged MFU is relative to; null: measured at the start on a GPU, and no
+    MFU on a CPU."""
     sample_ids: bool = False
     """Log the sample indices of each global batch to training.jsonl."""
     trackers: dict[str, Any] = field(

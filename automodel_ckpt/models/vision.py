@@ -31,10 +31,11 @@ _IMAGE_IDS = ("image_token_id", "image_token_index", "boi_token_index", "eoi_tok
 
 def parameters_of(part: str, names: Iterable[str]) -> list[str]:
     """The parameter *names* that belong to *part*, one of :data:`PARTS`."""
-    return [name for name in names if _part_of(name) == part]
+    return [name for name in names if part_of(name) == part]
 
 
-def _part_of(name: str) -> str | None:
+def part_of(name: str) -> str | None:
+    """The part of :data:`PARTS` that a parameter or module with this name belongs to; None for other names."""
     components = set(name.split("."))
     for part, names in _PARTS.items():
         if names & components:

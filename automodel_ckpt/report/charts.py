@@ -34,13 +34,17 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """A chart of the report: its *title* and *curves*; with *from_zero*, the y axis contains 0."""
+    """A chart of the report: its *title* and *curves*; with *from_zero*, the y axis contains 0.
+
+    With *if_varied*, the chart is left out if each run has one value only.
+    """
 
     title: str
     curves: Sequence[Curve]
     from_zero: bool = False
     has_marks: bool = False
     has_named_losses: bool = False
+    if_varied: bool = False
 
     def curves_of(self, run: History) -> Iterator[Curve]:
         """Yield the curves of this chart, including those of the named validation sets of *run*."""
@@ -70,8 +74,15 @@ PANELS: Sequence[Panel] = (
         (Curve("tps", text_title="tok/s", smoothed=True),),
         from_zero=True,
     ),
+    Panel(
+        "Throughput of each rank, tokens per second",
+        (Curve("tps_per_gpu", smoothed=True),),
+        from_zero=True,
+    ),
+    Panel("MFU, percent", (Curve("mfu", text_title="MFU %", smoothed=True),), from_zero=True),
+    Panel("Peak memory of rank 0, bytes", (Curve("mem", text_title="memory"),), from_zero=True),
     Panel("Training waited for saves, seconds", (Curve("stall_seconds", "stems"),), from_zero=True),
-    Panel("Size of saves, bytes", (Curve("bytes", "stems"),), from_zero=True),
+    Panel("Size of saves, bytes", (Curve("bytes", "stems"),), from_zero=True, if_varied=True),
 )
 """All charts, in their order."""
 
@@ -128,6 +139,8 @@ def charts_of(runs: Sequence[History]) -> list[Chart]:
     charts = []
     for panel in PANELS:
         lines = _lines_of(panel, runs)
+        if panel.if_varied and not any(len(set(line.series.values)) > 1 for line in lines):
+            continue
         if any(len(line.series) for line in lines):
             marks = list(_marks_of(runs)) if panel.has_marks else []
             charts.append(_chart(panel, lines, marks, last))

@@ -39,7 +39,10 @@ _MEMORY_BYTES = 1 << 20
 POLL_SECONDS = 1.0
 LAST_SECONDS = 60
 """How long the process may take to send the last values after the trainer has ended."""
-_TRAIN: tuple[str, ...] = ("loss", "grad_norm", "lr", "tps", "tokens", "label_tokens", "mem")
+_TRAIN: tuple[str, ...] = (
+    *("loss", "grad_norm", "lr", "tokens", "label_tokens"),
+    *("tps", "tps_per_gpu", "mfu", "mem"),
+)
 _SAVE: tuple[str, ...] = ("stall_seconds", "total_seconds", "bytes", "free_bytes")
 
 Options = Mapping[str, Mapping[str, Any]]

@@ -55,6 +55,10 @@ class Series:
         values = tuple(self.values[index] for index in selected)
         return Series(steps, values)
 
+    def times(self, factor: float) -> Series:
+        """Return the series with all values multiplied by *factor*."""
+        return Series(self.steps, tuple(factor * value for value in self.values))
+
     def smoothed(self) -> Series:
         """Return the exponential moving average over a hundredth of the series, at least ten values.
 
@@ -88,10 +92,10 @@ class Checkpoint:
 class History:
     """A run, read from its directory.
 
-    *series* has the fields ``loss``, ``grad_norm``, ``lr``, ``tps``, ``val_loss``, ``stall_seconds`` and ``bytes``, and
-    ``val_loss_NAME`` for each named validation set.
-    *checkpoints* are sorted from the oldest to the newest. *timestamps* are in seconds since 1970. *not_finite* are the
-    steps whose loss is not finite.
+    *series* has the fields ``loss``, ``grad_norm``, ``lr``, ``tps``, ``tps_per_gpu``, ``mfu`` (in percent), ``mem``,
+    ``val_loss``, ``stall_seconds`` and ``bytes``, and ``val_loss_NAME`` for each named validation set.
+    ``tps_per_gpu`` is empty for one rank. *checkpoints* are sorted from the oldest to the newest. *timestamps* are in
+    seconds since 1970. *not_finite* are the steps whose loss is not finite.
     """
 
     name: str
@@ -131,10 +135,15 @@ def read_history(path: Path, name: str | None = None) -> History:
         "grad_norm": _series(steps, "grad_norm"),
         "lr": _series(steps, "lr"),
         "tps": _series(steps, "tps"),
+        "tps_per_gpu": _series(steps, "tps_per_gpu"),
+        "mfu": _series(steps, "mfu").times(100),
+        "mem": _series(steps, "mem"),
         "val_loss": _series(validations, "val_loss"),
         "stall_seconds": _series(saves, "stall_seconds"),
         "bytes": _series(saves, "bytes"),
     }
+    if series["tps_per_gpu"] == series["tps"]:
+        series["tps_per_gpu"] = Series()
     for field_name in _named_losses(validations):
         series[field_name] = _series(validations, field_name)
     num_tokens = 0

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from html import escape
 from importlib import resources
+from statistics import median
 
 from automodel_ckpt.report.charts import Chart, charts_of, legend_of
 from automodel_ckpt.report.history import Checkpoint, History
@@ -145,6 +146,13 @@ def summary(run: History) -> Iterator[tuple[str, str]]:
         step = validation.steps[validation.values.index(lowest)]
         yield "lowest validation loss", f"{lowest:.4f} at step {step:,}"
     yield "tokens", f"{run.num_tokens:,}"
+    for field, name, text in (("tps", "tokens per second", "{:,.0f}"), ("mfu", "MFU", "{:.1f}%")):
+        values = run.series[field].values
+        if values:
+            yield name, text.format(median(values))
+    memory = run.series["mem"].values
+    if memory:
+        yield "peak memory", size_text(max(memory))
     yield "checkpoints", str(len(run.checkpoints))
     stalls = run.series["stall_seconds"]
     if len(stalls):

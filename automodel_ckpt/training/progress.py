@@ -7,10 +7,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TextIO
+
+from automodel_ckpt.units import size_text
 
 PACKAGE_LOGGER = "automodel_ckpt"
 _CLEAR = "\r\x1b[K"
@@ -19,7 +21,7 @@ _SMOOTHING = 0.9
 _BAR_CELLS = 10
 _TICK_SECONDS = 0.2
 _COLUMNS = 80
-_DROPPED_FIRST = ("epoch", "aux", "lr", "tok/s", "left")
+_DROPPED_FIRST = ("epoch", "aux", "mem", "lr", "MFU", "tok/s", "left")
 """The figures that a narrow terminal omits, in this order."""
 
 
@@ -34,6 +36,27 @@ class StepView:
     num_tokens: int
     seconds: float
     aux_loss: float | None = None
+    mfu: float | None = None
+    """The share of the device's matrix product rate that the step used, 0 to 1; None if it is unknown."""
+    memory_bytes: int = 0
+    """The peak memory of rank 0's device, or of its process on a CPU; 0: not shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Speed:
+    """Sums over the latest steps, which decay from step to step. Their ratios are averages by time, not by step."""
+
+    tokens: float = 0.0
+    mfu_seconds: float = 0.0
+    seconds: float = 0.0
+
+    def after(self, view: StepView) -> _Speed:
+        """The sums after one more step."""
+        return _Speed(
+            _SMOOTHING * self.tokens + view.num_tokens,
+            _SMOOTHING * self.mfu_seconds + (view.mfu or 0.0) * view.seconds,
+            _SMOOTHING * self.seconds + view.seconds,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +92,8 @@ class _WriteLock:
 
 
 class Progress:
-    """One line: step of all, epoch, loss, rate, tokens per second, time left, step and age of the newest checkpoint.
+    """One line: step of all, epoch, loss, rate, tokens per second in total and per device, MFU, peak memory, time left,
+    step and age of the newest checkpoint.
 
     On a terminal, it is rewritten in place, at most ten times a second. Elsewhere, a new line is printed every
     *every_seconds*. A narrow terminal gets fewer figures. During a save, the line contains a bar, also between steps
@@ -83,12 +107,16 @@ class Progress:
         total_steps: int | None = None,
         every_seconds: float = 10.0,
         enabled: bool = True,
+        num_ranks: int = 1,
+        device_word: str = "rank",
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.total_steps = total_steps
         self.every_seconds = every_seconds
         self.enabled = enabled
+        self._num_ranks = num_ranks
+        self._device_word = device_word
         self._saved: tuple[int, float] | None = None
         self._stream = stream or sys.stderr
         self._clock = clock
@@ -97,7 +125,7 @@ class Progress:
         self._shown_at = -float("inf")
         self._num_seen = 0
         self._first_at = 0.0
-        self._tokens_per_second = 0.0
+        self._speed = _Speed()
         self._latest: StepView | None = None
         self._saving: SavingView | None = None
         self._saving_since = 0.0
@@ -186,14 +214,13 @@ class Progress:
         self._latest = None
 
     def _average(self, view: StepView) -> None:
-        speed = view.num_tokens / view.seconds if view.seconds > 0 else 0.0
         self._num_seen += 1
         if self._num_seen == 1:
             self._first_at = self._clock()
         # The first step of a process is slow, so the average starts with the second.
         if self._num_seen <= 2:
-            self._tokens_per_second = speed
-        self._tokens_per_second += (1 - _SMOOTHING) * (speed - self._tokens_per_second)
+            self._speed = _Speed()
+        self._speed = self._speed.after(view)
 
     def _show(self, parts: list[str]) -> None:
         if self._live:
@@ -212,7 +239,7 @@ class Progress:
         if view.aux_loss is not None:
             parts.append(f"aux {view.aux_loss:.4f}")
         parts.append(f"lr {view.lr:.2e}")
-        parts.append(f"{self._tokens_per_second:,.0f} tok/s")
+        parts += self._speed_parts(view)
         if self._saving is not None:
             parts.append(str(self._saving))
             return parts
@@ -225,6 +252,19 @@ class Progress:
             saved_step, saved_at = self._saved
             parts.append(f"saved {saved_step}, {duration(self._clock() - saved_at)} ago")
         return parts
+
+    def _speed_parts(self, view: StepView) -> Iterator[str]:
+        """Yield tokens per second, MFU, and memory."""
+        speed = self._speed
+        tokens_per_second = speed.tokens / speed.seconds if speed.seconds > 0 else 0.0
+        of_all = f"{tokens_per_second:,.0f} tok/s"
+        if self._num_ranks > 1:
+            of_all += f" ({tokens_per_second / self._num_ranks:,.0f}/{self._device_word})"
+        yield of_all
+        if view.mfu is not None and speed.seconds > 0:
+            yield f"MFU {speed.mfu_seconds / speed.seconds:.1%}"
+        if view.memory_bytes:
+            yield f"mem {size_text(view.memory_bytes)}"
 
 
 class ProgressHandler(logging.Handler):

@@ -364,7 +364,9 @@ def step_line(it: Subject) -> list[str]:
     try:
         run_log.open(it.directory, lambda: None)
         scheduler = StepScheduler(cadence_of(it.config))
-        run_log.log_step(scheduler, [1, 2], Control(1, 1, 1, False), StepResult(1.0, 1.0, 1.0), 1.0)
+        run_log.measure_device(torch.float32)
+        control = Control(1, 1, 1, False, flops=1e9)
+        run_log.log_step(scheduler, [1, 2], control, StepResult(1.0, 1.0, 1.0), 1.0)
         run_log.flush()
     finally:
         run_log.close_files(lease_is_lost=False)
@@ -855,6 +857,7 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     ),
     "logging.level": Observed(joined, "warning"),
     "logging.log_every_seconds": Observed(joined, "3"),
+    "logging.peak_tflops": Observed(step_line, "0.5"),
     "logging.sample_ids": Observed(step_line, "true"),
     "logging.trackers": Observed(followed, "{tensorboard: {}}"),
 }

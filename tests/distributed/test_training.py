@@ -50,6 +50,21 @@ def run(
     return ranks.run(training, num_ranks, init=False)
 
 
+def test_mfu_is_the_share_of_the_given_rate_that_all_ranks_use(tmp_path: Path) -> None:
+    peak = 0.25
+    run(tmp_path, "--step_scheduler.max_steps=2", f"--logging.peak_tflops={peak}", num_ranks=2)
+    record = [each for each in lines(tmp_path / "run/training.jsonl") if "mfu" in each][-1]
+    seconds = record["tokens"] / record["tps"]
+    flops = record["mfu"] * seconds * 2 * peak * 1e12
+    # Two layers: four projections, the keys and values with half the heads, and three matrices of the MLP.
+    per_token = 2 * (32 * 32 * 3 + 3 * 32 * 48)
+    vocabulary = 32 * 300
+    by_hand = 6 * (per_token * record["tokens"] + vocabulary * record["label_tokens"])
+    by_hand += 12 * 32 * 2 * 8 * 16**2
+    assert flops == pytest.approx(by_hand, rel=1e-9)
+    assert record["tps_per_gpu"] == record["tps"] / 2
+
+
 def failure(directory: Path, *overrides: str, num_ranks: int = 1, **options: Any) -> BaseException:
     """The error with which every rank ends."""
     arguments = (f"--checkpoint.checkpoint_dir={directory / 'run'}", *overrides)
@@ -92,6 +107,7 @@ def test_the_logs_hold_each_step_each_save_and_each_validation(tmp_path: Path) -
         "tokens",
         "label_tokens",
         "tps",
+        "tps_per_gpu",
         "mem",
         "samples",
     }
@@ -110,6 +126,8 @@ def test_the_logs_hold_each_step_each_save_and_each_validation(tmp_path: Path) -
         "export_command",
     }
     assert all(event.keys() == expected for event in events)
+    rates = [(record["tps"], record["tps_per_gpu"]) for record in steps]
+    assert all(of_all == of_rank for of_all, of_rank in rates), "there is one rank"
     validations = lines(tmp_path / "run/validation.jsonl")
     assert [record["step"] for record in validations] == [5, 10, 12]
     assert all(

@@ -174,7 +174,7 @@ def steps_of(run_directory: Path) -> list[dict[str, Any]]:
     records = [
         json.loads(line) for line in (run_directory / "training.jsonl").read_text().splitlines()
     ]
-    ignored = {"timestamp", "tps", "mem"}
+    ignored = {"timestamp", "tps", "tps_per_gpu", "mfu", "mem"}
     return [
         {k: v.hex() if isinstance(v, float) else v for k, v in record.items() if k not in ignored}
         for record in records

@@ -34,6 +34,7 @@ MAY_IMPORT = {
     "checkpoint": {"errors", "units", "user_code", "durable_io", "distributed.agree"},
     "training": {
         "errors",
+        "units",
         "durable_io",
         "seeds",
         "checkpoint.files.bounded_json",

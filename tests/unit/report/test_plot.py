@@ -12,6 +12,7 @@ import pytest
 
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.report.charts import PANELS
 from automodel_ckpt.report.history import History, Series, read_history
 from automodel_ckpt.report.picture import draw_figure, write_picture
 from tests.support.history import write_run
@@ -39,8 +40,35 @@ def test_the_page_marks_checkpoints_the_best_one_and_resumes(run: Path, tmp_path
         "Learning rate",
         "Throughput, tokens per second",
         "Training waited for saves, seconds",
-        "Size of saves, bytes",
     ]
+
+
+def test_sizes_of_saves_are_plotted_if_they_differ_and_memory_and_mfu_if_they_are_logged(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = (run / "training.jsonl").read_text().splitlines()
+    changed = []
+    for number, line in enumerate(lines):
+        record = json.loads(line)
+        if "event" in record:
+            record["bytes"] = 1000 + number
+        else:
+            record |= {"mfu": 0.4, "mem": 2_000_000, "tps_per_gpu": 50.0}
+        changed.append(json.dumps(record) + "\n")
+    (run / "training.jsonl").write_text("".join(changed))
+    page = tmp_path / "report.html"
+    assert main(["plot", str(run), "-o", str(page)]) == 0
+    titles = [chart.get("aria-label") for chart in svgs(page.read_text())]
+    assert titles[4:7] == [
+        "Throughput of each rank, tokens per second",
+        "MFU, percent",
+        "Peak memory of rank 0, bytes",
+    ]
+    assert titles[-1] == "Size of saves, bytes"
+    assert "<dt>MFU</dt><dd>40.0%</dd>" in page.read_text()
+    assert "<dt>peak memory</dt><dd>2.0 MB</dd>" in page.read_text()
+    assert main(["plot", str(run)]) == 0
+    assert re.search(r"MFU % +\S+ +40 \.\. 40", capsys.readouterr().out)
 
 
 def test_the_page_asks_nothing_of_anyone_else_and_names_cannot_become_markup(
@@ -53,7 +81,7 @@ def test_the_page_asks_nothing_of_anyone_else_and_names_cannot_become_markup(
     assert "default-src 'none'" in text
     assert not re.search(r"https?://|@import|url\(", text)
     assert "<script>alert" not in text
-    assert text.count("<script") == 1 + 6, "the page's own, and the data of each panel"
+    assert text.count("<script") == 1 + 5, "the page's own, and the data of each panel"
 
 
 def test_runs_are_overlaid_each_in_its_colour_and_told_apart_by_name(
@@ -246,7 +274,7 @@ def test_numbers_that_no_run_writes_are_passed_over(
 
 def test_a_picture_of_a_run_without_logged_values_is_an_error(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    names = ("loss", "grad_norm", "lr", "tps", "val_loss", "stall_seconds", "bytes")
-    silent = History("run", tmp_path, {name: Series() for name in names})
+    fields = {curve.field for panel in PANELS for curve in panel.curves}
+    silent = History("run", tmp_path, dict.fromkeys(fields, Series()))
     with pytest.raises(CheckpointUnusable, match="no values to plot"):
         write_picture([silent], tmp_path / "run.png")

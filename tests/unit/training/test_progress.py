@@ -59,6 +59,20 @@ def test_elsewhere_than_on_a_terminal_a_line_is_printed_now_and_then() -> None:
     assert printed[0] == "step  1/60  epoch 0  loss 2.5000  lr 1.00e-03  2,000 tok/s"
 
 
+def test_tokens_per_device_mfu_and_memory_are_averages_by_time_without_the_first_step() -> None:
+    stream, clock = io.StringIO(), Clock()
+    line = Progress(every_seconds=0.0, stream=stream, clock=clock, num_ranks=4, device_word="gpu")
+    for tokens, seconds, mfu in ((1000, 100.0, 0.01), (1000, 1.0, 0.5), (100, 10.0, 0.1)):
+        step = StepView(1, 0, 2.5, 1e-3, tokens, seconds, mfu=mfu, memory_bytes=12_300_000_000)
+        line.update(step)
+    printed = stream.getvalue().splitlines()
+    assert printed[1].endswith("1,000 tok/s (250/gpu)  MFU 50.0%  mem 12.3 GB")
+    # 0.9 of the earlier step, and all of the later one.
+    tokens_per_second = (900 + 100) / (0.9 + 10)
+    assert f"{tokens_per_second:,.0f} tok/s" in printed[2]
+    assert f"MFU {(0.9 * 0.5 + 10 * 0.1) / (0.9 + 10):.1%}" in printed[2]
+
+
 def test_on_a_terminal_the_line_is_rewritten_and_log_records_stand_above_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
