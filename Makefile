@@ -10,6 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 OLDEST := .venv-oldest
 QUICK := .venv-oldest-quick
+TRITON := .venv-triton
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 AUTOMODEL_TOOL ?=
@@ -86,6 +87,14 @@ bench-loop: $(STAMP)  ## the training loop beside a bare one, accelerate and Tra
 bench-loss: $(STAMP)  ## time and memory of the loss head beside full logits: three minutes
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench_loss_head --docs $(BENCH_ARGS)
 
+# Only CUDA builds of torch depend on Triton. The interpreter of Triton 3.6 fails with numpy 2.4.
+$(TRITON)/.ready: $(STAMP)
+	@$(BIN)/python -m pip install --quiet --target $(TRITON) --no-deps "triton>=3.7"
+	@touch $@
+
+kernels: $(TRITON)/.ready  ## the Triton kernels of the loss head, interpreted on the CPU and compiled for GPUs: a minute
+	@TRITON_INTERPRET=1 PYTHONPATH=$(TRITON) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/unit/models/test_loss_kernels.py
+
 crash: $(STAMP)  ## kills, power cuts (as root), faults, flipped bits, endurance, signals, and what others keep: about an hour and three quarters
 	@for campaign in "kill --points 2500" "kill-async --points 300" "kill-incremental --points 300" "power-incremental --points 200" "power --points 2000" "faults --points 5000" "flips --points 10000" "endurance --points 50" \
 	    "signals --points 120" "baseline --points 300"; do $(BIN)/python -m tools.crash $$campaign || failed=1; done; \
@@ -116,4 +125,4 @@ interop: $(STAMP)  ## Trainer, Lightning, DeepSpeed and others write checkpoints
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.interop $(INTEROP_ARGS)
 
 clean:  ## remove .venv, caches and what the demo wrote
-	rm -rf $(VENV) $(OLDEST)* .clients .peers runs bases build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST)* $(TRITON) .clients .peers runs bases build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

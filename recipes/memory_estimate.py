@@ -25,7 +25,7 @@ from automodel_ckpt.data.image_packing import PACK_IDS
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.mesh_sizes import Sizes, choose_strategy
 from automodel_ckpt.distributed.parallelize import decoder_layers
-from automodel_ckpt.models.loss_head import CHUNK_ELEMENTS
+from automodel_ckpt.models.fused_cross_entropy import CHUNK_ELEMENTS, peak_bytes
 from automodel_ckpt.models.pipeline_stage import parameters_of_ranks
 from automodel_ckpt.recipes.exports import check_export
 from automodel_ckpt.recipes.loop import steps_per_epoch
@@ -284,9 +284,9 @@ def traced_activations(
         log.debug("the activations cannot be traced: %r", error)
         return None
     head = getattr(recipe.model, "get_output_embeddings", lambda: None)()
-    logits = 0
+    of_loss = 0
     if isinstance(head, nn.Linear):
-        logits = min(rows * length * head.out_features, CHUNK_ELEMENTS)
+        of_loss = _bytes_of_loss(recipe, head, rows * length)
     num_layers = max(len(decoder_layers(recipe.model)), 1)
     dtype_ratio = 1.0
     compute_dtype = parallelism(recipe.config.distributed).compute_dtype
@@ -294,12 +294,27 @@ def traced_activations(
         dtype_ratio = compute_dtype.itemsize / next(recipe.model.parameters()).element_size()
     # The backward pass of a layer needs about as much again as its forward pass saved without checkpointing.
     one_layer = per_row_unchecked / num_layers
-    # Logits and their gradient in float32: 8 bytes for each.
-    total = ((per_row + one_layer) * rows + of_images) * dtype_ratio + 8 * logits
+    total = ((per_row + one_layer) * rows + of_images) * dtype_ratio + of_loss
     if torch.cuda.is_available():
         return int(total)
     # On a CPU, short-lived tensors leave holes in the heap between long-lived ones (tools/bench_forecast.py).
     return int(_HEAP * total)
+
+
+def _bytes_of_loss(recipe: Recipe, head: nn.Linear, num_positions: int) -> int:
+    """Bytes that the loss head needs beside its inputs and gradients."""
+    if not torch.cuda.is_available():
+        # A chunk of logits and its gradient in float32: 8 bytes for each.
+        return 8 * min(num_positions * head.out_features, CHUNK_ELEMENTS["cpu"])
+    dtype = parallelism(recipe.config.distributed).compute_dtype or head.weight.dtype
+    return peak_bytes(
+        num_positions,
+        head.out_features,
+        head.in_features,
+        dtype,
+        "cuda",
+        trains_weight=head.weight.requires_grad,
+    )
 
 
 class _ImageFeatures(nn.Module):

@@ -1,9 +1,11 @@
 """The output layer and the cross-entropy in one operation, so that the logits of a micro-batch never exist as a whole.
 
-Positions without a label are removed before the layer. The others are computed in chunks: logits, loss, and gradients
-with respect to the layer and the hidden states. With a vocabulary of 128k, the logits would be the largest tensors of a
-training step. A layer that is not a single matrix (one with an adapter) computes the logits of each chunk again in the
-backward pass.
+Positions without a label are removed before the layer. The others are computed in chunks (``fused_cross_entropy``).
+With a vocabulary of 128k, the logits would be the largest tensors of a training step. A layer that is not a single
+matrix (one with an adapter) computes the logits of each chunk again in the backward pass.
+
+Some models scale the output of this layer, or cap it with tanh (Cohere, Granite, Gemma). The loss head does this
+itself.
 """
 
 from __future__ import annotations
@@ -13,11 +15,9 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -29,13 +29,17 @@ from automodel_ckpt.models.forward import (
     logits_of,
     side_effect_free,
 )
+from automodel_ckpt.models.fused_cross_entropy import (
+    IDENTITY,
+    LogitTransform,
+    VocabularyPart,
+    chunk_rows,
+    linear_cross_entropy,
+    widened,
+)
 
 log = logging.getLogger("automodel_ckpt")
 
-CHUNK_ELEMENTS = 2**25
-"""The number of logits in a chunk: 128 MiB in float32."""
-_FEW = 8
-"""Up to an eighth of a chunk, torch's own functions are used, which have less overhead in Python."""
 _SMALL = 2**18
 """Up to this number, all logits are computed, because selecting labeled positions takes longer."""
 
@@ -49,7 +53,9 @@ class ComputesLoss:
     the model's output.
     """
 
-    _labeled: tuple[torch.Tensor | None, torch.Tensor] | None = None
+    transform: LogitTransform = IDENTITY
+    """What the model does to the output of this layer."""
+    _loss_pass: LossPass | None = None
 
     @property
     def all_up_to(self) -> int:
@@ -71,18 +77,69 @@ class LossPass(AbstractContextManager["LossPass"]):
     def __init__(
         self, head: ComputesLoss, positions: torch.Tensor | None, targets: torch.Tensor
     ) -> None:
-        self._head, self._labeled = head, (positions, targets)
+        self._head = head
+        self.positions = positions
+        self.targets = targets
+        self._loss: torch.Tensor | None = None
 
     def __enter__(self) -> LossPass:
-        _set_past_torch(self._head, "_labeled", self._labeled)
+        _set_past_torch(self._head, "_loss_pass", self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        _set_past_torch(self._head, "_labeled", None)
+        _set_past_torch(self._head, "_loss_pass", None)
+
+    def output_for(self, loss: torch.Tensor) -> torch.Tensor:
+        """What the layer returns for a 0-dim *loss*.
+
+        A model that changes the output of the layer would change the loss. It gets a zero that carries the gradient.
+        """
+        transform = self._head.transform
+        if transform.is_identity:
+            return loss
+        self._loss = loss.detach()
+        carrier: torch.Tensor = _Carrier.apply(loss, transform.scale)  # type: ignore[no-untyped-call]
+        return carrier
 
     def loss_in(self, output: Any) -> torch.Tensor:
         """The summed loss, 0-dim in float32 or float64, in what the model returned inside the context."""
-        return last_layer_output(output)
+        returned = last_layer_output(output)
+        if self._loss is None:
+            return returned
+        if isinstance(returned, DTensor):
+            returned = returned.to_local()
+        loss: torch.Tensor = _Carried.apply(returned, self._loss)  # type: ignore[no-untyped-call]
+        return loss
+
+
+class _Carrier(torch.autograd.Function):
+    """A zero in place of a loss. Its gradient becomes that of the loss, divided by *slope*.
+
+    *slope* is the derivative, at zero, of what the model does to the zero: the scale of the logits. The derivative of
+    a cap is 1 there. So the model passes the gradient of the loss through unchanged.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: torch.Tensor, slope: float) -> torch.Tensor:
+        ctx.slope = slope
+        return torch.zeros_like(loss)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient / ctx.slope, None
+
+
+class _Carried(torch.autograd.Function):
+    """The value of a loss, with the gradient of what the model returned for its :class:`_Carrier`."""
+
+    @staticmethod
+    def forward(ctx: Any, returned: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        ctx.dtype = returned.dtype
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient.to(ctx.dtype), None
 
 
 _set_past_torch = object.__setattr__
@@ -108,23 +165,24 @@ class LossHead(ComputesLoss, nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Logits [..., V] of hidden states [..., H], or the loss: see :meth:`computing_loss`."""
-        if self._labeled is None:
+        loss_pass = self._loss_pass
+        if loss_pass is None:
             return super().forward(input)
-        positions, targets = self._labeled
+        positions = loss_pass.positions
         if isinstance(input, DTensor):
-            assert positions is not None
-            return self._loss_in_parts(input, positions, targets)
+            return self._loss_in_parts(input, loss_pass)
         hidden = input.flatten(0, -2)
         if positions is not None:
             hidden = hidden.index_select(0, positions)
-        return linear_cross_entropy(hidden, self.weight, self.bias, targets)
+        loss = linear_cross_entropy(
+            hidden, self.weight, self.bias, loss_pass.targets, transform=self.transform
+        )
+        return loss_pass.output_for(loss)
 
-    def _loss_in_parts(
-        self, input: DTensor, positions: torch.Tensor, targets: torch.Tensor
-    ) -> torch.Tensor:
+    def _loss_in_parts(self, input: DTensor, loss_pass: LossPass) -> torch.Tensor:
         """The loss if tensor parallel ranks have different rows of the vocabulary; equal on all ranks. Collective."""
-        mesh, weight = input.device_mesh, self.weight
-        assert isinstance(weight, DTensor)
+        mesh, weight, positions = input.device_mesh, self.weight, loss_pass.positions
+        assert isinstance(weight, DTensor) and positions is not None
         # The gradient of a rank covers its rows of the vocabulary only, so the hidden states get partial sums.
         local = input.to_local(grad_placements=[Partial()])
         hidden = local.flatten(0, -2).index_select(0, positions)
@@ -134,8 +192,11 @@ class LossHead(ComputesLoss, nn.Linear):
         )
         largest_part = math.ceil(len(weight) / mesh.size())
         part = VocabularyPart(mesh.get_group(), first, largest_part)
-        loss = linear_cross_entropy(hidden, weight.to_local(), bias, targets, part)
-        return DTensor.from_local(loss, mesh, [Replicate()], run_check=False)
+        loss = linear_cross_entropy(
+            hidden, weight.to_local(), bias, loss_pass.targets, part, self.transform
+        )
+        output = loss_pass.output_for(loss)
+        return DTensor.from_local(output, mesh, [Replicate()], run_check=False)
 
 
 class ModuleLossHead(ComputesLoss):
@@ -155,184 +216,28 @@ class ModuleLossHead(ComputesLoss):
     def forward(self, input: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         """Logits [..., V] of hidden states [..., H], or the loss: see :meth:`computing_loss`."""
         layer: Any = super()
-        if self._labeled is None:
+        loss_pass = self._loss_pass
+        if loss_pass is None:
             return layer.forward(input, *args, **options)  # type: ignore[no-any-return]
-        positions, targets = self._labeled
+        positions, targets = loss_pass.positions, loss_pass.targets
         assert positions is not None
 
-        # Recomputed in the backward pass, when the context has ended and `_labeled` is None. So it
+        # Recomputed in the backward pass, when the context has ended and `_loss_pass` is None. So it
         # must call the layer's own forward and not this one.
         def loss_of_chunk(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            logits = _widened(layer.forward(hidden, *args, **options))
+            logits = self.transform(widened(layer.forward(hidden, *args, **options)))
             return F.cross_entropy(logits, labels, reduction="sum")
 
         hidden = input.flatten(0, -2).index_select(0, positions)
-        size = math.ceil(CHUNK_ELEMENTS / self._vocabulary)
+        size = chunk_rows(hidden.device.type, self._vocabulary)
         chunks = zip(torch.split(hidden, size), torch.split(targets, size), strict=True)
         losses = [checkpoint(loss_of_chunk, *chunk, use_reentrant=False) for chunk in chunks]
-        return torch.stack(losses).sum()
+        return loss_pass.output_for(torch.stack(losses).sum())
 
 
 @functools.cache
 def _with_loss(layer_class: Any) -> Any:
     return type(f"{layer_class.__name__}WithLoss", (ModuleLossHead, layer_class), {})
-
-
-@dataclass(frozen=True, slots=True)
-class VocabularyPart:
-    """This rank's rows of the output layer, from row *first*. Each rank of *group* has at most *most* rows."""
-
-    group: dist.ProcessGroup
-    first: int
-    most: int
-
-    def largest(self, values: torch.Tensor) -> None:
-        """Replace *values* by their maximum over all ranks."""
-        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
-
-    def sum(self, values: torch.Tensor) -> None:
-        """Replace *values* by their sum over all ranks."""
-        dist.all_reduce(values, group=self.group)
-
-
-def _widened(logits: torch.Tensor) -> torch.Tensor:
-    """Logits in the dtype of the loss: float64 if they have it, otherwise float32."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-def linear_cross_entropy(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
-    part: VocabularyPart | None = None,
-) -> torch.Tensor:
-    """Summed cross-entropy of ``hidden [N, H] @ weight [V, H].T + bias [V]`` for targets [N]; 0-dim, at least float32.
-
-    With *part*, *weight* and *bias* are this rank's rows, and the loss is that of all rows. This is collective.
-
-    Equal to ``F.cross_entropy(F.linear(hidden, weight, bias).float(), targets, reduction="sum")`` except for the order
-    of additions, with at most one chunk of logits in memory. With autocast, the product is computed in its dtype.
-    """
-    if torch.is_autocast_enabled(hidden.device.type):
-        # Cast here, so that the gradients are computed in the same dtype as the product.
-        dtype = torch.get_autocast_dtype(hidden.device.type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-        bias = bias.to(dtype) if bias is not None else None
-    if part is None and _FEW * targets.shape[0] * weight.shape[0] <= CHUNK_ELEMENTS:
-        return F.cross_entropy(_widened(F.linear(hidden, weight, bias)), targets, reduction="sum")
-    loss: torch.Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, part, torch.is_grad_enabled()
-    )
-    return loss
-
-
-class _LinearCrossEntropy(torch.autograd.Function):
-    """Computes the gradients for a loss weight of 1 together with the loss; the backward pass scales them."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        targets: torch.Tensor,
-        part: VocabularyPart | None,
-        with_gradients: bool,
-    ) -> torch.Tensor:
-        needed = ctx.needs_input_grad[:3] if with_gradients else (False, False, False)
-        sums = ctx.gradients = _Gradients(hidden, weight, bias, needed)
-        loss_dtype = torch.promote_types(hidden.dtype, torch.float32)
-        loss = torch.zeros((), dtype=loss_dtype, device=hidden.device)
-        # All ranks need the same number of chunks, because each chunk is a collective.
-        num_rows = part.most if part is not None else weight.shape[0]
-        size = math.ceil(CHUNK_ELEMENTS / num_rows)
-        for start in range(0, len(targets), size):
-            chunk = hidden[start : start + size]
-            errors = _widened(F.linear(chunk, weight, bias))
-            loss += _losses_of(errors, targets[start : start + size], part).sum()
-            if any(needed):
-                # Autograd also casts the gradient of widened logits back to the dtype of the
-                # product.
-                sums.add(start, chunk, errors.to(hidden.dtype))
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, loss_weight: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # Scaling changes the sums in place: a second backward pass must fail, not scale them twice.
-        gradients, ctx.gradients = ctx.gradients, None
-        return *gradients.scaled(loss_weight), None, None, None
-
-
-def _losses_of(
-    logits: torch.Tensor, labels: torch.Tensor, part: VocabularyPart | None
-) -> torch.Tensor:
-    """The cross-entropy [n, 1] of logits [n, V]. Overwrites *logits* with their gradient: softmax minus one-hot."""
-    # Subtracted before the exponential, which would overflow in float32 for logits above 88.
-    largest = logits.amax(1, keepdim=True)
-    # The positions whose label is one of this rank's rows, and these rows.
-    positions, rows = torch.arange(len(labels), device=labels.device), labels
-    if part is not None:
-        part.largest(largest)
-        is_here = (labels >= part.first) & (labels < part.first + logits.shape[1])
-        positions, rows = positions[is_here], labels[is_here] - part.first
-    # One tensor for the label's logit and the sum of exponentials, so that ranks exchange both in one collective.
-    sums = torch.zeros(2, len(logits), 1, dtype=logits.dtype, device=logits.device)
-    sums[0, positions, 0] = logits[positions, rows] - largest[positions, 0]
-    exponentials = logits.sub_(largest).exp_()
-    sums[1] = exponentials.sum(1, keepdim=True)
-    if part is not None:
-        part.sum(sums)
-    label_logits, total = sums.unbind()
-    exponentials.div_(total)
-    # Correct only because no position occurs twice: indexed subtraction counts duplicates once.
-    exponentials[positions, rows] -= 1
-    return total.log().sub_(label_logits)
-
-
-class _Gradients:
-    """The gradients of the inputs, summed over chunks in at least float32; None for inputs that need none."""
-
-    def __init__(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        needed: tuple[bool, ...],
-    ) -> None:
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        self.factor = weight
-        self.hidden: torch.Tensor | None = None
-        self.weight: torch.Tensor | None = None
-        self.bias: torch.Tensor | None = None
-        if needed[0]:
-            # Not initialized: each row belongs to exactly one chunk, and `add` overwrites it.
-            self.hidden = torch.empty_like(hidden)
-        if needed[1]:
-            self.weight = torch.zeros_like(weight, dtype=wide)
-        if needed[2] and bias is not None:
-            self.bias = torch.zeros_like(bias, dtype=wide)
-
-    def add(self, start: int, part: torch.Tensor, errors: torch.Tensor) -> None:
-        """Add a chunk: *errors* [n, V] are the gradient of its logits, *part* [n, H] its hidden states."""
-        if self.hidden is not None:
-            torch.mm(errors, self.factor, out=self.hidden[start : start + len(part)])
-        if self.weight is not None:
-            if self.weight.dtype == errors.dtype:
-                self.weight.addmm_(errors.t(), part)
-            else:
-                self.weight += errors.t() @ part
-        if self.bias is not None:
-            self.bias += errors.sum(0, dtype=self.bias.dtype)
-
-    def scaled(self, loss_weight: torch.Tensor) -> list[torch.Tensor | None]:
-        """The gradients times *loss_weight*, in the dtype of the parameters. Call it once: it changes the sums."""
-        scaled: list[torch.Tensor | None] = []
-        for gradient in (self.hidden, self.weight, self.bias):
-            if gradient is not None:
-                gradient = gradient.mul_(loss_weight.to(gradient.dtype)).to(self.factor.dtype)
-            scaled.append(gradient)
-        return scaled
 
 
 def install_loss_head(
@@ -343,9 +248,9 @@ def install_loss_head(
 ) -> LossHead | ModuleLossHead | None:
     """Make the output layer of *model* compute the loss, if its output is the logits of the model.
 
-    Returns None, with the model unchanged, if there is no such layer, or if the model changes its output (scaled or
-    capped logits). This is found by a forward pass of a few tokens with *options*, on *device* (default: that of the
-    layer). *multiple* divides the number of tokens.
+    Returns None, with the model unchanged, if there is no such layer, or if the model changes its output in another way
+    than :class:`LogitTransform`. This is found by a forward pass of a few tokens with *options*, on *device* (default:
+    that of the layer). *multiple* divides the number of tokens.
     """
     layer = _output_layer(model)
     weight = next(layer.parameters(), None) if layer is not None else None
@@ -354,20 +259,34 @@ def install_loss_head(
         return None
     tokens = torch.tensor([[1, 2, 3, 1] * multiple], device=device or weight.device)
     why = "modifies its logits after the output layer"
+    found: tuple[int, LogitTransform] | None = None
     try:
-        vocabulary = _num_logits(model, layer, tokens, options)
+        found = _probe_logits(model, layer, tokens, options)
     except Exception as error:
         log.debug("the model cannot be asked about its output layer", exc_info=True)
         reason = class_and_message(error)
-        vocabulary = 0
         why = f"could not be probed for its output layer; a forward pass of a few tokens raised {reason}"
-    if not vocabulary:
+    if found is None:
         log.info("computing the loss from full logits: %s %s", _name(model), why)
         return None
+    vocabulary, transform = found
     # No subclasses: theirs may compute something else than weight and bias.
     if type(layer) is nn.Linear:
-        return LossHead.of(layer)
-    return ModuleLossHead.of(layer, vocabulary)
+        return _with_transform(LossHead.of(layer), transform)
+    return _with_transform(ModuleLossHead.of(layer, vocabulary), transform)
+
+
+Head = TypeVar("Head", bound=ComputesLoss)
+
+
+def _with_transform(head: Head, transform: LogitTransform) -> Head:
+    """Set what *head* applies to its output, and log it."""
+    head.transform = transform
+    if transform.scale != 1:
+        log.info("the loss head multiplies logits by %g, as the model does", transform.scale)
+    if transform.cap is not None:
+        log.info("the loss head caps logits at %g, as the model does", transform.cap)
+    return head
 
 
 def _name(model: nn.Module) -> str:
@@ -397,20 +316,26 @@ def _is_sharded_across(layer: nn.Module) -> bool:
     return False
 
 
-def _num_logits(
+def _probe_logits(
     model: nn.Module, layer: nn.Module, tokens: torch.Tensor, options: Mapping[str, Any]
-) -> int:
-    """The number of logits that *layer* computes per token; 0 if its output is not the logits of the model."""
+) -> tuple[int, LogitTransform] | None:
+    """Find the number of logits that *layer* computes per token, and what the model does to them.
+
+    Returns None if the logits of the model are not a :class:`LogitTransform` of the output of *layer*.
+    """
     outputs: list[torch.Tensor] = []
 
-    def look(module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+    def substitute(
+        module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
+    ) -> torch.Tensor:
         # The layer can be called again only here, while its sharded parameters are gathered.
         if type(layer) is nn.Linear or _equal_by_row(module.forward, inputs[0], output):
             # A copy: a model that changes its logits in place would otherwise appear to return
             # them.
-            outputs.append(output.clone())
+            outputs.append(_test_logits(output.shape, output.device))
+        return _placed_like(output, outputs[-1].clone()) if outputs else output
 
-    hook = layer.register_forward_hook(look)
+    hook = layer.register_forward_hook(substitute)
     try:
         with side_effect_free(model):
             output = model(input_ids=tokens, **options)
@@ -418,10 +343,56 @@ def _num_logits(
         hook.remove()
     logits = logits_of(output)
     if len(outputs) != 1 or logits.shape != outputs[0].shape:
-        return 0
-    if not torch.equal(logits, outputs[0].to(logits.dtype)):
-        return 0
-    return logits.shape[-1]
+        return None
+    if isinstance(logits, DTensor):
+        logits = logits.full_tensor()
+    transform = _transform_between(outputs[0], logits)
+    if transform is None:
+        return None
+    # The model could train the scale, which would get no gradient.
+    if not transform.is_identity and any(p.numel() == 1 for p in model.parameters()):
+        return None
+    return logits.shape[-1], transform
+
+
+def _test_logits(shape: torch.Size, device: torch.device) -> torch.Tensor:
+    """Logits of both signs and very different sizes, all different. The first and the last are 2^-8 and 2^16."""
+    generator = torch.Generator().manual_seed(0)
+    exponents = torch.rand(shape, generator=generator).mul_(24).sub_(8)
+    signs = torch.rand(shape, generator=generator).sub_(0.5).sign_()
+    logits = torch.exp2(exponents).mul_(signs)
+    logits.view(-1)[0], logits.view(-1)[-1] = 2**-8, 2**16
+    return logits.to(device)
+
+
+def _placed_like(output: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """*logits*, equal on all ranks, sharded as *output* is."""
+    if not isinstance(output, DTensor):
+        return logits
+    mesh = output.device_mesh
+    replicated = DTensor.from_local(logits, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return replicated.redistribute(mesh, output.placements)
+
+
+def _transform_between(output: torch.Tensor, logits: torch.Tensor) -> LogitTransform | None:
+    """The transform that computed *logits* from *output*, both of :func:`_test_logits`; None if there is none."""
+    if torch.equal(logits, output.to(logits.dtype)):
+        return IDENTITY
+    if logits.dtype not in (torch.float32, torch.float64):
+        # Too few digits to find the constants.
+        return None
+    first, last = logits.view(-1)[0].item(), logits.view(-1)[-1].item()
+    # tanh(x) is exactly 1 for large x, but a scale alone multiplies each value.
+    cap = last if torch.count_nonzero(logits == last) > 1 else None
+    scale = first / output.view(-1)[0].item()
+    if cap is not None and abs(first) < cap:
+        scale = math.atanh(first / cap) * cap / output.view(-1)[0].item()
+    transform = LogitTransform(scale, cap)
+    if not scale > 0 or not math.isfinite(scale):
+        return None
+    expected = transform(output.double())
+    is_equal = torch.allclose(logits.double(), expected, rtol=1e-5, atol=1e-6)
+    return transform if is_equal else None
 
 
 def _equal_by_row(

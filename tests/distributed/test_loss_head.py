@@ -11,8 +11,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.distributed.parallelize import Parallelism, parallelize
-from automodel_ckpt.models import loss_head
 from automodel_ckpt.models.adapter import Lora, add_adapters
+from automodel_ckpt.models.fused_cross_entropy import CHUNK_ELEMENTS
 from automodel_ckpt.models.loss_head import (
     ComputesLoss,
     LossHead,
@@ -20,7 +20,7 @@ from automodel_ckpt.models.loss_head import (
     install_loss_head,
 )
 from automodel_ckpt.training.loss import labelled_positions, next_token_loss
-from tests.distributed.test_training import lines, lines_of_steps, run
+from tests.distributed.test_training import lines, lines_of_steps
 from tests.support import ranks
 from tests.support.parallel import VOCABULARY, layout_here, model_of
 from tests.support.training import RECIPE, VALIDATION, train, write_recipe
@@ -95,12 +95,29 @@ def test_it_trains_as_full_logits_do(
         assert values[0] == pytest.approx(values[1], rel=1e-4), name
 
 
-def test_a_model_that_caps_its_logits_trains_on_full_ones(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sharded_model_that_caps_its_logits_trains_as_on_full_ones(tmp_path: Path) -> None:
+    recipe = write_recipe(tmp_path, RECIPE + VALIDATION)
     gemma = ("--model.from_config.model_type=gemma2", "--model.from_config.head_dim=8")
-    run(tmp_path, *gemma, "--step_scheduler.max_steps=1")
-    assert "computing the loss from full logits: Gemma2ForCausalLM" in capfd.readouterr().err
+    cap = "--model.from_config.final_logit_softcapping=0.5"
+    ports = {"ours": ranks.free_port(), "full": ranks.free_port()}
+
+    def both() -> None:
+        for kind, port in ports.items():
+            os.environ["MASTER_PORT"] = str(port)
+            train(
+                recipe,
+                *gemma,
+                cap,
+                "--distributed.strategy=fsdp2",
+                *(FULL,) * (kind == "full"),
+                *FOUR,
+                f"--checkpoint.checkpoint_dir={tmp_path / kind}",
+            )
+
+    ranks.run(both, 2, init=False, timeout=150)
+    ours, full = (lines_of_steps(tmp_path / kind / "training.jsonl") for kind in ports)
+    for field in ("loss", "grad_norm"):
+        assert [r[field] for r in ours] == pytest.approx([r[field] for r in full], rel=1e-4)
 
 
 def loss_and_gradients(
@@ -121,9 +138,9 @@ def loss_and_gradients(
     }
 
 
-def by_a_vocabulary_in_parts(settings: dict[str, Any], frozen: bool) -> None:
-    expected_loss, expected = loss_and_gradients(model_of(**settings), None)
-    model: Any = model_of(**settings)
+def by_a_vocabulary_in_parts(kind: str, settings: dict[str, Any], frozen: bool) -> None:
+    expected_loss, expected = loss_and_gradients(model_of(kind, **settings), None)
+    model: Any = model_of(kind, **settings)
     model.lm_head.weight.requires_grad_(not frozen)
     model = parallelize(model, layout_here(tp_size=2), Parallelism(sequence_parallel=True))
     head = install_loss_head(model, {"use_cache": False}, 2)
@@ -138,13 +155,12 @@ def by_a_vocabulary_in_parts(settings: dict[str, Any], frozen: bool) -> None:
 def test_tensor_parallel_ranks_compute_it_with_a_part_of_the_vocabulary_each(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        loss_head, "CHUNK_ELEMENTS", 5 * 19
-    )  # of 37 tokens the ranks have 19 and 18
+    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 5 * 19)  # of 37 tokens the ranks have 19 and 18
 
     def on_two_ranks() -> None:
-        by_a_vocabulary_in_parts({"tie_word_embeddings": True}, frozen=False)
-        by_a_vocabulary_in_parts({"tie_word_embeddings": False}, frozen=True)
+        by_a_vocabulary_in_parts("llama", {"tie_word_embeddings": True}, frozen=False)
+        by_a_vocabulary_in_parts("llama", {"tie_word_embeddings": False}, frozen=True)
+        by_a_vocabulary_in_parts("granite", {"logits_scaling": 2.0}, frozen=False)
 
     ranks.run(on_two_ranks, 2)
 
@@ -170,7 +186,7 @@ def an_adapted_layer(strategy: str) -> None:
 def test_an_output_layer_with_an_adapter_is_shared_out_like_any_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(loss_head, "CHUNK_ELEMENTS", 5 * VOCABULARY)
+    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 5 * VOCABULARY)
 
     def on_two_ranks() -> None:
         for strategy in ("fsdp2", "ddp"):

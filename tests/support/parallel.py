@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig, Qwen3Config
 
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.mesh_sizes import share_out
@@ -49,7 +49,12 @@ def config_of(kind: str = "llama", **settings: Any) -> Any:
         "initializer_range": 0.3,
         "head_dim": 8,
     }
-    return (Qwen3Config if kind == "qwen3" else LlamaConfig)(**common | settings)
+    classes: dict[str, Any] = {
+        "llama": LlamaConfig,
+        "qwen3": Qwen3Config,
+        "granite": GraniteConfig,
+    }
+    return classes[kind](**common | settings)
 
 
 def model_of(kind: str = "llama", **settings: Any) -> nn.Module:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,15 +12,22 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from automodel_ckpt.models import loss_head
+from automodel_ckpt.models import fused_cross_entropy
 from automodel_ckpt.models.adapter import Lora, add_adapters
+from automodel_ckpt.models.fused_cross_entropy import (
+    CHUNK_ELEMENTS,
+    LogitTransform,
+    chunk_rows,
+    linear_cross_entropy,
+    peak_bytes,
+)
 from automodel_ckpt.models.loss_head import (
     ComputesLoss,
     LossHead,
     install_loss_head,
-    linear_cross_entropy,
 )
 from automodel_ckpt.training.loss import labelled_positions, next_token_loss
+from tests.unit.models import test_packing_probe
 from tests.unit.models.test_packing_probe import build
 
 OPTIONS = {"use_cache": False}
@@ -26,7 +35,7 @@ OPTIONS = {"use_cache": False}
 
 @pytest.fixture(params=[1, 3, 1000], ids=lambda rows: f"chunks of {rows}")
 def _chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_head, "CHUNK_ELEMENTS", 53 * request.param)
+    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 53 * request.param)
 
 
 def inputs(
@@ -86,7 +95,7 @@ def test_without_labels_the_loss_is_zero_and_so_are_the_gradients() -> None:
 
 
 def test_no_more_than_a_chunk_of_logits_exists_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_head, "CHUNK_ELEMENTS", 4 * 1000)
+    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 4 * 1000)
     weight = torch.randn(1000, 4, requires_grad=True)
     hidden = torch.randn(500, 4, requires_grad=True)
     with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
@@ -143,38 +152,193 @@ def test_tied_weights_stay_tied() -> None:
     assert head.weight is model.get_input_embeddings().weight
 
 
-def test_a_model_that_does_more_to_the_logits_keeps_its_layer() -> None:
-    class Capped(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.layer = nn.Embedding(9, 4), nn.Linear(4, 9)
+class Changing(nn.Module):
+    """A model that calls *change* with its logits."""
 
-        def get_output_embeddings(self) -> nn.Linear:
-            return self.layer
+    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.body, self.layer = nn.Embedding(97, 4), nn.Linear(4, 97)
+        self.temperature = nn.Parameter(torch.ones(()), requires_grad=False)
+        self.change = change
 
-        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-            logits: torch.Tensor = self.layer(self.body(input_ids))
-            return torch.tanh(logits / 30) * 30
+    def get_output_embeddings(self) -> nn.Linear:
+        return self.layer
 
-    model = Capped()
+    def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
+        return SimpleNamespace(logits=self.change(self.layer(self.body(input_ids))))
+
+
+def shifted(logits: torch.Tensor) -> torch.Tensor:
+    return logits + 1e-3
+
+
+def suppressed(logits: torch.Tensor) -> torch.Tensor:
+    return logits.index_fill_(-1, torch.tensor([5]), -1e9)
+
+
+def rolled(logits: torch.Tensor) -> torch.Tensor:
+    return logits.roll(1, 1)
+
+
+def clamped(logits: torch.Tensor) -> torch.Tensor:
+    return logits.clamp(-30, 30)
+
+
+def rounded(logits: torch.Tensor) -> torch.Tensor:
+    return (logits * 0.3).bfloat16()
+
+
+@pytest.mark.parametrize("change", [shifted, suppressed, rolled, clamped, rounded])
+def test_a_model_that_does_anything_else_to_the_logits_keeps_its_layer(
+    change: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    model = Changing(change)
+    del model.temperature
     assert install_loss_head(model, {}) is None
     assert type(model.layer) is nn.Linear
     assert install_loss_head(nn.Linear(2, 2), {}) is None
 
 
-@pytest.mark.parametrize(
-    ("model_type", "setting"), [("cohere", "logit_scale"), ("gemma2", "final_logit_softcapping")]
-)
-def test_scaled_and_capped_logits_of_transformers_are_noticed(
-    model_type: str, setting: str
-) -> None:
-    from tests.unit.models import test_packing_probe
+def test_a_scale_that_could_be_a_parameter_is_left_to_the_model() -> None:
+    model = Changing(lambda logits: logits * 0.25)
+    assert install_loss_head(model, {}) is None
+    del model.temperature
+    head = install_loss_head(model, {})
+    assert head is not None and head.transform == LogitTransform(0.25)
 
-    sizes = {"num_key_value_heads": 2, "head_dim": 8, setting: 0.5}
+
+def capped_in_two_steps(logits: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(logits * 0.7 / 15) * 15
+
+
+@pytest.mark.usefixtures("_chunks")
+def test_a_scale_and_a_cap_are_found_without_a_config() -> None:
+    model = Changing(capped_in_two_steps)
+    del model.temperature
+    with torch.no_grad():
+        model.layer.weight.mul_(30)
+    expected_loss, expected = gradients(model, batch(), None)
+    head = install_loss_head(model, OPTIONS)
+    assert head is not None
+    assert head.transform.cap == 15
+    assert head.transform.scale == pytest.approx(0.7, rel=1e-6)
+    loss, ours = gradients(model, batch(), head)
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    for one, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("_chunks")
+@pytest.mark.parametrize(
+    ("model_type", "setting", "value", "transform"),
+    [
+        ("cohere", "logit_scale", 0.3, LogitTransform(0.3)),
+        ("granite", "logits_scaling", 8.0, LogitTransform(0.125)),
+        ("gemma2", "final_logit_softcapping", 0.5, LogitTransform(1.0, 0.5)),
+        ("gemma3_text", "final_logit_softcapping", 30.0, LogitTransform(1.0, 30.0)),
+    ],
+)
+def test_models_that_scale_or_cap_their_logits_learn_the_same(
+    model_type: str, setting: str, value: float, transform: LogitTransform
+) -> None:
+    sizes = {"num_key_value_heads": 2, setting: value}
+    if "gemma" in model_type:
+        sizes["head_dim"] = 8
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(test_packing_probe._SIZES, model_type, sizes)
-        model = build(model_type, "eager")
-    assert install_loss_head(model, OPTIONS) is None
+        model = build(model_type, "eager").eval()
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(5)
+    expected_loss, expected = gradients(model, batch(), None)
+    head = install_loss_head(model, OPTIONS)
+    assert isinstance(head, LossHead)
+    assert head.transform.cap == transform.cap
+    assert head.transform.scale == pytest.approx(transform.scale, rel=1e-6)
+    for all_up_to in (0, head.all_up_to):
+        loss, ours = gradients(model, batch(), head, all_up_to)
+        assert loss == pytest.approx(expected_loss, rel=1e-6)
+        for one, other in zip(ours, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    # Validation and generation still get the logits that the model computes.
+    logits = model(input_ids=batch()["input_ids"], **OPTIONS).logits
+    assert next_token_loss(logits, batch()["labels"]).item() == pytest.approx(expected_loss)
+
+
+@pytest.mark.usefixtures("_chunks")
+@pytest.mark.parametrize("transform", [LogitTransform(), LogitTransform(0.5, 3.0)])
+def test_ignored_rows_have_no_loss_and_no_gradient(transform: LogitTransform) -> None:
+    *leaves, targets = inputs(torch.float64)
+    targets[[0, 3]] = -100
+    others = [leaf.detach().requires_grad_() for leaf in leaves]
+    loss = linear_cross_entropy(*leaves, targets, transform=transform)
+    expected = F.cross_entropy(transform(F.linear(*others)), targets, reduction="sum")
+    loss.backward()
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-13, atol=1e-13)
+    for ours, theirs in zip(leaves, others, strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_the_weight_of_the_loss_is_not_rounded_to_bfloat16(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 53)
+    loss_weight = 1.3  # 1.2969 in bfloat16
+    unweighted, *others, targets = inputs(torch.bfloat16, 512)
+    weighted = unweighted.detach().requires_grad_()
+    linear_cross_entropy(unweighted, *others, targets).backward()
+    (linear_cross_entropy(weighted, *others, targets) * loss_weight).backward()
+    assert unweighted.grad is not None and weighted.grad is not None
+    ratio = weighted.grad.double().norm() / unweighted.grad.double().norm()
+    assert ratio.item() == pytest.approx(loss_weight, abs=1e-3)
+
+
+def test_chunks_of_a_gpu_are_large_and_full_tiles() -> None:
+    assert chunk_rows("cuda", 128_256) == 2048
+    assert chunk_rows("cuda", 152_064) == 1536
+    assert chunk_rows("cuda", 2**30) == 256
+    assert chunk_rows("cpu", 128_256) == 262
+    for vocabulary in (32_000, 49_152, 128_256, 256_000):
+        rows = chunk_rows("cuda", vocabulary)
+        assert rows % 256 == 0
+        assert 2**27 < rows * vocabulary <= 2**28
+
+
+@pytest.mark.parametrize("num_positions", [4096, 8192])
+def test_a_frozen_head_on_a_gpu_needs_a_fifth_of_the_memory_of_full_logits(
+    num_positions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_cross_entropy, "is_installed", lambda package: True)
+    head = (num_positions, 128_256, 4096, torch.bfloat16, "cuda")
+    # Logits in bfloat16, and in float32 their log-softmax and two gradients in the backward pass.
+    full = num_positions * 128_256 * (2 + 3 * 4)
+    assert peak_bytes(*head, trains_weight=False) <= 0.2 * full
+    float32_sum = 4 * 128_256 * 4096
+    trained = peak_bytes(*head, trains_weight=True)
+    assert trained == peak_bytes(*head, trains_weight=False) + float32_sum
+
+
+@pytest.mark.parametrize("trains_weight", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_forecast_of_its_memory_is_what_it_allocates(
+    dtype: torch.dtype, trains_weight: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 256 * 1000)
+    weight = torch.randn(1000, 64, dtype=dtype).requires_grad_(trains_weight)
+    hidden = torch.randn(2000, 64, dtype=dtype, requires_grad=True)
+    targets = torch.zeros(2000, dtype=torch.int64)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        linear_cross_entropy(hidden, weight, None, targets)
+    now, peak = 0, 0
+    for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    forecast = peak_bytes(2000, 1000, 64, dtype, "cpu", trains_weight=trains_weight)
+    returned = hidden.nbytes
+    if trains_weight and dtype == torch.float32:
+        returned += weight.nbytes
+    assert peak == pytest.approx(forecast + returned, rel=0.15)
 
 
 def test_autocast_computes_in_its_type() -> None:
@@ -228,7 +392,7 @@ def test_an_output_layer_with_an_adapter_learns_the_same(options: dict[str, Any]
 def test_an_adapted_output_layer_never_gives_the_logits_of_all_positions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(loss_head, "CHUNK_ELEMENTS", 3 * 97)
+    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 3 * 97)
     model = adapted(target_modules=["lm_head"])
     head = install_loss_head(model, OPTIONS)
     assert head is not None

@@ -1,0 +1,404 @@
+"""The output layer's product and the cross-entropy in one function, computed in chunks of logits.
+
+For each chunk: the logits, their loss, and the gradients with respect to the layer and the hidden states. Afterwards
+the chunk is overwritten. A CPU uses torch's operations. A CUDA device writes the logits in float32 from the matrix
+product, computes loss and gradient of a chunk in a Triton kernel, and accumulates the weight's gradient in float32
+inside the matrix product.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+IGNORE_INDEX = -100
+CHUNK_ELEMENTS = {"cpu": 2**25, "cuda": 2**28}
+"""The number of logits in a chunk, by type of device: in float32, 128 MiB on a CPU and 1 GiB on a GPU."""
+_ROWS = 256
+"""On a GPU, the number of rows in a chunk is a multiple of it, so that matrix products divide into full tiles."""
+KERNELS = {"cuda": ("triton", "torch"), "cpu": ("torch",)}
+"""What computes the loss of a chunk, by type of device. The first that is installed is used.
+
+tools/bench_loss_head.py compares them on a device. The order for "cuda" was not measured yet.
+"""
+_FEW = 8
+"""On a CPU, torch's own functions are used up to an eighth of a chunk. They have less overhead in Python."""
+_WIDE_PRODUCTS = (torch.bfloat16, torch.float16)
+"""Dtypes whose matrix products CUDA can return and accumulate in float32 (``out_dtype``, torch 2.10 and later)."""
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyPart:
+    """This rank's rows of the output layer, from row *first*. Each rank of *group* has at most *most* rows."""
+
+    group: dist.ProcessGroup
+    first: int
+    most: int
+
+    def largest(self, values: torch.Tensor) -> None:
+        """Replace *values* by their maximum over all ranks."""
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
+
+    def sum(self, values: torch.Tensor) -> None:
+        """Replace *values* by their sum over all ranks."""
+        dist.all_reduce(values, group=self.group)
+
+
+@dataclass(frozen=True, slots=True)
+class LogitTransform:
+    """What a model does to the output of its last layer: multiply it by *scale*, then cap it at *cap* with tanh.
+
+    The logits are ``cap * tanh(scale * output / cap)``; without a cap, ``scale * output``.
+    """
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether the logits are the output itself."""
+        return self.scale == 1 and self.cap is None
+
+    def __call__(self, output: torch.Tensor) -> torch.Tensor:
+        """The logits for the *output* of the layer; the same tensor if nothing changes."""
+        logits = output if self.scale == 1 else output * self.scale
+        if self.cap is None:
+            return logits
+        return torch.tanh(logits / self.cap) * self.cap
+
+    def slope(self, logits: torch.Tensor) -> torch.Tensor | float:
+        """The derivative of *logits* with respect to the output of the layer."""
+        if self.cap is None:
+            return self.scale
+        return (logits / self.cap).square_().neg_().add_(1).mul_(self.scale)
+
+
+IDENTITY = LogitTransform()
+
+
+def chunk_rows(device_type: str, num_columns: int) -> int:
+    """The number of rows in a chunk of logits with *num_columns* columns, at least 1."""
+    elements = CHUNK_ELEMENTS.get(device_type, CHUNK_ELEMENTS["cpu"])
+    if device_type == "cuda":
+        return max(elements // num_columns // _ROWS, 1) * _ROWS
+    return math.ceil(elements / num_columns)
+
+
+def kernel_for(device_type: str, logits_dtype: torch.dtype) -> str:
+    """The entry of :data:`KERNELS` that computes losses of chunks: ``triton`` or ``torch``."""
+    for name in KERNELS.get(device_type, KERNELS["cpu"]):
+        if name != "triton":
+            return name
+        # The kernels compute in float32.
+        if logits_dtype == torch.float32 and is_installed("triton"):
+            return name
+    return "torch"
+
+
+@functools.cache
+def is_installed(package: str) -> bool:
+    """Whether a package could be imported; it is not imported."""
+    return importlib.util.find_spec(package) is not None
+
+
+def peak_bytes(
+    num_positions: int,
+    num_columns: int,
+    hidden_size: int,
+    dtype: torch.dtype,
+    device_type: str,
+    *,
+    trains_weight: bool,
+) -> int:
+    """Bytes that :func:`linear_cross_entropy` needs at its peak for *num_positions* labels, beside its inputs and the
+    gradients that it returns: a chunk of logits and the sum of the weight's gradient.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    rows = min(num_positions, chunk_rows(device_type, num_columns))
+    logits = rows * num_columns * wide.itemsize
+    if dtype != wide and kernel_for(device_type, wide) != "triton":
+        # The gradient is a copy of another dtype, and so are the logits of a CPU.
+        logits += rows * num_columns * dtype.itemsize
+    total = 0
+    if trains_weight and dtype != wide:
+        total = num_columns * hidden_size * wide.itemsize
+        if device_type != "cuda":
+            # The product of a chunk, before it is added.
+            total += num_columns * hidden_size * dtype.itemsize
+    return logits + total
+
+
+def widened(logits: torch.Tensor) -> torch.Tensor:
+    """Logits in the dtype of the loss: float64 if they have it, otherwise float32."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    part: VocabularyPart | None = None,
+    transform: LogitTransform = IDENTITY,
+) -> torch.Tensor:
+    """Summed cross-entropy of ``transform(hidden [N, H] @ weight [V, H].T + bias [V])`` for targets [N]; 0-dim, at
+    least float32. Rows with target -100 are ignored.
+
+    With *part*, *weight* and *bias* are this rank's rows, and the loss is that of all rows. This is collective.
+
+    Equal to ``F.cross_entropy(transform(F.linear(hidden, weight, bias).float()), targets, reduction="sum")`` except
+    for the order of additions, with at most one chunk of logits in memory. With autocast, the product is computed in
+    its dtype. Does not wait for the device.
+    """
+    device_type = hidden.device.type
+    if torch.is_autocast_enabled(device_type):
+        # Cast here, so that the gradients are computed in the same dtype as the product.
+        dtype = torch.get_autocast_dtype(device_type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = bias.to(dtype) if bias is not None else None
+    num_logits = targets.shape[0] * weight.shape[0]
+    if part is None and device_type != "cuda" and _FEW * num_logits <= CHUNK_ELEMENTS["cpu"]:
+        logits = transform(widened(F.linear(hidden, weight, bias)))
+        return F.cross_entropy(logits, targets, reduction="sum")
+    loss: torch.Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, targets, part, transform, torch.is_grad_enabled()
+    )
+    return loss
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Computes the gradients for a loss weight of 1 together with the loss; the backward pass scales them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        part: VocabularyPart | None,
+        transform: LogitTransform,
+        with_gradients: bool,
+    ) -> torch.Tensor:
+        needed = ctx.needs_input_grad[:3] if with_gradients else (False, False, False)
+        sums = ctx.gradients = _Gradients(hidden, weight, bias, needed)
+        loss_dtype = torch.promote_types(hidden.dtype, torch.float32)
+        loss = torch.zeros((), dtype=loss_dtype, device=hidden.device)
+        # All ranks need the same number of chunks, because each chunk is a collective.
+        num_columns = part.most if part is not None else weight.shape[0]
+        size = chunk_rows(hidden.device.type, num_columns)
+        for start in range(0, len(targets), size):
+            chunk = hidden[start : start + size]
+            logits = _wide_logits(chunk, weight, bias)
+            losses, errors = losses_and_errors(
+                logits,
+                targets[start : start + size],
+                part,
+                transform,
+                hidden.dtype,
+                with_errors=any(needed),
+            )
+            loss += losses.sum()
+            if any(needed):
+                sums.add(start, chunk, errors)
+            # The memory of this chunk becomes the next one's.
+            del logits, errors
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, loss_weight: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        # Scaling changes the sums in place: a second backward pass must fail, not scale them twice.
+        gradients, ctx.gradients = ctx.gradients, None
+        return *gradients.scaled(loss_weight), None, None, None, None
+
+
+def _wide_logits(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Logits [n, V] of a chunk in at least float32, on a GPU without rounding them to a narrower dtype first."""
+    if hidden.is_cuda and hidden.dtype in _WIDE_PRODUCTS:
+        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+        return logits if bias is None else logits.add_(bias)
+    return widened(F.linear(hidden, weight, bias))
+
+
+def losses_and_errors(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    part: VocabularyPart | None,
+    transform: LogitTransform,
+    dtype: torch.dtype,
+    *,
+    with_errors: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the cross-entropy [n] of *logits* [n, V], and its gradient with respect to them [n, V] in *dtype*.
+
+    *logits* are the output of the layer in at least float32; they are overwritten. The gradient is softmax minus
+    one-hot, times the slope of *transform*. Rows with label -100 have loss 0 and gradient 0. Without *with_errors*,
+    the gradient is undefined. With *part*, this is collective.
+    """
+    if kernel_for(logits.device.type, logits.dtype) == "triton":
+        if part is not None:
+            return _by_kernels_in_parts(logits, labels, part, transform, dtype)
+        from automodel_ckpt.models import loss_kernels
+
+        return loss_kernels.losses_and_errors(
+            logits, labels, transform.scale, transform.cap, dtype, with_errors
+        )
+    losses, errors = _by_torch(logits, labels, part, transform)
+    # Autograd also casts the gradient of widened logits back to the dtype of the product.
+    return losses, errors.to(dtype) if with_errors else errors
+
+
+def _by_torch(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    part: VocabularyPart | None,
+    transform: LogitTransform,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`losses_and_errors` with torch's operations; the gradient has the dtype of *logits*."""
+    slope: torch.Tensor | float = 1.0
+    if not transform.is_identity:
+        logits = transform(logits)
+        slope = transform.slope(logits)
+    # Subtracted before the exponential, which would overflow in float32 for logits above 88.
+    largest = logits.amax(1, keepdim=True)
+    rows = torch.arange(len(labels), device=labels.device)
+    columns = labels
+    if part is not None:
+        part.largest(largest)
+        columns = labels - part.first
+    # Masks, not selected positions: on a GPU, the number of selected ones would have to be waited for.
+    is_here = (columns >= 0) & (columns < logits.shape[1])
+    columns = columns.clamp(0, logits.shape[1] - 1)
+    # One tensor for the label's logit and the sum of exponentials, so that ranks exchange both in one collective.
+    sums = torch.zeros(2, len(logits), dtype=logits.dtype, device=logits.device)
+    sums[0] = (logits[rows, columns] - largest[:, 0]).masked_fill_(~is_here, 0)
+    exponentials = logits.sub_(largest).exp_()
+    sums[1] = exponentials.sum(1)
+    if part is not None:
+        part.sum(sums)
+    label_logits, total = sums.unbind()
+    is_ignored = labels == IGNORE_INDEX
+    losses = total.log().sub_(label_logits).masked_fill_(is_ignored, 0)
+    # An infinite sum makes all probabilities of an ignored row 0.
+    exponentials.div_(total.masked_fill(is_ignored, math.inf).unsqueeze(1))
+    # Correct only because no position occurs twice: indexed subtraction counts duplicates once.
+    exponentials[rows, columns] -= is_here.to(logits.dtype)
+    if not transform.is_identity:
+        exponentials.mul_(slope)
+    return losses, exponentials
+
+
+def _by_kernels_in_parts(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    part: VocabularyPart,
+    transform: LogitTransform,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`losses_and_errors` with Triton, for columns of a vocabulary that ranks share. Collective."""
+    from automodel_ckpt.models import loss_kernels
+
+    scale, cap = transform.scale, transform.cap
+    here, total, of_label = loss_kernels.statistics(logits, labels, part.first, scale, cap)
+    largest = here.clone()
+    part.largest(largest)
+    is_here = (labels >= part.first) & (labels < part.first + logits.shape[1])
+    label_logits = (of_label - largest).masked_fill_(~is_here, 0)
+    sums = torch.stack([label_logits, total * torch.exp(here - largest)])
+    part.sum(sums)
+    label_logits, total = sums.unbind()
+    is_ignored = labels == IGNORE_INDEX
+    losses = total.log().sub_(label_logits).masked_fill_(is_ignored, 0)
+    inverse_total = total.reciprocal_().masked_fill_(is_ignored, 0)
+    errors = loss_kernels.errors(
+        logits, labels, largest, inverse_total, part.first, scale, cap, dtype
+    )
+    return losses, errors
+
+
+class _Gradients:
+    """The gradients of the inputs, summed over chunks in at least float32; None for inputs that need none."""
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        needed: tuple[bool, ...],
+    ) -> None:
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        self.factor = weight
+        self.hidden: torch.Tensor | None = None
+        self.weight: torch.Tensor | None = None
+        self.bias: torch.Tensor | None = None
+        if needed[0]:
+            # Not initialized: each row belongs to exactly one chunk, and `add` overwrites it.
+            self.hidden = torch.empty_like(hidden)
+        if needed[1]:
+            # The first product initializes it on a GPU, where zeros would take 0.5 ms for 2 GB.
+            is_overwritten = hidden.is_cuda and len(hidden) > 0
+            new = torch.empty_like if is_overwritten else torch.zeros_like
+            self.weight = new(weight, dtype=wide)
+        if needed[2] and bias is not None:
+            self.bias = torch.zeros_like(bias, dtype=wide)
+
+    def add(self, start: int, part: torch.Tensor, errors: torch.Tensor) -> None:
+        """Add a chunk: *errors* [n, V] are the gradient of its logits, *part* [n, H] its hidden states."""
+        if self.hidden is not None:
+            torch.mm(errors, self.factor, out=self.hidden[start : start + len(part)])
+        if self.weight is not None:
+            _add_product(self.weight, errors.t(), part, is_first=start == 0)
+        if self.bias is not None:
+            self.bias += errors.sum(0, dtype=self.bias.dtype)
+
+    def scaled(self, loss_weight: torch.Tensor) -> list[torch.Tensor | None]:
+        """The gradients times *loss_weight*, in the dtype of the parameters. Call it once: it changes the sums."""
+        scaled: list[torch.Tensor | None] = []
+        for gradient in (self.hidden, self.weight, self.bias):
+            if gradient is None:
+                scaled.append(None)
+            elif gradient.dtype == loss_weight.dtype:
+                scaled.append(_scaled(gradient, loss_weight, self.factor.dtype))
+            else:
+                # In the weight's dtype: rounded to bfloat16, it would scale all gradients by up to 0.4 % too much.
+                product = gradient.to(loss_weight.dtype).mul_(loss_weight)
+                scaled.append(product.to(self.factor.dtype))
+        return scaled
+
+
+def _add_product(
+    total: torch.Tensor, first: torch.Tensor, second: torch.Tensor, *, is_first: bool
+) -> None:
+    """Add ``first [m, k] @ second [k, n]`` to *total* [m, n]; on a GPU in the dtype of *total*.
+
+    With *is_first*, *total* counts as 0; a GPU does not read it.
+    """
+    is_same = total.dtype == first.dtype
+    if not total.is_cuda and is_same:
+        total.addmm_(first, second)
+    elif not total.is_cuda:
+        total += first @ second
+    elif is_first and is_same:
+        torch.mm(first, second, out=total)
+    elif is_first:
+        torch.mm(first, second, out_dtype=total.dtype, out=total)
+    elif is_same:
+        total.addmm_(first, second)
+    else:
+        torch.addmm(total, first, second, out_dtype=total.dtype, out=total)
+
+
+def _scaled(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """*gradient* times *factor* in *dtype*; in one pass over the memory on a GPU. Can change *gradient*."""
+    if gradient.dtype == dtype or not gradient.is_cuda:
+        return gradient.mul_(factor).to(dtype)
+    return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))

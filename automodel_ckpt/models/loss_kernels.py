@@ -1,0 +1,299 @@
+"""Triton kernels for the cross-entropy of a chunk of logits and its gradient, in float32.
+
+A program computes one row of logits. The gradient overwrites the logits in memory, in the dtype in which it is
+multiplied next: bfloat16 gradients fill the first half of each row. Import this module only where Triton is installed.
+The kernels also run on a CPU, in Triton's interpreter (TRITON_INTERPRET=1).
+"""
+
+# Triton evaluates annotations when it compiles a kernel, and accepts no types of Python.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+IGNORE_INDEX = tl.constexpr(-100)
+_BLOCK = 8192
+"""Columns that a program loads at a time. A row of 128k float32 logits is 512 kB, much more than a program can keep."""
+_WARPS = 16
+
+
+@triton.jit
+def _capped(logits, scale, cap, HAS_CAP: tl.constexpr):
+    """Return cap * tanh(scale * logits / cap), and the tangent itself; without a cap, scale * logits and 0."""
+    scaled = logits * scale
+    tangent = tl.zeros_like(scaled)
+    if HAS_CAP:
+        argument = scaled / cap
+        size = tl.abs(argument)
+        power = tl.exp(-2.0 * size)
+        large = (1.0 - power) / (1.0 + power)
+        # 1 - exp(-x) loses most digits for a small x.
+        square = size * size
+        small = size * (1.0 - square * (1.0 / 3 - square * (2.0 / 15 - square * (17.0 / 315))))
+        tangent = tl.where(size < 0.125, small, large)
+        tangent = tl.where(argument < 0, -tangent, tangent)
+        scaled = cap * tangent
+    return scaled, tangent
+
+
+@triton.jit
+def _largest_and_sum(row, num_columns, scale, cap, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the largest logit of a row, and the sum of exp(logit - largest)."""
+    largest = float("-inf")
+    total = 0.0
+    for start in range(0, num_columns, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        is_column = columns < num_columns
+        logits, _ = _capped(
+            tl.load(row + columns, mask=is_column, other=0.0).to(tl.float32), scale, cap, HAS_CAP
+        )
+        logits = tl.where(is_column, logits, float("-inf"))
+        largest_so_far = tl.maximum(largest, tl.max(logits, 0))
+        total = total * tl.exp(largest - largest_so_far)
+        total += tl.sum(tl.exp(logits - largest_so_far), 0)
+        largest = largest_so_far
+    return largest, total
+
+
+@triton.jit
+def _label_logit(row, label, num_columns, scale, cap, HAS_CAP: tl.constexpr):
+    """Return the logit of column *label*; 0 if the row has no such column."""
+    is_here = (label >= 0) & (label < num_columns)
+    logit, _ = _capped(
+        tl.load(row + label, mask=is_here, other=0.0).to(tl.float32), scale, cap, HAS_CAP
+    )
+    return tl.where(is_here, logit, 0.0)
+
+
+@triton.jit
+def _write_errors(
+    row,
+    errors,
+    label,
+    largest,
+    inverse_total,
+    num_columns,
+    scale,
+    cap,
+    HAS_CAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the gradient of a row's logits: softmax minus one-hot, times the slope of scale and cap.
+
+    *inverse_total* is 1 / sum of exp(logit - largest); 0 with a *label* that is no column gives a gradient of 0.
+    """
+    for start in range(0, num_columns, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        is_column = columns < num_columns
+        loaded = tl.load(row + columns, mask=is_column, other=0.0).to(tl.float32)
+        logits, tangent = _capped(loaded, scale, cap, HAS_CAP)
+        gradient = tl.exp(logits - largest) * inverse_total
+        gradient -= tl.where(columns == label, 1.0, 0.0)
+        gradient *= scale * (1.0 - tangent * tangent)
+        # Gradients that are narrower than logits overwrite columns that other threads of this
+        # program read in this iteration or in an earlier one. All must have been loaded.
+        tl.debug_barrier()
+        tl.store(errors + columns, gradient.to(errors.dtype.element_ty), mask=is_column)
+
+
+@triton.jit
+def _losses_and_errors(
+    logits,
+    errors,
+    labels,
+    losses,
+    num_columns,
+    logits_stride,
+    errors_stride,
+    scale,
+    cap,
+    HAS_CAP: tl.constexpr,
+    WITH_ERRORS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Compute the loss of one row, and overwrite its logits with their gradient."""
+    # A chunk can have more than 2^31 bytes.
+    number = tl.program_id(0).to(tl.int64)
+    row = logits + number * logits_stride
+    label = tl.load(labels + number)
+    largest, total = _largest_and_sum(row, num_columns, scale, cap, HAS_CAP, BLOCK)
+    of_label = _label_logit(row, label, num_columns, scale, cap, HAS_CAP)
+    is_ignored = label == IGNORE_INDEX
+    loss = tl.log(total) + (largest - of_label)
+    tl.store(losses + number, tl.where(is_ignored, 0.0, loss))
+    if WITH_ERRORS:
+        inverse_total = tl.where(is_ignored, 0.0, 1.0 / total)
+        errors_row = errors + number * errors_stride
+        _write_errors(
+            row, errors_row, label, largest, inverse_total, num_columns, scale, cap, HAS_CAP, BLOCK
+        )
+
+
+@triton.jit
+def _statistics(
+    logits,
+    labels,
+    results,
+    num_rows,
+    num_columns,
+    first,
+    logits_stride,
+    scale,
+    cap,
+    HAS_CAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Store the largest logit, the sum of exponentials and the label's logit of one row in *results* [3, num_rows]."""
+    number = tl.program_id(0).to(tl.int64)
+    row = logits + number * logits_stride
+    largest, total = _largest_and_sum(row, num_columns, scale, cap, HAS_CAP, BLOCK)
+    label = tl.load(labels + number) - first
+    of_label = _label_logit(row, label, num_columns, scale, cap, HAS_CAP)
+    tl.store(results + number, largest)
+    tl.store(results + num_rows + number, total)
+    tl.store(results + 2 * num_rows + number, of_label)
+
+
+@triton.jit
+def _errors(
+    logits,
+    errors,
+    labels,
+    largest,
+    inverse_total,
+    num_columns,
+    first,
+    logits_stride,
+    errors_stride,
+    scale,
+    cap,
+    HAS_CAP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Overwrite one row of logits with their gradient, with the largest logit and the sum of all ranks."""
+    number = tl.program_id(0).to(tl.int64)
+    label = tl.load(labels + number) - first
+    _write_errors(
+        logits + number * logits_stride,
+        errors + number * errors_stride,
+        label,
+        tl.load(largest + number),
+        tl.load(inverse_total + number),
+        num_columns,
+        scale,
+        cap,
+        HAS_CAP,
+        BLOCK,
+    )
+
+
+def narrowed_view(logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of *dtype* and of the shape [n, V] of *logits*, in the memory of *logits*, each row at the start of its.
+
+    Matrix products accept the gap between rows without a copy.
+    """
+    ratio = logits.element_size() // dtype.itemsize
+    return logits.view(dtype).as_strided(logits.shape, (ratio * logits.stride(0), 1))
+
+
+def losses_and_errors(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    scale: float,
+    cap: float | None,
+    dtype: torch.dtype,
+    with_errors: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the losses [n] in float32 and the gradient [n, V] in *dtype* of float32 *logits* [n, V].
+
+    The gradient overwrites the logits. Rows with label -100 have loss 0 and gradient 0. Without *with_errors*, the
+    second result has no meaning.
+    """
+    errors = narrowed_view(logits, dtype)
+    losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    if len(logits) == 0:
+        return losses, errors
+    _losses_and_errors[(len(logits),)](
+        logits,
+        errors,
+        labels,
+        losses,
+        logits.shape[1],
+        logits.stride(0),
+        errors.stride(0),
+        scale,
+        1.0 if cap is None else cap,
+        HAS_CAP=cap is not None,
+        WITH_ERRORS=with_errors,
+        BLOCK=_block(logits.shape[1]),
+        num_warps=_WARPS,
+    )
+    return losses, errors
+
+
+def statistics(
+    logits: torch.Tensor, labels: torch.Tensor, first: int, scale: float, cap: float | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute for each row of float32 *logits* [n, V], columns *first* and following of a vocabulary, in float32 [n]:
+    the largest logit, the sum of exp(logit - largest), and the logit of its label (0 if the label is no column)."""
+    results = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
+    if len(logits):
+        _statistics[(len(logits),)](
+            logits,
+            labels,
+            results,
+            len(logits),
+            logits.shape[1],
+            first,
+            logits.stride(0),
+            scale,
+            1.0 if cap is None else cap,
+            HAS_CAP=cap is not None,
+            BLOCK=_block(logits.shape[1]),
+            num_warps=_WARPS,
+        )
+    largest, total, of_label = results.unbind()
+    return largest, total, of_label
+
+
+def errors(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    largest: torch.Tensor,
+    inverse_total: torch.Tensor,
+    first: int,
+    scale: float,
+    cap: float | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Overwrite *logits* [n, V] with their gradient in *dtype*, and return it.
+
+    *largest* [n] and *inverse_total* [n] are those of the whole vocabulary, of which *logits* are columns *first* and
+    following.
+    """
+    gradient = narrowed_view(logits, dtype)
+    if len(logits):
+        _errors[(len(logits),)](
+            logits,
+            gradient,
+            labels,
+            largest,
+            inverse_total,
+            logits.shape[1],
+            first,
+            logits.stride(0),
+            gradient.stride(0),
+            scale,
+            1.0 if cap is None else cap,
+            HAS_CAP=cap is not None,
+            BLOCK=_block(logits.shape[1]),
+            num_warps=_WARPS,
+        )
+    return gradient
+
+
+def _block(num_columns: int) -> int:
+    return int(min(_BLOCK, triton.next_power_of_2(num_columns)))
