@@ -40,7 +40,7 @@ from automodel_ckpt.recipes.records import (
     StepResult,
     Validation,
 )
-from automodel_ckpt.recipes.run_log import RunLog
+from automodel_ckpt.recipes.run_log import RunLog, build_profiler
 from automodel_ckpt.recipes.saves import Saves
 from automodel_ckpt.training.lr import current_rate
 from automodel_ckpt.training.optim import (
@@ -106,6 +106,7 @@ class TrainingLoop:
         self.checkpointer = checkpointer
         self.saves = saves
         self.run_log = run_log
+        self.profiler = build_profiler(config, layout)
         self.runs_ahead = self.queues_work()
         self.gradients = GradientAccumulation(
             objective, layout, rng, keeps_on_device=self.runs_ahead
@@ -130,8 +131,9 @@ class TrainingLoop:
         if self.layout.rank == 0:
             self.stop_request.on_request = self.acknowledge_stop
         log.info("%s", planned_end(scheduler.cadence, steps_per_epoch(self.dataloader)))
-        while not scheduler.is_finished():
-            self.run_epoch()
+        with self.profiler:
+            while not scheduler.is_finished():
+                self.run_epoch()
         self.stop_request.on_request = None
         if self.last_step is None and self.saves.resumed is not None:
             # The checkpoint was in the last epoch, of which no full batch is left.
@@ -156,7 +158,8 @@ class TrainingLoop:
             if control.stop or batch is None:
                 self.stop()
             try:
-                due = self.step(batch, control)
+                with self.profiler.step(self.step_scheduler.step + 1):
+                    due = self.step(batch, control)
                 if due.stop or due.validate or due.save or due.last:
                     self.finish_pending()
             except (IndexError, RuntimeError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -14,15 +15,20 @@ import torch
 from automodel_ckpt.checkpoint import SaveReport
 from automodel_ckpt.checkpoint.layout import TRAINING_LOG, VALIDATION_LOG
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
-from automodel_ckpt.config.schema import LoggingConfig
+from automodel_ckpt.config.schema import LoggingConfig, RecipeConfig
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.errors import LeaseLost, without_hidden
 from automodel_ckpt.recipes.records import Control, Position, StepResult, Validation
 from automodel_ckpt.training.device_rate import device_rate
 from automodel_ckpt.training.metrics import JsonlLog, PeakMemory
 from automodel_ckpt.training.progress import Progress, StepView, set_up_logging, tear_down_logging
+from automodel_ckpt.training.step_profiler import ProfileSettings, StepProfiler
 from automodel_ckpt.training.step_scheduler import StepScheduler
 from automodel_ckpt.training.tracker_process import Tracking
+
+log = logging.getLogger("automodel_ckpt")
+
+_PROFILE = "profile"
 
 STEP_FIELDS = frozenset(
     {"step", "epoch", "timestamp", "loss", "grad_norm", "lr", "tokens", "label_tokens"}
@@ -228,3 +234,29 @@ class RunLog:
             self._tracking.close()
             self._tracking = None
         tear_down_logging(self._handler)
+
+
+def build_profiler(config: RecipeConfig, layout: RankLayout) -> StepProfiler:
+    """Build what traces the steps of the ``profile`` section on this rank; without the section it traces nothing."""
+    section = config.profile
+    directory = Path(_PROFILE)
+    if config.checkpoint.enabled:
+        directory = Path(config.checkpoint.checkpoint_dir).expanduser() / _PROFILE
+    settings = None
+    if section is not None:
+        if section.directory is not None:
+            directory = Path(section.directory).expanduser()
+        missing = [rank for rank in section.ranks if rank >= layout.world_size]
+        if missing:
+            # Not an error: an elastic run may restart with fewer ranks.
+            log.warning("profile.ranks: this run has no rank %s", ", ".join(map(str, missing)))
+        if layout.rank in section.ranks:
+            settings = ProfileSettings(
+                section.start_step,
+                section.num_steps,
+                section.warmup_steps,
+                section.record_shapes,
+                section.with_stack,
+                section.memory,
+            )
+    return StepProfiler(settings, directory, layout.rank, layout.device)

@@ -819,6 +819,42 @@ class LoggingConfig:
     """Experiment trackers and their options, such as {tensorboard: {}}; also wandb, mlflow, trackio."""
 
 
+RANK_NUMBERS = Rule(
+    lambda ranks: bool(ranks) and all(rank >= 0 for rank in ranks), "a list of ranks from 0"
+)
+
+
+@dataclass
+class ProfileConfig:
+    """A trace of a few steps with torch's profiler. Without this section, nothing is traced."""
+
+    start_step: int = setting(10, AT_LEAST_2)
+    """First traced step, counted from the start of this process: the first steps of every start are slower."""
+    num_steps: int = setting(3, AT_LEAST_1)
+    """Number of traced steps."""
+    warmup_steps: int = setting(1, AT_LEAST_1)
+    """Steps before start_step that run with the profiler, whose measurements are dropped."""
+    ranks: list[int] = field(default_factory=lambda: [0], metadata={"rules": (RANK_NUMBERS,)})
+    """Ranks that write a trace each."""
+    record_shapes: bool = False
+    """Record the shapes of the inputs of operations."""
+    with_stack: bool = False
+    """Record the lines of source code that call operations; the traced steps are slower."""
+    memory: bool = False
+    """Record how operations allocate memory."""
+    directory: str | None = None
+    """Directory of the traces; null: profile/ in the run directory, or in the current one without checkpoints."""
+
+    relations: ClassVar[tuple[Relation, ...]] = (
+        Relation(
+            ("start_step", "warmup_steps"),
+            lambda section: section.warmup_steps < section.start_step,
+            "warmup_steps must be less than start_step: these steps come before it",
+            "increase profile.start_step, or decrease profile.warmup_steps",
+        ),
+    )
+
+
 def has_validation(recipe: Any) -> bool:
     """Whether a recipe, or a namespace with its fields, has validation data."""
     return recipe.validation_dataset is not None or bool(recipe.validation_datasets)
@@ -869,6 +905,7 @@ class RecipeConfig:
     step_scheduler: StepSchedulerConfig = field(default_factory=StepSchedulerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    profile: ProfileConfig | None = None
 
     relations: ClassVar[tuple[Relation, ...]] = (
         Relation(

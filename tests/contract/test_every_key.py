@@ -60,7 +60,7 @@ from automodel_ckpt.recipes.memory_estimate import _num_in_progress
 from automodel_ckpt.recipes.objective import Objective
 from automodel_ckpt.recipes.recipe import cadence_of
 from automodel_ckpt.recipes.records import Control, StepResult
-from automodel_ckpt.recipes.run_log import RunLog
+from automodel_ckpt.recipes.run_log import RunLog, build_profiler
 from automodel_ckpt.recipes.trainable import Trainable, read_model_config, row_multiple, shard
 from automodel_ckpt.training.step_scheduler import StepScheduler, total_steps
 from tests.support import ranks, tiny
@@ -374,6 +374,12 @@ def step_line(it: Subject) -> list[str]:
     return list(json.loads((it.directory / "training.jsonl").read_text()))
 
 
+def profiled(it: Subject) -> Any:
+    """Which steps this rank traces, how, and where to."""
+    profiler = build_profiler(it.config, it.recipe.layout)
+    return profiler._settings, profiler._directory
+
+
 def followed(it: Subject) -> bool:
     """Whether a process feeds trackers with what the run logs."""
     run_log = RunLog(it.recipe.config.logging, it.recipe.layout)
@@ -585,6 +591,7 @@ PRETRAINED = ("--model.from_config=null",)
 VALIDATED = (f"--validation_dataset={{_target_: {__name__}.samples}}",)
 KEEP = ("--checkpoint.keep_last=1", *VALIDATED)
 QAT = "--qat={}"
+PROFILE = "--profile={}"
 QAT_RUN = (
     "tests/distributed/test_qat.py::"
     "test_a_run_is_the_same_on_more_ranks_resumes_exactly_and_begins_to_round_when_asked"
@@ -860,6 +867,15 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "logging.peak_tflops": Observed(step_line, "0.5"),
     "logging.sample_ids": Observed(step_line, "true"),
     "logging.trackers": Observed(followed, "{tensorboard: {}}"),
+    "profile": Observed(profiled, "{}"),
+    "profile.start_step": Observed(profiled, "5", (PROFILE,)),
+    "profile.num_steps": Observed(profiled, "5", (PROFILE,)),
+    "profile.warmup_steps": Observed(profiled, "2", (PROFILE,)),
+    "profile.ranks": Observed(profiled, "[1]", (PROFILE,)),
+    "profile.record_shapes": Observed(profiled, "true", (PROFILE,)),
+    "profile.with_stack": Observed(profiled, "true", (PROFILE,)),
+    "profile.memory": Observed(profiled, "true", (PROFILE,)),
+    "profile.directory": Observed(profiled, "traces", (PROFILE,)),
 }
 
 
