@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.commit import make_run_directory
 from automodel_ckpt.checkpoint.export_leftovers import Log
 from automodel_ckpt.checkpoint.files.ownership import is_abandoned, owned, owner_digits
 from automodel_ckpt.durable_io import fsync_directory, fsync_file
@@ -22,23 +23,18 @@ _HINT = "free space or choose another --output"
 
 
 def check_file_target(target: Path, *, overwrite: bool) -> None:
-    """Raise :class:`SaveFailed` unless a file may be published as *target*: only *overwrite* replaces a file.
-
-    Its directory must exist.
-    """
+    """Raise :class:`SaveFailed` unless a file may be published as *target*: only *overwrite* replaces a file."""
     if target.is_dir():
         raise _occupied(target, "a directory", "choose another --output")
     if os.path.lexists(target) and not overwrite:
         raise _occupied(
             target, "a file", "choose another --output, or add --force to replace the file"
         )
-    _check_parent(target)
 
 
 def check_directory_target(target: Path) -> None:
-    """Raise :class:`SaveFailed` unless *target* does not exist or is an empty directory, in an existing directory."""
+    """Raise :class:`SaveFailed` unless *target* does not exist or is an empty directory."""
     if not os.path.lexists(target):
-        _check_parent(target)
         return
     if not target.is_dir():
         raise _occupied(target, "a file", "choose another --output")
@@ -46,16 +42,6 @@ def check_directory_target(target: Path) -> None:
     if names:
         value = f"a directory with {', '.join(names[:3])}"
         raise _occupied(target, value, "choose another --output, or remove the directory")
-
-
-def _check_parent(target: Path) -> None:
-    if not target.parent.is_dir():
-        raise SaveFailed(
-            "the directory of the output does not exist",
-            where=str(target),
-            value=str(target.parent),
-            hint="create it, or choose another --output",
-        )
 
 
 def _occupied(target: Path, value: str, hint: str) -> SaveFailed:
@@ -66,7 +52,7 @@ def _occupied(target: Path, value: str, hint: str) -> SaveFailed:
 def published_file(target: Path, log: Log, *, what: str) -> Iterator[Path]:
     """Yield the path of a file that replaces *target* when the block ends, and is removed if the block raises.
 
-    The parent of *target* must exist, and *target* must not be a symbolic link: publishing renames, and would replace
+    Missing parents of *target* are created. *target* must not be a symbolic link: publishing renames, and would replace
     the link. *what* names the file in errors, for example ``the GGUF file``. An OSError in the block or in publishing
     becomes :class:`SaveFailed` with path and errno.
     """
@@ -85,7 +71,7 @@ def published_directory(target: Path, log: Log, *, what: str) -> Iterator[Path]:
     """Yield a directory that becomes *target* when the block ends, and is removed if the block raises.
 
     *target* must have passed :func:`check_directory_target`. The block may leave files that are not fsynced. *what*
-    names the directory in errors. Its parent must exist. An OSError in the block or in publishing becomes
+    names the directory in errors. Missing parents are created. An OSError in the block or in publishing becomes
     :class:`SaveFailed` with path and errno.
     """
     with _staged(target, log, what) as staging:
@@ -106,6 +92,7 @@ def _staged(target: Path, log: Log, what: str) -> Iterator[Path]:
     """Yield a free path next to *target*; remove what is there when the block ends."""
     staging = None
     try:
+        make_run_directory(target.parent)
         _clear_leftovers(target, log)
         staging = target.with_name(layout.staging_name(target.name, owner_digits(target.parent)))
         yield staging

@@ -16,7 +16,7 @@ def file_output(
 ) -> Path:
     """Return the path of the file to publish: *output*, or the source's name with *suffix*, next to it.
 
-    Raises :class:`SaveFailed` if there is something that may not be replaced, or if the directory does not exist.
+    Raises :class:`SaveFailed` if there is something that may not be replaced.
     """
     target = _real(output or _next_to(source, suffix))
     check_file_target(target, overwrite=overwrite)
@@ -26,7 +26,7 @@ def file_output(
 def directory_output(source: Source, output: str | os.PathLike[str] | None, suffix: str) -> Path:
     """Return the path of the directory to publish: *output*, or the source's name with *suffix*, next to it.
 
-    Raises :class:`SaveFailed` if there is something else than an empty directory, or if its parent does not exist.
+    Raises :class:`SaveFailed` if there is something else than an empty directory.
     """
     target = _real(output or _next_to(source, suffix))
     check_directory_target(target)

@@ -65,17 +65,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-# An export of Hugging Face files creates the directory.
-@pytest.mark.parametrize("target", [name for name in TARGETS if name != "hf"])
-def test_a_missing_directory_of_the_output_is_an_error(
+@pytest.mark.parametrize("target", TARGETS)
+def test_missing_directories_of_the_output_are_created(
     tmp_path: Path, checkpoint: Path, capsys: pytest.CaptureFixture[str], target: str
 ) -> None:
     require_library(target)
-    output = tmp_path / "missing" / "x"
-    arguments = [str(checkpoint), "--to", target, "-o", str(output)]
-    assert main(["export", *arguments, *OPTIONS.get(target, [])]) == EXIT_SAVE_FAILED
-    assert "the directory of the output does not exist" in capsys.readouterr().err
-    assert not output.parent.exists()
+    output = tmp_path / "missing" / "as well" / "x"
+    arguments = [str(checkpoint), "--to", target, *OPTIONS.get(target, [])]
+    assert main(["export", *arguments, "-o", str(output)]) == 0
+    assert list(output.parent.iterdir()) == [output]
+    capsys.readouterr()
+    (tmp_path / "file").touch()
+    below_file = str(tmp_path / "file" / "x")
+    assert main(["export", *arguments, "-o", below_file]) == EXIT_SAVE_FAILED
+    assert str(tmp_path / "file") in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
