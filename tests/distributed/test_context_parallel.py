@@ -16,11 +16,16 @@ from transformers import (
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from automodel_ckpt.distributed.context_parallel import check_context_heads, check_context_parallel
+from automodel_ckpt.distributed.context_parallel import (
+    ContextParallel,
+    check_context_heads,
+    check_context_parallel,
+)
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.parallelize import Parallelism, clip_gradients, parallelize, reshard
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.meta_init import on_meta
+from automodel_ckpt.models.pipeline_stage import keep_stages
 from automodel_ckpt.recipes.context_parallel import divide_rows
 from automodel_ckpt.training.loss import WHOLE, next_token_loss
 from tests.distributed.test_training import failure, lines, lines_of_steps, run
@@ -87,6 +92,32 @@ def as_whole_rows_do() -> list[str]:
 
 def test_divided_rows_train_as_complete_ones_on_every_grid() -> None:
     assert ranks.run(as_whole_rows_do, 4, timeout=120) == [[]] * 4
+
+
+@torch.no_grad()
+def difference_of_a_later_stage() -> float:
+    """The largest difference between the logits of slices through two stages, and those of complete rows."""
+    layout = layout_here(pp_size=2, cp_size=2)
+    model: Any = model_of(num_hidden_layers=4, num_key_value_heads=4).eval()
+    tokens = torch.arange(16).unsqueeze(0)
+    expected = model(input_ids=tokens, use_cache=False).logits
+    # Not sharded: the layers keep their classes, by which the first one is found.
+    local = keep_stages(model, [layout.pp_rank], 2)
+    context = ContextParallel(model, layout)
+    context.start()
+    if layout.pp_rank == 0:
+        hidden = model(input_ids=tokens, use_cache=False).logits
+        dist.send(hidden.contiguous(), dist.get_rank() + 2)
+        return 0.0
+    hidden = torch.empty(1, 8, 32)
+    dist.recv(hidden, dist.get_rank() - 2)
+    found = model(inputs_embeds=local.receive(hidden, 16), use_cache=False).logits
+    assert found.shape == (1, 8, VOCABULARY)
+    return float((found - expected[:, context.slice_of(16)]).abs().max())
+
+
+def test_a_later_stage_of_a_pipeline_gets_slices_and_does_not_divide_them_again() -> None:
+    assert max(ranks.run(difference_of_a_later_stage, 4)) < 1e-5
 
 
 FLAT = (
@@ -208,7 +239,7 @@ def test_heads_that_cannot_be_shared_out_are_refused(sizes: tuple[int, int], hin
     assert "num_attention_heads 4" in str(caught.value) and hint in str(caught.value)
 
 
-def test_rows_that_context_parallel_error_evenly_are_refused(tmp_path: Path) -> None:
+def test_rows_that_cannot_be_divided_evenly_are_refused(tmp_path: Path) -> None:
     collate = "--dataloader.collate_fn={_target_: tests.distributed.test_strategies.odd_rows}"
     error = failure(
         tmp_path, "--distributed.cp_size=2", collate, "--dataloader.padding_free=false", num_ranks=2

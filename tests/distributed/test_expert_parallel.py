@@ -66,9 +66,9 @@ def config_of(family: str, **settings: Any) -> Any:
     return CONFIG_MAPPING[family](**SIZES, **FAMILIES[family] | settings)
 
 
-def model_of(family: str) -> Any:
+def model_of(family: str, **options: Any) -> Any:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config_of(family))
+    return AutoModelForCausalLM.from_config(config_of(family), **options)
 
 
 # ---------------------------------------------------------------- one layer
@@ -119,9 +119,13 @@ def test_experts_of_two_ranks_compute_what_one_module_does_in_every_family() -> 
     ranks.run(compare_families, 2)
 
 
-def experts_without_tokens() -> None:
-    """No token chooses an expert of rank 1, whose parameters get gradients of zeros."""
-    (module, *_) = divide_experts(model_of("mixtral"), init_device_mesh("cpu", (2,)))
+def experts_without_tokens(implementation: str) -> None:
+    """No token chooses an expert of rank 1, whose parameters get gradients of zeros.
+
+    The implementation ``eager`` of transformers has a loop over the experts with tokens.
+    """
+    model = model_of("mixtral", experts_implementation=implementation)
+    (module, *_) = divide_experts(model, init_device_mesh("cpu", (2,)))
     tokens = torch.randn(3, SIZES["hidden_size"])
     output = module(tokens, torch.tensor([[0, 1]] * 3), torch.full((3, 2), 0.5))
     output.sum().backward()
@@ -130,8 +134,9 @@ def experts_without_tokens() -> None:
         assert gradient.to_local().abs().sum() == 0 or dist.get_rank() == 0
 
 
-def test_ranks_whose_experts_get_no_token_have_gradients_of_zeros() -> None:
-    ranks.run(experts_without_tokens, 2)
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+def test_ranks_whose_experts_get_no_token_have_gradients_of_zeros(implementation: str) -> None:
+    ranks.run(experts_without_tokens, 2, implementation)
 
 
 # ---------------------------------------------------------------- runs

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.fake_quantization import SCHEMES, FakeQuantization
+from automodel_ckpt.models.fake_quantization import SCHEMES, FakeQuantization, Grid
 from tests.distributed.test_training import lines_of_steps, run
 from tests.support.parallel import model_of
 from tests.support.training import RECIPE, VALIDATION
@@ -37,6 +37,42 @@ def test_weights_are_rounded_to_the_values_of_compressed_tensors(
     expected = forward.fake_quantize(weight, scale, zero, scheme.weights)
     assert torch.equal(SCHEMES[name].weights.rounded(weight), expected)
     assert (SCHEMES[name].inputs is None) == (scheme.input_activations is None)
+
+
+@pytest.mark.parametrize(
+    ("grid", "values", "expected"),
+    [
+        # Scales of 15 / 15 and 30 / 15: codes from -8 to 7, halves to the even code.
+        (
+            Grid(4, group_size=4),
+            [7.5, 1.2, -3.6, 0.4, -15.0, 3.0, 1.0, 5.0],
+            [7.0, 1.0, -4.0, 0.0, -16.0, 4.0, 0.0, 4.0],
+        ),
+        # One scale of 255 / 255 for the row.
+        (Grid(8), [127.5, -127.4, 0.6, -0.4], [127.0, -127.0, 1.0, 0.0]),
+        # One scale of 448 / 448: three bits of mantissa.
+        (Grid(8, is_float=True), [448.0, -17.0, 100.0, 3.3], [448.0, -16.0, 96.0, 3.25]),
+    ],
+)
+def test_values_are_rounded_to_the_nearest_code_of_their_group(
+    grid: Grid, values: list[float], expected: list[float]
+) -> None:
+    assert grid.rounded(torch.tensor([values])).tolist() == [expected]
+
+
+def test_layers_compute_with_their_own_precision_before_the_first_step_and_until_the_start() -> (
+    None
+):
+    tokens = torch.arange(1, 9).unsqueeze(0)
+    plain: Any = model_of().eval()
+    expected = plain(input_ids=tokens).logits
+    model: Any = model_of().eval()
+    quantized = FakeQuantization(model, "W8A8", None, start_step=2)
+    assert torch.equal(model(input_ids=tokens).logits, expected)
+    quantized.start(2)
+    assert torch.equal(model(input_ids=tokens).logits, expected)
+    quantized.start(3)
+    assert not torch.equal(model(input_ids=tokens).logits, expected)
 
 
 @pytest.mark.parametrize("name", ["W8A8", "FP8_DYNAMIC"])

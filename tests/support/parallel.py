@@ -114,9 +114,11 @@ def _step(
     clip: Callable[[Iterable[nn.Parameter], float], float] = clip_gradients,
 ) -> tuple[float, float]:
     generator = torch.Generator().manual_seed(number)
-    tokens = torch.randint(0, VOCABULARY, (GLOBAL_BATCH, TOKENS), generator=generator)
+    # Later steps have longer rows, for which stages of a pipeline exchange larger tensors.
+    length = TOKENS if number else TOKENS // 2
+    tokens = torch.randint(0, VOCABULARY, (GLOBAL_BATCH, length), generator=generator)
     mine = tokens.tensor_split(layout.dp_size)[layout.dp_rank]
-    num_labels = GLOBAL_BATCH * (TOKENS - 1)
+    num_labels = GLOBAL_BATCH * (length - 1)
     loss = passes(mine.chunk(2), layout.dp_size / num_labels)
     total = torch.tensor(loss if layout.reports else 0.0, dtype=torch.float64)
     norm = clip(model.parameters(), 0.5)

@@ -117,6 +117,36 @@ def test_stages_compute_together_what_the_whole_model_does(
     assert torch.equal(through_stages(parts, tokens, position_ids=positions), whole)
 
 
+def test_a_stage_uses_the_hidden_states_that_it_received_once() -> None:
+    model: Any = model_of(num_hidden_layers=2)
+    tokens = torch.randint(0, VOCABULARY, (2, 7))
+    (first, before), (last, after) = cut(model, 2)
+    hidden = first(input_ids=tokens, use_cache=False).logits
+    given = after.receive(hidden, 7)
+    last(inputs_embeds=given, use_cache=False)
+    # They would be those of another micro-batch, and keep its memory.
+    with pytest.raises(AssertionError, match="without the hidden states"):
+        last(inputs_embeds=given, use_cache=False)
+    # The first stage keeps nothing of what it has returned.
+    output = before._views[0].output
+    assert output is not None and output.computed is None
+
+
+def test_a_module_that_is_replaced_between_stages_stays_replaced() -> None:
+    model: Any = model_of(num_hidden_layers=2)
+    tokens = torch.randint(0, VOCABULARY, (2, 7))
+    local = keep_stages(model, [0, 1], 2)
+    local.select(0)
+    hidden = model(input_ids=tokens, use_cache=False).logits
+    embedding = copy.deepcopy(model.model.embed_tokens)
+    head = copy.deepcopy(model.lm_head)
+    model.model.embed_tokens, model.lm_head = embedding, head
+    local.select(1)
+    model(inputs_embeds=local.receive(hidden, 7), use_cache=False)
+    assert model.lm_head is head
+    assert model.model.embed_tokens is embedding
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_of_any_family_with_a_list_of_layers_can_be_divided(family: str) -> None:
     torch.manual_seed(0)
