@@ -63,11 +63,11 @@ def named_checkpoints(directory: Path) -> list[Path]:
 def counters_in(path: Path) -> Counters:
     """Return the step, the epoch and the samples that the files in *path* state; empty if they cannot be read."""
     from automodel_ckpt.convert.sources.format import Counters
-    from automodel_ckpt.convert.sources.registry import detect
+    from automodel_ckpt.convert.sources.registry import detect, detect_parts
     from automodel_ckpt.errors import CheckpointUnusable
 
     try:
-        known = detect(path, readable_only=True)
+        known = detect(path, readable_only=True) or detect_parts(path)
         return Counters() if known is None else known.counters(path)
     except (CheckpointUnusable, OSError):
         return Counters()
@@ -91,6 +91,11 @@ def row_fields(path: Path) -> dict[str, Any] | None:
         "train_loss": found.losses.get("train_loss"),
         "val_loss": found.losses.get("val_loss"),
     }
+
+
+def _first(stated: int | None, named: int | None) -> int | None:
+    """The value that the files state, else that of the name: NeMo AutoModel counts steps from 0 in names."""
+    return named if stated is None else stated
 
 
 def document(path: Path, stats: bool = False) -> dict[str, Any] | None:
@@ -121,8 +126,8 @@ def document(path: Path, stats: bool = False) -> dict[str, Any] | None:
         "foreign": True,
         "kind": found.kind,
         "note": _EXPORT if layout.EXPORT_MANIFEST in found.files else _UNVERIFIABLE,
-        "step": name.step if name else stated.step,
-        "epoch": name.epoch if name else stated.epoch,
+        "step": _first(stated.step, name and name.step),
+        "epoch": _first(stated.epoch, name and name.epoch),
         "created": found.written,
         "nbytes": found.nbytes,
         "losses": dict(found.losses),

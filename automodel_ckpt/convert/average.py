@@ -41,6 +41,7 @@ from automodel_ckpt.convert.import_checkpoint import (
     check_free,
     run_import,
     side_files_of,
+    without_unused_code,
 )
 from automodel_ckpt.convert.open import Weights, open_weights
 from automodel_ckpt.errors import CheckpointUnusable, Problem, RecipeError
@@ -337,8 +338,8 @@ def _side_files(opened: Sequence[Weights]) -> tuple[dict[str, bytes], list[str]]
         return {**tokenizer, **adapters[0]}, [note]
     if first.path.is_file():
         directory = first.path.parent
-    files = side_files_of(first.path if first.path.is_dir() else directory, directory)
-    return files, []
+        return without_unused_code(side_files_of(directory, directory)), []
+    return side_files_of(first.path, directory), []
 
 
 def _metadata_directory(path: Path) -> Path:

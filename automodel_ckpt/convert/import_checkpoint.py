@@ -235,6 +235,8 @@ def _prepared(
         side = _side_files(config or opened.side_files)
         if not side and not known.has_own_config:
             side = side_files_of(place, directory)
+            if source.is_file():
+                side = without_unused_code(side)
     if _CONFIG in side:
         side[_CONFIG], _ = agreeing_config(side[_CONFIG], plan, BaseMaps(), directory / _CONFIG)
     return Import(
@@ -574,6 +576,17 @@ def side_files_of(source: Path, directory: Path) -> dict[str, bytes]:
                 export.check_bytes(name, content)
         return files
     return {}
+
+
+def without_unused_code(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return side files without Python files if no JSON file refers to code of the model (``auto_map``).
+
+    A single file of weights is often in the directory of the scripts that wrote it.
+    """
+    for name, content in files.items():
+        if name.endswith(".json") and b'"auto_map"' in content:
+            return dict(files)
+    return {name: content for name, content in files.items() if not name.endswith(".py")}
 
 
 def _content(path: Path, limit: int) -> bytes:

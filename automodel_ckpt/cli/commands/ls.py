@@ -282,10 +282,10 @@ def _row_without_manifest(
     else:
         fields["train_loss"] = _number(fields["train_loss"])
         fields["val_loss"] = _number(fields["val_loss"])
-        # The name of a checkpoint of this program counts more than what is in it.
+        # As in an import, the files count more than the name: NeMo AutoModel's names count steps from 0.
         stated_step, stated_epoch = fields.pop("step"), fields.pop("epoch")
-        step = stated_step if step is None else step
-        epoch = stated_epoch if epoch is None else epoch
+        step = step if stated_step is None else stated_step
+        epoch = epoch if stated_epoch is None else stated_epoch
     return Row(path.name, False, step, epoch, pointers=pointers, **fields)
 
 

@@ -24,11 +24,15 @@ from automodel_ckpt.convert.sources.dcp_training_state import (
     read_scheduler,
 )
 from automodel_ckpt.convert.sources.files import names_in
-from automodel_ckpt.convert.sources.format import Format
+from automodel_ckpt.convert.sources.format import Counters, Format
 from automodel_ckpt.convert.sources.hugging_face import HuggingFaceFiles
 from automodel_ckpt.convert.sources.safetensors_shards import SafetensorsShards
 from automodel_ckpt.convert.sources.torch_files import read_archive
-from automodel_ckpt.convert.training_state import OptimizerState, Parameters, TrainingState
+from automodel_ckpt.convert.training_state import (
+    OptimizerState,
+    Parameters,
+    TrainingState,
+)
 
 _MODEL = "model"
 _OPTIMIZER = "optim"
@@ -60,6 +64,11 @@ class AutoModel(Format):
         source = known.open(path / _MODEL, follow_links=follow_links)
         return replace(source, omitted=(*source.omitted, "optimizer state (optim/)"))
 
+    def counters(self, path: Path) -> Counters:
+        """Return the finished steps: one more than the name of the directory states, which counts from 0."""
+        stated = _counters(path)
+        return Counters(step=_count(stated, "step"), epoch=_count(stated, "epoch"))
+
     def parts(self, path: Path) -> frozenset[str]:
         return frozenset({_MODEL, _OPTIMIZER})
 
@@ -74,10 +83,10 @@ class AutoModel(Format):
         if optimizer_key(content) != _OPTIMIZER:
             return None
         optimizer = read_optimizer(directory, content, _OPTIMIZER, self.open(path).tensors)
-        counters = _counters(path)
+        counters = self.counters(path)
         return TrainingState(
-            step=_count(counters, "step"),
-            epoch=_count(counters, "epoch"),
+            step=counters.step,
+            epoch=counters.epoch,
             optimizer=optimizer,
             scheduler=_schedule(directory, content, optimizer),
             omitted=tuple(name for name in _RANK_STATE if os.path.lexists(path / name)),

@@ -92,9 +92,12 @@ def detect_run(path: Path) -> Format | None:
     This is that of :func:`detect`, except for a checkpoint whose parts have a format each. Such a checkpoint is shown
     as its parts, and its weights are those of one part.
     """
-    if _RUN.detect(path):
-        return _RUN
-    return detect(path, follow_links=True, readable_only=True)
+    return detect_parts(path) or detect(path, follow_links=True, readable_only=True)
+
+
+def detect_parts(path: Path) -> Format | None:
+    """Return the format of a checkpoint whose parts have a format each; None if *path* is no such checkpoint."""
+    return _RUN if _RUN.detect(path) else None
 
 
 def detect(path: Path, *, follow_links: bool = False, readable_only: bool = False) -> Format | None:

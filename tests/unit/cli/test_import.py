@@ -348,8 +348,14 @@ def test_a_single_safetensors_file_is_imported_with_what_is_beside_it(
     source.mkdir()
     save_file(weights(), source / "model.safetensors", {"format": "pt"})
     (source / "config.json").write_text('{"model_type": "llama"}')
+    (source / "train.py").write_text("raise SystemExit")
     document = imported(capsys, source / "model.safetensors", tmp_path / "run")
     assert document["kind"] == "a safetensors file" and document["has_config"]
+    # A script of the user; code of the model is what config.json refers to.
+    assert document["side_files"] == ["config.json"]
+    (source / "config.json").write_text('{"auto_map": {"AutoConfig": "train.Config"}}')
+    again = imported(capsys, source / "model.safetensors", tmp_path / "with code")
+    assert again["side_files"] == ["config.json", "train.py"]
     found = stored(tmp_path / "run" / "epoch_0_step_0")
     assert found.keys() == weights().keys() and all(
         bits(found[n]).tobytes() == bits(t).tobytes() for n, t in weights().items()
@@ -432,6 +438,8 @@ def _made(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("source", "step"),
     [
+        # The recipe's step scheduler counts finished steps; AutoModel's name is that of the last one, from 0.
+        ("automodel/run/epoch_0_step_4", 5),
         ("deepspeed/stage3-float32", 3),
         ("fsdp/torch-flattened", 5),
         ("fsdp/torch-nested", 5),

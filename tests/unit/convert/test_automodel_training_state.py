@@ -85,3 +85,17 @@ def test_a_save_without_counters_has_no_step(tmp_path: Path) -> None:
     source = copied(tmp_path)
     (source / "step_scheduler.pt").unlink()
     assert state_of(source).step is None
+
+
+def test_the_step_is_that_of_the_counters_in_every_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The name counts steps from 0: epoch_0_step_4 has finished 5."""
+    assert ckpt.main(["ls", str(RUN), "--json"]) == 0
+    assert [row["step"] for row in json.loads(capsys.readouterr().out)] == [5]
+    assert ckpt.main(["show", str(SOURCE), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 5
+    for options in ([], ["--training-state"]):
+        words = ["import", str(SOURCE), str(tmp_path / "run"), "--dry-run", "--json", *options]
+        assert ckpt.main(words) == 0
+        assert json.loads(capsys.readouterr().out)["step"] == 5
