@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from automodel_ckpt.distributed.agree import on_all_ranks
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.attention import attend_by_document, attend_by_mask
+from automodel_ckpt.models.document_kernels import KERNELS, installed_kernels, preferred_kernels
 from automodel_ckpt.models.forward import attention_of
 from automodel_ckpt.models.packing_probe import keeps_samples_apart
 
@@ -30,6 +32,7 @@ def choose_row_layout(
     config: RecipeConfig,
     layout: RankLayout,
     options: Mapping[str, Any],
+    compute: Callable[[], AbstractContextManager[Any]],
     *,
     row_multiple: int,
     hidden_size: int,
@@ -37,9 +40,9 @@ def choose_row_layout(
 ) -> Rows | None:
     """How samples share rows, if the recipe wants it and *model* supports it; None: each is padded to the longest.
 
-    A collective: *probe_model*, which takes token ids, runs on a few tokens with *options*. *marks_tokens*: the rows
-    contain a mask of the tokens that are not padding. Raises :class:`RecipeError` if ``packed_sequence`` is not
-    supported by the model.
+    A collective: *probe_model*, which takes token ids, runs on a few tokens with *options*, in the context *compute*.
+    *marks_tokens*: the rows contain a mask of the tokens that are not padding. Raises :class:`RecipeError` if
+    ``packed_sequence`` is not supported by the model.
     """
     is_packed = config.packed_sequence is not None
     if not (config.dataloader.padding_free or is_packed):
@@ -62,35 +65,46 @@ def choose_row_layout(
             apart.reason,
         )
         return None
-    by_document = _attends_by_document(probe_model, config, layout, options, row_multiple)
-    if by_document:
+    kernel = _attend_by_document(probe_model, config, layout, options, compute, row_multiple)
+    if kernel:
         log.info(
-            "packing samples without padding; attention is limited to each sample (%s)", attention
+            "packing samples without padding; attention is limited to each sample (%s)", kernel
         )
     else:
         log.info(
             "packing samples without padding; %s attention separates them by their position ids",
             attention,
         )
-    return RowLayout(hidden_size, one_row or by_document, row_multiple, marks_tokens)
+    return RowLayout(hidden_size, one_row or bool(kernel), row_multiple, marks_tokens)
 
 
-def _attends_by_document(
+def _attend_by_document(
     probe_model: nn.Module,
     config: RecipeConfig,
     layout: RankLayout,
     options: Mapping[str, Any],
+    compute: Callable[[], AbstractContextManager[Any]],
     row_multiple: int,
-) -> bool:
-    """Let attention skip pairs of tokens of different samples, if the recipe names no implementation itself."""
+) -> str:
+    """Let attention skip pairs of tokens of different samples, if the recipe names no implementation itself.
+
+    A collective. Returns the label of the kernel, the same on all ranks; empty if attention uses the mask.
+    """
     section = config.model
-    is_free = isinstance(section, ModelConfig) and section.attn_implementation is None
-    # Compiled layers would be compiled again for each row; context parallel ranks use another attention.
-    if not is_free or config.compile.enabled or layout.sizes.cp > 1:
-        return False
-    able = attend_by_document(probe_model, options, row_multiple, layout.device)
-    if not on_all_ranks(layout.gloo_group, able):
+    if not isinstance(section, ModelConfig) or section.attn_implementation is not None:
+        return ""
+    device = layout.device
+    kernels = installed_kernels(device.type)
+    preferred = preferred_kernels(device.type, kernels, is_compiled=config.compile.enabled)
+    # All ranks try the same kernels in the same order: a probe is a collective of those that share the model.
+    for name in KERNELS:
+        if not on_all_ranks(layout.gloo_group, name in preferred):
+            continue
+        able = attend_by_document(
+            probe_model, options, row_multiple, device, kernel_name=name, compute=compute
+        )
+        if on_all_ranks(layout.gloo_group, able):
+            return kernels[name].label
         # Another rank could not: undo the change on this rank.
         attend_by_mask(probe_model)
-        return False
-    return True
+    return ""

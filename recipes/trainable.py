@@ -504,6 +504,7 @@ class _TrainableBuilder:
                 self.config,
                 self.layout,
                 built.forward_options,
+                built.compute,
                 row_multiple=row_multiple(self.config, self.layout),
                 hidden_size=self._hidden_size(),
                 marks_tokens=router is not None,

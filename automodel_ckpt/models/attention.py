@@ -1,21 +1,24 @@
-"""Attention computed separately for each document of a row (packing) on a CPU.
+"""Attention that is limited to each document of a row (packing), without the pairs of tokens of different documents.
 
-transformers separates the documents of a row by a mask over all pairs of the row's tokens, and sdpa then computes all
-pairs. Here, the lengths of the documents (:class:`Documents`) take the place of the mask, and sdpa is called for each
-document, causal and without a mask.
+transformers separates the documents of a row by a mask over all pairs of the row's tokens. For models that were enabled
+with :func:`attend_by_document`, the borders of the documents take the place of the mask, and a kernel of
+:mod:`~automodel_ckpt.models.document_kernels` computes attention. The mask is still used for any other pattern than
+causal attention within documents, and for options that need all pairs.
 
-This happens under the name ``sdpa``, for models that were enabled with :func:`attend_by_document`. The mask is still
-used for any other pattern than causal attention within documents, and for options that need pairs.
+This is an attention implementation of transformers with its own name, which is set in the model's configurations.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import inspect
 import logging
-import weakref
+import math
+import re
+import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from itertools import groupby, pairwise
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,58 +27,34 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
+from automodel_ckpt.models.document_kernels import (
+    BlockRows,
+    CumulativeLengths,
+    Kernel,
+    Request,
+    installed_kernels,
+)
+from automodel_ckpt.models.documents import Documents, documents_of
 from automodel_ckpt.models.forward import attention_of, logits_of, side_effect_free
 from automodel_ckpt.models.packing_probe import probe_rows
 
 log = logging.getLogger(__name__)
 
-_NAME = "sdpa"
-_NEEDS_PAIRS = ("position_bias", "softcap", "cache", "output_attentions", "s_aux")
-"""Options of attention that require the mask if they are not None."""
-_enabled: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""The configurations of the enabled models, by id, because configurations cannot be hashed."""
+_BASES = ("sdpa", "eager")
+"""The implementations that an enabled model can have had before, which compute everything else than documents."""
+_PREFIX = "automodel_ckpt_documents"
+"""Names are this, the base and the name of the kernel, joined by dots."""
+_PROBE = ".probe"
+_NEEDS_PAIRS = ("position_bias", "cache", "output_attentions")
+"""Options of attention that require the mask, unless they are None or false."""
+_ROWS = (Documents, CumulativeLengths, BlockRows)
+_COMPARES_NAME = re.compile(r"_attn_implementation\s*(==|!=|in\b|not in\b)[^\n]*[\"']sdpa[\"']")
+_COMPARES_HARMLESSLY = ("gemma4", "gemma4_unified")
+"""Models that compare the name only where ``logits_to_keep`` is above 1, to keep masks for the last tokens."""
 
 
-@dataclass(frozen=True, eq=False)
-class Documents:
-    """Causal attention within the documents of one row, limited to the last *window* tokens if that is not None.
-
-    *runs* are pairs (length, count): consecutive documents of equal length, in the row's order.
-    """
-
-    runs: tuple[tuple[int, int], ...]
-    window: int | None
-    device: torch.device
-
-    @property
-    def sizes(self) -> list[int]:
-        """Number of tokens of each run."""
-        return [length * count for length, count in self.runs]
-
-    @functools.cached_property
-    def mask(self) -> torch.Tensor:
-        """Attention mask of all pairs of a row: bool [1, 1, T, T], true where a query (row) sees a key (column)."""
-        lengths = []
-        for length, count in self.runs:
-            lengths += [length] * count
-        numbers = torch.repeat_interleave(torch.tensor(lengths, device=self.device))
-        return (numbers[:, None] == numbers) & _causal(len(numbers), self.window, self.device)
-
-    def mask_of(self, length: int) -> torch.Tensor | None:
-        """The mask of one document of *length* tokens, bool [1, 1, T, T]; None if causal is the same."""
-        if self.window is None or length <= self.window:
-            return None
-        return _causal(length, self.window, self.device)
-
-
-def _causal(length: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """The causal mask of one document, limited to *window* tokens: bool [1, 1, T, T]."""
-    positions = torch.arange(length, device=device)
-    distances = positions[:, None] - positions
-    seen = distances >= 0
-    if window is not None:
-        seen &= distances < window
-    return seen[None, None]
+class UnsupportedByKernel(Exception):
+    """The kernel cannot compute what a layer asks for, or computes something else."""
 
 
 def attend_by_document(
@@ -83,26 +62,41 @@ def attend_by_document(
     options: Mapping[str, Any],
     multiple: int = 1,
     device: torch.device | None = None,
+    *,
+    kernel_name: str = "sdpa",
+    kernel: Kernel | None = None,
+    compute: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> bool:
     """Enable attention per document for *model* if its outputs stay those of the mask. Returns whether it is enabled.
 
-    Only for sdpa attention on the CPU. Runs *model* with *options* on a few tokens, on *device* (default: that of its
-    parameters), without side effects. *multiple* divides the number of tokens.
+    Only for models with sdpa or eager attention. Runs *model* with *options*, in the context *compute*, on a few
+    tokens, on *device* (default: that of its parameters), without side effects. *multiple* divides the number of
+    tokens. *kernel_name* is one of the installed kernels, or names *kernel*.
     """
     device = device or next(model.parameters()).device
-    if attention_of(model) != _NAME or device.type != "cpu":
+    kernel = kernel or installed_kernels(device.type).get(kernel_name)
+    base = attention_of(model)
+    if kernel is None or base not in _BASES or compares_name(model):
         return False
     tokens, restarted, continued = probe_rows(multiple, device)
+    name = ".".join([_PREFIX, base, kernel_name])
+    _register(name, kernel, base)
     try:
-        with side_effect_free(model):
+        with side_effect_free(model), compute():
             by_masks = _logits(model, tokens, restarted, options)
             crossed = _logits(model, tokens, continued, options)
             # A model that computes with the mask fails below or returns other logits, and keeps its
             # masks.
-            _enable(model)
+            _set_name(model, base, name + _PROBE)
             by_document = _logits(model, tokens, restarted, options)
+            _set_name(model, name + _PROBE, name)
     except Exception as error:
-        log.debug("attention cannot be limited to each sample: %s: %s", type(error).__name__, error)
+        log.debug(
+            "attention cannot be limited to each sample by %s: %s: %s",
+            kernel.label,
+            type(error).__name__,
+            error,
+        )
         # Undone on every failure: a model that stays enabled would get documents in place of its
         # mask.
         attend_by_mask(model)
@@ -118,7 +112,38 @@ def attend_by_document(
 def attend_by_mask(model: nn.Module) -> None:
     """Undo :func:`attend_by_document`."""
     for config in _configs_of(model):
-        _enabled.pop(id(config), None)
+        name = config._attn_implementation or ""
+        if name.startswith(_PREFIX):
+            config._attn_implementation_internal = name.split(".")[1]
+
+
+def attends_by_document(model: nn.Module) -> bool:
+    """Whether :func:`attend_by_document` has enabled *model*."""
+    return attention_of(model).startswith(_PREFIX)
+
+
+def compares_name(model: nn.Module) -> bool:
+    """Whether the code of a part of *model* computes something else for another name than sdpa.
+
+    Models with an index of the keys that each token sees (DeepSeek V3.2, GLM MoE DSA, MiniMax M3) add it to the mask
+    only for the names sdpa and eager. The probe's few tokens cannot show this, because the index then has all keys.
+    """
+    modules = {type(part).__module__ for part in model.modules()}
+    return any(_source_compares_name(module) for module in modules)
+
+
+@functools.cache
+def _source_compares_name(module: str) -> bool:
+    if module.split(".")[-2:-1] and module.split(".")[-2] in _COMPARES_HARMLESSLY:
+        return False
+    if not module.rpartition(".")[2].startswith(("modeling_", "modular_")):
+        return False
+    try:
+        source = inspect.getsource(sys.modules[module])
+    except (KeyError, OSError, TypeError):
+        # Code without a source cannot be read: the mask is always right.
+        return True
+    return _COMPARES_NAME.search(source) is not None
 
 
 def _logits(
@@ -128,10 +153,12 @@ def _logits(
     return logits_of(output).float()
 
 
-def _enable(model: nn.Module) -> None:
-    _register()
+def _set_name(model: nn.Module, before: str, after: str) -> None:
+    """Rename the attention implementation in the configurations of *model* that have the name *before*."""
     for config in _configs_of(model):
-        _enabled[id(config)] = config
+        if config._attn_implementation == before:
+            # The property would also change inner configurations, such as that of a vision tower with eager attention.
+            config._attn_implementation_internal = after
 
 
 def _configs_of(model: nn.Module) -> list[Any]:
@@ -144,127 +171,215 @@ def _configs_of(model: nn.Module) -> list[Any]:
     return configs
 
 
-@functools.cache
-def _register() -> None:
-    """Replace transformers' functions of the name ``sdpa`` by functions that call them for all other models."""
-    # Patch for transformers 5.17 to 5.23: a dozen models compare the configured name with "sdpa", so a separate name
-    # would send them down another path; and transformers offers sdpa a mask of all pairs instead of document lengths.
-    mask, attention = ALL_MASK_ATTENTION_FUNCTIONS[_NAME], ALL_ATTENTION_FUNCTIONS[_NAME]
-    AttentionMaskInterface.register(_NAME, functools.partial(_mask, mask))
-    AttentionInterface.register(_NAME, functools.partial(_attention, attention))
+def _register(name: str, kernel: Kernel, base: str) -> None:
+    """Register *kernel* with transformers under *name*, and for probes under another name, where it is validated."""
+    if name in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        # Registered for another model, and context parallelism may have replaced the function since.
+        return
+    mask = functools.partial(_mask, kernel, base)
+    for each, is_probe in ((name, False), (name + _PROBE, True)):
+        AttentionMaskInterface.register(each, mask)
+        attention = functools.partial(_attention, kernel, base, is_probe=is_probe)
+        AttentionInterface.register(each, attention)
 
 
-def _mask(by_pairs: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Replace transformers' mask function *by_pairs*: returns documents if possible, else the mask of *by_pairs*."""
-    config = options.get("config")
-    # The configuration itself is compared, because another object may have the id of a freed one.
+def _mask(kernel: Kernel, base: str, *args: Any, **options: Any) -> Any:
+    """A mask function of transformers: what *kernel* needs of a row with documents, else the mask of *base*."""
     # documents_of needs all arguments by name, as transformers 5.17 to 5.23 pass them.
-    if args or config is None or _enabled.get(id(config)) is not config:
-        return by_pairs(*args, **options)
-    return documents_of(**options) or by_pairs(**options)
-
-
-def documents_of(
-    *,
-    batch_size: int,
-    mask_function: Callable[..., torch.Tensor],
-    q_length: int = 0,
-    kv_length: int = 0,
-    q_offset: Any = 0,
-    kv_offset: Any = 0,
-    attention_mask: torch.Tensor | None = None,
-    local_size: int | None = None,
-    device: Any = "cpu",
-    **others: Any,
-) -> Documents | None:
-    """Find the documents of the mask that transformers requests with these arguments of ``sdpa_mask``.
-
-    Returns None if the mask is not causal attention within documents of one row. The mask is read off *mask_function*
-    at the positions where it must change.
-    """
-    is_one_row = batch_size == 1 and q_length == kv_length >= 2 and attention_mask is None
-    has_offset = (q_offset, kv_offset) != (0, 0)
-    # transformers allows the skip if there are no documents. It combines documents with the causal pattern by "and",
-    # and other patterns, such as blocks of images that see each other, by "or".
-    has_documents = not others.get("allow_is_causal_skip", True)
-    is_narrowed = getattr(mask_function, "__name__", "") == "and_mask"
-    if not is_one_row or has_offset or not has_documents:
-        return None
-    if not is_narrowed or others.get("use_vmap", False):
-        return None
-    row = torch.zeros(1, dtype=torch.long, device=device)
-
-    def sees(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        return mask_function(row, row, queries, keys).expand(queries.shape)
-
-    positions = torch.arange(q_length, device=device)
-    is_first = torch.ones(q_length, dtype=torch.bool, device=device)
-    is_first[1:] = ~sees(positions[1:], positions[:-1])
-    starts = torch.where(is_first, positions, 0).cummax(0).values
-    if not _is_causal_within(sees, positions, starts, local_size):
-        return None
-    borders = [*torch.nonzero(is_first).flatten().tolist(), q_length]
-    lengths = [end - start for start, end in pairwise(borders)]
-    runs = tuple((length, len(list(same))) for length, same in groupby(lengths))
-    return Documents(runs, local_size, torch.device(device))
-
-
-def _is_causal_within(
-    sees: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    positions: torch.Tensor,
-    starts: torch.Tensor,
-    window: int | None,
-) -> bool:
-    """Whether each position sees exactly the range from the start of its document (or window) to itself.
-
-    Tested at both ends of the range, in its middle, and one position outside of each end.
-    """
-    lowest = starts
-    if window is not None:
-        lowest = torch.maximum(starts, positions - window + 1)
-    # Not all pairs: they would take the quadratic memory that this module avoids.
-    inside = torch.cat([positions, lowest, (positions + lowest) // 2])
-    seen = sees(positions.repeat(3), inside)
-    has_next = positions < len(positions) - 1
-    has_previous = lowest > 0
-    outside = torch.cat([positions[has_next] + 1, lowest[has_previous] - 1])
-    hidden = sees(torch.cat([positions[has_next], positions[has_previous]]), outside)
-    return bool(seen.all() & ~hidden.any())
+    documents = None if args else documents_of(**options)
+    if documents is None:
+        return ALL_MASK_ATTENTION_FUNCTIONS[base](*args, **options)
+    return kernel.prepare(documents)
 
 
 def _attention(
-    attention: Callable[..., Any],
+    kernel: Kernel,
+    base: str,
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: Any,
+    *,
+    is_probe: bool,
     **options: Any,
 ) -> Any:
-    """Replace transformers' sdpa function *attention*: call it for each run of documents.
+    """An attention function of transformers: compute documents with *kernel*, everything else with *base*.
 
-    *query*, *key*, *value*: [1, heads, T, D]. Returns (output [1, T, heads, D], None).
+    *query*, *key*, *value*: [1, heads, T, D]. Returns (output [1, T, heads, D], None). With *is_probe*, it raises
+    :class:`UnsupportedByKernel` where the kernel cannot compute documents; else they are computed with the mask.
     """
-    if not isinstance(attention_mask, Documents):
-        return attention(module, query, key, value, attention_mask, **options)
-    tensors = (query, key, value)
-    num_tokens = sum(attention_mask.sizes)
-    is_complete = all(tensor.shape[2] == num_tokens for tensor in tensors)
-    needs_pairs = any(options.get(name) is not None for name in _NEEDS_PAIRS)
-    if len(query) > 1 or not is_complete or needs_pairs:
-        return attention(module, query, key, value, attention_mask.mask, **options)
-    # transformers' sdpa function uses it only for a call without a mask.
-    options["is_causal"] = True
-    outputs = []
-    parts = [torch.split(tensor, attention_mask.sizes, dim=2) for tensor in tensors]
-    for (length, count), run in zip(attention_mask.runs, zip(*parts, strict=True), strict=True):
-        if count > 1:
-            run = tuple(_one_row_each(part, length) for part in run)
-        output, _ = attention(module, *run, attention_mask.mask_of(length), **options)
-        outputs.append(output.reshape(1, length * count, *output.shape[2:]))
-    return torch.cat(outputs, dim=1), None
+    if not isinstance(attention_mask, _ROWS):
+        return _base_attention(base, module)(module, query, key, value, attention_mask, **options)
+    rows: Any = attention_mask
+    kernel_query, kernel_key, kernel_value = _in_compute_dtype(query, key, value)
+    request = _request(module, kernel_query, kernel_key, kernel_value, rows.window, options)
+    if is_probe:
+        _base_attention(base, module)
+        _check_kernel(kernel, request, module, query.device)
+    is_complete = len(query) == 1 and query.shape[2] == key.shape[2] == rows.num_tokens
+    if not is_complete or kernel.unsupported(request):
+        mask = rows.mask
+        if base == "eager":
+            # Eager attention adds the mask to the scores.
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(
+                ~mask, torch.finfo(query.dtype).min
+            )
+        return _base_attention(base, module)(module, query, key, value, mask, **options)
+    dropout = options.get("dropout") or 0.0
+    sinks = options.get("s_aux")
+    output = kernel.attend(kernel_query, kernel_key, kernel_value, rows, request, sinks, dropout)
+    return output, None
 
 
-def _one_row_each(part: torch.Tensor, length: int) -> torch.Tensor:
-    """View *part* [1, heads, n * length, D] of n documents as [n, heads, length, D]."""
-    return part.view(part.shape[1], -1, length, part.shape[3]).transpose(0, 1)
+def _base_attention(base: str, module: nn.Module) -> Callable[..., Any]:
+    """The attention function of the implementation *base* for the attention module *module*.
+
+    Raises :class:`UnsupportedByKernel` if there is none.
+    """
+    if base != "eager":
+        of_library: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[base]
+        return of_library
+    # Each model of transformers has its own function for eager attention, with this name.
+    for part in type(module).__mro__:
+        function = getattr(sys.modules.get(part.__module__), "eager_attention_forward", None)
+        if function is not None:
+            found: Callable[..., Any] = function
+            return found
+    raise UnsupportedByKernel(f"{type(module).__name__} has no separate eager attention")
+
+
+def _in_compute_dtype(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """*tensors* in the dtype of autocast, which does not know the kernels; unchanged without autocast."""
+    device_type = tensors[0].device.type
+    if not torch.is_autocast_enabled(device_type):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(device_type)
+    return [tensor.to(dtype) for tensor in tensors]
+
+
+def _request(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    window: int | None,
+    options: Mapping[str, Any],
+) -> Request:
+    needing_pairs = []
+    for name in _NEEDS_PAIRS:
+        given = options.get(name)
+        if given is not None and given is not False:
+            needing_pairs.append(name)
+    return Request(
+        device_type=query.device.type,
+        dtype=query.dtype,
+        head_dim=query.shape[3],
+        value_dim=value.shape[3],
+        num_heads=query.shape[1],
+        num_key_heads=key.shape[1],
+        scale=options.get("scaling"),
+        window=window,
+        softcap=options.get("softcap"),
+        has_sinks=options.get("s_aux") is not None,
+        has_dropout=bool(options.get("dropout")),
+        other_options=tuple(needing_pairs),
+    )
+
+
+def _check_kernel(
+    kernel: Kernel, request: Request, module: nn.Module, device: torch.device
+) -> None:
+    """Validate that *kernel* computes *request*, in training too. Raises :class:`UnsupportedByKernel`."""
+    reason = kernel.unsupported(request)
+    if not reason and _drops(module):
+        reason = kernel.unsupported(_with_dropout(request))
+    if reason:
+        raise UnsupportedByKernel(reason)
+    # The kernels of a CPU are torch's attention, which the model's outputs validate.
+    if device.type != "cpu":
+        validate_kernel(kernel, request, device)
+
+
+def _with_dropout(request: Request) -> Request:
+    return dataclasses.replace(request, has_dropout=True)
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether an attention module has dropout, which it passes on only in training."""
+    settings = [given for name, given in vars(module).items() if "dropout" in name]
+    return any(isinstance(given, float) and given > 0 for given in settings)
+
+
+@functools.cache
+def validate_kernel(kernel: Kernel, request: Request, device: torch.device) -> None:
+    """Compare the output and the gradients of *kernel* with those of the mask for random documents of one row.
+
+    Raises :class:`UnsupportedByKernel` if they differ by more than rounding, and what the kernel raises.
+    """
+    documents = Documents(((3, 1), (70, 1), (1, 2), (129, 1)), request.window, device)
+    generator = torch.Generator(device).manual_seed(0)
+    length = documents.num_tokens
+    tensors = []
+    for heads, size in (
+        (request.num_heads, request.head_dim),
+        (request.num_key_heads, request.head_dim),
+        (request.num_key_heads, request.value_dim),
+    ):
+        shape = (1, heads, length, size)
+        tensor = torch.randn(shape, generator=generator, device=device, dtype=request.dtype)
+        tensors.append(tensor)
+    upstream = torch.randn(
+        (1, length, request.num_heads, request.value_dim), generator=generator, device=device
+    )
+    sinks = None
+    if request.has_sinks:
+        sinks = torch.randn(request.num_heads, generator=generator, device=device)
+    rows = kernel.prepare(documents)
+    # A probe runs without gradients and without compilation.
+    with torch.enable_grad(), torch.compiler.set_stance("default"):
+        attend = functools.partial(kernel.attend, rows=rows, request=request, sinks=sinks)
+        found = _with_gradients(attend, tensors, upstream)
+        by_pairs = functools.partial(
+            attention_by_pairs, mask=documents.mask, request=request, sinks=sinks
+        )
+        expected = _with_gradients(by_pairs, [tensor.float() for tensor in tensors], upstream)
+    for ours, theirs in zip(found, expected, strict=True):
+        allowed = 0.03 * float(theirs.abs().max())
+        # The comparison is false for NaN.
+        if not float((ours.float() - theirs).abs().max()) <= allowed:
+            raise UnsupportedByKernel(f"{kernel.label} computes something else than the mask")
+
+
+def _with_gradients(
+    attend: Callable[..., torch.Tensor], tensors: list[torch.Tensor], upstream: torch.Tensor
+) -> list[torch.Tensor]:
+    """The output of *attend* for *tensors*, and the gradients of the tensors for that of the output."""
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    output = attend(*leaves)
+    gradients = torch.autograd.grad(output, leaves, upstream.to(output.dtype))
+    return [output.detach(), *gradients]
+
+
+def attention_by_pairs(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    request: Request,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The definition of attention with a mask of all pairs, without dropout: [1, T, heads, D]."""
+    repeats = request.num_heads // request.num_key_heads
+    key = key.repeat_interleave(repeats, dim=1)
+    value = value.repeat_interleave(repeats, dim=1)
+    scale = request.head_dim**-0.5 if request.scale is None else request.scale
+    scores = query @ key.transpose(2, 3) * scale
+    if request.softcap is not None:
+        scores = request.softcap * torch.tanh(scores / request.softcap)
+    scores = scores.masked_fill(~mask, -math.inf)
+    if sinks is not None:
+        column = sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], dim=3)
+    weights = scores.softmax(dim=3)[..., : key.shape[2]]
+    return (weights @ value).transpose(1, 2)

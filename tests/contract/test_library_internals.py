@@ -73,6 +73,7 @@ PRIVATE_NAMES: dict[str, str] = {
     "_rebuild_tensor_v3": "torch._utils",
     # What transformers' model classes declare about themselves.
     "_attn_implementation": "transformers.PreTrainedConfig",
+    "_attn_implementation_internal": "transformers.PreTrainedConfig",
     "_init_weights": "transformers.PreTrainedModel",
     "_is_stateful": "transformers.PreTrainedModel",
     "_keys_to_ignore_on_load_unexpected": "transformers.PreTrainedModel",

@@ -23,14 +23,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.data.packing import PackedDataset, RowLayout
-from automodel_ckpt.models import attention
 from automodel_ckpt.models.attention import (
-    Documents,
     attend_by_document,
     attend_by_mask,
-    documents_of,
+    attends_by_document,
 )
 from automodel_ckpt.models.build import checkpoint_activations
+from automodel_ckpt.models.documents import Documents, documents_of
 from automodel_ckpt.models.forward import attention_of
 from tests.unit.models.test_packing_probe import APART, build, loss_and_gradients, samples
 
@@ -54,7 +53,7 @@ def looked_at(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
 def by_document(model_type: str) -> Any:
     model = build(model_type, "sdpa")
     assert attend_by_document(model, OPTIONS)
-    assert attention_of(model) == "sdpa"
+    assert attends_by_document(model)
     return model
 
 
@@ -121,14 +120,20 @@ def test_dropout_draws_alike_from_the_same_state() -> None:
 def test_only_the_model_that_was_asked_attends_so(looked_at: list[tuple[int, bool]]) -> None:
     asked = by_document("llama")
     rows = {name: value for name, value in one_row().items() if name != "labels"}
-    for other in (build("llama", "sdpa"), copy.deepcopy(asked)):
-        looked_at.clear()
-        other(**rows, **OPTIONS)
-        assert set(looked_at) == {(rows["input_ids"].numel(), True)}
+    other = build("llama", "sdpa")
+    attend_by_mask(other)
+    looked_at.clear()
+    other(**rows, **OPTIONS)
+    assert set(looked_at) == {(rows["input_ids"].numel(), True)}
+    looked_at.clear()
+    copy.deepcopy(asked)(**rows, **OPTIONS)
+    assert max(tokens for tokens, _ in looked_at) == 12
 
 
 def test_other_attention_stays_as_it_is() -> None:
-    assert not attend_by_document(build("llama", "eager"), OPTIONS)
+    model = build("llama", "flex_attention")
+    assert not attend_by_document(model, OPTIONS)
+    assert attention_of(model) == "flex_attention"
 
 
 def test_a_model_that_computes_something_else_so_keeps_its_masks(
@@ -137,7 +142,7 @@ def test_a_model_that_computes_something_else_so_keeps_its_masks(
     monkeypatch.setattr(Documents, "mask_of", lambda *_: torch.ones(1, dtype=torch.bool))
     model = build("llama", "sdpa")
     assert not attend_by_document(model, OPTIONS)
-    assert not any(config is model.config for config in attention._enabled.values())
+    assert attention_of(model) == "sdpa"
 
 
 def test_a_model_that_works_on_the_mask_keeps_its_masks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,8 +158,8 @@ def test_a_model_that_works_on_the_mask_keeps_its_masks(monkeypatch: pytest.Monk
 
 
 def test_attention_that_has_to_look_at_pairs_gets_the_mask() -> None:
-    by_document("llama")
-    attention, module = ALL_ATTENTION_FUNCTIONS["sdpa"], nn.Module()
+    name = attention_of(by_document("llama"))
+    attention, module = ALL_ATTENTION_FUNCTIONS[name], nn.Module()
     rows = Documents(((3, 2), (2, 1)), None, torch.device("cpu"))
     tensors = [torch.randn(1, 2, 8, 4) for _ in range(3)]
     bias = torch.randn(1, 2, 8, 8)
