@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.command_server import CommandServer
-from tools import bench_loop, bench_loss_head, bench_report
+from tools import bench_loop, bench_loss_head, bench_loss_kernels, bench_report
 from tools.bench_rounds import ROOT, Group, Memory, Row, as_json, llama_shapes, parse_size, rounds
 from tools.loop_ways import WARM_UP, Steps, Turns
 
@@ -160,3 +161,20 @@ def test_consolidation_is_compared_with_cp(tmp_path: Path, commands: CommandServ
     ):
         assert line in done.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+def test_every_implementation_of_the_loss_is_compared_on_a_device(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "figures.json"
+    sizes = "--device cpu --vocabulary 97 --hidden 16 --tokens 32 --rounds 1"
+    bench_loss_kernels.main([*sizes.split(), "--json", str(file)])
+    found = json.loads(file.read_text())
+    assert list(found) == ["32 tokens, trained layer", "32 tokens, frozen layer"]
+    for trained, rows in zip((True, False), found.values(), strict=True):
+        assert {"matrix products", "full logits", "ours, torch"} <= rows.keys()
+        for name in ("full logits", "ours, torch"):
+            assert rows[name]["error_hidden"] < 1e-2
+            assert ("error_weight" in rows[name]) == trained
+            assert rows[name]["time_in_products"] > 0
+    assert capsys.readouterr().out.count("| ours, torch |") == 2
