@@ -16,6 +16,8 @@ BENCH_ARGS ?=
 AUTOMODEL_TOOL ?=
 MUTANTS_ARGS ?=
 INTEROP_ARGS ?=
+PART ?=
+GPU_ARGS ?=
 QUICK_TESTS := tests/unit/config tests/unit/data tests/unit/models tests/unit/distributed tests/unit/cli
 # Their image processors need torchvision with the oldest transformers, and its wheels need torch with CUDA.
 QUICK_TESTS += $(patsubst %,--ignore=%,tests/unit/data/test_vlm.py tests/unit/models/test_vision.py tests/unit/models/test_processor.py tests/unit/models/test_image_rows.py)
@@ -95,6 +97,16 @@ $(TRITON)/.ready: $(STAMP)
 kernels: $(TRITON)/.ready  ## the Triton kernels of the loss head, interpreted on the CPU and compiled for GPUs: a minute
 	@TRITON_INTERPRET=1 PYTHONPATH=$(TRITON) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/unit/models/test_loss_kernels.py
 
+# Without $(STAMP): the machine may have no network (tools/gpu/README.md).
+gpu:  ## tests and measurements on one GPU, 30 minutes; a part alone: make gpu PART=lora
+	@bash tools/gpu/run.sh $(PART) $(GPU_ARGS)
+
+gpu-dry-run: $(STAMP)  ## the same code with tiny models on the CPU: a minute
+	@PYTHON=$(BIN)/python bash tools/gpu/run.sh --dry-run $(PART) $(GPU_ARGS)
+
+gpu-wheels: $(STAMP)  ## download what the reference machine lacks into .gpu-wheels
+	@$(BIN)/python -m tools.gpu.wheels
+
 crash: $(STAMP)  ## kills, power cuts (as root), faults, flipped bits, endurance, signals, and what others keep: about an hour and three quarters
 	@for campaign in "kill --points 2500" "kill-async --points 300" "kill-incremental --points 300" "power-incremental --points 200" "power --points 2000" "faults --points 5000" "flips --points 10000" "endurance --points 50" \
 	    "signals --points 120" "baseline --points 300"; do $(BIN)/python -m tools.crash $$campaign || failed=1; done; \
@@ -125,4 +137,4 @@ interop: $(STAMP)  ## Trainer, Lightning, DeepSpeed and others write checkpoints
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.interop $(INTEROP_ARGS)
 
 clean:  ## remove .venv, caches and what the demo wrote
-	rm -rf $(VENV) $(OLDEST)* $(TRITON) .clients .peers runs bases build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST)* $(TRITON) .clients .peers .gpu-wheels runs bases build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,198 @@
+"""Losses of recipes on a GPU against plain torch on the CPU, for every kind of row, attention, dtype and recomputation.
+
+Each recipe runs as a command, so that it has the GPU's memory and state to itself. A case with ``on_cpu`` runs on the
+CPU too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from automodel_ckpt.data.packing import PackedDataset
+from tests.support.command_server import CommandServer
+from tests.support.gpu import DEVICE, needs_gpu, only_gpu
+from tools.gpu import ours, plain
+
+PACK = 96
+
+
+@dataclass(frozen=True)
+class Case:
+    """Changes of the small recipe, and how far its losses may be from those of plain torch in float32."""
+
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    tolerance: float = 2e-5
+    on_cpu: bool = False
+    is_exact: bool = True
+    """Whether everything is computed in float32."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the model beside those of plain.SMALL."""
+    only_gpu: bool = False
+    """Whether a CPU rejects the recipe."""
+
+
+COMPILED = {"compile": {"enabled": True}}
+PACKED = {
+    "packed_sequence": {"size": PACK},
+    "step_scheduler": {"global_batch_size": 1, "local_batch_size": 1},
+}
+CASES = {
+    "padded": Case({"dataloader": {"padding_free": False}}, on_cpu=True),
+    "without padding": Case(),
+    "packed": Case(PACKED, on_cpu=True),
+    "packed, sliding window": Case(PACKED, settings={"model_type": "mistral", "sliding_window": 8}),
+    "packed, eager attention": Case({**PACKED, "model": {"attn_implementation": "eager"}}),
+    "eager attention": Case({"model": {"attn_implementation": "eager"}}),
+    "one sample in each micro-batch": Case({"step_scheduler": {"local_batch_size": 1}}),
+    "no accumulation": Case({"step_scheduler": {"local_batch_size": 4}}),
+    "rows padded to a multiple": Case({"dataloader": {"pad_to_multiple_of": 16}}),
+    "compiled": Case(COMPILED),
+    "compiled, padded": Case({**COMPILED, "dataloader": {"padding_free": False}}),
+    "compiled, packed": Case({**COMPILED, **PACKED}),
+    "activation checkpointing": Case({"model": {"activation_checkpointing": True}}),
+    "compiled, activation checkpointing": Case(
+        {**COMPILED, "model": {"activation_checkpointing": True}}
+    ),
+    "fsdp2": Case({"distributed": {"strategy": "fsdp2"}}),
+    "fsdp2 with parameters on the host": Case(
+        {"distributed": {"strategy": "fsdp2", "cpu_offload": True}}, only_gpu=True
+    ),
+    "ddp": Case({"distributed": {"strategy": "ddp"}}),
+    "tied embeddings": Case(settings={"tie_word_embeddings": True}),
+    "softcapped logits": Case(
+        settings={"model_type": "gemma2", "head_dim": 16, "query_pre_attn_scalar": 16}
+    ),
+    "scaled logits": Case(settings={"model_type": "granite", "logits_scaling": 4.0}),
+    "experts": Case(settings={"model_type": "mixtral", "num_local_experts": 4}),
+    "defaults": Case(tolerance=2e-2, is_exact=False),
+    "defaults, packed": Case(PACKED, tolerance=2e-2, is_exact=False),
+    "bfloat16 computation": Case(
+        {"distributed": {"mixed_precision": "bfloat16"}}, tolerance=2e-2, is_exact=False
+    ),
+    "bfloat16 weights": Case({"model": {"dtype": "bfloat16"}}, tolerance=5e-2, is_exact=False),
+    "bfloat16 weights, compiled": Case(
+        {**COMPILED, "model": {"dtype": "bfloat16"}}, tolerance=5e-2, is_exact=False
+    ),
+}
+
+
+def cases() -> list[Any]:
+    """(device, name) of each case."""
+    found = []
+    for name, case in CASES.items():
+        if case.on_cpu:
+            found.append(pytest.param("cpu", name, id=f"cpu-{name}"))
+        mark = only_gpu if case.only_gpu else needs_gpu
+        found.append(pytest.param(DEVICE, name, id=f"gpu-{name}", marks=mark))
+    return found
+
+
+def train(
+    commands: CommandServer, recipe: Mapping[str, Any], directory: Path, device: str
+) -> list[float]:
+    """Run a recipe on *device*; returns the losses of its steps."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "recipe.yaml"
+    path.write_text(json.dumps(recipe))
+    environment = dict(os.environ)
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+        if "compile" in recipe:
+            # inductor needs a C++ compiler on a CPU.
+            recipe = ours.merged(recipe, {"compile": {"backend": "aot_eager"}})
+            path.write_text(json.dumps(recipe))
+    done = commands.run("ckpt-train", str(path), env=environment, timeout=170)
+    assert done.returncode == 0, done.stderr
+    return plain.logged_losses(directory)
+
+
+@cache
+def base_of(directory: Path, settings: str) -> Path:
+    """A small model in the directory of the test session; made once."""
+    base = directory / f"base-{abs(hash(settings))}"
+    given = {"model_type": "llama", **json.loads(settings)}
+    plain.write_small(given.pop("model_type"), given, base)
+    return base
+
+
+@cache
+def reference(base: Path, *, packed: bool) -> list[float]:
+    """Losses of plain torch on the CPU in float32."""
+    samples = plain.samples()
+    if not packed:
+        return plain.losses(base, "cpu", plain.batches(samples))
+    packs = PackedDataset(samples, PACK)
+    batches = list(plain.batches(packs, num_rows=1))
+    return plain.losses(base, "cpu", batches[: plain.NUM_STEPS])
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("bases")
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("device", "name"), cases())
+def test_losses_equal_those_of_plain_torch_on_the_cpu(
+    bases: Path, tmp_path: Path, commands: CommandServer, device: str, name: str
+) -> None:
+    case = CASES[name]
+    base = base_of(bases, json.dumps(dict(case.settings)))
+    recipe = plain.recipe(base, tmp_path / "run")
+    if case.is_exact:
+        recipe = ours.merged(recipe, plain.exact())
+    recipe = ours.merged(recipe, case.changes)
+    losses = train(commands, recipe, tmp_path / "run", device)
+    expected = reference(base, packed="packed_sequence" in case.changes)
+    # A step that did nothing would keep the first loss.
+    assert len(set(expected)) == plain.NUM_STEPS
+    assert plain.difference(losses, expected) < case.tolerance
+
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "lora": {"peft": {"r": 4}},
+    "lora on the head": {"peft": {"r": 4, "target_modules": ["q_proj", "lm_head"]}},
+    "dora": {"peft": {"r": 4, "use_dora": True}},
+    "lora, packed": {"peft": {"r": 4}, **PACKED},
+}
+
+
+@pytest.mark.timeout(300)
+@needs_gpu
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_train_on_the_gpu_as_on_the_cpu(
+    bases: Path, tmp_path: Path, commands: CommandServer, name: str
+) -> None:
+    base = base_of(bases, "{}")
+    found = {}
+    for place, device in (("cpu", "cpu"), ("gpu", DEVICE)):
+        directory = tmp_path / place
+        recipe = ours.merged(plain.recipe(base, directory), plain.exact())
+        recipe = ours.merged(recipe, {**ADAPTERS[name], "optimizer": {"lr": 1e-2}})
+        found[place] = train(commands, recipe, directory, device)
+    assert plain.difference(found["gpu"], found["cpu"]) < 2e-5
+
+
+@pytest.mark.timeout(300)
+@only_gpu
+@pytest.mark.parametrize("bits", ["nf4", "fp4", "int8"])
+def test_a_quantized_base_trains_close_to_the_unquantized_one(
+    bases: Path, tmp_path: Path, commands: CommandServer, bits: str
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    base = base_of(bases, "{}")
+    found = {}
+    for name, changes in (("base", {}), (bits, {"quantize_base": bits})):
+        recipe = plain.recipe(base, tmp_path / name)
+        recipe = ours.merged(recipe, {"peft": {"r": 4, **changes}, "optimizer": {"lr": 1e-2}})
+        found[name] = train(commands, recipe, tmp_path / name, "cuda")
+    assert plain.difference(found[bits], found["base"]) < 0.1
+    assert found[bits] != found["base"]

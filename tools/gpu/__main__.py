@@ -1,0 +1,192 @@
+"""Measure and test training on one GPU: python -m tools.gpu [PART ...] [--dry-run] [--out DIR] [--minutes N]
+
+Without a PART, all parts run in order. Each writes DIR/PART.json (default: $OUT, else runs/gpu) after each measurement,
+and can be stopped at any point. `--dry-run` runs the same code with tiny models on the CPU. `--report` compares the
+figures in DIR with the goals; `--docs` writes them to docs/performance.md. Exit code 0 if nothing failed, 1 if a
+measurement failed, 128 + the signal's number if a signal ended it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+from tools.bench_rounds import ROOT
+from tools.gpu import goals, machine
+from tools.gpu.session import Figures, PartRun, Session, StopRequested, raise_on_signals
+
+PART_SECONDS = 480.0
+"""The most that a part takes."""
+_SCRATCH = "ckpt-gpu-"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part: its module in :mod:`tools.gpu.parts`, and the seconds that it gets when all parts run."""
+
+    module: str
+    seconds: float
+
+    @property
+    def run(self) -> Callable[[PartRun], None]:
+        """The function of the part."""
+        function: Callable[[PartRun], None] = import_module(f"tools.gpu.parts.{self.module}").run
+        return function
+
+    @property
+    def summary(self) -> str:
+        """The first line of the module's docstring."""
+        return (import_module(f"tools.gpu.parts.{self.module}").__doc__ or "").splitlines()[0]
+
+
+PARTS = {
+    "preflight": Part("preflight", 60),
+    "ceilings": Part("ceilings", 90),
+    "tests": Part("gpu_tests", 330),
+    "lora": Part("lora", 270),
+    "packing": Part("packing", 120),
+    "head": Part("head", 60),
+    "full": Part("full", 270),
+    "saves": Part("saves", 240),
+    "numerics": Part("numerics", 120),
+    "vlm": Part("vlm", 90),
+    "profile": Part("profile_steps", 60),
+}
+"""All parts in the order of `make gpu`; their seconds add up to less than 30 minutes."""
+
+
+def main() -> int:
+    parser = _parser()
+    given = parser.parse_args()
+    out = Path(given.out or os.environ.get("OUT") or ROOT / "runs" / "gpu").resolve()
+    if given.list:
+        for name, part in PARTS.items():
+            print(f"{name:10} {part.seconds:4.0f} s  {part.summary}")
+        return 0
+    if given.report or given.docs:
+        return goals.report(out, docs=given.docs)
+    unknown = sorted(set(given.parts) - PARTS.keys())
+    if unknown:
+        parser.error(f"no such part: {', '.join(unknown)}; there are {', '.join(PARTS)}")
+    names = given.parts or list(PARTS)
+    raise_on_signals()
+    try:
+        return run_parts(names, out, is_dry_run=given.dry_run, minutes=given.minutes)
+    except StopRequested as stop:
+        print(f"stopped by {stop}; the figures so far are in {out}")
+        return 128 + stop.number
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--out", metavar="DIR", help="where the figures go")
+    parser.add_argument("--dry-run", action="store_true", help="tiny models, on the CPU")
+    parser.add_argument(
+        "--minutes", type=float, default=30.0, help="the most that this call takes (default: 30)"
+    )
+    parser.add_argument("--list", action="store_true", help="list the parts")
+    parser.add_argument("--report", action="store_true", help="compare the figures with the goals")
+    parser.add_argument("--docs", action="store_true", help="write them to docs/performance.md")
+    return parser
+
+
+def run_parts(names: list[str], out: Path, *, is_dry_run: bool, minutes: float) -> int:
+    """Run parts; returns the exit code. Their temporary models and checkpoints are removed, whatever happens."""
+    ends = time.monotonic() + 60 * minutes
+    out.mkdir(parents=True, exist_ok=True)
+    _prepare_environment(is_dry_run)
+    with scratch_directory() as scratch:
+        described = machine.describe(scratch)
+        print("importing torch, transformers and the recipes", flush=True)
+        _import_everything()
+        session = Session(_device(scratch, out, is_dry_run), is_dry_run, scratch, out, described)
+        if session.device != "cuda" and not is_dry_run:
+            print("no CUDA device: nothing was measured (--dry-run runs tiny models on the CPU)")
+            return 3
+        num_failed = 0
+        for name in names:
+            # A call with few parts gives each of them all the time that it may take.
+            most = PARTS[name].seconds if len(names) > 4 else PART_SECONDS
+            num_failed += run_part(name, session, min(most, ends - time.monotonic()))
+    print(goals.table_text(out))
+    print(f"figures: {out}")
+    return 1 if num_failed else 0
+
+
+def run_part(name: str, session: Session, seconds: float) -> int:
+    """Run one part for at most some *seconds*; returns the number of measurements that failed."""
+    print(f"{name} (at most {seconds:.0f} s): {PARTS[name].summary}", flush=True)
+    part = PartRun(session, name, seconds)
+    try:
+        PARTS[name].run(part)
+    except StopRequested as stop:
+        part.results.end(f"stopped by {stop}")
+        raise
+    part.results.end("done")
+    return len(part.results.failed)
+
+
+def _prepare_environment(is_dry_run: bool) -> None:
+    """Set what must be set before torch is imported."""
+    os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+    # torch.cuda.is_available() then asks the driver's management library: CUDA does not survive a fork.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    if is_dry_run:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def _import_everything() -> None:
+    for name in (
+        "torch", "transformers", "peft", "automodel_ckpt.cli.train", "tools.gpu.timed",
+        "transformers.models.llama.modeling_llama", "transformers.optimization",
+    ):  # fmt: skip
+        import_module(name)
+
+
+def _device(scratch: Path, out: Path, is_dry_run: bool) -> str:
+    """``cuda`` if a forked process finds a GPU, else ``cpu``."""
+    if is_dry_run:
+        return "cpu"
+    probe = PartRun(Session("cpu", False, scratch, scratch, {}), "probe", 60)
+    found = probe.measure("cuda", _find_cuda)
+    return "cuda" if found and found["cuda"]["available"] else "cpu"
+
+
+def _find_cuda() -> Figures:
+    import torch
+
+    yield "cuda", {"available": torch.cuda.is_available()}
+
+
+@contextmanager
+def scratch_directory() -> Iterator[Path]:
+    """A temporary directory for models and checkpoints. Those of calls that were killed are removed first."""
+    place = Path(os.environ.get("GPU_SCRATCH") or tempfile.gettempdir())
+    for path in place.glob(f"{_SCRATCH}*"):
+        owner = path.name.removeprefix(_SCRATCH).partition("-")[0]
+        if owner.isdigit() and not Path(f"/proc/{owner}").exists():
+            shutil.rmtree(path, ignore_errors=True)
+    path = Path(tempfile.mkdtemp(prefix=f"{_SCRATCH}{os.getpid()}-", dir=place))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""Training with this program, as ckpt-train trains: a recipe file, run by the command's own function."""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tools.gpu.session import Figures
+from tools.gpu.shapes import Work
+
+LORA = {"peft": {"r": 16, "alpha": 32}}
+"""The section of README's recipe for adapters on all linear layers."""
+
+
+def recipe_of(work: Work, base: Path, directory: Path) -> dict[str, Any]:
+    """A recipe that trains the model in *base* on random tokens, with the defaults of all keys that measure nothing."""
+    rows_per_step = work.batch * work.accumulation
+    num_steps = work.warm_up + work.steps
+    return {
+        "recipe": "tools.gpu.timed.TimedLLM",
+        "model": {"from_pretrained": str(base)},
+        "tokenizer": None,
+        "dataset": {
+            "_target_": "automodel_ckpt.data.mock.random_tokens",
+            "num_samples": rows_per_step * num_steps,
+            "seq_length": work.length,
+            "vocab_size": work.config["vocab_size"],
+        },
+        "step_scheduler": {
+            "global_batch_size": rows_per_step,
+            "local_batch_size": work.batch,
+            "max_steps": num_steps,
+            "ckpt_every_epochs": None,
+        },
+        "checkpoint": {"enabled": False, "checkpoint_dir": str(directory)},
+        "logging": {"log_every_seconds": 1},
+    }
+
+
+def compiled(device: str) -> dict[str, Any]:
+    """The section that compiles layers; without a GPU by a backend that needs no compiler."""
+    section: dict[str, Any] = {"enabled": True}
+    if device != "cuda":
+        section["backend"] = "aot_eager"
+    return {"compile": section}
+
+
+def merged(recipe: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of *recipe* with the values of *changes*; sections are combined, and a section of None removes nothing."""
+    result = copy.deepcopy(dict(recipe))
+    for name, value in changes.items():
+        if isinstance(value, Mapping) and isinstance(result.get(name), dict):
+            result[name] = merged(result[name], value)
+        else:
+            result[name] = copy.deepcopy(value)
+    return result
+
+
+def train(recipe: Mapping[str, Any], directory: Path, *flags: str) -> int:
+    """Run a recipe in this process as ``ckpt-train`` does; returns its exit code. The file is JSON, which is YAML."""
+    from automodel_ckpt.cli.train import main
+
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / "recipe.yaml"
+    path.write_text(json.dumps(recipe, indent=1))
+    return main([str(path), "--trust", "tools", *flags])
+
+
+def measure(
+    name: str, recipe: Mapping[str, Any], directory: Path, warm_up: int, flops_per_token: float
+) -> Figures:
+    """Train, and yield the speed of the counted steps with the memory's peak and the seconds before the first step."""
+    from tools.gpu.timed import CLOCK
+
+    CLOCK.start(warm_up)
+    started = time.perf_counter()
+    code = train(recipe, directory)
+    if code != 0:
+        raise RuntimeError(f"ckpt-train ended with {code}")
+    figures = CLOCK.figures()
+    figures["seconds_before_first_step_ended"] = CLOCK.ends[0] - started
+    yield name, with_rates(figures, flops_per_token)
+
+
+def with_rates(figures: dict[str, Any], flops_per_token: float) -> dict[str, Any]:
+    """Figures with the floating-point operations per second."""
+    rate = figures["tokens_per_second"] * flops_per_token
+    return {**figures, "tflops": rate / 1e12, "flops_per_token": flops_per_token}
+
+
+def log_lines(directory: Path) -> list[dict[str, Any]]:
+    """The lines of ``training.jsonl`` of a run; empty without one. An unfinished last line is ignored."""
+    lines = []
+    path = directory / "training.jsonl"
+    if not path.is_file():
+        return []
+    for line in path.read_text().splitlines():
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            continue
+    return lines

@@ -1,0 +1,67 @@
+"""All weights of an 8B model: the recipe's defaults, compiled, with accumulation, and bare loops in bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tools.gpu import bare, ours
+from tools.gpu.session import PartRun
+from tools.gpu.shapes import LLAMA_8B, flops_per_token, work_of
+from tools.gpu.steps import base_of
+
+CHECKPOINTED: Mapping[str, Any] = {"model": {"activation_checkpointing": True}}
+BF16: Mapping[str, Any] = {"model": {"dtype": "bfloat16"}}
+"""Weights and moments in bfloat16: as the bare loop has them."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Changes of the recipe, with the number of micro-batches per step."""
+
+    name: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    compiles: bool = True
+    accumulation: int = 1
+
+
+CASES = (
+    Case("ours, defaults", compiles=False),
+    Case("ours, compiled"),
+    Case("ours, activation checkpointing, compiled", CHECKPOINTED),
+    Case("ours, compiled, accumulation of 8", accumulation=8),
+    Case("ours, bfloat16 weights, compiled", BF16),
+)
+
+
+def run(part: PartRun) -> None:
+    """Cases in the order of their value; the ones that do not fit into the memory are recorded with their message."""
+    session = part.session
+    base = base_of(part, LLAMA_8B)
+    if base is None:
+        return
+    first, *others = CASES
+    _ours(part, first)
+    work = work_of(LLAMA_8B, is_dry_run=session.is_dry_run)
+    flops = flops_per_token(work.config, work.length, trains_all=True)
+    for name, compiles in (("bare, compiled", True), ("bare, eager", False)):
+        compiles = compiles and session.device == "cuda"
+        part.measure(name, bare.full, name, base, work, session.device, flops, compiles, limit=120)
+    for case in others:
+        _ours(part, case)
+
+
+def _ours(part: PartRun, case: Case) -> None:
+    session = part.session
+    steps = {"warm_up": 2, "steps": 4} if case.accumulation > 1 else {}
+    work = work_of(LLAMA_8B, is_dry_run=session.is_dry_run, accumulation=case.accumulation, **steps)
+    directory = session.scratch / "full"
+    recipe = ours.merged(ours.recipe_of(work, session.bases["8B"], directory), case.changes)
+    # A dry run compiles in one case only, because that takes most of its time.
+    if case.compiles and (session.device == "cuda" or case is CASES[1]):
+        recipe = ours.merged(recipe, ours.compiled(session.device))
+    flops = flops_per_token(work.config, work.length, trains_all=True)
+    part.measure(
+        case.name, ours.measure, case.name, recipe, directory, work.warm_up, flops, limit=150
+    )

@@ -1,0 +1,55 @@
+"""tests/gpu with pytest, on a few processes that share the GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tools.bench_rounds import ROOT
+from tools.gpu.machine import version_of
+from tools.gpu.session import Figures, PartRun
+
+_PROCESSES = 4
+_SHOWN = 2000
+
+
+def run(part: PartRun) -> None:
+    """Run the tests until the part's time is over. Each test's result is recorded when it ends."""
+    selection = ["-k", "cpu-packed"] if part.session.is_dry_run else []
+    records = part.session.scratch / "tests.jsonl"
+    part.measure("tests", _tests, records, selection, limit=part.seconds_left)
+    # The process may have been stopped: what it recorded until then counts.
+    outcomes = _outcomes(records)
+    part.results.add("outcomes", {name: len(found) for name, found in outcomes.items()})
+    for test, text in outcomes.get("failed", []):
+        part.results.fail(test, text[-_SHOWN:])
+        print(f"    FAILED {test}")
+
+
+def _outcomes(records: Path) -> dict[str, list[tuple[str, str]]]:
+    """(test, text of its failure) of each outcome in a file of records."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    if not records.is_file():
+        return found
+    for line in records.read_text().splitlines():
+        record = json.loads(line)
+        found.setdefault(record["outcome"], []).append((record["test"], record["text"]))
+    return found
+
+
+def _tests(records: Path, selection: list[str]) -> Figures:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tools.gpu.pytest_records", "tests/gpu"]
+    if version_of("pytest-xdist") and not selection:
+        command += ["-n", str(_PROCESSES)]
+    environment = os.environ | {
+        "GPU_TEST_RECORDS": str(records),
+        "PYTHONPATH": os.pathsep.join(path for path in [str(ROOT), *sys.path] if path),
+    }
+    done = subprocess.run([*command, *selection], cwd=ROOT, env=environment)
+    # 1: tests failed, which the records name; 5: none was selected.
+    if done.returncode not in (0, 1):
+        raise RuntimeError(f"pytest ended with {done.returncode}")
+    yield "tests", {"exit_code": done.returncode}

@@ -1,0 +1,72 @@
+"""Where the time of a step goes: kernels of 5 steps of LoRA 8B and of full 1B, and a trace for a browser."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tools.gpu import ours
+from tools.gpu.session import Figures, PartRun
+from tools.gpu.shapes import LLAMA_1B, LLAMA_8B, Work, work_of
+from tools.gpu.steps import base_of
+
+_NUM_STEPS = 5
+_WARM_UP = 3
+_NUM_KERNELS = 25
+_MOST_TRACE_BYTES = 15 << 20
+"""A larger file does not come back from the device machine."""
+
+
+def run(part: PartRun) -> None:
+    """The profiler slows the steps, so that nothing here is a speed."""
+    session = part.session
+    for name, config, section in (("LoRA 8B", LLAMA_8B, ours.LORA), ("full 1B", LLAMA_1B, {})):
+        base = base_of(part, config)
+        if base is None:
+            continue
+        work = work_of(config, is_dry_run=session.is_dry_run, batch=2, warm_up=_WARM_UP)
+        directory = session.scratch / "profile"
+        recipe = ours.merged(ours.recipe_of(work, base, directory), section)
+        recipe["step_scheduler"]["max_steps"] = _WARM_UP + _NUM_STEPS
+        trace = session.out / f"trace-{name.replace(' ', '-')}.json.gz"
+        part.measure(name, _profiled, name, recipe, directory, str(trace), work, limit=120)
+
+
+def _profiled(
+    name: str, recipe: Mapping[str, Any], directory: Any, trace: str, work: Work
+) -> Figures:
+    """Train with torch's profiler around the last steps, and sum up the time of each kernel."""
+    import os
+
+    import torch
+    from torch.profiler import ProfilerActivity, profile, schedule
+
+    from tools.gpu.timed import CLOCK
+
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    plan = schedule(wait=_WARM_UP - 1, warmup=1, active=_NUM_STEPS)
+    profiler = profile(activities=activities, schedule=plan)
+    CLOCK.start(_WARM_UP)
+    CLOCK.on_step = profiler.step
+    with profiler:
+        code = ours.train(recipe, directory)
+    if code != 0:
+        raise RuntimeError(f"ckpt-train ended with {code}")
+    yield name, {"seconds_per_step": CLOCK.figures()["seconds_per_step"]}
+    for number, (kernel, seconds, calls) in enumerate(_kernels(profiler)):
+        yield f"{name}, kernel {number + 1}", {"name": kernel, "ms": seconds, "calls": calls}
+    profiler.export_chrome_trace(trace)
+    if os.path.getsize(trace) > _MOST_TRACE_BYTES:
+        os.remove(trace)
+        raise RuntimeError(f"the trace is larger than {_MOST_TRACE_BYTES} bytes, and was removed")
+
+
+def _kernels(profiler: Any) -> list[tuple[str, float, float]]:
+    """(name, milliseconds per step, calls per step) of the kernels that take most time; of operators on a CPU."""
+    found = []
+    for event in profiler.key_averages():
+        microseconds = getattr(event, "self_device_time_total", 0) or event.self_cpu_time_total
+        found.append((event.key[:120], microseconds / 1e3 / _NUM_STEPS, event.count / _NUM_STEPS))
+    return sorted(found, key=lambda one: -one[1])[:_NUM_KERNELS]

@@ -1,0 +1,122 @@
+"""A vision-language model with the shapes of CLIP ViT-L/14 and Llama 1B: the recipe and a bare loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tools.gpu import ours
+from tools.gpu.session import Figures, PartRun
+from tools.gpu.shapes import LLAMA_1B, TINY, Work, work_of
+
+CLIP_LARGE: dict[str, Any] = {
+    "model_type": "clip_vision_model",
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "image_size": 336,
+    "patch_size": 14,
+}
+"""openai/clip-vit-large-patch14-336, whose images are 576 tokens."""
+_TINY_CLIP: dict[str, Any] = {
+    **CLIP_LARGE,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+}
+
+
+def run(part: PartRun) -> None:
+    """Ours by default, without padding and packed; then the bare loop on one batch that is on the device already."""
+    session = part.session
+    is_small = session.is_dry_run
+    vision = _TINY_CLIP if is_small else CLIP_LARGE
+    work = work_of(LLAMA_1B, is_dry_run=is_small, batch=4, warm_up=3, steps=10)
+    recipe = _recipe(vision, work, session.scratch / "vlm", is_small=is_small)
+    device = session.device
+    part.measure(
+        "ours", ours.measure, "ours", recipe, session.scratch / "vlm", work.warm_up, 0.0, limit=150
+    )
+    part.measure("bare", _bare, recipe, work, device, limit=150)
+
+
+def _recipe(
+    vision: dict[str, Any], work: Work, directory: Path, *, is_small: bool
+) -> dict[str, Any]:
+    text = dict(TINY if is_small else LLAMA_1B)
+    size = vision["image_size"]
+    recipe = ours.recipe_of(work, Path("unused"), directory)
+    del recipe["tokenizer"]
+    recipe["recipe"] = "tools.gpu.timed.TimedVLM"
+    num_patches = (size // vision["patch_size"]) ** 2
+    recipe["model"] = {
+        "from_config": {
+            "model_type": "llava",
+            "vision_config": vision,
+            "text_config": text,
+            "vision_feature_layer": -1,
+            "image_seq_length": num_patches,
+        },
+        "freeze": ["vision_tower"],
+    }
+    recipe["processor"] = {
+        "_target_": "tools.gpu.data.image_processor",
+        "image_pixels": size,
+        "patch_pixels": vision["patch_size"],
+    }
+    recipe["dataset"] = {
+        "_target_": "automodel_ckpt.data.mock_images.mock_images",
+        "num_samples": work.batch * (work.warm_up + work.steps),
+        "image_size": [size, size],
+        "num_words": 8 if is_small else 128,
+    }
+    recipe["dataloader"] = {"num_workers": 0 if is_small else 4}
+    return recipe
+
+
+def _bare(recipe: dict[str, Any], work: Work, device: str) -> Figures:
+    """Forward, backward and fused AdamW in bfloat16 on one padded batch, whose preparation is not counted."""
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    from automodel_ckpt.data.image_collate import ImageTextCollator
+    from automodel_ckpt.data.mock_images import mock_images
+    from tools.gpu.data import image_processor
+    from tools.gpu.timed import CLOCK
+
+    sections = ours.merged(recipe, {})
+    sections["processor"].pop("_target_")
+    sections["dataset"].pop("_target_")
+    processor = image_processor(**sections["processor"])
+    image_token = processor.tokenizer.convert_tokens_to_ids("<image>")
+    dataset = mock_images(processor, **sections["dataset"])
+    collate = ImageTextCollator(processor, frozenset([image_token]))
+    batch = collate([dataset[number] for number in range(work.batch)])
+    num_tokens = int(batch["attention_mask"].sum())
+    settings = sections["model"]["from_config"]
+    config = AutoConfig.for_model(
+        settings.pop("model_type"), **settings, image_token_index=image_token
+    )
+    with torch.device(device):
+        build: Any = AutoModelForImageTextToText.from_config
+        model = build(config, dtype=torch.bfloat16)
+    model.train().model.vision_tower.requires_grad_(False)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
+    inputs = {}
+    for name, value in batch.items():
+        value = value.to(device)
+        inputs[name] = value.to(torch.bfloat16) if value.is_floating_point() else value
+    num_steps = work.warm_up + work.steps
+    CLOCK.start(work.warm_up)
+    for step in range(num_steps):
+        model(**inputs, use_cache=False).loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        CLOCK.note(num_tokens, is_last=step + 1 == num_steps)
+    yield "bare", CLOCK.figures()

@@ -1,0 +1,141 @@
+"""The models that are measured: the shapes of Llama 3.1 8B and Llama 3.2 1B, or tiny ones for a dry run.
+
+Weights are random: the speed of dense layers does not depend on them, as long as they are not all zero.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tools.gpu.session import Figures
+
+LLAMA_8B: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131_072,
+    "tie_word_embeddings": False,
+}
+"""meta-llama/Llama-3.1-8B."""
+LLAMA_1B: dict[str, Any] = {
+    **LLAMA_8B,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "tie_word_embeddings": True,
+}
+"""meta-llama/Llama-3.2-1B; its heads have 64 dimensions."""
+TINY: dict[str, Any] = {
+    **LLAMA_8B,
+    "vocab_size": 1024,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+}
+"""What a dry run trains instead."""
+_SHARD_BYTES = 4 << 30
+
+
+@dataclass(frozen=True)
+class Work:
+    """A model and what a step of it trains on: *batch* rows of *length* tokens in each of *accumulation* passes."""
+
+    config: Mapping[str, Any]
+    batch: int
+    length: int
+    accumulation: int
+    warm_up: int
+    """Steps that are not counted."""
+    steps: int
+    """Steps that are counted."""
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a global batch."""
+        return self.batch * self.length * self.accumulation
+
+
+def work_of(config: Mapping[str, Any], *, is_dry_run: bool, **sizes: int) -> Work:
+    """The work on a model of *config* with these sizes, or a tiny one with the same accumulation for a dry run."""
+    given = {"batch": 1, "length": 4096, "accumulation": 1, "warm_up": 3, "steps": 8, **sizes}
+    if is_dry_run:
+        small = {**given, "batch": min(given["batch"], 2), "length": 32, "warm_up": 1, "steps": 2}
+        return Work(TINY, **small)
+    return Work(config, **given)
+
+
+def num_parameters(config: Mapping[str, Any]) -> tuple[int, int]:
+    """(all parameters of a Llama of these shapes, those of its embedding that compute nothing)."""
+    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
+    head = hidden // config["num_attention_heads"]
+    attention = 2 * hidden * hidden + 2 * hidden * head * config["num_key_value_heads"]
+    layer = attention + 3 * hidden * config["intermediate_size"] + 2 * hidden
+    table = hidden * config["vocab_size"]
+    embedding = 0 if config["tie_word_embeddings"] else table
+    return layers * layer + hidden + table + embedding, embedding
+
+
+def flops_per_token(config: Mapping[str, Any], length: int, *, trains_all: bool) -> float:
+    """Floating-point operations per trained token, counted as torchtitan does: attention as if it were not causal.
+
+    With adapters, the gradients of the frozen weights are not computed, and those of the adapters are not counted.
+    """
+    total, embedding = num_parameters(config)
+    passes = 3 if trains_all else 2
+    attention = 4 * int(config["num_hidden_layers"]) * int(config["hidden_size"]) * length
+    return 2.0 * passes * (total - embedding) + 3.0 * float(attention)
+
+
+def write_base(config: Mapping[str, Any], directory: Path, device: str) -> Figures:
+    """Write a model of *config* with random bfloat16 weights, drawn on *device*, as a Hugging Face directory.
+
+    Matrices have the standard deviation 0.02, and norms are ones.
+    """
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    started = time.monotonic()
+    settings = dict(config)
+    made = AutoConfig.for_model(settings.pop("model_type"), **settings, dtype="bfloat16")
+    with torch.device("meta"):
+        build: Any = AutoModelForCausalLM.from_config
+        model = build(made, dtype=torch.bfloat16)
+    directory.mkdir(parents=True)
+    torch.manual_seed(0)
+    names: dict[str, str] = {}
+    shard: dict[str, torch.Tensor] = {}
+    nbytes, total = 0, 0
+    parameters = dict(model.named_parameters())
+    last = list(parameters)[-1]
+    for name, parameter in parameters.items():
+        value = torch.ones(parameter.shape, dtype=torch.bfloat16)
+        if parameter.dim() > 1:
+            drawn = torch.empty(parameter.shape, dtype=torch.bfloat16, device=device)
+            value = drawn.normal_(0.0, 0.02).cpu()
+        shard[name] = value
+        nbytes += value.nbytes
+        if nbytes >= _SHARD_BYTES or name == last:
+            file = f"model-{len(set(names.values())) + 1:05}.safetensors"
+            save_file(shard, directory / file, metadata={"format": "pt"})
+            names.update(dict.fromkeys(shard, file))
+            total += nbytes
+            shard, nbytes = {}, 0
+    index = {"metadata": {"total_size": total}, "weight_map": names}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    made.architectures = [type(model).__name__]
+    made.save_pretrained(directory)
+    seconds = time.monotonic() - started
+    yield "base", {"bytes": total, "seconds": seconds, "parameters": num_parameters(config)[0]}

@@ -1,0 +1,112 @@
+"""The recipes with a clock: `recipe: tools.gpu.timed.TimedLLM` trains as llm_finetune does, and notes each step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from automodel_ckpt.data.loader import GlobalBatch
+from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.recipes.loop import TrainingLoop
+from automodel_ckpt.recipes.records import Control
+from automodel_ckpt.recipes.vlm_finetune import VLMFinetune, VLMLoop
+from automodel_ckpt.training.step_scheduler import Due
+
+
+@dataclass
+class Clock:
+    """When the steps of this process ended. The device is synchronized only where the counted steps begin and end."""
+
+    warm_up: int = 0
+    since: float = 0.0
+    until: float = 0.0
+    ends: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    kill_after_step: int | None = None
+    """The process kills itself at the end of this step; None: never."""
+
+    on_step: Callable[[], object] | None = None
+    """Called at the end of each step."""
+
+    def start(self, warm_up: int) -> None:
+        """Begin a run whose first *warm_up* steps are not counted."""
+        self.warm_up = warm_up
+        self.since = self.until = time.perf_counter()
+        self.ends = []
+        self.tokens = []
+
+    def note(self, num_tokens: int, *, is_last: bool = False) -> None:
+        """Note the end of a step on *num_tokens*."""
+        if len(self.ends) + 1 == self.warm_up or is_last:
+            synchronize()
+        self.ends.append(time.perf_counter())
+        self.tokens.append(num_tokens)
+        if len(self.ends) == self.warm_up:
+            self.since = self.ends[-1]
+        self.until = self.ends[-1]
+
+    def figures(self) -> dict[str, Any]:
+        """Seconds per counted step and tokens per second, with the peak of the device's memory."""
+        num_steps = max(len(self.ends) - self.warm_up, 1)
+        seconds = max(self.until - self.since, 1e-9)
+        return {
+            "tokens_per_second": sum(self.tokens[self.warm_up :]) / seconds,
+            "seconds_per_step": seconds / num_steps,
+            "steps": num_steps,
+            "peak_bytes": peak_bytes(),
+        }
+
+
+CLOCK = Clock()
+"""The clock of this process."""
+
+
+def is_on_gpu() -> bool:
+    """Whether this process has used the GPU."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def synchronize() -> None:
+    """Wait until the GPU has done its work; does nothing without one."""
+    if is_on_gpu():
+        torch.cuda.synchronize()
+
+
+def peak_bytes() -> int:
+    """The most memory that tensors have taken on the GPU; 0 without one."""
+    return torch.cuda.max_memory_allocated() if is_on_gpu() else 0
+
+
+class TimedLoop(TrainingLoop):
+    """The loop of a recipe, which notes when a step ends."""
+
+    def step(self, batch: GlobalBatch, control: Control) -> Due:
+        due = super().step(batch, control)
+        CLOCK.note(control.num_tokens, is_last=due.last)
+        if CLOCK.on_step is not None:
+            CLOCK.on_step()
+        if self.step_scheduler.step == CLOCK.kill_after_step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return due
+
+
+class TimedVLMLoop(TimedLoop, VLMLoop):
+    """The loop of vision-language models, which notes when a step ends."""
+
+
+class TimedLLM(LLMFinetune):
+    """``recipe: llm_finetune`` with a clock."""
+
+    loop_class = TimedLoop
+
+
+class TimedVLM(VLMFinetune):
+    """``recipe: vlm_finetune`` with a clock."""
+
+    loop_class = TimedVLMLoop
