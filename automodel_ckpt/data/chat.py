@@ -107,7 +107,6 @@ def messages(
     or the assistant's tokens cannot be located, and if it has no token to train on.
     """
     require_choice("learn", learn, ("all", "last"))
-    policy = Truncation.of(truncation, seq_length)
     source = Source.of(path, name, split, revision)
     template = ChatTemplate(
         tokenizer,
@@ -118,19 +117,15 @@ def messages(
         max_tokens=seq_length if truncation == "history" else None,
     )
     changes = ConversationChanges(drop_earlier_reasoning, end_with_answer, skip_unanswered)
+    encoder = ConversationEncoder(template, changes, messages_field, tools_field)
     _log_template(source, template)
-
-    def encode(rows: Rows) -> list[TokenizedSample]:
-        field = _field_of_messages(rows, messages_field)
-        return conversations(template, rows, [field], tools_field, changes.turns)
-
     return samples_of(
         source,
         tokenizer,
-        encode,
-        policy,
-        fields=(messages_field, _OTHER_FIELD, tools_field),
-        key=("messages", messages_field, tools_field, *template.key, *changes.key),
+        encoder.encode,
+        Truncation.of(truncation, seq_length),
+        fields=encoder.names,
+        key=encoder.key,
         max_samples=max_samples,
         streaming=streaming,
         shuffle_block=shuffle_block,
@@ -146,13 +141,6 @@ def _log_template(source: Source, template: ChatTemplate) -> None:
             "for example dataset.template_kwargs.date_string '26 Jul 2024'",
             source.path,
         )
-
-
-def _field_of_messages(rows: Rows, given: str) -> str:
-    """Return *given*, the field of the conversations, or ShareGPT's if the data has that and not the default one."""
-    if given == _DEFAULT_FIELD and not rows.has_field(given) and rows.has_field(_OTHER_FIELD):
-        return _OTHER_FIELD
-    return given
 
 
 @dataclass(frozen=True)
@@ -601,6 +589,42 @@ def _no_labels(turns: list[dict[str, Any]]) -> UnusableSample:
         hint = "correct the chat template or its generation markers: they mark no assistant token"
     roles = ", ".join(str(turn["role"]) for turn in turns)
     return UnusableSample("this conversation has no assistant token to train on", roles, hint)
+
+
+@dataclass(frozen=True)
+class ConversationEncoder:
+    """Tokenizes the conversations in rows, after the *changes* that a recipe asks for.
+
+    A conversation is in *messages_field*, its tools in *tools_field*, if the data has that.
+    """
+
+    template: ChatTemplate
+    changes: ConversationChanges
+    messages_field: str
+    tools_field: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The fields that are read."""
+        return (self.messages_field, _OTHER_FIELD, self.tools_field)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Everything that the samples depend on besides the rows and the tokenizer."""
+        fields = (self.messages_field, self.tools_field)
+        return ("messages", *fields, *self.template.key, *self.changes.key)
+
+    def encode(self, rows: Rows) -> list[TokenizedSample]:
+        """Make a sample of each row. Raises :class:`RecipeError` with the location of an unusable one."""
+        field = self._field_in(rows)
+        return conversations(self.template, rows, [field], self.tools_field, self.changes.turns)
+
+    def _field_in(self, rows: Rows) -> str:
+        """The field of the conversations, or ShareGPT's if the data has that and not the default one."""
+        given = self.messages_field
+        if given == _DEFAULT_FIELD and not rows.has_field(given) and rows.has_field(_OTHER_FIELD):
+            return _OTHER_FIELD
+        return given
 
 
 def template_of(tokenizer: PreTrainedTokenizerBase, given: str | None) -> str:

@@ -50,10 +50,17 @@ def _until_last_answer(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _without_earlier_reasoning(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    answers = [number for number, turn in enumerate(turns) if turn["role"] == "assistant"]
-    remaining = []
-    for number, turn in enumerate(turns):
-        if number in answers[:-1]:
-            turn = {key: value for key, value in turn.items() if key not in REASONING}
-        remaining.append(turn)
+    remaining: list[dict[str, Any]] = []
+    is_earlier = False
+    for turn in reversed(turns):
+        if turn["role"] != "assistant":
+            remaining.append(turn)
+            continue
+        changed = dict(turn)
+        if is_earlier:
+            for key in REASONING:
+                changed.pop(key, None)
+        remaining.append(changed)
+        is_earlier = True
+    remaining.reverse()
     return remaining

@@ -40,7 +40,8 @@ class MixtureDataset:
         self.sources = dict(sources)
         self.num_of_epoch = {name: num_of_epoch[name] for name in sources}
         self._datasets = list(self.sources.values())
-        self._ends = list(accumulate(len(dataset) for dataset in self._datasets))
+        sizes = map(len, self._datasets)
+        self._ends = list(accumulate(sizes))
 
     @property
     def draws_nothing(self) -> bool:
@@ -135,8 +136,7 @@ def mixture(
     sizes = {name: len(dataset) for name, dataset in sources.items()}
     shares = _shares(sizes, weights)
     if num_samples is None:
-        # A share of zero cannot occur, so that every source limits the epoch.
-        num_samples = math.floor(min(sizes[name] / share for name, share in shares.items()))
+        num_samples = _longest_without_repeats(sizes, shares)
     if num_samples < 1:
         raise RecipeError(
             "an epoch of the mixture has no sample",
@@ -255,12 +255,26 @@ def _shares(sizes: Mapping[str, int], weights: Mapping[str, float] | None) -> di
     return {name: Fraction(weights[name]) / total for name in sizes}
 
 
+def _longest_without_repeats(sizes: Mapping[str, int], shares: Mapping[str, Fraction]) -> int:
+    """Return the number of samples of an epoch after which the first source would repeat a sample."""
+    limits = []
+    for name, share in shares.items():
+        # A share of zero cannot occur.
+        limits.append(sizes[name] / share)
+    return math.floor(min(limits))
+
+
 def _apportioned(shares: Mapping[str, Fraction], total: int) -> dict[str, int]:
     """Divide *total* by *shares*; those with the largest remainders are rounded up."""
-    exact = {name: share * total for name, share in shares.items()}
-    counts = {name: math.floor(amount) for name, amount in exact.items()}
+    counts: dict[str, int] = {}
+    remainders: dict[str, Fraction] = {}
+    for name, share in shares.items():
+        amount = share * total
+        counts[name] = math.floor(amount)
+        remainders[name] = amount - counts[name]
     missing = total - sum(counts.values())
-    by_remainder = sorted(exact, key=lambda name: counts[name] - exact[name])
+    # Stable: among equal remainders, the first sources are rounded up.
+    by_remainder = sorted(remainders, key=lambda name: -remainders[name])
     for name in by_remainder[:missing]:
         counts[name] += 1
     return counts

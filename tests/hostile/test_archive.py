@@ -102,7 +102,7 @@ ATTACKS: dict[str, Callable[[Members], Members]] = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_a_hostile_archive_is_an_error_and_harms_nobody(attack: str, tmp_path: Path) -> None:
+def test_a_hostile_archive_is_an_error_and_does_no_harm(attack: str, tmp_path: Path) -> None:
     source = checkpoint_in(tmp_path / "source", 1)
     run = tmp_path / "run"
     run.mkdir()

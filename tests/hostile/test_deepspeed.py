@@ -25,7 +25,7 @@ CHOSEN = NAMES if bombs.EVERY else NAMES[2::8]
 @pytest.mark.parametrize(
     "file", ["mp_rank_00_model_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"]
 )
-def test_a_hostile_file_of_a_rank_is_an_error_and_harms_nobody(
+def test_a_hostile_file_of_a_rank_is_an_error_and_does_no_harm(
     name: str, file: str, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"

@@ -26,7 +26,7 @@ CHOSEN = NAMES if bombs.EVERY else NAMES[1::8]
 
 @pytest.mark.parametrize("name", CHOSEN)
 @pytest.mark.parametrize("file", ["meta.pt", "__1_0.distcp", ".metadata"])
-def test_a_hostile_file_in_a_distributed_checkpoint_harms_nobody(
+def test_a_hostile_file_in_a_distributed_checkpoint_does_no_harm(
     name: str, file: str, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"

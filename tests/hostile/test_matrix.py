@@ -79,7 +79,7 @@ def _warm() -> None:
     CASES,
     ids=[f"{attack.kind}-{attack.name}-{reader}" for attack, reader in CASES],
 )
-def test_a_hostile_checkpoint_harms_nobody(
+def test_a_hostile_checkpoint_does_no_harm(
     attack: attacks.Attack, reader: str, tmp_path: Path
 ) -> None:
     case = Attacked(tmp_path, attack.form)

@@ -41,7 +41,7 @@ def source_in(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", CHOSEN)
-def test_hostile_common_state_is_an_error_and_harms_nobody(name: str, tmp_path: Path) -> None:
+def test_hostile_common_state_is_an_error_and_does_no_harm(name: str, tmp_path: Path) -> None:
     source = source_in(tmp_path)
     marker = tmp_path / "executed"
     (source / CHECKPOINT / "common.pt").write_bytes(contents(marker)[name])

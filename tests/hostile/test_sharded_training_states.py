@@ -26,7 +26,7 @@ CHOSEN = NAMES if bombs.EVERY else NAMES[1::12]
 
 @pytest.mark.parametrize("name", CHOSEN)
 @pytest.mark.parametrize(("fixture", "file"), FILES)
-def test_a_hostile_file_of_a_training_state_harms_nobody(
+def test_a_hostile_file_of_a_training_state_does_no_harm(
     name: str, fixture: str, file: str, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"

@@ -65,7 +65,7 @@ CHOSEN = NAMES if bombs.EVERY else NAMES[::4]
 
 @pytest.mark.parametrize("name", CHOSEN)
 @pytest.mark.parametrize("file", ["m.pt", "pytorch_model.bin"])
-def test_a_hostile_file_is_an_error_and_harms_nobody(name: str, file: str, tmp_path: Path) -> None:
+def test_a_hostile_file_is_an_error_and_does_no_harm(name: str, file: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / "source").mkdir(parents=True)
     marker = tmp_path / "executed"

@@ -28,7 +28,7 @@ CHOSEN = NAMES if bombs.EVERY else NAMES[2::8]
 
 @pytest.mark.parametrize("name", CHOSEN)
 @pytest.mark.parametrize("file", ["optimizer.pt", "scheduler.pt", "training_args.bin"])
-def test_a_hostile_file_beside_the_weights_harms_nobody(
+def test_a_hostile_file_beside_the_weights_does_no_harm(
     name: str, file: str, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
@@ -155,7 +155,7 @@ HOSTILE_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE_OPTIONS)
-def test_a_hostile_description_of_an_adapter_harms_nobody(
+def test_a_hostile_description_of_an_adapter_does_no_harm(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = shutil.copytree(ADAPTER / "checkpoint-5", tmp_path / "source")

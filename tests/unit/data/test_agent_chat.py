@@ -12,6 +12,7 @@ from automodel_ckpt.data.chat import messages
 from automodel_ckpt.data.function_calls import schemas, xlam
 from automodel_ckpt.data.messages import UnusableSample, turns_of
 from automodel_ckpt.errors import RecipeError
+from tests.unit.data.toys import labeled, write
 
 TEMPLATE = """{%- if tools %}<s>tools{{ tools | tojson }}</s>{% endif %}{%- for m in messages %}<s>{{ m.role }}
 {% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}
@@ -47,23 +48,6 @@ THINKING = [
     {"role": "user", "content": "two"},
     {"role": "assistant", "content": "four", "reasoning_content": "sum"},
 ]
-
-
-def write(directory: Path, *rows: Any) -> str:
-    path = directory / "agents.jsonl"
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return str(path)
-
-
-def labeled(tokenizer: Any, sample: dict[str, list[int]]) -> list[str]:
-    """The text of each uninterrupted run of labels."""
-    runs: list[list[int]] = [[]]
-    for label in sample["labels"]:
-        if label == -100:
-            runs.append([])
-        else:
-            runs[-1].append(label)
-    return [tokenizer.decode(run) for run in runs if run]
 
 
 def test_calls_and_results_become_messages_of_the_assistant_and_of_tools() -> None:
@@ -139,7 +123,7 @@ def test_unanswered_messages_can_be_removed_and_conversations_skipped(
 ) -> None:
     unfinished = [*THINKING, {"role": "user", "content": "three"}]
     path = write(tmp_path, {"messages": unfinished}, {"messages": THINKING[:1]})
-    with pytest.raises(RecipeError, match=r"no assistant token to train on[\s\S]*agents.jsonl:2"):
+    with pytest.raises(RecipeError, match=r"no assistant token to train on[\s\S]*rows.jsonl:2"):
         messages(tokenizer, path, chat_template=TEMPLATE)
     options: dict[str, Any] = {"end_with_answer": True, "skip_unanswered": True}
     dataset = messages(tokenizer, path, chat_template=TEMPLATE, **options)
@@ -223,5 +207,5 @@ def test_a_row_in_another_format_is_an_error_with_its_line(
     tokenizer: Any, tmp_path: Path, change: dict[str, str], what: str
 ) -> None:
     path = write(tmp_path, XLAM, XLAM | change)
-    with pytest.raises(RecipeError, match=rf"{what}[\s\S]*agents.jsonl:2"):
+    with pytest.raises(RecipeError, match=rf"{what}[\s\S]*rows.jsonl:2"):
         xlam(tokenizer, path, chat_template=TEMPLATE)

@@ -11,6 +11,7 @@ from automodel_ckpt.data.chat import messages
 from automodel_ckpt.data.python_docs import train_tokenizer
 from automodel_ckpt.data.text import prompt_completion
 from automodel_ckpt.errors import RecipeError
+from tests.unit.data.toys import labeled, write
 
 PLAIN = """{%- if tools %}<s>tools{{ tools | tojson }}</s>
 {% endif %}{%- for m in messages %}<s>{{ m.role }}
@@ -39,34 +40,17 @@ TALK = [
 ]
 
 
-def write(directory: Path, *rows: Any) -> str:
-    path = directory / "chat.jsonl"
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return str(path)
-
-
-def learnt(tokenizer: Any, sample: dict[str, list[int]]) -> list[str]:
-    """The text of each unbroken run of labels."""
-    runs: list[list[int]] = [[]]
-    for label in sample["labels"]:
-        if label == -100:
-            runs.append([])
-        else:
-            runs[-1].append(label)
-    return [tokenizer.decode(run) for run in runs if run]
-
-
 @pytest.mark.parametrize(
     ("template", "end"), [(PLAIN, "</s>\n"), (MARKED, "</s>"), (ENDING, "</s>\n")]
 )
-def test_the_assistants_turns_and_their_ends_are_learnt(
+def test_the_assistants_turns_and_their_ends_are_labeled(
     tokenizer: Any, tmp_path: Path, template: str, end: str
 ) -> None:
     sample = messages(tokenizer, write(tmp_path, {"messages": TALK}), chat_template=template)[0]
     whole = tokenizer.apply_chat_template(TALK, chat_template=template, tokenize=False)
     assert tokenizer.decode(sample["input_ids"]) == whole
     last = "</s>" if template == ENDING else ""
-    assert learnt(tokenizer, sample) == [f"four{end}", f"because{end}{last}"]
+    assert labeled(tokenizer, sample) == [f"four{end}", f"because{end}{last}"]
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED, REWRITING])
@@ -75,7 +59,7 @@ def test_the_last_turn_alone_is_learnt_when_asked(
 ) -> None:
     path = write(tmp_path, {"messages": TALK})
     sample = messages(tokenizer, path, chat_template=template, learn="last")[0]
-    assert [text.strip() for text in learnt(tokenizer, sample)] == ["because</s>"]
+    assert [text.strip() for text in labeled(tokenizer, sample)] == ["because</s>"]
 
 
 def test_a_token_that_grows_over_the_border_is_the_assistants(
@@ -86,7 +70,7 @@ def test_a_token_that_grows_over_the_border_is_the_assistants(
     assert len(tokenizer("he", add_special_tokens=False)["input_ids"]) == 1
     talk = [TALK[1], {"role": "assistant", "content": "e four"}]
     sample = messages(tokenizer, write(tmp_path, {"messages": talk}), chat_template=template)[0]
-    assert learnt(tokenizer, sample) == ["he four</s>"]
+    assert labeled(tokenizer, sample) == ["he four</s>"]
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_reason(
@@ -107,7 +91,7 @@ def test_a_conversation_without_the_assistant_is_refused_with_its_number(
     path = write(tmp_path, {"messages": TALK}, {"messages": TALK[:2]})
     with pytest.raises(
         RecipeError,
-        match=r"(?s)no assistant token to train on.*sample 1 \(.*chat\.jsonl:2\).*system, user",
+        match=r"(?s)no assistant token to train on.*sample 1 \(.*rows\.jsonl:2\).*system, user",
     ):
         messages(tokenizer, path, chat_template=template)
 
@@ -145,7 +129,7 @@ def test_tools_and_calls_reach_the_template_without_what_the_table_added(
             content["messages"], tools=content.get("tools"), chat_template=PLAIN, tokenize=False
         )
         assert tokenizer.decode(dataset[row]["input_ids"]) == expected
-    assert [text.split()[0] for text in learnt(tokenizer, dataset[0])] == ["call", "four</s>"]
+    assert [text.split()[0] for text in labeled(tokenizer, dataset[0])] == ["call", "four</s>"]
 
 
 def test_parquet_with_conversations_as_json_text_is_read(tokenizer: Any, tmp_path: Path) -> None:
@@ -190,7 +174,7 @@ def test_long_conversations_are_refused_cut_or_left_out_with_counts(
 ) -> None:
     late = [{"role": "user", "content": "x " * 60}, TALK[2]]
     path = write(tmp_path, {"messages": TALK[1:3]}, {"messages": TALK * 3}, {"messages": late})
-    with pytest.raises(RecipeError, match=r"chat\.jsonl:2"):
+    with pytest.raises(RecipeError, match=r"rows\.jsonl:2"):
         messages(tokenizer, path, chat_template=PLAIN, seq_length=60)
     dataset = messages(tokenizer, path, chat_template=PLAIN, seq_length=60, truncation="right")
     assert [len(dataset[row]["input_ids"]) for row in range(len(dataset))][1:] == [60]
@@ -261,7 +245,7 @@ def test_a_content_in_parts_is_written_as_text(
     tokenizer: Any, tmp_path: Path, template: str, answers: list[str]
 ) -> None:
     path = write(tmp_path, {"messages": json.dumps(IN_PARTS)})
-    assert learnt(tokenizer, messages(tokenizer, path, chat_template=template)[0]) == answers
+    assert labeled(tokenizer, messages(tokenizer, path, chat_template=template)[0]) == answers
 
 
 def test_a_part_that_is_no_text_is_refused(tokenizer: Any, tmp_path: Path) -> None:
@@ -278,7 +262,7 @@ def test_a_template_that_leaves_out_calls_of_tools_is_refused(
         tmp_path,
         {"messages": [TALK[1], {"role": "assistant", "content": "", "tool_calls": [call]}]},
     )
-    assert "add_up" in learnt(tokenizer, messages(tokenizer, path, chat_template=PLAIN)[0])[0]
+    assert "add_up" in labeled(tokenizer, messages(tokenizer, path, chat_template=PLAIN)[0])[0]
     with pytest.raises(RecipeError, match=r"omits the tool calls[\s\S]*add_up"):
         messages(tokenizer, path, chat_template=MARKED)
     said = {
@@ -301,7 +285,7 @@ def test_arguments_in_json_are_written_once(tokenizer: Any, tmp_path: Path, endi
         tmp_path,
         {"messages": [TALK[1], {"role": "assistant", "content": None, "tool_calls": [call]}]},
     )
-    assert learnt(tokenizer, messages(tokenizer, path, chat_template=template)[0]) == [
+    assert labeled(tokenizer, messages(tokenizer, path, chat_template=template)[0]) == [
         'call add {"a": 1}</s>\n'
     ]
 
@@ -342,7 +326,9 @@ def test_what_has_weight_0_is_not_learnt_and_the_weight_is_not_rendered(
         {"messages": TALK},
     )
     dataset = messages(tokenizer, path, chat_template=template + "{{ messages[0].weight }}")
-    runs = [[text.split("</s>")[0] for text in learnt(tokenizer, dataset[row])] for row in range(3)]
+    runs = [
+        [text.split("</s>")[0] for text in labeled(tokenizer, dataset[row])] for row in range(3)
+    ]
     assert runs == [["because"], ["four"], ["four", "because"]]
     assert dataset[0]["input_ids"] == dataset[1]["input_ids"] == dataset[2]["input_ids"]
     last = messages(
@@ -351,7 +337,7 @@ def test_what_has_weight_0_is_not_learnt_and_the_weight_is_not_rendered(
         chat_template=template,
         learn="last",
     )
-    assert [text.split("</s>")[0] for text in learnt(tokenizer, last[0])] == ["four"]
+    assert [text.split("</s>")[0] for text in labeled(tokenizer, last[0])] == ["four"]
 
 
 @pytest.mark.parametrize(
@@ -527,7 +513,7 @@ def test_marked_parts_without_text_between_them_are_both_labeled(
     sample = messages(tokenizer, write(tmp_path, {"messages": TALK[1:3]}), chat_template=template)[
         0
     ]
-    assert learnt(tokenizer, sample) == ["four</s>"]
+    assert labeled(tokenizer, sample) == ["four</s>"]
 
 
 def test_the_last_turn_may_be_all_of_a_sample(tokenizer: Any, tmp_path: Path) -> None:
@@ -535,5 +521,5 @@ def test_the_last_turn_may_be_all_of_a_sample(tokenizer: Any, tmp_path: Path) ->
 {%- endfor %}"""
     path = write(tmp_path, {"messages": TALK[1:3]})
     sample = messages(tokenizer, path, chat_template=template, learn="last")[0]
-    assert learnt(tokenizer, sample) == ["four</s>"]
+    assert labeled(tokenizer, sample) == ["four</s>"]
     assert -100 not in sample["labels"]

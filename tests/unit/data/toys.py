@@ -1,9 +1,11 @@
-"""Small hand-made data sets. Each sample carries its number, and random numbers that show how it was seeded."""
+"""Small hand-made data sets, whose samples carry their number and random numbers, and helpers for tests of data."""
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -98,3 +100,21 @@ class StreamThatRemembersItsEnd(StatefulStream):
     def load_state_dict(self, state: dict[str, int]) -> None:
         super().load_state_dict(state)
         self.restored = True
+
+
+def write(directory: Path, *rows: Any) -> str:
+    """Write rows as a file of JSON lines, and return its path."""
+    path = directory / "rows.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return str(path)
+
+
+def labeled(tokenizer: Any, sample: dict[str, list[int]]) -> list[str]:
+    """The text of each uninterrupted run of labels."""
+    runs: list[list[int]] = [[]]
+    for label in sample["labels"]:
+        if label == -100:
+            runs.append([])
+        else:
+            runs[-1].append(label)
+    return [tokenizer.decode(run) for run in runs if run]
