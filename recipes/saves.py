@@ -10,6 +10,7 @@ from typing import Any
 
 from automodel_ckpt.checkpoint import Checkpointer, SaveReport, policy
 from automodel_ckpt.checkpoint.checkpointer import Resumed, Saving
+from automodel_ckpt.checkpoint.export.next_steps import try_line
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
 from automodel_ckpt.checkpoint.saving.forecast import Forecast
 from automodel_ckpt.config.schema import RecipeConfig
@@ -262,6 +263,7 @@ class Saves:
             log.info("newest checkpoint: %s", self.last_save.path)
             if self.last_save.export is not None:
                 log.info("Hugging Face export: %s", self.last_save.export)
+                log.info("%s", try_line(Path(self.last_save.export)))
         self._export_best()
         self._average_last()
         if self.failure is not None:

@@ -1,4 +1,5 @@
-"""``ckpt``: inspect, verify, convert and manage checkpoints. Runs on CPU, without a network, and starts without torch.
+"""``ckpt``: inspect, verify, convert and manage checkpoints. Runs on CPU, without a network, and starts without torch
+(``generate`` and ``chat`` use both).
 
 :data:`VERBS` lists the commands. A new command is a module in ``cli/commands/`` with ``add_arguments`` and ``run``, and
 a line in this table.
@@ -17,9 +18,11 @@ from automodel_ckpt import __version__
 from automodel_ckpt.cli.commands import (
     archive,
     average,
+    chat,
     completion,
     diff,
     export,
+    generate,
     import_,
     ls,
     pack,
@@ -70,6 +73,8 @@ VERBS: Sequence[Verb] = (
     Verb("show", "show the contents of a checkpoint", show.add_arguments, show.run),
     Verb("diff", "compare two checkpoints", diff.add_arguments, diff.run),
     Verb("verify", "verify the digests of all files", verify.add_arguments, verify.run),
+    Verb("generate", "complete prompts with a model", generate.add_arguments, generate.run),
+    Verb("chat", "talk to a model", chat.add_arguments, chat.run, has_json=False),
     Verb(
         "export",
         "export a checkpoint's model for other programs",

@@ -24,7 +24,8 @@ TYPE = Option(
 
 
 def _run(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
-    from automodel_ckpt.convert.targets.gguf import export_gguf
+    from automodel_ckpt.checkpoint.export.next_steps import gguf_lines
+    from automodel_ckpt.convert.targets.gguf import export_gguf, write_modelfile
 
     report = export_gguf(
         source,
@@ -36,7 +37,10 @@ def _run(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
         log=log,
     )
     kinds = ", ".join(f"{count} {name}" for name, count in report.kinds.items())
-    return finish(arguments, report, kinds)
+    document = finish(arguments, report, kinds)
+    for line in gguf_lines(report.output, write_modelfile(report.output)):
+        log(line)
+    return document
 
 
 TARGET = Target(

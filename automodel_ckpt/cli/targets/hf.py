@@ -44,6 +44,7 @@ def export_hf(
     With *print_output*, prints the output directory on standard output.
     """
     from automodel_ckpt.checkpoint.export.consolidate import consolidate
+    from automodel_ckpt.checkpoint.export.next_steps import hf_lines
     from automodel_ckpt.convert.open import open_source
 
     report = consolidate(
@@ -58,6 +59,8 @@ def export_hf(
     log(_summary(report))
     if print_output:
         print_path(report.output)
+        for line in hf_lines(Path(report.output)):
+            log(line)
     return report
 
 
@@ -80,6 +83,7 @@ def _run(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
 def _run_merge(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
     if arguments.nproc != NPROC.default:
         raise _unused(arguments, NPROC, "hf --merge")
+    from automodel_ckpt.checkpoint.export.next_steps import hf_lines
     from automodel_ckpt.convert.merge import merge
     from automodel_ckpt.data.cache import cache_directory
     from automodel_ckpt.models.repository import base_directory
@@ -98,6 +102,8 @@ def _run_merge(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
     log(_summary(report))
     if not arguments.json:
         print_path(report.output)
+        for line in hf_lines(Path(report.output)):
+            log(line)
     return _document(report)
 
 

@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from automodel_ckpt.checkpoint.export.next_steps import modelfile_text
 from automodel_ckpt.checkpoint.export.plan import ExportTensor, make_plan, parse_cast_dtype
 from automodel_ckpt.checkpoint.export_leftovers import Log
 from automodel_ckpt.checkpoint.export_manifest import ExportManifest
@@ -42,7 +43,8 @@ from automodel_ckpt.convert.sources.files import read_json
 from automodel_ckpt.convert.targets.output_paths import file_output
 from automodel_ckpt.convert.targets.report import ExportReport
 from automodel_ckpt.convert.targets.source_checks import check_digests
-from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from automodel_ckpt.durable_io import replace_file
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed, os_problem
 
 log_default = logging.getLogger("automodel_ckpt")
 
@@ -124,6 +126,22 @@ def export_gguf(
     for entry in entries:
         counts[entry.kind.name] = counts.get(entry.kind.name, 0) + 1
     return GgufReport(target, len(entries), nbytes, seconds, opened.has_digests, warnings, counts)
+
+
+def write_modelfile(file: Path) -> Path:
+    """Write Ollama's Modelfile next to a GGUF *file*, unless there is one already, and return its path.
+
+    Raises :class:`SaveFailed` if it cannot be written.
+    """
+    path = file.with_suffix(".Modelfile")
+    if not path.exists():
+        try:
+            replace_file(path, modelfile_text(file).encode())
+        except OSError as error:
+            hint = "free space, then write it by hand: FROM ./ and the name of the GGUF file"
+            problem = os_problem(error, "Ollama's Modelfile cannot be written", hint=hint)
+            raise SaveFailed.all_of([problem]) from error
+    return path
 
 
 def _wanted_kind(tensor_type: str | None, cast_dtype: str | None) -> Kind | None:

@@ -122,7 +122,9 @@ def test_other_sources_and_a_cast_give_the_same_file(tmp_path: Path, capsys: Cap
     assert [(t.name, t.data.tobytes()) for t in one.tensors] == [
         (t.name, t.data.tobytes()) for t in other.tensors
     ]
-    assert whole.is_dir() and sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "c", "hf"]
+    assert whole.is_dir() and sorted(tmp_path.iterdir()) == [
+        tmp_path / name for name in ("a", "a.Modelfile", "b", "b.Modelfile", "c", "hf")
+    ]
 
 
 def test_what_a_killed_export_left_goes_with_the_next_one_and_what_is_in_use_stays(
@@ -139,7 +141,28 @@ def test_what_a_killed_export_left_goes_with_the_next_one_and_what_is_in_use_sta
     with owned(used):
         assert main(["export", str(tmp_path / "c"), "--to", "gguf", "-o", str(target)]) == 0
     assert "left by an interrupted export" in capsys.readouterr().err
-    assert {path.name for path in target.parent.iterdir()} == {"m.gguf", used.name, other.name}
+    left = {path.name for path in target.parent.iterdir()}
+    assert left == {"m.gguf", "m.Modelfile", used.name, other.name}
+
+
+def test_an_export_ends_with_the_commands_that_serve_it(tmp_path: Path, capsys: Capture) -> None:
+    pytest.importorskip("gguf")
+    llama_checkpoint(tmp_path / "c", tied=True, dtype=torch.float32)
+    target = tmp_path / "my Model.gguf"
+    words = ["export", str(tmp_path / "c"), "--to", "gguf", "-o", str(target)]
+    assert main(words) == 0
+    modelfile = tmp_path / "my Model.Modelfile"
+    log = capsys.readouterr().err
+    assert f"llama-server -m '{target}'" in log
+    assert f"ollama create my-model -f '{modelfile}' && ollama run my-model" in log
+    assert modelfile.read_text() == "FROM ./my Model.gguf\n"
+    # What a user added to it stays.
+    modelfile.write_text("FROM ./my Model.gguf\nPARAMETER temperature 0\n")
+    assert main([*words, "--force"]) == 0
+    assert "PARAMETER" in modelfile.read_text()
+    capsys.readouterr()
+    assert main(["export", str(tmp_path / "c"), "-o", str(tmp_path / "hf")]) == 0
+    assert f"vllm serve {tmp_path / 'hf'}" in capsys.readouterr().err
 
 
 def test_a_damaged_shard_yields_no_file(tmp_path: Path, capsys: Capture) -> None:

@@ -1,0 +1,56 @@
+"""The commands that try and serve an export, for the log. Pure text; nothing is executed."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+_CHAT_TEMPLATE = "chat_template.jinja"
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+
+
+def try_line(directory: Path) -> str:
+    """The command that tries the Hugging Face files in *directory*: a conversation if there is a chat template."""
+    path = shlex.quote(str(directory))
+    if _has_chat_template(directory):
+        return f"try it:       ckpt chat {path}"
+    return f'try it:       ckpt generate {path} -p "Once upon a time"'
+
+
+def hf_lines(directory: Path) -> list[str]:
+    """The commands for the Hugging Face files in *directory*: this program, vLLM, transformers."""
+    path = shlex.quote(str(directory))
+    return [
+        try_line(directory),
+        f"vLLM:         vllm serve {path}",
+        f"transformers: AutoModelForCausalLM.from_pretrained({str(directory)!r})",
+    ]
+
+
+def gguf_lines(file: Path, modelfile: Path) -> list[str]:
+    """The commands for a GGUF *file*, with the *modelfile* that Ollama reads."""
+    name = re.sub(r"[^a-z0-9._-]+", "-", file.stem.lower()).strip("-") or "model"
+    return [
+        f"llama.cpp:    llama-server -m {shlex.quote(str(file))}",
+        f"Ollama:       ollama create {name} -f {shlex.quote(str(modelfile))} && ollama run {name}",
+    ]
+
+
+def modelfile_text(file: Path) -> str:
+    """The content of Ollama's Modelfile for a GGUF *file* in the same directory.
+
+    Ollama reads the chat template and the end tokens from the metadata of the GGUF file.
+    """
+    return f"FROM ./{file.name}\n"
+
+
+def _has_chat_template(directory: Path) -> bool:
+    if (directory / _CHAT_TEMPLATE).is_file():
+        return True
+    try:
+        settings = json.loads((directory / _TOKENIZER_CONFIG).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return isinstance(settings, dict) and bool(settings.get("chat_template"))

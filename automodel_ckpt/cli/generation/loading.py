@@ -1,0 +1,226 @@
+"""Load the model that a path describes, for generation: a checkpoint, an export, an adapter, or a name of the Hub."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.export.adapter_record import (
+    base_revision,
+    find_base,
+    read_peft_record,
+)
+from automodel_ckpt.checkpoint.export.consolidate import consolidate
+from automodel_ckpt.checkpoint.export_manifest import find_export_manifest
+from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.verify import verify
+from automodel_ckpt.cli.paths import find_checkpoint
+from automodel_ckpt.cli.terminal import print_error
+from automodel_ckpt.convert.open import open_source
+from automodel_ckpt.convert.sources.files import read_json
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+
+MODEL = "model"
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_HINT = "name a checkpoint, an export, an adapter, or a model of the Hub"
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A transformers *model* in evaluation mode, and its tokenizer, or its processor if it takes images.
+
+    *name* is what was loaded, for messages.
+    """
+
+    name: str
+    model: Any
+    preprocessor: Any
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer, also that of a processor."""
+        return getattr(self.preprocessor, "tokenizer", self.preprocessor)
+
+
+def load(
+    path: str, *, base: str | None = None, device: str | None = None, dtype: str = "auto"
+) -> LoadedModel:
+    """Load the model of *path* to *device*, by default a GPU if there is one.
+
+    Digests are verified. A checkpoint that has not been exported is exported to a temporary directory; an adapter is
+    added to its base, whose directory is *base* if it was moved. *dtype* is the name of a torch dtype, or ``auto``:
+    that of the files. Code in the files is never executed. Raises :class:`CheckpointUnusable` or :class:`RecipeError`
+    if there is no model, if it is damaged, or if transformers cannot load it.
+    """
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings(), _hugging_face_directory(path, base) as found:
+        # peft uses names of transformers that will be removed; a user cannot change that.
+        warnings.simplefilter("ignore", FutureWarning)
+        options = {"dtype": dtype, "trust_remote_code": False}
+        try:
+            if found.adapter is None:
+                model = _model_of(found.model, options, found.revision)
+            else:
+                from peft import PeftModel
+
+                model = _model_of(found.model, options, found.revision)
+                model = PeftModel.from_pretrained(model, str(found.adapter))
+            preprocessor = _preprocessor_of(model, found)
+        except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+            raise CheckpointUnusable(
+                "transformers cannot load this model",
+                where=path,
+                value=f"{type(error).__name__}: {str(error).strip()[:300]}",
+                hint=_HINT,
+            ) from error
+    return LoadedModel(path, model.to(where).eval(), preprocessor)
+
+
+@dataclass(frozen=True)
+class _Files:
+    """Where transformers loads from: *model* is a directory or a name of the Hub, and *adapter* a directory of peft."""
+
+    model: str
+    adapter: Path | None = None
+    revision: str | None = None
+
+
+@contextmanager
+def _hugging_face_directory(path: str, base: str | None) -> Iterator[_Files]:
+    """Yield the files of the model of *path*. Temporary files are removed afterwards."""
+    local = Path(path).expanduser()
+    is_named = os.path.lexists(local) or local.name in layout.POINTERS
+    if not is_named and _HUB_NAME.fullmatch(path) and not local.parent.is_dir():
+        yield _Files(path)
+        return
+    found = _model_directory(local)
+    with ExitStack() as stack:
+        if not _is_loadable(found):
+            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="automodel_ckpt-"))
+            exported = Path(directory) / MODEL
+            print_error(
+                f"exporting {found} to a temporary directory; `ckpt export` keeps the files"
+            )
+            consolidate(found, exported, log=lambda line: None, opener=open_source)
+            yield _files_of(exported, found, base)
+            return
+        _verify(found)
+        yield _files_of(found, found, base)
+
+
+def _model_directory(path: Path) -> Path:
+    """The directory or file with the model of *path*: that of the newest checkpoint of a run, or its export."""
+    if _is_loadable(path):
+        return path
+    found = find_checkpoint(path)
+    for directory in (found / MODEL, found):
+        if _is_loadable(directory / layout.CONSOLIDATED):
+            return directory / layout.CONSOLIDATED
+        if _is_loadable(directory):
+            return directory
+    return found
+
+
+def _is_loadable(directory: Path) -> bool:
+    """Whether transformers or peft can load the files in *directory* as they are."""
+    if (directory / layout.ADAPTER_CONFIG).is_file():
+        return (directory / layout.ADAPTER_MODEL).is_file()
+    has_weights = any(directory.glob("model*.safetensors"))
+    return has_weights and (directory / "config.json").is_file()
+
+
+def _verify(directory: Path) -> None:
+    """Raise :class:`CheckpointUnusable` if a file of an export, or of a checkpoint's model, is missing or damaged."""
+    export = find_export_manifest(directory, follow_links=True)
+    problems = []
+    if export is not None:
+        present = {name for name in export.files if (directory / name).exists()}
+        weights = {name for name in export.files if name.endswith(".safetensors")}
+        problems = export.problems(only=present | weights, level="digest")
+    elif os.path.lexists(directory.parent / layout.MANIFEST):
+        manifest = Manifest.read(directory.parent)
+        files = {}
+        for name, record in manifest.files.items():
+            if name.startswith(f"{directory.name}/"):
+                files[name] = record
+        problems = verify(directory.parent, replace(manifest, files=files), "digest")
+    if problems:
+        raise CheckpointUnusable.all_of(problems)
+
+
+def _files_of(directory: Path, source: Path, base: str | None) -> _Files:
+    """The files in *directory*, which were made of *source*. Finds the base of an adapter."""
+    if not (directory / layout.ADAPTER_CONFIG).is_file():
+        if base is not None:
+            raise RecipeError(
+                "this model has no base: it is no adapter",
+                where="--base",
+                value=base,
+                hint="remove --base",
+            )
+        return _Files(str(directory))
+    config = read_json(directory, layout.ADAPTER_CONFIG) or {}
+    stated = config.get("base_model_name_or_path")
+    name = base or _recorded_base(source) or stated
+    if not isinstance(name, str) or not name:
+        raise CheckpointUnusable(
+            "the adapter does not state its base",
+            where=str(directory / layout.ADAPTER_CONFIG),
+            value=stated,
+            hint="name the directory of the base with --base",
+        )
+    revision = None
+    if name == stated:
+        revision = base_revision(config, directory / layout.ADAPTER_CONFIG)
+    return _Files(name, directory, revision)
+
+
+def _recorded_base(source: Path) -> str | None:
+    """The base that a checkpoint of this program records for its adapter; None for files of another program."""
+    for checkpoint, name in ((source, MODEL), (source.parent, source.name)):
+        try:
+            record = read_peft_record(checkpoint, name)
+        except CheckpointUnusable:
+            continue
+        return find_base(record, checkpoint.parent)
+    return None
+
+
+def _model_of(name: str, options: dict[str, Any], revision: str | None) -> Any:
+    config = AutoConfig.from_pretrained(name, trust_remote_code=False, revision=revision)
+    model_class: Any = AutoModelForCausalLM
+    # Private in transformers 5.17 to 5.23.
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        model_class = AutoModelForImageTextToText
+    if type(config) in AutoModelForImageTextToText._model_mapping and _takes_images(config):
+        model_class = AutoModelForImageTextToText
+    return model_class.from_pretrained(name, use_safetensors=True, revision=revision, **options)
+
+
+def _takes_images(config: Any) -> bool:
+    return getattr(config, "vision_config", None) is not None
+
+
+def _preprocessor_of(model: Any, found: _Files) -> Any:
+    """The tokenizer or processor beside the adapter, if there is one, or else beside the model."""
+    auto: Any = transformers.AutoTokenizer
+    if _takes_images(model.config):
+        auto = transformers.AutoProcessor
+    places = [found.model]
+    if found.adapter is not None and any(found.adapter.glob("tokenizer*")):
+        places.insert(0, str(found.adapter))
+    revision = found.revision if places[0] == found.model else None
+    return auto.from_pretrained(places[0], trust_remote_code=False, revision=revision)

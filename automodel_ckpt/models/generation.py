@@ -1,0 +1,140 @@
+"""Text that a transformers model generates from a prompt."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import TextStreamer
+
+Message = Mapping[str, Any]
+"""A message of a conversation, with the keys that a chat template reads: role, content, and others."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are selected. None: as the model's generation_config.json states, which is greedy without one."""
+
+    max_new_tokens: int = 256
+    temperature: float | None = None
+    """0: always the most probable token (greedy)."""
+    top_p: float | None = None
+    top_k: int | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of ``model.generate``."""
+        arguments: dict[str, Any] = {"max_new_tokens": self.max_new_tokens}
+        if self.temperature == 0:
+            # The config's values would be reported as unused.
+            return {
+                **arguments,
+                "do_sample": False,
+                "temperature": None,
+                "top_p": None,
+                "top_k": None,
+            }
+        given = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+        for name, value in given.items():
+            if value is not None:
+                arguments[name] = value
+                arguments["do_sample"] = True
+        return arguments
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The generated *text*. *finish* is ``stop`` if the model ended it, and ``length`` at the limit of tokens."""
+
+    text: str
+    num_prompt_tokens: int
+    num_tokens: int
+    finish: str
+    seconds: float
+
+
+class _Callback(TextStreamer):
+    """Passes generated text to a function as soon as it is complete, without the prompt."""
+
+    def __init__(self, tokenizer: Any, on_text: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._on_text = on_text
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self._on_text(text)
+
+
+def has_chat_template(preprocessor: Any) -> bool:
+    """Whether a tokenizer or processor can render conversations."""
+    return bool(getattr(preprocessor, "chat_template", None))
+
+
+def inputs_of(
+    preprocessor: Any, prompt: str | Sequence[Message], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """Return the model's inputs for *prompt*, on *device*: ``input_ids`` [1, T] and others.
+
+    Text is tokenized as it is; messages are rendered by the chat template, up to the answer of the assistant.
+    """
+    if isinstance(prompt, str):
+        tokenizer = getattr(preprocessor, "tokenizer", preprocessor)
+        encoded = tokenizer(prompt, return_tensors="pt")
+    else:
+        encoded = preprocessor.apply_chat_template(
+            list(prompt),
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+        )
+    inputs = {}
+    for name, value in encoded.items():
+        # Tokenizers of some models return types of tokens that their model does not take.
+        if isinstance(value, torch.Tensor) and name != "token_type_ids":
+            inputs[name] = value.to(device)
+    return inputs
+
+
+@torch.no_grad()
+def generate(
+    model: Any,
+    preprocessor: Any,
+    inputs: Mapping[str, torch.Tensor],
+    sampling: Sampling,
+    on_text: Callable[[str], None] | None = None,
+) -> Completion:
+    """Generate one completion with ``model.generate``. *on_text* gets the text in parts while it is generated."""
+    tokenizer = getattr(preprocessor, "tokenizer", preprocessor)
+    started = time.perf_counter()
+    streamer = _Callback(tokenizer, on_text) if on_text is not None else None
+    num_prompt_tokens = inputs["input_ids"].shape[1]
+    output = model.generate(
+        **inputs, **sampling.arguments(), streamer=streamer, pad_token_id=_padding(model, tokenizer)
+    )
+    tokens = output[0, num_prompt_tokens:].tolist()
+    text = tokenizer.decode(tokens, skip_special_tokens=True)
+    ended = bool(tokens) and tokens[-1] in _end_tokens(model)
+    return Completion(
+        text,
+        num_prompt_tokens,
+        len(tokens),
+        "stop" if ended else "length",
+        time.perf_counter() - started,
+    )
+
+
+def _end_tokens(model: Any) -> set[int]:
+    ids = model.generation_config.eos_token_id
+    if ids is None:
+        return set()
+    return set(ids) if isinstance(ids, list) else {ids}
+
+
+def _padding(model: Any, tokenizer: Any) -> int | None:
+    """The padding token, which transformers asks for although one sequence needs none."""
+    for candidate in (model.generation_config.pad_token_id, tokenizer.pad_token_id):
+        if candidate is not None:
+            return int(candidate)
+    return next(iter(_end_tokens(model)), None)
