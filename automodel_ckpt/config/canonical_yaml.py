@@ -70,8 +70,10 @@ def _quote_words(node: Node) -> Node:
     if not isinstance(node.value, str):
         children = {name: _quote_words(child) for name, child in node.children()}
         return _with_children(node, children)
-    is_text = not node.is_null and isinstance(untyped(node.value), str)
-    return _canonical_scalar(node, node.value) if is_text else node.copy()
+    is_text = isinstance(untyped(node.value), str)
+    if node.is_null or not is_text:
+        return node.copy()
+    return _canonical_scalar(node, node.value)
 
 
 def _canonical_scalar(node: Node, value: Any) -> Node:

@@ -292,6 +292,8 @@ def _fingerprint(processor: Any) -> str:
     """Return a digest of the files that a processor is saved as."""
     with TemporaryDirectory() as directory:
         processor.save_pretrained(directory)
-        files = sorted(path for path in Path(directory).rglob("*") if path.is_file())
-        contents = [f"{path.name} {digest(path)}" for path in files]
+        contents = []
+        for path in sorted(Path(directory).rglob("*")):
+            if path.is_file():
+                contents.append(f"{path.name} {digest(path)}")
     return hashlib.blake2b("\n".join(contents).encode(), digest_size=16).hexdigest()

@@ -100,8 +100,8 @@ class _Markers:
         marker = self.tensors[name]
         if torch.equal(value, marker):
             return name, None
-        row, *first = (int(i) for i in torch.unravel_index(numbers[0] - start, marker.shape))
-        _, *last = (int(i) for i in torch.unravel_index(numbers[-1] - start, marker.shape))
+        row, *first = _position(numbers[0] - start, marker.shape)
+        _, *last = _position(numbers[-1] - start, marker.shape)
         in_marker = tuple(slice(low, high + 1) for low, high in zip(first, last, strict=True))
         if marker.dim() < 2 or not torch.equal(value, marker[row][in_marker]):
             raise ValueError(f"{name} is not only split row by row")
@@ -112,6 +112,11 @@ class _Markers:
             factor = extent // small
             in_tensor.append(slice(part.start * factor, part.stop * factor))
         return name, (row, tuple(in_tensor))
+
+
+def _position(number: torch.Tensor, shape: torch.Size) -> list[int]:
+    """The index in each dimension of element *number*, 0-dim, of a tensor of *shape*."""
+    return [int(index) for index in torch.unravel_index(number, shape)]
 
 
 def _small(extent: int) -> int:

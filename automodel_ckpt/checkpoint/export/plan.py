@@ -324,7 +324,10 @@ def _divided(
 def _output_file(tensors: Sequence[ExportTensor], name: str) -> OutputFile:
     # Wide elements first: every tensor is then aligned to its elements, which readers that map the file need.
     ordered = tuple(sorted(tensors, key=lambda tensor: -DTYPE_BITS[tensor.dtype]))
-    entries = [(tensor.fqn, tensor.dtype, tensor.stored.shape) for tensor in ordered]
+    entries = []
+    nbytes = 0
+    for tensor in ordered:
+        entries.append((tensor.fqn, tensor.dtype, tensor.stored.shape))
+        nbytes += tensor.nbytes
     header, _ = build_header(entries, {"format": "pt"})
-    nbytes = len(header) + sum(tensor.nbytes for tensor in ordered)
-    return OutputFile(name, header, nbytes, ordered)
+    return OutputFile(name, header, len(header) + nbytes, ordered)

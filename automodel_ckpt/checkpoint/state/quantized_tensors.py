@@ -132,12 +132,17 @@ def _block_of(
     rows, columns = shape[-2:]
     if math.prod(scales) == 1:
         return max(rows, 1), max(columns, 1)
-    if len(scales) == len(shape) and tuple(scales[:-2]) == tuple(shape[:-2]):
-        grid = tuple(scales[-2:])
-        if stated is not None and grid == (-(-rows // stated[0]), -(-columns // stated[1])):
+    has_grid = len(scales) == len(shape) and tuple(scales[:-2]) == tuple(shape[:-2])
+    if has_grid and stated is not None:
+        num_rows = math.ceil(rows / stated[0])
+        num_columns = math.ceil(columns / stated[1])
+        if tuple(scales[-2:]) == (num_rows, num_columns):
             return stated
-        if grid[0] and grid[1] and rows % grid[0] == 0 and columns % grid[1] == 0:
-            return rows // grid[0], columns // grid[1]
+    if has_grid:
+        num_rows, num_columns = scales[-2:]
+        is_divisor = num_rows > 0 and rows % num_rows == 0
+        if is_divisor and num_columns > 0 and columns % num_columns == 0:
+            return rows // num_rows, columns // num_columns
     raise UnsupportedQuantization(f"{name} of shape {tuple(shape)} has scales of {tuple(scales)}")
 
 

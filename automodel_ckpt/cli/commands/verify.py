@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from automodel_ckpt.cli.arguments import add_path, number_at_least
+from automodel_ckpt.cli.checkpoint_tables import count
 from automodel_ckpt.cli.paths import run_directory, whole_checkpoint
 from automodel_ckpt.cli.terminal import (
     coloured,
@@ -191,8 +192,9 @@ def _print_shared(targets: Sequence[Path]) -> None:
             by_others.setdefault(file.others, []).append(file)
         for others, files in by_others.items():
             size = size_text(sum(file.nbytes for file in files))
-            number = "1 file" if len(files) == 1 else f"{len(files)} files"
-            print(printable(f"{target}: shares {number} ({size}) with {', '.join(others)}"))
+            names = ", ".join(others)
+            line = f"{target}: shares {count(files, 'file')} ({size}) with {names}"
+            print(printable(line))
 
 
 def _print_leftovers(targets: Sequence[Path]) -> None:

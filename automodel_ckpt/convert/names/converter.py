@@ -127,10 +127,12 @@ def _joined(
     rule: Rule, name: str, parts: list[Tensor], dimensions: Dimensions, where: str
 ) -> Tensor:
     """Return the tensor of the other program that consists of *parts*."""
-    if len({(part.dtype, part.shape[1:]) for part in parts}) > 1:
+    kinds = {(part.dtype, part.shape[1:]) for part in parts}
+    if len(kinds) > 1:
         text = ", ".join(f"{part.fqn} {part.dtype} {list(part.shape)}" for part in parts)
         raise _unusable("these tensors are fused and do not match", text, where)
-    if rule.padded or (len(parts) == 1 and not parts[0].shape):
+    is_scalar = len(parts) == 1 and not parts[0].shape
+    if rule.padded or is_scalar:
         return renamed(parts[0], name)
     num_rows = sum(part.shape[0] for part in parts)
     ranges = rule.rows(dimensions, num_rows, len(parts))

@@ -23,6 +23,7 @@ import os
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,9 @@ def _read(
 ) -> OptimizerState:
     entries, groups = _validated(state_dict, reader.path)
     keys = [_keys_of(group, reader.path) for group in groups]
-    shapes = {key: _shape(entries.get(key), key, reader.path) for group in keys for key in group}
+    shapes = {}
+    for key in chain.from_iterable(keys):
+        shapes[key] = _shape(entries.get(key), key, reader.path)
     _check_keys(keys, entries, reader.path)
     names = _stated_names(groups, keys, rename)
     if names is None:
