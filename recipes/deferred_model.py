@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from automodel_ckpt.distributed.agree import gather_objects, raise_on_all_ranks
 from automodel_ckpt.distributed.parallelize import Materialise
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.models.build import build_model, fetched_directory, fresh_dtype, uses_code
-from automodel_ckpt.models.hf_names import names_in_files
+from automodel_ckpt.models.hf_names import names_in_files, tensor_names_in
 from automodel_ckpt.models.meta_init import (
     InitialValues,
     allocate,
@@ -43,10 +44,13 @@ from automodel_ckpt.models.meta_init import (
     is_transient,
     on_meta,
 )
+from automodel_ckpt.models.mtp import add_mtp, copies_in_files, is_of_mtp, mtp_of, with_mtp_names
+from automodel_ckpt.models.mtp_families import MtpPlan, patterns_in_files
 from automodel_ckpt.models.repository import importing_code
 from automodel_ckpt.models.vocabulary import log_resized, set_size, vocabulary_names
 from automodel_ckpt.models.weight_matching import Names, Verdict, compare
 from automodel_ckpt.recipes.init_from import MODEL
+from automodel_ckpt.recipes.mtp_files import check_mtp_complete, fill_mtp, mtp_names
 from automodel_ckpt.recipes.repository import repository_options
 
 log = logging.getLogger("automodel_ckpt")
@@ -90,6 +94,7 @@ def build_deferred(
     vocab_size: int | None = None,
     needs_values: str = "",
     loading: Mapping[str, Any] | None = None,
+    mtp: MtpPlan | None = None,
 ) -> DeferredModel:
     """Build the model that a recipe's *section* describes. A collective; all ranks return the same kind of model.
 
@@ -98,14 +103,15 @@ def build_deferred(
     A pretrained model has an embedding of *vocab_size* rows; None: as many as its files have. Each rank builds the
     complete model, with the number of rows of the files, if shards of it cannot be filled separately: if the files have
     other names than the model's tensors, or because of *needs_values* (a reason) or *loading* (further arguments of
-    ``from_pretrained``). The reason is logged. Raises :class:`RecipeError` as
-    :func:`~automodel_ckpt.models.build.build_model` does.
+    ``from_pretrained``). The reason is logged. The model gets the layers of *mtp* (None: none). Raises
+    :class:`RecipeError` as :func:`~automodel_ckpt.models.build.build_model` does, and for a base without these layers.
     """
     deferred, reason = None, ""
     try:
         if needs_values or loading:
             raise NotDeferrable(needs_values or "its weights are changed while they are read")
-        deferred = _on_meta(section, base, _resized(config, vocab_size), auto_class, seed, group)
+        resized = _resized(config, vocab_size)
+        deferred = _on_meta(section, base, resized, auto_class, seed, group, mtp)
     except NotDeferrable as error:
         reason = str(error)
     # If one rank cannot read the files (another cache), all ranks build the complete model.
@@ -114,7 +120,7 @@ def build_deferred(
         return deferred
     if len(reasons) > 1:
         log.info("each rank builds the complete model first: %s", next(filter(None, reasons)))
-    return DeferredModel(_complete(section, base, config, auto_class, loading))
+    return DeferredModel(_complete(section, base, config, auto_class, loading, mtp))
 
 
 def _resized(config: PreTrainedConfig, vocab_size: int | None) -> PreTrainedConfig:
@@ -130,8 +136,9 @@ def _complete(
     config: PreTrainedConfig,
     auto_class: Any,
     loading: Mapping[str, Any] | None,
+    mtp: MtpPlan | None,
 ) -> nn.Module:
-    return build_model(
+    model = build_model(
         config,
         auto_class=auto_class,
         from_pretrained=base,
@@ -141,7 +148,14 @@ def _complete(
         allow_unexpected=section.allow_unexpected,
         loading=loading,
         repository=repository_options(section),
+        not_in_model=patterns_in_files(config),
     )
+    if mtp is not None:
+        add_mtp(model, mtp)
+        if base is not None and not mtp.is_new:
+            directory = fetched_directory(os.path.expanduser(base), section.revision)
+            fill_mtp(model, directory, layout_in_files(model, directory), base)
+    return model
 
 
 def _on_meta(
@@ -151,6 +165,7 @@ def _on_meta(
     auto_class: Any,
     seed: int,
     group: ProcessGroup | None,
+    mtp: MtpPlan | None,
 ) -> DeferredModel:
     options: dict[str, Any] = {
         "dtype": fresh_dtype(config, section.dtype),
@@ -164,10 +179,16 @@ def _on_meta(
         # Files that can be read in parts are dequantized while they are read.
         del ordinary.quantization_config
 
-    def build() -> Any:
+    def made() -> Any:
         # transformers' from_config changes the config that it gets.
+        model = auto_class.from_config(copy.deepcopy(ordinary), **options)
+        if mtp is not None:
+            add_mtp(model, mtp)
+        return model
+
+    def build() -> Any:
         with importing_code(options["trust_remote_code"]):
-            return on_meta(lambda: auto_class.from_config(copy.deepcopy(ordinary), **options))
+            return on_meta(made)
 
     try:
         # Built twice: InitialValues needs one that nothing else changes, and the model is
@@ -183,7 +204,7 @@ def _on_meta(
         ) from error
     source = None
     if base is not None:
-        source = _Source(base, model, config, section)
+        source = _Source(base, model, config, section, new_mtp=mtp is not None and mtp.is_new)
     return DeferredModel(model.train(), _materialiser(model, values, source, group))
 
 
@@ -216,12 +237,14 @@ def _materialiser(
     return materialise
 
 
-def _ignored_names(model: Any, names: Iterable[str]) -> list[str]:
-    """Those of *names*, which the model lacks, that ``from_pretrained`` ignores (such as heads for several tokens)."""
+def _ignored_names(model: Any, names: Iterable[str], globs: Iterable[str]) -> list[str]:
+    """Those of *names*, which the model lacks, that ``from_pretrained`` or *globs* ignore (such as heads for several
+    tokens)."""
     patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     ignored: list[str] = []
     for name in sorted(names):
-        if any(re.search(pattern, name) for pattern in patterns):
+        by_pattern = any(re.search(pattern, name) for pattern in patterns)
+        if by_pattern or any(fnmatchcase(name, glob) for glob in globs):
             ignored.append(name)
     return ignored
 
@@ -253,7 +276,15 @@ def layout_in_files(model: nn.Module, directory: Path | None) -> StoredLayout:
     """How Hugging Face files store the tensors of *model*, which is not sharded yet; *directory* has the files of a
     pretrained model."""
     found = names_in_files(model, directory)
-    return StoredLayout(names=found.names, rows=found.parts)
+    if mtp_of(model) is None:
+        return StoredLayout(names=found.names, rows=found.parts)
+    in_base = frozenset(tensor_names_in(directory)) if directory is not None else frozenset()
+    found = with_mtp_names(model, found, in_base)
+    copies: dict[str, str] = {}
+    for name, stored in copies_in_files(model, found.names).items():
+        if name in in_base:
+            copies[name] = stored
+    return StoredLayout(names=found.names, rows=found.parts, copies=copies)
 
 
 class _Source:
@@ -263,9 +294,17 @@ class _Source:
     """
 
     def __init__(
-        self, name: str, model: Any, config: PreTrainedConfig, section: ModelConfig
+        self,
+        name: str,
+        model: Any,
+        config: PreTrainedConfig,
+        section: ModelConfig,
+        *,
+        new_mtp: bool = False,
     ) -> None:
+        """*new_mtp*: the layers for multi-token prediction keep their initial values."""
         dtype, self._new_rows = section.dtype, section.new_tokens
+        self._name, self._config, self._new_mtp = name, config, new_mtp
         directory = fetched_directory(os.path.expanduser(name), section.revision)
         if directory is None:
             raise NotDeferrable("its files cannot be fetched, or are no safetensors")
@@ -279,6 +318,9 @@ class _Source:
         self._quantized = self._find_quantized(config)
         self._layout = layout_in_files(model, directory)
         set_stored_layout(model, self._layout)
+        self._new_layers: frozenset[str] = frozenset()
+        if new_mtp:
+            self._new_layers = frozenset(filter(is_of_mtp, model.state_dict(keep_vars=True)))
         self._verdict = self._compared(model)
         fqns = {stored: fqn for fqn, stored in self._layout.names.items()}
         self._resized = {
@@ -290,8 +332,11 @@ class _Source:
 
     @property
     def drawn(self) -> set[str]:
-        """The tensors whose new rows start from the model's own initial values."""
-        return set(self._resized) if self._new_rows == "init" else set()
+        """The tensors that start from the model's own initial values, or whose new rows do."""
+        drawn = set(self._new_layers)
+        if self._new_rows == "init":
+            drawn.update(self._resized)
+        return drawn
 
     def _find_quantized(self, config: PreTrainedConfig) -> QuantizedFiles:
         settings = getattr(config, "quantization_config", None)
@@ -317,7 +362,17 @@ class _Source:
             if fqn not in self._quantized.parts:
                 there[fqn] = tensor.shape
         there |= {name: found.shape for name, found in self._quantized.tensors.items()}
-        ignored = _ignored_names(model, set(there) - set(shapes))
+        # Equal to the embedding and the output layer, which are read.
+        for name in self._layout.copies:
+            tied.pop(name, None)
+            del there[name]
+        if self._new_mtp:
+            for name in mtp_names(self._layout):
+                del shapes[name]
+                there.pop(name, None)
+        else:
+            check_mtp_complete(mtp_names(self._layout), there, self._name)
+        ignored = _ignored_names(model, set(there) - set(shapes), patterns_in_files(self._config))
         if ignored:
             log.warning(
                 "%d tensors of the files are neither trained nor exported, because transformers has no module for them "

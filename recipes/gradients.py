@@ -11,6 +11,7 @@ from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.objective import Objective
 from automodel_ckpt.recipes.records import AUX_LOSS, LossSum
 from automodel_ckpt.recipes.run_log import STEP_FIELDS
+from automodel_ckpt.training.mtp_loss import MTP_LOSS
 from automodel_ckpt.training.rng import StatefulRNG
 from automodel_ckpt.training.router_loss import RouterLoss
 
@@ -31,6 +32,7 @@ class GradientAccumulation:
         self._model = objective.trainable.model
         self._stage = objective.trainable.stage
         self._router_loss = objective.trainable.router_loss
+        self._mtp = objective.trainable.mtp
         self._layout = layout
         self._rng = rng
         self._keeps_on_device = keeps_on_device
@@ -80,31 +82,43 @@ class GradientAccumulation:
         if self._keeps_on_device and isinstance(value, torch.Tensor):
             # The precision of a Python number.
             return value.detach().double().reshape(())
+        if isinstance(value, torch.Tensor):
+            value = value.detach()
         return float(value)
 
     def _backward(self, result: LossSum, weight: float) -> None:
-        """Add the gradient of a micro-batch's summed loss times *weight*, and that of its share of the router's loss.
+        """Add the gradient of a micro-batch's summed loss times *weight*, and those of the losses beside it.
 
-        Raises :class:`RecipeError` where the model has a router's loss, and the objective left it out.
+        These are its share of the router's loss, and the loss of further tokens. Raises :class:`RecipeError` where the
+        objective left one out.
         """
-        loss = result.loss
-        if self._router_loss is None:
-            torch.autograd.backward(loss, torch.full_like(loss, weight))
-            return
-        share = result.metrics.get(AUX_LOSS)
-        if share is None:
+        losses, weights = [result.loss], [weight]
+        if self._router_loss is not None:
+            losses.append(self._metric(result, AUX_LOSS, "set model.router_aux_loss: false"))
+            # DDP and FSDP2 average gradients over the ranks, and this loss is a sum over the ranks.
+            weights.append(self._layout.sizes.token_parts * self._router_loss.coefficient)
+        if self._mtp is not None:
+            losses.append(self._metric(result, MTP_LOSS, "remove model.mtp"))
+            weights.append(weight * self._mtp.factor)
+        scales = []
+        for loss, scale in zip(losses, weights, strict=True):
+            scales.append(torch.full_like(loss, scale))
+        torch.autograd.backward(losses, scales)
+
+    def _metric(self, result: LossSum, name: str, otherwise: str) -> torch.Tensor:
+        """The metric of a micro-batch that has a gradient. Raises :class:`RecipeError` if the objective left it out.
+
+        *otherwise* is a hint how to train without it.
+        """
+        found = result.metrics.get(name)
+        if found is None:
             raise RecipeError(
-                "the objective leaves out the router's load balancing loss",
+                "the objective leaves out a loss that the model computes beside the main one",
                 where=f"{type(self._objective).__name__}.loss",
-                value=f"metrics without {AUX_LOSS}",
-                hint="return what super().loss(micro_batch) or with_aux_loss(loss) returns, or set "
-                "model.router_aux_loss: false",
+                value=f"metrics without {name}",
+                hint=f"return what super().loss(micro_batch) or with_aux_loss(loss) returns, or {otherwise}",
             )
-        # DDP and FSDP2 average gradients over the ranks, and this loss is a sum over the ranks.
-        share_weight = self._layout.sizes.token_parts * self._router_loss.coefficient
-        torch.autograd.backward(
-            [loss, share], [torch.full_like(loss, weight), torch.full_like(share, share_weight)]
-        )
+        return found
 
     def _count_routed(self, batch: GlobalBatch, router_loss: RouterLoss) -> None:
         """Route all micro-batches once without gradients. A collective.

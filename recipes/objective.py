@@ -17,6 +17,7 @@ from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.build import check_context
 from automodel_ckpt.models.forward import last_layer_output, logits_of
+from automodel_ckpt.models.mtp import MultiTokenPrediction
 from automodel_ckpt.recipes.records import AUX_LOSS, BatchSize, LossSum
 from automodel_ckpt.recipes.trainable import Trainable
 from automodel_ckpt.training.loss import (
@@ -29,6 +30,7 @@ from automodel_ckpt.training.loss import (
     next_token_loss,
     num_label_tokens,
 )
+from automodel_ckpt.training.mtp_loss import MTP_LOSS, labels_of_depths
 from automodel_ckpt.training.step_scheduler import StepScheduler
 from automodel_ckpt.training.transfer import to_device
 
@@ -85,14 +87,19 @@ class Objective:
         return self.with_aux_loss(self.row_loss(self.rows_of(micro_batch)))
 
     def with_aux_loss(self, loss: torch.Tensor) -> LossSum:
-        """Add the router's loss of the latest forward pass to the metrics, in training passes of a model that has one.
+        """Add the router's loss and that of further tokens to the metrics, in training passes of a model that has them.
 
         An objective that calls :meth:`row_loss` itself returns the value of this method.
         """
         # The pass that only counts the routers' choices is in training mode, without gradients.
-        if self.router_loss is None or not self.model.training or not torch.is_grad_enabled():
+        if not self.model.training or not torch.is_grad_enabled():
             return LossSum(loss)
-        return LossSum(loss, {AUX_LOSS: self.router_loss.share()})
+        metrics: dict[str, torch.Tensor] = {}
+        if self.router_loss is not None:
+            metrics[AUX_LOSS] = self.router_loss.share()
+        if self.trainable.mtp is not None:
+            metrics[MTP_LOSS] = self.trainable.mtp.take_noted()
+        return LossSum(loss, metrics)
 
     def losses(self, micro_batches: Sequence[Tensors]) -> Iterable[torch.Tensor]:
         """Compute the summed loss of each micro-batch for validation; with stages, only the last one returns losses."""
@@ -142,6 +149,8 @@ class Objective:
         On the last stage of a pipeline, *hidden* are the hidden states [B, T, H] of the stage before.
         """
         trainable = self.trainable
+        if trainable.mtp is not None and self.model.training:
+            return self._row_loss_of_depths(rows, trainable.mtp)
         part = self._part_of_row(rows["labels"].shape[1])
         inputs = self._inputs(rows, hidden)
         if trainable.loss_head is None:
@@ -160,6 +169,38 @@ class Objective:
             output = self.model(**inputs, **trainable.forward_options)
             self._note_routing(output, rows, part)
         return loss_pass.loss_in(output)
+
+    def _row_loss_of_depths(self, rows: Tensors, mtp: MultiTokenPrediction) -> torch.Tensor:
+        """Compute the loss of *rows* as :meth:`row_loss` does, and keep the losses of further tokens in *mtp*."""
+        trainable = self.trainable
+        inputs = self._inputs(rows, None)
+        labels = labels_of_depths(rows["labels"], mtp.num_depths, rows.get("position_ids"))
+        # The output of the model has the rows of each depth behind those of the model.
+        num_rows = len(rows["labels"])
+        by_depth = torch.split(labels, num_rows)
+        if trainable.loss_head is None:
+            with mtp.computing(), trainable.compute():
+                output = self.model(**inputs, **trainable.forward_options)
+                self._note_routing(output, rows, WHOLE)
+            parts = torch.split(logits_of(output), num_rows)
+            found: list[torch.Tensor] = []
+            for logits, targets in zip(parts, by_depth, strict=True):
+                loss = next_token_loss(logits, self._on_device(targets), self.loss_fn)
+                found.append(loss)
+            losses = torch.stack(found)
+        else:
+            positions, targets = labelled_positions(labels)
+            assert positions is not None
+            sizes = [num_label_tokens(each) for each in by_depth]
+            loss_pass = trainable.loss_head.computing_loss(
+                self._on_device(positions), self._on_device(targets), sizes
+            )
+            with mtp.computing(), trainable.compute(), loss_pass:
+                output = self.model(**inputs, **trainable.forward_options)
+                self._note_routing(output, rows, WHOLE)
+            losses = loss_pass.loss_in(output)
+        mtp.note(losses[1:])
+        return losses[0]
 
     def _inputs(self, rows: Tensors, hidden: torch.Tensor | None) -> dict[str, torch.Tensor]:
         inputs = {

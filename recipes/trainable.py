@@ -63,8 +63,15 @@ from automodel_ckpt.models.build import (
 from automodel_ckpt.models.compiling import compile_layers
 from automodel_ckpt.models.fake_quantization import FakeQuantization
 from automodel_ckpt.models.flop_count import FlopCount, count_flops
-from automodel_ckpt.models.forward import accepts_use_cache
-from automodel_ckpt.models.loss_head import LossHead, ModuleLossHead, install_loss_head
+from automodel_ckpt.models.forward import accepts_use_cache, model_without_adapters
+from automodel_ckpt.models.loss_head import (
+    LossHead,
+    ModuleLossHead,
+    install_loss_head,
+    output_layer,
+)
+from automodel_ckpt.models.mtp import MultiTokenPrediction, mtp_of
+from automodel_ckpt.models.mtp_families import MtpPlan, plan_mtp
 from automodel_ckpt.models.neftune import EmbeddingNoise
 from automodel_ckpt.models.pipeline_stage import check_stages
 from automodel_ckpt.models.quantize import check_not_quantized
@@ -119,6 +126,8 @@ class Trainable:
     """The load balancing loss of a mixture of experts; None: the model has none, or the recipe switches it off."""
     embedding_noise: EmbeddingNoise | None = None
     """The noise that training adds to embeddings (``model.neftune_alpha``); None: there is none."""
+    mtp: MultiTokenPrediction | None = None
+    """The layers that predict further tokens; None without a section ``model.mtp``."""
     adapted: Adapted | None = None
     """The adapters and their description; None without a ``peft`` section."""
     fake_quantization: FakeQuantization | None = None
@@ -336,7 +345,8 @@ class _TrainableBuilder:
         built = replace(built, model=sharded.model, compute=sharded.compute, stage=sharded.stage)
         # The unsharded object is probed: sharding changed it in place, and a DDP wrapper would reduce gradients.
         probed = self._probed(built, model, router)
-        return replace(probed, embedding_noise=self._embedding_noise(model, probed.stage))
+        noise = self._embedding_noise(model, probed.stage)
+        return replace(probed, embedding_noise=noise, mtp=self._installed_mtp(model))
 
     # ---------------------------------------------------------------- the unsharded model
 
@@ -363,6 +373,27 @@ class _TrainableBuilder:
             vocab_size=wanted_size(section.vocab_size, text_tokenizer(self.preprocessor)),
             needs_values=why_whole(lora_of(peft)) if peft is not None else "",
             loading=quantization(self.config, self.layout),
+            mtp=self._mtp_plan(section, base),
+        )
+
+    def _mtp_plan(self, section: ModelConfig, base: str | None) -> MtpPlan | None:
+        """What the section ``model.mtp`` asks for; None without it. A model that is not trained gets no such layers."""
+        if section.mtp is None or not self.is_trained:
+            return None
+        if self.packs_images and self.config.packed_sequence is not None:
+            raise RecipeError(
+                "multi-token prediction does not support packed samples with images",
+                where="model.mtp",
+                value="packed_sequence",
+                hint="remove packed_sequence, or model.mtp",
+            )
+        assert self.model_config is not None
+        return plan_mtp(
+            self.model_config,
+            num_depths=section.mtp.num_depths,
+            repeat_layer=section.mtp.repeat_layer,
+            factor=section.mtp.loss_scaling_factor,
+            is_new=base is None or section.mtp.weights == "new",
         )
 
     def _base(self) -> str | None:
@@ -443,6 +474,22 @@ class _TrainableBuilder:
         # A cache of keys and values serves generation only, and costs time and memory in each step. With one, models
         # of transformers do not look for the samples of a packed row.
         return {"use_cache": False} if accepts_use_cache(model) else {}
+
+    def _installed_mtp(self, model: nn.Module) -> MultiTokenPrediction | None:
+        """Install the layers that predict further tokens in the sharded *model*, and return them; None without any."""
+        inner = model_without_adapters(model)
+        layers = mtp_of(inner)
+        if layers is None:
+            return None
+        output = output_layer(model)
+        assert output is not None
+        layers.install(inner, output)
+        log.info(
+            "the loss of %d further tokens is added with the factor %g (model.mtp)",
+            layers.num_depths,
+            layers.factor,
+        )
+        return layers
 
     def _fake_quantization(self, model: nn.Module) -> FakeQuantization | None:
         section = self.config.qat

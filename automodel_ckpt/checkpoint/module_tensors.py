@@ -51,6 +51,8 @@ class StoredLayout:
     """{FQN: name in files}; tensors that are not here are stored under their FQN."""
     rows: Mapping[str, Mapping[str, RowPart]] = field(default_factory=dict)
     """{FQN: {name in files: part}} of tensors whose rows are separate tensors in files (experts)."""
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """{name in files: stored name} of tensors that files have a second time: tied names, which no load fills."""
     complete: CompleteTensors | None = None
     """The tensors of all ranks; None if each rank has (a shard of) every tensor."""
 
@@ -162,7 +164,11 @@ def stored_names(
         if fqn in layout.rows:
             for name in _rows_here(fqn, state[fqn], layout.rows[fqn]):
                 kept[name] = fqn
-    return kept, {layout.name_of(fqn): layout.name_of(to) for fqn, to in tied.items()}
+    names = {layout.name_of(fqn): layout.name_of(to) for fqn, to in tied.items()}
+    for name, stored in layout.copies.items():
+        if stored in kept:
+            names[name] = stored
+    return kept, names
 
 
 def stored_values(
@@ -289,7 +295,7 @@ def set_module_state(
     layout = layout or stored_layout(module)
     loaded = dict(state)
     for name, kept in tied.items():
-        if kept in state:
+        if kept in state and name not in layout.copies:
             loaded[name] = state[kept]
     present = get_model_state_dict(module)
     keys = adapter_keys(unwrap(module), present)

@@ -153,6 +153,22 @@ def own_keys(section: Any) -> list[str]:
 
 
 @dataclass
+class MtpConfig:
+    """Multi-token prediction: train the layers of the model that predict further tokens, and add their loss."""
+
+    loss_scaling_factor: float = setting(0.1, FINITE)
+    """Factor of the loss of further tokens, which is the mean over the depths. Both losses are divided by the label
+    tokens of the global batch."""
+    num_depths: int | None = setting(None, AT_LEAST_1)
+    """How many further tokens are predicted; null: as many as the model's config states."""
+    repeat_layer: bool = False
+    """Use the layer of the first depth for all depths."""
+    weights: Literal["base", "new"] = "base"
+    """Initial values of the layers: those in the files of from_pretrained (base), or random ones (new). With
+    from_config they are always random."""
+
+
+@dataclass
 class ModelConfig:
     """The model to train."""
 
@@ -183,6 +199,7 @@ class ModelConfig:
     the sample and d the size of an embedding; null: no noise. Usual values are 5 to 15."""
     router_aux_loss: Literal["global_batch", "micro_batch"] | bool = "global_batch"
     """Load-balancing loss of a mixture-of-experts model, computed per global_batch or micro_batch; false: none."""
+    mtp: MtpConfig | None = None
 
     vocab_size: Literal["tokenizer"] | int | None = setting(None, POSITIVE_OR_WORD)
     """Resize the vocabulary to this many tokens, or to the tokenizer's size (tokenizer); null: no change."""
@@ -860,6 +877,11 @@ def has_validation(recipe: Any) -> bool:
     return recipe.validation_dataset is not None or bool(recipe.validation_datasets)
 
 
+def predicts_further(recipe: Any) -> bool:
+    """Whether a recipe has a section model.mtp."""
+    return getattr(recipe.model, "mtp", None) is not None
+
+
 @dataclass
 class RecipeConfig:
     """A recipe file."""
@@ -964,6 +986,34 @@ class RecipeConfig:
             ),
             "peft.target_parameters and ep_size cannot be combined",
             "remove ep_size: fsdp2 shards experts with adapters",
+        ),
+        Relation(
+            ("model.mtp", "distributed.pp_size"),
+            lambda recipe: not predicts_further(recipe) or recipe.distributed.pp_size == 1,
+            "model.mtp and pp_size cannot be combined: no stage has both the embeddings and the last hidden states",
+            "remove pp_size (fsdp2 shards the model), or model.mtp",
+        ),
+        Relation(
+            ("model.mtp", "distributed.tp_size"),
+            lambda recipe: not predicts_further(recipe) or recipe.distributed.tp_size == 1,
+            "model.mtp and tp_size cannot be combined: there is no plan for the layers of further tokens",
+            "remove tp_size (fsdp2 shards the model), or model.mtp",
+        ),
+        Relation(
+            ("model.mtp", "distributed.cp_size"),
+            lambda recipe: not predicts_further(recipe) or recipe.distributed.cp_size == 1,
+            "model.mtp and cp_size cannot be combined: the next tokens of a slice are on another rank",
+            "remove cp_size, or model.mtp",
+        ),
+        Relation(
+            ("model.mtp.weights", "peft"),
+            lambda recipe: (
+                not predicts_further(recipe)
+                or recipe.peft is None
+                or (recipe.model.mtp.weights == "base" and recipe.model.from_config is None)
+            ),
+            "with peft, the layers of model.mtp are frozen, and random ones would never be trained",
+            "train adapters on a base that has these layers, or remove model.mtp",
         ),
         Relation(
             ("peft.use_dora", "distributed.tp_size"),

@@ -14,13 +14,14 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from automodel_ckpt.errors import Problem, RecipeError
+from automodel_ckpt.models.mtp import is_of_mtp, mtp_of
 from automodel_ckpt.models.vocabulary import num_embeddings
 
 log = logging.getLogger("automodel_ckpt")
@@ -31,6 +32,7 @@ ADAPTER_NAME = "default"
 _LINEAR = (nn.Linear, Conv1D)
 _FUSED_DIMENSIONS = 3
 """Fused experts have the shape (experts, inputs, outputs) or (experts, outputs, inputs)."""
+Named = TypeVar("Named")
 _ADAPTABLE = (*_LINEAR, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -151,9 +153,10 @@ def copy_saved_modules(model: nn.Module) -> None:
 def find_modules(model: nn.Module, lora: Lora) -> tuple[list[str], list[str]]:
     """Find the full names of the modules that get an adapter, and of those that are fully trained.
 
+    The layers for multi-token prediction are not among them: peft's users load adapters into models without them.
     Raises :class:`RecipeError` with every pattern that matches no module.
     """
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules = _without_mtp(model, dict(model.named_modules(remove_duplicate=False)))
     del modules[""]
     problems: list[Problem] = []
     saved = _matching(lora.modules_to_save, modules, modules, "peft.modules_to_save", problems)
@@ -201,7 +204,7 @@ def find_parameters(model: nn.Module, patterns: Sequence[str] | str) -> list[str
     modules = dict(model.named_modules())
     shapes: dict[str, int] = {}
     fused: list[str] = []
-    for name, parameter in model.named_parameters():
+    for name, parameter in _without_mtp(model, dict(model.named_parameters())).items():
         shapes[name] = parameter.dim()
         # The kernel of a convolution can have three dimensions, too.
         is_layer = isinstance(modules[name.rpartition(".")[0]], _ADAPTABLE)
@@ -232,6 +235,13 @@ def find_parameters(model: nn.Module, patterns: Sequence[str] | str) -> list[str
     if problems:
         raise RecipeError.all_of(problems)
     return [name for name in fused if name in found]
+
+
+def _without_mtp(model: Any, named: dict[str, Named]) -> dict[str, Named]:
+    """The modules or parameters of *model* without those of the layers for multi-token prediction."""
+    if mtp_of(model) is None:
+        return named
+    return {name: value for name, value in named.items() if not is_of_mtp(name)}
 
 
 def _is_of_experts(name: str) -> bool:

@@ -324,13 +324,15 @@ def build_model(
     allow_unexpected: Sequence[str] = (),
     loading: Mapping[str, Any] | None = None,
     repository: RepositoryOptions = _MAIN_REVISION,
+    not_in_model: Sequence[str] = (),
 ) -> nn.Module:
     """Build the model of *config* on the CPU, in training mode, with weights from files or from torch's generator.
 
     *auto_class* is the class of transformers that builds it. *dtype* is the name of a torch dtype, or ``auto``: that of
     the files or of the configuration. *config* is not changed. *allow_missing* and *allow_unexpected* are globs of
     weights that the files, or the model, may lack. *loading* are further arguments of ``from_pretrained``. *repository*
-    is how the config was read.
+    is how the config was read. *not_in_model* are globs of weights in the files that
+    transformers has no module for.
 
     Raises :class:`RecipeError` if the weights cannot be read or do not match the model, or if transformers does not
     have such a model.
@@ -359,6 +361,9 @@ def build_model(
                 auto_class, os.path.expanduser(from_pretrained), options | dict(loading or {})
             )
     if from_pretrained is not None:
+        for pattern in not_in_model:
+            others = set(fnmatch.filter(differences["unexpected"], pattern))
+            differences["unexpected"] = set(differences["unexpected"]) - others
         verdict = Verdict.of_differences(
             **differences, allow_missing=allow_missing, allow_unexpected=allow_unexpected
         )

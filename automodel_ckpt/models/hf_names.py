@@ -60,7 +60,7 @@ def names_in_files(model: nn.Module, base_dir: Path | None = None) -> InFiles:
             "tensors keep their names of memory in files: %s: %s", type(error).__name__, error
         )
         return InFiles({}, {})
-    unchanged = _names_of(base_dir) if base_dir is not None else set()
+    unchanged = tensor_names_in(base_dir) if base_dir is not None else set()
     for fqn, name in list(names.items()):
         if name == fqn or fqn in unchanged:
             del names[fqn]
@@ -150,7 +150,7 @@ def _read_off(
     return names, parts
 
 
-def _names_of(base_dir: Path) -> set[str]:
+def tensor_names_in(base_dir: Path) -> set[str]:
     """The names of all tensors in the Hugging Face files of *base_dir*."""
     index, single = base_dir / "model.safetensors.index.json", base_dir / "model.safetensors"
     weight_map = read_weight_map(index, follow_links=True, kind=RecipeError)

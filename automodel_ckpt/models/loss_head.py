@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -62,24 +62,35 @@ class ComputesLoss:
         """The number of positions up to which :meth:`computing_loss` takes all positions, labeled or not."""
         return 0
 
-    def computing_loss(self, positions: torch.Tensor | None, targets: torch.Tensor) -> LossPass:
+    def computing_loss(
+        self,
+        positions: torch.Tensor | None,
+        targets: torch.Tensor,
+        sizes: Sequence[int] | None = None,
+    ) -> LossPass:
         """Let the forward passes of the model inside the context compute a loss instead of logits.
 
         *positions* [N] are the labeled positions in the flattened batch, *targets* [N] the tokens that they predict.
-        None stands for all positions of a batch of at most :attr:`all_up_to`; there -100 is no target.
+        None stands for all positions of a batch of at most :attr:`all_up_to`; there -100 is no target. With *sizes*,
+        the positions are those of several losses: of so many positions each, in this order. *positions* is then given.
         """
-        return LossPass(self, positions, targets)
+        return LossPass(self, positions, targets, sizes)
 
 
 class LossPass(AbstractContextManager["LossPass"]):
     """A context in which a model's forward pass computes a loss. A generator would take three times as long."""
 
     def __init__(
-        self, head: ComputesLoss, positions: torch.Tensor | None, targets: torch.Tensor
+        self,
+        head: ComputesLoss,
+        positions: torch.Tensor | None,
+        targets: torch.Tensor,
+        sizes: Sequence[int] | None = None,
     ) -> None:
         self._head = head
         self.positions = positions
         self.targets = targets
+        self._sizes = sizes
         self._loss: torch.Tensor | None = None
 
     def __enter__(self) -> LossPass:
@@ -89,8 +100,18 @@ class LossPass(AbstractContextManager["LossPass"]):
     def __exit__(self, *_: object) -> None:
         _set_past_torch(self._head, "_loss_pass", None)
 
+    def summed(
+        self, loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], hidden: torch.Tensor
+    ) -> torch.Tensor:
+        """Call *loss_of* for labeled hidden states [N, H] and their targets [N]: 0-dim, or with sizes one loss each."""
+        if self._sizes is None:
+            return loss_of(hidden, self.targets)
+        sizes = list(self._sizes)
+        groups = zip(torch.split(hidden, sizes), torch.split(self.targets, sizes), strict=True)
+        return torch.stack([loss_of(*group) for group in groups])
+
     def output_for(self, loss: torch.Tensor) -> torch.Tensor:
-        """What the layer returns for a 0-dim *loss*.
+        """What the layer returns for a *loss*, 0-dim or one per group.
 
         A model that changes the output of the layer would change the loss. It gets a zero that carries the gradient.
         """
@@ -102,7 +123,10 @@ class LossPass(AbstractContextManager["LossPass"]):
         return carrier
 
     def loss_in(self, output: Any) -> torch.Tensor:
-        """The summed loss, 0-dim in float32 or float64, in what the model returned inside the context."""
+        """The summed loss in what the model returned inside the context, in float32 or float64.
+
+        It is 0-dim, or a vector with one loss per group.
+        """
         returned = last_layer_output(output)
         if self._loss is None:
             return returned
@@ -174,10 +198,13 @@ class LossHead(ComputesLoss, nn.Linear):
         hidden = input.flatten(0, -2)
         if positions is not None:
             hidden = hidden.index_select(0, positions)
-        loss = linear_cross_entropy(
-            hidden, self.weight, self.bias, loss_pass.targets, transform=self.transform
-        )
-        return loss_pass.output_for(loss)
+
+        def loss_of(part: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return linear_cross_entropy(
+                part, self.weight, self.bias, labels, transform=self.transform
+            )
+
+        return loss_pass.output_for(loss_pass.summed(loss_of, hidden))
 
     def _loss_in_parts(self, input: DTensor, loss_pass: LossPass) -> torch.Tensor:
         """The loss if tensor parallel ranks have different rows of the vocabulary; equal on all ranks. Collective."""
@@ -219,7 +246,7 @@ class ModuleLossHead(ComputesLoss):
         loss_pass = self._loss_pass
         if loss_pass is None:
             return layer.forward(input, *args, **options)  # type: ignore[no-any-return]
-        positions, targets = loss_pass.positions, loss_pass.targets
+        positions = loss_pass.positions
         assert positions is not None
 
         # Recomputed in the backward pass, when the context has ended and `_loss_pass` is None. So it
@@ -228,11 +255,14 @@ class ModuleLossHead(ComputesLoss):
             logits = self.transform(widened(layer.forward(hidden, *args, **options)))
             return F.cross_entropy(logits, labels, reduction="sum")
 
+        def loss_of(part: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            size = chunk_rows(part.device.type, self._vocabulary)
+            chunks = zip(torch.split(part, size), torch.split(labels, size), strict=True)
+            losses = [checkpoint(loss_of_chunk, *chunk, use_reentrant=False) for chunk in chunks]
+            return torch.stack(losses).sum()
+
         hidden = input.flatten(0, -2).index_select(0, positions)
-        size = chunk_rows(hidden.device.type, self._vocabulary)
-        chunks = zip(torch.split(hidden, size), torch.split(targets, size), strict=True)
-        losses = [checkpoint(loss_of_chunk, *chunk, use_reentrant=False) for chunk in chunks]
-        return loss_pass.output_for(torch.stack(losses).sum())
+        return loss_pass.output_for(loss_pass.summed(loss_of, hidden))
 
 
 @functools.cache
@@ -252,7 +282,7 @@ def install_loss_head(
     than :class:`LogitTransform`. This is found by a forward pass of a few tokens with *options*, on *device* (default:
     that of the layer). *multiple* divides the number of tokens.
     """
-    layer = _output_layer(model)
+    layer = output_layer(model)
     weight = next(layer.parameters(), None) if layer is not None else None
     if layer is None or weight is None or _is_sharded_across(layer):
         log.info("computing the loss from full logits: %s has no single output layer", _name(model))
@@ -293,7 +323,7 @@ def _name(model: nn.Module) -> str:
     return type(model).__name__
 
 
-def _output_layer(model: Any) -> nn.Module | None:
+def output_layer(model: Any) -> nn.Module | None:
     """The layer that computes logits; if peft trains a copy of it, that copy."""
     layer: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     copies = getattr(layer, "modules_to_save", None)

@@ -601,6 +601,14 @@ SHARDED = ("--distributed.strategy=fsdp2",)
 GROUP = ("--optimizer.groups=[{params: [bias], lr: 0.5}]",)
 COMPILED = ("--compile.enabled", "--compile.backend=eager")
 SCHEDULE = ("--lr_scheduler={name: cosine}",)
+MTP_FILES = (
+    "tests/distributed/test_mtp.py::"
+    "test_files_have_the_layers_under_the_familys_names_and_are_read_again_bit_by_bit"
+)
+MTP_LOSSES = (
+    "tests/distributed/test_mtp.py::"
+    "test_losses_and_gradients_are_those_of_plain_pytorch_for_one_sample_after_another"
+)
 TRAINING = "tests/distributed/test_training.py::"
 START = "tests/distributed/test_init_from.py::"
 SOURCES = START + "test_several_sources_fill_their_modules_and_a_later_one_replaces_an_earlier_one"
@@ -632,6 +640,15 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "model.router_aux_loss": Proven(
         "tests/distributed/test_router_loss.py::test_it_can_be_left_out_or_computed_for_each_micro_batch_and_no_pipeline_drops_it",
         "micro_batch",
+    ),
+    "model.mtp": Proven(MTP_FILES, "{}"),
+    "model.mtp.loss_scaling_factor": Proven(MTP_LOSSES, "0.3"),
+    "model.mtp.num_depths": Proven(MTP_LOSSES, "2"),
+    "model.mtp.repeat_layer": Proven(MTP_LOSSES, "true"),
+    "model.mtp.weights": Proven(
+        "tests/distributed/test_mtp.py::"
+        "test_a_base_without_the_layers_is_an_error_unless_new_ones_are_wanted",
+        "new",
     ),
     "model.new_tokens": Proven(
         START + "test_a_larger_tokenizer_gets_room_and_the_export_says_so", "init"

@@ -1,0 +1,222 @@
+"""The families of models whose layers for multi-token prediction can be trained: names in files, and settings.
+
+Sources: vLLM's ``deepseek_mtp``, ``glm4_moe_mtp``, ``glm4_moe_lite_mtp``, ``qwen3_next_mtp``, ``qwen3_5_mtp`` and
+``nemotron_h_mtp``; NeMo AutoModel's adapters of state dicts for Qwen3.5 and Nemotron-H, revision 36044ad3d; the config
+classes of transformers 5.23.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from automodel_ckpt.errors import RecipeError
+
+WHERE = "model.mtp"
+
+
+@dataclass(frozen=True, slots=True)
+class DepthNames:
+    """The names of the parts of one depth in files, without ``.weight``.
+
+    *layers* are the prefixes of its decoder layers. *embedding* and *output* are copies of the model's embedding and
+    output layer, which some files have for each depth; None: the files have none.
+    """
+
+    embedding_norm: str
+    hidden_norm: str
+    projection: str
+    norm: str
+    layers: tuple[str, ...]
+    embedding: str | None = None
+    output: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """The types of models that name and build their layers in one way.
+
+    *count* is the setting of the text model's config that has the number of depths in the files, and *default* its
+    value where the config lacks it. *settings* returns the settings of the config that the layers of a depth are built
+    from, where they differ from the model's. *names* returns the names of depth *number*, from 0. *most* is the number
+    of depths for which the files have separate layers; None: any number.
+    """
+
+    names: Callable[[int, Any], DepthNames]
+    settings: Callable[[Any], Mapping[str, Any]]
+    count: str = "num_nextn_predict_layers"
+    default: int = 0
+    most: int | None = None
+
+
+def _names_after_the_layers(number: int, config: Any) -> DepthNames:
+    """Names of DeepSeek-V3: a depth is a further layer, numbered after those of the model."""
+    layer = f"model.layers.{config.num_hidden_layers + number}"
+    return DepthNames(
+        embedding_norm=f"{layer}.enorm",
+        hidden_norm=f"{layer}.hnorm",
+        projection=f"{layer}.eh_proj",
+        norm=f"{layer}.shared_head.norm",
+        layers=(layer,),
+        embedding=f"{layer}.embed_tokens",
+        output=f"{layer}.shared_head.head",
+    )
+
+
+def _names_of_qwen(number: int, config: Any) -> DepthNames:
+    """Names of Qwen3-Next and Qwen3.5: one projection and one norm beside the layers."""
+    return DepthNames(
+        embedding_norm="mtp.pre_fc_norm_embedding",
+        hidden_norm="mtp.pre_fc_norm_hidden",
+        projection="mtp.fc",
+        norm="mtp.norm",
+        layers=(f"mtp.layers.{number}",),
+    )
+
+
+def _names_of_nemotron(number: int, config: Any) -> DepthNames:
+    """Names of Nemotron-H: the first layer of a depth has the projection, and the last one the norm."""
+    size = len(config.mtp_layers_block_type)
+    layers = [f"mtp.layers.{number * size + index}" for index in range(size)]
+    return DepthNames(
+        embedding_norm=f"{layers[0]}.enorm",
+        hidden_norm=f"{layers[0]}.hnorm",
+        projection=f"{layers[0]}.eh_proj",
+        norm=f"{layers[-1]}.final_layernorm",
+        layers=tuple(layers),
+    )
+
+
+def _experts_from_the_first_layer(config: Any) -> Mapping[str, Any]:
+    return {"num_hidden_layers": 1, "first_k_dense_replace": 0}
+
+
+def _sparse_layer(config: Any) -> Mapping[str, Any]:
+    return {"num_hidden_layers": 1, "mlp_layer_types": ["sparse"]}
+
+
+def _full_attention(config: Any) -> Mapping[str, Any]:
+    return {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+
+
+def _own_pattern(config: Any) -> Mapping[str, Any]:
+    return {"layers_block_type": list(config.mtp_layers_block_type)}
+
+
+_DEEPSEEK = Family(_names_after_the_layers, _experts_from_the_first_layer)
+# Its config.json has no number of depths, and its files have one.
+_QWEN3_NEXT = Family(_names_of_qwen, _full_attention, default=1, most=1)
+_QWEN3_5 = Family(_names_of_qwen, _full_attention, count="mtp_num_hidden_layers", most=1)
+
+FAMILIES: Mapping[str, Family] = {
+    "deepseek_v3": _DEEPSEEK,
+    "glm4_moe": _DEEPSEEK,
+    "glm4_moe_lite": Family(_names_after_the_layers, _sparse_layer),
+    "nemotron_h": Family(_names_of_nemotron, _own_pattern),
+    "qwen3_next": _QWEN3_NEXT,
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe_text": _QWEN3_5,
+}
+"""The supported families, by ``model_type`` of the text model's config. A new one is an entry here."""
+
+
+@dataclass(frozen=True, slots=True)
+class MtpPlan:
+    """The layers of a run: how many tokens they predict, and what becomes of their loss.
+
+    *num_depths* is the number of further tokens. The files have separate layers for *num_stored* of them: one, where
+    one depth is repeated. The loss is multiplied by *factor*. *is_new*: the layers begin with random values.
+    """
+
+    family: Family
+    num_depths: int
+    num_stored: int
+    factor: float
+    is_new: bool
+
+
+def plan_mtp(
+    config: PreTrainedConfig,
+    *,
+    num_depths: int | None,
+    repeat_layer: bool,
+    factor: float,
+    is_new: bool,
+) -> MtpPlan:
+    """Return the plan for a model of *config*; *num_depths* None: as many as its files have.
+
+    The config is changed to state the number of depths that an export has. Raises :class:`RecipeError` for types of
+    models that are not in :data:`FAMILIES`, and for numbers of depths that its files cannot have.
+    """
+    text: Any = config.get_text_config()
+    family = FAMILIES.get(text.model_type)
+    if family is None:
+        raise RecipeError(
+            "multi-token prediction is not supported for this type of model",
+            where=WHERE,
+            value=f"{text.model_type}; supported are {', '.join(sorted(FAMILIES))}",
+            hint="remove model.mtp, to train without it",
+        )
+    in_files = _num_in_files(family, text)
+    wanted = num_depths or in_files
+    if not wanted:
+        raise RecipeError(
+            "the model's config has no layers for multi-token prediction",
+            where=f"{WHERE}.num_depths",
+            value=f"{family.count} {in_files}",
+            hint="remove model.mtp, or set num_depths and weights: new for layers with random values",
+        )
+    num_stored = wanted
+    if repeat_layer:
+        num_stored = 1
+    _check_depths(family, num_stored, in_files, is_new)
+    if num_stored != in_files:
+        setattr(text, family.count, num_stored)
+    return MtpPlan(family, wanted, num_stored, factor, is_new)
+
+
+def _check_depths(family: Family, num_stored: int, in_files: int, is_new: bool) -> None:
+    """Raise :class:`RecipeError` if the files of the base, or of an export, cannot have *num_stored* depths."""
+    repeat = "or set model.mtp.repeat_layer: true, which uses one layer for all depths"
+    if family.most is not None and num_stored > family.most:
+        raise RecipeError(
+            "files of this type of model have the layers of fewer depths",
+            where=f"{WHERE}.num_depths",
+            value=f"{num_stored}, and at most {family.most} in files",
+            hint=f"set it to {family.most}, {repeat}",
+        )
+    # A config may lack the number, or state 0, although the files have layers: then they are looked for.
+    if num_stored != max(in_files, 1) and not is_new:
+        raise RecipeError(
+            "the base has the layers of another number of depths",
+            where=f"{WHERE}.num_depths",
+            value=f"{num_stored}; {family.count} of the base is {in_files}",
+            hint=f"set it to {max(in_files, 1)}, {repeat}, or weights: new, for layers with random values",
+        )
+
+
+def patterns_in_files(config: PreTrainedConfig) -> list[str]:
+    """Globs that match the names of the layers in the files of a model of *config*; empty for other families."""
+    text: Any = config.get_text_config()
+    family = FAMILIES.get(text.model_type)
+    if family is None:
+        return []
+    patterns: list[str] = []
+    for number in range(max(1, _num_in_files(family, text))):
+        names = family.names(number, text)
+        for prefix in (names.embedding_norm, names.hidden_norm, names.projection, names.norm):
+            patterns.append(f"{prefix}.*")
+        for layer in names.layers:
+            patterns.append(f"{layer}.*")
+    return patterns
+
+
+def _num_in_files(family: Family, text: Any) -> int:
+    """The number of depths with separate layers that the config of the text model states."""
+    number = getattr(text, family.count, None)
+    if number is None:
+        return family.default
+    return int(number)

@@ -1,0 +1,136 @@
+"""Multi-token prediction: which models and depths are supported, the labels of each depth, and names in files."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.hf_names import names_in_files
+from automodel_ckpt.models.meta_init import InitialValues, on_meta
+from automodel_ckpt.models.mtp import add_mtp, copies_in_files, is_of_mtp, mtp_of, with_mtp_names
+from automodel_ckpt.models.mtp_families import (
+    FAMILIES,
+    MtpPlan,
+    patterns_in_files,
+    plan_mtp,
+)
+from automodel_ckpt.training.mtp_loss import labels_of_depths
+from tests.support import mtp
+
+NEW = {"repeat_layer": False, "factor": 0.1, "is_new": True}
+OF_BASE = {**NEW, "is_new": False}
+
+
+def plan(config: Any, num_depths: int | None = None, **options: Any) -> MtpPlan:
+    return plan_mtp(config, num_depths=num_depths, **(NEW | options))
+
+
+def model_of(family: str, num_depths: int = 1) -> Any:
+    config = mtp.config_of(family)
+    wanted = plan(config, num_depths)
+
+    def made() -> Any:
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+        add_mtp(model, wanted)
+        return model
+
+    return on_meta(made)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_a_name_in_files_for_each_tensor_and_initial_values(family: str) -> None:
+    model = model_of(family)
+    found = with_mtp_names(model, names_in_files(model), frozenset())
+    files: list[str] = []
+    for name in model.state_dict(keep_vars=True):
+        if is_of_mtp(name):
+            assert (name in found.names) != (name in found.parts), name
+            files += [found.names[name]] if name in found.names else found.parts[name]
+    assert len(files) == len(set(files))
+    assert not set(files) & {n for n in model.state_dict(keep_vars=True) if not is_of_mtp(n)}
+    assert all(name.startswith(("mtp.", "model.layers.2.")) for name in files)
+    assert not any("depths" in name or "decoder" in name for name in files)
+    assert InitialValues(model, 0).are_complete()
+
+
+def test_fused_experts_of_the_base_stay_one_tensor() -> None:
+    model = model_of("qwen3_5_moe_text")
+    fused = "mtp.layers.0.mlp.experts.gate_up_proj"
+    split = with_mtp_names(model, names_in_files(model), frozenset())
+    whole = with_mtp_names(model, names_in_files(model), frozenset({fused}))
+    name = "mtp.depths.0.decoder.layers.0.mlp.experts.gate_up_proj"
+    assert "mtp.layers.0.mlp.experts.3.up_proj.weight" in split.parts[name]
+    assert whole.names[name] == fused
+    assert name not in whole.parts
+
+
+def test_copies_in_files_are_those_of_the_embedding_and_the_output_layer() -> None:
+    model = model_of("deepseek_v3", 2)
+    assert copies_in_files(model, {}) == {
+        "model.layers.2.embed_tokens.weight": "model.embed_tokens.weight",
+        "model.layers.2.shared_head.head.weight": "lm_head.weight",
+        "model.layers.3.embed_tokens.weight": "model.embed_tokens.weight",
+        "model.layers.3.shared_head.head.weight": "lm_head.weight",
+    }
+    assert copies_in_files(model_of("qwen3_next"), {}) == {}
+
+
+def test_the_number_of_depths_is_that_of_the_config_and_exports_state_it() -> None:
+    config = mtp.config_of("deepseek_v3")
+    assert plan(config, is_new=False).num_depths == 1
+    repeated = plan(config, 3, repeat_layer=True, is_new=False)
+    assert (repeated.num_depths, repeated.num_stored) == (3, 1)
+    assert plan(config, 2).num_stored == 2
+    assert config.num_nextn_predict_layers == 2
+    assert '"num_nextn_predict_layers": 2' in config.to_json_string()
+    # The files of Qwen3-Next have one, and its config.json does not say so.
+    assert plan(mtp.config_of("qwen3_next"), is_new=False).num_depths == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "num_depths", "is_new", "message"),
+    [
+        (LlamaConfig(), 1, True, "not supported for this type of model"),
+        (mtp.config_of("qwen3_5_text"), None, False, "has no layers for multi-token prediction"),
+        (mtp.config_of("qwen3_next"), 2, True, "have the layers of fewer depths"),
+        (mtp.config_of("deepseek_v3"), 2, False, "the layers of another number of depths"),
+    ],
+)
+def test_depths_that_files_cannot_have_are_an_error(
+    config: Any, num_depths: int | None, is_new: bool, message: str
+) -> None:
+    with pytest.raises(RecipeError, match=message):
+        plan(config, num_depths, is_new=is_new)
+
+
+def test_patterns_match_the_layers_and_no_layer_of_the_model() -> None:
+    patterns = patterns_in_files(mtp.config_of("deepseek_v3"))
+    assert "model.layers.2.*" in patterns
+    assert not any(pattern.startswith("model.layers.1.") for pattern in patterns)
+    assert "mtp.fc.*" in patterns_in_files(mtp.config_of("qwen3_next"))
+    assert patterns_in_files(LlamaConfig()) == []
+
+
+def test_labels_of_a_depth_are_further_ahead_and_never_of_another_sample() -> None:
+    labels = torch.tensor([[-100, 1, 2, 3, -100, 5, 6, 7]])
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    found = labels_of_depths(labels, 2, positions)
+    # Position i predicts the label in column i + 1.
+    assert found.tolist() == [
+        [-100, 1, 2, 3, -100, 5, 6, 7],
+        [-100, 2, 3, -100, -100, 6, 7, -100],
+        [-100, 3, -100, -100, -100, 7, -100, -100],
+    ]
+    alone = labels_of_depths(labels, 1)
+    assert alone[1].tolist() == [-100, 2, 3, -100, 5, 6, 7, -100]
+    short = labels_of_depths(torch.tensor([[4, 5]]), 3)
+    assert (short[1:] == -100).all()
+
+
+def test_a_model_without_the_layers_has_none() -> None:
+    assert mtp_of(torch.nn.Linear(2, 2)) is None
