@@ -13,6 +13,7 @@ from automodel_ckpt.config.automodel.rows import (
     NoEffect,
     Section,
     Steps,
+    above_1,
     apply_rows,
     is_of_automodel,
     is_true,
@@ -122,7 +123,7 @@ def model(section: Section) -> None:
     if section.work.result.at("model.dtype") is None:
         section.put_default("dtype", "auto")
     remote_code(section)
-    prediction_heads(section)
+    further_tokens(section)
     overrides(section)
 
 
@@ -196,27 +197,62 @@ def remote_code(section: Section) -> None:
             section.no_effect(name, node)
 
 
-def prediction_heads(section: Section) -> None:
-    """Translate the keys of heads that predict several tokens (multi-token prediction)."""
-    names = (
-        "num_nextn_predict_layers",
-        "config.num_nextn_predict_layers",
-        "text_config.num_nextn_predict_layers",
-        "text_config.mtp_num_hidden_layers",
-        "text_config.num_mtp_modules",
-        "text_config.mtp_expert_hf_layout",
-        "mtp_loss_scaling_factor",
-        "mtp_use_repeated_layer",
-    )
-    for name in names:
+MTP_DEPTHS = (
+    "num_nextn_predict_layers",
+    "config.num_nextn_predict_layers",
+    "text_config.num_nextn_predict_layers",
+    "text_config.mtp_num_hidden_layers",
+    "text_config.num_mtp_modules",
+)
+"""AutoModel's keys for the number of further tokens that are predicted. The first one that is given counts."""
+MTP = (
+    *((name, "num_depths") for name in MTP_DEPTHS),
+    ("mtp_loss_scaling_factor", "loss_scaling_factor"),
+    ("mtp_use_repeated_layer", "repeat_layer"),
+)
+"""AutoModel's keys for multi-token prediction, and ours in model.mtp."""
+
+
+def further_tokens(section: Section) -> None:
+    """Translate multi-token prediction; 0 tokens is no such training, whatever the other keys say.
+
+    Without a number, AutoModel and this program predict as many as the config of the base states.
+    """
+    given: list[tuple[str, str, Node]] = []
+    for name, to in MTP:
         node = section.take(name)
-        if node is None:
-            continue
-        is_number = isinstance(value_of(node), int) and not isinstance(value_of(node), bool)
-        if is_number and value_of(node):
-            section.degraded(name, node, "the model is trained without multi-token prediction")
-        else:
+        if node is not None:
+            given.append((name, to, node))
+    layout = section.take("text_config.mtp_expert_hf_layout")
+    if layout is not None:
+        # The names in the base's files show it.
+        section.no_effect("text_config.mtp_expert_hf_layout", layout)
+    numbers = [value_of(node) for _, to, node in given if to == "num_depths"]
+    asks = {to for _, to, _ in given}
+    if (numbers and not numbers[0]) or not asks & {"num_depths", "loss_scaling_factor"}:
+        for name, _, node in given:
             section.no_effect(name, node)
+        return
+    blocking = _ranks_without_mtp(section)
+    done: set[str] = set()
+    for name, to, node in given:
+        if to in done:
+            section.no_effect(name, node)
+        elif blocking:
+            text = f"the model is trained without multi-token prediction, because of {blocking}"
+            section.degraded(name, node, text)
+        else:
+            section.put(f"mtp.{to}", node, was=name)
+        done.add(to)
+
+
+def _ranks_without_mtp(section: Section) -> str:
+    """The key of the device mesh that multi-token prediction cannot be combined with; empty without one."""
+    for name in ("pp_size", "tp_size", "cp_size"):
+        node = section.work.source.at(f"distributed.{name}")
+        if node is not None and above_1(node):
+            return f"distributed.{name}"
+    return ""
 
 
 def overrides(section: Section) -> None:

@@ -547,6 +547,27 @@ def test_a_key_without_meaning_here_is_named_in_one_line(
     assert key in lines[0].partition(": ")[2].partition(": ")[2].split(", ")
 
 
+def test_multi_token_prediction_is_translated_unless_no_token_is_wanted(tmp_path: Path) -> None:
+    def mtp_of(*lines: str, text: str = MODEL) -> Any:
+        keys = "".join(f"  {line}\n" for line in lines)
+        return load(tmp_path, text + keys).config.model.mtp
+
+    repeated = mtp_of(
+        "num_nextn_predict_layers: 2",
+        "mtp_use_repeated_layer: true",
+        "mtp_loss_scaling_factor: 0.2",
+    )
+    assert (repeated.num_depths, repeated.repeat_layer) == (2, True)
+    assert repeated.loss_scaling_factor == 0.2
+    only_factor = mtp_of("mtp_loss_scaling_factor: 0.1")
+    assert (only_factor.num_depths, only_factor.loss_scaling_factor) == (None, 0.1)
+    nested = mtp_of("text_config:", "  mtp_num_hidden_layers: 1", "  mtp_expert_hf_layout: split")
+    assert nested.num_depths == 1
+    assert mtp_of("num_nextn_predict_layers: 0", "mtp_loss_scaling_factor: 0.1") is None
+    assert mtp_of("mtp_use_repeated_layer: true") is None
+    assert mtp_of() is None
+
+
 DEGRADED = [
     ("skypilot:\n  cloud: gcp\n", ":1: skypilot", "docs/guides/multi-node.md"),
     ("distributed:\n  tp_size: 2\n  ep_size: 8\n", ":3: distributed.ep_size 8", "fsdp2 instead"),
@@ -585,9 +606,9 @@ DEGRADED = [
         "fsdp2 instead",
     ),
     (
-        MODEL + "  num_nextn_predict_layers: 1\n",
+        MODEL + "  num_nextn_predict_layers: 1\ndistributed:\n  pp_size: 2\n",
         ":4: model.num_nextn_predict_layers 1",
-        "without multi-token prediction",
+        "without multi-token prediction, because of distributed.pp_size",
     ),
     (PEFT + "  lora_A_init: xavier\n", ":3: peft.lora_A_init xavier", "Kaiming"),
     (
