@@ -59,7 +59,8 @@ def fresh_base(
             directory,
             model_config,
             auto_class=auto_class,
-            dtype=section.dtype,
+            # The same files on every machine, whatever the device that trains adapters on them.
+            dtype=section.dtype or "float32",
             seed=seed,
             preprocessor=preprocessor,
             repository=repository_options(section),
@@ -77,7 +78,10 @@ def quantization(config: RecipeConfig, layout: RankLayout) -> dict[str, Any]:
         return {}
     strategy = choose_strategy(config.distributed.strategy, layout.sizes)
     return quantized_loading(
-        config.peft.quantize_base, device=layout.device, strategy=strategy, dtype=section.dtype
+        config.peft.quantize_base,
+        device=layout.device,
+        strategy=strategy,
+        dtype=section.dtype or "float32",
     )
 
 

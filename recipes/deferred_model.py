@@ -142,7 +142,7 @@ def _complete(
         config,
         auto_class=auto_class,
         from_pretrained=base,
-        dtype=section.dtype,
+        dtype=section.dtype or "float32",
         attn_implementation=section.attn_implementation,
         allow_missing=section.allow_missing,
         allow_unexpected=section.allow_unexpected,
@@ -168,7 +168,7 @@ def _on_meta(
     mtp: MtpPlan | None,
 ) -> DeferredModel:
     options: dict[str, Any] = {
-        "dtype": fresh_dtype(config, section.dtype),
+        "dtype": fresh_dtype(config, section.dtype or "float32"),
         "trust_remote_code": uses_code(config, auto_class, repository_options(section)),
     }
     if section.attn_implementation is not None:

@@ -54,7 +54,6 @@ class GradientAccumulation:
         results = []
         for number, micro_batch in enumerate(micro_batches, start=1):
             is_last = number == len(micro_batches)
-            # One reduction per step: micro-batches before the last one accumulate locally.
             with gradient_sync(self._model, enabled=is_last):
                 result = self._objective.loss(micro_batch)
                 self._backward(result, weight)

@@ -22,15 +22,16 @@ from automodel_ckpt.checkpoint.saving.forecast import (
 from automodel_ckpt.checkpoint.saving.side_files import Assets
 from automodel_ckpt.checkpoint.state.model_config import CONFIG
 from automodel_ckpt.data.image_packing import PACK_IDS
-from automodel_ckpt.distributed.mesh import RankLayout
+from automodel_ckpt.distributed.mesh import RankLayout, device_type
 from automodel_ckpt.distributed.mesh_sizes import Sizes, choose_strategy
 from automodel_ckpt.distributed.parallelize import decoder_layers
 from automodel_ckpt.models.fused_cross_entropy import CHUNK_ELEMENTS, peak_bytes
 from automodel_ckpt.models.pipeline_stage import parameters_of_ranks
 from automodel_ckpt.recipes.exports import check_export
 from automodel_ckpt.recipes.loop import steps_per_epoch
+from automodel_ckpt.recipes.precision import resolve_precision
 from automodel_ckpt.recipes.recipe import Recipe
-from automodel_ckpt.recipes.trainable import parallelism
+from automodel_ckpt.recipes.trainable import compute_dtype, parallelism
 from automodel_ckpt.training.metrics import PeakMemory
 from automodel_ckpt.training.rng import StatefulRNG
 from automodel_ckpt.training.step_scheduler import planned_end
@@ -96,7 +97,10 @@ def plan(recipe: Recipe, sizes: Sizes) -> Plan:
     """Build *recipe* without weights for a mesh of *sizes*. Raises :class:`RecipeError` if it could not train."""
     recipe.is_dry_run = True
     # No process group: collectives return this rank's own values.
-    recipe.layout = RankLayout(0, sizes, 0, torch.device("cpu"), None)  # type: ignore[arg-type]
+    # Nothing is allocated on the device, but it decides about data types.
+    device = torch.device(device_type(recipe.config.distributed.backend))
+    recipe.layout = RankLayout(0, sizes, 0, device, None)  # type: ignore[arg-type]
+    recipe.config = resolve_precision(recipe.config, sizes, device.type)
     recipe.build()
     num_parameters, num_trained = 0, 0
     for parameter in recipe.model.parameters():
@@ -158,12 +162,25 @@ def memory_of(recipe: Recipe, sizes: Sizes) -> Memory:
     trained = [p for p in parameters if p.requires_grad]
     return Memory(
         nbytes(parameters) // num_shards,
-        nbytes(trained) // num_shards,
+        _gradient_bytes(recipe, trained, sizes),
         _optimizer_bytes(recipe, trained) // num_shards,
         _gathered_bytes(recipe, parameters, sizes),
         _activation_bytes(recipe, sizes),
         process,
     )
+
+
+def _gradient_bytes(recipe: Recipe, trained: list[nn.Parameter], sizes: Sizes) -> int:
+    """Bytes of the gradients of the *trained* parameters of a stage that a rank holds at one time.
+
+    With ``defer_gradient_sync``, these are the gradients of complete parameters in the type that they are reduced in.
+    Each is freed when its shard is made, in the last micro-batch of the step.
+    """
+    if not _defers(recipe, sizes):
+        return nbytes(trained) // _num_shards(recipe, sizes)
+    # Micro-batches are summed in the type that gradients are reduced in.
+    reduced_in = torch.float32 if compute_dtype(recipe.config.distributed) else None
+    return _bytes_in(reduced_in, trained) // sizes.tp
 
 
 def _optimizer_bytes(recipe: Recipe, trained: list[nn.Parameter]) -> int:
@@ -177,17 +194,46 @@ def _optimizer_bytes(recipe: Recipe, trained: list[nn.Parameter]) -> int:
 
 
 def _gathered_bytes(recipe: Recipe, parameters: list[nn.Parameter], sizes: Sizes) -> int:
-    """Bytes of the parameters that fsdp2 gathers at one time; 0 for other strategies."""
-    if choose_strategy(recipe.config.distributed.strategy, sizes) != "fsdp2":
+    """Bytes of the parameters that fsdp2 gathers at one time, in the type that they are computed in; 0 for other
+    strategies."""
+    section = recipe.config.distributed
+    if choose_strategy(section.strategy, sizes) != "fsdp2":
         return 0
-    of_stage = set(map(id, parameters))
+    of_stage = set(map(id, _gathered(recipe, parameters, sizes)))
+    dtype = compute_dtype(section)
     layers = []
     for layer in decoder_layers(recipe.model):
-        layers.append(nbytes(p for p in layer.parameters() if id(p) in of_stage))
-    outside_of_layers = nbytes(parameters) - sum(layers)
-    # A layer and the prefetched next one, and the rest of the model. Three times: the buffer of the collective, the
-    # parameters that are copied out of it, and their gradients.
-    return 3 * (2 * max(layers, default=0) + outside_of_layers)
+        layers.append(_bytes_in(dtype, (p for p in layer.parameters() if id(p) in of_stage)))
+    complete = _bytes_in(dtype, (p for p in parameters if id(p) in of_stage))
+    # A layer and the prefetched next one, and the rest of the model.
+    window = 2 * max(layers, default=0) + complete - sum(layers)
+    kept = complete if _defers(recipe, sizes) else window
+    # Besides the parameters, the buffer of the collective that they are copied out of, and their gradients.
+    return kept + 2 * window
+
+
+def _gathered(recipe: Recipe, parameters: list[nn.Parameter], sizes: Sizes) -> list[nn.Parameter]:
+    """Those of *parameters* that fsdp2 gathers or casts; on one rank, only those that are not in the compute type."""
+    section = recipe.config.distributed
+    dtype = compute_dtype(section)
+    if sizes.world > 1 or section.cpu_offload or dtype is None:
+        return parameters
+    return [parameter for parameter in parameters if parameter.dtype != dtype]
+
+
+def _bytes_in(dtype: torch.dtype | None, parameters: Iterable[nn.Parameter]) -> int:
+    """Bytes of *parameters* in *dtype*; None: in their types."""
+    if dtype is None:
+        return nbytes(parameters)
+    return dtype.itemsize * sum(parameter.numel() for parameter in parameters)
+
+
+def _defers(recipe: Recipe, sizes: Sizes) -> bool:
+    """Whether micro-batches before the last one of a step keep the gradients and the parameters of fsdp2 unsharded."""
+    section, steps = recipe.config.distributed, recipe.config.step_scheduler
+    accumulates = steps.global_batch_size > steps.local_batch_size * sizes.dp
+    is_sharded = choose_strategy(section.strategy, sizes) == "fsdp2"
+    return is_sharded and accumulates and section.defer_gradient_sync
 
 
 def _activation_bytes(recipe: Recipe, sizes: Sizes) -> int | None:

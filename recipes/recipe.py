@@ -43,6 +43,11 @@ from automodel_ckpt.recipes.loop import TrainingLoop, steps_per_epoch
 from automodel_ckpt.recipes.objective import ContextCheck, Objective, build_loss_fn
 from automodel_ckpt.recipes.optimizers import build_optimizer, log_groups
 from automodel_ckpt.recipes.pipeline import check_no_idle_stages, sum_over_stages, train_stages
+from automodel_ckpt.recipes.precision import (
+    float32_precision,
+    resolve_precision,
+    set_float32_precision,
+)
 from automodel_ckpt.recipes.rank_consistency import (
     validate_equal_lengths,
     validate_equal_on_all_ranks,
@@ -148,6 +153,7 @@ class Recipe:
         """
         check_moved_methods(type(self))
         self.layout = self.join_ranks()
+        self.config = resolve_precision(self.config, self.layout.sizes, self.layout.device.type)
         check_parallelism(parallelism(self.config.distributed), self.layout)
         if self.layout.in_stages:
             check_pipeline_extensions(type(self), Recipe, self.objective_class, self.loop_class)
@@ -163,6 +169,7 @@ class Recipe:
         self.rng = StatefulRNG(self.config.seed, self.layout.random_stream, self.layout.sizes.grid)
         if self.checkpointer is not None:
             self.checkpointer.assets.update(self.build_assets())
+            self.checkpointer.notes["precision"] = self.trainable.precision
             check_export(self.config.checkpoint, self.checkpointer.assets)
         self.objective = self.build_objective()
         self.saves = self.build_saves()
@@ -212,6 +219,8 @@ class Recipe:
             # cuBLAS reads it when it is initialized; without it, deterministic algorithms raise on GPUs.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(config.deterministic)
+        device_type = layout.device.type
+        set_float32_precision(float32_precision(config, device_type), device_type)
         seed_everything(config.seed)
         return layout
 
@@ -239,6 +248,7 @@ class Recipe:
         planned_steps = self.step_scheduler.planned_steps
         steps = "unknown" if planned_steps is None else planned_steps
         log.info("%s; %s steps", self.trainable.summary, steps)
+        log.info("precision: %s", self.trainable.precision)
         self.optimizer = self.build_optimizer()
         self.lr_scheduler = self.build_lr_scheduler()
         self.loss_fn = self.build_loss_fn()
@@ -459,6 +469,7 @@ class Recipe:
         report_changes = partial(
             compare_recipes,
             config_yaml=self.config_yaml,
+            precision=self.trainable.precision,
             origins=self.origins,
             overridden=self.overridden,
             on_resume=self.config.optimizer.on_resume,

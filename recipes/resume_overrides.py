@@ -40,16 +40,25 @@ def compare_recipes(
     manifest: Manifest,
     *,
     config_yaml: str,
+    precision: str,
     origins: Mapping[str, str],
     overridden: Collection[str],
     on_resume: str,
 ) -> None:
     """Log which settings changed since *checkpoint* was saved. Called on rank 0.
 
-    *config_yaml* is the recipe of this run, *origins* where its values come from, *overridden* the keys that the
-    command line gives, *on_resume* the setting of that name. Raises :class:`RecipeError` for overrides on the command
-    line that the resume would ignore.
+    *config_yaml* is the recipe of this run, *precision* the data types that it uses, *origins* where its values come
+    from, *overridden* the keys that the command line gives, *on_resume* the setting of that name. Raises
+    :class:`RecipeError` for overrides on the command line that the resume would ignore.
     """
+    saved_precision = manifest.environment.get("precision")
+    if isinstance(saved_precision, str) and saved_precision != precision:
+        # Defaults depend on the device, so that the recipes may be equal.
+        log.warning(
+            "the precision is not that of %s, which was trained with %s",
+            checkpoint.name,
+            ascii(saved_precision[:200]),
+        )
     saved = saved_recipe(checkpoint / CONFIG)
     if not saved or not config_yaml:
         return  # imported from another program, or run by a script without a recipe file

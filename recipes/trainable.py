@@ -48,7 +48,7 @@ from automodel_ckpt.distributed.parallelize import (
 )
 from automodel_ckpt.distributed.tensor_parallel import check_heads
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.adapter import Adapted, why_whole
+from automodel_ckpt.models.adapter import Adapted, why_whole, widen_trained
 from automodel_ckpt.models.build import (
     check_attention,
     check_complete,
@@ -96,6 +96,12 @@ from automodel_ckpt.recipes.deferred_model import DeferredModel, build_deferred,
 from automodel_ckpt.recipes.image_rows import choose_image_rows
 from automodel_ckpt.recipes.init_from import verify_base
 from automodel_ckpt.recipes.pipeline import FromTokens, PipelineStage, log_idle_share, split_stages
+from automodel_ckpt.recipes.precision import (
+    describe_precision,
+    float32_precision,
+    parameter_type,
+    resolve_precision,
+)
 from automodel_ckpt.recipes.repository import repository_options
 from automodel_ckpt.recipes.row_sharing import Rows, choose_row_layout
 from automodel_ckpt.training.router_loss import RouterLoss
@@ -138,6 +144,8 @@ class Trainable:
     """The operations of a training step of the complete model; None if they are unknown."""
     summary: str = ""
     """The class and size of the model and how ranks share it, for the log."""
+    precision: str = ""
+    """The data types of the weights and of the computation, for the log."""
 
     @property
     def stored_layout(self) -> StoredLayout:
@@ -183,10 +191,24 @@ def build_trainable(
     Raises :class:`RecipeError` for what the model or the ranks do not support, on all ranks, and
     :class:`CheckpointUnusable` for damaged files of the base.
     """
+    # Another model of a run is described by values of a recipe file too, and so by null and auto.
+    config = resolve_precision(config, layout.sizes, layout.device.type)
     if model_config is None:
         model_config = read_model_config(
             config, layout, auto_class=auto_class, preprocessor=preprocessor
         )
+    keeps_masters = False
+    if isinstance(config.model, ModelConfig):
+        # A given type is that of all parameters of the base.
+        is_default = config.model.dtype is None
+        keeps_masters = is_default and config.peft is not None and config.peft.dtype == "float32"
+        dtype = parameter_type(
+            config.model,
+            model_config,
+            device_type=layout.device.type,
+            is_frozen=config.peft is not None or not is_trained,
+        )
+        config = replace(config, model=replace(config.model, dtype=dtype))
     builder = _TrainableBuilder(
         config,
         layout,
@@ -198,6 +220,7 @@ def build_trainable(
         packs_images=packs_images,
         is_trained=is_trained,
         is_dry_run=is_dry_run,
+        keeps_masters=keeps_masters,
     )
     return builder.build()
 
@@ -261,14 +284,22 @@ def text_tokenizer(preprocessor: Any) -> Any:
 
 def parallelism(section: DistributedConfig) -> Parallelism:
     """The ``distributed`` section without the sizes of the mesh and the plan."""
-    dtype = getattr(torch, section.mixed_precision) if section.mixed_precision else None
     return Parallelism(
         strategy=section.strategy,
         reshard_after_forward=section.reshard_after_forward,
-        compute_dtype=dtype,
+        compute_dtype=compute_dtype(section),
         cpu_offload=section.cpu_offload,
+        defer_gradient_sync=section.defer_gradient_sync,
         sequence_parallel=section.sequence_parallel,
     )
+
+
+def compute_dtype(section: DistributedConfig) -> torch.dtype | None:
+    """The data type of forward and backward passes; None: that of the parameters, also for ``auto`` before
+    :func:`~automodel_ckpt.recipes.precision.resolve_precision`."""
+    if section.mixed_precision in (None, "none", "auto"):
+        return None
+    return getattr(torch, section.mixed_precision)  # type: ignore[no-any-return]
 
 
 def row_multiple(config: RecipeConfig, layout: RankLayout) -> int:
@@ -309,6 +340,8 @@ class _TrainableBuilder:
     packs_images: bool
     is_trained: bool
     is_dry_run: bool
+    keeps_masters: bool
+    """Whether parameters that are trained beside a base in 16 bits get float32."""
 
     def build(self) -> Trainable:
         """Build the model, change it, shard it, and probe what it supports."""
@@ -337,6 +370,7 @@ class _TrainableBuilder:
             # Before the model is divided: this rank's shards have other shapes.
             flop_count=count_flops(model, decoder_layers(model)),
             summary=self._summary(model),
+            precision=self._precision(model),
         )
         if self.is_dry_run:
             return built
@@ -440,6 +474,8 @@ class _TrainableBuilder:
         if self.config.peft is not None:
             adapted = adapt(model, self.config.peft, num_base_rows, self.task_type)
             deferred = with_copies(deferred, adapted.model)
+            if self.keeps_masters:
+                widen_trained(adapted.model)
         else:
             check_not_quantized(model)
             if self.is_trained:
@@ -533,6 +569,15 @@ class _TrainableBuilder:
         if max(sizes.dp_replicate, sizes.tp, sizes.pp, sizes.cp, sizes.ep) > 1:
             text += f" ({sizes})"
         return text
+
+    def _precision(self, model: nn.Module) -> str:
+        section, device_type = self.config.distributed, self.layout.device.type
+        return describe_precision(
+            model,
+            strategy=choose_strategy(section.strategy, self.layout.sizes),
+            compute_type=compute_dtype(section),
+            products=float32_precision(self.config, device_type) if device_type == "cuda" else None,
+        )
 
     # ---------------------------------------------------------------- probing
 
@@ -641,7 +686,6 @@ def shard(deferred: DeferredModel, config: RecipeConfig, layout: RankLayout) -> 
     plan = build(section.tp_plan, model=model) if section.tp_plan is not None else None
     how = replace(parallelism(section), tp_plan=plan)
     strategy = choose_strategy(how.strategy, layout.sizes)
-    _log_dtypes(model, strategy, how.compute_dtype)
     compute = compute_context(strategy, layout.device, how.compute_dtype)
     stages = None
     if layout.in_stages:
@@ -682,12 +726,3 @@ def _probe_model(model: nn.Module, stage: PipelineStage | None) -> nn.Module:
 def _freeze_all(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-
-
-def _log_dtypes(model: nn.Module, strategy: str, compute_dtype: torch.dtype | None) -> None:
-    if compute_dtype is None:
-        return
-    means = "the parameters gathered in it" if strategy == "fsdp2" else "autocast"
-    kept = str(next(model.parameters()).dtype).removeprefix("torch.")
-    computed = str(compute_dtype).removeprefix("torch.")
-    log.info("computing in %s (%s); weights and optimizer in %s", computed, means, kept)

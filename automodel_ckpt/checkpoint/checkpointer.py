@@ -122,6 +122,11 @@ class Checkpointer:
         return self._ranks.rank == 0
 
     @property
+    def notes(self) -> dict[str, str]:
+        """Short texts that each checkpoint's manifest contains in ``environment``, such as ``precision``."""
+        return self._planner.notes
+
+    @property
     def directory(self) -> Path:
         """The run directory, as the user wrote it."""
         return self._run.path

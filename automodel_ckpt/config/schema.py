@@ -184,8 +184,9 @@ class ModelConfig:
     with --trust trust_remote_code on the command line."""
     config_overrides: dict[str, Any] = field(default_factory=dict)
     """Settings that replace those of the model's config.json, such as {text_config: {attention_dropout: 0.1}}."""
-    dtype: Literal["float32", "bfloat16", "float16", "float64", "auto"] = "float32"
-    """Data type of the parameters; auto uses the type in the model's config.json."""
+    dtype: Literal["float32", "bfloat16", "float16", "float64", "auto"] | None = None
+    """Data type of the parameters; auto: the type in the model's config.json; null: float32, except that a frozen base
+    (peft) on a GPU is kept in 16 bits."""
     attn_implementation: str | None = None
     """Attention implementation: eager, sdpa, flash_attention_2, ...; null lets transformers choose."""
     freeze: list[str] = field(default_factory=list)
@@ -384,7 +385,8 @@ class DistributedConfig:
     """Parallelism: how the work is distributed across ranks."""
 
     strategy: Literal["auto", "fsdp2", "ddp", "single"] = "auto"
-    """Data parallelism: fsdp2 shards the model, ddp replicates it; auto: single on one rank, else fsdp2."""
+    """Data parallelism: fsdp2 shards the model, ddp replicates it; auto: fsdp2 on several ranks (ddp for a quantized
+    base); one rank: single, on a GPU with mixed_precision fsdp2."""
     dp_size: int | None = setting(None, AT_LEAST_1)
     """Data-parallel size; null: the number of ranks divided by the other sizes."""
     dp_replicate_size: int = setting(1, AT_LEAST_1)
@@ -415,8 +417,12 @@ class DistributedConfig:
     """fsdp2: free gathered parameters after the forward pass (less memory, more communication)."""
     cpu_offload: bool = False
     """fsdp2 on GPUs: keep parameters, gradients and optimizer state in CPU memory when not in use."""
-    mixed_precision: Literal["bfloat16", "float16"] | None = None
-    """Data type of forward and backward; weights, gradient reduction and optimizer state keep model.dtype."""
+    defer_gradient_sync: bool = False
+    """fsdp2: reduce gradients over the ranks once per step, after the last micro-batch. Less communication, but each
+    rank holds the unsharded gradient, and the gathered parameters, between micro-batches."""
+    mixed_precision: Literal["auto", "bfloat16", "float16", "none"] | None = "auto"
+    """Data type of forward and backward; weights, gradient reduction and optimizer state keep model.dtype. auto:
+    bfloat16 on a GPU; none or null: model.dtype."""
 
     @property
     def stages_per_rank(self) -> int:
@@ -491,6 +497,13 @@ class DistributedConfig:
             ("strategy",),
             lambda ranks: ranks.strategy in ("auto", "fsdp2"),
             "only fsdp2 shards parameters",
+            "set distributed.strategy to fsdp2 or auto, or remove the key",
+        ),
+        Condition(
+            ("defer_gradient_sync",),
+            ("strategy",),
+            lambda ranks: ranks.strategy in ("auto", "fsdp2"),
+            "only fsdp2 can reduce gradients after each micro-batch; ddp reduces them once per step",
             "set distributed.strategy to fsdp2 or auto, or remove the key",
         ),
     )
@@ -924,6 +937,9 @@ class RecipeConfig:
     compile: CompileConfig = field(default_factory=CompileConfig)
     deterministic: bool = False
     """Use deterministic algorithms, so that CUDA runs are reproducible."""
+    float32_precision: Literal["highest", "high"] | None = None
+    """Products of float32 matrices on a GPU: highest is exact, high uses TF32 (10 bits of mantissa); null: high, with
+    deterministic: true highest."""
     step_scheduler: StepSchedulerConfig = field(default_factory=StepSchedulerConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)

@@ -213,8 +213,15 @@ def _init_process_group(backend: str, rank: int, world_size: int, timeout: timed
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
-def _device(backend: str | None, local_rank: int) -> torch.device:
+def device_type(backend: str | None) -> str:
+    """The type of the device that ranks of this node train on: ``cuda`` or ``cpu``. *backend* None is the default."""
     if backend == CPU_BACKEND or not torch.cuda.is_available():
+        return "cpu"
+    return "cuda"
+
+
+def _device(backend: str | None, local_rank: int) -> torch.device:
+    if device_type(backend) == "cpu":
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise RecipeError(

@@ -30,6 +30,9 @@ from automodel_ckpt.distributed.mesh_sizes import choose_strategy
 from automodel_ckpt.distributed.tensor_parallel import Plan, apply_plan, plan_for
 from automodel_ckpt.errors import RecipeError
 
+_DEFERS = "_defers_gradient_sync"
+"""The attribute of a model sharded by fsdp2 with the value of ``defer_gradient_sync``."""
+
 Materialise = Callable[[nn.Module, torch.device], None]
 """Called with a model on the meta device and a device; gives the model this rank's values there."""
 
@@ -42,6 +45,7 @@ class Parallelism:
     reshard_after_forward: bool = True
     compute_dtype: torch.dtype | None = None
     cpu_offload: bool = False
+    defer_gradient_sync: bool = False
     sequence_parallel: bool = False
     tp_plan: Plan | None = None
 
@@ -90,6 +94,8 @@ def parallelize(
         apply_plan(model, plan, mesh["tp"], sequence_parallel=how.sequence_parallel)
     if mesh is not None and strategy == "fsdp2":
         options = _fsdp_options(how)
+        if layout.sizes.world == 1 and not how.cpu_offload:
+            options["ignored_params"] = _in_dtype(model, how.compute_dtype)
         if layout.sizes.ep > 1:
             _shard_experts(model, layout, options, how)
         _shard(model, data_mesh(mesh), options, how)
@@ -128,6 +134,12 @@ def _fsdp_options(how: Parallelism) -> dict[str, Any]:
     }
 
 
+def _in_dtype(model: nn.Module, dtype: torch.dtype | None) -> set[nn.Parameter]:
+    """The parameters that are in *dtype* already. On one rank, fsdp2 has nothing to gather and only casts: copies of
+    these (a frozen base in bfloat16) would cost memory and time."""
+    return {parameter for parameter in model.parameters() if parameter.dtype == dtype}
+
+
 def _shard_experts(
     model: nn.Module, layout: RankLayout, options: dict[str, Any], how: Parallelism
 ) -> None:
@@ -153,6 +165,7 @@ def _shard(model: nn.Module, mesh: DeviceMesh, options: dict[str, Any], how: Par
         fully_shard(layer, reshard_after_forward=how.reshard_after_forward, **options)
     # The backward pass needs the root first: gathering it twice would only cost. A frozen model has no backward pass.
     fully_shard(model, reshard_after_forward=not _is_trained(model), **options)
+    setattr(model, _DEFERS, how.defer_gradient_sync)
 
 
 def _is_trained(model: nn.Module) -> bool:
@@ -204,15 +217,19 @@ def _num_uses(module: nn.Module) -> Counter[int]:
 def gradient_sync(model: nn.Module, enabled: bool) -> AbstractContextManager[None]:
     """Choose whether forward and backward passes in the context reduce gradients over the ranks.
 
-    Only the last micro-batch of an accumulation does.
+    *enabled* is true for the last micro-batch of an accumulation. Those before accumulate the gradient of the complete
+    model on each rank (ddp, and fsdp2 with ``defer_gradient_sync``). By default, fsdp2 reduces after each micro-batch:
+    otherwise a rank would hold the gradient of the complete model besides its shard of the weights.
     """
     if isinstance(model, DistributedDataParallel) and not enabled:
         # DDP decides in the forward pass whether the backward pass reduces: the context must
         # enclose both.
         return _no_sync(model)
-    if isinstance(model, FSDPModule):
-        # fsdp2 keeps this setting after the context, so each micro-batch has to set it.
+    if isinstance(model, FSDPModule) and getattr(model, _DEFERS, False):
+        # fsdp2 keeps these settings after the context, so each micro-batch has to set them.
         model.set_requires_gradient_sync(enabled)
+        # The next micro-batch needs the same parameters, and they are smaller than the gradient.
+        model.set_reshard_after_backward(enabled)
     return nullcontext()
 
 

@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from automodel_ckpt.errors import Problem, RecipeError
@@ -147,7 +148,22 @@ def copy_saved_modules(model: nn.Module) -> None:
             original: Any = module.original_module
             trained: Any = module.modules_to_save[ADAPTER_NAME]
             for target, source in zip(trained.parameters(), original.parameters(), strict=True):
+                if isinstance(target, DTensor) and not isinstance(source, DTensor):
+                    # One rank: fsdp2 manages only parameters that it casts, so that the base stays plain.
+                    target = target.to_local()
                 target.copy_(source)
+
+
+def widen_trained(model: nn.Module) -> None:
+    """Give the trained parameters of a model with adapters float32, where the base is kept in 16 bits.
+
+    peft gives it to the adapters only: modules that are trained in full, and biases, have the type of the base. Their
+    small updates would be lost, and fsdp2 needs one type for all trained parameters of a layer.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
+            # The parameter stays the same object, so that ties are kept.
+            parameter.data = parameter.data.float()
 
 
 def find_modules(model: nn.Module, lora: Lora) -> tuple[list[str], list[str]]:

@@ -29,8 +29,8 @@ def quantized_loading(
 ) -> dict[str, Any]:
     """Arguments of ``from_pretrained`` by which a base is read in so few bits.
 
-    *dtype* is the one to compute in. Raises :class:`RecipeError` where that cannot be: on a CPU, without bitsandbytes,
-    or sharded.
+    *dtype* is that of the tensors that stay as they are. 4-bit weights are computed in bfloat16, in float16 if that is
+    *dtype*. Raises :class:`RecipeError` where that cannot be: on a CPU, without bitsandbytes, or sharded.
     """
     if device.type != "cuda":
         _refuse(
@@ -48,14 +48,19 @@ def quantized_loading(
     if kind == "int8":
         config = make(load_in_8bit=True)
     else:
-        compute = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
         config = make(
             load_in_4bit=True,
             bnb_4bit_quant_type=kind,
             bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=compute,
+            bnb_4bit_compute_dtype=type_of_products(dtype),
         )
     return {"quantization_config": config, "device_map": {"": device}}
+
+
+def type_of_products(dtype: str) -> torch.dtype:
+    """The type in which a base in 4 bits is multiplied, for a ``model.dtype`` of *dtype*."""
+    # In float32, each product would take several times as long, and be no more exact than 4 bits are.
+    return torch.float16 if dtype == "float16" else torch.bfloat16
 
 
 def dequantized(config: PreTrainedConfig) -> dict[str, Any]:

@@ -58,6 +58,7 @@ from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.loop import TrainingLoop
 from automodel_ckpt.recipes.memory_estimate import _num_in_progress
 from automodel_ckpt.recipes.objective import Objective
+from automodel_ckpt.recipes.precision import float32_precision
 from automodel_ckpt.recipes.recipe import cadence_of
 from automodel_ckpt.recipes.records import Control, StepResult
 from automodel_ckpt.recipes.run_log import RunLog, build_profiler
@@ -495,6 +496,7 @@ def joined(it: Subject) -> Any:
             log.getEffectiveLevel(),
             it.recipe.run_log.progress.every_seconds,
             torch.are_deterministic_algorithms_enabled(),
+            float32_precision(it.config, "cuda"),
             torch.rand(2).tolist(),
             [
                 group and (group.post_forward_mesh_info is not None, group.mp_policy.param_dtype)
@@ -765,6 +767,10 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
         "test_what_the_model_or_the_machine_cannot_do_is_refused_before_weights_are_made",
         "true",
     ),
+    "distributed.defer_gradient_sync": Proven(
+        "tests/distributed/test_accumulation.py::test_gradients_are_reduced_as_often_as_the_recipe_asks",
+        "true",
+    ),
     "distributed.mixed_precision": Observed(joined, "bfloat16", SHARDED),
     "dataset": Observed(batches, f"{{_target_: {__name__}.samples, token: 6}}"),
     "validation_dataset": Observed(validation, f"{{_target_: {__name__}.samples}}"),
@@ -812,6 +818,7 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "compile.fullgraph": Observed(compiled, "true", COMPILED),
     "compile.dynamic": Observed(compiled, "true", COMPILED),
     "deterministic": Observed(joined, "true"),
+    "float32_precision": Observed(joined, "highest"),
     "step_scheduler.global_batch_size": Observed(batches, "6"),
     "step_scheduler.local_batch_size": Observed(batches, "4"),
     "step_scheduler.num_epochs": Observed(timeline, "3", ("--step_scheduler.max_steps=null",)),
@@ -1054,6 +1061,7 @@ def conditions(schema: type[Any] = RecipeConfig, prefix: str = "") -> Iterator[t
 
 UNMET: dict[str, tuple[str, ...]] = {
     "distributed.reshard_after_forward": ("--distributed.strategy=ddp",),
+    "distributed.defer_gradient_sync": ("--distributed.strategy=ddp",),
     "dataloader.pad_to_multiple_of": (
         f"--dataloader.collate_fn={{_target_: {__name__}.samples}}",
         "--dataloader.padding_free=false",

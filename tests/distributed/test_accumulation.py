@@ -1,8 +1,10 @@
-"""Gradient accumulation reduces gradients over the ranks once a step, however many micro-batches there are."""
+"""Gradient accumulation reduces gradients over the ranks after each micro-batch, or once per step."""
 
 from __future__ import annotations
 
+import gc
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from automodel_ckpt.distributed.parallelize import Parallelism, gradient_sync, parallelize
 from automodel_ckpt.recipes.loop import TrainingLoop
-from tests.distributed.test_training import run
+from tests.distributed.test_training import lines_of_steps, run
+from tests.support import ranks
+from tests.support.parallel import layout_here, model_of
 from tests.support.training import Recipe, with_loop
 
 
@@ -56,16 +61,69 @@ class CountingLoop(TrainingLoop):
 Counted = with_loop(Recipe, CountingLoop)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "ddp"])
-def test_gradients_are_reduced_once_a_step(tmp_path: Path, strategy: str) -> None:
-    overrides = (f"--distributed.strategy={strategy}", "--step_scheduler.max_steps=2")
-    counts = []
-    for local in (4, 1):
-        name = f"local{local}"
-        sizes = f"--step_scheduler.local_batch_size={local}"
-        run(tmp_path, *overrides, sizes, name=name, num_ranks=2, recipe_class=Counted)
-        counts.append(
-            [json.loads((tmp_path / name / f"counts_{rank}.json").read_text()) for rank in (0, 1)]
-        )
-    assert counts[0] == counts[1]
-    assert counts[0][0] >= 1
+def test_gradients_are_reduced_as_often_as_the_recipe_asks(tmp_path: Path) -> None:
+    fsdp2, ddp = "--distributed.strategy=fsdp2", "--distributed.strategy=ddp"
+    reduces = {
+        "fsdp2 by default": (fsdp2,),
+        "fsdp2 deferring": (fsdp2, "--distributed.defer_gradient_sync=true"),
+        "ddp": (ddp,),
+    }
+    steps = ("--step_scheduler.max_steps=2", "--model.from_config.attention_dropout=0")
+    counts, losses = {}, {}
+    for how, overrides in reduces.items():
+        for local in (4, 1):
+            name = f"{how} {local}".replace(" ", "_")
+            size = f"--step_scheduler.local_batch_size={local}"
+            options = {"name": name, "num_ranks": 2, "recipe_class": Counted}
+            run(tmp_path, *overrides, *steps, size, **options)  # type: ignore[arg-type]
+            found = [json.loads(path.read_text()) for path in (tmp_path / name).glob("counts_*")]
+            assert len(found) == 2
+            assert found[0] == found[1] >= 1
+            counts[how, local] = found[0]
+            lines = lines_of_steps(tmp_path / name / "training.jsonl")
+            losses[how, local] = [line["loss"] for line in lines]
+
+    # Each rank has four samples in a step: one micro-batch, or four.
+    assert counts["fsdp2 by default", 1] == 4 * counts["fsdp2 by default", 4]
+    assert counts["fsdp2 deferring", 1] == counts["fsdp2 deferring", 4]
+    assert counts["ddp", 1] == counts["ddp", 4]
+    for found_losses in losses.values():
+        assert found_losses == pytest.approx(losses["ddp", 4], rel=1e-6)
+
+
+def test_only_deferring_keeps_the_gradient_of_the_complete_model() -> None:
+    kept = {}
+    for defers in (False, True):
+        each = ranks.run(partial(bytes_kept, defers), 2)
+        assert each[0] == each[1]
+        kept[defers] = each[0]
+    num_bytes = 4 * sum(parameter.numel() for parameter in model_of(vocab_size=64).parameters())
+    # The shard of the gradient; with deferring the gradient itself, and the gathered parameters.
+    assert kept[False] == pytest.approx(num_bytes / 2, rel=0.1)
+    assert kept[True] == pytest.approx(2 * num_bytes, rel=0.1)
+
+
+def bytes_kept(defers: bool) -> int:
+    """Bytes that the backward pass of a micro-batch leaves allocated, if it is not the last one of its step."""
+    how = Parallelism("fsdp2", defer_gradient_sync=defers)
+    model = parallelize(model_of(vocab_size=64), layout_here(), how)
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    before = live_bytes()
+    with gradient_sync(model, enabled=False):
+        model(input_ids=tokens, use_cache=False).logits.sum().backward()
+    return live_bytes() - before
+
+
+def live_bytes() -> int:
+    """Bytes of the storages of all tensors in this process."""
+    gc.collect()
+    storages = {}
+    for found in gc.get_objects():
+        if type(found) not in (torch.Tensor, torch.nn.Parameter):
+            continue
+        # A gradient is an object of Python only while it is in use there.
+        for tensor in (found, found.grad if found.is_leaf else None):
+            if tensor is not None:
+                storage = tensor.untyped_storage()
+                storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())

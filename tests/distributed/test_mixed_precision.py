@@ -8,13 +8,25 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.distributed.parallelize import Parallelism, parallelize
+from automodel_ckpt.models.adapter import Lora, add_adapters, copy_saved_modules, widen_trained
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.trainable import Trainable
 from tests.distributed.test_training import lines_of_steps
 from tests.support import ranks
+from tests.support.parallel import (
+    GLOBAL_BATCH,
+    TOKENS,
+    VOCABULARY,
+    layout_here,
+    model_of,
+    train_steps,
+)
 from tests.support.training import train, write_recipe
 
 MIXED = "--distributed.mixed_precision=bfloat16"
@@ -80,9 +92,81 @@ def test_each_strategy_computes_in_bfloat16_and_keeps_float32(
         train(recipe, *overrides, f"--checkpoint.checkpoint_dir={tmp_path / 'plain'}")
 
     ranks.run(both, num_ranks, init=False)
-    assert "computing in bfloat16" in capfd.readouterr().err
+    assert "computed in bfloat16" in capfd.readouterr().err
     mixed, plain = (
         lines_of_steps(tmp_path / name / "training.jsonl") for name in ("mixed", "plain")
     )
     assert [r["loss"] for r in mixed] == pytest.approx([r["loss"] for r in plain], rel=0.05)
     assert [r["loss"] for r in mixed] != [r["loss"] for r in plain]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_fsdp2_in_bfloat16_is_plain_torch_with_copies_of_float32_weights(num_ranks: int) -> None:
+    expected = plain_steps(2 * num_ranks)
+    for each in ranks.run(fsdp2_steps, num_ranks):
+        # The two orders of a sum over micro-batches and ranks differ in float32's last bits.
+        assert each == [pytest.approx(step, rel=1e-6) for step in expected]
+
+
+def fsdp2_steps() -> list[tuple[float, float]]:
+    layout = layout_here()
+    how = Parallelism("fsdp2", compute_dtype=torch.bfloat16)
+    return train_steps(parallelize(model_of(), layout, how), layout)
+
+
+def plain_steps(num_parts: int) -> list[tuple[float, float]]:
+    """(mean loss, gradient norm) of what :func:`train_steps` does, with plain torch on one rank."""
+    masters = model_of()
+    optimizer = torch.optim.AdamW(masters.parameters(), lr=1e-2, fused=True)
+    steps = []
+    for number in range(2):
+        generator = torch.Generator().manual_seed(number)
+        tokens = torch.randint(0, VOCABULARY, (GLOBAL_BATCH, TOKENS), generator=generator)
+        num_labels = GLOBAL_BATCH * (TOKENS - 1)
+        copy = model_of()
+        for low, master in zip(copy.parameters(), masters.parameters(), strict=True):
+            # Only parameters: buffers of position embeddings stay float32.
+            low.data = master.detach().bfloat16()
+        total = 0.0
+        for part in tokens.chunk(num_parts):
+            logits = copy(input_ids=part, use_cache=False).logits
+            labels = part[:, 1:].flatten()
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels, reduction="sum")
+            (loss / num_labels).backward()
+            total += loss.item()
+            for low, master in zip(copy.parameters(), masters.parameters(), strict=True):
+                assert low.grad is not None
+                gradient = low.grad.float()
+                master.grad = gradient if master.grad is None else master.grad + gradient
+                low.grad = None
+        norm = torch.nn.utils.clip_grad_norm_(masters.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append((total / num_labels, norm.item()))
+    return steps
+
+
+def test_on_one_rank_fsdp2_casts_what_trains_and_leaves_a_base_in_16_bits_alone() -> None:
+    ((sharded, frozen), steps) = ranks.run(adapter_steps, 1)[0]
+    assert sharded == {torch.float32}
+    assert frozen == set()
+    ((sharded, frozen), steps_of_two) = ranks.run(adapter_steps, 2)[0]
+    assert (sharded, frozen) == ({torch.float32}, {torch.bfloat16})
+    for one, two in zip(steps, steps_of_two, strict=True):
+        assert one == pytest.approx(two, rel=0.03)
+
+
+def adapter_steps() -> tuple[tuple[set[torch.dtype], set[torch.dtype]], list[tuple[float, float]]]:
+    """The data types of the trained and of the frozen parameters that fsdp2 manages, and the steps."""
+    layout = layout_here()
+    base = model_of(tie_word_embeddings=False).to(torch.bfloat16)
+    lora = Lora(modules_to_save=["lm_head"])
+    model = add_adapters(base, lora, task_type="CAUSAL_LM", num_base_rows=VOCABULARY).model
+    widen_trained(model)
+    sharded = parallelize(model, layout, Parallelism("fsdp2", compute_dtype=torch.bfloat16))
+    copy_saved_modules(sharded)
+    trained, frozen = set(), set()
+    for parameter in sharded.parameters():
+        if isinstance(parameter, DTensor):
+            (trained if parameter.requires_grad else frozen).add(parameter.dtype)
+    return (trained, frozen), train_steps(sharded, layout, 2)

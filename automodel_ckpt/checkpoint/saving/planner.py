@@ -161,6 +161,8 @@ class Planner:
     ) -> None:
         self.run, self.ranks, self.assets = run, ranks, assets
         self.save_optimizer = options.save_optimizer
+        self.notes: dict[str, str] = {}
+        """What manifests contain about the run beside :func:`environment`."""
         self.resumed_from: str | None = None
         self._restore_from = options.restore_from
         self._format: ModelFormat = options.model_save_format
@@ -461,7 +463,7 @@ class Planner:
             progress=save.progress,
             losses=json_values(save.losses),
             validated=save.validated,
-            environment=environment(),
+            environment=environment() | self.notes,
             lineage=self._lineage(),
             state=save.records,
             trees=trees,

@@ -23,7 +23,7 @@ from automodel_ckpt.cli.checks.compare_runs import (
     compare_exactly,
     compare_loosely,
 )
-from automodel_ckpt.cli.launch.topology import started_world_size
+from automodel_ckpt.cli.launch.topology import started_world_size, visible_gpus
 from automodel_ckpt.config.bind import is_number
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.load import LoadedRecipe
@@ -176,7 +176,9 @@ class Runs:
     def _tolerance(self) -> float:
         config = self._loaded().config
         # Rounding dominates: sums in half precision depend much more on their order.
-        dtypes = (config.distributed.mixed_precision, getattr(config.model, "dtype", None))
+        dtypes = [config.distributed.mixed_precision, getattr(config.model, "dtype", None)]
+        if config.distributed.mixed_precision == "auto" and visible_gpus(os.environ):
+            dtypes.append("bfloat16")
         return HALF_TOLERANCE if any(dtype in _HALF_DTYPES for dtype in dtypes) else TOLERANCE
 
 

@@ -175,7 +175,7 @@ TRANSLATED: list[tuple[str, str, Any]] = [
     ("distributed:\n  activation_checkpointing: full\n", "model.activation_checkpointing", True),
     ("distributed:\n  strategy: fsdp2\n", "distributed.strategy", "auto"),
     ("distributed:\n  strategy: ddp\n", "distributed.strategy", "ddp"),
-    ("distributed:\n  strategy: ddp\n", "distributed.mixed_precision", None),
+    ("distributed:\n  strategy: ddp\n", "distributed.mixed_precision", "auto"),
     ("", "distributed.mixed_precision", "bfloat16"),
     (
         (

@@ -118,13 +118,15 @@ def test_settings_that_changed_since_the_checkpoint_are_logged_with_both_values(
     )
     compare_recipes(
         tmp_path,
-        cast(Manifest, SimpleNamespace(saved={"optimizer"})),
+        cast(Manifest, SimpleNamespace(saved={"optimizer"}, environment={"precision": "a\n"})),
         config_yaml="seed: 1\nclip_grad_norm: 0.5\nstep_scheduler: {global_batch_size: 16}\nnew_default: 1\n",
+        precision="b",
         origins={},
         overridden=(),
         on_resume="saved",
     )
-    (record,) = caplog.records
+    precision, record = caplog.records
+    assert precision.getMessage().endswith(", which was trained with 'a\\n'")
     assert record.getMessage().splitlines()[1:] == [
         "    clip_grad_norm: 1.0 -> 0.5",
         "    step_scheduler.global_batch_size: 8 -> 16",
