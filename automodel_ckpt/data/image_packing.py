@@ -31,7 +31,13 @@ from automodel_ckpt.data.files import digest
 from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.data.image_conversations import ImageText
 from automodel_ckpt.data.micro_batches import Failure
-from automodel_ckpt.data.packing import IS_TOKEN, PackedDataset, gathered, tokens_of_rows
+from automodel_ckpt.data.packing import (
+    IS_TOKEN,
+    PackedDataset,
+    check_has_length,
+    gathered,
+    tokens_of_rows,
+)
 from automodel_ckpt.data.workers import run_workers
 from automodel_ckpt.errors import AutomodelError, RecipeError
 
@@ -211,13 +217,7 @@ def measure(dataset: Any, collate: ImageTextCollator, num_workers: int = 0) -> M
     The cache is used for a data set with a method ``fingerprint()``. Raises :class:`RecipeError` for a data set without
     a length, for samples that are not :class:`ImageText`, and for unusable or too long samples.
     """
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise RecipeError(
-            "an iterable data set cannot be packed: packing requires the lengths of all samples",
-            where="packed_sequence",
-            value=type(dataset).__name__,
-            hint="remove packed_sequence, or use a data set with a length",
-        )
+    check_has_length(dataset)
     fingerprint = getattr(dataset, "fingerprint", None)
     if fingerprint is None:
         return MeasuredImages(dataset, _lengths(dataset, collate, num_workers))

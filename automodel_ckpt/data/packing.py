@@ -125,10 +125,8 @@ class PackedDataset:
         return pack
 
 
-def _lengths(dataset: Any) -> _Lengths:
-    known = getattr(dataset, "lengths", None)
-    if known is not None:
-        return np.asarray(known, dtype=np.int64)
+def check_has_length(dataset: Any) -> None:
+    """Raise :class:`RecipeError` for an iterable data set, which cannot be packed."""
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise RecipeError(
             "an iterable data set cannot be packed: packing requires the lengths of all samples",
@@ -136,6 +134,13 @@ def _lengths(dataset: Any) -> _Lengths:
             value=type(dataset).__name__,
             hint="remove packed_sequence, or use a data set with a length",
         )
+
+
+def _lengths(dataset: Any) -> _Lengths:
+    known = getattr(dataset, "lengths", None)
+    if known is not None:
+        return np.asarray(known, dtype=np.int64)
+    check_has_length(dataset)
     return np.fromiter((len(dataset[i]["input_ids"]) for i in range(len(dataset))), dtype=np.int64)
 
 

@@ -88,6 +88,17 @@ def llava() -> tuple[Any, Any]:
     return config, processor
 
 
+def idefics3_settings(tokenizer: Any) -> dict[str, Any]:
+    """The settings of a tiny Idefics 3, and of models with its configuration."""
+    return {
+        "vision_config": VISION,
+        "text_config": {"model_type": "llama", **TEXT, "pad_token_id": 0},
+        "scale_factor": 2,
+        "image_token_id": tokenizer.convert_tokens_to_ids("<image>"),
+        "tie_word_embeddings": True,
+    }
+
+
 def idefics3() -> tuple[Any, Any]:
     places = [f"<row_{row}_col_{column}>" for row in range(1, 3) for column in range(1, 3)]
     tokenizer = tokenizer_with(
@@ -99,14 +110,7 @@ def idefics3() -> tuple[Any, Any]:
     processor = transformers.Idefics3Processor(
         images, tokenizer, image_seq_len=4, chat_template=TEMPLATE.replace("IMAGE", "<image>")
     )
-    config = transformers.Idefics3Config(
-        vision_config=VISION,
-        text_config={"model_type": "llama", **TEXT, "pad_token_id": 0},
-        scale_factor=2,
-        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
-        tie_word_embeddings=True,
-    )
-    return config, processor
+    return transformers.Idefics3Config(**idefics3_settings(tokenizer)), processor
 
 
 def gemma3() -> tuple[Any, Any]:
@@ -247,14 +251,7 @@ def smolvlm() -> tuple[Any, Any]:
     processor.video_processor = type(made.video_processor)(
         video_processor_type="SmolVLMVideoProcessor"
     )
-    config = transformers.SmolVLMConfig(
-        vision_config=VISION,
-        text_config={"model_type": "llama", **TEXT, "pad_token_id": 0},
-        scale_factor=2,
-        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
-        tie_word_embeddings=True,
-    )
-    return config, processor
+    return transformers.SmolVLMConfig(**idefics3_settings(tokenizer)), processor
 
 
 FAMILIES: dict[str, Callable[[], tuple[Any, Any]]] = {
