@@ -184,6 +184,7 @@ _OPTIMIZERS = Group(
     (
         ClassesOf("torch.optim", "torch.optim.Optimizer", "torch.optim"),
         Exact("transformers.Adafactor"),
+        Exact("automodel_ckpt.training.adam8bit.AdamW8bit"),
         Exact("automodel_ckpt.training.muon.Muon"),
     ),
 )

@@ -235,7 +235,10 @@ def _state_entries(
     """(name, elements, bytes per element) of each state entry; elements None for one without dimensions."""
     state = optimizer.state.get(parameter)
     shape = list(parameter.shape)
-    if not state:
+    if not state and hasattr(optimizer, "state_like"):
+        # An optimizer whose state depends on the size of a parameter describes it, in tensors without values.
+        state = optimizer.state_like(parameter)
+    elif not state:
         pairs = zip(parameter.shape, _TRIAL_EXTENTS, strict=False)
         shape = [trial if extent > 1 else extent for extent, trial in pairs]
         trial_parameter = nn.Parameter(torch.zeros(shape, dtype=parameter.dtype))

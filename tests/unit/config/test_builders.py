@@ -27,6 +27,7 @@ NAMES = [
     "torch.optim.AdamW",
     "torch.optim.adamw.AdamW",
     "torch.optim.Muon",
+    "automodel_ckpt.training.adam8bit.AdamW8bit",
     "torch.nn.CrossEntropyLoss",
 ]
 

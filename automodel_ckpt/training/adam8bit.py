@@ -1,0 +1,263 @@
+"""AdamW with 8-bit moments: two bytes per parameter instead of eight.
+
+Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861: each block of values has a
+scale, its largest absolute value, and each value is stored as the nearest entry of a table of 256 values.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from automodel_ckpt.errors import RecipeError
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_SMALLEST_BLOCK = 32
+_CHUNK = 2**24
+"""Elements that are updated at a time, as float32 values take four times the memory of their codes, or more."""
+
+
+class AdamW8bit(torch.optim.Optimizer):
+    """AdamW whose moments of matrices are stored in 8 bits, as codes [..., C] and scales [..., C / block].
+
+    A block has up to *block_size* neighboring elements of a row: the largest power of two that divides the row's
+    length. So the state does not depend on how rows are sharded, and a checkpoint can be loaded on any number of
+    ranks. Moments of vectors, of parameters with fewer than *min_elements* elements, and of rows without a block of at
+    least 32 are float32. Updates are computed in float32, from moments that are not rounded yet.
+
+    Raises :class:`RecipeError` in the first step for rows that ranks share at places within a block.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        block_size: int = 256,
+        min_elements: int = 4096,
+    ) -> None:
+        if block_size < _SMALLEST_BLOCK or block_size & (block_size - 1):
+            raise RecipeError(
+                "the block of an 8-bit optimizer is not a power of two of at least 32",
+                where="optimizer.block_size",
+                value=block_size,
+                hint="use 256",
+            )
+        self.block_size = block_size
+        self.min_elements = min_elements
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update the parameters that have gradients. Returns the result of *closure*, which computes the gradients."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+        return loss
+
+    def state_like(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The state of *parameter* [...] as tensors without values, for forecasts of memory and disk."""
+        shape = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        return _new_state(shape, self._block_of(parameter))
+
+    def _block_of(self, parameter: torch.Tensor) -> int:
+        """The number of elements that share a scale; 0 for a parameter with float32 moments."""
+        if parameter.dim() < 2 or parameter.numel() < self.min_elements:
+            return 0
+        block = math.gcd(parameter.shape[-1], self.block_size)
+        return block if block >= _SMALLEST_BLOCK else 0
+
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        state, block = self.state[parameter], self._block_of(parameter)
+        if not state:
+            state.update(_new_state(parameter, block))
+        state["step"] += 1
+        shard, gradient = _local(parameter), _local(parameter.grad)
+        if shard.numel() == 0:
+            return
+        beta1, beta2 = group["betas"]
+        num_steps = state["step"].item()
+        settings = _settings(group, num_steps, shard.device)
+        if not block:
+            average, square = _local(state["exp_avg"]), _local(state["exp_avg_sq"])
+            average.lerp_(gradient.float(), 1 - beta1)
+            square.lerp_(gradient.float().square(), 1 - beta2)
+            shard.copy_(_updated(shard, average, square, settings))
+            return
+        update = _kernel_for(shard.device.type)
+        tensors = [shard, gradient.contiguous()]
+        tensors += [_local(state[f"{moment}_codes"]) for moment in _MOMENTS]
+        rows = [tensor.view(-1, block) for tensor in tensors]
+        rows += [_local(state[f"{moment}_scales"]).view(-1, 1) for moment in _MOMENTS]
+        tables = [_table(is_signed, shard.device) for is_signed in (True, False)]
+        num_rows = max(_CHUNK // block, 1)
+        for start in range(0, len(rows[0]), num_rows):
+            update(*(each[start : start + num_rows] for each in rows), *tables, settings)
+
+
+def _new_state(parameter: torch.Tensor, block: int) -> dict[str, torch.Tensor]:
+    """Moments of zero, sharded as *parameter* is."""
+    state = {"step": torch.zeros((), dtype=torch.float32)}
+    for moment in _MOMENTS:
+        if block:
+            state[f"{moment}_codes"] = torch.zeros_like(parameter, dtype=torch.uint8)
+            state[f"{moment}_scales"] = _new_scales(parameter, block)
+        else:
+            state[moment] = torch.zeros_like(parameter, dtype=torch.float32)
+    return state
+
+
+def _new_scales(parameter: torch.Tensor, block: int) -> torch.Tensor:
+    """Scales of zero [..., C / block] in float32."""
+    shape = (*parameter.shape[:-1], parameter.shape[-1] // block)
+    local = _local(parameter)
+    if not isinstance(parameter, DTensor):
+        return torch.zeros(shape, dtype=torch.float32, device=local.device)
+    last = parameter.dim() - 1
+    num_parts = 1
+    for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
+        if placement.is_shard(last):
+            num_parts *= size
+    if shape[-1] % num_parts:
+        raise RecipeError(
+            "the ranks share rows of a parameter at places within a block of the 8-bit optimizer",
+            where="optimizer",
+            value=f"{shape[-1]} blocks of {block} elements among {num_parts} ranks",
+            hint="set a smaller optimizer.block_size, or another distributed.tp_size",
+        )
+    scales = torch.zeros(
+        (*local.shape[:-1], local.shape[-1] // block), dtype=torch.float32, device=local.device
+    )
+    # The shape is given, because shards of ranks can differ in size.
+    stride = torch.empty(shape, device="meta").stride()
+    sharded = DTensor.from_local(
+        scales,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=stride,
+    )
+    # from_local moves to the device of the mesh, which is not that of offloaded parameters.
+    return sharded.to(parameter.device)
+
+
+def _local(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _settings(group: dict[str, Any], num_steps: float, device: torch.device) -> torch.Tensor:
+    """What an update needs of a group: 1 - beta1, 1 - beta2, the factor of the weight decay, the step's size, the root
+    of the second moment's bias correction, and eps. A tensor, so that compiled code does not depend on the values."""
+    beta1, beta2 = group["betas"]
+    rate = float(group["lr"])
+    values = [
+        1 - beta1,
+        1 - beta2,
+        1 - rate * group["weight_decay"],
+        rate / (1 - beta1**num_steps),
+        math.sqrt(1 - beta2**num_steps),
+        group["eps"],
+    ]
+    settings = torch.tensor(values, dtype=torch.float32)
+    if device.type == "cuda":
+        # From pinned memory, the host does not wait for the device.
+        return settings.pin_memory().to(device, non_blocking=True)
+    return settings.to(device)
+
+
+def _updated(
+    parameter: torch.Tensor, average: torch.Tensor, square: torch.Tensor, settings: torch.Tensor
+) -> torch.Tensor:
+    """The new values of a parameter in float32, by the moments in float32."""
+    _, _, decay, size, correction, eps = settings.unbind()
+    denominator = square.sqrt() / correction + eps
+    return parameter.float() * decay - average / denominator * size
+
+
+def update_blocks(
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    average_codes: torch.Tensor,
+    square_codes: torch.Tensor,
+    average_scales: torch.Tensor,
+    square_scales: torch.Tensor,
+    signed: torch.Tensor,
+    unsigned: torch.Tensor,
+    settings: torch.Tensor,
+) -> None:
+    """Update blocks [n, block] of a parameter in place, their codes [n, block] and their scales [n, 1].
+
+    *signed* and *unsigned* [256] are the tables of both moments.
+    """
+    wide = gradient.float()
+    average = torch.lerp(decoded(average_codes, average_scales, signed), wide, settings[0])
+    square = torch.lerp(decoded(square_codes, square_scales, unsigned), wide.square(), settings[1])
+    parameter.copy_(_updated(parameter, average, square, settings))
+    for moment, codes, scales, table in (
+        (average, average_codes, average_scales, signed),
+        (square, square_codes, square_scales, unsigned),
+    ):
+        scales.copy_(moment.abs().amax(1, keepdim=True))
+        # A block of zeros has the scale 0.
+        codes.copy_(nearest(moment / scales.clamp(min=torch.finfo(torch.float32).tiny), table))
+
+
+def decoded(codes: torch.Tensor, scales: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """The values of *codes* [n, block] with *scales* [n, 1], in float32."""
+    return table[codes.int()] * scales
+
+
+def nearest(values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """The numbers of the entries of the sorted *table* that are nearest to *values*, in int32."""
+    middles = (table[1:] + table[:-1]) / 2
+    return torch.bucketize(values, middles, out_int32=True)
+
+
+@functools.cache
+def _table(is_signed: bool, device: torch.device) -> torch.Tensor:
+    return dynamic_table(is_signed).to(device)
+
+
+def dynamic_table(is_signed: bool) -> torch.Tensor:
+    """The 256 values of dynamic quantization between -1 (or 0) and 1, sorted, in float32.
+
+    Source: arXiv:2110.02861, section 2.1. Of each power of ten from 1e-6 to 1, the mantissas are in the middle between
+    equidistant points from 0.1 to 1: 1, 2, 4, ... 64 of them if there are negative values, otherwise twice as many. 0
+    and 1 are added.
+    """
+    values = [0.0, 1.0]
+    for exponent in range(7):
+        num_mantissas = 2**exponent * (1 if is_signed else 2)
+        points = torch.linspace(0.1, 1, num_mantissas + 1, dtype=torch.float64)
+        mantissas = (points[1:] + points[:-1]) / 2
+        of_power = (mantissas * 10.0 ** (exponent - 6)).tolist()
+        values += of_power
+        if is_signed:
+            values += [-value for value in of_power]
+    return torch.tensor(sorted(values), dtype=torch.float32)
+
+
+@functools.cache
+def _kernel_for(device_type: str) -> Callable[..., None]:
+    """:func:`update_blocks`; on a GPU compiled, because it would otherwise read and write the memory 30 times."""
+    if device_type == "cuda" and importlib.util.find_spec("triton") is not None:
+        return torch.compile(update_blocks)
+    return update_blocks

@@ -1,0 +1,151 @@
+"""AdamW with 8-bit moments: its table and its codes, the size of its state, and how close it stays to AdamW."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.training import adam8bit
+from automodel_ckpt.training.adam8bit import AdamW8bit, decoded, dynamic_table, nearest
+
+
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_the_table_has_fine_steps_near_one_and_seven_powers_of_ten(is_signed: bool) -> None:
+    table = dynamic_table(is_signed)
+    assert len(table) == 256 and table[-1] == 1
+    assert torch.equal(table, table.sort().values)
+    positive = table[table > 0]
+    assert len(positive) == (128 if is_signed else 255)
+    assert positive[0] == pytest.approx(5.5e-7 if is_signed else 3.25e-7)
+    # The largest error of a value between 0.1 and 1, which has 64 or 128 steps.
+    values = torch.linspace(0.1, 1, 10_001)
+    errors = (table[nearest(values, table).int()] - values).abs()
+    assert errors.max() <= 0.9 / (64 if is_signed else 128) * 0.51 + 1e-6
+
+
+def test_values_are_stored_with_the_scale_of_their_block() -> None:
+    values = torch.randn(6, 32) * torch.logspace(-9, 3, 6).unsqueeze(1)
+    scales = values.abs().amax(1, keepdim=True)
+    table = dynamic_table(True)
+    found = decoded(nearest(values / scales, table).to(torch.uint8), scales, table)
+    assert ((found - values).abs() <= 0.008 * scales).all()
+
+
+def trained(optimizer_class: Any, **options: Any) -> tuple[list[float], torch.optim.Optimizer]:
+    """The losses of 60 steps of a small regression, and the optimizer."""
+    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 8))
+    inputs = torch.randn(256, 64, generator=generator)
+    targets = torch.randn(256, 8, generator=generator)
+    optimizer = optimizer_class(model.parameters(), lr=3e-3, **options)
+    losses = []
+    for _ in range(60):
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return losses, optimizer
+
+
+def test_losses_stay_close_to_those_of_adamw() -> None:
+    expected, _ = trained(torch.optim.AdamW)
+    losses, _ = trained(AdamW8bit, min_elements=512)
+    assert expected[-1] < 0.6 * expected[0]
+    assert losses == pytest.approx(expected, rel=0.05)
+
+
+def test_parameters_with_float32_moments_are_updated_as_by_adamw() -> None:
+    expected, _ = trained(torch.optim.AdamW)
+    losses, _ = trained(AdamW8bit, min_elements=10**9)
+    assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_state_of_a_large_matrix_takes_two_bytes_for_each_element() -> None:
+    matrix = nn.Parameter(torch.randn(64, 4096, dtype=torch.bfloat16))
+    vector = nn.Parameter(torch.randn(8192))
+    narrow = nn.Parameter(torch.randn(4096, 17))
+    optimizer = AdamW8bit([matrix, vector, narrow])
+    for parameter in (matrix, vector, narrow):
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    sizes = [
+        sum(value.nbytes for value in optimizer.state[parameter].values()) / parameter.numel()
+        for parameter in (matrix, vector, narrow)
+    ]
+    assert sizes == pytest.approx([2 + 8 / 256, 8, 8], rel=1e-3)
+    for parameter in (matrix, vector, narrow):
+        described = AdamW8bit([matrix]).state_like(parameter)
+        assert described.keys() == optimizer.state[parameter].keys()
+        for name, value in optimizer.state[parameter].items():
+            assert (described[name].shape, described[name].dtype) == (value.shape, value.dtype)
+
+
+def test_chunks_do_not_change_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, _ = trained(AdamW8bit, min_elements=512)
+    monkeypatch.setattr(adam8bit, "_CHUNK", 7 * 64)
+    assert trained(AdamW8bit, min_elements=512)[0] == expected
+
+
+def test_the_compiled_update_is_the_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, _ = trained(AdamW8bit, min_elements=512)
+    compiled = torch.compile(adam8bit.update_blocks, backend="aot_eager")
+    monkeypatch.setattr(adam8bit, "_kernel_for", lambda device_type: compiled)
+    assert trained(AdamW8bit, min_elements=512)[0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_state_that_was_saved_and_loaded_continues_exactly() -> None:
+    values = torch.randn(64, 128)
+    gradients = torch.randn(4, 64, 128)
+
+    def steps(parameter: nn.Parameter, optimizer: AdamW8bit, part: slice) -> None:
+        for gradient in gradients[part]:
+            parameter.grad = gradient.clone()
+            optimizer.step()
+
+    whole = nn.Parameter(values.clone())
+    steps(whole, AdamW8bit([whole]), slice(0, 4))
+    first = nn.Parameter(values.clone())
+    optimizer = AdamW8bit([first])
+    steps(first, optimizer, slice(0, 2))
+    entries = {name: value.clone() for name, value in optimizer.state[first].items()}
+    second = nn.Parameter(first.detach().clone())
+    resumed = AdamW8bit([second])
+    resumed.state[second].update(entries)
+    steps(second, resumed, slice(2, 4))
+    assert torch.equal(second, whole)
+
+
+def test_a_block_that_is_no_power_of_two_is_an_error() -> None:
+    with pytest.raises(RecipeError, match="not a power of two"):
+        AdamW8bit([nn.Parameter(torch.zeros(2))], block_size=48)
+
+
+def test_its_codes_are_those_of_torchao() -> None:
+    pytest.importorskip("torchao")
+    adam = importlib.import_module("torchao.optim.adam")
+    state8bit = importlib.import_module("torchao.optim.subclass_8bit").OptimState8bit
+    torch.manual_seed(0)
+    ours = nn.Parameter(torch.randn(64, 512))
+    theirs = ours.detach().clone()
+    optimizer = AdamW8bit([ours], lr=1e-2)
+    moments = [state8bit.zeros(theirs.shape, signed, 256) for signed in (True, False)]
+    settings = (torch.tensor(1e-2), 0.9, 0.999, 1e-2, 1e-8, True, False)
+    for number in range(1, 4):
+        gradient = torch.randn_like(theirs)
+        ours.grad = gradient.clone()
+        optimizer.step()
+        adam.single_param_adam(
+            theirs, gradient, torch.tensor(float(number)), *moments, None, *settings
+        )
+    torch.testing.assert_close(ours.detach(), theirs, rtol=1e-5, atol=1e-5)
+    state = optimizer.state[ours]
+    for name, moment in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
+        assert (state[f"{name}_codes"] != moment.codes).float().mean() < 1e-3
+        torch.testing.assert_close(state[f"{name}_scales"].flatten(), moment.scale)
