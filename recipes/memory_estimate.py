@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,13 +24,19 @@ from automodel_ckpt.data.image_packing import PACK_IDS
 from automodel_ckpt.distributed.mesh import RankLayout, device_type
 from automodel_ckpt.distributed.mesh_sizes import Sizes, choose_strategy
 from automodel_ckpt.distributed.parallelize import decoder_layers
+from automodel_ckpt.models.activation_memory import (
+    MIN_OFFLOADED_BYTES,
+    HostActivations,
+    noting_kept,
+    without_checkpointing,
+)
 from automodel_ckpt.models.fused_cross_entropy import CHUNK_ELEMENTS, peak_bytes
 from automodel_ckpt.models.pipeline_stage import parameters_of_ranks
 from automodel_ckpt.recipes.exports import check_export
 from automodel_ckpt.recipes.loop import steps_per_epoch
 from automodel_ckpt.recipes.precision import resolve_precision
 from automodel_ckpt.recipes.recipe import Recipe
-from automodel_ckpt.recipes.trainable import compute_dtype, parallelism
+from automodel_ckpt.recipes.trainable import activation_mode, compute_dtype, parallelism
 from automodel_ckpt.training.metrics import PeakMemory
 from automodel_ckpt.training.rng import StatefulRNG
 from automodel_ckpt.training.step_scheduler import planned_end
@@ -320,12 +325,15 @@ def traced_activations(
     tokens = {"input_ids": torch.zeros(1, length, dtype=torch.long)}
     try:
         options = recipe.trainable.forward_options
-        per_row = _saved_bytes(backbone, tokens, options)
-        with _without_checkpointing(recipe.model):
-            per_row_unchecked = _saved_bytes(backbone, tokens, options)
+        host = None
+        if activation_mode(recipe.config.model) == "offload":
+            host = HostActivations(torch.device("cpu"), MIN_OFFLOADED_BYTES // rows)
+        saved = _saved_tensors(backbone, tokens, options, host)
+        with without_checkpointing(recipe.model):
+            unchecked = _saved_tensors(backbone, tokens, options)
         of_images = 0
         if images:
-            of_images = _saved_bytes(_ImageFeatures(backbone), images, {})
+            of_images = _saved_tensors(_ImageFeatures(backbone), images, {}).nbytes
     except Exception as error:
         log.debug("the activations cannot be traced: %r", error)
         return None
@@ -339,8 +347,10 @@ def traced_activations(
     if compute_dtype is not None:
         dtype_ratio = compute_dtype.itemsize / next(recipe.model.parameters()).element_size()
     # The backward pass of a layer needs about as much again as its forward pass saved without checkpointing.
-    one_layer = per_row_unchecked / num_layers
-    total = ((per_row + one_layer) * rows + of_images) * dtype_ratio + of_loss
+    one_layer = unchecked.nbytes / num_layers
+    # Of offloaded activations, that of a layer and the one that is copied at the same time are on the device.
+    in_copies = 2 * saved.offloaded_bytes / num_layers
+    total = ((saved.nbytes + in_copies + one_layer) * rows + of_images) * dtype_ratio + of_loss
     if torch.cuda.is_available():
         return int(total)
     # On a CPU, short-lived tensors leave holes in the heap between long-lived ones (tools/bench_forecast.py).
@@ -374,25 +384,16 @@ class _ImageFeatures(nn.Module):
         return self.backbone.get_image_features(**images)  # type: ignore[operator]
 
 
-@contextmanager
-def _without_checkpointing(model: nn.Module) -> Iterator[None]:
-    """Switch activation checkpointing off inside the context."""
-    switched = [
-        module for module in model.modules() if getattr(module, "gradient_checkpointing", False)
-    ]
-    for module in switched:
-        module.gradient_checkpointing = False  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for module in switched:
-            module.gradient_checkpointing = True  # type: ignore[assignment]
+def _saved_tensors(
+    model: nn.Module,
+    inputs: Mapping[str, torch.Tensor],
+    options: Mapping[str, Any],
+    host: HostActivations | None = None,
+) -> _SavedTensors:
+    """What is saved for the backward pass in a forward pass of *model*, without its parameters and buffers.
 
-
-def _saved_bytes(
-    model: nn.Module, inputs: Mapping[str, torch.Tensor], options: Mapping[str, Any]
-) -> int:
-    """Bytes that autograd saves in a forward pass of *model*, without those of its parameters and buffers."""
+    *host* decides what is offloaded; None: nothing.
+    """
     with FakeTensorMode():
         own: dict[str, torch.Tensor] = {}
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -402,26 +403,36 @@ def _saved_bytes(
         fake_inputs: dict[str, torch.Tensor] = {}
         for name, tensor in inputs.items():
             fake_inputs[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
-        saved = _SavedTensors(own.values())
-        with torch.autograd.graph.saved_tensors_hooks(saved.note, lambda tensor: tensor):
+        saved = _SavedTensors(own.values(), host)
+        hooks = torch.autograd.graph.saved_tensors_hooks(saved.note, lambda tensor: tensor)
+        with hooks, noting_kept(saved.note):
             torch.func.functional_call(model, own, kwargs={**fake_inputs, **options})
-    return saved.nbytes
+    return saved
 
 
 class _SavedTensors:
-    """Counts the bytes of each storage that autograd saves, once, without the storages of *own* tensors."""
+    """Counts the bytes of each storage that autograd saves, once, without the storages of *own* tensors.
 
-    def __init__(self, own: Iterable[torch.Tensor]) -> None:
+    What *host* offloads is counted separately.
+    """
+
+    def __init__(self, own: Iterable[torch.Tensor], host: HostActivations | None = None) -> None:
         # References keep the storages alive: otherwise a new one could get the address of a freed one.
         self._storages: list[Any] = [tensor.untyped_storage() for tensor in own]
         self._seen = {storage._cdata for storage in self._storages}
+        self._host = host
         self.nbytes = 0
+        self.offloaded_bytes = 0
 
     def note(self, tensor: torch.Tensor) -> torch.Tensor:
         """Count *tensor*, which autograd saves, and return it."""
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._seen:
-            self._seen.add(storage._cdata)
-            self._storages.append(storage)
+        if storage._cdata in self._seen:
+            return tensor
+        self._seen.add(storage._cdata)
+        self._storages.append(storage)
+        if self._host is not None and self._host.is_offloaded(tensor):
+            self.offloaded_bytes += storage.nbytes()
+        else:
             self.nbytes += storage.nbytes()
         return tensor

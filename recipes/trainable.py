@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -48,6 +48,11 @@ from automodel_ckpt.distributed.parallelize import (
 )
 from automodel_ckpt.distributed.tensor_parallel import check_heads
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.activation_memory import (
+    HostActivations,
+    check_offload,
+    checkpoint_activations,
+)
 from automodel_ckpt.models.adapter import Adapted, why_whole, widen_trained
 from automodel_ckpt.models.build import (
     check_attention,
@@ -56,7 +61,6 @@ from automodel_ckpt.models.build import (
     check_task,
     check_trained_types,
     check_vocabulary,
-    checkpoint_activations,
     freeze,
     load_model_config,
 )
@@ -302,6 +306,14 @@ def compute_dtype(section: DistributedConfig) -> torch.dtype | None:
     return getattr(torch, section.mixed_precision)  # type: ignore[no-any-return]
 
 
+def activation_mode(section: ModelConfig | Target) -> str:
+    """Which activations are recomputed: ``full``, ``selective`` or ``offload``; empty: none."""
+    given = section.activation_checkpointing if isinstance(section, ModelConfig) else False
+    if isinstance(given, str):
+        return given
+    return "full" if given else ""
+
+
 def row_multiple(config: RecipeConfig, layout: RankLayout) -> int:
     """Rows are padded to a multiple of this many tokens, so that ranks can divide them along the sequence."""
     num_parts = layout.num_row_parts(sequence_parallel=config.distributed.sequence_parallel)
@@ -375,8 +387,13 @@ class _TrainableBuilder:
         if self.is_dry_run:
             return built
         check_attention(model, self.layout.device)
+        if self._offloads():
+            check_offload(self.layout.device)
         sharded = shard(changed.deferred, self.config, self.layout)
-        built = replace(built, model=sharded.model, compute=sharded.compute, stage=sharded.stage)
+        compute = sharded.compute
+        if self._offloads():
+            compute = _offloading(compute, HostActivations(self.layout.device))
+        built = replace(built, model=sharded.model, compute=compute, stage=sharded.stage)
         # The unsharded object is probed: sharding changed it in place, and a DDP wrapper would reduce gradients.
         probed = self._probed(built, model, router)
         noise = self._embedding_noise(model, probed.stage)
@@ -486,8 +503,15 @@ class _TrainableBuilder:
         if not self.is_trained:
             _freeze_all(deferred.model)
         elif section.activation_checkpointing:
-            checkpoint_activations(deferred.model)
+            layers = decoder_layers(deferred.model)
+            mode = activation_mode(section)
+            checkpoint_activations(deferred.model, mode, layers)
+            log.info("activations of %d layers are recomputed (%s)", len(layers), mode)
         return _Changed(deferred, adapted, resized)
+
+    def _offloads(self) -> bool:
+        section = self.config.model
+        return self.is_trained and activation_mode(section) == "offload"
 
     def _num_base_rows(self, model: nn.Module) -> int | None:
         """Rows of the embedding before ``model.vocab_size`` changes it."""
@@ -705,6 +729,19 @@ def shard(deferred: DeferredModel, config: RecipeConfig, layout: RankLayout) -> 
     num_micro_batches = steps.global_batch_size // (steps.local_batch_size * layout.dp_size)
     log_idle_share(num_micro_batches, layout, section.stages_per_rank)
     return Sharded(sharded, compute, stage)
+
+
+def _offloading(
+    compute: Callable[[], AbstractContextManager[Any]], host: HostActivations
+) -> Callable[[], AbstractContextManager[Any]]:
+    """The context *compute* of a forward pass, in which activations are moved to the host."""
+
+    @contextmanager
+    def both() -> Iterator[None]:
+        with compute(), host.saving():
+            yield
+
+    return both
 
 
 def _compile(model: nn.Module, section: CompileConfig, device: torch.device) -> None:

@@ -519,26 +519,6 @@ def check_trained_types(model: nn.Module) -> None:
         )
 
 
-def checkpoint_activations(model: Any) -> None:
-    """Make the model recompute the activations of each layer in the backward pass.
-
-    Raises :class:`RecipeError` if it does not support this.
-    """
-    if not getattr(model, "supports_gradient_checkpointing", False):
-        raise RecipeError(
-            "this model cannot recompute its activations",
-            where="model.activation_checkpointing",
-            value=type(model).__name__,
-            hint="remove activation_checkpointing",
-        )
-    enable = getattr(model, "activation_checkpointing_enable", None)
-    if enable is None:
-        enable = model.gradient_checkpointing_enable
-    # The reentrant variant computes no gradients if no input of a layer requires any, as with a
-    # frozen embedding.
-    enable({"use_reentrant": False})
-
-
 def did_you_mean(name: str, known: set[str]) -> str:
     """A hint with the known names that are similar to *name*, or else with a few known names."""
     near = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.5)

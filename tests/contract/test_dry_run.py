@@ -161,6 +161,18 @@ def test_what_a_model_keeps_of_images_is_foretold_too(capsys: pytest.CaptureFixt
     assert kept[1] > 1.2 * kept[0], "the layers for text, and what they see, are as wide as before"
 
 
+@pytest.mark.usefixtures("recipe")
+def test_recomputed_selected_and_offloaded_activations_are_foretold(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    kept = []
+    for mode in ("false", "selective", "full", "offload"):
+        assert main(["--dry-run", "recipe.yaml", f"--model.activation_checkpointing={mode}"]) == 0
+        kept.append(foretold("activations SIZE", capsys.readouterr().out))
+    none, selective, full, offload = kept
+    assert none > selective > full > offload
+
+
 def test_a_base_that_does_not_exist_yet_is_not_created(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -50,6 +50,8 @@ PRIVATE_NAMES: dict[str, str] = {
     "_get_default_store": "torch.distributed.distributed_c10d",
     "_n_microbatches": "torch.distributed.pipelining.schedules",
     "_inductor": "torch",
+    "_dynamo": "torch",
+    "_python_dispatch": "torch.utils",
     "_subclasses": "torch",
     # Module paths whose functions compute this rank's part of a DTensor, and end data loader workers.
     "_utils": "torch.distributed.tensor",

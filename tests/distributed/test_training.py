@@ -474,9 +474,22 @@ def test_a_recipe_with_more_state_saves_and_restores_it(tmp_path: Path) -> None:
 
 def test_recomputed_activations_give_the_same_training(tmp_path: Path) -> None:
     run(tmp_path, SIX, name="kept")
-    run(tmp_path, SIX, "--model.activation_checkpointing", name="recomputed")
-    kept, recomputed = steps_of(tmp_path / "kept"), steps_of(tmp_path / "recomputed")
-    assert [record["loss"] for record in kept] == [record["loss"] for record in recomputed]
+    kept = [record["loss"] for record in steps_of(tmp_path / "kept")]
+    for mode in ("true", "selective"):
+        run(tmp_path, SIX, f"--model.activation_checkpointing={mode}", name=mode)
+        assert [record["loss"] for record in steps_of(tmp_path / mode)] == kept
+
+
+def test_selected_activations_of_shards_are_recomputed_and_a_killed_run_continues(
+    tmp_path: Path,
+) -> None:
+    sharded = (SIX, "--distributed.strategy=fsdp2", "--distributed.mixed_precision=bfloat16")
+    selective = "--model.activation_checkpointing=selective"
+    run(tmp_path, *sharded, name="kept", num_ranks=2)
+    run(tmp_path, *sharded, selective, "--step_scheduler.max_steps=3", name="run", num_ranks=2)
+    run(tmp_path, *sharded, selective, name="run", num_ranks=2)
+    kept, selected = steps_of(tmp_path / "kept"), steps_of(tmp_path / "run")
+    assert [record["loss"] for record in kept] == [record["loss"] for record in selected]
 
 
 def test_without_checkpoints_nothing_is_written(tmp_path: Path) -> None:

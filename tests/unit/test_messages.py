@@ -44,7 +44,7 @@ from automodel_ckpt.distributed import rendezvous
 from automodel_ckpt.distributed.mesh import _device
 from automodel_ckpt.distributed.tensor_parallel import _tie
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, RecipeError, SaveFailed
-from automodel_ckpt.models.build import checkpoint_activations
+from automodel_ckpt.models.activation_memory import checkpoint_activations
 from automodel_ckpt.training.metrics import JsonlLog
 from automodel_ckpt.training.tracker_process import require_trackers
 from tests.support import tiny

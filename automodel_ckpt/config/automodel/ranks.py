@@ -138,14 +138,14 @@ def _checkpointing(section: Section) -> None:
     node = section.take("activation_checkpointing")
     if node is None:
         return
-    is_selective = str(node.value).lower() == "selective"
-    enabled = is_selective or is_true(node) or str(node.value).lower() in ("full", "enabled")
-    if is_selective:
-        section.degraded("activation_checkpointing", node, "all activations are recomputed")
-    value = Node(str(enabled).lower(), node.origin)
+    given = str(node.value).lower().replace("-", "_")
+    mode = str(is_true(node) or given in ("full", "enabled")).lower()
+    if given == "selective":
+        mode = given
+    value = Node(mode, node.origin)
     root = section.work.section("")
     root.inner("model").put("activation_checkpointing", value)
-    if str(node.value).lower() != str(enabled).lower():
+    if str(node.value).lower() != mode:
         section.note("activation_checkpointing", node, f"translated to {value}")
 
 

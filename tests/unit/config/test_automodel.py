@@ -173,6 +173,11 @@ TRANSLATED: list[tuple[str, str, Any]] = [
     ),
     ("distributed:\n  activation_checkpointing: true\n", "model.activation_checkpointing", True),
     ("distributed:\n  activation_checkpointing: full\n", "model.activation_checkpointing", True),
+    (
+        "distributed:\n  activation_checkpointing: selective\n",
+        "model.activation_checkpointing",
+        "selective",
+    ),
     ("distributed:\n  strategy: fsdp2\n", "distributed.strategy", "auto"),
     ("distributed:\n  strategy: ddp\n", "distributed.strategy", "ddp"),
     ("distributed:\n  strategy: ddp\n", "distributed.mixed_precision", "auto"),
@@ -587,11 +592,6 @@ DEGRADED = [
         "distributed:\n  pp_size: 2\n  pipeline:\n    pp_schedule: ZBVZeroBubble\n",
         ":4: distributed.pipeline.pp_schedule ZBVZeroBubble",
         "1f1b is used",
-    ),
-    (
-        "distributed:\n  activation_checkpointing: selective\n",
-        ":2: distributed.activation_checkpointing selective",
-        "all activations",
     ),
     (MODEL + "  attn_implementation: te\n", ":4: model.attn_implementation te", "default is used"),
     ("fp8:\n  enabled: true\n", ":1: fp8", "bfloat16"),

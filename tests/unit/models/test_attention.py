@@ -23,12 +23,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.data.packing import PackedDataset, RowLayout
+from automodel_ckpt.models.activation_memory import checkpoint_activations
 from automodel_ckpt.models.attention import (
     attend_by_document,
     attend_by_mask,
     attends_by_document,
 )
-from automodel_ckpt.models.build import checkpoint_activations
 from automodel_ckpt.models.documents import Documents, documents_of
 from automodel_ckpt.models.forward import attention_of
 from tests.unit.models.test_packing_probe import APART, build, loss_and_gradients, samples

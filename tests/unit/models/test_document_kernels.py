@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from automodel_ckpt.models.activation_memory import checkpoint_activations
 from automodel_ckpt.models.attention import (
     UnsupportedByKernel,
     attend_by_document,
@@ -22,7 +23,6 @@ from automodel_ckpt.models.attention import (
     compares_name,
     validate_kernel,
 )
-from automodel_ckpt.models.build import checkpoint_activations
 from automodel_ckpt.models.compiling import compile_layers
 from automodel_ckpt.models.document_kernels import (
     KERNELS,

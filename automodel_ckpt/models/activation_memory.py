@@ -1,0 +1,319 @@
+"""Memory of activations: which of them a layer keeps for the backward pass, which it recomputes, and where they are.
+
+* ``full``: a layer keeps its input and recomputes everything else.
+* ``selective``: a layer also keeps what is expensive to compute: the results of attention, of collectives, and of every
+  second matrix product. The policy is that of torchtitan (torchtitan/distributed/activation_checkpoint.py).
+* ``offload``: as ``full``, and the inputs of the layers are in the memory of the host between the forward and the
+  backward pass.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from automodel_ckpt.errors import RecipeError
+
+log = logging.getLogger(__name__)
+
+_WHERE = "model.activation_checkpointing"
+MATRIX_PRODUCTS = frozenset({"aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::_scaled_mm"})
+"""Operators of which every second result is kept. Batched products are not: eager attention's are all pairs."""
+KEPT_OPERATORS = frozenset(
+    {
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_scaled_dot_product_attention_math",
+        "torch_attn::_varlen_attn",
+        "flash_attn::_flash_attn_forward",
+        "flash_attn::_flash_attn_varlen_forward",
+        "flex_attention",
+        "_c10d_functional::all_to_all_single",
+        "_c10d_functional::reduce_scatter_tensor",
+        "_c10d_functional::all_reduce",
+    }
+)
+"""Operators whose results are kept: attention, and reductions over ranks."""
+_IS_SELECTIVE = "keeps_selected_activations"
+MIN_OFFLOADED_BYTES = 1 << 20
+"""Copies of smaller tensors would cost more time than they save memory."""
+
+# Called with each result that selective layers keep, while a forecast is traced.
+_note_kept: Callable[[torch.Tensor], Any] | None = None
+
+
+def checkpoint_activations(
+    model: Any, mode: str = "full", layers: Sequence[nn.Module] | None = None
+) -> None:
+    """Make the layers of *model* recompute activations in the backward pass, as far as *mode* says.
+
+    *layers* are the decoder layers, which ``selective`` needs. For ``offload``, the forward passes also need
+    :meth:`HostActivations.saving`. Raises :class:`RecipeError` if the model does not support it.
+    """
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        raise RecipeError(
+            "this model cannot recompute its activations",
+            where=_WHERE,
+            value=type(model).__name__,
+            hint="remove activation_checkpointing",
+        )
+    if mode == "selective":
+        _select_activations(model, layers or ())
+        return
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    if enable is None:
+        enable = model.gradient_checkpointing_enable
+    # The reentrant variant computes no gradients if no input of a layer requires any, as with a
+    # frozen embedding.
+    enable({"use_reentrant": False})
+
+
+def check_offload(device: torch.device) -> None:
+    """Validate that activations on *device* can be offloaded. Raises :class:`RecipeError`."""
+    if device.type == "cpu":
+        raise RecipeError(
+            "there is no GPU memory to offload activations from",
+            where=_WHERE,
+            value=f"offload, device {device}",
+            hint="set it to full, which recomputes the same activations",
+        )
+
+
+# ---------------------------------------------------------------- selective
+
+
+def _select_activations(model: nn.Module, layers: Sequence[nn.Module]) -> None:
+    if not layers:
+        raise RecipeError(
+            "this model has no repeated layers whose activations could be selected",
+            where=_WHERE,
+            value=f"selective, {type(model).__name__}",
+            hint="set it to full",
+        )
+    for layer in layers:
+        forward = _selective_forward(type(layer))  # type: ignore[arg-type]
+        # Not a wrapper module, which would change the names of parameters. torch.compile must see the checkpoint
+        # inside of what it compiles, and the hooks of FSDP2 must stay outside, so the method itself is replaced. A
+        # bound method is copied together with its layer.
+        layer.forward = types.MethodType(forward, layer)
+        setattr(layer, _IS_SELECTIVE, True)
+
+
+@functools.cache
+def _selective_forward(layer_class: type[nn.Module]) -> Callable[..., Any]:
+    """The method ``forward`` of *layer_class*, which keeps only selected activations in training."""
+    forward = layer_class.forward
+
+    @functools.wraps(forward)
+    def selective(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        is_recomputed = getattr(layer, _IS_SELECTIVE) and layer.training
+        if not is_recomputed or not torch.is_grad_enabled():
+            return forward(layer, *args, **kwargs)
+        function = functools.partial(forward, layer, **kwargs)
+        return checkpoint(function, *args, use_reentrant=False, context_fn=selective_contexts)
+
+    return selective
+
+
+def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The contexts of a selective layer's forward pass and of its recomputation."""
+    policy = _Policy()
+    if _note_kept is not None:
+        return _NotingKept(policy, _note_kept), nullcontext()
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+    return contexts
+
+
+class _Policy:
+    """Decides which results are kept, in the order of the operators of one layer."""
+
+    def __init__(self) -> None:
+        # The recomputation makes the same choices, so it counts separately.
+        self._num_products = {False: 0, True: 0}
+
+    def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if self.keeps(operator, is_recompute=context.is_recompute):
+            return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    def keeps(self, operator: Any, *, is_recompute: bool = False) -> bool:
+        """Whether the result of the next call, of *operator*, is kept."""
+        # The name is followed by that of the overload.
+        name = operator.name().partition(".")[0]
+        if name in MATRIX_PRODUCTS:
+            self._num_products[is_recompute] += 1
+            return self._num_products[is_recompute] % 2 == 1
+        return name in KEPT_OPERATORS
+
+
+class _NotingKept(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Passes the results that a policy keeps to a function, in place of keeping them."""
+
+    def __init__(self, policy: _Policy, note: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._policy, self._note = policy, note
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        if self._policy.keeps(func):
+            several = results if isinstance(results, (tuple, list)) else (results,)
+            for result in several:
+                if isinstance(result, torch.Tensor):
+                    self._note(result)
+        return results
+
+
+@contextmanager
+def noting_kept(note: Callable[[torch.Tensor], Any]) -> Iterator[None]:
+    """Pass the results that selective layers keep in forward passes in the context to *note*.
+
+    They cannot be seen by hooks of saved tensors. A backward pass is not possible then.
+    """
+    global _note_kept
+    _note_kept = note
+    try:
+        yield
+    finally:
+        _note_kept = None
+
+
+@contextmanager
+def without_checkpointing(model: nn.Module) -> Iterator[None]:
+    """Switch the recomputation of activations off inside the context."""
+    switched: list[tuple[nn.Module, str]] = []
+    for module in model.modules():
+        for name in ("gradient_checkpointing", _IS_SELECTIVE):
+            if getattr(module, name, False):
+                switched.append((module, name))
+    for module, name in switched:
+        setattr(module, name, False)
+    try:
+        yield
+    finally:
+        for module, name in switched:
+            setattr(module, name, True)
+
+
+# ---------------------------------------------------------------- offload
+
+
+class HostActivations:
+    """Keeps the activations that autograd saves on a GPU in the memory of the host until the backward pass.
+
+    On CUDA, copies run on a separate stream: to the host while the forward pass computes the next layers, and back
+    while the backward pass computes the layer behind. Not tested on a GPU.
+    """
+
+    def __init__(self, device: torch.device, min_bytes: int = MIN_OFFLOADED_BYTES) -> None:
+        """Offload from *device* what has at least *min_bytes*."""
+        self._device, self._min_bytes = device, min_bytes
+        self.stream: Any = None
+        if device.type == "cuda":
+            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._newest: _OnHost | None = None
+        self._can_pin = self.stream is not None
+
+    def saving(self) -> AbstractContextManager[None]:
+        """The context of a forward pass."""
+        self._newest = None
+        hooks: AbstractContextManager[None] = torch.autograd.graph.saved_tensors_hooks(
+            self._pack, self._unpack
+        )
+        return hooks
+
+    def is_offloaded(self, tensor: torch.Tensor) -> bool:
+        """Whether *tensor*, which autograd saves, is moved to the host: large hidden states [B, T, H]."""
+        # Parameters and what is computed without gradients are leaves. Two dimensions: weights in another dtype.
+        is_activation = not tensor.is_leaf and tensor.dim() >= 3 and tensor.is_floating_point()
+        is_here = tensor.device.type == self._device.type
+        return is_activation and is_here and tensor.nbytes >= self._min_bytes
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        if not self.is_offloaded(tensor):
+            return tensor
+        self._newest = _OnHost(self, tensor.detach(), self._newest)
+        return self._newest
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if not isinstance(packed, _OnHost):
+            tensor: torch.Tensor = packed
+            return tensor
+        return packed.take()
+
+    def host_tensor(self, like: torch.Tensor) -> torch.Tensor:
+        """Allocate memory of the host for a copy of *like*, pinned if possible."""
+        shape, dtype = like.shape, like.dtype
+        if self._can_pin:
+            try:
+                return torch.empty(shape, dtype=dtype, pin_memory=True)
+            except RuntimeError as error:  # a limit of locked memory, or a kernel that has none
+                self._can_pin = False
+                log.warning(
+                    "activations are offloaded to unpinned memory, which is slower: %s", error
+                )
+        return torch.empty(shape, dtype=dtype)
+
+
+class _OnHost:
+    """One activation in the memory of the host."""
+
+    def __init__(
+        self, owner: HostActivations, tensor: torch.Tensor, previous: _OnHost | None
+    ) -> None:
+        self._owner, self._previous = owner, previous
+        self._device = tensor.device
+        self._host = owner.host_tensor(tensor)
+        self._fetched: torch.Tensor | None = None
+        stream = owner.stream
+        if stream is None:
+            self._host.copy_(tensor)
+            return
+        stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(stream):
+            self._host.copy_(tensor, non_blocking=True)
+        # Otherwise the allocator would reuse the memory before the copy has read it.
+        tensor.record_stream(stream)
+
+    def fetch(self) -> None:
+        """Start copying the activation back to its device."""
+        if self._fetched is not None:
+            return
+        stream = self._owner.stream
+        if stream is None:
+            self._fetched = self._host.to(self._device, copy=True)
+            return
+        # After the copy to the host, which is on the same stream.
+        with torch.cuda.stream(stream):
+            self._fetched = self._host.to(self._device, non_blocking=True)
+
+    def take(self) -> torch.Tensor:
+        """The activation on its device; starts copying the one that was saved before it."""
+        self.fetch()
+        tensor = self._fetched
+        assert tensor is not None
+        self._fetched = None
+        stream = self._owner.stream
+        if stream is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_stream(stream)
+            tensor.record_stream(current)
+        if self._previous is not None:
+            self._previous.fetch()
+            # The chain would keep the host's memory of all earlier activations.
+            self._previous = None
+        return tensor
