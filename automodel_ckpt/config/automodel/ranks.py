@@ -26,6 +26,7 @@ STRATEGIES = {"fsdp2": "auto", "megatron_fsdp": "auto", "ddp": "ddp"}
 """AutoModel's strategies and ours."""
 SCHEDULES = {"1f1b": "1f1b", "gpipe": "gpipe", "interleaved1f1b": "interleaved1f1b"}
 """AutoModel's schedules of pipeline stages (in lower case) and ours."""
+UNDIVIDED = "fsdp2 shards the model instead: only language models have stages; the same mathematics"
 SHARDED = "experts are sharded by fsdp2 instead; the same mathematics"
 
 
@@ -167,7 +168,10 @@ def _pipeline(section: Section) -> None:
         steps = section.work.section("distributed.pipeline", "step_scheduler")
         steps.put("local_batch_size", micro_batch, was="pp_microbatch_size")
     PIPELINE.apply(pipeline)
-    if size is not None:
+    if size is not None and is_used and section.work.recipe == "vlm_finetune":
+        section.degraded("pp_size", size, UNDIVIDED)
+        is_used = False
+    elif size is not None:
         section.put("pp_size", size)
     name = "1f1b"
     if schedule is not None and not is_used:

@@ -200,6 +200,13 @@ TRANSLATED: list[tuple[str, str, Any]] = [
         2,
     ),
     (PEFT + "distributed:\n  pp_size: 2\n", "distributed.pp_size", 2),
+    # The micro-batch stays small: there are more data-parallel ranks without stages.
+    (VLM + MEDPIX + PIPELINE + "    pp_microbatch_size: 2\n", "distributed.pp_size", 1),
+    (
+        VLM + MEDPIX + PIPELINE + "    pp_microbatch_size: 2\n",
+        "step_scheduler.local_batch_size",
+        2,
+    ),
     ("distributed:\n  pp_size: 2\n  cp_size: 2\n", "distributed.pp_size", 2),
     (
         "distributed:\n  pp_size: 2\n  pipeline:\n    pp_schedule: interleaved1f1b\n",
@@ -576,6 +583,11 @@ def test_multi_token_prediction_is_translated_unless_no_token_is_wanted(tmp_path
 DEGRADED = [
     ("skypilot:\n  cloud: gcp\n", ":1: skypilot", "docs/guides/multi-node.md"),
     ("distributed:\n  tp_size: 2\n  ep_size: 8\n", ":3: distributed.ep_size 8", "fsdp2 instead"),
+    (
+        VLM + MEDPIX + PIPELINE + "    layers_per_stage: 4\n",
+        "distributed.pp_size 2",
+        "fsdp2 shards the model instead",
+    ),
     ("distributed:\n  strategy: ddp\n  ep_size: 8\n", ":3: distributed.ep_size 8", "replicates"),
     ("distributed:\n  strategy: megatron_fsdp\n", ":2: distributed.strategy", "fsdp2 of torch"),
     (
