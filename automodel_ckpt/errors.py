@@ -112,6 +112,10 @@ class RecipeError(AutomodelError):
     exit_code = EXIT_USAGE
 
 
+class DeviceMemoryError(RecipeError):
+    """A GPU ran out of memory, in training or before. A restart cannot fix it: the recipe has to change."""
+
+
 class CheckpointUnusable(AutomodelError):
     """A checkpoint cannot be used: it is damaged, incomplete, incompatible, or missing."""
 
@@ -152,7 +156,7 @@ def os_problem(error: OSError, what: str, *, hint: str) -> Problem:
     value = f"{name} ({error.strerror or error})"
     limit = _limit(error)
     if limit is not None:
-        value += f"; {limit.limits()}"
+        value += limit.limits()
         hint = limit.hint
     return Problem(what, " -> ".join(paths), value, hint)
 
@@ -167,13 +171,13 @@ class _Limit:
     hint: str
 
     def limits(self) -> str:
-        """The current limits as text, such as ``ulimit -n is 32``."""
+        """The current limits as text to append, such as ``; ulimit -n is 32``; empty if there are none."""
         found = []
         for number, command, unit in self.names:
             soft, _ = resource.getrlimit(number)
             text = "unlimited" if soft == resource.RLIM_INFINITY else str(soft // unit)
             found.append(f"{command} is {text}")
-        return ", ".join(found)
+        return "; " + ", ".join(found) if found else ""
 
 
 _MEMORY_LIMIT = (resource.RLIMIT_AS, "ulimit -v", 1024)
@@ -198,8 +202,15 @@ _MEMORY = _Limit(
     "raise the memory limit (ulimit -v, or that of the job or container), or use less: a smaller local batch, fewer "
     "workers or threads",
 )
+_DEVICE_MEMORY = _Limit(
+    "the GPU ran out of memory",
+    (),
+    "use less: a smaller step_scheduler.local_batch_size, model.activation_checkpointing, or distributed.strategy "
+    "fsdp2 on more GPUs; nvidia-smi shows whether other processes use the GPU",
+)
 # CPython and torch raise RuntimeError without an errno for these: only the text shows the limit.
 _LIMIT_TEXTS = {
+    "CUDA out of memory": _DEVICE_MEMORY,
     "can't start new thread": _THREADS,
     "Too many open files": _OPEN_FILES,
     "too many open files": _OPEN_FILES,
@@ -246,7 +257,7 @@ def limit_error(error: BaseException) -> SystemLimit | None:
         if isinstance(each, OSError) and each.filename:
             where = str(each.filename)
         first_line = str(each).splitlines()[0] if str(each) else "no message"
-        value = f"{type(each).__name__}: {first_line}; {limit.limits()}"
+        value = f"{type(each).__name__}: {first_line}{limit.limits()}"
         return SystemLimit(limit.what, where=where, value=value, hint=limit.hint)
     return None
 

@@ -7,7 +7,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -32,6 +32,7 @@ from automodel_ckpt.errors import Stopped
 from automodel_ckpt.models.vocabulary import check_token_ids, num_embeddings
 from automodel_ckpt.recipes.gradients import GradientAccumulation
 from automodel_ckpt.recipes.objective import Objective
+from automodel_ckpt.recipes.out_of_memory import Situation, reporting_out_of_memory
 from automodel_ckpt.recipes.readback import LaunchedStep, Mark, Number, Readback, runs_ahead
 from automodel_ckpt.recipes.records import (
     BatchSize,
@@ -157,20 +158,33 @@ class TrainingLoop:
             # This batch was not counted as consumed: the resumed run trains on it.
             if control.stop or batch is None:
                 self.stop()
-            try:
-                with self.profiler.step(self.step_scheduler.step + 1):
-                    due = self.step(batch, control)
-                if due.stop or due.validate or due.save or due.last:
-                    self.finish_pending()
-            except (IndexError, RuntimeError) as error:
-                self.explain(error, batch)
-                raise
+            due = self._step_with_reports(batch, control)
             if due.stop:
                 self.stop()
             if due.validate or due.save:
                 self.validate_and_save(validate=due.validate, save=due.save, last=due.last)
             if due.last:
                 return
+
+    def _step_with_reports(self, batch: GlobalBatch, control: Control) -> Due:
+        """Make a step, and wait for it if something is due. Reports failures that its batch explains."""
+        doing = (
+            f"in the forward pass, backward pass or update of step {self.step_scheduler.step + 1}"
+        )
+        try:
+            with self._reporting_memory(doing, batch):
+                with self.profiler.step(self.step_scheduler.step + 1):
+                    due = self.step(batch, control)
+                if due.stop or due.validate or due.save or due.last:
+                    self.finish_pending()
+        except (IndexError, RuntimeError) as error:
+            self.explain(error, batch)
+            raise
+        return due
+
+    def _reporting_memory(self, doing: str, batch: GlobalBatch) -> AbstractContextManager[None]:
+        situation = Situation(self.config, self.layout, self.model, self.optimizer)
+        return reporting_out_of_memory(doing, situation, batch.micro_batches)
 
     def _end_early(self) -> None:
         """End a run whose stream of samples had fewer steps in its last epoch than planned."""
@@ -506,9 +520,12 @@ class TrainingLoop:
 
     def validation_sums(self, batch: GlobalBatch) -> tuple[float, int, int]:
         """This rank's summed loss, its count, and the label tokens of *batch*; zeros if another rank reports them."""
+        doing = f"in the validation of step {self.step_scheduler.step}"
         try:
-            # float64, as in the reduction over the ranks.
-            loss = sum(loss.double().item() for loss in self.objective.losses(batch.micro_batches))
+            with self._reporting_memory(doing, batch):
+                losses = self.objective.losses(batch.micro_batches)
+                # float64, as in the reduction over the ranks.
+                loss = sum(loss.double().item() for loss in losses)
         except (IndexError, RuntimeError) as error:
             self.explain(error, batch)
             raise

@@ -42,6 +42,7 @@ from automodel_ckpt.recipes.init_from import start_from
 from automodel_ckpt.recipes.loop import TrainingLoop, steps_per_epoch
 from automodel_ckpt.recipes.objective import ContextCheck, Objective, build_loss_fn
 from automodel_ckpt.recipes.optimizers import build_optimizer, log_groups
+from automodel_ckpt.recipes.out_of_memory import Situation, reporting_out_of_memory
 from automodel_ckpt.recipes.pipeline import check_no_idle_stages, sum_over_stages, train_stages
 from automodel_ckpt.recipes.precision import (
     float32_precision,
@@ -154,6 +155,11 @@ class Recipe:
         check_moved_methods(type(self))
         self.layout = self.join_ranks()
         self.config = resolve_precision(self.config, self.layout.sizes, self.layout.device.type)
+        doing = "while the model and the optimizer were built and loaded"
+        with reporting_out_of_memory(doing, Situation(self.config, self.layout)):
+            self._build_and_resume()
+
+    def _build_and_resume(self) -> None:
         check_parallelism(parallelism(self.config.distributed), self.layout)
         if self.layout.in_stages:
             check_pipeline_extensions(type(self), Recipe, self.objective_class, self.loop_class)

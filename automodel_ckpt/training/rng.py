@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,8 @@ import numpy
 import torch
 
 from automodel_ckpt.seeds import seed_everything
+
+log = logging.getLogger("automodel_ckpt")
 
 
 class StatefulRNG:
@@ -45,13 +48,18 @@ class StatefulRNG:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore all generators; CUDA's only where this machine has as many devices as the state."""
+        """Restore all generators; CUDA's only if as many devices are visible as in the state, otherwise logs a line."""
         # Restore it last: building objects and iter() of a torch DataLoader draw random numbers.
         _set_python_state(state["python"])
         _set_numpy_state(state["numpy"])
         torch.set_rng_state(state["torch"])
-        if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        num_visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        difference = device_difference(len(state["cuda"]), num_visible)
+        if difference is None and num_visible:
             torch.cuda.set_rng_state_all(state["cuda"])
+        if difference is not None and self._place[1] == 0:
+            # One line is enough: nodes with other numbers of GPUs are an exception.
+            log.warning("%s", difference)
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
@@ -61,6 +69,23 @@ class StatefulRNG:
             yield
         finally:
             self.load_state_dict(state)
+
+
+def device_difference(num_saved: int, num_visible: int) -> str | None:
+    """Why the random states of *num_saved* GPUs cannot be restored on *num_visible*; None if they can."""
+    if num_saved == num_visible:
+        return None
+    return (
+        f"this resume is not bit-exact: the checkpoint has the random state of {_gpus(num_saved)}, and "
+        f"{_gpus(num_visible)} can be used now, so dropout on GPUs draws other numbers "
+        "(CUDA_VISIBLE_DEVICES selects GPUs)"
+    )
+
+
+def _gpus(count: int) -> str:
+    if count == 0:
+        return "no GPU"
+    return "1 GPU" if count == 1 else f"{count} GPUs"
 
 
 def _mixed(seed: int, *parts: int) -> int:

@@ -80,6 +80,29 @@ def explodes_at(call: int) -> Any:
     return loss_fn
 
 
+def runs_out_of_memory(call: int, rank: int, when: str = "call") -> Any:
+    """A loss for which the device of *rank* has no memory: in its *call*-th call (from 1), or when it is built."""
+
+    def allocate() -> None:
+        if int(os.environ.get("RANK", "0")) == rank:
+            raise torch.OutOfMemoryError(
+                "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.72 GiB. See ..."
+            )
+
+    if when == "build":
+        allocate()
+    calls = 0
+
+    def loss_fn(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            allocate()
+        return F.cross_entropy(logits.float(), labels, reduction="sum")
+
+    return loss_fn
+
+
 class SignalledLoop(TrainingLoop):
     """Rank 1 (or the only one) gets SIGTERM after step 3."""
 

@@ -50,6 +50,7 @@ from automodel_ckpt.cli.launch.topology import (
     cores,
     count_ranks,
     remove_leftover_ranks,
+    set_allocator,
     set_threads,
     slurm_environment,
     started_by,
@@ -502,6 +503,7 @@ def _configure_torch(environment: MutableMapping[str, str]) -> None:
     """
     environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     environment.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    set_allocator(environment)
     # After a restart, a shared store would give the new ranks the addresses of the old ones (pytorch #135712).
     environment.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     for name in NOISY_LOGGERS:

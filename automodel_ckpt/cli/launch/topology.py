@@ -363,6 +363,18 @@ def set_threads(environment: MutableMapping[str, str], num_ranks: int) -> None:
     environment.setdefault("OMP_NUM_THREADS", str(num_threads))
 
 
+def set_allocator(environment: MutableMapping[str, str]) -> None:
+    """Let the segments of torch's allocator for GPUs grow, unless the user has set options of it.
+
+    Otherwise, rows of many lengths leave gaps between segments, and a GPU runs out of memory although enough is free.
+    torch reads the variable when CUDA is initialized.
+    """
+    # The later ones are names of earlier versions.
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+    if not any(name in environment for name in names):
+        environment[names[0]] = "expandable_segments:True"
+
+
 def count_ranks(requested: str, num_gpus: int, *, on_gpu: bool) -> int:
     """Return the number of ranks on this node for ``--nproc-per-node``.
 

@@ -311,6 +311,10 @@ def _end_rank(
         exit_now(EXIT_INTERNAL)
     if code == EXIT_STOPPED and failure_dir.is_elastic:
         _restart_if_nodes_join(failure_dir, attempt)
+    if failures and code != EXIT_STOPPED:
+        # The agent waits for all ranks. If others are still in a collective, it ends them and this rank, and would
+        # wait 30 seconds for a handler that only notes the signal.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
     flush()
     return code
 

@@ -16,6 +16,7 @@ from automodel_ckpt.cli.launch.topology import (
     cpu_quota,
     first_host,
     remove_leftover_ranks,
+    set_allocator,
     set_threads,
     slurm_environment,
     started_by,
@@ -325,6 +326,16 @@ def test_threads_are_shared_unless_set() -> None:
     crowded: dict[str, str] = {}
     set_threads(crowded, 100 * CORES)
     assert crowded == {"OMP_NUM_THREADS": "1"}
+
+
+def test_the_allocator_for_gpus_grows_its_segments_unless_the_user_has_set_options() -> None:
+    environment: dict[str, str] = {}
+    set_allocator(environment)
+    assert environment == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        chosen = {name: "max_split_size_mb:128"}
+        set_allocator(chosen)
+        assert chosen == {name: "max_split_size_mb:128"}
 
 
 def test_ranks_that_mpirun_started_are_refused_instead_of_training_alone() -> None:

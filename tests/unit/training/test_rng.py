@@ -6,9 +6,10 @@ import io
 import random
 
 import numpy
+import pytest
 import torch
 
-from automodel_ckpt.training.rng import StatefulRNG
+from automodel_ckpt.training.rng import StatefulRNG, device_difference
 
 
 def draws() -> list[float]:
@@ -77,3 +78,28 @@ def test_deriving_depends_on_the_step_and_the_rank() -> None:
         StatefulRNG(5, rank).derive(step)
         drawn.append(tuple(draws()))
     assert len(set(drawn)) == 3
+
+
+def test_a_state_of_other_gpus_is_reported_and_the_rest_of_it_restored(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rng = StatefulRNG(5)
+    state = rng.state_dict()
+    expected = draws()
+    caplog.set_level("WARNING", "automodel_ckpt")
+    rng.load_state_dict(state)
+    assert not caplog.records
+    num_gpus = torch.cuda.device_count() + 2
+    rng.load_state_dict({**state, "cuda": [torch.get_rng_state()] * num_gpus})
+    assert draws() == expected
+    (record,) = caplog.records
+    assert "not bit-exact" in record.message
+    StatefulRNG(5, rank=1).load_state_dict({**state, "cuda": [torch.get_rng_state()] * num_gpus})
+    assert len(caplog.records) == 1, "other ranks do not repeat it"
+
+
+def test_only_a_difference_of_the_visible_gpus_is_reported() -> None:
+    assert device_difference(0, 0) is None
+    assert device_difference(8, 8) is None
+    assert "of 8 GPUs, and 1 GPU can be used" in (device_difference(8, 1) or "")
+    assert "of no GPU, and 2 GPUs can be used" in (device_difference(0, 2) or "")
