@@ -30,6 +30,7 @@ from automodel_ckpt.distributed.parallelize import (
 from automodel_ckpt.distributed.stop import StoppedWaiting, StopRequest
 from automodel_ckpt.errors import Stopped
 from automodel_ckpt.models.vocabulary import check_token_ids, num_embeddings
+from automodel_ckpt.recipes.completions import Completions
 from automodel_ckpt.recipes.gradients import GradientAccumulation
 from automodel_ckpt.recipes.objective import Objective
 from automodel_ckpt.recipes.out_of_memory import Situation, reporting_out_of_memory
@@ -88,9 +89,10 @@ class TrainingLoop:
         checkpointer: Checkpointer | None,
         saves: Saves,
         run_log: RunLog,
+        completions: Completions | None = None,
     ) -> None:
         """*validation_batches* reads the validation set from its start; None if there is none. *validation_sets* reads
-        the sets of ``validation_datasets`` by name."""
+        the sets of ``validation_datasets`` by name. *completions* generates text after each validation."""
         self.config = config
         self.layout = layout
         self.stop_request = stop_request
@@ -107,6 +109,7 @@ class TrainingLoop:
         self.checkpointer = checkpointer
         self.saves = saves
         self.run_log = run_log
+        self.completions = completions
         self.profiler = build_profiler(config, layout)
         self.runs_ahead = self.queues_work()
         self.gradients = GradientAccumulation(
@@ -555,6 +558,8 @@ class TrainingLoop:
         named = [f", {name} {loss:.4f}" for name, loss in validation.losses.items()]
         log.info("step %d: validation loss %.4f%s", scheduler.step, validation.loss, "".join(named))
         self.run_log.log_validation(scheduler, validation)
+        if self.completions is not None:
+            self.run_log.log_completions(scheduler, self.completions.at(scheduler.step))
         return validation
 
     def make_up_validation(self) -> None:

@@ -31,6 +31,7 @@ from automodel_ckpt.distributed.mesh import RankLayout, close_distributed, init_
 from automodel_ckpt.distributed.parallelize import check_parallelism
 from automodel_ckpt.distributed.stop import PeerStop, StopRequest, stop_request
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.recipes.completions import Completions
 from automodel_ckpt.recipes.exports import check_export, export_assets, model_layout
 from automodel_ckpt.recipes.extension_checks import (
     check_hidden_methods,
@@ -436,7 +437,15 @@ class Recipe:
             checkpointer=self.checkpointer,
             saves=self.saves,
             run_log=self.run_log,
+            completions=self.build_completions(),
         )
+
+    def build_completions(self) -> Completions | None:
+        """Build the ``generation`` section; None without it."""
+        section = self.config.generation
+        if section is None:
+            return None
+        return Completions(section, self.trainable, self.preprocessor, self.layout, self.rng)
 
     # ---------------------------------------------------------------- resume
 

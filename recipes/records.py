@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.distributed import ProcessGroup
@@ -118,3 +118,16 @@ class Validation:
         """The losses by the names that logs and ``losses.json`` have."""
         named = {f"val_loss_{name}": loss for name, loss in self.losses.items()}
         return {"val_loss": self.loss, **named}
+
+
+@dataclass(frozen=True, slots=True)
+class PromptCompletion:
+    """A *prompt* of the recipe, and the *text* of *num_tokens* tokens that the model generated after it."""
+
+    prompt: str
+    text: str
+    num_tokens: int
+
+    def record(self) -> Mapping[str, Any]:
+        """The completion as JSON."""
+        return {"prompt": self.prompt, "text": self.text, "tokens": self.num_tokens}

@@ -18,7 +18,13 @@ from automodel_ckpt.checkpoint.run.resume import checkpoint_names
 from automodel_ckpt.config.schema import LoggingConfig, RecipeConfig
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.errors import LeaseLost, without_hidden
-from automodel_ckpt.recipes.records import Control, Position, StepResult, Validation
+from automodel_ckpt.recipes.records import (
+    Control,
+    Position,
+    PromptCompletion,
+    StepResult,
+    Validation,
+)
 from automodel_ckpt.training.device_rate import device_rate
 from automodel_ckpt.training.metrics import JsonlLog, PeakMemory
 from automodel_ckpt.training.progress import Progress, StepView, set_up_logging, tear_down_logging
@@ -180,6 +186,20 @@ class RunLog:
             "label_tokens": validation.num_label_tokens,
         }
         self._append(self.validation, record)
+
+    def log_completions(
+        self, scheduler: StepScheduler, completions: Sequence[PromptCompletion]
+    ) -> None:
+        """Show completions of the section ``generation``, and write them as one line of ``training.jsonl``."""
+        for each in completions:
+            log.info("step %d: %r -> %r", scheduler.step, each.prompt, each.text)
+        record = {
+            "event": "completions",
+            "step": scheduler.step,
+            "timestamp": time.time(),
+            "completions": [each.record() for each in completions],
+        }
+        self._append(self.training, record)
 
     def log_save(self, report: SaveReport) -> None:
         """Write a line of ``training.jsonl`` about a published checkpoint. Called from any thread."""

@@ -731,6 +731,32 @@ class StepSchedulerConfig:
 
 
 @dataclass
+class GenerationConfig:
+    """Completions of a few prompts at each validation, written to the log, training.jsonl, plots and trackers."""
+
+    prompts: list[str] = field(kw_only=True, metadata={"rules": (NOT_EMPTY,)})
+    """Prompts. With a chat template, each is a message of the user."""
+    system: str | None = None
+    """The system message before each prompt."""
+    raw: bool = False
+    """Continue the prompts as text, without the chat template."""
+    max_new_tokens: int = setting(64, AT_LEAST_1)
+    """Maximum tokens of a completion."""
+    temperature: float = setting(0.0, FINITE)
+    """0: always the most probable token; above 0: sample, with the same random numbers at each validation of a step."""
+
+    conditions: ClassVar[tuple[Condition, ...]] = (
+        Condition(
+            ("system",),
+            ("raw",),
+            lambda section: not section.raw,
+            "raw prompts are not messages",
+            "remove generation.system or generation.raw",
+        ),
+    )
+
+
+@dataclass
 class CheckpointConfig:
     """How checkpoints are saved and loaded."""
 
@@ -943,6 +969,7 @@ class RecipeConfig:
     """Products of float32 matrices on a GPU: highest is exact, high uses TF32 (10 bits of mantissa); null: high, with
     deterministic: true highest."""
     step_scheduler: StepSchedulerConfig = field(default_factory=StepSchedulerConfig)
+    generation: GenerationConfig | None = None
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     profile: ProfileConfig | None = None
@@ -956,6 +983,21 @@ class RecipeConfig:
             ),
             "ckpt_on_best and val_every_steps need a validation_dataset",
             "add a validation_dataset (or validation_datasets) section, or remove these keys",
+        ),
+        Relation(
+            ("generation", "validation_dataset"),
+            lambda recipe: recipe.generation is None or has_validation(recipe),
+            "completions are generated at validations, and there is no validation data",
+            "add a validation_dataset section, or remove generation",
+        ),
+        Relation(
+            ("generation", "distributed.pp_size", "distributed.cp_size"),
+            lambda recipe: (
+                recipe.generation is None
+                or (recipe.distributed.pp_size == 1 and recipe.distributed.cp_size == 1)
+            ),
+            "completions cannot be generated with pipeline stages or context parallelism",
+            "remove generation; ckpt generate completes prompts with a checkpoint",
         ),
         Relation(
             ("packed_sequence", "dataloader.collate_fn"),

@@ -233,6 +233,16 @@ def gradient_sync(model: nn.Module, enabled: bool) -> AbstractContextManager[Non
     return nullcontext()
 
 
+def gather_root(model: nn.Module) -> None:
+    """Gather the parameters that fsdp2 gathers in the forward pass of the root module, until :func:`reshard`.
+
+    Needed where the modules inside of the root are called without it: peft's ``generate`` calls the base model. A
+    collective.
+    """
+    if isinstance(model, FSDPModule):
+        model.unshard()
+
+
 def reshard(model: nn.Module) -> None:
     """Free parameters that a forward pass without a backward pass left gathered (fsdp2)."""
     for module in model.modules():

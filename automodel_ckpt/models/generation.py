@@ -104,14 +104,23 @@ def generate(
     inputs: Mapping[str, torch.Tensor],
     sampling: Sampling,
     on_text: Callable[[str], None] | None = None,
+    *,
+    synced: bool = False,
 ) -> Completion:
-    """Generate one completion with ``model.generate``. *on_text* gets the text in parts while it is generated."""
+    """Generate one completion with ``model.generate``. *on_text* gets the text in parts while it is generated.
+
+    With *synced*, all ranks make as many forward passes as the rank that needs the most.
+    """
     tokenizer = getattr(preprocessor, "tokenizer", preprocessor)
     started = time.perf_counter()
     streamer = _Callback(tokenizer, on_text) if on_text is not None else None
     num_prompt_tokens = inputs["input_ids"].shape[1]
     output = model.generate(
-        **inputs, **sampling.arguments(), streamer=streamer, pad_token_id=_padding(model, tokenizer)
+        **inputs,
+        **sampling.arguments(),
+        streamer=streamer,
+        pad_token_id=_padding(model, tokenizer),
+        synced_gpus=synced,
     )
     tokens = output[0, num_prompt_tokens:].tolist()
     text = tokenizer.decode(tokens, skip_special_tokens=True)

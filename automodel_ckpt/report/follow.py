@@ -43,6 +43,8 @@ _TRAIN: tuple[str, ...] = (
     *("loss", "grad_norm", "lr", "tokens", "label_tokens"),
     *("tps", "tps_per_gpu", "mfu", "mem"),
 )
+_TEXT = "completions"
+"""Name of the generated text in trackers, and of its group."""
 _SAVE: tuple[str, ...] = ("stall_seconds", "total_seconds", "bytes", "free_bytes")
 
 Options = Mapping[str, Mapping[str, Any]]
@@ -108,6 +110,10 @@ class Follower:
             if values:
                 for name in list(self._trackers):
                     self._log(name, record["step"], values)
+            text = completions_text(record)
+            if text:
+                for name in list(self._trackers):
+                    self._log_text(name, record["step"], text)
         if records:
             for name in list(self._trackers):
                 self._try(name, self._trackers[name].flush)
@@ -176,6 +182,14 @@ class Follower:
                 # Only after success: a tracker that raised has been removed.
                 sent[group] = step
 
+    def _log_text(self, name: str, step: int, text: str) -> None:
+        """Log the completions of a step, unless the tracker has those of this step or of a later one."""
+        sent = self._sent[name]
+        if step > sent.get(_TEXT, 0):
+            self._try(name, lambda: self._trackers[name].log_text(step, _TEXT, text))
+            if name in self._trackers:
+                sent[_TEXT] = step
+
     def _try(self, name: str, action: Callable[[], None]) -> None:
         """Call *action*; if it raises, disable the tracker and warn."""
         try:
@@ -228,6 +242,18 @@ class _LogReader:
                 continue
             if isinstance(record, dict) and isinstance(record.get("step"), int):
                 yield record
+
+
+def completions_text(record: Mapping[str, Any]) -> str:
+    """Return the completions in a log line as Markdown; empty if it has none."""
+    completions = record.get("completions")
+    if record.get("event") != "completions" or not isinstance(completions, list):
+        return ""
+    parts = []
+    for each in completions:
+        if isinstance(each, dict):
+            parts.append(f"**{each.get('prompt')}**\n\n{each.get('text')}")
+    return "\n\n---\n\n".join(parts)
 
 
 def values_of(record: Mapping[str, Any]) -> dict[str, float]:

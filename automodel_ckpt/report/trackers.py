@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Mapping
+from html import escape
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -24,6 +25,9 @@ class Tracker(Protocol):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log the values of a step, by names such as ``train/loss``. The steps of each name ascend."""
+
+    def log_text(self, step: int, name: str, text: str) -> None:
+        """Log Markdown *text* under *name*, if the library supports it. The steps ascend."""
 
     def forget(self, step: int) -> None:
         """Drop the values of *step* and all later ones, which will be logged again."""
@@ -54,6 +58,23 @@ class TensorBoard(Tracker):
         value = self._summaries.Summary.Value
         entries = [value(tag=name, simple_value=number) for name, number in values.items()]
         self._write(step, summary=self._summaries.Summary(value=entries))
+
+    def log_text(self, step: int, name: str, text: str) -> None:
+        # The format of TensorBoard's plug-in for text: a tensor of strings, and the plug-in's name.
+        tensors = importlib.import_module("tensorboard.compat.proto.tensor_pb2")
+        types = importlib.import_module("tensorboard.compat.proto.types_pb2")
+        shapes = importlib.import_module("tensorboard.compat.proto.tensor_shape_pb2")
+        metadata = self._summaries.SummaryMetadata
+        shape = shapes.TensorShapeProto(dim=[shapes.TensorShapeProto.Dim(size=1)])
+        tensor = tensors.TensorProto(
+            dtype=types.DT_STRING, string_val=[text.encode()], tensor_shape=shape
+        )
+        value = self._summaries.Summary.Value(
+            tag=name,
+            metadata=metadata(plugin_data=metadata.PluginData(plugin_name="text")),
+            tensor=tensor,
+        )
+        self._write(step, summary=self._summaries.Summary(value=[value]))
 
     def forget(self, step: int) -> None:
         session_log = self._events.SessionLog
@@ -90,6 +111,11 @@ class WeightsAndBiases(Tracker):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._last = max(step, self._last)
         self._run.log({**values, "step": step}, step=self._last)
+
+    def log_text(self, step: int, name: str, text: str) -> None:
+        html = importlib.import_module("wandb").Html(f"<pre>{escape(text)}</pre>")
+        self._last = max(step, self._last)
+        self._run.log({name: html, "step": step}, step=self._last)
 
     def close(self) -> None:
         self._run.finish()
@@ -141,6 +167,9 @@ class MLflow(Tracker):
                 metrics.append(self._metric(name, value, now, step))
         if metrics:
             self._client.log_batch(self._id, metrics)
+
+    def log_text(self, step: int, name: str, text: str) -> None:
+        self._client.log_text(self._id, text, f"{name}/step_{step}.md")
 
     def close(self) -> None:
         self._client.set_terminated(self._id)

@@ -594,6 +594,9 @@ VALIDATED = (f"--validation_dataset={{_target_: {__name__}.samples}}",)
 KEEP = ("--checkpoint.keep_last=1", *VALIDATED)
 QAT = "--qat={}"
 PROFILE = "--profile={}"
+COMPLETIONS = (
+    "tests/contract/test_completions.py::test_every_key_of_generation_changes_the_completions"
+)
 QAT_RUN = (
     "tests/distributed/test_qat.py::"
     "test_a_run_is_the_same_on_more_ranks_resumes_exactly_and_begins_to_round_when_asked"
@@ -699,6 +702,12 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
         "tests/distributed/test_vlm.py::test_the_vocabulary_of_fresh_weights_is_the_recipes",
         "processor",
     ),
+    "generation": Proven(COMPLETIONS, "{prompts: [a]}"),
+    "generation.prompts": Proven(COMPLETIONS, "[a]"),
+    "generation.system": Proven(COMPLETIONS, "a"),
+    "generation.raw": Proven(COMPLETIONS, "true"),
+    "generation.max_new_tokens": Proven(COMPLETIONS, "3"),
+    "generation.temperature": Proven(COMPLETIONS, "3"),
     "qat": Proven(QAT_RUN, "{scheme: W8A8}"),
     "qat.scheme": Observed(rounding, "W8A8", (QAT,)),
     "qat.group_size": Observed(rounding, "16", (QAT,)),
@@ -1069,6 +1078,7 @@ UNMET: dict[str, tuple[str, ...]] = {
     "dataloader.padding_free": ("--packed_sequence={}",),
     "checkpoint.on_incompatible": ("--checkpoint.restore_from=LATEST",),
     "checkpoint.keep_best": VALIDATED,
+    "generation.system": (*VALIDATED, "--generation={prompts: [a], raw: true}"),
 }
 """Overrides without which a key's condition would hold; the others are not met by the defaults."""
 
