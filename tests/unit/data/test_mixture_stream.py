@@ -62,6 +62,23 @@ def documents(tokenizer: Any, loader: GlobalBatchLoader, num_batches: int) -> li
     return found
 
 
+def test_streams_of_the_same_size_are_shuffled_differently(
+    tokenizer: Any, paths: dict[str, str]
+) -> None:
+    both = {"a": paths["a"], "b": paths["a"]}
+    dataset = stream(tokenizer, both, weights={"a": 1.0, "b": 1.0}, num_samples=120)
+    dataset.set_order(7, 0, shuffle=True)
+    orders: dict[str, list[str]] = {"a": [], "b": []}
+    for row in dataset:
+        orders[row.source].append(repr(row.sample))
+    first, second = orders["a"][:30], orders["a"][30:]
+    assert sorted(first) == sorted(second) == sorted(orders["b"][:30])
+    assert len(set(first)) == 30
+    assert first != orders["b"][:30]
+    # The next pass over a stream has another order.
+    assert first != second
+
+
 def test_shares_hold_at_any_time_and_an_epoch_ends_with_the_first_stream(
     tokenizer: Any, paths: dict[str, str]
 ) -> None:

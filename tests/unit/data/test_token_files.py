@@ -66,6 +66,13 @@ def test_a_split_has_the_documents_that_megatron_gives_it(part: str) -> None:
         assert tokens_of(windows) == expected
 
 
+def test_the_number_of_documents_of_a_part_is_rounded_to_the_nearest() -> None:
+    documents = EXPECTED["small"]["documents"]
+    windows = megatron(str(MEGATRON / "small"), 2, split="3, 1", part="train")
+    # 6.75 of 9 documents.
+    assert tokens_of(windows) == list(chain.from_iterable(documents[:7]))
+
+
 def test_several_files_are_concatenated_or_mixed() -> None:
     both = megatron(str(MEGATRON / "*"), 8)
     large = megatron(str(MEGATRON / "large"), 8)
@@ -95,6 +102,9 @@ def test_samples_can_begin_at_a_token(tmp_path: Path) -> None:
     path = write_nanogpt(tmp_path / "a.bin", tokens)
     found = [sample["input_ids"] for sample in nanogpt(path, 4, bos_token=9)]
     assert found == [[9, 1, 2, 9], [9, 3, 9, 4], [9, 7, 9, 8]]
+    # The window at the last 9 would have two tokens.
+    path = write_nanogpt(tmp_path / "b.bin", [9, 1, 2, 3, 9, 4])
+    assert [sample["input_ids"] for sample in nanogpt(path, 4, bos_token=9)] == [[9, 1, 2, 3]]
 
 
 def test_tokens_outside_of_the_vocabulary_are_errors_with_their_byte(
