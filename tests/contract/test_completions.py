@@ -162,6 +162,7 @@ def completions_with(model: Path, **settings: Any) -> list[Any]:
 def test_every_key_of_generation_changes_the_completions(
     recipe: Path, changed: dict[str, Any]
 ) -> None:
+    """The keys of the section ``generation``, one by one."""
     model = recipe.parent / "chat"
     before = completions_with(model)
     assert completions_with(model) == before
