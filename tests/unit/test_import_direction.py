@@ -74,6 +74,7 @@ MAY_IMPORT = {
 
 CHECKPOINT_ORDER = (
     {
+        "device_bytes",
         "digests",
         "discovery",
         "dtypes",

@@ -18,10 +18,12 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from automodel_ckpt.checkpoint.discovery import raw_bytes
+from automodel_ckpt.checkpoint.device_bytes import blocks_of, gathered
+from automodel_ckpt.checkpoint.discovery import flat_bytes, raw_bytes
 from automodel_ckpt.checkpoint.dtypes import TORCH_NAMES
 from automodel_ckpt.checkpoint.files.pickle_values import saved
 from automodel_ckpt.checkpoint.slices import Slice, Tensor, nbytes_of
+from automodel_ckpt.checkpoint.writing.jobs import Blocks
 
 DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for code, name in TORCH_NAMES.items()}
 DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -36,7 +38,17 @@ class Fetch:
 
     def __call__(self) -> memoryview:
         """The row-major bytes in host memory; a copy only where the tensor is elsewhere or not contiguous."""
-        return raw_bytes(self.tensor())
+        tensor = self.tensor()
+        if tensor.is_cuda:
+            return gathered(flat_bytes(tensor))
+        return raw_bytes(tensor)
+
+    def contents(self) -> memoryview | Blocks:
+        """The row-major bytes; of a tensor on a GPU as blocks, which are copied while they are written."""
+        tensor = self.tensor()
+        if tensor.is_cuda:
+            return Blocks(self.nbytes, partial(blocks_of, flat_bytes(tensor)))
+        return raw_bytes(tensor)
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ import torch
 from automodel_ckpt.checkpoint.failures import as_failure
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.saving.host_memory import HostMemory, MemoryLayout
+from automodel_ckpt.checkpoint.saving.page_lock import PageLock
 from automodel_ckpt.checkpoint.writing.rank_manifest import RankManifest
 from automodel_ckpt.checkpoint.writing.reuse import Previous
 from automodel_ckpt.checkpoint.writing.writer import Command, Export, Finalize, Write, Writer
@@ -33,7 +34,7 @@ class Background:
 
     def __init__(self, *, on_cuda: bool = False) -> None:
         """Start the writer process. Raises :class:`OSError` where this system does not support it."""
-        self._memory = HostMemory(pinned=on_cuda)
+        self._memory = HostMemory(PageLock() if on_cuda else None)
         self._writer = Writer(self._memory.descriptor)
         self._stream = torch.cuda.Stream() if on_cuda else None  # type: ignore[no-untyped-call]
         self._copied: torch.cuda.Event | None = None

@@ -13,12 +13,12 @@ import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from automodel_ckpt.checkpoint.formats.planning import Fetch
 from automodel_ckpt.checkpoint.manifest import Blob
+from automodel_ckpt.checkpoint.saving.page_lock import PageLock
 from automodel_ckpt.checkpoint.writing.jobs import Blocks, Data, FileJob, Job, Span, with_data
 
 PAGE_BYTES = 4096
@@ -30,14 +30,15 @@ _RESERVE_BYTES = 64 << 20
 class HostMemory:
     """Memory that a writer process can share; it grows on demand and is released only by :meth:`close`.
 
-    With *pinned* it is registered with CUDA, so that copies from the device are asynchronous.
+    With a *page_lock* it is registered with CUDA, so that copies from the device are asynchronous, where that is
+    possible.
     """
 
-    def __init__(self, *, pinned: bool = False) -> None:
+    def __init__(self, page_lock: PageLock | None = None) -> None:
         self.descriptor = os.memfd_create("automodel_ckpt", os.MFD_CLOEXEC)
         self.tensor = torch.empty(0, dtype=torch.uint8)
         self._view = memoryview(b"")
-        self._pinned = pinned
+        self._page_lock = page_lock
 
     def reserve(self, nbytes: int) -> None:
         """Ensure that at least *nbytes* are allocated. Raises :class:`OSError` where the system does not have them."""
@@ -58,9 +59,8 @@ class HostMemory:
         _touch_all_pages(mapped)
         self._view = memoryview(mapped)
         self.tensor = torch.frombuffer(self._view, dtype=torch.uint8)
-        if self._pinned:
-            status = _cudart().cudaHostRegister(self.tensor.data_ptr(), wanted, 0)
-            torch.cuda.check_error(int(status))
+        if self._page_lock is not None:
+            self._page_lock.lock(self.tensor)
 
     @torch.no_grad()
     def fill(self, layout: MemoryLayout) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -89,17 +89,13 @@ class HostMemory:
         return flat.view(source.shape)
 
     def _release(self) -> None:
-        if self._pinned and self.tensor.nbytes:
-            torch.cuda.check_error(int(_cudart().cudaHostUnregister(self.tensor.data_ptr())))
+        if self._page_lock is not None and self.tensor.nbytes:
+            self._page_lock.unlock(self.tensor)
         self.tensor, self._view = torch.empty(0, dtype=torch.uint8), memoryview(b"")
 
     def close(self) -> None:
         self._release()
         os.close(self.descriptor)
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 def _round_up(nbytes: int) -> int:

@@ -43,7 +43,8 @@ class Blocks:
     """Bytes that are computed block by block while they are written, so that no more than a block is in memory.
 
     *blocks* is called once; the blocks that it yields have *nbytes* bytes in total. Only a :class:`FileJob` writes
-    them, in the process that planned it.
+    them, in the process that planned it. Data that is a function can have a method ``contents``, which returns its
+    bytes or such blocks.
     """
 
     nbytes: int
@@ -304,15 +305,21 @@ def _contiguous_span(chunks: Sequence[Chunk]) -> Span | None:
 
 
 def _with_checksums(
-    chunks: Iterable[Chunk], memory: memoryview
+    chunks: Sequence[Chunk], memory: memoryview
 ) -> Iterator[tuple[Chunk, bytes | memoryview | Blocks]]:
     """Each chunk with its bytes and with checksums filled in (for a span: in the memory)."""
     previous: bytes | memoryview = b""
+    has_checksums = any(chunk.crc_at for chunk in chunks)
     for chunk in chunks:
         if isinstance(chunk.data, Blocks):
             yield chunk, chunk.data
             continue
-        data = _bytes_of(chunk.data, memory)
+        # A checksum needs all bytes of the chunk before it.
+        contents = None if has_checksums else getattr(chunk.data, "contents", None)
+        data = _bytes_of(chunk.data, memory) if contents is None else contents()
+        if isinstance(data, Blocks):
+            yield chunk, data
+            continue
         if chunk.crc_at:
             data = _fill_crc(data, chunk.crc_at, zlib.crc32(previous))
         previous = data

@@ -1,0 +1,89 @@
+"""The bytes of tensors on a GPU, copied to the host through two page-locked buffers of limited size.
+
+A copy to ordinary memory goes through a buffer of the driver, and the next one begins when the host has taken the data.
+Here, the GPU fills one buffer while the host digests and writes the other.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+log = logging.getLogger("automodel_ckpt")
+
+BLOCK_BYTES = 32 << 20
+# A view that begins here is not aligned for O_DIRECT. An aligned block would be written later, directly from the
+# buffer, which has other data by then.
+_OFFSET = 64
+
+Allocate = Callable[[int], torch.Tensor]
+"""Returns a uint8 tensor of so many bytes on the host."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A copy that may be in progress: *target* on the host, complete after *event*; None: complete now."""
+
+    target: torch.Tensor
+    event: torch.cuda.Event | None
+
+    def wait(self) -> memoryview:
+        if self.event is not None:
+            self.event.synchronize()
+        view: memoryview = self.target.numpy().data
+        return view
+
+
+def page_locked(nbytes: int) -> torch.Tensor:
+    """Return *nbytes* of page-locked memory, or of ordinary memory where the system does not allow it."""
+    try:
+        # torch keeps freed page-locked memory for the next save.
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        log.debug("page-locked memory is not available: %s", error)
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def blocks_of(
+    flat: torch.Tensor, *, block_bytes: int = BLOCK_BYTES, allocate: Allocate = page_locked
+) -> Iterator[memoryview]:
+    """Yield the bytes of *flat*, a uint8 vector on any device, in blocks. A block is valid until the next one.
+
+    At most two buffers of *block_bytes* are used.
+    """
+    size = min(block_bytes, flat.numel())
+    buffers = [allocate(size + _OFFSET)[_OFFSET:]]
+    if flat.numel() > block_bytes:
+        buffers.append(allocate(size + _OFFSET)[_OFFSET:])
+    earlier: _Copy | None = None
+    for number, start in enumerate(range(0, flat.numel(), block_bytes)):
+        part = flat[start : start + block_bytes]
+        # The caller has finished with the block that was in this buffer.
+        copy = _begin(buffers[number % len(buffers)][: part.numel()], part)
+        if earlier is not None:
+            yield earlier.wait()
+        earlier = copy
+    if earlier is not None:
+        yield earlier.wait()
+
+
+def _begin(target: torch.Tensor, source: torch.Tensor) -> _Copy:
+    target.copy_(source, non_blocking=True)
+    if not source.is_cuda:
+        return _Copy(target, None)
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(source.device))
+    return _Copy(target, event)
+
+
+def gathered(flat: torch.Tensor) -> memoryview:
+    """Return all bytes of *flat*, a uint8 vector on a GPU, in new memory of the host."""
+    result = torch.empty(flat.numel(), dtype=torch.uint8).numpy().data
+    position = 0
+    for block in blocks_of(flat):
+        result[position : position + len(block)] = block
+        position += len(block)
+    return result
