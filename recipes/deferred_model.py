@@ -154,7 +154,31 @@ def _complete(
         add_mtp(model, mtp)
         if base is not None and not mtp.is_new:
             directory = fetched_directory(os.path.expanduser(base), section.revision)
-            fill_mtp(model, directory, layout_in_files(model, directory), base)
+            # Not the names of *model*: transformers knows them no more after dequantizing it.
+            skeleton = on_meta(lambda: _made(_not_quantized(config), auto_class, {}, mtp))
+            fill_mtp(model, directory, layout_in_files(skeleton, directory), base)
+    return model
+
+
+def _not_quantized(config: PreTrainedConfig) -> PreTrainedConfig:
+    """A copy of *config* without the settings of quantized files."""
+    ordinary = copy.deepcopy(config)
+    if hasattr(ordinary, "quantization_config"):
+        del ordinary.quantization_config
+    return ordinary
+
+
+def _made(
+    config: PreTrainedConfig,
+    auto_class: Any,
+    options: Mapping[str, Any],
+    mtp: MtpPlan | None,
+) -> Any:
+    """A model of *config* with the initial values of its class."""
+    # transformers' from_config changes the config that it gets.
+    model = auto_class.from_config(copy.deepcopy(config), **options)
+    if mtp is not None:
+        add_mtp(model, mtp)
     return model
 
 
@@ -174,21 +198,12 @@ def _on_meta(
     if section.attn_implementation is not None:
         options["attn_implementation"] = section.attn_implementation
 
-    ordinary = copy.deepcopy(config)
-    if base is not None and hasattr(ordinary, "quantization_config"):
-        # Files that can be read in parts are dequantized while they are read.
-        del ordinary.quantization_config
-
-    def made() -> Any:
-        # transformers' from_config changes the config that it gets.
-        model = auto_class.from_config(copy.deepcopy(ordinary), **options)
-        if mtp is not None:
-            add_mtp(model, mtp)
-        return model
+    # Files that can be read in parts are dequantized while they are read.
+    ordinary = config if base is None else _not_quantized(config)
 
     def build() -> Any:
         with importing_code(options["trust_remote_code"]):
-            return on_meta(made)
+            return on_meta(lambda: _made(ordinary, auto_class, options, mtp))
 
     try:
         # Built twice: InitialValues needs one that nothing else changes, and the model is

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint.module_tensors import StoredLayout
 from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.checkpoint.state.fill_modules import Filling, fill_module
+from automodel_ckpt.checkpoint.state.quantized_tensors import (
+    QuantizedFiles,
+    UnsupportedQuantization,
+    find_quantized,
+)
 from automodel_ckpt.convert.open import open_weights
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.mtp import ATTRIBUTE, is_of_mtp, mtp_of
@@ -44,21 +50,42 @@ def check_mtp_complete(names: Collection[str], there: Collection[str], base: str
 
 
 def fill_mtp(model: Any, directory: Path | None, layout: StoredLayout, base: str) -> None:
-    """Read the layers of a complete *model* from the files of the *base* in *directory*.
+    """Read the layers of a complete *model* from the files of the *base* in *directory*, and dequantize them.
 
     *layout* is that of the model. Raises :class:`RecipeError` if the files lack them, or cannot be read in parts
     (*directory* None).
     """
     names = mtp_names(layout)
-    there: set[str] = set()
-    if directory is not None:
-        tensors: Tensors = open_weights(directory).modules[MODEL]
-        there.update(tensors.tensors)
-    check_mtp_complete(names, there, base)
+    if directory is None:
+        check_mtp_complete(names, (), base)
+    assert directory is not None
+    tensors: Tensors = open_weights(directory).modules[MODEL]
+    check_mtp_complete(names, tensors.tensors, base)
+    quantized = _quantized_in(directory, tensors)
     layers = mtp_of(model)
     assert layers is not None
-    fillings = {name: Filling(tensors, name) for name in names}
+    fillings: dict[str, Filling] = {}
+    for name in names:
+        fillings[name] = Filling(tensors, name, quantized=quantized.tensors.get(name))
     fill_module(layers, fillings, "mean", _layout_in_layers(layout))
+
+
+def _quantized_in(directory: Path, tensors: Tensors) -> QuantizedFiles:
+    """The quantized tensors of a base. Raises :class:`RecipeError` for a method that is not supported."""
+    # Not the config of the model: transformers has removed the settings from it.
+    config = json.loads((directory / "config.json").read_bytes())
+    settings = config.get("quantization_config")
+    if not isinstance(settings, Mapping):
+        return QuantizedFiles({}, frozenset())
+    try:
+        return find_quantized(tensors.tensors, settings)
+    except UnsupportedQuantization as error:
+        raise RecipeError(
+            "the layers for multi-token prediction are quantized in a way that is not supported",
+            where="model.mtp",
+            value=str(error),
+            hint="name a base that is not quantized, or remove model.mtp",
+        ) from error
 
 
 def _layout_in_layers(layout: StoredLayout) -> StoredLayout:

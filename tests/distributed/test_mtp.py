@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from tests.distributed.test_quantized_bases import is_quantized, to_fp8
 from tests.distributed.test_router_loss import ONE_STEP, one_step
 from tests.distributed.test_training import failure, lines_of_steps, run
 from tests.support import ranks
@@ -28,16 +29,12 @@ LOCAL_2 = "--step_scheduler.local_batch_size=2"
 PADDED = ("--step_scheduler.local_batch_size=8", "--dataloader.padding_free=false")
 FULL_LOGITS = "--loss_fn={_target_: torch.nn.CrossEntropyLoss}"
 RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
-    "padded": ("deepseek_v3", 1, (MTP, *PADDED)),
     "accumulated": ("deepseek_v3", 1, (TWO, LOCAL_2, "--model.activation_checkpointing=true")),
     "packed": ("glm4_moe", 1, (TWO, "--packed_sequence.size=12", LOCAL_2)),
     "sharded": ("deepseek_v3", 2, (TWO, LOCAL_2, "--distributed.strategy=fsdp2")),
-    "repeated": ("glm4_moe", 2, (REPEATED, LOCAL_2, "--distributed.strategy=fsdp2")),
+    "experts": ("glm4_moe", 2, (REPEATED, LOCAL_2, "--distributed.ep_size=2")),
     "replicated": ("qwen3_5_text", 2, (ONE, LOCAL_4, "--distributed.strategy=ddp")),
     "logits": ("nemotron_h", 1, (MTP, *PADDED, FULL_LOGITS)),
-    "experts": ("deepseek_v3", 2, (TWO, LOCAL_2, "--distributed.ep_size=2")),
-    "qwen3_next": ("qwen3_next", 1, (MTP, *PADDED)),
-    "glm4_moe_lite": ("glm4_moe_lite", 1, (ONE, *PADDED)),
 }
 
 
@@ -132,11 +129,18 @@ def test_a_killed_run_resumes_exactly_and_validation_computes_no_further_tokens(
     assert len(steps_of(directory)) == 7
 
 
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one step on a fresh model with the layers of one depth."""
+    directory = tmp_path_factory.mktemp("mtp")
+    run(directory, *ONE_STEP, model_section("deepseek_v3"), MTP, name="first")
+    return directory / "first"
+
+
 def test_files_have_the_layers_under_the_familys_names_and_are_read_again_bit_by_bit(
-    tmp_path: Path,
+    first: Path, tmp_path: Path
 ) -> None:
-    run(tmp_path, *ONE_STEP, model_section("deepseek_v3"), MTP, name="first")
-    export = exported(tmp_path / "first")
+    export = exported(first)
     weights = weights_in(export)
     of_depth = {name.removeprefix(LAYER) for name in weights if name.startswith(LAYER)}
     assert {"enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight"} < of_depth
@@ -171,29 +175,6 @@ def test_files_have_the_layers_under_the_familys_names_and_are_read_again_bit_by
     assert not torch.equal(trained[projection], weights[projection])
 
 
-def test_adapters_leave_the_layers_frozen_and_their_loss_trains_the_model(tmp_path: Path) -> None:
-    run(tmp_path, *ONE_STEP, model_section("deepseek_v3"), MTP, name="first")
-    export = exported(tmp_path / "first")
-    from_base = ("--model.from_config=null", f"--model.from_pretrained={export}")
-    steps: dict[str, dict[str, float]] = {}
-    # DoRA needs complete values of the base: each rank then builds the model first.
-    for name, section in {"lora": "{}", "dora": "{use_dora: true}"}.items():
-        for mtp in ((), (MTP,)):
-            options = (*ONE_STEP, *from_base, *mtp, f"--peft={section}")
-            directory = tmp_path / f"{name}{len(mtp)}"
-            run(tmp_path, *options, name=directory.name)
-            (line,) = lines_of_steps(directory / "training.jsonl")
-            assert ("mtp_loss" in line) == bool(mtp)
-            steps[directory.name] = line
-            (adapter,) = directory.glob("LATEST/model/adapter_model.safetensors")
-            names = load_file(adapter)
-            assert names
-            assert not any("mtp" in each or "layers.2." in each for each in names)
-    assert steps["lora0"]["loss"] == pytest.approx(steps["lora1"]["loss"], rel=1e-6)
-    assert steps["lora0"]["grad_norm"] != steps["lora1"]["grad_norm"]
-    assert steps["lora1"]["mtp_loss"] == pytest.approx(steps["dora1"]["mtp_loss"], rel=1e-5)
-
-
 def test_a_base_without_the_layers_is_an_error_unless_new_ones_are_wanted(tmp_path: Path) -> None:
     run(tmp_path, *ONE_STEP, model_section("deepseek_v3"), name="first")
     export = exported(tmp_path / "first")
@@ -213,3 +194,45 @@ def test_ranks_that_cannot_compute_further_tokens_are_an_error(key: str, tmp_pat
     options = (*ONE_STEP, model_section("deepseek_v3"), MTP, f"--distributed.{key}=2")
     with pytest.raises(Exception, match=f"model.mtp and {key} cannot be combined"):
         train(write_recipe(tmp_path), *options)
+
+
+def quantized_base(directory: Path, export: Path) -> Path:
+    """The model of *export* with layers in FP8, as DeepSeek-V3's files have them."""
+    stored: dict[str, torch.Tensor] = {}
+    for name, value in weights_in(export).items():
+        stored |= to_fp8(name, value) if is_quantized(name, value, "fp8") else {name: value}
+    assert f"{LAYER}eh_proj.weight_scale_inv" in stored
+    directory.mkdir()
+    config = json.loads((export / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    (directory / "config.json").write_text(json.dumps(config))
+    save_file(stored, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
+def test_adapters_leave_the_layers_frozen_and_quantized_bases_are_dequantized(
+    first: Path, tmp_path: Path
+) -> None:
+    export = exported(first)
+    quantized = quantized_base(tmp_path / "base", export)
+    runs = {
+        "without": (export, "{}", ()),
+        "lora": (export, "{}", (MTP,)),
+        "fp8": (quantized, "{}", (MTP,)),
+        # DoRA needs complete values of the base: each rank then builds the model first.
+        "dora": (quantized, "{use_dora: true}", (MTP,)),
+    }
+    found: dict[str, dict[str, float]] = {}
+    for name, (base, section, mtp) in runs.items():
+        options = ("--model.from_config=null", f"--model.from_pretrained={base}")
+        run(tmp_path, *ONE_STEP, *options, *mtp, f"--peft={section}", name=name)
+        (found[name],) = lines_of_steps(tmp_path / name / "training.jsonl")
+        names = load_file(tmp_path / name / "LATEST/model/adapter_model.safetensors")
+        assert names
+        assert not any("mtp" in each or "layers.2." in each for each in names)
+    assert "mtp_loss" not in found["without"]
+    assert found["without"]["loss"] == pytest.approx(found["lora"]["loss"], rel=1e-6)
+    assert found["without"]["grad_norm"] != found["lora"]["grad_norm"]
+    assert found["fp8"]["mtp_loss"] == pytest.approx(found["dora"]["mtp_loss"], rel=1e-5)
+    assert found["fp8"]["mtp_loss"] == pytest.approx(found["lora"]["mtp_loss"], rel=0.1)
+    assert found["fp8"]["mtp_loss"] != found["lora"]["mtp_loss"]

@@ -132,6 +132,7 @@ class _Depth(nn.Module):
         layer_class = type(decoder.layers[0])
         self.layers = nn.ModuleList([layer_class(config, number) for number in range(len(kinds))])
         self._is_centered = config.model_type.startswith("qwen3")
+        self._has_axes = config.model_type.startswith("qwen3_5")
         self._rotary = getattr(decoder, "rotary_emb", None)
         self._eps = getattr(config, "rms_norm_eps", None) or config.layer_norm_epsilon
         norm = "norm_f" if config.model_type == "nemotron_h" else "norm"
@@ -166,7 +167,11 @@ class _Depth(nn.Module):
         positions = torch.arange(length)[None]
         options: dict[str, Any] = {}
         if self._rotary is not None:
-            options["position_embeddings"] = self._rotary(states, positions)
+            of_axes = positions
+            if self._has_axes:
+                # Time, height and width, which are equal for text.
+                of_axes = positions.expand(3, 1, length)
+            options["position_embeddings"] = self._rotary(states, of_axes)
         for layer in self.layers:
             states = layer(states, attention_mask=mask, position_ids=positions, **options)
         return self._normed(states, self.norm)
