@@ -69,9 +69,14 @@ def recipe_page() -> str:
 
 
 def _keys_table(section: type, prefix: str, *, top: bool = False) -> Iterator[str]:
-    hints, docs = typing.get_type_hints(section), help_page.field_docs(section)
     yield "| key | type | default | meaning |"
     yield "|---|---|---|---|"
+    yield from _key_rows(section, prefix, top=top)
+
+
+def _key_rows(section: type, prefix: str, *, top: bool = False) -> Iterator[str]:
+    """The rows of the keys of a section, with those of the sections in it below theirs."""
+    hints, docs = typing.get_type_hints(section), help_page.field_docs(section)
     for field in dataclasses.fields(section):
         kind = members(hints[field.name])
         if top and section_type(kind):
@@ -81,6 +86,9 @@ def _keys_table(section: type, prefix: str, *, top: bool = False) -> Iterator[st
         shown = "*required*" if is_required else f"`{default_node(field, hints[field.name])}`"
         cells = (f"`{prefix}{field.name}`", describe(kind), shown, docs.get(field.name, ""))
         yield "| " + " | ".join(map(_cell, cells)) + " |"
+        nested = section_type(kind)
+        if nested is not None:
+            yield from _key_rows(nested, f"{prefix}{field.name}.")
 
 
 def _cell(text: str) -> str:

@@ -154,6 +154,9 @@ def _described_rows(section: type[Any], prefix: str, skip: Collection[str] = ())
             continue
         yield f"  {prefix}{field.name}  {_values(field, hints[field.name])}"
         yield from _wrapped(docs.get(field.name, ""), indent=6)
+        nested = section_type(members(hints[field.name]))
+        if nested is not None:
+            yield from _described_rows(nested, f"{prefix}{field.name}.")
 
 
 def _wrapped(text: str, indent: int = 0) -> Iterator[str]:
@@ -226,6 +229,9 @@ def _rows(
     for name, field in zip(names, fields, strict=True):
         text = docs.get(field.name, "")
         yield f"  {name:{width}}  {text} {_values(field, hints[field.name])}"
+        nested = section_type(members(hints[field.name]))
+        if nested is not None:
+            yield from _rows(nested, f"{name}.")
 
 
 def _values(field: dataclasses.Field[Any], hint: Any) -> str:

@@ -204,14 +204,27 @@ def optional_sections(schema: type[Any], prefix: str = "") -> Iterator[str]:
 def test_an_optional_section_without_content_is_rejected_with_its_line(
     tmp_path: Path, key: str
 ) -> None:
-    lines = [f"{'  ' * depth}{name}:" for depth, name in enumerate(key.split("."))]
+    *parents, name = key.split(".")
+    recipe = tmp_path / "recipe.yaml"
+
+    def load_with(line: str) -> LoadedRecipe:
+        above = [f"{'  ' * depth}{parent}:\n" for depth, parent in enumerate(parents)]
+        added = "".join(above) + "  " * len(parents) + f"{line}\n    # r: 8\n"
+        if parents and f"\n{above[0]}" in f"\n{BASE}":
+            # The section exists: the line becomes its first key.
+            recipe.write_text(BASE.replace(above[0], added))
+        else:
+            recipe.write_text(f"{BASE}{added}seed: 3\n")
+        return load_recipe(recipe)
+
     with pytest.raises(RecipeError) as caught:
-        load(tmp_path, "\n".join([*lines, "  # r: 8", "seed: 3"]) + "\n")
+        load_with(f"{name}:")
     assert f"{key} is empty" in str(caught.value)
-    assert f"recipe.yaml:{5 + len(lines)}\n" in str(caught.value)
+    (problem,) = caught.value.problems
+    line_number = int(str(problem.where).rpartition(":")[2])
+    assert recipe.read_text().splitlines()[line_number - 1].strip() == f"{name}:"
     assert "or null to disable it" in str(caught.value)
-    value = load(tmp_path, "\n".join([*lines[:-1], f"{lines[-1]} null"]) + "\n")
-    assert value_at(value, key) is None
+    assert value_at(load_with(f"{name}: null"), key) is None
 
 
 def test_an_empty_section_that_the_command_line_fills_is_that_section(tmp_path: Path) -> None:
