@@ -15,6 +15,7 @@ from automodel_ckpt.config.automodel.rows import (
     is_true,
     value_of,
 )
+from automodel_ckpt.config.convert import FALSE_WORDS
 from automodel_ckpt.config.yaml_tree import Node
 
 DIST_ENV = (
@@ -140,9 +141,12 @@ def _checkpointing(section: Section) -> None:
     if node is None:
         return
     given = str(node.value).lower().replace("-", "_")
-    mode = str(is_true(node) or given in ("full", "enabled")).lower()
-    if given == "selective":
-        mode = given
+    # Other words are values of ours, or errors.
+    mode = given
+    if is_true(node) or given in ("full", "enabled"):
+        mode = "true"
+    elif given in FALSE_WORDS:
+        mode = "false"
     value = Node(mode, node.origin)
     root = section.work.section("")
     root.inner("model").put("activation_checkpointing", value)

@@ -699,6 +699,11 @@ REJECTED = [
     (QAT + "    unheard_of: 1\n", 8, "unknown key qat.qat_config.unheard_of"),
     ("neftune: [1]\n", 1, "unknown key neftune"),
     ("distributed:\n  ep_size: all\n", 2, "distributed.ep_size must be a whole number"),
+    (
+        "distributed:\n  activation_checkpointing: maybe\n",
+        2,
+        "model.activation_checkpointing must be",
+    ),
     ("qat:\n  enabled: maybe\n", 2, "qat.enabled: must be true or false"),
     ("compile:\n  enabled: maybe\n", 2, "compile.enabled: must be true or false"),
     (QAT + PEFT, 2, "qat and peft cannot be combined"),
