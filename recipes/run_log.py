@@ -61,6 +61,7 @@ class RunLog:
         self._layout = layout
         self.progress = Progress(
             every_seconds=settings.log_every_seconds,
+            every_steps=settings.log_every_steps,
             enabled=layout.is_rank0,
             num_ranks=layout.world_size,
             device_word="gpu" if layout.device.type == "cuda" else "rank",
@@ -119,7 +120,13 @@ class RunLog:
         """Start the process that sends the logs in the directory *run*, after *step*, to ``logging.trackers``."""
         if self._settings.trackers:
             went_back = any(name.step > step for name in checkpoint_names(run))
-            self._tracking = Tracking(run, self._settings.trackers, step, went_back=went_back)
+            self._tracking = Tracking(
+                run,
+                self._settings.trackers,
+                step,
+                went_back=went_back,
+                every_steps=self._settings.log_every_steps or 1,
+            )
 
     @property
     def is_tracked(self) -> bool:

@@ -866,6 +866,9 @@ class LoggingConfig:
     """Minimum severity of the messages shown."""
     log_every_seconds: float = setting(10.0, FINITE)
     """Seconds between progress lines when the output is not a terminal."""
+    log_every_steps: int | None = setting(None, AT_LEAST_1)
+    """Print a progress line after every so many steps instead, and send only these steps to the trackers;
+    training.jsonl has all steps. null: by time, and trackers get all steps."""
     peak_tflops: float | None = setting(None, POSITIVE)
     """Rate of one device in TFLOP/s that the logged MFU is relative to; null: measured at the start on a GPU, and no
     MFU on a CPU."""

@@ -71,7 +71,8 @@ class Follower:
     """Sends the lines of the logs of *run* to *trackers* (options by name) that they do not have yet.
 
     *after* is the step that a starting run continues from, None if no run starts; *went_back* means that the run
-    ignores later checkpoints. A tracker that raises is reported once with *warn*, and disabled.
+    ignores later checkpoints. Of the training steps, only those that *every_steps* divides are sent. A tracker that
+    raises is reported once with *warn*, and disabled.
     """
 
     def __init__(
@@ -82,8 +83,10 @@ class Follower:
         warn: Callable[[str], None] = log.warning,
         *,
         went_back: bool = False,
+        every_steps: int = 1,
     ) -> None:
         self.run = run
+        self._every_steps = every_steps
         self._warn = warn
         self._memory = _read_memory(run)
         self._trackers: dict[str, Tracker] = {}
@@ -106,6 +109,8 @@ class Follower:
         # The sort is stable: the lines of one step keep their order.
         records.sort(key=lambda record: record["step"])
         for record in records:
+            if is_training_step(record) and record["step"] % self._every_steps:
+                continue
             values = values_of(record)
             if values:
                 for name in list(self._trackers):
@@ -256,6 +261,11 @@ def completions_text(record: Mapping[str, Any]) -> str:
     return "\n\n---\n\n".join(parts)
 
 
+def is_training_step(record: Mapping[str, Any]) -> bool:
+    """Whether a log line is about a training step, and not about a validation or an event."""
+    return "event" not in record and "val_loss" not in record
+
+
 def values_of(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the values of a log line, by the names that trackers display. Values that are not numbers are omitted."""
     fields = {}
@@ -300,7 +310,14 @@ def main(run: Path) -> None:
     warn = _redirect_output(run)
     job = json.loads(sys.stdin.readline())
     with upload_lock(run, wait=True):  # the process of a previous start may still be sending
-        follower = Follower(run, job["trackers"], job["after"], warn, went_back=job["went_back"])
+        follower = Follower(
+            run,
+            job["trackers"],
+            job["after"],
+            warn,
+            went_back=job["went_back"],
+            every_steps=job["every_steps"],
+        )
         while not _is_closed(sys.stdin.fileno()):
             follower.feed()
         # The default action of SIGALRM ends the process even if a library hangs.

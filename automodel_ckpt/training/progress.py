@@ -96,9 +96,10 @@ class Progress:
     step and age of the newest checkpoint.
 
     On a terminal, it is rewritten in place, at most ten times a second. Elsewhere, a new line is printed every
-    *every_seconds*. A narrow terminal gets fewer figures. During a save, the line contains a bar, also between steps
-    (:meth:`follow`); elsewhere, a long save gets a separate line every *every_seconds*. Prints nothing unless *enabled*
-    (on rank 0). Log records must be printed with :meth:`write_above`, so that they do not mix with the live line.
+    *every_seconds*, or with *every_steps* after each step that it divides and after the last one. A narrow terminal
+    gets fewer figures. During a save, the line contains a bar, also between steps (:meth:`follow`); elsewhere, a long
+    save gets a separate line every *every_seconds*. Prints nothing unless *enabled* (on rank 0). Log records must be
+    printed with :meth:`write_above`, so that they do not mix with the live line.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Progress:
         *,
         total_steps: int | None = None,
         every_seconds: float = 10.0,
+        every_steps: int | None = None,
         enabled: bool = True,
         num_ranks: int = 1,
         device_word: str = "rank",
@@ -114,6 +116,7 @@ class Progress:
     ) -> None:
         self.total_steps = total_steps
         self.every_seconds = every_seconds
+        self.every_steps = every_steps
         self.enabled = enabled
         self._num_ranks = num_ranks
         self._device_word = device_word
@@ -141,10 +144,17 @@ class Progress:
             self._average(view)
             self._latest = view
             now = self._clock()
-            pause = _LIVE_PAUSE_SECONDS if self._live else self.every_seconds
-            if now - self._shown_at >= pause:
+            if self._is_due(view, now - self._shown_at):
                 self._shown_at = now
                 self._show(self._parts(view))
+
+    def _is_due(self, view: StepView, seconds: float) -> bool:
+        """Whether to show a step, *seconds* after the last line."""
+        if self._live:
+            return seconds >= _LIVE_PAUSE_SECONDS
+        if self.every_steps is not None:
+            return view.step % self.every_steps == 0 or view.step == self.total_steps
+        return seconds >= self.every_seconds
 
     def follow(self, source: Callable[[], SavingView | None]) -> None:
         """Start a thread that shows the progress of saves. *source* returns it, or None if there is no save."""

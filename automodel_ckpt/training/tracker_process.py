@@ -41,7 +41,8 @@ def require_trackers(names: Collection[str], *, has_logs: bool) -> None:
 class Tracking:
     """Follows the logs in *run* until :meth:`close`; ends after this process, however that ends, not before.
 
-    The run goes on from step *after*; *went_back*: and leaves later checkpoints aside.
+    The run goes on from step *after*; *went_back*: and leaves later checkpoints aside. Of the training steps, only
+    those that *every_steps* divides are sent.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Tracking:
         after: int,
         *,
         went_back: bool = False,
+        every_steps: int = 1,
     ) -> None:
         run.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "automodel_ckpt.report.follow", str(run.absolute())]
@@ -59,7 +61,12 @@ class Tracking:
         assert self._process.stdin is not None
         # The other process ends when the kernel closes this pipe, also if this process is killed.
         self._pipe = self._process.stdin
-        job = {"trackers": trackers, "after": after, "went_back": went_back}
+        job = {
+            "trackers": trackers,
+            "after": after,
+            "went_back": went_back,
+            "every_steps": every_steps,
+        }
         self._pipe.write(json.dumps(job).encode() + b"\n")
         self._pipe.flush()
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -45,15 +44,6 @@ class PinnedMemory:
 
 
 _pinned_memory = PinnedMemory()
-
-
-def pinned_batch(batch: dict[str, Any]) -> dict[str, Any]:
-    """*batch* with its tensors in page-locked memory, where that is available."""
-    copies = {}
-    for name, value in batch.items():
-        is_on_host = isinstance(value, torch.Tensor) and value.is_cpu
-        copies[name] = _pinned_memory.pinned(value) if is_on_host else value
-    return copies
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -495,6 +495,7 @@ def joined(it: Subject) -> Any:
         return (
             log.getEffectiveLevel(),
             it.recipe.run_log.progress.every_seconds,
+            it.recipe.run_log.progress.every_steps,
             torch.are_deterministic_algorithms_enabled(),
             float32_precision(it.config, "cuda"),
             torch.rand(2).tolist(),
@@ -897,6 +898,7 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     ),
     "logging.level": Observed(joined, "warning"),
     "logging.log_every_seconds": Observed(joined, "3"),
+    "logging.log_every_steps": Observed(joined, "3"),
     "logging.peak_tflops": Observed(step_line, "0.5"),
     "logging.sample_ids": Observed(step_line, "true"),
     "logging.trackers": Observed(followed, "{tensorboard: {}}"),

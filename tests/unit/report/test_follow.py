@@ -76,6 +76,15 @@ def test_a_tracker_gets_the_whole_log_once_in_order_of_steps(run: Path) -> None:
     assert steps() == [0], "it has all of it"
 
 
+def test_a_tracker_of_every_second_step_gets_all_validations_and_saves(run: Path) -> None:
+    with open(run / "training.jsonl", "a") as log:
+        log.write(json.dumps({"step": 5, "loss": 1.0}) + "\n")
+        log.write(json.dumps({"event": "save", "step": 5, "bytes": 7}) + "\n")
+    Follower(run, {"recorder": {}}, None, every_steps=2).close()
+    assert steps() == [2, 2, 2, 4, 4, 4, 5, 0]
+    assert Recorder.got[-2] == (5, {"save/bytes": 7})
+
+
 def cut_back(run: Path, step: int) -> list[str]:
     """The log as a resume from *step* leaves it; returns the lines that went."""
     lines = (run / "training.jsonl").read_text().splitlines(keepends=True)

@@ -59,6 +59,16 @@ def test_elsewhere_than_on_a_terminal_a_line_is_printed_now_and_then() -> None:
     assert printed[0] == "step  1/60  epoch 0  loss 2.5000  lr 1.00e-03  2,000 tok/s"
 
 
+def test_with_a_number_of_steps_a_line_is_printed_after_each_multiple_and_the_last_step() -> None:
+    stream, clock = io.StringIO(), Clock()
+    line = Progress(total_steps=10, every_seconds=0.0, every_steps=4, stream=stream, clock=clock)
+    for step in range(1, 11):
+        line.update(view(step))
+    line.close()
+    printed = stream.getvalue().splitlines()
+    assert [text[:10] for text in printed] == ["step  4/10", "step  8/10", "step 10/10"]
+
+
 def test_tokens_per_device_mfu_and_memory_are_averages_by_time_without_the_first_step() -> None:
     stream, clock = io.StringIO(), Clock()
     line = Progress(every_seconds=0.0, stream=stream, clock=clock, num_ranks=4, device_word="gpu")
