@@ -1,4 +1,4 @@
-"""The same recipe on a GPU: run by hand on a machine that has one (`pytest tests/gpu`), skipped elsewhere."""
+"""Saves and resumes on a GPU are exact, and the run is where it should be."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,11 +19,10 @@ import torch
 from automodel_ckpt.checkpoint import Manifest, discover
 from automodel_ckpt.checkpoint.verify import verify
 from tests.support import tiny
+from tests.support.gpu import HAS_GPU, needs_gpu, only_gpu
 
 RECIPE = Path(__file__).parents[2] / "examples/llm_finetune/tiny_llama_python_docs.yaml"
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="this machine has no CUDA device"
-)
+LORA = ("--peft.r", "4", "--peft.base_dir", "BASE")
 
 
 def command(directory: Path, *overrides: str) -> list[str]:
@@ -41,7 +41,8 @@ def command(directory: Path, *overrides: str) -> list[str]:
         "true",
         "--logging.sample_ids",
         "true",
-        *overrides,
+        # Both runs of a test train adapters of one base.
+        *[str(directory.parent / "base") if word == "BASE" else word for word in overrides],
     ]
 
 
@@ -88,6 +89,7 @@ def kill_after(directory: Path, step: int, *overrides: str) -> None:
     process.wait()
 
 
+@needs_gpu
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "overrides",
@@ -95,7 +97,23 @@ def kill_after(directory: Path, step: int, *overrides: str) -> None:
         (),
         ("--model.dtype", "bfloat16", "--checkpoint.model_save_format", "torch_save"),
         ("--distributed.strategy", "fsdp2"),
-        ("--distributed.strategy", "fsdp2", "--distributed.cpu_offload", "true"),
+        ("--distributed.mixed_precision", "bfloat16", "--checkpoint.is_async", "true"),
+        ("--packed_sequence.size", "256", "--step_scheduler.local_batch_size", "1"),
+        ("--compile.enabled", "true", "--compile.backend", "inductor" if HAS_GPU else "aot_eager"),
+        LORA,
+        pytest.param(
+            (*LORA, "--peft.quantize_base", "nf4"),
+            marks=[
+                only_gpu,
+                pytest.mark.skipif(
+                    find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
+                ),
+            ],
+        ),
+        pytest.param(
+            ("--distributed.strategy", "fsdp2", "--distributed.cpu_offload", "true"),
+            marks=only_gpu,
+        ),
         pytest.param(
             ("--nproc-per-node", "2", "--distributed.cp_size", "2", "--model.dtype", "bfloat16"),
             marks=pytest.mark.skipif(
@@ -107,6 +125,11 @@ def kill_after(directory: Path, step: int, *overrides: str) -> None:
         "fp32 safetensors single",
         "bf16 torch_save",
         "fsdp2 of one rank",
+        "bf16 computation, asynchronous saves",
+        "packed",
+        "compiled",
+        "lora",
+        "qlora",
         "fsdp2 with parameters on the host",
         "rows cut among two GPUs",
     ],
@@ -125,6 +148,7 @@ def test_a_killed_and_resumed_run_equals_an_undisturbed_one_bit_for_bit(
     assert verify(path, Manifest.read(path)) == []
 
 
+@only_gpu
 def test_the_run_is_on_the_gpu_and_its_export_loads(tmp_path: Path) -> None:
     train(tmp_path, "--checkpoint.save_consolidated", "final")
     rows = [json.loads(line) for line in (tmp_path / "training.jsonl").read_text().splitlines()]
@@ -137,6 +161,7 @@ def test_the_run_is_on_the_gpu_and_its_export_loads(tmp_path: Path) -> None:
     assert 3 * weights < allocated < 200e6
 
 
+@only_gpu
 @pytest.mark.parametrize("model_save_format", ["safetensors", "torch_save"])
 def test_state_on_the_gpu_comes_back_bit_for_bit_there_and_on_the_cpu(
     tmp_path: Path, model_save_format: Any
@@ -168,6 +193,7 @@ def test_state_on_the_gpu_comes_back_bit_for_bit_there_and_on_the_cpu(
         assert next(loaded.model.parameters()).device.type == device
 
 
+@only_gpu
 def test_an_asynchronous_save_holds_the_state_of_its_call_though_the_optimizer_goes_on(
     tmp_path: Path,
 ) -> None:

@@ -166,7 +166,7 @@ def figures_of_a_gpu(directory: Path) -> None:
     lora.end("done")
     head = Results(directory / "head.json", "head", H200, is_dry_run=False)
     for tokens, value in ((4096, 1.1), (8192, 1.5)):
-        head.add(f"{tokens} tokens, 100% labels", {"time_in_products": value})
+        head.add(f"{tokens} tokens, trained layer, default", {"time_in_products": value})
 
 
 def test_the_goals_are_computed_from_the_figures(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def best(parts: Parts, part: str, beginning: str, key: str) -> float | None:
 def _worst_head(parts: Parts, key: str) -> float | None:
     found = []
     for tokens in (4096, 8192):
-        value = figure(parts, "head", f"{tokens} tokens, 100% labels", key)
+        value = figure(parts, "head", f"{tokens} tokens, trained layer, default", key)
         if value is not None:
             found.append(value)
     return max(found, default=None)

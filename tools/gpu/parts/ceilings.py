@@ -7,6 +7,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from tools.gpu.session import Figures, PartRun
@@ -145,6 +146,9 @@ def attention(device: str, length: int) -> Figures:
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
+    from automodel_ckpt.models.document_kernels import Request, installed_kernels
+    from automodel_ckpt.models.documents import Documents
+
     dtype = torch.bfloat16
     q, k, v = (
         torch.randn(1, 32, length, 128, device=device, dtype=dtype, requires_grad=True)
@@ -152,7 +156,7 @@ def attention(device: str, length: int) -> Figures:
     )
 
     def both_ways(function: Callable[[], Any]) -> dict[str, float]:
-        forward = seconds_of(lambda: function(), device, 5)
+        forward = seconds_of(function, device, 5)
         seconds = seconds_of(lambda: function().float().sum().backward(), device, 5)
         return {"seconds": seconds, "seconds_forward": forward}
 
@@ -161,29 +165,14 @@ def attention(device: str, length: int) -> Figures:
     rows = torch.arange(length, device=device)
     mask = (documents[:, None] == documents) & (rows[:, None] >= rows)
     yield "documents, mask", both_ways(lambda: scaled_dot_product_attention(q, k, v, mask))
-    if device != "cuda":
-        return
-    borders = torch.arange(0, length + 1, _DOCUMENT, device=device, dtype=torch.int32)
-    flat = [each[0].transpose(0, 1).contiguous() for each in (q, k, v)]
-    call = _varlen(flat, borders, _DOCUMENT)
-    yield "documents, varlen", both_ways(call)
-
-
-def _varlen(flat: list[Any], borders: Any, longest: int) -> Callable[[], Any]:
-    """A call of torch's variable-length attention, whose argument for causality depends on the version."""
-    import inspect
-
-    from torch.nn.attention import varlen
-
-    attend: Any = varlen.varlen_attn
-    options: dict[str, Any] = {"is_causal": True}
-    if "is_causal" not in inspect.signature(attend).parameters:
-        options = {"window_size": (-1, 0)}
-
-    def call() -> Any:
-        return attend(*flat, borders, borders, longest, longest, **options)
-
-    return call
+    request = Request(device, dtype, 128, 128, 32, 32)
+    runs = ((min(_DOCUMENT, length // 2), length // min(_DOCUMENT, length // 2)),)
+    of_row = Documents(runs, None, torch.device(device))
+    for label, kernel in installed_kernels(device).items():
+        if not kernel.unsupported(request):
+            rows = kernel.prepare(of_row)
+            attend = partial(kernel.attend, q, k, v, rows, request)
+            yield f"documents, {label}", both_ways(attend)
 
 
 def optimizer_step(device: str, numel: int) -> Figures:

@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from tools.gpu import bare, ours
+from tools.gpu.machine import version_of
 from tools.gpu.session import PartRun
 from tools.gpu.shapes import LLAMA_8B, Work, flops_per_token, work_of
 from tools.gpu.steps import base_of
 
 VARIANTS: dict[str, Mapping[str, Any]] = {
+    "packed": {"packed_sequence": {"size": 4096}},
     "activation checkpointing": {"model": {"activation_checkpointing": True}},
     "adapters in bfloat16": {"peft": {"dtype": "base"}},
-    "packed": {"packed_sequence": {"size": 4096}},
 }
 """Changes of the recipe, most useful ones first."""
 
@@ -34,6 +35,8 @@ def run(part: PartRun) -> None:
         _ours(part, "ours, compiled", work, ours.compiled(session.device))
     for name, changes in VARIANTS.items():
         _ours(part, f"ours, {name}", work, changes)
+    if session.device == "cuda" and version_of("bitsandbytes"):
+        _ours(part, "ours, base in nf4", work, {"peft": {"quantize_base": "nf4"}})
 
 
 def _ours(part: PartRun, name: str, work: Work, changes: Mapping[str, Any]) -> None:

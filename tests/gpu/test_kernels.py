@@ -1,0 +1,116 @@
+"""Attention within documents, and the loss of a large vocabulary: kernels against definitions in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from automodel_ckpt.models.attention import attention_by_pairs
+from automodel_ckpt.models.document_kernels import Request, installed_kernels
+from automodel_ckpt.models.documents import Documents
+from automodel_ckpt.models.fused_cross_entropy import (
+    IDENTITY,
+    KERNELS,
+    LogitTransform,
+    linear_cross_entropy,
+)
+from tests.support.gpu import HAS_GPU, both_devices, only_gpu
+from tools.bench_loss_kernels import compare, preferring
+
+RUNS = ((70, 2), (1, 3), (129, 1), (40, 1))
+ATTENTION: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "window": {"window": 32},
+    "scale": {"scale": 0.25},
+    "softcap": {"softcap": 5.0},
+}
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
+    """Whether the relative error, over all elements, is below a tolerance; not a number never is."""
+    error = (found.double() - expected.double()).norm() / expected.double().norm()
+    return bool(error < tolerance)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("heads_of_keys", [4, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ATTENTION)
+@pytest.mark.parametrize("device", both_devices())
+def test_each_kernel_computes_attention_within_documents_and_its_gradients(
+    device: Any, name: str, dtype: torch.dtype, heads_of_keys: int
+) -> None:
+    torch.manual_seed(0)
+    asked = ATTENTION[name]
+    num_tokens = sum(length * count for length, count in RUNS)
+    shapes = [(1, 4, num_tokens, 64), *[(1, heads_of_keys, num_tokens, 64)] * 2]
+    inputs = [torch.randn(shape, device=device).to(dtype).requires_grad_() for shape in shapes]
+    request = Request(device, dtype, 64, 64, 4, heads_of_keys, **asked)
+    documents = Documents(RUNS, request.window, torch.device(device))
+    exact_inputs = [each.detach().float().requires_grad_() for each in inputs]
+    exact_request = Request(device, torch.float32, 64, 64, 4, heads_of_keys, **asked)
+    exact = attention_by_pairs(*exact_inputs, documents.mask, exact_request)
+    cotangent = torch.randn_like(exact)
+    expected = torch.autograd.grad(exact, exact_inputs, cotangent)
+    computed = []
+    for label, kernel in installed_kernels(device).items():
+        if kernel.unsupported(request):
+            continue
+        output = kernel.attend(*inputs, kernel.prepare(documents), request)
+        found = torch.autograd.grad(output, inputs, cotangent.to(dtype))
+        tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+        assert close(output, exact, tolerance), label
+        for gradient, reference in zip(found, expected, strict=True):
+            assert close(gradient, reference, tolerance), label
+        computed.append(label)
+    if device == "cuda" and name == "causal" and dtype == torch.bfloat16:
+        # The mask of all pairs is what remains without them.
+        assert {"varlen", "flex"} <= set(computed)
+
+
+TRANSFORMS = {
+    "plain": IDENTITY,
+    "scaled": LogitTransform(scale=0.5),
+    "capped": LogitTransform(cap=8.0),
+}
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["trained", "frozen"])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("device", both_devices())
+def test_each_kernel_of_the_loss_has_the_gradients_of_full_logits_in_float32(
+    device: Any, transform: str, trains: bool
+) -> None:
+    torch.manual_seed(0)
+    vocabulary, hidden_size, num_tokens = (128_256, 1024, 3000) if HAS_GPU else (3000, 32, 70)
+    change = TRANSFORMS[transform]
+    hidden = torch.randn(num_tokens, hidden_size, device=device).bfloat16().requires_grad_()
+    weight = torch.randn(vocabulary, hidden_size, device=device).mul_(hidden_size**-0.5).bfloat16()
+    targets = torch.randint(0, vocabulary, (num_tokens,), device=device)
+    targets[::7] = -100
+    inputs = [hidden, weight.requires_grad_()] if trains else [hidden]
+    logits = change(hidden.float() @ weight.float().T)
+    exact = torch.nn.functional.cross_entropy(logits, targets, reduction="sum")
+    expected = torch.autograd.grad(exact, inputs)
+    del logits
+    for kernel in KERNELS[device]:
+        with preferring(device, kernel):
+            loss = linear_cross_entropy(hidden, weight, None, targets, transform=change)
+            found = torch.autograd.grad(loss, inputs)
+        assert close(loss, exact, 1e-3), kernel
+        for gradient, reference in zip(found, expected, strict=True):
+            assert close(gradient, reference, 2e-2), kernel
+
+
+@only_gpu
+@pytest.mark.parametrize("num_tokens", [4096, 8192])
+def test_the_loss_of_a_large_vocabulary_takes_a_fifth_of_the_memory_of_full_logits(
+    num_tokens: int,
+) -> None:
+    figures = compare("cuda", 128_256, 4096, num_tokens, trains=True, rounds=1)
+    for name, row in figures.items():
+        if name.startswith("ours"):
+            assert row["memory_in_full_logits"] < 0.2, name
+            assert row["error_hidden"] < 1e-2 and row["error_weight"] < 1e-2, name
