@@ -57,14 +57,22 @@ CASES = {
     "compiled": Case(COMPILED),
     "compiled, padded": Case({**COMPILED, "dataloader": {"padding_free": False}}),
     "compiled, packed": Case({**COMPILED, **PACKED}),
-    "activation checkpointing": Case({"model": {"activation_checkpointing": True}}),
-    "compiled, activation checkpointing": Case(
-        {**COMPILED, "model": {"activation_checkpointing": True}}
+    "full checkpointing": Case({"model": {"activation_checkpointing": "full"}}),
+    "selective checkpointing": Case({"model": {"activation_checkpointing": "selective"}}),
+    "offloaded activations": Case(
+        {"model": {"activation_checkpointing": "offload"}}, only_gpu=True
+    ),
+    "compiled, full checkpointing": Case(
+        {**COMPILED, "model": {"activation_checkpointing": "full"}}
+    ),
+    "compiled, selective checkpointing": Case(
+        {**COMPILED, "model": {"activation_checkpointing": "selective"}}
     ),
     "fsdp2": Case({"distributed": {"strategy": "fsdp2"}}),
     "fsdp2 with parameters on the host": Case(
         {"distributed": {"strategy": "fsdp2", "cpu_offload": True}}, only_gpu=True
     ),
+    "reduced per step": Case({"distributed": {"strategy": "fsdp2", "defer_gradient_sync": True}}),
     "ddp": Case({"distributed": {"strategy": "ddp"}}),
     "tied embeddings": Case(settings={"tie_word_embeddings": True}),
     "softcapped logits": Case(

@@ -63,10 +63,10 @@ def best(parts: Parts, part: str, beginning: str, key: str) -> float | None:
     return max(found, default=None)
 
 
-def _worst_head(parts: Parts, key: str) -> float | None:
+def _worst_head(parts: Parts, layer: str, key: str) -> float | None:
     found = []
     for tokens in (4096, 8192):
-        value = figure(parts, "head", f"{tokens} tokens, trained layer, default", key)
+        value = figure(parts, "head", f"{tokens} tokens, {layer} layer, default", key)
         if value is not None:
             found.append(value)
     return max(found, default=None)
@@ -119,13 +119,19 @@ GOALS = (
     Goal(
         "loss head: time / its three products",
         "",
-        lambda parts: _worst_head(parts, "time_in_products"),
+        lambda parts: _worst_head(parts, "trained", "time_in_products"),
         most=1.25,
     ),
     Goal(
-        "loss head: memory / full logits",
+        "loss head, frozen: memory / full logits",
         "",
-        lambda parts: _worst_head(parts, "memory_in_full_logits"),
+        lambda parts: _worst_head(parts, "frozen", "memory_in_full_logits"),
+        most=0.2,
+    ),
+    Goal(
+        "loss head, trained, with its gradient: memory",
+        "",
+        lambda parts: _worst_head(parts, "trained", "memory_in_full_logits"),
         most=0.2,
     ),
     Goal("short answers: useful tokens/s / padded", "1.0", _short_answers, 3.0),

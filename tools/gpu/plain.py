@@ -35,7 +35,11 @@ Sample = Mapping[str, Sequence[int]]
 
 def exact() -> dict[str, Any]:
     """The changes of a recipe that compute in float32 everywhere, on every device."""
-    return {"model": {"dtype": "float32"}}
+    return {
+        "model": {"dtype": "float32"},
+        "distributed": {"mixed_precision": "none"},
+        "float32_precision": "highest",
+    }
 
 
 def write_small(model_type: str, settings: Mapping[str, Any], base: Path) -> None:

@@ -1,4 +1,4 @@
-"""tests/gpu with pytest, on a few processes that share the GPU."""
+"""tests/gpu and the tests of Triton kernels with pytest, in a few processes that share the GPU."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from tools.bench_rounds import ROOT
 from tools.gpu.machine import version_of
 from tools.gpu.session import Figures, PartRun
 
+PATHS = ("tests/gpu", "tests/unit/models/test_loss_kernels.py")
 _PROCESSES = 4
 _SHOWN = 2000
 
@@ -41,7 +42,7 @@ def _outcomes(records: Path) -> dict[str, list[tuple[str, str]]]:
 
 
 def _tests(records: Path, selection: list[str]) -> Figures:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tools.gpu.pytest_records", "tests/gpu"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tools.gpu.pytest_records", *PATHS]
     if version_of("pytest-xdist") and not selection:
         command += ["-n", str(_PROCESSES)]
     environment = os.environ | {

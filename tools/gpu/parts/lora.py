@@ -13,7 +13,8 @@ from tools.gpu.steps import base_of
 
 VARIANTS: dict[str, Mapping[str, Any]] = {
     "packed": {"packed_sequence": {"size": 4096}},
-    "activation checkpointing": {"model": {"activation_checkpointing": True}},
+    "selective checkpointing": {"model": {"activation_checkpointing": "selective"}},
+    "full checkpointing": {"model": {"activation_checkpointing": "full"}},
     "adapters in bfloat16": {"peft": {"dtype": "base"}},
 }
 """Changes of the recipe, most useful ones first."""
