@@ -34,7 +34,16 @@ from automodel_ckpt.user_code import reporting_user_failures
 
 EXAMPLES = Path(automodel_ckpt.__file__).parent / "examples"
 SUFFIXES = (".yaml", ".yml")
-PRINTING_MODES = {"help", "schema", "version", "list", "print_config", "convert_recipe", "dry_run"}
+PRINTING_MODES = {
+    "help",
+    "schema",
+    "version",
+    "list",
+    "print_config",
+    "convert_recipe",
+    "dry_run",
+    "show_samples",
+}
 """Modes whose output may be cut off by a reader such as head(1)."""
 
 
@@ -109,6 +118,8 @@ def _run_recipe(line: CommandLine) -> int:
         print(loaded.explain(), end="")
         return EXIT_DONE
     raise_file_limit()
+    if "show_samples" in line.modes:
+        return _show_samples(loaded, line)
     if "selftest_resume" in line.modes:
         return selftest(loaded, line, lambda *arguments: _observed(line, *arguments))
     ranks = known_ranks(line.flags)
@@ -130,6 +141,27 @@ def _run_recipe(line: CommandLine) -> int:
     from automodel_ckpt.cli.launch.launcher import launch
 
     return launch(loaded, line.flags, lambda: prepare(loaded, trust))
+
+
+def _show_samples(loaded: LoadedRecipe, line: CommandLine) -> int:
+    """Print samples as they are trained. Raises :class:`RecipeError`."""
+    from automodel_ckpt.cli.checks.show_samples import report
+    from automodel_ckpt.config.targets import prepare
+    from automodel_ckpt.config.trust import Trust
+
+    (text,) = line.modes["show_samples"]
+    if not re.fullmatch(r"[0-9]{1,6}", text):
+        raise RecipeError(
+            "--show-samples must be a number of samples",
+            where="--show-samples",
+            value=text,
+            hint="for example --show-samples 3",
+        )
+    loaded, recipe_class = prepare(loaded, Trust(line.flags.trust))
+    with reporting_user_failures(RecipeError):
+        for each in report(loaded, recipe_class, int(text)):
+            print(each)
+    return EXIT_DONE
 
 
 def _early_check(line: CommandLine) -> Callable[[Node], list[Problem]]:

@@ -44,6 +44,8 @@ instead of training:
   --convert-recipe
                   print a recipe of NeMo AutoModel as a recipe of this program, with a comment for each changed key
   --dry-run       check recipe, data and model without loading weights; print memory, disk use and the resume point
+  --show-samples N
+                  print the first N samples as they are trained, with the trained tokens marked, and their lengths
   --list          list the example recipes
   --copy NAME DIR copy an example recipe, and the JSON schema that it names, to a directory
   --schema        print the JSON schema of a recipe, for editors

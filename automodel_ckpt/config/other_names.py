@@ -159,7 +159,7 @@ _DATA = {
     **_same("dataset_dir dataset_name train_file dataset_path", "dataset.path"),
     **_same("datasets", "dataset", note="several: automodel_ckpt.data.mixture.mixture"),
     **_same("test_datasets eval_dataset", "validation_dataset", note="or validation_datasets"),
-    **_same("val_set_size val_size", "validation_dataset", note="a section with data of its own"),
+    **_same("val_set_size val_size", "validation_dataset", note="a section with other data"),
     **_same("dataloader_num_workers", "dataloader.num_workers"),
     **_same("dataloader_drop_last", "dataloader.drop_last"),
     **_same("dataset_num_proc preprocessing_num_workers dataset_processes", note="remove it"),

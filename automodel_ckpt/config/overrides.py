@@ -22,6 +22,7 @@ MODES = {
     "print_config": [],
     "convert_recipe": [],
     "dry_run": [],
+    "show_samples": ["N"],
     "list": [],
     "schema": [],
     "copy": ["NAME", "DIR"],

@@ -126,6 +126,7 @@ def messages(
         Truncation.of(truncation, seq_length),
         fields=encoder.names,
         key=encoder.key,
+        template=template.method,
         max_samples=max_samples,
         streaming=streaming,
         shuffle_block=shuffle_block,

@@ -87,6 +87,7 @@ def xlam(
         Truncation.of(truncation, seq_length),
         fields=fields,
         key=("xlam", *fields, *template.key),
+        template=template.method,
         max_samples=max_samples,
         streaming=streaming,
         shuffle_block=shuffle_block,

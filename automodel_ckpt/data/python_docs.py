@@ -112,8 +112,11 @@ def docstring_pairs(
     require_choice("split", split, ("train", "validation"))
     key = (_library_digest(), seq_length, split, truncation)
     dataset = prepared("python_docs-docstring_pairs", key, tokenizer, build)
-    dataset.report_truncation(f"docstring_pairs ({split})", seq_length)
-    return dataset.first(max_samples)
+    what = f"docstring_pairs ({split})"
+    dataset.report_truncation(what, seq_length)
+    dataset = dataset.first(max_samples)
+    dataset.report_lengths(what)
+    return dataset
 
 
 def _train(vocab_size: int) -> PreTrainedTokenizerFast:

@@ -33,14 +33,15 @@ def samples_of(
     streaming: bool,
     shuffle_block: int,
     fields: Sequence[str] | None = None,
+    template: str | None = None,
 ) -> TokenizedDataset | RowStream:
     """Tokenize the rows of *source* with *encode*, and truncate the samples by *policy*; at most *max_samples*.
 
     They are cached under *key*: the builder's name, and everything that the samples depend on besides the other
-    arguments. When they are prepared, the data's fields that are not in *fields* are logged as unused. With
-    *streaming*, nothing is cached: rows are read and tokenized during training, in the order of the source or
-    (``dataloader.shuffle``) shuffled within blocks of *shuffle_block* rows. Raises :class:`RecipeError` for data that
-    cannot be read or tokenized.
+    arguments. *template* describes how conversations are rendered. When the samples are prepared, the fields of the
+    data that are not in *fields* are logged as unused. With *streaming*, nothing is cached: rows are read and tokenized
+    during training, in the order of the source or (``dataloader.shuffle``) shuffled within blocks of *shuffle_block*
+    rows. Raises :class:`RecipeError` for data that cannot be read or tokenized.
     """
     policy_key = (*key, policy.seq_length, policy.policy)
     if streaming:
@@ -60,6 +61,8 @@ def samples_of(
     dataset = prepared(str(key[0]), whole_key, tokenizer, build)
     dataset.report_truncation(source.path, policy.seq_length)
     dataset = dataset.first(max_samples)
+    dataset.report_lengths(source.path)
+    dataset.template = template
     dataset.identity = identity(whole_key, tokenizer)
     return dataset
 

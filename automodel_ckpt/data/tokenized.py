@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from automodel_ckpt.data.arguments import at_most
 from automodel_ckpt.data.collate import IGNORE_INDEX
+from automodel_ckpt.data.length_summary import LengthSummary
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,8 @@ class TokenizedDataset:
     """
 
     draws_nothing = True
+    template: str | None = None
+    """How conversations were rendered, in words; None for other samples."""
     identity: str | None = None
     """A digest that changes with the samples; None if unknown."""
 
@@ -109,6 +112,12 @@ class TokenizedDataset:
         """The number of tokens of each sample."""
         return np.diff(self.ends, prepend=0)
 
+    @property
+    def summary(self) -> LengthSummary:
+        """The lengths of the samples, and how many of their tokens have a label."""
+        num_tokens = int(self.ends[-1]) if len(self) else 0
+        return LengthSummary.of(self.lengths, int(self.labelled[:num_tokens].sum()))
+
     def __len__(self) -> int:
         return len(self.ends)
 
@@ -141,6 +150,7 @@ class TokenizedDataset:
                 "%d more were skipped because no label remained or they are too long",
                 *(what, cut, len(self), seq_length, left_out),
             )
-        else:
-            num_samples = "1 sample" if len(self) == 1 else f"{len(self)} samples"
-            log.info("%s: %s, all within seq_length %d", what, num_samples, seq_length)
+
+    def report_lengths(self, what: str) -> None:
+        """Log the number of samples, their lengths, and their tokens. *what* is the name of the data in the log."""
+        log.info("%s: %s", what, self.summary)

@@ -1,0 +1,85 @@
+"""``ckpt-train --show-samples N``: print samples as they are trained, and how long the samples are."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from automodel_ckpt.cli.terminal import coloured, printable_lines
+from automodel_ckpt.config.load import LoadedRecipe
+from automodel_ckpt.errors import RecipeError
+
+if TYPE_CHECKING:
+    from automodel_ckpt.recipes.sample_preview import DataSummary, PreviewSample
+
+BEGIN, END = ">>>", "<<<"
+"""Text around trained tokens where there is no color."""
+# The placeholders of an image: hundreds of the same token.
+_REPEATED = re.compile(r"(<[^<>\s]{2,40}>|\[[A-Z_]{2,40}\])\1{7,}")
+
+
+def report(loaded: LoadedRecipe, recipe_class: type, num_samples: int) -> Iterator[str]:
+    """Yield the lines about the first *num_samples* samples of a recipe, and about all of them.
+
+    Raises :class:`RecipeError` if the data cannot be built, or the class of the recipe is not derived from Recipe.
+    """
+    from automodel_ckpt.recipes.recipe import Recipe
+    from automodel_ckpt.recipes.sample_preview import built_data, first_samples, summary
+
+    if not issubclass(recipe_class, Recipe):
+        raise RecipeError(
+            "samples can be shown only of a recipe derived from Recipe",
+            where="--show-samples",
+            value=f"{recipe_class.__module__}.{recipe_class.__qualname__}",
+            hint="derive the recipe from automodel_ckpt.recipes.recipe.Recipe",
+        )
+    arguments = {"config": loaded.config, "config_yaml": loaded.to_yaml()}
+    recipe = built_data(recipe_class, arguments)
+    has_colors = coloured("x", "green", sys.stdout) != "x"
+    trained = "green" if has_colors else f"between {BEGIN} and {END}"
+    yield f"trained tokens are {trained}"
+    for sample in first_samples(recipe, num_samples):
+        yield ""
+        yield from _sample_lines(sample, has_colors=has_colors)
+    yield ""
+    yield from _summary_lines(summary(recipe))
+
+
+def _sample_lines(sample: PreviewSample, *, has_colors: bool) -> Iterator[str]:
+    title = f"sample {sample.number}: {sample.num_tokens:,} tokens, {sample.num_labels:,} trained"
+    yield coloured(title, "bold", sys.stdout)
+    parts = []
+    for span in sample.spans:
+        text = printable_lines(_REPEATED.sub(_shortened, span.text))
+        if span.is_trained and has_colors:
+            # Each line by itself: a pager colors line by line.
+            lines = [coloured(line, "green", sys.stdout) for line in text.split("\n")]
+            text = "\n".join(lines)
+        elif span.is_trained:
+            text = f"{BEGIN}{text}{END}"
+        parts.append(text)
+    yield "".join(parts)
+
+
+def _shortened(match: re.Match[str]) -> str:
+    """A repeated token with the number of its repetitions."""
+    return f"{match[1]}x{len(match[0]) // len(match[1])}"
+
+
+def _summary_lines(data: DataSummary) -> Iterator[str]:
+    lengths = data.lengths
+    of = f"first {lengths.samples_text}" if data.is_partial else lengths.samples_text
+    rows = [("samples", of), ("lengths", lengths.lengths_text), ("tokens", lengths.tokens_text)]
+    if data.is_partial:
+        share = 100 * lengths.num_labels / max(lengths.num_tokens, 1)
+        rows[2] = ("tokens", f"{share:.0f} % of them trained on")
+    if data.num_truncated is not None:
+        rows.append(("truncated", f"{data.num_truncated:,}, and {data.num_skipped:,} skipped"))
+    if data.packs:
+        rows.append(("packs", data.packs))
+    if data.template:
+        rows.append(("template", f"the assistant's tokens are found by {data.template}"))
+    for title, text in rows:
+        yield f"{title:10} {text}"

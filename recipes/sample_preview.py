@@ -1,0 +1,155 @@
+"""The samples of a recipe as they are trained, for ``ckpt-train --show-samples``, without its model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+
+from automodel_ckpt.data.collate import IGNORE_INDEX
+from automodel_ckpt.data.image_packing import PackedImages
+from automodel_ckpt.data.length_summary import LengthSummary
+from automodel_ckpt.data.packing import PackedDataset
+from automodel_ckpt.data.tokenized import TokenizedDataset
+from automodel_ckpt.distributed.mesh import RankLayout
+from automodel_ckpt.distributed.mesh_sizes import Sizes
+from automodel_ckpt.recipes.recipe import Recipe
+
+MAX_MEASURED = 200
+"""Number of samples that are measured if the data set does not know their lengths."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Consecutive tokens of a sample, as *text*, that are all trained on or all not."""
+
+    text: str
+    is_trained: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PreviewSample:
+    """A sample in the order of training: its *number* in the data set, its tokens and labels, and its text."""
+
+    number: int
+    num_tokens: int
+    num_labels: int
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DataSummary:
+    """What a recipe trains on. *lengths* are those of the first samples only if *is_partial*.
+
+    *num_truncated* and *num_skipped* are None if they are unknown; *packs* and *template* are in words, empty if there
+    are none.
+    """
+
+    lengths: LengthSummary
+    is_partial: bool
+    num_truncated: int | None = None
+    num_skipped: int | None = None
+    packs: str = ""
+    template: str = ""
+
+
+class _DataIsBuilt(Exception):
+    """Ends a recipe's ``build`` after its data, before its model."""
+
+
+def built_data(recipe_class: type[Recipe], recipe_arguments: Mapping[str, Any]) -> Recipe:
+    """Build the preprocessor and the training data of a recipe, as one rank without a process group, and no model.
+
+    *recipe_arguments* are those of the class. Raises :class:`RecipeError` if they cannot be built.
+    """
+
+    class DataOnly(recipe_class):  # type: ignore[misc,valid-type]
+        def build_trainable(self, *arguments: Any, **keywords: Any) -> Any:
+            raise _DataIsBuilt
+
+    recipe: Recipe = DataOnly(**recipe_arguments)
+    recipe.is_dry_run = True
+    recipe.layout = RankLayout(0, Sizes(), 0, torch.device("cpu"), None)  # type: ignore[arg-type]
+    with contextlib.suppress(_DataIsBuilt):
+        recipe.build()
+    return recipe
+
+
+def first_samples(recipe: Recipe, num_samples: int) -> Iterator[PreviewSample]:
+    """Yield the first samples of the first epoch, collated as for training, with their text."""
+    tokenizer = getattr(recipe.preprocessor, "tokenizer", recipe.preprocessor)
+    for number, tokens, labels in _rows(recipe, num_samples):
+        trained = [label != IGNORE_INDEX for label in labels]
+        yield PreviewSample(number, len(tokens), sum(trained), _spans(tokenizer, tokens, trained))
+
+
+def summary(recipe: Recipe) -> DataSummary:
+    """Summarize the training data of a recipe that :func:`built_data` returned."""
+    dataset = recipe.dataloader.dataset
+    packs = ""
+    if isinstance(dataset, PackedDataset | PackedImages):
+        waste = 100 * dataset.waste
+        packs = f"{len(dataset):,} of {dataset.size:,} tokens, {waste:.1f} % of them empty"
+    samples = dataset.dataset if isinstance(dataset, PackedDataset) else dataset
+    if isinstance(samples, TokenizedDataset):
+        truncated, skipped, _ = samples.counts.tolist()
+        template = samples.template or ""
+        return DataSummary(samples.summary, False, truncated, skipped, packs, template)
+    lengths, num_labels = [], 0
+    for _, tokens, labels in _rows(recipe, MAX_MEASURED):
+        lengths.append(len(tokens))
+        num_labels += sum(label != IGNORE_INDEX for label in labels)
+    measured = LengthSummary.of(np.asarray(lengths, dtype=np.int64), num_labels)
+    return DataSummary(measured, len(lengths) == MAX_MEASURED, packs=packs)
+
+
+def _rows(recipe: Recipe, num_rows: int) -> Iterator[tuple[int, list[int], list[int]]]:
+    """Yield (number, tokens, labels) of the first rows of the first epoch, without padding."""
+    left = num_rows
+    for batch in recipe.dataloader:
+        rows = [row for micro_batch in batch.micro_batches for row in _rows_of(micro_batch)]
+        # A group that is not full is completed by a row without labels, which is no sample.
+        for number, (tokens, labels) in zip(batch.sample_ids, rows, strict=False):
+            if left == 0:
+                return
+            left -= 1
+            yield number, tokens, labels
+        if batch.last_of_epoch:
+            return
+
+
+def _rows_of(micro_batch: Mapping[str, torch.Tensor]) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield the tokens and the labels of each row of a micro-batch, without padding."""
+    tokens, labels = micro_batch["input_ids"], micro_batch["labels"]
+    mask = micro_batch.get("attention_mask")
+    for index in range(len(tokens)):
+        keep = slice(None) if mask is None else mask[index].bool()
+        yield tokens[index][keep].tolist(), labels[index][keep].tolist()
+
+
+def _spans(tokenizer: Any, tokens: list[int], trained: list[bool]) -> tuple[Span, ...]:
+    """Divide a sample into texts that are trained on and texts that are not."""
+    spans = []
+    start = 0
+    before = ""
+    for is_trained, group in groupby(trained):
+        end = start + len(list(group))
+        # The text up to here minus the text before it: a tokenizer decodes the beginning of a text differently.
+        whole = _decoded(tokenizer, tokens[:end])
+        text = whole.removeprefix(before)
+        if not whole.startswith(before):
+            text = _decoded(tokenizer, tokens[start:end])
+        spans.append(Span(text, is_trained))
+        start, before = end, whole
+    return tuple(spans)
+
+
+def _decoded(tokenizer: Any, tokens: list[int]) -> str:
+    if tokenizer is None:
+        return " ".join(map(str, tokens)) + " "
+    return str(tokenizer.decode(tokens, skip_special_tokens=False))
