@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.distributed.mesh import RankLayout
@@ -36,6 +37,8 @@ class GradientAccumulation:
         self._layout = layout
         self._rng = rng
         self._keeps_on_device = keeps_on_device
+        self._overwrites_outputs = objective.trainable.overwrites_outputs
+        self._copied: dict[int, torch.Tensor] = {}
         self.metrics: dict[str, float | torch.Tensor] = {}
         """This rank's sums of the objective's metrics over the newest global batch; all ranks have the same names."""
 
@@ -57,10 +60,27 @@ class GradientAccumulation:
             with gradient_sync(self._model, enabled=is_last):
                 result = self._objective.loss(micro_batch)
                 self._backward(result, weight)
+            if self._overwrites_outputs and not is_last:
+                self._copy_gradients()
             results.append(result)
+        # References would keep the gradients after the optimizer's step.
+        self._copied = {}
         # After all backward passes: elsewhere than on a GPU, float() waits for the value.
         self._sum_metrics(results)
         return sum_losses([result.loss.detach() for result in results])
+
+    def _copy_gradients(self) -> None:
+        """Move gradients out of the memory of CUDA graphs, which the next micro-batch would overwrite.
+
+        Autograd keeps the first gradient of a parameter where its graph wrote it, and adds later ones to it in place.
+        """
+        for parameter in self._model.parameters():
+            gradient = parameter.grad
+            # FSDP2 and DDP reduce gradients into their own memory.
+            if gradient is None or isinstance(gradient, DTensor):
+                continue
+            if self._copied.get(id(parameter)) is not gradient:
+                self._copied[id(parameter)] = parameter.grad = gradient.clone()
 
     def _sum_metrics(self, results: list[LossSum]) -> None:
         """Add up the metrics of micro-batches. Raises :class:`RecipeError` for the name of another field of the log."""

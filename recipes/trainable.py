@@ -30,6 +30,7 @@ from automodel_ckpt.config.schema import (
 )
 from automodel_ckpt.config.targets import build
 from automodel_ckpt.data.image_collate import ImageTextCollator
+from automodel_ckpt.data.row_widths import RowWidths, WidenedRows
 from automodel_ckpt.distributed.agree import sum_over_ranks
 from automodel_ckpt.distributed.context_parallel import (
     ContextParallel,
@@ -64,7 +65,7 @@ from automodel_ckpt.models.build import (
     freeze,
     load_model_config,
 )
-from automodel_ckpt.models.compiling import compile_layers
+from automodel_ckpt.models.compiling import compile_layers, num_row_widths, uses_cuda_graphs
 from automodel_ckpt.models.fake_quantization import FakeQuantization
 from automodel_ckpt.models.flop_count import FlopCount, count_flops
 from automodel_ckpt.models.forward import accepts_use_cache, model_without_adapters
@@ -124,6 +125,8 @@ class Trainable:
     """The context of each forward pass, which sets the dtype that all ranks compute in."""
     row_layout: Rows | None = None
     """How samples share rows; None: each sample is padded to the longest."""
+    overwrites_outputs: bool = False
+    """Whether layers run as CUDA graphs, which overwrite their earlier outputs and gradients."""
     loss_head: LossHead | ModuleLossHead | None = None
     """The output layer, if it computes the loss; None: the loss is computed from full logits."""
     all_up_to: int = 0
@@ -389,11 +392,24 @@ class _TrainableBuilder:
         check_attention(model, self.layout.device)
         if self._offloads():
             check_offload(self.layout.device)
+        compiling = self.config.compile
+        device_type = self.layout.device.type
+        has_graphs = compiling.enabled and uses_cuda_graphs(compiling.mode, device_type)
+        if has_graphs and self.is_trained:
+            check_cuda_graphs(self.config, self.layout, has_routers=router is not None)
         sharded = shard(changed.deferred, self.config, self.layout)
         compute = sharded.compute
         if self._offloads():
             compute = _offloading(compute, HostActivations(self.layout.device))
-        built = replace(built, model=sharded.model, compute=compute, stage=sharded.stage)
+        if has_graphs:
+            compute = _marking_steps(compute)
+        built = replace(
+            built,
+            model=sharded.model,
+            compute=compute,
+            stage=sharded.stage,
+            overwrites_outputs=has_graphs,
+        )
         # The unsharded object is probed: sharding changed it in place, and a DDP wrapper would reduce gradients.
         probed = self._probed(built, model, router)
         noise = self._embedding_noise(model, probed.stage)
@@ -641,11 +657,40 @@ class _TrainableBuilder:
         if self.layout.sizes.cp > 1:
             context = divide_rows(model, probe_model, self.layout, built.forward_options)
             built = replace(built, context=context)
+        if self.config.compile.enabled:
+            built = replace(built, row_layout=self._widened(built.row_layout))
         # The probes left the parameters gathered.
         reshard(built.model)
         if not self.is_trained:
             built.model.eval()
         return built
+
+    def _widened(self, rows: Rows | None) -> Rows | None:
+        """Let rows have few widths, as ``compile.row_widths`` asks."""
+        section, steps = self.config.compile, self.config.step_scheduler
+        count = num_row_widths(section.row_widths, section.dynamic, self.layout.device.type)
+        longest = self._longest_row()
+        if count is None or longest is None or self.packs_images:
+            return rows
+        if getattr(rows, "one_row", False):
+            longest *= steps.local_batch_size
+        widths = RowWidths(longest, count, row_multiple(self.config, self.layout))
+        log.info(
+            "rows are padded to one of %d widths up to %d tokens (compile.row_widths)",
+            len(widths.widths),
+            widths.widths[-1],
+        )
+        return WidenedRows(rows, widths)
+
+    def _longest_row(self) -> int | None:
+        """The number of tokens of the longest sample or pack that the recipe or the model allows; None: unknown."""
+        if self.config.packed_sequence is not None:
+            return self.config.packed_sequence.size
+        given = self.config.dataset.kwargs.get("seq_length") if self.config.dataset else None
+        if given is None and self.model_config is not None:
+            text = self.model_config.get_text_config()
+            given = getattr(text, "max_position_embeddings", None)
+        return None if given is None else int(given)
 
     def _embedding_noise(
         self, model: nn.Module, stage: PipelineStage | None
@@ -752,7 +797,50 @@ def _compile(model: nn.Module, section: CompileConfig, device: torch.device) -> 
         fullgraph=section.fullgraph,
         dynamic=section.dynamic,
         device=device,
+        num_widths=num_row_widths(section.row_widths, section.dynamic, device.type),
     )
+
+
+def check_cuda_graphs(
+    config: RecipeConfig, layout: RankLayout, *, has_routers: bool = False
+) -> None:
+    """Validate that CUDA graphs may overwrite outputs of an earlier forward pass. Raises :class:`RecipeError`.
+
+    *has_routers*: whether the loss of a mixture of experts is added.
+    """
+    steps = config.step_scheduler
+    num_micro_batches = steps.global_batch_size // (steps.local_batch_size * layout.dp_size)
+    if layout.in_stages:
+        reason = "several micro-batches are in progress on a pipeline stage"
+    elif num_micro_batches > 1 and config.distributed.defer_gradient_sync:
+        reason = "deferred gradients of several micro-batches are kept"
+    elif num_micro_batches > 1 and has_routers and _routes_global_batch(config.model):
+        reason = "the routers' choices of several micro-batches are kept (model.router_aux_loss)"
+    else:
+        return
+    raise RecipeError(
+        f"this mode uses CUDA graphs, which overwrite their outputs, and {reason}",
+        where="compile.mode",
+        value=config.compile.mode,
+        hint="remove compile.mode, or set it to max-autotune-no-cudagraphs",
+    )
+
+
+def _routes_global_batch(section: ModelConfig | Target) -> bool:
+    over = section.router_aux_loss if isinstance(section, ModelConfig) else True
+    return over in (True, "global_batch")
+
+
+def _marking_steps(
+    compute: Callable[[], AbstractContextManager[Any]],
+) -> Callable[[], AbstractContextManager[Any]]:
+    """The context *compute* of a forward pass, before which CUDA graphs may reuse the memory of earlier outputs."""
+
+    def marked() -> AbstractContextManager[Any]:
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        return compute()
+
+    return marked
 
 
 def _probe_model(model: nn.Module, stage: PipelineStage | None) -> nn.Module:

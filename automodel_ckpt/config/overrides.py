@@ -165,7 +165,12 @@ class _Parser:
                 return words.pop(0)
             return "true"
         is_last = not words or words[0].startswith("--")
-        if Any in kinds and is_last:
+        # Words beside true and false: --model.activation_checkpointing recipe.yaml.
+        is_switch = bool in kinds and any(
+            typing.get_origin(kind) is typing.Literal for kind in kinds
+        )
+        has_no_value = is_last or words[0].endswith((".yaml", ".yml"))
+        if (Any in kinds and is_last) or (is_switch and has_no_value):
             return "true"
         return self._next(flag, words)
 

@@ -283,10 +283,13 @@ class CompileConfig:
     """Raise an error when a layer has graph breaks, instead of running parts of it uncompiled."""
     dynamic: bool | None = None
     """Dynamic shapes: true from the start, false never (recompile per length), null after the second length."""
+    row_widths: Literal["auto"] | int | None = setting("auto", AT_LEAST_1_OR_AUTO)
+    """Round the lengths of rows up to at most this many widths, by padding without labels; null: no rounding. auto: 8
+    on a GPU and with dynamic: false, else no rounding."""
 
     conditions: ClassVar[tuple[Condition, ...]] = (
         Condition(
-            ("backend", "mode", "fullgraph", "dynamic"),
+            ("backend", "mode", "fullgraph", "dynamic", "row_widths"),
             ("enabled",),
             lambda section: section.enabled,
             "nothing is compiled, because compile.enabled is false",

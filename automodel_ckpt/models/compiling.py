@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import nn
@@ -11,6 +12,8 @@ from torch import nn
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
+
+_AUTO_WIDTHS = 8
 
 
 def compile_layers(
@@ -21,10 +24,12 @@ def compile_layers(
     fullgraph: bool = False,
     dynamic: bool | None = None,
     device: torch.device | None = None,
+    num_widths: int | None = None,
 ) -> None:
     """Have each layer compiled at its first forward pass; before they are sharded or wrapped.
 
     The layers of a model share their code, and so what was compiled of the first. Arguments as for ``torch.compile``.
+    *num_widths* is how many lengths the rows can have; None: any number.
     Raises :class:`RecipeError` for no layers, and for a backend or mode that is not there or cannot work on *device*.
     """
     if not layers:
@@ -36,10 +41,41 @@ def compile_layers(
         )
     _check_backend(backend, device or torch.device("cpu"))
     _check_mode(backend, mode)
+    if num_widths is not None:
+        _allow_recompilations(num_widths)
     for layer in layers:
         # Not torch.compile(layer), whose wrapper adds _orig_mod to the names of parameters.
         layer.compile(backend=backend, mode=mode, fullgraph=fullgraph, dynamic=dynamic)
     log.info("compiling %d layers with %s: the first steps take longer", len(layers), backend)
+
+
+def uses_cuda_graphs(mode: str | None, device_type: str) -> bool:
+    """Whether layers that inductor compiles in this mode run as CUDA graphs, which overwrite their earlier outputs."""
+    if mode is None or device_type != "cuda":
+        return False
+    known = torch._inductor.list_mode_options()
+    return bool(known.get(mode, {}).get("triton.cudagraphs", False))
+
+
+def num_row_widths(
+    given: Literal["auto"] | int | None, dynamic: bool | None, device_type: str
+) -> int | None:
+    """The number of widths that ``compile.row_widths`` and ``compile.dynamic`` mean; None: rows are not rounded.
+
+    On a CPU, dynamic shapes cost less than padding.
+    """
+    if given != "auto":
+        return given
+    return _AUTO_WIDTHS if device_type == "cuda" or dynamic is False else None
+
+
+def _allow_recompilations(num_widths: int) -> None:
+    """Raise torch's limit of compilations of one function, above which it runs the function uncompiled.
+
+    Each width is compiled with and without gradients, and for training and evaluation.
+    """
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, 4 * num_widths)
 
 
 def _check_backend(backend: str, device: torch.device) -> None:

@@ -827,6 +827,10 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "compile.mode": Observed(compiled, "max-autotune", COMPILED),
     "compile.fullgraph": Observed(compiled, "true", COMPILED),
     "compile.dynamic": Observed(compiled, "true", COMPILED),
+    "compile.row_widths": Proven(
+        "tests/distributed/test_compile.py::test_rows_of_few_widths_have_the_same_losses_and_few_graphs",
+        "4",
+    ),
     "deterministic": Observed(joined, "true"),
     "float32_precision": Observed(joined, "highest"),
     "step_scheduler.global_batch_size": Observed(batches, "6"),

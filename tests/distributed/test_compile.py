@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -14,6 +15,7 @@ from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.attention import attends_by_document
 from automodel_ckpt.models.compiling import compile_layers
 from automodel_ckpt.recipes.loop import TrainingLoop
+from tests.distributed.test_packing import DATA, TEXT
 from tests.distributed.test_training import lines_of_steps, run
 from tests.support.training import Recipe, with_loop
 
@@ -82,6 +84,62 @@ def test_compiled_packs_with_adapters_and_recomputed_layers_train_to_the_same_lo
     assert [record["grad_norm"] for record in compiled] == pytest.approx(
         [r["grad_norm"] for r in plain], rel=1e-4
     )
+
+
+class NotingWidths(CompiledLoop):
+    """Writes the lengths of all rows, and the number of compiled graphs, to a file."""
+
+    def run(self) -> None:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        self.seen: set[int] = set()
+        self.model.register_forward_pre_hook(
+            lambda _, args, inputs: self.seen.add(inputs["input_ids"].shape[1]), with_kwargs=True
+        )
+        super().run()
+
+    def end(self) -> None:
+        num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        noted = {"widths": sorted(self.seen), "graphs": num_graphs}
+        directory = Path(self.config.checkpoint.checkpoint_dir)
+        directory.with_suffix(".json").write_text(json.dumps(noted))
+        super().end()
+
+
+Noting = with_loop(Recipe, NotingWidths)
+
+
+def test_rows_of_few_widths_have_the_same_losses_and_few_graphs(tmp_path: Path) -> None:
+    overrides = (
+        *DATA,
+        *COMPILED,
+        "--compile.dynamic=false",
+        "--step_scheduler.local_batch_size=2",
+        "--step_scheduler.max_steps=5",
+    )
+    noted = []
+    for widths in ("null", "4"):
+        run(
+            tmp_path,
+            *overrides,
+            f"--compile.row_widths={widths}",
+            name=widths,
+            text=TEXT,
+            recipe_class=Noting,
+        )
+        noted.append(json.loads((tmp_path / widths).with_suffix(".json").read_text()))
+    free, few = noted
+    assert len(few["widths"]) <= 4
+    assert len(free["widths"]) > len(few["widths"])
+    # With and without gradients, for training and evaluation.
+    assert few["graphs"] <= 4 * len(few["widths"])
+    without, rounded = (
+        lines_of_steps(tmp_path / name / "training.jsonl") for name in ("null", "4")
+    )
+    assert [r["loss"] for r in rounded] == pytest.approx([r["loss"] for r in without], rel=1e-6)
+    assert [r["tokens"] for r in rounded] == [r["tokens"] for r in without]
+    norms = [r["grad_norm"] for r in without]
+    assert [r["grad_norm"] for r in rounded] == pytest.approx(norms, rel=1e-4)
 
 
 class Layer(torch.nn.Module):

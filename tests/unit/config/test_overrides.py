@@ -50,7 +50,13 @@ def test_a_negative_number_is_a_value() -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["checkpoint.enabled", "deterministic", "step_scheduler.ckpt_on_best"]
+    "key",
+    [
+        "checkpoint.enabled",
+        "deterministic",
+        "step_scheduler.ckpt_on_best",
+        "model.activation_checkpointing",  # true, false or a word
+    ],
 )
 def test_a_bare_boolean_takes_the_next_word_only_if_it_reads_as_a_boolean(key: str) -> None:
     line = parse([f"--{key}", "recipe.yaml"])

@@ -13,6 +13,7 @@ from automodel_ckpt.checkpoint import Manifest
 from automodel_ckpt.checkpoint.saving.forecast import Forecast
 from automodel_ckpt.config.schema import (
     CheckpointConfig,
+    ModelConfig,
     OptimizerConfig,
     RecipeConfig,
     StepSchedulerConfig,
@@ -28,7 +29,7 @@ from automodel_ckpt.recipes.objective import Objective
 from automodel_ckpt.recipes.records import LossSum
 from automodel_ckpt.recipes.resume_overrides import RecipeOptions, compare_recipes
 from automodel_ckpt.recipes.saves import Saves
-from automodel_ckpt.recipes.trainable import Trainable
+from automodel_ckpt.recipes.trainable import Trainable, check_cuda_graphs
 from automodel_ckpt.recipes.vlm_finetune import VLMFinetune
 from automodel_ckpt.training.step_scheduler import Cadence, StepScheduler
 
@@ -291,3 +292,58 @@ def test_metrics_are_summed_and_must_not_have_the_name_of_another_field_of_the_l
     assert gradients.metrics == {"accuracy": 4.0}
     with pytest.raises(RecipeError, match=r"another field of training\.jsonl[\s\S]*lr"):
         gradients._sum_metrics([LossSum(loss, {"lr": loss})])
+
+
+def test_gradients_that_cuda_graphs_would_overwrite_are_copied_once() -> None:
+    """A graph's memory is imitated by a gradient that the next backward pass changes."""
+    nothing = cast(Any, None)
+    layout = RankLayout(0, Sizes(), 0, torch.device("cpu"), nothing)
+    model = torch.nn.Linear(2, 1, bias=False)
+    memory = torch.tensor([[1.0, 2.0]])
+
+    class OfGraphs(Objective):
+        def loss(self, micro_batch: Any) -> LossSum:
+            memory.copy_(micro_batch)
+            if model.weight.grad is None:
+                model.weight.grad = memory
+            else:
+                model.weight.grad += memory
+            return LossSum(torch.zeros((), requires_grad=True))
+
+    trainable = Trainable(model, overwrites_outputs=True)
+    gradients = GradientAccumulation(OfGraphs(trainable, layout, nothing), layout, nothing)
+    micro_batches = [torch.tensor([[float(n), 1.0]]) for n in (1, 10, 100)]
+    gradients.accumulate(cast(Any, SimpleNamespace(micro_batches=micro_batches)), 1.0)
+    assert model.weight.grad is not None
+    assert model.weight.grad.tolist() == [[111.0, 3.0]]
+    assert not gradients._copied
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        ({}, None),
+        ({"global_batch_size": 4}, None),
+        ({"global_batch_size": 4, "defer": True}, "deferred gradients"),
+        ({"global_batch_size": 4, "routers": True}, "routers' choices"),
+        ({"routers": True}, None),
+        ({"stages": 2}, "several micro-batches are in progress"),
+    ],
+)
+def test_cuda_graphs_are_rejected_where_outputs_outlive_a_micro_batch(
+    overrides: dict[str, Any], reason: str | None
+) -> None:
+    config = RecipeConfig()
+    config.model = ModelConfig()
+    config.step_scheduler.local_batch_size = 2
+    config.step_scheduler.global_batch_size = overrides.get("global_batch_size", 2)
+    config.distributed.defer_gradient_sync = overrides.get("defer", False)
+    config.compile.mode = "reduce-overhead"
+    sizes = Sizes(pp=overrides.get("stages", 1))
+    layout = RankLayout(0, sizes, 0, torch.device("cpu"), cast(Any, None))
+    has_routers = overrides.get("routers", False)
+    if reason is None:
+        check_cuda_graphs(config, layout, has_routers=has_routers)
+        return
+    with pytest.raises(RecipeError, match=reason):
+        check_cuda_graphs(config, layout, has_routers=has_routers)
