@@ -4,7 +4,8 @@ Counted is what the mathematics of a step needs, as in the model FLOPs utilizati
 appendix B): a product of [n, k] and [k, m] is 2 n k m. Activations that are computed again in the backward pass do not
 count. Attention is counted per document, over all pairs of its positions although half of them are masked. A query of
 a layer with a sliding window has at most as many keys as the window. Of a mixture, the experts that a token is routed
-to count.
+to count. Layers of multi-token prediction count once per depth, and the output layer once more per depth, for all
+labels: that a depth has a few labels less is not considered.
 
 The backward pass of a product has two further products: the gradient of the weight, where it is trained, and that of
 the input, where anything before it is trained. With frozen weights and adapters, a weight therefore counts 4 instead of
@@ -26,6 +27,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from automodel_ckpt.models.forward import model_without_adapters
+from automodel_ckpt.models.mtp import mtp_of
 from automodel_ckpt.models.vision import part_of
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -183,6 +185,8 @@ class _Walk:
         head: Any = getattr(model_without_adapters(model), "get_output_embeddings", None)
         output_layer = head() if head is not None else None
         self._head = set(map(id, output_layer.modules())) if output_layer is not None else set()
+        self._mtp = mtp_of(model_without_adapters(model))
+        self._num_calls = self._calls_of_modules()
         # A vision tower comes before the projector, and both before the layers of the text.
         parts: dict[str, list[tuple[str, nn.Module]]] = {"vision_tower": [], "projector": []}
         rest: list[tuple[str, nn.Module]] = []
@@ -210,14 +214,41 @@ class _Walk:
         of_values = getattr(text, "v_head_dim", None) or width
         if not hasattr(text, "qk_nope_head_dim"):
             of_keys = of_values = width
-        kinds = _layer_types(text, len(self._text_gradients))
         found: Counter[int | None] = Counter()
-        for kind, has_gradient in zip(kinds, self._text_gradients, strict=False):
+        for (kind, num_calls), has_gradient in zip(
+            self._kinds_of_layers(), self._text_gradients, strict=False
+        ):
             if not _is_attention(kind):
                 continue
             per_pair = 2 * num_heads * (of_keys + of_values) * (3 if has_gradient else 1)
-            found[_window(text, kind)] += per_pair
+            found[_window(text, kind)] += per_pair * num_calls
         return tuple((per_pair, window) for window, per_pair in found.items())
+
+    def _kinds_of_layers(self) -> list[tuple[str, int]]:
+        """The kind of each decoder layer, and how often a pass calls it; those of MTP are the last ones."""
+        of_mtp: list[tuple[str, int]] = []
+        if self._mtp is not None:
+            for depth in self._mtp.depths:
+                config: Any = depth.decoder.config  # type: ignore[union-attr]
+                kinds = _layer_types(config, config.num_hidden_layers)
+                of_mtp += [(kind, self._num_calls[id(depth)]) for kind in kinds]
+        num_layers = len(self._text_gradients) - len(of_mtp)
+        of_model = [(kind, 1) for kind in _layer_types(self._text_config, num_layers)]
+        return [*of_model[:num_layers], *of_mtp]
+
+    def _calls_of_modules(self) -> dict[int, int]:
+        """{id of a module: how often a forward pass calls it} of those that are called several times, because of MTP.
+
+        The output layer computes the logits of each depth, too.
+        """
+        if self._mtp is None:
+            return {}
+        calls = dict.fromkeys(self._head, 1 + self._mtp.num_depths)
+        num_stored = len(self._mtp.depths)
+        for number, depth in enumerate(self._mtp.depths):
+            for module in depth.modules():
+                calls[id(module)] = len(range(number, self._mtp.num_depths, num_stored))
+        return calls
 
     def image_pairs(self, vision: Any, patch_size: int) -> Pairs:
         """Attention of the blocks of the vision tower."""
@@ -286,6 +317,7 @@ class _Walk:
             position = layer_of.get(id(module))
             has_gradient = is_trained if position is None else self._text_gradients[position]
             operations = _operations(module, size, has_gradient=has_gradient)
+            operations *= self._num_calls.get(id(module), 1)
             if id(module) in self._head:
                 self.per_label += operations
             else:
