@@ -12,7 +12,8 @@ from torch import nn
 from automodel_ckpt.distributed.agree import gather_objects
 from automodel_ckpt.distributed.context_parallel import ContextParallel, context_parallel_error
 from automodel_ckpt.distributed.mesh import RankLayout
-from automodel_ckpt.models.forward import logits_of, side_effect_free
+from automodel_ckpt.models.forward import logits_of, model_without_adapters, side_effect_free
+from automodel_ckpt.models.mtp import mtp_decoders
 from automodel_ckpt.recipes.pipeline import FromTokens
 
 log = logging.getLogger("automodel_ckpt")
@@ -29,7 +30,7 @@ def divide_rows(
     and of slices, shows whether they do; *probe_model* is *model*, or its pipeline stages as a model that takes tokens.
     Raises :class:`RecipeError` if not.
     """
-    context = ContextParallel(model, layout)
+    context = ContextParallel(model, layout, mtp_decoders(model_without_adapters(model)))
     if isinstance(probe_model, FromTokens):
         probe_model.context = context
     difference = _difference(probe_model, context, layout.device, options)

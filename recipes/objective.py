@@ -173,6 +173,7 @@ class Objective:
     def _row_loss_of_depths(self, rows: Tensors, mtp: MultiTokenPrediction) -> torch.Tensor:
         """Compute the loss of *rows* as :meth:`row_loss` does, and keep the losses of further tokens in *mtp*."""
         trainable = self.trainable
+        part = self._part_of_row(rows["labels"].shape[1])
         inputs = self._inputs(rows, None)
         labels = labels_of_depths(rows["labels"], mtp.num_depths, rows.get("position_ids"))
         # The output of the model has the rows of each depth behind those of the model.
@@ -181,23 +182,23 @@ class Objective:
         if trainable.loss_head is None:
             with mtp.computing(), trainable.compute():
                 output = self.model(**inputs, **trainable.forward_options)
-                self._note_routing(output, rows, WHOLE)
+                self._note_routing(output, rows, part)
             parts = torch.split(logits_of(output), num_rows)
             found: list[torch.Tensor] = []
             for logits, targets in zip(parts, by_depth, strict=True):
-                loss = next_token_loss(logits, self._on_device(targets), self.loss_fn)
+                loss = next_token_loss(logits, self._on_device(targets), self.loss_fn, part)
                 found.append(loss)
             losses = torch.stack(found)
         else:
-            positions, targets = labelled_positions(labels)
+            positions, targets = labelled_positions(labels, part)
             assert positions is not None
-            sizes = [num_label_tokens(each) for each in by_depth]
+            sizes = [len(labelled_positions(each, part)[1]) for each in by_depth]
             loss_pass = trainable.loss_head.computing_loss(
                 self._on_device(positions), self._on_device(targets), sizes
             )
             with mtp.computing(), trainable.compute(), loss_pass:
                 output = self.model(**inputs, **trainable.forward_options)
-                self._note_routing(output, rows, WHOLE)
+                self._note_routing(output, rows, part)
             losses = loss_pass.loss_in(output)
         mtp.note(losses[1:])
         return losses[0]

@@ -413,7 +413,7 @@ class _TrainableBuilder:
         # The unsharded object is probed: sharding changed it in place, and a DDP wrapper would reduce gradients.
         probed = self._probed(built, model, router)
         noise = self._embedding_noise(model, probed.stage)
-        return replace(probed, embedding_noise=noise, mtp=self._installed_mtp(model))
+        return replace(probed, embedding_noise=noise, mtp=self._installed_mtp(model, probed))
 
     # ---------------------------------------------------------------- the unsharded model
 
@@ -551,7 +551,7 @@ class _TrainableBuilder:
         # of transformers do not look for the samples of a packed row.
         return {"use_cache": False} if accepts_use_cache(model) else {}
 
-    def _installed_mtp(self, model: nn.Module) -> MultiTokenPrediction | None:
+    def _installed_mtp(self, model: nn.Module, built: Trainable) -> MultiTokenPrediction | None:
         """Install the layers that predict further tokens in the sharded *model*, and return them; None without any."""
         inner = model_without_adapters(model)
         layers = mtp_of(inner)
@@ -559,7 +559,8 @@ class _TrainableBuilder:
             return None
         output = output_layer(model)
         assert output is not None
-        layers.install(inner, output)
+        part_of = built.context.slice_of if built.context is not None else None
+        layers.install(inner, output, part_of)
         log.info(
             "the loss of %d further tokens is added with the factor %g (model.mtp)",
             layers.num_depths,

@@ -1066,12 +1066,6 @@ class RecipeConfig:
             "remove tp_size (fsdp2 shards the model), or model.mtp",
         ),
         Relation(
-            ("model.mtp", "distributed.cp_size"),
-            lambda recipe: not predicts_further(recipe) or recipe.distributed.cp_size == 1,
-            "model.mtp and cp_size cannot be combined: the next tokens of a slice are on another rank",
-            "remove cp_size, or model.mtp",
-        ),
-        Relation(
             ("model.mtp.weights", "peft"),
             lambda recipe: (
                 not predicts_further(recipe)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -121,23 +121,32 @@ def _layers(base: Any) -> list[nn.Module]:
 class ContextParallel:
     """Shards the rows of a model along the sequence. Until :meth:`start`, each rank computes complete rows."""
 
-    def __init__(self, model: nn.Module, layout: RankLayout) -> None:
-        """Prepare *model* in place. Collective: every rank calls it once."""
+    def __init__(
+        self, model: nn.Module, layout: RankLayout, others: Sequence[nn.Module] = ()
+    ) -> None:
+        """Prepare *model* in place. Collective: every rank calls it once.
+
+        *others* are further decoders in the model. They get complete rows as well, of which only this rank's slice
+        counts.
+        """
         self.size, self.rank = layout.sizes.cp, layout.cp_rank
         self.active = False
         self._group = context_group(layout)
         base = _base(model)
         _make_exchanging(attention_name(base))
-        for number, layer in enumerate(_layers(base)):
-            names = [*inspect.signature(layer.forward).parameters]
-            # Later pipeline stages receive slices.
-            is_first = number == 0 and layout.pp_rank == 0
-            hook = self._slicing_hook(names, is_first=is_first)
-            layer.register_forward_pre_hook(hook, with_kwargs=True)
-            for module in layer.modules():
-                # The attention interface passes only the attention module. State dicts ignore the
-                # mark: it is neither a tensor nor a module.
-                setattr(module, _MARK, self)
+        for decoder in (base.get_decoder(), *others):
+            for number, layer in enumerate(decoder_layers(decoder)):
+                # Later pipeline stages receive slices.
+                self._prepare(layer, is_first=number == 0 and layout.pp_rank == 0)
+
+    def _prepare(self, layer: nn.Module, *, is_first: bool) -> None:
+        names = [*inspect.signature(layer.forward).parameters]
+        hook = self._slicing_hook(names, is_first=is_first)
+        layer.register_forward_pre_hook(hook, with_kwargs=True)
+        for module in layer.modules():
+            # The attention interface passes only the attention module. State dicts ignore the
+            # mark: it is neither a tensor nor a module.
+            setattr(module, _MARK, self)
 
     def start(self) -> None:
         """Make the model compute this rank's slices: its outputs then have T / ranks positions."""

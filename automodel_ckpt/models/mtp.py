@@ -17,7 +17,7 @@ Sources: DeepSeek-V3's technical report, section 2.2; vLLM's ``deepseek_mtp``; N
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,14 +61,24 @@ class PredictionDepth(nn.Module):
         self.decoder = decoder
 
     def forward(
-        self, embeddings: torch.Tensor, hidden: torch.Tensor, arguments: Mapping[str, Any]
+        self,
+        embeddings: torch.Tensor,
+        hidden: torch.Tensor,
+        arguments: Mapping[str, Any],
+        part: slice,
     ) -> torch.Tensor:
-        """Compute hidden states [B, T, H] after the norm, from embeddings and hidden states [B, T, H].
+        """Compute hidden states [B, t, H] after the norm, from embeddings [B, T, H] and hidden states [B, t, H].
 
-        *arguments* are those that the main model's decoder got: masks, positions, and what attention needs.
+        *arguments* are those that the main model's decoder got: masks, positions, and what attention needs, for
+        complete rows. *part* are the t positions of a row that this rank computes.
         """
-        joined = torch.cat([self.embedding_norm(embeddings), self.hidden_norm(hidden)], dim=-1)
-        output = self.decoder(inputs_embeds=self.projection(joined), use_cache=False, **arguments)
+        embedded = self.embedding_norm(embeddings[:, part])
+        projected = self.projection(torch.cat([embedded, self.hidden_norm(hidden)], dim=-1))
+        if projected.shape[1] != embeddings.shape[1]:
+            # The decoder makes masks for complete rows, and its first layer takes this rank's slice.
+            after = embeddings.shape[1] - part.stop
+            projected = F.pad(projected, (0, 0, part.start, after))
+        output = self.decoder(inputs_embeds=projected, use_cache=False, **arguments)
         last: torch.Tensor = output.last_hidden_state
         return last
 
@@ -93,11 +103,18 @@ class MultiTokenPrediction(nn.Module):
         self._call = _DecoderCall()
         self._noted: torch.Tensor | None = None
 
-    def install(self, model: Any, output_layer: nn.Module) -> None:
+    def install(
+        self,
+        model: Any,
+        output_layer: nn.Module,
+        part_of: Callable[[int], slice] | None = None,
+    ) -> None:
         """Let forward passes of *model* compute the depths before its *output_layer*, inside of :meth:`computing`.
 
-        Call it once, after adapters and sharding, which replace modules.
+        Call it once, after adapters and sharding, which replace modules. *part_of* returns the positions that this rank
+        computes of a row of so many tokens; None: all.
         """
+        self._call.part_of = part_of
         self._call.embedding = model.get_input_embeddings()
         model.get_decoder().register_forward_pre_hook(self._note_decoder_call, with_kwargs=True)
         output_layer.register_forward_pre_hook(self._append_depths)
@@ -134,15 +151,18 @@ class MultiTokenPrediction(nn.Module):
     def forward(
         self, hidden: torch.Tensor, embeddings: torch.Tensor, arguments: Mapping[str, Any]
     ) -> list[torch.Tensor]:
-        """Compute the hidden states [B, T, H] of each depth.
+        """Compute the hidden states [B, t, H] of each depth.
 
-        *hidden* [B, T, H] are the model's last hidden states, *embeddings* [B, T, H] what its first layer got, and
-        *arguments* those of its decoder.
+        *hidden* [B, t, H] are the model's last hidden states, *embeddings* [B, T, H] what its first layer got, and
+        *arguments* those of its decoder. t is T, unless context parallel ranks divide rows.
         """
         found: list[torch.Tensor] = []
+        part = slice(0, embeddings.shape[1])
+        if self._call.part_of is not None:
+            part = self._call.part_of(embeddings.shape[1])
         for number in range(self.num_depths):
             depth = self.depths[number % len(self.depths)]
-            hidden = depth(ahead(embeddings, number + 1), hidden, arguments)
+            hidden = depth(ahead(embeddings, number + 1), hidden, arguments, part)
             found.append(hidden)
         return found
 
@@ -179,6 +199,7 @@ class _DecoderCall:
     """What the layers need of the latest call of the model's decoder."""
 
     is_wanted: bool = False
+    part_of: Callable[[int], slice] | None = None
     embedding: Any = None
     """The model's embedding, called with token ids."""
     embeddings: torch.Tensor | None = None
@@ -239,6 +260,18 @@ def mtp_of(model: Any) -> MultiTokenPrediction | None:
     """The layers for multi-token prediction of a model without adapters; None if it has none."""
     layers = model._modules.get(ATTRIBUTE)
     return layers if isinstance(layers, MultiTokenPrediction) else None
+
+
+def mtp_decoders(model: Any) -> list[nn.Module]:
+    """The decoders of the layers of a model without adapters; empty if it has no such layers."""
+    layers = mtp_of(model)
+    if layers is None:
+        return []
+    found: list[nn.Module] = []
+    for depth in layers.depths:
+        assert isinstance(depth, PredictionDepth)
+        found.append(depth.decoder)
+    return found
 
 
 def is_of_mtp(name: str) -> bool:

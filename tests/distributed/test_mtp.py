@@ -33,6 +33,12 @@ RUNS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "packed": ("glm4_moe", 1, (TWO, "--packed_sequence.size=12", LOCAL_2)),
     "sharded": ("deepseek_v3", 2, (TWO, LOCAL_2, "--distributed.strategy=fsdp2")),
     "experts": ("glm4_moe", 2, (REPEATED, LOCAL_2, "--distributed.ep_size=2")),
+    "divided": ("glm4_moe", 2, (TWO, LOCAL_4, "--distributed.cp_size=2")),
+    "divided and packed": (
+        "deepseek_v3",
+        2,
+        (TWO, LOCAL_2, "--packed_sequence.size=12", "--distributed.cp_size=2", FULL_LOGITS),
+    ),
     "replicated": ("qwen3_5_text", 2, (ONE, LOCAL_4, "--distributed.strategy=ddp")),
     "logits": ("nemotron_h", 1, (MTP, *PADDED, FULL_LOGITS)),
 }
@@ -189,7 +195,7 @@ def test_a_base_without_the_layers_is_an_error_unless_new_ones_are_wanted(tmp_pa
     assert set(weights_in(export)) < set(trained)
 
 
-@pytest.mark.parametrize("key", ["pp_size", "tp_size", "cp_size"])
+@pytest.mark.parametrize("key", ["pp_size", "tp_size"])
 def test_ranks_that_cannot_compute_further_tokens_are_an_error(key: str, tmp_path: Path) -> None:
     options = (*ONE_STEP, model_section("deepseek_v3"), MTP, f"--distributed.{key}=2")
     with pytest.raises(Exception, match=f"model.mtp and {key} cannot be combined"):

@@ -248,7 +248,7 @@ def further_tokens(section: Section) -> None:
 
 def _ranks_without_mtp(section: Section) -> str:
     """The key of the device mesh that multi-token prediction cannot be combined with; empty without one."""
-    for name in ("pp_size", "tp_size", "cp_size"):
+    for name in ("pp_size", "tp_size"):
         node = section.work.source.at(f"distributed.{name}")
         if node is not None and above_1(node):
             return f"distributed.{name}"
