@@ -11,6 +11,7 @@ STAMP := $(VENV)/.ready
 OLDEST := .venv-oldest
 QUICK := .venv-oldest-quick
 TRITON := .venv-triton
+TORCHAO := .venv-torchao
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 AUTOMODEL_TOOL ?=
@@ -107,6 +108,14 @@ gpu-dry-run: $(STAMP)  ## the same code with tiny models on the CPU: a minute
 gpu-wheels: $(STAMP)  ## download what the reference machine lacks into .gpu-wheels
 	@$(BIN)/python -m tools.gpu.wheels
 
+$(TORCHAO)/.ready: $(STAMP)
+	@$(BIN)/python -m pip install --quiet --target $(TORCHAO) --no-deps "torchao>=0.18"
+	@touch $@
+
+fp8: $(TORCHAO)/.ready  ## training in FP8 and 8-bit moments with torchao, emulated on the CPU: two minutes
+	@PYTHONPATH=$(TORCHAO) OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -W ignore \
+	    tests/distributed/test_fp8.py tests/unit/training/test_adam8bit.py
+
 crash: $(STAMP)  ## kills, power cuts (as root), faults, flipped bits, endurance, signals, and what others keep: about an hour and three quarters
 	@for campaign in "kill --points 2500" "kill-async --points 300" "kill-incremental --points 300" "power-incremental --points 200" "power --points 2000" "faults --points 5000" "flips --points 10000" "endurance --points 50" \
 	    "signals --points 120" "baseline --points 300"; do $(BIN)/python -m tools.crash $$campaign || failed=1; done; \
@@ -137,4 +146,4 @@ interop: $(STAMP)  ## Trainer, Lightning, DeepSpeed and others write checkpoints
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.interop $(INTEROP_ARGS)
 
 clean:  ## remove .venv, caches and what the demo wrote
-	rm -rf $(VENV) $(OLDEST)* $(TRITON) .clients .peers .gpu-wheels runs bases build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST)* $(TRITON) $(TORCHAO) .clients .peers .gpu-wheels runs bases build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

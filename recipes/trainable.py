@@ -69,6 +69,7 @@ from automodel_ckpt.models.compiling import compile_layers, num_row_widths, uses
 from automodel_ckpt.models.fake_quantization import FakeQuantization
 from automodel_ckpt.models.flop_count import FlopCount, count_flops
 from automodel_ckpt.models.forward import accepts_use_cache, model_without_adapters
+from automodel_ckpt.models.fp8 import convert_to_fp8
 from automodel_ckpt.models.loss_head import (
     LossHead,
     ModuleLossHead,
@@ -504,6 +505,8 @@ class _TrainableBuilder:
         set_stored_layout(model, names)
         resized = tuple(names.name_of(name) for name in resized)
         adapted = None
+        # Before adapters, which compute in their own dtype around the layers of the base.
+        self._use_fp8(model)
         if self.config.peft is not None:
             adapted = adapt(model, self.config.peft, num_base_rows, self.task_type)
             deferred = with_copies(deferred, adapted.model)
@@ -567,6 +570,22 @@ class _TrainableBuilder:
             layers.factor,
         )
         return layers
+
+    def _use_fp8(self, model: nn.Module) -> None:
+        """Let linear layers of *model* compute in FP8, if the recipe says so; before the model is sharded.
+
+        A dry run leaves it out: it needs neither torchao nor a GPU.
+        """
+        section = self.config.fp8
+        if section is None or self.is_dry_run or not self.is_trained:
+            return
+        convert_to_fp8(
+            model,
+            recipe=section.recipe,
+            exclude=section.exclude,
+            emulate=section.emulate,
+            device=self.layout.device,
+        )
 
     def _fake_quantization(self, model: nn.Module) -> FakeQuantization | None:
         section = self.config.qat

@@ -386,6 +386,19 @@ class QatConfig:
 
 
 @dataclass
+class Fp8Config:
+    """Training with matrix products in FP8: linear layers of the decoder compute through torchao (extra `fp8`)."""
+
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    """Scales: tensorwise: one per tensor (fastest); rowwise: one per row (more exact); rowwise_with_gw_hp: rowwise,
+    with gradients of weights in the dtype of mixed_precision."""
+    exclude: list[str] = field(default_factory=list)
+    """Globs of names of layers that do not compute in FP8, such as '*.down_proj'."""
+    emulate: bool = False
+    """Compute the rounded values in higher precision: slow, for tests on devices without FP8."""
+
+
+@dataclass
 class DistributedConfig:
     """Parallelism: how the work is distributed across ranks."""
 
@@ -943,6 +956,7 @@ class RecipeConfig:
     processor: ProcessorConfig | Target = field(default_factory=ProcessorConfig)
     peft: PeftConfig | None = None
     qat: QatConfig | None = None
+    fp8: Fp8Config | None = None
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     dataset: Target = field(
         default_factory=Target, metadata={"supplied": ("tokenizer", "processor")}
@@ -1030,6 +1044,24 @@ class RecipeConfig:
             lambda recipe: recipe.qat is None or recipe.peft is None,
             "qat and peft cannot be combined: an adapter is merged before the weights are rounded",
             "remove one of the sections",
+        ),
+        Relation(
+            ("fp8", "qat"),
+            lambda recipe: recipe.fp8 is None or recipe.qat is None,
+            "fp8 and qat cannot be combined: both replace the products of linear layers",
+            "remove one of the sections",
+        ),
+        Relation(
+            ("fp8", "distributed.tp_size"),
+            lambda recipe: recipe.fp8 is None or recipe.distributed.tp_size == 1,
+            "fp8 and tp_size cannot be combined",
+            "remove one of them, or shard the model with distributed.strategy fsdp2 alone",
+        ),
+        Relation(
+            ("fp8", "model"),
+            lambda recipe: recipe.fp8 is None or isinstance(recipe.model, ModelConfig),
+            "fp8 cannot be used with model._target_: only models of transformers are converted",
+            "set model.from_pretrained or model.from_config, or remove the section fp8",
         ),
         Relation(
             ("qat", "distributed.tp_size"),

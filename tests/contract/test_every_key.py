@@ -593,6 +593,7 @@ EVERY_STEP = ("--step_scheduler.ckpt_every_steps=1",)
 PRETRAINED = ("--model.from_config=null",)
 VALIDATED = (f"--validation_dataset={{_target_: {__name__}.samples}}",)
 KEEP = ("--checkpoint.keep_last=1", *VALIDATED)
+FP8_RUN = "tests/distributed/test_fp8.py::test_a_sharded_run_resumes_exactly_and_its_export_loads"
 QAT = "--qat={}"
 PROFILE = "--profile={}"
 COMPLETIONS = (
@@ -713,6 +714,22 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "qat.scheme": Observed(rounding, "W8A8", (QAT,)),
     "qat.group_size": Observed(rounding, "16", (QAT,)),
     "qat.start_step": Observed(rounding, "3", (QAT,)),
+    "fp8": Proven(FP8_RUN, "{emulate: true}"),
+    "fp8.recipe": Proven(
+        "tests/distributed/test_fp8.py::"
+        "test_a_converted_model_has_the_same_state_and_about_the_same_logits",
+        "rowwise",
+    ),
+    "fp8.exclude": Proven(
+        "tests/distributed/test_fp8.py::"
+        "test_layers_of_the_decoder_with_suitable_widths_are_converted",
+        "['*.down_proj']",
+    ),
+    "fp8.emulate": Proven(
+        "tests/distributed/test_fp8.py::"
+        "test_a_device_without_fp8_is_an_error_unless_it_is_emulated",
+        "true",
+    ),
     "peft": Observed(model, "{base_dir: base}"),
     "peft.method": OneValue(),
     "peft.r": Observed(adapters, "4", ADAPTED),

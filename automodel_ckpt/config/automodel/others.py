@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from automodel_ckpt.config.automodel.rows import (
     Degraded,
     Key,
@@ -10,7 +12,6 @@ from automodel_ckpt.config.automodel.rows import (
     Section,
     Steps,
     apply_rows,
-    is_enabled,
     switch,
     value_of,
 )
@@ -152,7 +153,6 @@ REPLACED = (
     Degraded("skypilot", LAUNCH),
     Degraded("nemo_run", LAUNCH),
     Degraded("slurm", LAUNCH),
-    Degraded("fp8", "the model is trained in bfloat16", when=is_enabled),
     Needs("tool_call_eval", "evaluation of tool calls during training", "remove the section"),
     Needs("embedding_row_repair", "repair of embedding rows", "remove the section"),
     Needs("comet", "the tracker Comet", "use wandb, mlflow, tensorboard or trackio"),
@@ -175,19 +175,30 @@ QAT = (
 )
 
 
-def qat(section: Section) -> None:
-    """Translate the section qat. AutoModel's quantizers are torchao's, and disabled without the key enabled."""
+def _enabled(section: Section, name: str, ours: Sequence[str]) -> Node | None:
+    """Take the key enabled of AutoModel's section *name*; None if the section is disabled, or is one of ours.
+
+    It is ours if it has one of the keys *ours* and no key enabled. A disabled section is dropped.
+    """
     if section.node is None:
-        return
-    has_ours = any(section.has(name) for name in ("scheme", "group_size", "start_step"))
+        return None
+    has_ours = any(section.has(key) for key in ours)
     if has_ours and not section.has("enabled"):
-        return
+        return None
     is_enabled = switch(section, "enabled")
     enabled = section.take("enabled")
-    if not is_enabled or enabled is None:
-        whole = section.work.section("").take("qat")
-        assert whole is not None
-        section.work.section("").no_effect("qat", whole)
+    if is_enabled and enabled is not None:
+        return enabled
+    whole = section.work.section("").take(name)
+    assert whole is not None
+    section.work.section("").no_effect(name, whole)
+    return None
+
+
+def qat(section: Section) -> None:
+    """Translate the section qat. AutoModel's quantizers are torchao's, and disabled without the key enabled."""
+    enabled = _enabled(section, "qat", ("scheme", "group_size", "start_step"))
+    if enabled is None:
         return
     note = "weights and inputs are rounded to the grid of compressed-tensors, which is symmetric"
     section.note("enabled", enabled, note)
@@ -197,6 +208,32 @@ def qat(section: Section) -> None:
     hint = "set qat_config.quantizer_type to int8_dynact_int4weight or int4_weight_only"
     Needs("quantizer", "a quantizer by its class", hint).apply(section)
     apply_rows(QAT, section.inner("qat_config"))
+
+
+FP8 = (
+    Key("recipe_name", "recipe"),
+    Key("emulate"),
+    Degraded("enable_fsdp_float8_all_gather", "weights are gathered in the dtype of products"),
+    NoEffect("precompute_float8_dynamic_scale_for_fsdp", "force_recompute_fp8_weight_in_bwd"),
+)
+
+
+def fp8(section: Section) -> None:
+    """Translate the section fp8, which is disabled without the key enabled. Names to exclude are parts of names."""
+    enabled = _enabled(section, "fp8", ("recipe", "exclude"))
+    if enabled is None:
+        return
+    # Errors about the section are reported at this line.
+    section.work.section("").put("fp8", Node({}, enabled.origin))
+    section.translated("enabled", enabled, "fp8")
+    apply_rows(FP8, section)
+    excluded = section.take("filter_fqns")
+    if excluded is None:
+        return
+    if isinstance(excluded.value, list):
+        patterns = [Node(f"*{each.value}*", each.origin) for each in excluded.value]
+        excluded = Node(patterns, excluded.origin)
+    section.put("exclude", excluded, was="filter_fqns")
 
 
 def top_level(section: Section) -> None:
@@ -211,6 +248,7 @@ def top_level(section: Section) -> None:
 ROWS = (
     ("checkpoint", Steps(checkpoint)),
     ("qat", Steps(qat)),
+    ("fp8", Steps(fp8)),
     ("", Steps(seed)),
     ("", Steps(trackers)),
     ("neftune", Steps(neftune)),

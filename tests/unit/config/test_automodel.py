@@ -606,7 +606,11 @@ DEGRADED = [
         "1f1b is used",
     ),
     (MODEL + "  attn_implementation: te\n", ":4: model.attn_implementation te", "default is used"),
-    ("fp8:\n  enabled: true\n", ":1: fp8", "bfloat16"),
+    (
+        "fp8:\n  enabled: true\n  enable_fsdp_float8_all_gather: true\n",
+        ":3: fp8.enable_fsdp_float8_all_gather",
+        "dtype of products",
+    ),
     (
         PEFT + "  target_modules: ['*']\n  dropout: 0.1\n",
         ":3: peft.target_modules",
@@ -823,8 +827,12 @@ rng:
   use_triton: true
 distributed:
   strategy: fsdp2
+skypilot:
+  instance: some
 fp8:
   enabled: true
+  recipe_name: rowwise
+  filter_fqns: [lm_head]
 {VALIDATION}optimizer:
   _target_: torch.optim.Adam
   betas: [0.9, 0.95]
@@ -881,7 +889,7 @@ def test_the_converted_file_has_a_comment_for_each_changed_and_dropped_key(tmp_p
     assert "# was peft.dim" in text
     assert "# default of NeMo AutoModel" in text
     comments = [line for line in text.splitlines() if line.startswith("#")]
-    assert any("fp8: the model" in line for line in comments)
+    assert any("skypilot: " in line for line in comments)
     assert any("peft.use_triton" in line and "ci" in line for line in comments)
 
 
@@ -977,7 +985,10 @@ def test_the_tool_counts_accepted_recipes_and_groups_rejections_by_cause(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     texts = {
         "good": LLM + MODEL + ROWS,
-        "warned": LLM + MODEL + ROWS + "fp8:\n  enabled: true\n",
+        "warned": LLM
+        + MODEL
+        + ROWS
+        + "fp8:\n  enabled: true\n  enable_fsdp_float8_all_gather: true\n",
         "unknown_argument": LLM + MODEL + ROWS + "  unheard_of: 1\n",
         "first": LLM + MODEL + ROWS + "embedding_row_repair:\n  max_rows: 3\n",
         "second": LLM + MODEL + ROWS + "embedding_row_repair:\n  max_rows: 4\n",
