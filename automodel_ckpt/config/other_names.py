@@ -102,6 +102,12 @@ _MODEL = {
         "gradient_checkpointing enable_activation_checkpointing",
         "model.activation_checkpointing",
     ),
+    **_same(
+        "enable_activation_offloading activation_offloading",
+        "model.activation_checkpointing",
+        note="offload",
+    ),
+    **_same("tf32", "float32_precision", note="high"),
     **_same("neftune_noise_alpha", "model.neftune_alpha"),
     **_same(
         "freeze_vision_tower freeze_multi_modal_projector freeze_language_model",
