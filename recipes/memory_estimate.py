@@ -23,7 +23,7 @@ from automodel_ckpt.checkpoint.state.model_config import CONFIG
 from automodel_ckpt.data.image_packing import PACK_IDS
 from automodel_ckpt.distributed.mesh import RankLayout, device_type
 from automodel_ckpt.distributed.mesh_sizes import Sizes, choose_strategy
-from automodel_ckpt.distributed.parallelize import decoder_layers
+from automodel_ckpt.distributed.parallelize import decoder_layers, untied_ends
 from automodel_ckpt.models.activation_memory import (
     MIN_OFFLOADED_BYTES,
     HostActivations,
@@ -210,8 +210,12 @@ def _gathered_bytes(recipe: Recipe, parameters: list[nn.Parameter], sizes: Sizes
     for layer in decoder_layers(recipe.model):
         layers.append(_bytes_in(dtype, (p for p in layer.parameters() if id(p) in of_stage)))
     complete = _bytes_in(dtype, (p for p in parameters if id(p) in of_stage))
-    # A layer and the prefetched next one, and the rest of the model.
-    window = 2 * max(layers, default=0) + complete - sum(layers)
+    of_embeddings = 0
+    for embedding in untied_ends(recipe.model)[0]:
+        of_embeddings += _bytes_in(dtype, (p for p in embedding.parameters() if id(p) in of_stage))
+    rest = complete - sum(layers) - of_embeddings
+    # A layer and the prefetched next one, or the embedding, with the rest of the model.
+    window = rest + max(2 * max(layers, default=0), of_embeddings)
     kept = complete if _defers(recipe, sizes) else window
     # Besides the parameters, the buffer of the collective that they are copied out of, and their gradients.
     return kept + 2 * window

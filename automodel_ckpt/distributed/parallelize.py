@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -79,10 +81,10 @@ def parallelize(
     """Distribute *model*: shard it in place, or wrap it (ddp). Returns this rank's model on its device.
 
     Parameters may be on the meta device: *materialise* then fills this rank's shards of them. Parameters with values
-    must be equal on every rank. fsdp2 creates a group for each decoder layer and one for the rest, which contains tied
-    parameters, and gathers them in the compute dtype; the other strategies require :func:`compute_context`. *mesh* is
-    the result of :func:`build_mesh`, if the caller has one. Raises :class:`RecipeError` for what this model does not
-    support.
+    must be equal on every rank. fsdp2 creates a group for each decoder layer, for the embedding, and for the output
+    layer, and one for the rest, which contains tied parameters. It gathers them in the compute dtype; the other
+    strategies require :func:`compute_context`. *mesh* is the result of :func:`build_mesh`, if the caller has one.
+    Raises :class:`RecipeError` for what this model does not support.
     """
     strategy = choose_strategy(how.strategy, layout.sizes)
     if mesh is None and (strategy == "fsdp2" or layout.sizes.tp > 1):
@@ -159,13 +161,98 @@ def _shard_experts(
 
 def _shard(model: nn.Module, mesh: DeviceMesh, options: dict[str, Any], how: Parallelism) -> None:
     options = {**options, "mesh": mesh}
+    is_trained = _is_trained(model)
+    # Before anything is sharded, which changes classes.
+    embeddings, heads = untied_ends(model)
     # Layers before the root: fully_shard gives the root's group all parameters that no inner group
     # has.
     for layer in untied_layers(model):
         fully_shard(layer, reshard_after_forward=how.reshard_after_forward, **options)
-    # The backward pass needs the root first: gathering it twice would only cost. A frozen model has no backward pass.
-    fully_shard(model, reshard_after_forward=not _is_trained(model), **options)
+    for module in embeddings:
+        is_lookup = type(module) is nn.Embedding
+        fully_shard(module, reshard_after_forward=how.reshard_after_forward, **options)
+        if is_lookup:
+            # The gradient of a lookup depends on the token ids only.
+            module.set_unshard_in_backward(False)  # type: ignore[operator]
+    # The backward pass needs the head and the root first: gathering them twice would only cost. A frozen model has no
+    # backward pass.
+    for module in heads:
+        fully_shard(module, reshard_after_forward=not is_trained, **options)
+    fully_shard(model, reshard_after_forward=not is_trained, **options)
     setattr(model, _DEFERS, how.defer_gradient_sync)
+    _prefetch(model, embeddings, heads)
+
+
+def untied_ends(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+    """The modules of the input embedding and of the output layer that share no parameter with other modules.
+
+    fsdp2 gathers each separately: the largest parameters outside of the layers would otherwise stay gathered for a
+    whole step. If peft trains a copy of one of them, these are the copy and the original.
+    """
+    any_model: Any = model
+    layer_parts = {id(part) for layer in decoder_layers(model) for part in layer.modules()}
+    uses_in_model = _num_uses(model)
+    ends: list[list[nn.Module]] = []
+    for name in ("get_input_embeddings", "get_output_embeddings"):
+        ends.append([])
+        try:
+            end = getattr(any_model, name, lambda: None)()
+        except NotImplementedError:
+            # A model of transformers that does not state its embedding.
+            continue
+        for module in _copies(end):
+            if id(module) not in layer_parts and _is_untied(module, uses_in_model):
+                ends[-1].append(module)
+    embeddings, heads = ends
+    return embeddings, [module for module in heads if module not in embeddings]
+
+
+def _copies(module: nn.Module | None) -> list[nn.Module]:
+    """The modules in peft's wrapper of a module that is trained in full, else *module*; none without parameters."""
+    copies = getattr(module, "modules_to_save", None)
+    if module is None or next(module.parameters(), None) is None:
+        return []
+    if not isinstance(copies, nn.ModuleDict):
+        return [module]
+    original: Any = module.original_module
+    return [original, *copies.values()]
+
+
+def _is_untied(module: nn.Module, uses_in_model: Counter[int]) -> bool:
+    uses = _num_uses(module)
+    return all(uses_in_model[key] == count for key, count in uses.items())
+
+
+def _prefetch(model: nn.Module, embeddings: list[nn.Module], heads: list[nn.Module]) -> None:
+    """Gather the parameters of the next layer of a list while a layer computes its forward pass.
+
+    In the backward pass, fsdp2 prefetches in the reverse order of the forward pass without being asked. A module that
+    does not run after all (an early exit) costs its gathering: fsdp2 drops it at the end of the backward pass.
+    """
+    for parent in model.modules():
+        children = list(parent.children())
+        for layers in children:
+            if not isinstance(layers, nn.ModuleList):
+                continue
+            # A pipeline stage has stand-ins in place of layers of other stages.
+            for layer, following in pairwise(layers):
+                _prefetch_after(layer, following)
+            if len(layers) and any(child in embeddings for child in children):
+                for embedding in embeddings:
+                    _prefetch_after(embedding, layers[0])
+                # Of a trained copy and its original, only the copy runs.
+                _prefetch_after(layers[-1], heads[-1] if heads else None)
+
+
+def _prefetch_after(module: nn.Module, following: nn.Module | None) -> None:
+    if following is None or not isinstance(module, FSDPModule):
+        return
+    # Experts are sharded separately inside of a layer.
+    parts: list[FSDPModule] = []
+    for part in following.modules():
+        if isinstance(part, FSDPModule):
+            parts.append(part)
+    module.set_modules_to_forward_prefetch(parts)
 
 
 def _is_trained(model: nn.Module) -> bool:
@@ -198,12 +285,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 def untied_layers(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks that share no parameter with other modules. Sharding a block separately breaks such a tie."""
     uses_in_model = _num_uses(model)
-    found = []
-    for layer in decoder_layers(model):
-        uses_in_layer = _num_uses(layer)
-        if all(uses_in_model[key] == count for key, count in uses_in_layer.items()):
-            found.append(layer)
-    return found
+    return [layer for layer in decoder_layers(model) if _is_untied(layer, uses_in_model)]
 
 
 def _num_uses(module: nn.Module) -> Counter[int]:
@@ -244,10 +326,26 @@ def gather_root(model: nn.Module) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free parameters that a forward pass without a backward pass left gathered (fsdp2)."""
+    """Free parameters that a forward pass without a backward pass left gathered (fsdp2), also one that failed."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            _leave_forward(module)
             module.reshard()
+
+
+def _leave_forward(module: FSDPModule) -> None:
+    """End what a failed forward pass, such as a probe, began in *module*: torch would not reshard it."""
+    # FSDPModule.reset_iter_state does this in newer versions of torch only.
+    state = module._get_fsdp_state()
+    state._training_state = TrainingState.IDLE
+    state._state_ctx.iter_forward_root = None
+    group = state._fsdp_param_group
+    if group is None:
+        return
+    group._training_state = TrainingState.IDLE
+    if group._all_gather_result is not None:
+        # Prefetched and not used. The next forward pass would use it, after a checkpoint has changed the weights.
+        module.unshard()
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -176,7 +177,7 @@ class LossHead(ComputesLoss, nn.Linear):
     @classmethod
     def of(cls, layer: nn.Linear) -> LossHead:
         """Make *layer* a loss head by changing its class, so that wrappers and sharding still refer to it."""
-        layer.__class__ = cls
+        layer.__class__ = _sharded_as(layer, cls)
         assert isinstance(layer, LossHead)
         return layer
 
@@ -234,8 +235,7 @@ class ModuleLossHead(ComputesLoss):
     @classmethod
     def of(cls, layer: nn.Module, vocabulary: int) -> ModuleLossHead:
         """Make *layer*, which returns logits of *vocabulary* tokens, a loss head by changing its class."""
-        kind: Any = type(layer)
-        layer.__class__ = _with_loss(kind)
+        layer.__class__ = _sharded_as(layer, _with_loss(_class_of(layer)))
         assert isinstance(layer, ModuleLossHead)
         layer._vocabulary = vocabulary
         return layer
@@ -270,6 +270,23 @@ def _with_loss(layer_class: Any) -> Any:
     return type(f"{layer_class.__name__}WithLoss", (ModuleLossHead, layer_class), {})
 
 
+def _class_of(layer: nn.Module) -> Any:
+    """The class of *layer* without the one that fsdp2 derives from it for a layer that is sharded separately."""
+    kind = type(layer)
+    # The order in which torch's fully_shard derives: [FSDPLinear, FSDPModule, Linear, ...].
+    return kind.__mro__[2] if issubclass(kind, FSDPModule) else kind
+
+
+def _sharded_as(layer: nn.Module, kind: Any) -> Any:
+    """*kind*, or what fsdp2 derives from it if *layer* is sharded separately."""
+    return _sharded_class(kind) if isinstance(layer, FSDPModule) else kind
+
+
+@functools.cache
+def _sharded_class(kind: Any) -> Any:
+    return type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
+
+
 def install_loss_head(
     model: nn.Module,
     options: Mapping[str, Any],
@@ -301,8 +318,9 @@ def install_loss_head(
         return None
     vocabulary, transform = found
     # No subclasses: theirs may compute something else than weight and bias.
-    if type(layer) is nn.Linear:
-        return _with_transform(LossHead.of(layer), transform)
+    if _class_of(layer) is nn.Linear:
+        plain: Any = layer
+        return _with_transform(LossHead.of(plain), transform)
     return _with_transform(ModuleLossHead.of(layer, vocabulary), transform)
 
 
@@ -341,7 +359,7 @@ def _is_sharded_across(layer: nn.Module) -> bool:
             continue
         # tp is the innermost dimension of the mesh, so its placement is the last one.
         by_rows = parameter.placements[-1] in (Shard(0), Replicate())
-        if type(layer) is not nn.Linear or not by_rows:
+        if _class_of(layer) is not nn.Linear or not by_rows:
             return True
     return False
 
@@ -359,7 +377,7 @@ def _probe_logits(
         module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
     ) -> torch.Tensor:
         # The layer can be called again only here, while its sharded parameters are gathered.
-        if type(layer) is nn.Linear or _equal_by_row(module.forward, inputs[0], output):
+        if _class_of(layer) is nn.Linear or _equal_by_row(module.forward, inputs[0], output):
             # A copy: a model that changes its logits in place would otherwise appear to return
             # them.
             outputs.append(_test_logits(output.shape, output.device))

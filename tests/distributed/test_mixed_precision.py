@@ -20,9 +20,8 @@ from automodel_ckpt.recipes.trainable import Trainable
 from tests.distributed.test_training import lines_of_steps
 from tests.support import ranks
 from tests.support.parallel import (
-    GLOBAL_BATCH,
-    TOKENS,
     VOCABULARY,
+    global_batch,
     layout_here,
     model_of,
     train_steps,
@@ -120,9 +119,8 @@ def plain_steps(num_parts: int) -> list[tuple[float, float]]:
     optimizer = torch.optim.AdamW(masters.parameters(), lr=1e-2, fused=True)
     steps = []
     for number in range(2):
-        generator = torch.Generator().manual_seed(number)
-        tokens = torch.randint(0, VOCABULARY, (GLOBAL_BATCH, TOKENS), generator=generator)
-        num_labels = GLOBAL_BATCH * (TOKENS - 1)
+        tokens = global_batch(number)
+        num_labels = tokens[:, 1:].numel()
         copy = model_of()
         for low, master in zip(copy.parameters(), masters.parameters(), strict=True):
             # Only parameters: buffers of position embeddings stay float32.

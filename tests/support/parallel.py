@@ -105,6 +105,14 @@ def train_steps_in_stages(
     return [_step(shared, layout, optimizer, number, passes, clip) for number in range(num_steps)]
 
 
+def global_batch(number: int) -> torch.Tensor:
+    """The tokens of step *number* of all ranks together."""
+    generator = torch.Generator().manual_seed(number)
+    # Later steps have longer rows, for which stages of a pipeline exchange larger tensors.
+    length = TOKENS if number else TOKENS // 2
+    return torch.randint(0, VOCABULARY, (GLOBAL_BATCH, length), generator=generator)
+
+
 def _step(
     model: nn.Module,
     layout: RankLayout,
@@ -113,12 +121,9 @@ def _step(
     passes: Callable[[Sequence[torch.Tensor], float], float],
     clip: Callable[[Iterable[nn.Parameter], float], float] = clip_gradients,
 ) -> tuple[float, float]:
-    generator = torch.Generator().manual_seed(number)
-    # Later steps have longer rows, for which stages of a pipeline exchange larger tensors.
-    length = TOKENS if number else TOKENS // 2
-    tokens = torch.randint(0, VOCABULARY, (GLOBAL_BATCH, length), generator=generator)
+    tokens = global_batch(number)
     mine = tokens.tensor_split(layout.dp_size)[layout.dp_rank]
-    num_labels = GLOBAL_BATCH * (length - 1)
+    num_labels = tokens[:, 1:].numel()
     loss = passes(mine.chunk(2), layout.dp_size / num_labels)
     total = torch.tensor(loss if layout.reports else 0.0, dtype=torch.float64)
     norm = clip(model.parameters(), 0.5)

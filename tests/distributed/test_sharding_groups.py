@@ -1,0 +1,118 @@
+"""What fsdp2 gathers together and in which order, on two ranks, and what a failed forward pass leaves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from automodel_ckpt.distributed.parallelize import Parallelism, parallelize, reshard
+from automodel_ckpt.models.adapter import Lora, add_adapters
+from tests.support import ranks
+from tests.support.parallel import VOCABULARY, layout_here, model_of
+
+LAYERS = ["model.layers.0", "model.layers.1"]
+
+
+def sharded_model(kind: str) -> nn.Module:
+    model = model_of(tie_word_embeddings=kind == "tied")
+    if kind == "adapters":
+        lora = Lora(modules_to_save=["lm_head"])
+        model = add_adapters(model, lora, task_type=None, num_base_rows=VOCABULARY).model
+    return parallelize(model, layout_here(), Parallelism("fsdp2"))
+
+
+def groups(kind: str) -> tuple[list[str], dict[str, list[str]]]:
+    """The modules that fsdp2 gathers separately, and which others each of them prefetches."""
+    model = sharded_model(kind)
+    names = {}
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            names[module._get_fsdp_state()] = name.removeprefix("base_model.model.")
+    prefetched = {}
+    for state, name in names.items():
+        prefetched[name] = [names[other] for other in state._states_to_forward_prefetch]
+    return sorted(names.values()), prefetched
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected", "head"),
+    [
+        ("untied", ["lm_head", "model.embed_tokens"], "lm_head"),
+        ("tied", [], None),
+        (
+            "adapters",
+            ["lm_head.modules_to_save.default", "lm_head.original_module", "model.embed_tokens"],
+            "lm_head.modules_to_save.default",
+        ),
+    ],
+)
+def test_embedding_and_head_are_gathered_separately_unless_they_are_tied(
+    kind: str, expected: list[str], head: str | None
+) -> None:
+    found, prefetched = ranks.run(groups, 2, kind)[0]
+    assert found == sorted(["", *LAYERS, *expected])
+    assert prefetched[LAYERS[0]] == LAYERS[1:]
+    assert prefetched[LAYERS[1]] == ([head] if head else [])
+    if head:
+        assert prefetched["model.embed_tokens"] == LAYERS[:1]
+
+
+def gathered_modules() -> dict[str, set[str]]:
+    """The names of the modules whose parameters are gathered while each layer computes its forward pass."""
+    model = sharded_model("untied")
+    found: dict[str, set[str]] = {}
+    names = {m: name for name, m in model.named_modules() if isinstance(m, FSDPModule)}
+
+    def note(module: Any, _inputs: Any, _output: Any) -> None:
+        here = set()
+        for other, name in names.items():
+            group = other._get_fsdp_state()._fsdp_param_group
+            if group is not None and group.is_unsharded:
+                here.add(name)
+        found[names[module]] = here
+
+    for layer in (model.get_submodule(name) for name in LAYERS):
+        # Before the hook of fsdp2, which frees the parameters of the layer.
+        layer.register_forward_hook(note, prepend=True)
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    model(input_ids=tokens, use_cache=False).logits.sum().backward()
+    return found
+
+
+def test_only_a_layer_and_the_rest_of_the_model_are_gathered_while_it_computes() -> None:
+    # Prefetched parameters are copied out of the buffer of the collective when they are used.
+    assert ranks.run(gathered_modules, 2)[0] == {name: {"", name} for name in LAYERS}
+
+
+def forward_after_a_failed_one() -> tuple[bool, float, float]:
+    """Whether all parameters are sharded after a failure, and the next two outputs after the weights changed."""
+    model = sharded_model("untied")
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+
+    def fail(*_: Any) -> None:
+        raise ValueError("not supported")
+
+    handle = model.get_submodule(LAYERS[0]).register_forward_pre_hook(fail)
+    with pytest.raises(ValueError, match="not supported"):
+        model(input_ids=tokens, use_cache=False)
+    handle.remove()
+    reshard(model)
+    is_sharded = all(hasattr(parameter, "to_local") for parameter in model.parameters())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+        outputs = []
+        for _ in range(2):
+            outputs.append(model(input_ids=tokens, use_cache=False).logits.sum().item())
+            reshard(model)
+    return is_sharded, outputs[0], outputs[1]
+
+
+def test_a_forward_pass_that_failed_leaves_nothing_gathered_or_prefetched() -> None:
+    for is_sharded, first, second in ranks.run(forward_after_a_failed_one, 2):
+        assert is_sharded
+        assert first == second
