@@ -30,7 +30,9 @@ from automodel_ckpt.models.activation_memory import (
     noting_kept,
     without_checkpointing,
 )
+from automodel_ckpt.models.forward import model_without_adapters
 from automodel_ckpt.models.fused_cross_entropy import CHUNK_ELEMENTS, peak_bytes
+from automodel_ckpt.models.mtp import MultiTokenPrediction, mtp_of
 from automodel_ckpt.models.pipeline_stage import parameters_of_ranks
 from automodel_ckpt.recipes.exports import check_export
 from automodel_ckpt.recipes.loop import steps_per_epoch
@@ -325,7 +327,7 @@ def traced_activations(
 
     None for a model whose forward pass needs values.
     """
-    backbone = getattr(recipe.model, "base_model", recipe.model)
+    backbone = _traced_part(recipe.model)
     tokens = {"input_ids": torch.zeros(1, length, dtype=torch.long)}
     try:
         options = recipe.trainable.forward_options
@@ -344,7 +346,9 @@ def traced_activations(
     head = getattr(recipe.model, "get_output_embeddings", lambda: None)()
     of_loss = 0
     if isinstance(head, nn.Linear):
-        of_loss = _bytes_of_loss(recipe, head, rows * length)
+        layers = mtp_of(model_without_adapters(recipe.model))
+        num_outputs = 1 if layers is None else 1 + layers.num_depths
+        of_loss = _bytes_of_loss(recipe, head, rows * length * num_outputs)
     num_layers = max(len(decoder_layers(recipe.model)), 1)
     dtype_ratio = 1.0
     compute_dtype = parallelism(recipe.config.distributed).compute_dtype
@@ -359,6 +363,34 @@ def traced_activations(
         return int(total)
     # On a CPU, short-lived tensors leave holes in the heap between long-lived ones (tools/bench_forecast.py).
     return int(_HEAP * total)
+
+
+def _traced_part(model: Any) -> nn.Module:
+    """The part of a model whose activations are traced: without the output layer, with the layers of further tokens."""
+    backbone: nn.Module = getattr(model, "base_model", model)
+    layers = mtp_of(model_without_adapters(model))
+    if layers is None or layers in set(backbone.modules()):
+        return backbone
+    return _WithDepths(backbone, layers)
+
+
+class _WithDepths(nn.Module):
+    """A model without its output layer, and its layers that predict further tokens."""
+
+    def __init__(self, backbone: nn.Module, layers: MultiTokenPrediction) -> None:
+        super().__init__()
+        self.backbone, self.layers = backbone, layers
+
+    def forward(self, input_ids: torch.Tensor, **options: Any) -> list[torch.Tensor]:
+        backbone: Any = self.backbone
+        hidden = backbone(input_ids=input_ids, **options).last_hidden_state
+        found: list[torch.Tensor] = self.layers(
+            hidden, backbone.get_input_embeddings()(input_ids), {}
+        )
+        return found
+
+    def get_image_features(self, **images: torch.Tensor) -> Any:
+        return self.backbone.get_image_features(**images)  # type: ignore[operator]
 
 
 def _bytes_of_loss(recipe: Recipe, head: nn.Linear, num_positions: int) -> int:

@@ -11,7 +11,14 @@ from automodel_ckpt.errors import Problem, RecipeError
 
 NOT_SET = "not set"
 # A resumed run takes its data order, random state and weights from the checkpoint.
-_IGNORED = ("seed", "dataloader.shuffle", "init_from", "model.new_tokens", "peft.init")
+_IGNORED = (
+    "seed",
+    "dataloader.shuffle",
+    "init_from",
+    "model.new_tokens",
+    "model.mtp.weights",
+    "peft.init",
+)
 _APPLIED_OPTIMIZER_KEYS = ("optimizer.on_resume", "optimizer._target_")
 # The location of a run and its output do not change what it computes.
 _NOT_COMPARED = ("checkpoint.checkpoint_dir", "checkpoint.restore_from", "logging.")

@@ -16,6 +16,8 @@ from transformers import PreTrainedConfig
 from automodel_ckpt.errors import RecipeError
 
 WHERE = "model.mtp"
+MOST_DEPTHS = 64
+"""A config.json with a greater number is damaged: published models have 1 to 3 depths."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +164,13 @@ def plan_mtp(
         )
     in_files = _num_in_files(family, text)
     wanted = num_depths or in_files
+    if wanted > MOST_DEPTHS:
+        raise RecipeError(
+            "so many further tokens are not supported",
+            where=f"{WHERE}.num_depths",
+            value=wanted,
+            hint=f"set it to {MOST_DEPTHS} or less",
+        )
     if not wanted:
         raise RecipeError(
             "the model's config has no layers for multi-token prediction",
@@ -205,7 +214,8 @@ def patterns_in_files(config: PreTrainedConfig) -> list[str]:
     if family is None:
         return []
     patterns: list[str] = []
-    for number in range(max(1, _num_in_files(family, text))):
+    num_depths = min(max(1, _num_in_files(family, text)), MOST_DEPTHS)
+    for number in range(num_depths):
         names = family.names(number, text)
         for prefix in (names.embedding_norm, names.hidden_norm, names.projection, names.norm):
             patterns.append(f"{prefix}.*")
@@ -215,8 +225,18 @@ def patterns_in_files(config: PreTrainedConfig) -> list[str]:
 
 
 def _num_in_files(family: Family, text: Any) -> int:
-    """The number of depths with separate layers that the config of the text model states."""
+    """The number of depths with separate layers that the config of the text model states.
+
+    Raises :class:`RecipeError` if it is not a number from 0.
+    """
     number = getattr(text, family.count, None)
     if number is None:
         return family.default
-    return int(number)
+    if not isinstance(number, int) or number < 0:
+        raise RecipeError(
+            "the model's config has no valid number of layers for multi-token prediction",
+            where=f"config.json, {family.count}",
+            value=number,
+            hint="correct the config.json of the base",
+        )
+    return number

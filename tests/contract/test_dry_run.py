@@ -15,6 +15,7 @@ from automodel_ckpt.cli.train import main
 from automodel_ckpt.config.schema import CheckpointConfig, RecipeConfig, StepSchedulerConfig
 from automodel_ckpt.recipes.disk_use import kept_at_once, still_to_come
 from tests.support.command_server import CommandServer
+from tests.support.mtp import FAMILIES
 
 RECIPE = """
 model:
@@ -171,6 +172,21 @@ def test_recomputed_selected_and_offloaded_activations_are_foretold(
         kept.append(foretold("activations SIZE", capsys.readouterr().out))
     none, selective, full, offload = kept
     assert none > selective > full > offload
+
+
+@pytest.mark.usefixtures("recipe")
+def test_layers_for_further_tokens_are_foretold(capsys: pytest.CaptureFixture[str]) -> None:
+    settings = FAMILIES["qwen3_5_text"] | {"layer_types": ["full_attention"] * 2}
+    model = f"--model.from_config={ {'model_type': 'qwen3_5_text', **settings} }"
+    length = "--dataset.seq_length=32"
+    vocabulary = "--tokenizer.vocab_size=300"
+    kept = []
+    for mtp in ("null", "{num_depths: 1}", "{num_depths: 2, repeat_layer: true}"):
+        words = ["--dry-run", "recipe.yaml", model, length, vocabulary, f"--model.mtp={mtp}"]
+        assert main(words) == 0
+        kept.append(foretold("activations SIZE", capsys.readouterr().out))
+    without, one, two = kept
+    assert two > 1.2 * one > 1.4 * without
 
 
 def test_a_base_that_does_not_exist_yet_is_not_created(

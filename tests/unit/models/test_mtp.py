@@ -184,6 +184,17 @@ def test_depths_that_files_cannot_have_are_an_error(
         plan(config, num_depths, is_new=is_new)
 
 
+@pytest.mark.parametrize("number", [-1, "many", 10**9])
+def test_a_config_with_a_senseless_number_of_depths_is_an_error(number: Any) -> None:
+    config = mtp.config_of("qwen3_5_text")
+    config.mtp_num_hidden_layers = number
+    with pytest.raises(RecipeError):
+        plan(config, is_new=False)
+    if number == 10**9:
+        # A base may have such a config, although the recipe does not ask for the layers.
+        assert len(patterns_in_files(config)) < 1000
+
+
 def test_patterns_match_the_layers_and_no_layer_of_the_model() -> None:
     patterns = patterns_in_files(mtp.config_of("deepseek_v3"))
     assert "model.layers.2.*" in patterns
