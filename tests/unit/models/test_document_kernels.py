@@ -359,9 +359,10 @@ def test_an_eager_model_with_a_softcap_attends_by_flex() -> None:
     }
     config = AutoConfig.for_model("gemma2", **sizes)
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    # The default of transformers 5.23, which 5.17 does not choose.
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    model: Any = AutoModelForCausalLM.from_config(config, **options)
     model.train()
-    assert model.config._attn_implementation == "eager"
     assert not attend_by_document(model, OPTIONS)
     kernel = FlexKernel("cpu")
     assert attend_by_document(model, OPTIONS, kernel_name="test_flex", kernel=kernel)
@@ -471,16 +472,7 @@ def rows_of(*lengths: int) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "position_ids": positions, "labels": tokens}
 
 
-ROWS = [
-    (9, 7),
-    (4, 4, 8),
-    (1, 2, 3, 10),
-    (16,),
-    (5, 5, 6),
-    (2, 2, 2, 2, 2, 2, 2, 2),
-    (1, 15),
-    (8, 8),
-]
+ROWS = [(9, 7), (4, 4, 8), (1, 2, 3, 10), (16,), (2, 2, 2, 2, 2, 2, 2, 2), (1, 15)]
 
 
 @pytest.mark.parametrize("is_recomputed", [False, True])
