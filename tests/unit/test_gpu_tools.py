@@ -20,7 +20,7 @@ from tests.support.command_server import CommandServer
 from tools.bench_report import PAGE
 from tools.bench_rounds import ROOT
 from tools.gpu import goals, wheels
-from tools.gpu.__main__ import PARTS
+from tools.gpu.__main__ import PARTS, share
 from tools.gpu.results import RUNNING, Results, read_all
 from tools.gpu.session import Figures, PartRun, Session
 from tools.gpu.shapes import LLAMA_1B, LLAMA_8B, flops_per_token, num_parameters
@@ -72,6 +72,14 @@ def test_every_part_of_the_command_is_in_a_dry_run_above() -> None:
     # With a minute for the imports.
     assert sum(part.seconds for part in PARTS.values()) <= 29 * 60
     assert max(part.seconds for part in PARTS.values()) <= 8 * 60
+
+
+def test_the_time_of_a_call_is_divided_among_its_parts() -> None:
+    names = ["preflight", "tests", "vlm"]
+    assert share(names, 960) == 960 * 60 / 480
+    # What a part did not need goes to the next ones, but no part takes more than eight minutes.
+    assert share(names[1:], 420) == 420 * 330 / 420
+    assert share(["vlm"], 1000) == 480
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["SIGTERM", "SIGKILL"])

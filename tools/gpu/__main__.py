@@ -31,7 +31,7 @@ _SCRATCH = "ckpt-gpu-"
 
 @dataclass(frozen=True)
 class Part:
-    """A part: its module in :mod:`tools.gpu.parts`, and the seconds that it gets when all parts run."""
+    """A part: its module in :mod:`tools.gpu.parts`, and about how many seconds it needs."""
 
     module: str
     seconds: float
@@ -118,13 +118,18 @@ def run_parts(names: list[str], out: Path, *, is_dry_run: bool, minutes: float) 
             print("no CUDA device: nothing was measured (--dry-run runs tiny models on the CPU)")
             return 3
         num_failed = 0
-        for name in names:
-            # A call with few parts gives each of them all the time that it may take.
-            most = PARTS[name].seconds if len(names) > 4 else PART_SECONDS
-            num_failed += run_part(name, session, min(most, ends - time.monotonic()))
+        for number, name in enumerate(names):
+            seconds = share(names[number:], ends - time.monotonic())
+            num_failed += run_part(name, session, seconds)
     print(goals.table_text(out))
     print(f"figures: {out}")
     return 1 if num_failed else 0
+
+
+def share(names: list[str], seconds_left: float) -> float:
+    """Seconds for the first of some parts: its share of the time that is left, so that each of them gets its own."""
+    total = sum(PARTS[name].seconds for name in names)
+    return min(seconds_left * PARTS[names[0]].seconds / total, PART_SECONDS)
 
 
 def run_part(name: str, session: Session, seconds: float) -> int:

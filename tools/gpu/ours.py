@@ -70,10 +70,32 @@ def train(recipe: Mapping[str, Any], directory: Path, *flags: str) -> int:
     return main([str(path), "--trust", "tools", *flags])
 
 
+def forecast_bytes(directory: Path) -> int:
+    """The memory that ``--dry-run`` forecasts on this machine for the recipe that :func:`train` wrote."""
+    from automodel_ckpt.config.load import load_recipe
+    from automodel_ckpt.config.targets import prepare
+    from automodel_ckpt.config.trust import Trust
+    from automodel_ckpt.distributed.mesh_sizes import Sizes
+    from automodel_ckpt.recipes.memory_estimate import plan
+
+    loaded = load_recipe(str(directory / "recipe.yaml"), [], problems=[])
+    loaded, recipe_class = prepare(loaded, Trust(["tools"]))
+    recipe: Any = recipe_class(loaded.config, config_yaml=loaded.to_yaml())
+    return plan(recipe, Sizes()).memory.total
+
+
 def measure(
-    name: str, recipe: Mapping[str, Any], directory: Path, warm_up: int, flops_per_token: float
+    name: str,
+    recipe: Mapping[str, Any],
+    directory: Path,
+    warm_up: int,
+    flops_per_token: float,
+    forecasts: bool = False,
 ) -> Figures:
-    """Train, and yield the speed of the counted steps with the memory's peak and the seconds before the first step."""
+    """Train, and yield the speed of the counted steps with the memory's peak and the seconds before the first step.
+
+    With *forecasts*, also how far the forecast of the memory is from what the GPU needed, relative to that.
+    """
     from tools.gpu.timed import CLOCK
 
     CLOCK.start(warm_up)
@@ -83,7 +105,13 @@ def measure(
         raise RuntimeError(f"ckpt-train ended with {code}")
     figures = CLOCK.figures()
     figures["seconds_before_first_step_ended"] = CLOCK.ends[0] - started
-    yield name, with_rates(figures, flops_per_token)
+    figures = with_rates(figures, flops_per_token)
+    yield name, figures
+    if forecasts:
+        figures["forecast_bytes"] = forecast_bytes(directory)
+        if figures["device_bytes"]:
+            figures["forecast_difference"] = figures["forecast_bytes"] / figures["device_bytes"] - 1
+        yield name, figures
 
 
 def with_rates(figures: dict[str, Any], flops_per_token: float) -> dict[str, Any]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tools.gpu.session import PartRun
+from tools.gpu.session import PartRun, Session
 from tools.gpu.shapes import LLAMA_1B, LLAMA_8B, TINY, write_base
 
 _NAMES = {LLAMA_8B["hidden_size"]: "8B", LLAMA_1B["hidden_size"]: "1B"}
@@ -24,3 +25,10 @@ def base_of(part: PartRun, config: Mapping[str, Any]) -> Path | None:
         return None
     session.bases[name] = directory
     return directory
+
+
+def remove_base(session: Session, config: Mapping[str, Any]) -> None:
+    """Remove the base of these shapes, if there is one; a later part writes it again."""
+    directory = session.bases.pop(_NAMES[config["hidden_size"]], None)
+    if directory is not None:
+        shutil.rmtree(directory)

@@ -60,6 +60,7 @@ class Clock:
             "seconds_per_step": seconds / num_steps,
             "steps": num_steps,
             "peak_bytes": peak_bytes(),
+            "device_bytes": device_bytes(),
         }
 
 
@@ -81,6 +82,14 @@ def synchronize() -> None:
 def peak_bytes() -> int:
     """The most memory that tensors have taken on the GPU; 0 without one."""
     return torch.cuda.max_memory_allocated() if is_on_gpu() else 0
+
+
+def device_bytes() -> int:
+    """The most memory of the GPU that was not free for others: PyTorch's blocks, CUDA's context; 0 without a GPU."""
+    if not is_on_gpu():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return torch.cuda.max_memory_reserved() + total - free - torch.cuda.memory_reserved()
 
 
 class TimedLoop(TrainingLoop):

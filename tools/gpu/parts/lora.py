@@ -27,7 +27,7 @@ def run(part: PartRun) -> None:
     if base is None:
         return
     work = work_of(LLAMA_8B, is_dry_run=session.is_dry_run, batch=2, accumulation=2)
-    _ours(part, "ours, defaults", work, {})
+    _ours(part, "ours, defaults", work, {}, forecasts=True)
     flops = flops_per_token(work.config, work.length, trains_all=False)
     part.measure("bare", bare.lora, "bare", base, work, session.device, flops, limit=150)
     single = work_of(LLAMA_8B, is_dry_run=session.is_dry_run, batch=1, accumulation=4)
@@ -40,7 +40,9 @@ def run(part: PartRun) -> None:
         _ours(part, "ours, base in nf4", work, {"peft": {"quantize_base": "nf4"}})
 
 
-def _ours(part: PartRun, name: str, work: Work, changes: Mapping[str, Any]) -> None:
+def _ours(
+    part: PartRun, name: str, work: Work, changes: Mapping[str, Any], *, forecasts: bool = False
+) -> None:
     base = part.session.bases["8B"]
     directory = part.session.scratch / "lora"
     recipe = ours.merged(ours.recipe_of(work, base, directory), ours.LORA)
@@ -48,4 +50,5 @@ def _ours(part: PartRun, name: str, work: Work, changes: Mapping[str, Any]) -> N
     if "packed_sequence" in changes:
         recipe["packed_sequence"]["size"] = work.length
     flops = flops_per_token(work.config, work.length, trains_all=False)
-    part.measure(name, ours.measure, name, recipe, directory, work.warm_up, flops, limit=150)
+    arguments = (name, recipe, directory, work.warm_up, flops, forecasts)
+    part.measure(name, ours.measure, *arguments, limit=150)

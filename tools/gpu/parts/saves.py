@@ -12,8 +12,8 @@ from typing import Any
 
 from tools.gpu import ours
 from tools.gpu.session import Figures, PartRun
-from tools.gpu.shapes import LLAMA_1B, Work, work_of
-from tools.gpu.steps import base_of
+from tools.gpu.shapes import LLAMA_1B, LLAMA_8B, Work, work_of
+from tools.gpu.steps import base_of, remove_base
 
 _CHUNK = 1 << 30
 _KILLED_AFTER = 5
@@ -23,6 +23,8 @@ _KILL_STEPS = 8
 def run(part: PartRun) -> None:
     """Asynchronous saves, the copy that they are compared with, a resume, and synchronous saves."""
     session = part.session
+    # The disk has 64 GB: checkpoints of 15 GB each and a base of 8B do not fit.
+    remove_base(session, LLAMA_8B)
     base = base_of(part, LLAMA_1B)
     if base is None:
         return
