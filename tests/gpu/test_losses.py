@@ -37,6 +37,8 @@ class Case:
     """Settings of the model beside those of plain.SMALL."""
     only_gpu: bool = False
     """Whether a CPU rejects the recipe."""
+    needs: str = ""
+    """A package that has to be installed."""
 
 
 COMPILED = {"compile": {"enabled": True}}
@@ -55,6 +57,10 @@ CASES = {
     "no accumulation": Case({"step_scheduler": {"local_batch_size": 4}}),
     "rows padded to a multiple": Case({"dataloader": {"pad_to_multiple_of": 16}}),
     "compiled": Case(COMPILED),
+    "compiled, reduce-overhead": Case(
+        {"compile": {"enabled": True, "mode": "reduce-overhead"}}, only_gpu=True
+    ),
+    "compiled, fsdp2": Case({**COMPILED, "distributed": {"strategy": "fsdp2"}}),
     "compiled, padded": Case({**COMPILED, "dataloader": {"padding_free": False}}),
     "compiled, packed": Case({**COMPILED, **PACKED}),
     "full checkpointing": Case({"model": {"activation_checkpointing": "full"}}),
@@ -84,6 +90,9 @@ CASES = {
     "defaults, packed": Case(PACKED, tolerance=2e-2, is_exact=False),
     "bfloat16 computation": Case(
         {"distributed": {"mixed_precision": "bfloat16"}}, tolerance=2e-2, is_exact=False
+    ),
+    "fp8": Case(
+        {**COMPILED, "fp8": {}}, tolerance=0.1, is_exact=False, only_gpu=True, needs="torchao"
     ),
     "bfloat16 weights": Case({"model": {"dtype": "bfloat16"}}, tolerance=5e-2, is_exact=False),
     "bfloat16 weights, compiled": Case(
@@ -153,6 +162,8 @@ def test_losses_equal_those_of_plain_torch_on_the_cpu(
     bases: Path, tmp_path: Path, commands: CommandServer, device: str, name: str
 ) -> None:
     case = CASES[name]
+    if case.needs:
+        pytest.importorskip(case.needs)
     base = base_of(bases, json.dumps(dict(case.settings)))
     recipe = plain.recipe(base, tmp_path / "run")
     if case.is_exact:

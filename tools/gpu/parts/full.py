@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tools.gpu import bare, ours
+from tools.gpu.machine import version_of
 from tools.gpu.session import PartRun
 from tools.gpu.shapes import LLAMA_8B, flops_per_token, work_of
 from tools.gpu.steps import base_of
 
 FULL: Mapping[str, Any] = {"model": {"activation_checkpointing": "full"}}
 SELECTIVE: Mapping[str, Any] = {"model": {"activation_checkpointing": "selective"}}
+FP8: Mapping[str, Any] = {"fp8": {}}
 OFFLOAD: Mapping[str, Any] = {"model": {"activation_checkpointing": "offload"}}
 BF16: Mapping[str, Any] = {"model": {"dtype": "bfloat16"}}
 """Weights and moments in bfloat16: as the bare loop has them."""
@@ -31,6 +33,8 @@ class Case:
     accumulation: int = 1
     only_gpu: bool = False
     """Whether the recipe is an error on a CPU."""
+    needs: str = ""
+    """A distribution without which the case is left out."""
     forecasts: bool = False
     """Whether the memory is compared with its forecast."""
 
@@ -42,6 +46,7 @@ CASES = (
     Case("ours, full checkpointing, compiled, accumulation of 8", FULL, accumulation=8),
     Case("less precise: bfloat16 weights, compiled", BF16),
     Case("less precise: 8-bit moments, compiled", ADAM_8_BIT),
+    Case("less precise: FP8, full checkpointing, compiled", {**FULL, **FP8}, needs="torchao"),
     Case("ours, offloaded activations, compiled", OFFLOAD, only_gpu=True),
     Case("ours, compiled"),
 )
@@ -62,7 +67,8 @@ def run(part: PartRun) -> None:
         compiles = compiles and session.device == "cuda"
         part.measure(name, bare.full, name, base, work, session.device, flops, compiles, limit=120)
     for case in others:
-        if session.device == "cuda" or not case.only_gpu:
+        is_supported = session.device == "cuda" or not (case.only_gpu or case.needs)
+        if is_supported and (not case.needs or version_of(case.needs)):
             _ours(part, case)
 
 
