@@ -7,7 +7,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, suppress
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -28,7 +28,7 @@ from automodel_ckpt.distributed.parallelize import (
     reshard,
 )
 from automodel_ckpt.distributed.stop import StoppedWaiting, StopRequest
-from automodel_ckpt.errors import Stopped
+from automodel_ckpt.errors import DeviceMemoryError, Stopped
 from automodel_ckpt.models.vocabulary import check_token_ids, num_embeddings
 from automodel_ckpt.recipes.completions import Completions
 from automodel_ckpt.recipes.gradients import GradientAccumulation
@@ -182,6 +182,12 @@ class TrainingLoop:
                     self.finish_pending()
         except (IndexError, RuntimeError) as error:
             self.explain(error, batch)
+            raise
+        except DeviceMemoryError:
+            if self.layout.world_size == 1:
+                # The record of the step before. With several ranks, it would need a reduction.
+                with suppress(RuntimeError):
+                    self.finish_pending()
             raise
         return due
 
@@ -508,11 +514,18 @@ class TrainingLoop:
         waits for data, the others must learn of it before they enter a collective of the model without that rank.
         """
         loss, count, num_labels = 0.0, 0.0, 0.0
-        mine = (0.0, 0, 0)
+        mine: tuple[Number, int, int] = (0.0, 0, 0)
         # Each round reduces the sums of the batch before; the extra round those of the last.
         for batch in chain(self.batches(batches), [_NO_BATCH]):
             wants_stop = batch is None or self.stop_request.wanted
-            sums = sum_over_ranks(self.layout.gloo_group, *mine, wants_stop)
+            loss_here, count_here, num_labels_here = mine
+            sums = sum_over_ranks(
+                self.layout.gloo_group,
+                float(loss_here),
+                count_here,
+                num_labels_here,
+                wants_stop,
+            )
             if sums[3] > 0:
                 return None
             loss += sums[0]
@@ -521,14 +534,19 @@ class TrainingLoop:
             mine = self.validation_sums(batch or _NO_BATCH)
         return loss, count, num_labels
 
-    def validation_sums(self, batch: GlobalBatch) -> tuple[float, int, int]:
-        """This rank's summed loss, its count, and the label tokens of *batch*; zeros if another rank reports them."""
+    def validation_sums(self, batch: GlobalBatch) -> tuple[Number, int, int]:
+        """This rank's summed loss, its count, and the label tokens of *batch*; zeros if another rank reports them.
+
+        If the host runs ahead of the device, the loss may be a tensor, which is read when the next batch is there.
+        """
         doing = f"in the validation of step {self.step_scheduler.step}"
         try:
             with self._reporting_memory(doing, batch):
-                losses = self.objective.losses(batch.micro_batches)
-                # float64, as in the reduction over the ranks.
-                loss = sum(loss.double().item() for loss in losses)
+                loss: Number = 0.0
+                for each in self.objective.losses(batch.micro_batches):
+                    # float64, as in the reduction over the ranks.
+                    part = each.double()
+                    loss += part if self.runs_ahead else part.item()
         except (IndexError, RuntimeError) as error:
             self.explain(error, batch)
             raise

@@ -10,9 +10,10 @@ import torch
 from automodel_ckpt.checkpoint.failures import as_failure
 from automodel_ckpt.errors import EXIT_USAGE, DeviceMemoryError, SaveFailed, describe
 from automodel_ckpt.recipes.out_of_memory import DeviceMemory, hints_for
+from tests.distributed.test_runs_ahead import AheadRecipe
 from tests.distributed.test_training import failure
 from tests.support.command_server import CommandServer
-from tests.support.training import RECIPE, VALIDATION, build, write_recipe
+from tests.support.training import RECIPE, VALIDATION, build, steps_of, write_recipe
 
 LOSS = "--loss_fn={_target_: tests.support.training_parts.runs_out_of_memory, "
 
@@ -44,6 +45,12 @@ def test_the_report_states_when_how_large_and_what_to_change(
         assert "longest row" in text
         assert "local_batch_size 4" in text
         assert "weights 100.5 kB, gradients 100.5 kB, optimizer 2" in text
+
+
+def test_the_step_before_is_logged_although_the_host_was_ahead_of_it(tmp_path: Path) -> None:
+    error = failure(tmp_path, LOSS + "call: 7, rank: 0}", recipe_class=AheadRecipe)
+    assert isinstance(error, DeviceMemoryError)
+    assert [step["step"] for step in steps_of(tmp_path / "run")] == [1, 2, 3]
 
 
 def test_the_rank_without_memory_is_the_root_cause_of_a_run_on_several(
