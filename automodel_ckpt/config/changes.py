@@ -20,6 +20,8 @@ _IGNORED = (
     "peft.init",
 )
 _APPLIED_OPTIMIZER_KEYS = ("optimizer.on_resume", "optimizer._target_")
+_IN_SECTIONS = ("peft.init", "model.mtp.weights")
+"""Ignored keys of sections that can be missing."""
 # The location of a run and its output do not change what it computes.
 _NOT_COMPARED = ("checkpoint.checkpoint_dir", "checkpoint.restore_from", "logging.")
 
@@ -83,8 +85,8 @@ def ignored_by_resume(
     keeps_options = "optimizer" in saved and on_resume == "checkpoint"
     ignored = []
     for change in changes:
-        if change.key == "peft.init" and NOT_SET in (change.saved, change.now):
-            continue  # the section peft was added or removed: loading reports the other model
+        if change.key in _IN_SECTIONS and NOT_SET in (change.saved, change.now):
+            continue  # the section was added or removed: loading reports the other model
         is_option = (
             change.key.startswith("optimizer.") and change.key not in _APPLIED_OPTIMIZER_KEYS
         )

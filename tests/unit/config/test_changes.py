@@ -55,6 +55,17 @@ def test_what_a_resume_takes_from_the_checkpoint_is_ignored_unless_that_has_no_o
     assert ignored({"optimizer"}, "recipe") == ignored({"model"}, "checkpoint") == ["seed"]
 
 
+@pytest.mark.parametrize("key", ["peft.init", "model.mtp.weights"])
+def test_where_initial_values_come_from_is_ignored_but_not_a_section_that_was_removed(
+    key: str,
+) -> None:
+    saved = {key: "default"}
+    for now, expected in (({key: "other"}, [key]), ({}, [])):
+        changes = changed_keys(saved, now, {key})
+        found = ignored_by_resume(changes, {"model"}, "checkpoint")
+        assert [change.key for change in found] == expected
+
+
 @pytest.mark.parametrize("flag", ["optimizer.betas", "optimizer.betas.1", "optimizer"])
 def test_an_override_that_a_resume_would_ignore_is_rejected_with_the_ways_to_proceed(
     flag: str,
