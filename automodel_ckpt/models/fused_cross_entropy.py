@@ -87,6 +87,9 @@ def chunk_rows(device_type: str, num_columns: int) -> int:
     """The number of rows in a chunk of logits with *num_columns* columns, at least 1."""
     elements = CHUNK_ELEMENTS.get(device_type, CHUNK_ELEMENTS["cpu"])
     if device_type == "cuda":
+        if kernel_for(device_type, torch.float32) != "triton":
+            # Without the kernel, gradients are a copy of the logits.
+            elements //= 2
         return max(elements // num_columns // _ROWS, 1) * _ROWS
     return math.ceil(elements / num_columns)
 

@@ -41,6 +41,8 @@ from automodel_ckpt.models.fused_cross_entropy import (
 
 log = logging.getLogger("automodel_ckpt")
 
+_COPIES_ON_A_GPU = 4
+"""How much smaller the chunks of layers with adapters are, on a GPU."""
 _SMALL = 2**18
 """Up to this number, all logits are computed, because selecting labeled positions takes longer."""
 

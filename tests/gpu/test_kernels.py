@@ -114,3 +114,23 @@ def test_the_loss_of_a_large_vocabulary_takes_a_fifth_of_the_memory_of_full_logi
         if name.startswith("ours"):
             assert row["memory_in_full_logits"] < 0.2, name
             assert row["error_hidden"] < 1e-2, name
+
+
+@only_gpu
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("kernel", KERNELS["cuda"])
+def test_the_loss_of_several_chunks_does_not_wait_for_the_device(
+    kernel: str, transform: str
+) -> None:
+    hidden = torch.randn(4096, 64, device="cuda").bfloat16().requires_grad_()
+    weight = torch.randn(128_256, 64, device="cuda").bfloat16().requires_grad_()
+    targets = torch.randint(0, len(weight), (4096,), device="cuda")
+    change = TRANSFORMS[transform]
+    with preferring("cuda", kernel):
+        # Compiles the kernels, which can wait.
+        linear_cross_entropy(hidden, weight, None, targets, transform=change).backward()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            linear_cross_entropy(hidden, weight, None, targets, transform=change).backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
