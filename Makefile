@@ -114,7 +114,7 @@ $(TORCHAO)/.ready: $(STAMP)
 
 fp8: $(TORCHAO)/.ready  ## training in FP8 and 8-bit moments with torchao, emulated on the CPU: two minutes
 	@PYTHONPATH=$(TORCHAO) OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -W ignore \
-	    tests/distributed/test_fp8.py tests/unit/training/test_adam8bit.py
+	    tests/distributed/test_fp8.py tests/unit/training/test_adam8bit.py tests/unit/training/test_param_groups.py
 
 crash: $(STAMP)  ## kills, power cuts (as root), faults, flipped bits, endurance, signals, and what others keep: about an hour and three quarters
 	@for campaign in "kill --points 2500" "kill-async --points 300" "kill-incremental --points 300" "power-incremental --points 200" "power --points 2000" "faults --points 5000" "flips --points 10000" "endurance --points 50" \

@@ -284,11 +284,25 @@ def _build_one(
             eps=section.eps,
             weight_decay=section.weight_decay,
         )
-    if callable_of(section) is torch.optim.Muon:
+    function = callable_of(section)
+    _check_can_be_saved(function, groups)
+    if function is torch.optim.Muon:
         _check_matrices(groups)
         # torch's class computes with shards, whose products it rounds before it adds them up.
         section = replace(section, _target_=f"{Muon.__module__}.{Muon.__qualname__}")
     return build(section, params=params)
+
+
+def _check_can_be_saved(function: Callable[..., Any], groups: Sequence[PlannedGroup]) -> None:
+    """:class:`RecipeError` for an optimizer of torchao, before the run fails at its first save."""
+    if not function.__module__.startswith("torchao."):
+        return
+    raise RecipeError(
+        "the state of torchao's optimizers is made of tensors that cannot be saved",
+        where=groups[0].key,
+        value=f"{function.__module__}.{function.__qualname__}",
+        hint="set _target_: automodel_ckpt.training.adam8bit.AdamW8bit, whose codes are those of torchao's AdamW8bit",
+    )
 
 
 def _check_matrices(groups: Sequence[PlannedGroup]) -> None:

@@ -161,3 +161,12 @@ def test_mistakes_in_groups_are_named() -> None:
     group = OptionsGroup(params=["*norm*"], kwargs={"momentums": 0.5})
     unknown = refusal(OptimizerTarget("torch.optim.SGD", {"lr": 0.1}, groups=[group]))
     assert "no option momentums" in unknown and "momentum, nesterov" in unknown
+
+
+def test_optimizers_whose_state_cannot_be_saved_are_rejected_before_the_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("torchao")
+    monkeypatch.setenv("AUTOMODEL_CKPT_TRUST", "torchao")
+    rejected = refusal(OptimizerTarget("torchao.optim.AdamW8bit", {}))
+    assert "cannot be saved" in rejected and "adam8bit.AdamW8bit" in rejected
