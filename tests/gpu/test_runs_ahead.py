@@ -1,0 +1,65 @@
+"""On a GPU, the host queues steps without waiting, and copies that cannot be page-locked give the same bytes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from automodel_ckpt.checkpoint.device_bytes import blocks_of, gathered
+from automodel_ckpt.checkpoint.saving.page_lock import PageLock
+from automodel_ckpt.data.loader import GlobalBatch
+from automodel_ckpt.recipes.loop import TrainingLoop
+from automodel_ckpt.recipes.readback import Number
+from automodel_ckpt.recipes.records import Control
+from tests.support.gpu import only_gpu
+from tests.support.training import Recipe, steps_of, train, with_loop, write_recipe
+
+pytestmark = only_gpu
+
+
+class Strict(TrainingLoop):
+    """From the third step on, torch raises an error for every operation that makes the host wait."""
+
+    def train_step(self, batch: GlobalBatch, control: Control) -> tuple[Number, Number]:
+        if self.step_scheduler.step < 2:
+            return super().train_step(batch, control)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return super().train_step(batch, control)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("rows", ["true", "false"], ids=["packed rows", "padded rows"])
+def test_no_operation_of_a_step_waits_for_the_device(tmp_path: Path, rows: str) -> None:
+    overrides = (
+        f"--checkpoint.checkpoint_dir={tmp_path / 'run'}",
+        f"--dataloader.padding_free={rows}",
+    )
+    train(write_recipe(tmp_path), *overrides, recipe_class=with_loop(Recipe, Strict))
+    steps = steps_of(tmp_path / "run")
+    assert [step["step"] for step in steps] == list(range(1, 13))
+    assert all(math.isfinite(float.fromhex(step["loss"])) for step in steps)
+
+
+def test_a_failed_registration_leaves_no_error_for_the_next_kernel() -> None:
+    memory = torch.zeros(1 << 20, dtype=torch.uint8)
+    lock, second = PageLock(), PageLock()
+    assert lock.lock(memory)
+    # CUDA rejects memory that is registered already.
+    assert not second.lock(memory)
+    assert float(torch.ones(4, device="cuda").mul_(2).sum()) == 8.0
+    second.unlock(memory)
+    lock.unlock(memory)
+
+
+@pytest.mark.parametrize("nbytes", [1, (1 << 20) + 3, 5 << 20])
+def test_blocks_of_a_tensor_on_the_device_have_its_bytes(nbytes: int) -> None:
+    expected = torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
+    on_device = expected.cuda()
+    found = b"".join(bytes(block) for block in blocks_of(on_device, block_bytes=1 << 20))
+    assert found == expected.numpy().tobytes()
+    assert bytes(gathered(on_device)) == found
