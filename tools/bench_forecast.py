@@ -65,7 +65,7 @@ CASES = {
         "--optimizer.weight_decay=0",
     ],
     "bf16": [TEXT, *LARGER, "--model.dtype=bfloat16"],
-    "checkpointed": [TEXT, *LARGER, "--model.activation_checkpointing"],
+    "checkpointed": [TEXT, *LARGER, "--model.activation_checkpointing=true"],
     "fsdp2": [*TWO, TEXT, *LARGER],
     "ddp": [*TWO, TEXT, *LARGER, "--distributed.strategy=ddp"],
     "tp": [*TWO, TEXT, *LARGER, "--distributed.tp_size=2"],

@@ -12,6 +12,7 @@ from pathlib import Path
 from shutil import get_terminal_size
 
 import automodel_ckpt
+from automodel_ckpt.cli.checks.device_memory import device_memory
 from automodel_ckpt.cli.checks.selftest import check_selftest_options, selftest
 from automodel_ckpt.cli.launch.limits import raise_file_limit
 from automodel_ckpt.cli.launch.topology import started_world_size
@@ -106,6 +107,7 @@ def _run_recipe(line: CommandLine) -> int:
     check = None if only_prints else _early_check(line)
     loaded = load_recipe(path, line.overrides, problems=line.problems, check=check)
     check_selftest_options(line)
+    device_bytes = device_memory(line)
     if only_prints and loaded.problems:
         raise RecipeError.all_of(loaded.problems)
     if "convert_recipe" in line.modes:
@@ -135,7 +137,7 @@ def _run_recipe(line: CommandLine) -> int:
         loaded, recipe_class = prepare(loaded, trust)
         sizes = mesh_sizes(loaded, ranks) if ranks else None
         with reporting_user_failures(RecipeError):
-            text = report(loaded, recipe_class, line.flags, sizes)
+            text = report(loaded, recipe_class, line.flags, sizes, device_bytes)
         print(text, end="")
         return EXIT_DONE
     from automodel_ckpt.cli.launch.launcher import launch

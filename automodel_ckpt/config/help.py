@@ -44,6 +44,7 @@ instead of training:
   --convert-recipe
                   print a recipe of NeMo AutoModel as a recipe of this program, with a comment for each changed key
   --dry-run       check recipe, data and model without loading weights; print memory, disk use and the resume point
+                  (--device-memory SIZE, such as 80GiB: forecast for a GPU with this memory, also on another machine)
   --show-samples N
                   print the first N samples as they are trained, with the trained tokens marked, and their lengths
   --list          list the example recipes

@@ -22,6 +22,7 @@ MODES = {
     "print_config": [],
     "convert_recipe": [],
     "dry_run": [],
+    "device_memory": ["SIZE"],
     "show_samples": ["N"],
     "list": [],
     "schema": [],

@@ -79,6 +79,9 @@ def base_directory(name: str, revision: str | None = None) -> Path | None:
     path = Path(name).expanduser()
     if path.is_dir():
         return path
+    if len(path.parts) > 2:
+        # A local directory that does not exist (yet): transformers raises for names that the Hub cannot have.
+        return None
     found = cached_file(
         name,
         "config.json",

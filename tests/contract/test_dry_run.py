@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from automodel_ckpt.cli.checks.device_memory import parse_size
 from automodel_ckpt.cli.train import main
 from automodel_ckpt.config.schema import CheckpointConfig, RecipeConfig, StepSchedulerConfig
 from automodel_ckpt.recipes.disk_use import kept_at_once, still_to_come
@@ -196,3 +197,54 @@ def test_a_base_that_does_not_exist_yet_is_not_created(
     assert main(["--dry-run", "recipe.yaml", adapters]) == 0
     assert [path.name for path in recipe.parent.iterdir()] == ["recipe.yaml"]
     assert "trained" in capsys.readouterr().out
+
+
+BIG = """
+model:
+  from_config:
+    {model_type: llama, hidden_size: 1024, intermediate_size: 4096, num_hidden_layers: 1, num_attention_heads: 8,
+     num_key_value_heads: 4, max_position_embeddings: 1024, vocab_size: 32000, tie_word_embeddings: false}
+tokenizer: null
+dataset: {_target_: automodel_ckpt.data.mock.random_tokens, seq_length: 1024, vocab_size: 32000, num_samples: 64}
+step_scheduler: {global_batch_size: 16, local_batch_size: 4, max_steps: 2}
+checkpoint: {enabled: false}
+"""
+
+
+def test_a_dry_run_for_a_gpu_proposes_settings_that_fit_into_its_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "big.yaml"
+    recipe.write_text(BIG)
+
+    def forecast(memory: str, *words: str) -> str:
+        assert main(["--dry-run", str(recipe), "--device-memory", memory, *words]) == 0
+        return capsys.readouterr().out
+
+    roomy = forecast("80GiB")
+    assert "device:      GPU of 85.9 GB: fits, " in roomy
+    assert "larger:      --step_scheduler.local_batch_size=16 (about " in roomy
+    total = foretold("about SIZE per rank", roomy)
+    for share in (0.8, 0.45):
+        memory = f"{int(share * total / 1e6)}MB"
+        report = forecast(memory)
+        assert "NOT ENOUGH" in report
+        found = re.search(r"fits: +(--.*) \(about ([\d.]+) (\w+) per rank\)", report)
+        assert found, report
+        again = forecast(memory, *found[1].split())
+        assert "too little" not in again
+        assert foretold("about SIZE per rank", again) == pytest.approx(
+            float(found[2]) * UNITS[found[3]], rel=0.02
+        )
+    assert "fits:        no smaller local batch" in forecast("100MB")
+
+
+def test_the_memory_of_a_device_has_a_unit_and_needs_a_dry_run(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--dry-run", "recipe.yaml", "--device-memory", "much"]) == 2
+    assert "such as 80GiB or 24GB" in capsys.readouterr().err
+    assert main(["recipe.yaml", "--device-memory", "80GiB"]) == 2
+    assert "--device-memory requires --dry-run" in capsys.readouterr().err
+    sizes = [parse_size(text) for text in ("80GiB", "1.5 TB", "24g", "7", "10 parsecs")]
+    assert sizes == [80 * 2**30, 1_500_000_000_000, 24_000_000_000, 7, None]

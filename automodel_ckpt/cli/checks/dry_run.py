@@ -24,7 +24,7 @@ from automodel_ckpt.errors import CheckpointUnusable
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.manifest import Manifest
-    from automodel_ckpt.recipes.memory_estimate import Plan
+    from automodel_ckpt.recipes.memory_estimate import Memory, Plan
     from automodel_ckpt.recipes.recipe import Recipe
 
 Rows = Iterator[tuple[str, str]]
@@ -34,13 +34,18 @@ _MAX_LINES = 12
 
 
 def report(
-    loaded: LoadedRecipe, recipe_class: type, flags: LaunchFlags, sizes: Sizes | None
+    loaded: LoadedRecipe,
+    recipe_class: type,
+    flags: LaunchFlags,
+    sizes: Sizes | None,
+    device_bytes: int | None = None,
 ) -> str:
     """Return the text of a dry run with the parallel *sizes*, None if the number of ranks is not known yet.
 
+    *device_bytes* is the memory of the GPU that the forecast is for; None: the forecast is for this machine.
     Raises :class:`RecipeError` if the recipe could not train: unreadable data or model, or sizes that do not fit.
     """
-    from automodel_ckpt.recipes.memory_estimate import plan
+    from automodel_ckpt.recipes.memory_estimate import ForecastDevice, plan
     from automodel_ckpt.recipes.recipe import Recipe
 
     rows = list(_run_rows(loaded, recipe_class, flags, sizes))
@@ -48,7 +53,10 @@ def report(
     config_json: bytes | None = None
     if issubclass(recipe_class, Recipe):
         recipe = recipe_class(loaded.config, config_yaml=loaded.to_yaml())
-        planned = plan(recipe, sizes or Sizes())
+        device = None
+        if device_bytes is not None:
+            device = ForecastDevice("cuda", device_bytes, "GPU")
+        planned = plan(recipe, sizes or Sizes(), device)
         config_json = planned.config_json
         rows += _resource_rows(loaded, planned)
     if loaded.config.checkpoint.enabled:
@@ -90,7 +98,8 @@ def _resource_rows(loaded: LoadedRecipe, plan: Plan) -> Rows:
     yield "model", f"{plan.model}, {plan.num_parameters:,} parameters, {trained} of them trained"
     yield "steps", "unknown" if plan.steps is None else f"{plan.steps:,}"
     yield "end", plan.end
-    yield "memory", _memory_text(plan)
+    yield "memory", _memory_text(plan.memory)
+    yield from _device_rows(plan)
     if plan.checkpoint_bytes is None:
         text = "none, because checkpoint.enabled is false"
         unused = unused_without_checkpoints(loaded.config)
@@ -105,8 +114,29 @@ def _resource_rows(loaded: LoadedRecipe, plan: Plan) -> Rows:
         yield "warning", warning
 
 
-def _memory_text(plan: Plan) -> str:
-    memory = plan.memory
+def _device_rows(plan: Plan) -> Rows:
+    """Describe whether the memory of the device suffices, and which settings use it or fit into it."""
+    device, advice = plan.device, plan.advice
+    if device is None or device.nbytes is None:
+        return
+    title = f"{device.name} of {size_text(device.nbytes)}"
+    if advice is None:
+        yield "device", f"{title}; whether the run fits is unknown"
+        return
+    unused = device.nbytes - plan.memory.total
+    if advice.fits:
+        yield "device", f"{title}: fits, {size_text(unused)} are free"
+        if advice.memory is not None:
+            yield "larger", f"{' '.join(advice.overrides)} (about {size_text(advice.memory.total)})"
+        return
+    yield "device", f"{title}: NOT ENOUGH, {size_text(max(-unused, 0))} too little"
+    if advice.memory is None:
+        yield "fits", "no smaller local batch, recomputed activations, 64 ranks or offloading"
+        return
+    yield "fits", f"{' '.join(advice.overrides)} (about {size_text(advice.memory.total)} per rank)"
+
+
+def _memory_text(memory: Memory) -> str:
     parts = {
         "weights": memory.weights,
         "gradients": memory.gradients,

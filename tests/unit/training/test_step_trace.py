@@ -1,0 +1,102 @@
+"""The memory of a step traced without values, against the bytes of the tensors of a real step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import AutoModel
+
+from automodel_ckpt.models.activation_memory import checkpoint_activations
+from automodel_ckpt.recipes.step_trace import HeadMemory, LiveBytes, StepTrace, traced_step
+
+INPUTS = {"input_ids": torch.arange(2 * 96).reshape(2, 96) % 100}
+NO_HEAD = HeadMemory(0)
+OPTIONS = {"use_cache": False}
+
+
+def model_on(device: str, kind: str) -> nn.Module:
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=300,
+    )
+    with torch.device(device):
+        model: Any = AutoModel.from_config(config, attn_implementation="sdpa")
+        if kind == "adapters":
+            lora = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+            model = peft.get_peft_model(model, lora).get_base_model()
+    if kind in ("full", "selective"):
+        checkpoint_activations(model, kind, model.layers)
+    return model.train()
+
+
+def counted(model: nn.Module, num_micro_batches: int, *, autocast: bool = False) -> int:
+    """The peak of the bytes of all tensors that a real step creates."""
+    live = LiveBytes()
+    for parameter in (*model.parameters(), *model.buffers()):
+        live.exclude(parameter)
+    with live:
+        for _ in range(num_micro_batches):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                hidden = model(**INPUTS, **OPTIONS)[0]
+            gradient = torch.empty_like(hidden)
+            torch.autograd.backward([hidden], [gradient])
+            del hidden, gradient
+    return live.peak
+
+
+def traced(kind: str, **options: Any) -> StepTrace:
+    return traced_step(model_on("meta", kind), INPUTS, OPTIONS, **options)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.parametrize("kind", ["plain", "full", "selective", "adapters"])
+def test_the_traced_peak_is_that_of_the_tensors_of_a_real_step(kind: str) -> None:
+    trace = traced(kind)
+    assert counted(model_on("cpu", kind), 1) == pytest.approx(trace.peak(NO_HEAD), rel=0.01)
+    both = max(trace.peak(NO_HEAD), trace.later_peak(NO_HEAD) + trace.gradients)
+    assert counted(model_on("cpu", kind), 2) == pytest.approx(both, rel=0.01)
+
+
+def test_autocast_and_casts_of_parameters_are_traced() -> None:
+    trace = traced("plain", dtype=torch.bfloat16, is_autocast=True)
+    real = counted(model_on("cpu", "plain"), 1, autocast=True)
+    # Without values, more casts exist at one time.
+    assert real == pytest.approx(trace.peak(NO_HEAD), rel=0.12)
+    cast = traced("plain", dtype=torch.bfloat16)
+    real = counted(model_on("cpu", "plain").bfloat16(), 1)
+    assert real == pytest.approx(cast.peak(NO_HEAD), rel=0.01)
+
+
+def test_recomputing_keeps_less_and_selecting_keeps_something_between() -> None:
+    plain, selective, full = (traced(kind).after_forward for kind in ("plain", "selective", "full"))
+    assert full < selective < plain
+
+
+def test_the_trace_of_other_numbers_of_rows_is_proportional() -> None:
+    one, two, four = (
+        traced_step(
+            model_on("meta", "plain"), {"input_ids": INPUTS["input_ids"][:1].repeat(n, 1)}, {}
+        )
+        for n in (1, 2, 4)
+    )
+    assert one.between(two, 3).later_peak(NO_HEAD) == pytest.approx(
+        four.later_peak(NO_HEAD), rel=0.01
+    )
+    assert one.between(two, 3).gradients == four.gradients
+
+
+def test_the_loss_counts_between_the_passes_and_its_gradient_after_them() -> None:
+    trace = StepTrace(forward=100, after_forward=80, backward=90, later_backward=85, gradients=40)
+    assert trace.peak(HeadMemory(10, 5)) == 100
+    assert trace.peak(HeadMemory(50, 5)) == 130
+    assert trace.peak(HeadMemory(15, 15)) == 105
+    assert trace.later_peak(HeadMemory(0)) == 100
