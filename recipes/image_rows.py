@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.data.image_conversations import ImageText
 from automodel_ckpt.data.image_packing import ImagePack, ImageRowLayout, PackCollator
@@ -20,6 +21,7 @@ from automodel_ckpt.data.packing import IS_TOKEN
 from automodel_ckpt.distributed.agree import on_all_ranks
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.attention import attend_by_mask
 from automodel_ckpt.models.forward import (
     attention_of,
     class_and_message,
@@ -29,6 +31,7 @@ from automodel_ckpt.models.forward import (
 from automodel_ckpt.models.image_positions import rotary_positions
 from automodel_ckpt.models.packing_probe import Answer
 from automodel_ckpt.models.row_masks import install_row_masks
+from automodel_ckpt.recipes.row_sharing import choose_document_kernel
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -41,6 +44,7 @@ def choose_image_rows(
     layout: RankLayout,
     options: Mapping[str, Any],
     compute: Callable[[], AbstractContextManager[Any]],
+    config: RecipeConfig,
     *,
     row_multiple: int,
     marks_tokens: bool,
@@ -56,6 +60,7 @@ def choose_image_rows(
     rows = ImageRowLayout(rotary_positions(model), one_row, row_multiple, marks_tokens)
     probe = RowProbe(model, collate, rows, options, compute, layout.device)
     apart = probe.keeps_samples_apart()
+    masks = None
     # All ranks take the same branch: the probe is a collective of those that share the model.
     if not on_all_ranks(layout.gloo_group, bool(apart)):
         # For example Gemma 3: see row_masks.
@@ -72,6 +77,19 @@ def choose_image_rows(
             hint="leave packed_sequence out, or use another model or attn_implementation",
         )
     kind = "rotary positions of images" if rows.positions_of is not None else "position ids"
+    kernel = ""
+    if masks is None:
+        kernel = choose_document_kernel(model, config, layout, options, compute, row_multiple)
+    if kernel:
+        # All packs in one row, whose documents the kernel finds.
+        in_one_row = replace(rows, one_row=True)
+        apart = replace(probe, rows=in_one_row).keeps_samples_apart()
+        if on_all_ranks(layout.gloo_group, bool(apart)):
+            log.info(
+                "packing samples with images; attention is limited to each sample (%s)", kernel
+            )
+            return in_one_row
+        attend_by_mask(model)
     log.info(
         "packing samples with images; %s attention separates them by their %s", attention, kind
     )

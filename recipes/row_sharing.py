@@ -65,7 +65,7 @@ def choose_row_layout(
             apart.reason,
         )
         return None
-    kernel = _attend_by_document(probe_model, config, layout, options, compute, row_multiple)
+    kernel = choose_document_kernel(probe_model, config, layout, options, compute, row_multiple)
     if kernel:
         log.info(
             "packing samples without padding; attention is limited to each sample (%s)", kernel
@@ -78,7 +78,7 @@ def choose_row_layout(
     return RowLayout(hidden_size, one_row or bool(kernel), row_multiple, marks_tokens)
 
 
-def _attend_by_document(
+def choose_document_kernel(
     probe_model: nn.Module,
     config: RecipeConfig,
     layout: RankLayout,

@@ -735,6 +735,7 @@ class _TrainableBuilder:
             self.layout,
             built.forward_options,
             built.compute,
+            self.config,
             row_multiple=row_multiple(self.config, self.layout),
             marks_tokens=router is not None,
         )

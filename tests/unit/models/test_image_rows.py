@@ -19,6 +19,7 @@ from automodel_ckpt.data.image_packing import (
     PackCollator,
 )
 from automodel_ckpt.data.vlm import conversations
+from automodel_ckpt.models.attention import attend_by_document
 from automodel_ckpt.models.image_positions import rotary_positions
 from automodel_ckpt.models.row_masks import install_row_masks
 from automodel_ckpt.models.vision import image_token_ids
@@ -71,13 +72,18 @@ def losses_and_gradients(
     return total, gradients
 
 
-@pytest.mark.parametrize("one_row", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "one_row", "by_document"),
+    [(family, one_row, False) for family in FAMILIES for one_row in (False, True)]
+    + [(family, True, True) for family in ("llava", "idefics3", "qwen2_5_vl")],
+)
 def test_packed_samples_have_the_losses_and_gradients_of_single_ones(
-    family: str, one_row: bool, data: Path
+    family: str, one_row: bool, by_document: bool, data: Path
 ) -> None:
     model, processor, collate = tiny(family)
     install_row_masks(model)
+    if by_document:
+        assert attend_by_document(model, {"use_cache": False})
     dataset = conversations(processor, str(data))
     samples: list[ImageText] = [dataset[number] for number in SAMPLES]
     lengths = [collate.num_tokens(sample) for sample in samples]
