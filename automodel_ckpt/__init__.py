@@ -1,10 +1,41 @@
 """A fine-tuning trainer for Hugging Face models with checkpoints that can be trusted.
 
-Importing this package is cheap: it imports neither torch nor transformers.
+    from automodel_ckpt import Checkpointer, load_recipe, train
+
+Importing this package is cheap: torch and transformers are imported when one of these names is used.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from automodel_ckpt.api import TrainingResult, load_recipe, train
+    from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions
+
 __version__ = "0.1.0.dev0"
 
-__all__ = ["__version__"]
+__all__ = [
+    "CheckpointOptions",
+    "Checkpointer",
+    "TrainingResult",
+    "__version__",
+    "load_recipe",
+    "train",
+]
+
+_HOMES = {
+    "CheckpointOptions": "automodel_ckpt.checkpoint",
+    "Checkpointer": "automodel_ckpt.checkpoint",
+    "TrainingResult": "automodel_ckpt.api",
+    "load_recipe": "automodel_ckpt.api",
+    "train": "automodel_ckpt.api",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

@@ -98,6 +98,13 @@ class StopRequest:
         self._first_at = self._first_at or time.monotonic()
         self.requested = self.requested or number
 
+    def reset(self) -> None:
+        """Forget the request, for another run in this process."""
+        self.requested = 0
+        self.elsewhere = self.interrupted = False
+        self._first_at = 0.0
+        self._is_acknowledged = False
+
     @property
     def wanted(self) -> bool:
         """Whether this rank has to stop."""

@@ -54,6 +54,7 @@ MAY_IMPORT = {
         "checkpoint",
         "convert",
     },
+    "api": {"errors", "config", "distributed", "checkpoint", "recipes"},
     "cli": {
         "errors",
         "units",
