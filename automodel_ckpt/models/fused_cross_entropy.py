@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+
+from automodel_ckpt.models.forward import class_and_message
+
+log = logging.getLogger("automodel_ckpt")
 
 IGNORE_INDEX = -100
 CHUNK_ELEMENTS = {"cpu": 2**25, "cuda": 2**28}
@@ -100,9 +105,34 @@ def kernel_for(device_type: str, logits_dtype: torch.dtype) -> str:
         if name != "triton":
             return name
         # The kernels compute in float32.
-        if logits_dtype == torch.float32 and is_installed("triton"):
+        if logits_dtype == torch.float32 and is_installed("triton") and _runs_triton():
             return name
     return "torch"
+
+
+def _runs_triton() -> bool:
+    """Whether Triton's kernels run on the GPU that this process uses; not tried before it uses one."""
+    return not torch.cuda.is_initialized() or try_kernels()  # type: ignore[no-untyped-call]
+
+
+@functools.cache
+def try_kernels() -> bool:
+    """Run a kernel once on the GPU. Triton needs a C compiler, so that it can be installed and fail.
+
+    Logs the reason, and returns False, if it fails.
+    """
+    try:
+        from automodel_ckpt.models import loss_kernels
+
+        logits = torch.zeros(1, 2, device="cuda")
+        labels = torch.zeros(1, dtype=torch.int64, device="cuda")
+        loss_kernels.losses_and_errors(logits, labels, 1.0, None, torch.float32, True)
+    except Exception as error:
+        log.debug("the kernels of the loss head fail", exc_info=True)
+        reason = class_and_message(error)
+        log.info("the loss is computed without Triton, whose kernels fail here: %s", reason)
+        return False
+    return True
 
 
 @functools.cache

@@ -307,6 +307,15 @@ def test_chunks_of_a_gpu_are_large_and_full_tiles(monkeypatch: pytest.MonkeyPatc
         assert 2**27 < rows * vocabulary <= 2**28
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels can run here")
+def test_kernels_that_fail_are_replaced_and_the_reason_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level("INFO", "automodel_ckpt"):
+        assert not fused_cross_entropy.try_kernels.__wrapped__()
+    assert "computed without Triton, whose kernels fail here: " in caplog.text
+
+
 @pytest.mark.parametrize("has_triton", [True, False])
 @pytest.mark.parametrize("num_positions", [4096, 8192])
 def test_a_frozen_head_on_a_gpu_needs_a_fifth_of_the_memory_of_full_logits(
