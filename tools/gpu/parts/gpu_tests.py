@@ -43,6 +43,8 @@ def _outcomes(records: Path) -> dict[str, list[tuple[str, str]]]:
 
 def _tests(records: Path, selection: list[str]) -> Figures:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tools.gpu.pytest_records", *PATHS]
+    # make test treats warnings as errors; those of other libraries and of CUDA are no failure here.
+    command += ["-W", "ignore"]
     if version_of("pytest-xdist") and not selection:
         command += ["-n", str(_PROCESSES)]
     environment = os.environ | {
