@@ -205,18 +205,8 @@ def build_trainable(
         model_config = read_model_config(
             config, layout, auto_class=auto_class, preprocessor=preprocessor
         )
-    keeps_masters = False
-    if isinstance(config.model, ModelConfig):
-        # A given type is that of all parameters of the base.
-        is_default = config.model.dtype is None
-        keeps_masters = is_default and config.peft is not None and config.peft.dtype == "float32"
-        dtype = parameter_type(
-            config.model,
-            model_config,
-            device_type=layout.device.type,
-            is_frozen=config.peft is not None or not is_trained,
-        )
-        config = replace(config, model=replace(config.model, dtype=dtype))
+    keeps_masters = _keeps_masters(config)
+    config = _with_parameter_type(config, model_config, layout, is_trained=is_trained)
     builder = _TrainableBuilder(
         config,
         layout,
@@ -231,6 +221,33 @@ def build_trainable(
         keeps_masters=keeps_masters,
     )
     return builder.build()
+
+
+def _keeps_masters(config: RecipeConfig) -> bool:
+    """Whether parameters that are trained beside a base in 16 bits get float32: not if the recipe gives their type."""
+    section, peft = config.model, config.peft
+    if isinstance(section, Target) or section.dtype is not None:
+        return False
+    return peft is not None and peft.dtype == "float32"
+
+
+def _with_parameter_type(
+    config: RecipeConfig,
+    model_config: PreTrainedConfig | None,
+    layout: RankLayout,
+    *,
+    is_trained: bool,
+) -> RecipeConfig:
+    """Return *config* with a ``model.dtype`` for this device."""
+    if isinstance(config.model, Target):
+        return config
+    dtype = parameter_type(
+        config.model,
+        model_config,
+        device_type=layout.device.type,
+        is_frozen=config.peft is not None or not is_trained,
+    )
+    return replace(config, model=replace(config.model, dtype=dtype))
 
 
 def read_model_config(

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from automodel_ckpt.checkpoint import Manifest
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.distributed.parallelize import Parallelism, parallelize
 from automodel_ckpt.models.adapter import Lora, add_adapters, copy_saved_modules, widen_trained
@@ -92,6 +93,8 @@ def test_each_strategy_computes_in_bfloat16_and_keeps_float32(
 
     ranks.run(both, num_ranks, init=False)
     assert "computed in bfloat16" in capfd.readouterr().err
+    manifest = Manifest.read(tmp_path / "mixed" / "epoch_0_step_3")
+    assert "computed in bfloat16" in manifest.environment["precision"]
     mixed, plain = (
         lines_of_steps(tmp_path / name / "training.jsonl") for name in ("mixed", "plain")
     )
