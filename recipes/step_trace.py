@@ -7,6 +7,7 @@ activation checkpointing with its second forward pass.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -188,6 +189,25 @@ def traced_step(
     Raises an exception of torch or of the model for a forward pass that needs values.
     """
     live = LiveBytes()
+    # It prints the stack of an operation that it does not support; the caller handles the exception.
+    torch_log = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, torch_log.disabled = torch_log.disabled, True
+    try:
+        return _traced(backbone, inputs, options, live, dtype, is_autocast=is_autocast, host=host)
+    finally:
+        torch_log.disabled = was_disabled
+
+
+def _traced(
+    backbone: nn.Module,
+    inputs: Tensors,
+    options: Mapping[str, Any],
+    live: LiveBytes,
+    dtype: torch.dtype | None,
+    *,
+    is_autocast: bool,
+    host: HostActivations | None,
+) -> StepTrace:
     # On the meta device, transformers would look for packed samples in the values of the positions.
     with _traced_attention(backbone), FakeTensorMode(allow_non_fake_inputs=True):
         own = _fake_parameters(backbone, None if is_autocast else dtype)
