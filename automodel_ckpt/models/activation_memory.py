@@ -12,13 +12,12 @@ from __future__ import annotations
 import functools
 import logging
 import types
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -49,12 +48,8 @@ KEPT_OPERATORS = frozenset(
     }
 )
 """Operators whose results are kept: attention, and reductions over ranks."""
-_IS_SELECTIVE = "keeps_selected_activations"
-MIN_OFFLOADED_BYTES = 1 << 20
+_MIN_OFFLOADED_BYTES = 1 << 20
 """Copies of smaller tensors would cost more time than they save memory."""
-
-# Called with each result that selective layers keep, while a forecast is traced.
-_note_kept: Callable[[torch.Tensor], Any] | None = None
 
 
 def checkpoint_activations(
@@ -111,7 +106,6 @@ def _select_activations(model: nn.Module, layers: Sequence[nn.Module]) -> None:
         # inside of what it compiles, and the hooks of FSDP2 must stay outside, so the method itself is replaced. A
         # bound method is copied together with its layer.
         layer.forward = types.MethodType(forward, layer)
-        setattr(layer, _IS_SELECTIVE, True)
 
 
 @functools.cache
@@ -121,8 +115,7 @@ def _selective_forward(layer_class: type[nn.Module]) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def selective(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        is_recomputed = getattr(layer, _IS_SELECTIVE) and layer.training
-        if not is_recomputed or not torch.is_grad_enabled():
+        if not layer.training or not torch.is_grad_enabled():
             return forward(layer, *args, **kwargs)
         function = functools.partial(forward, layer, **kwargs)
         return checkpoint(function, *args, use_reentrant=False, context_fn=selective_contexts)
@@ -132,10 +125,7 @@ def _selective_forward(layer_class: type[nn.Module]) -> Callable[..., Any]:
 
 def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """The contexts of a selective layer's forward pass and of its recomputation."""
-    policy = _Policy()
-    if _note_kept is not None:
-        return _NotingKept(policy, _note_kept), nullcontext()
-    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(_Policy())  # type: ignore[no-untyped-call]
     return contexts
 
 
@@ -147,11 +137,11 @@ class _Policy:
         self._num_products = {False: 0, True: 0}
 
     def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if self.keeps(operator, is_recompute=context.is_recompute):
+        if self._keeps(operator, is_recompute=context.is_recompute):
             return CheckpointPolicy.MUST_SAVE
         return CheckpointPolicy.PREFER_RECOMPUTE
 
-    def keeps(self, operator: Any, *, is_recompute: bool = False) -> bool:
+    def _keeps(self, operator: Any, *, is_recompute: bool) -> bool:
         """Whether the result of the next call, of *operator*, is kept."""
         # The name is followed by that of the overload.
         name = operator.name().partition(".")[0]
@@ -159,54 +149,6 @@ class _Policy:
             self._num_products[is_recompute] += 1
             return self._num_products[is_recompute] % 2 == 1
         return name in KEPT_OPERATORS
-
-
-class _NotingKept(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Passes the results that a policy keeps to a function, in place of keeping them."""
-
-    def __init__(self, policy: _Policy, note: Callable[[torch.Tensor], Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._policy, self._note = policy, note
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        results = func(*args, **(kwargs or {}))
-        if self._policy.keeps(func):
-            several = results if isinstance(results, (tuple, list)) else (results,)
-            for result in several:
-                if isinstance(result, torch.Tensor):
-                    self._note(result)
-        return results
-
-
-@contextmanager
-def noting_kept(note: Callable[[torch.Tensor], Any]) -> Iterator[None]:
-    """Pass the results that selective layers keep in forward passes in the context to *note*.
-
-    They cannot be seen by hooks of saved tensors. A backward pass is not possible then.
-    """
-    global _note_kept
-    _note_kept = note
-    try:
-        yield
-    finally:
-        _note_kept = None
-
-
-@contextmanager
-def without_checkpointing(model: nn.Module) -> Iterator[None]:
-    """Switch the recomputation of activations off inside the context."""
-    switched: list[tuple[nn.Module, str]] = []
-    for module in model.modules():
-        for name in ("gradient_checkpointing", _IS_SELECTIVE):
-            if getattr(module, name, False):
-                switched.append((module, name))
-    for module, name in switched:
-        setattr(module, name, False)
-    try:
-        yield
-    finally:
-        for module, name in switched:
-            setattr(module, name, True)
 
 
 # ---------------------------------------------------------------- offload
@@ -219,7 +161,7 @@ class HostActivations:
     while the backward pass computes the layer behind. Not tested on a GPU.
     """
 
-    def __init__(self, device: torch.device, min_bytes: int = MIN_OFFLOADED_BYTES) -> None:
+    def __init__(self, device: torch.device, min_bytes: int = _MIN_OFFLOADED_BYTES) -> None:
         """Offload from *device* what has at least *min_bytes*."""
         self._device, self._min_bytes = device, min_bytes
         self.stream: Any = None

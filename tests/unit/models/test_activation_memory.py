@@ -16,9 +16,6 @@ from automodel_ckpt.models.activation_memory import (
     HostActivations,
     check_offload,
     checkpoint_activations,
-    noting_kept,
-    selective_contexts,
-    without_checkpointing,
 )
 from automodel_ckpt.models.attention import attend_by_document
 from automodel_ckpt.models.compiling import compile_layers
@@ -178,26 +175,6 @@ def test_a_copy_of_a_selective_model_computes_with_its_own_weights() -> None:
             parameter.zero_()
     assert trained(model, None)[0] == trained(model_with(None), None)[0]
     assert trained(other, None)[0] != trained(model, None)[0]
-
-
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_recomputation_can_be_switched_off_for_a_while(mode: str) -> None:
-    model = model_with(mode)
-    plain = LiveBytes().measure(model_with(None), None)
-    with without_checkpointing(model):
-        assert LiveBytes().measure(model, None) == plain
-    assert LiveBytes().measure(model, mode) < plain
-
-
-def test_a_forecast_notes_what_selective_layers_keep() -> None:
-    noted: list[torch.Tensor] = []
-    model = model_with("selective")
-    inputs = {name: each for name, each in row().items() if name != "labels"}
-    with noting_kept(noted.append):
-        model.model(**inputs, use_cache=False)
-    kept = LiveBytes().measure(model, "selective") - LiveBytes().measure(model_with("full"), "full")
-    assert sum(tensor.nbytes for tensor in noted) == kept
-    assert selective_contexts()[1] is not None
 
 
 @pytest.mark.parametrize("mode", MODES)
