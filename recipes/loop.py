@@ -29,6 +29,7 @@ from automodel_ckpt.distributed.parallelize import (
 )
 from automodel_ckpt.distributed.stop import StoppedWaiting, StopRequest
 from automodel_ckpt.errors import DeviceMemoryError, Stopped
+from automodel_ckpt.models.token_hits import TokenHits
 from automodel_ckpt.models.vocabulary import check_token_ids, num_embeddings
 from automodel_ckpt.recipes.completions import Completions
 from automodel_ckpt.recipes.gradients import GradientAccumulation
@@ -44,6 +45,15 @@ from automodel_ckpt.recipes.records import (
 )
 from automodel_ckpt.recipes.run_log import RunLog, build_profiler
 from automodel_ckpt.recipes.saves import Saves
+from automodel_ckpt.recipes.validation_metrics import (
+    ACCURACY,
+    PERPLEXITY,
+    TRAIN_LOSS,
+    measures_of,
+    metric_name,
+    metric_names,
+    perplexity,
+)
 from automodel_ckpt.training.lr import current_rate
 from automodel_ckpt.training.optim import (
     check_sharding_support,
@@ -110,6 +120,7 @@ class TrainingLoop:
         self.saves = saves
         self.run_log = run_log
         self.completions = completions
+        self.measures = measures_of(type(objective), config.loss_fn)
         self.profiler = build_profiler(config, layout)
         self.runs_ahead = self.queues_work()
         self.gradients = GradientAccumulation(
@@ -470,7 +481,8 @@ class TrainingLoop:
 
         It leaves no trace in the training: no gradients, and random states are restored.
         """
-        measured = {}
+        measured: dict[str | None, tuple[float, float, float]] = {}
+        hits: dict[str | None, float] = {}
         if self.trainable.fake_quantization is not None:
             # A run that has just been resumed has made no step.
             self.trainable.fake_quantization.start(max(1, self.step_scheduler.step))
@@ -478,21 +490,54 @@ class TrainingLoop:
         try:
             with torch.no_grad(), self.rng.preserved():
                 for name, batches in self._all_validation_sets():
+                    self.objective.hits = TokenHits(self.layout.device)
                     totals = self.validation_totals(batches())
                     if totals is None:
                         return None
                     measured[name] = totals
+                    hits[name] = self._sum_of_hits(self.objective.hits)
         finally:
+            self.objective.hits = None
             self.model.train()
             # With FSDP2, a forward pass without a backward pass leaves parameters gathered.
             reshard(self.model)
         losses = {}
-        for name, (loss, count, _) in measured.items():
+        accuracies = {}
+        for name, (loss, count, num_labels) in measured.items():
             losses[name] = loss / count if count else math.nan
+            accuracies[name] = hits[name] / num_labels if num_labels else math.nan
         assert measured, "without validation data, no validation is due"
         main, (_, _, num_labels) = next(iter(measured.items()))
         named = {name: loss for name, loss in losses.items() if name is not None}
-        return Validation(losses[main], int(num_labels), named)
+        further = self._further_metrics(main, losses, accuracies)
+        return Validation(losses[main], int(num_labels), named, further)
+
+    def _sum_of_hits(self, hits: TokenHits) -> float:
+        """The number of correctly predicted labels over all ranks. A collective."""
+        # Context parallel ranks count different labels, as they sum the loss of different ones.
+        here = hits.read() if self.layout.reports_loss else 0
+        return sum_over_ranks(self.layout.gloo_group, here)[0]
+
+    def _further_metrics(
+        self,
+        main: str | None,
+        losses: Mapping[str | None, float],
+        accuracies: Mapping[str | None, float],
+    ) -> dict[str, float]:
+        """The metrics beside the losses by their names in logs. *main* is the set without a name in them."""
+        found: dict[str, float] = {}
+        for measure in self.measures:
+            if measure == ACCURACY:
+                values = accuracies
+            elif measure == PERPLEXITY:
+                values = {name: perplexity(loss) for name, loss in losses.items()}
+            else:
+                continue
+            found[metric_name(measure, None)] = values[main]
+            for name, value in values.items():
+                if name is not None:
+                    found[metric_name(measure, name)] = value
+        return found
 
     def _all_validation_sets(
         self,
@@ -573,8 +618,7 @@ class TrainingLoop:
             return None
         scheduler = self.step_scheduler
         scheduler.note_validated()
-        named = [f", {name} {loss:.4f}" for name, loss in validation.losses.items()]
-        log.info("step %d: validation loss %.4f%s", scheduler.step, validation.loss, "".join(named))
+        log.info("step %d: validation loss %s", scheduler.step, validation_text(validation))
         self.run_log.log_validation(scheduler, validation)
         if self.completions is not None:
             self.run_log.log_completions(scheduler, self.completions.at(scheduler.step))
@@ -596,15 +640,15 @@ class TrainingLoop:
 
     def losses(self, validation: Validation | None) -> dict[str, Any]:
         """The content of ``losses.json`` at the present step; null for what was not measured at this step."""
-        metrics: dict[str, float | None] = {"val_loss": None}
-        for name in self.validation_sets:
-            metrics[f"val_loss_{name}"] = None
+        metrics: dict[str, float | None] = {}
+        for name in metric_names(self.measures, self.validation_sets):
+            metrics[name] = None
         if validation is not None:
             metrics.update(validation.metrics)
         return {
             "step": self.step_scheduler.step,
             "epoch": self.step_scheduler.epoch,
-            "train_loss": self.last_step.loss if self.last_step else None,
+            TRAIN_LOSS: self.last_step.loss if self.last_step else None,
             **metrics,
         }
 
@@ -660,6 +704,23 @@ class TrainingLoop:
         scheduler = self.step_scheduler
         log.info("already complete at step %d: %s", scheduler.step, scheduler.reason_of_end())
         self.saves.export_finished()
+
+
+def validation_text(validation: Validation) -> str:
+    """The metrics of a validation for the log: those of the main set, then those of each named one."""
+
+    def text(loss: float, suffix: str) -> str:
+        parts = [f"{loss:.4f}"]
+        for measure in (ACCURACY, PERPLEXITY):
+            value = validation.further.get(f"val_{measure}{suffix}")
+            if value is not None:
+                parts.append(f"{measure} {value:.4g}")
+        return ", ".join(parts)
+
+    sets = [text(validation.loss, "")]
+    for name, loss in validation.losses.items():
+        sets.append(f"{name} {text(loss, f'_{name}')}")
+    return "; ".join(sets)
 
 
 def steps_per_epoch(loader: GlobalBatchLoader) -> int | None:

@@ -18,6 +18,7 @@ from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.build import check_context
 from automodel_ckpt.models.forward import last_layer_output, logits_of
 from automodel_ckpt.models.mtp import MultiTokenPrediction
+from automodel_ckpt.models.token_hits import TokenHits
 from automodel_ckpt.recipes.records import AUX_LOSS, BatchSize, LossSum
 from automodel_ckpt.recipes.trainable import Trainable
 from automodel_ckpt.training.loss import (
@@ -29,6 +30,7 @@ from automodel_ckpt.training.loss import (
     labelled_positions,
     next_token_loss,
     num_label_tokens,
+    shift_labels,
 )
 from automodel_ckpt.training.mtp_loss import MTP_LOSS, labels_of_depths
 from automodel_ckpt.training.step_scheduler import StepScheduler
@@ -46,6 +48,8 @@ class Objective:
 
     check_length: ContextCheck | None = None
     """Raises for samples that are longer than the model's context; None: nothing is known about the context."""
+    hits: TokenHits | None = None
+    """Counts the labels with the highest logit while it is set, in evaluation passes; None in training."""
 
     def __init__(
         self,
@@ -158,13 +162,19 @@ class Objective:
                 output = self.model(**inputs, **trainable.forward_options)
                 self._note_routing(output, rows, part)
             labels = self._on_device(rows["labels"])
-            return next_token_loss(logits_of(output), labels, self.loss_fn, part)
+            logits = logits_of(output)
+            loss = next_token_loss(logits, labels, self.loss_fn, part)
+            if self.hits is not None:
+                self.hits.add(logits.flatten(0, 1), shift_labels(labels)[:, part].flatten())
+            return loss
         positions, targets = labelled_positions(rows["labels"], part, all_up_to=trainable.all_up_to)
         if positions is not None:
             positions = self._on_device(positions)
         # The root module computes the loss: only its forward pass gathers the root's parameters and
         # sets the backward hooks of FSDP2, and prepares the reduction of DDP.
-        loss_pass = trainable.loss_head.computing_loss(positions, self._on_device(targets))
+        loss_pass = trainable.loss_head.computing_loss(
+            positions, self._on_device(targets), hits=self.hits
+        )
         with trainable.compute(), loss_pass:
             output = self.model(**inputs, **trainable.forward_options)
             self._note_routing(output, rows, part)

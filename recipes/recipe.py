@@ -68,6 +68,12 @@ from automodel_ckpt.recipes.trainable import (
     read_model_config,
     within_context,
 )
+from automodel_ckpt.recipes.validation_metrics import (
+    TRAIN_LOSS,
+    check_metric_keys,
+    measures_of,
+    metric_names,
+)
 from automodel_ckpt.seeds import seed_everything
 from automodel_ckpt.training.loss import LossFn
 from automodel_ckpt.training.lr import build_schedule
@@ -166,6 +172,7 @@ class Recipe:
             check_pipeline_extensions(type(self), Recipe, self.objective_class, self.loop_class)
         # It takes the lease: a second run of this directory fails before it reads data or weights.
         self.checkpointer = self.build_checkpointer()
+        self._check_metric_keys()
         self.build()
         self._check_model()
         self.run_log.measure_device(self._compute_dtype())
@@ -521,6 +528,18 @@ class Recipe:
                 value=type(self.model).__name__,
                 hint="extend build_trainable to return dataclasses.replace(trainable, model=...)",
             )
+
+    def _check_metric_keys(self) -> None:
+        """Raise :class:`RecipeError` for a key that names a metric which the run does not measure."""
+        loop = self.loop_class
+        extended = (
+            loop.losses is not TrainingLoop.losses or loop.validate is not TrainingLoop.validate
+        )
+        # A loop that measures something else knows its names only when it has measured it.
+        if has_validation(self.config) and not extended:
+            measures = measures_of(self.objective_class, self.config.loss_fn)
+            known = [TRAIN_LOSS, *metric_names(measures, self.config.validation_datasets)]
+            check_metric_keys(self.config, known)
 
     def _compute_dtype(self) -> torch.dtype:
         """The dtype of the matrix products of training."""

@@ -106,18 +106,20 @@ class StepResult:
 class Validation:
     """The mean loss over the validation set, and the number of its label tokens.
 
-    *losses* are the mean losses over the sets in ``validation_datasets``, by name.
+    *losses* are the mean losses over the sets in ``validation_datasets``, by name. *further* are the metrics beside the
+    losses, by the names that logs have: accuracies (fractions of the label tokens) and perplexities.
     """
 
     loss: float
     num_label_tokens: int
     losses: Mapping[str, float] = field(default_factory=dict)
+    further: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The losses by the names that logs and ``losses.json`` have."""
+        """All metrics by the names that logs and ``losses.json`` have."""
         named = {f"val_loss_{name}": loss for name, loss in self.losses.items()}
-        return {"val_loss": self.loss, **named}
+        return {"val_loss": self.loss, **named, **self.further}
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from automodel_ckpt.models.forward import class_and_message
+from automodel_ckpt.models.token_hits import TokenHits
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -50,6 +51,10 @@ class VocabularyPart:
     def largest(self, values: torch.Tensor) -> None:
         """Replace *values* by their maximum over all ranks."""
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
+
+    def smallest(self, values: torch.Tensor) -> None:
+        """Replace *values* by their minimum over all ranks."""
+        dist.all_reduce(values, dist.ReduceOp.MIN, group=self.group)
 
     def sum(self, values: torch.Tensor) -> None:
         """Replace *values* by their sum over all ranks."""
@@ -180,11 +185,13 @@ def linear_cross_entropy(
     targets: torch.Tensor,
     part: VocabularyPart | None = None,
     transform: LogitTransform = IDENTITY,
+    hits: TokenHits | None = None,
 ) -> torch.Tensor:
     """Summed cross-entropy of ``transform(hidden [N, H] @ weight [V, H].T + bias [V])`` for targets [N]; 0-dim, at
     least float32. Rows with target -100 are ignored.
 
     With *part*, *weight* and *bias* are this rank's rows, and the loss is that of all rows. This is collective.
+    *hits* counts the positions whose target has the highest logit; only evaluation passes give it.
 
     Equal to ``F.cross_entropy(transform(F.linear(hidden, weight, bias).float()), targets, reduction="sum")`` except
     for the order of additions, with at most one chunk of logits in memory. With autocast, the product is computed in
@@ -199,9 +206,11 @@ def linear_cross_entropy(
     num_logits = targets.shape[0] * weight.shape[0]
     if part is None and device_type != "cuda" and _FEW * num_logits <= CHUNK_ELEMENTS["cpu"]:
         logits = transform(widened(F.linear(hidden, weight, bias)))
+        if hits is not None:
+            hits.add(logits, targets)
         return F.cross_entropy(logits, targets, reduction="sum")
     loss: torch.Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, part, transform, torch.is_grad_enabled()
+        hidden, weight, bias, targets, part, transform, torch.is_grad_enabled(), hits
     )
     return loss
 
@@ -219,6 +228,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         part: VocabularyPart | None,
         transform: LogitTransform,
         with_gradients: bool,
+        hits: TokenHits | None,
     ) -> torch.Tensor:
         needed = ctx.needs_input_grad[:3] if with_gradients else (False, False, False)
         sums = ctx.gradients = _Gradients(hidden, weight, bias, needed)
@@ -230,6 +240,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for start in range(0, len(targets), size):
             chunk = hidden[start : start + size]
             logits = _wide_logits(chunk, weight, bias)
+            if hits is not None:
+                # Before the loss, which overwrites the logits.
+                hits.add(logits, targets[start : start + size], part)
             losses, errors = losses_and_errors(
                 logits,
                 targets[start : start + size],
@@ -249,7 +262,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, loss_weight: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # Scaling changes the sums in place: a second backward pass must fail, not scale them twice.
         gradients, ctx.gradients = ctx.gradients, None
-        return *gradients.scaled(loss_weight), None, None, None, None
+        return *gradients.scaled(loss_weight), None, None, None, None, None
 
 
 def _wide_logits(

@@ -38,6 +38,7 @@ from automodel_ckpt.models.fused_cross_entropy import (
     linear_cross_entropy,
     widened,
 )
+from automodel_ckpt.models.token_hits import TokenHits
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -70,14 +71,16 @@ class ComputesLoss:
         positions: torch.Tensor | None,
         targets: torch.Tensor,
         sizes: Sequence[int] | None = None,
+        hits: TokenHits | None = None,
     ) -> LossPass:
         """Let the forward passes of the model inside the context compute a loss instead of logits.
 
         *positions* [N] are the labeled positions in the flattened batch, *targets* [N] the tokens that they predict.
         None stands for all positions of a batch of at most :attr:`all_up_to`; there -100 is no target. With *sizes*,
         the positions are those of several losses: of so many positions each, in this order. *positions* is then given.
+        *hits* counts the targets with the highest logit, in passes without gradients.
         """
-        return LossPass(self, positions, targets, sizes)
+        return LossPass(self, positions, targets, sizes, hits)
 
 
 class LossPass(AbstractContextManager["LossPass"]):
@@ -89,10 +92,12 @@ class LossPass(AbstractContextManager["LossPass"]):
         positions: torch.Tensor | None,
         targets: torch.Tensor,
         sizes: Sequence[int] | None = None,
+        hits: TokenHits | None = None,
     ) -> None:
         self._head = head
         self.positions = positions
         self.targets = targets
+        self.hits = hits
         self._sizes = sizes
         self._loss: torch.Tensor | None = None
 
@@ -204,7 +209,12 @@ class LossHead(ComputesLoss, nn.Linear):
 
         def loss_of(part: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             return linear_cross_entropy(
-                part, self.weight, self.bias, labels, transform=self.transform
+                part,
+                self.weight,
+                self.bias,
+                labels,
+                transform=self.transform,
+                hits=loss_pass.hits,
             )
 
         return loss_pass.output_for(loss_pass.summed(loss_of, hidden))
@@ -223,7 +233,13 @@ class LossHead(ComputesLoss, nn.Linear):
         largest_part = math.ceil(len(weight) / mesh.size())
         part = VocabularyPart(mesh.get_group(), first, largest_part)
         loss = linear_cross_entropy(
-            hidden, weight.to_local(), bias, loss_pass.targets, part, self.transform
+            hidden,
+            weight.to_local(),
+            bias,
+            loss_pass.targets,
+            part,
+            self.transform,
+            loss_pass.hits,
         )
         output = loss_pass.output_for(loss)
         return DTensor.from_local(output, mesh, [Replicate()], run_check=False)
@@ -250,11 +266,14 @@ class ModuleLossHead(ComputesLoss):
             return layer.forward(input, *args, **options)  # type: ignore[no-any-return]
         positions = loss_pass.positions
         assert positions is not None
+        hits = loss_pass.hits
 
         # Recomputed in the backward pass, when the context has ended and `_loss_pass` is None. So it
         # must call the layer's own forward and not this one.
         def loss_of_chunk(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             logits = self.transform(widened(layer.forward(hidden, *args, **options)))
+            if hits is not None:
+                hits.add(logits, labels)
             return F.cross_entropy(logits, labels, reduction="sum")
 
         def loss_of(part: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from automodel_ckpt.report.history import NAMED_LOSS, History, Series
+from automodel_ckpt.report.history import ACCURACY, NAMED_LOSS, PERPLEXITY, History, Series
 from automodel_ckpt.report.scale import padded_range
 
 _SMOOTHED_POINTS = 200
@@ -36,24 +36,25 @@ class Curve:
 class Panel:
     """A chart of the report: its *title* and *curves*; with *from_zero*, the y axis contains 0.
 
-    With *if_varied*, the chart is left out if each run has one value only.
+    With *if_varied*, the chart is left out if each run has one value only. The fields of named validation sets in this
+    chart begin with *named_sets*; empty: it has none.
     """
 
     title: str
     curves: Sequence[Curve]
     from_zero: bool = False
     has_marks: bool = False
-    has_named_losses: bool = False
+    named_sets: str = ""
     if_varied: bool = False
 
     def curves_of(self, run: History) -> Iterator[Curve]:
         """Yield the curves of this chart, including those of the named validation sets of *run*."""
         yield from self.curves
-        if not self.has_named_losses:
+        if not self.named_sets:
             return
         for field in run.series:
-            if field.startswith(NAMED_LOSS):
-                name = field.removeprefix(NAMED_LOSS)
+            if field.startswith(self.named_sets):
+                name = field.removeprefix(self.named_sets)
                 yield Curve(field, "dots", f"validation, {name}", text_title=name)
 
 
@@ -65,7 +66,17 @@ PANELS: Sequence[Panel] = (
             Curve("val_loss", "dots", "validation", text_title="validation"),
         ),
         has_marks=True,
-        has_named_losses=True,
+        named_sets=NAMED_LOSS,
+    ),
+    Panel(
+        "Validation accuracy, fraction of tokens",
+        (Curve(ACCURACY, "dots", "validation", text_title="accuracy"),),
+        named_sets=f"{ACCURACY}_",
+    ),
+    Panel(
+        "Validation perplexity",
+        (Curve(PERPLEXITY, "dots", "validation"),),
+        named_sets=f"{PERPLEXITY}_",
     ),
     Panel("Gradient norm", (Curve("grad_norm", text_title="grad norm", smoothed=True),)),
     Panel("Learning rate", (Curve("lr", text_title="lr"),), from_zero=True),

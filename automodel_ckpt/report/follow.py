@@ -28,7 +28,6 @@ from typing import IO, Any
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import open_regular, read_safely
-from automodel_ckpt.report.history import NAMED_LOSS
 from automodel_ckpt.report.trackers import TRACKERS, Tracker
 
 log = logging.getLogger("automodel_ckpt.trackers")
@@ -270,10 +269,10 @@ def values_of(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the values of a log line, by the names that trackers display. Values that are not numbers are omitted."""
     fields = {}
     if "val_loss" in record:
-        fields["val_loss"] = "val/loss"
         for field in record:
-            if field.startswith(NAMED_LOSS):
-                fields[field] = f"val/loss_{field.removeprefix(NAMED_LOSS)}"
+            # val_loss, val_accuracy_NAME and so on.
+            if field.startswith("val_"):
+                fields[field] = f"val/{field.removeprefix('val_')}"
     elif record.get("event") is None:
         fields = {field: f"train/{field}" for field in _TRAIN}
     elif record["event"] == "save":

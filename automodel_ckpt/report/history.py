@@ -19,10 +19,13 @@ from automodel_ckpt.checkpoint.run import late_validations, resume
 from automodel_ckpt.errors import CheckpointUnusable
 
 _MAX_VALUE, _MAX_STEP = 1e100, 2**53
+"""Limits of plotted values and steps, within which sums and differences stay finite and exact."""
 NAMED_LOSS = "val_loss_"
 """The field of the loss of a named validation set begins with this."""
-_MAX_NAMED_LOSSES = 32
-"""Limits of plotted values and steps, within which sums and differences stay finite and exact."""
+ACCURACY, PERPLEXITY = "val_accuracy", "val_perplexity"
+"""The fields of the accuracy and the perplexity of the main set; those of named sets begin with them."""
+_MAX_NAMED = 96
+"""Fields of named validation sets that are read, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +96,8 @@ class History:
     """A run, read from its directory.
 
     *series* has the fields ``loss``, ``grad_norm``, ``lr``, ``tps``, ``tps_per_gpu``, ``mfu`` (in percent), ``mem``,
-    ``val_loss``, ``stall_seconds`` and ``bytes``, and ``val_loss_NAME`` for each named validation set.
+    ``val_loss``, ``val_accuracy``, ``val_perplexity``, ``stall_seconds`` and ``bytes``, and for each named validation
+    set ``val_loss_NAME``, ``val_accuracy_NAME`` and ``val_perplexity_NAME``.
     ``tps_per_gpu`` is empty for one rank. *checkpoints* are sorted from the oldest to the newest. *timestamps* are in
     seconds since 1970. *not_finite* are the steps whose loss is not finite.
     """
@@ -139,12 +143,14 @@ def read_history(path: Path, name: str | None = None) -> History:
         "mfu": _series(steps, "mfu").times(100),
         "mem": _series(steps, "mem"),
         "val_loss": _series(validations, "val_loss"),
+        ACCURACY: _series(validations, ACCURACY),
+        PERPLEXITY: _series(validations, PERPLEXITY),
         "stall_seconds": _series(saves, "stall_seconds"),
         "bytes": _series(saves, "bytes"),
     }
     if series["tps_per_gpu"] == series["tps"]:
         series["tps_per_gpu"] = Series()
-    for field_name in _named_losses(validations):
+    for field_name in _named_metrics(validations):
         series[field_name] = _series(validations, field_name)
     num_tokens = 0
     for record in steps:
@@ -201,13 +207,14 @@ def _series(records: list[dict[str, Any]], name: str) -> Series:
     return Series(tuple(steps), tuple(found[step] for step in steps))
 
 
-def _named_losses(validations: list[dict[str, Any]]) -> list[str]:
-    """List the fields of the losses of named validation sets, in the order of their first lines."""
+def _named_metrics(validations: list[dict[str, Any]]) -> list[str]:
+    """List the fields of the metrics of named validation sets, in the order of their first lines."""
+    prefixes = (NAMED_LOSS, f"{ACCURACY}_", f"{PERPLEXITY}_")
     names: dict[str, None] = {}
     for record in validations:
         for name in record:
             # A file may come from anywhere: a chart with thousands of curves helps no one.
-            if name.startswith(NAMED_LOSS) and len(names) < _MAX_NAMED_LOSSES:
+            if name.startswith(prefixes) and len(names) < _MAX_NAMED:
                 names[name] = None
     return list(names)
 

@@ -19,6 +19,7 @@ from automodel_ckpt.models.loss_head import (
     ModuleLossHead,
     install_loss_head,
 )
+from automodel_ckpt.models.token_hits import TokenHits
 from automodel_ckpt.training.loss import labelled_positions, next_token_loss
 from tests.distributed.test_training import lines, lines_of_steps
 from tests.support import ranks
@@ -89,10 +90,9 @@ def test_it_trains_as_full_logits_do(
             assert [r[field] for r in mine] == pytest.approx(
                 [r[field] for r in theirs], rel=1e-4
             ), name
-        values = [
-            lines(directory / "validation.jsonl")[-1]["val_loss"] for directory in (ours, full)
-        ]
-        assert values[0] == pytest.approx(values[1], rel=1e-4), name
+        mine, theirs = (lines(directory / "validation.jsonl")[-1] for directory in (ours, full))
+        assert mine["val_loss"] == pytest.approx(theirs["val_loss"], rel=1e-4), name
+        assert mine["val_accuracy"] == theirs["val_accuracy"], name
 
 
 def test_a_sharded_model_that_caps_its_logits_trains_as_on_full_ones(tmp_path: Path) -> None:
@@ -150,6 +150,21 @@ def by_a_vocabulary_in_parts(kind: str, settings: dict[str, Any], frozen: bool) 
     assert expected.keys() - gradients.keys() == ({"lm_head.weight"} if frozen else set())
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5)
+    check_hits(model, head, model_of(kind, **settings))
+
+
+def check_hits(model: Any, head: ComputesLoss, whole: Any) -> None:
+    """Labels are what *whole* predicts, and every third one is another token: *head* of *model* counts the others."""
+    tokens = torch.randint(0, VOCABULARY, (3, 8), generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        predicted = whole(input_ids=tokens, use_cache=False).logits.argmax(-1)
+    labels = torch.full_like(tokens, -100)
+    labels[:, 1:] = predicted[:, :-1]
+    labels[:, 3::3] = (labels[:, 3::3] + 1) % VOCABULARY
+    hits = TokenHits(torch.device("cpu"))
+    with torch.no_grad(), head.computing_loss(*labelled_positions(labels), hits=hits):
+        model(input_ids=tokens, use_cache=False)
+    assert hits.read() == 3 * 5
 
 
 def test_tensor_parallel_ranks_compute_it_with_a_part_of_the_vocabulary_each(
@@ -177,6 +192,7 @@ def an_adapted_layer(strategy: str) -> None:
     loss, gradients = loss_and_gradients(shared, head)
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert {name.removeprefix("module.") for name in gradients} == expected.keys()
+    check_hits(shared, head, model())
     for name, gradient in gradients.items():
         torch.testing.assert_close(
             gradient, expected[name.removeprefix("module.")], rtol=1e-4, atol=1e-6

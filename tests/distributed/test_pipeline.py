@@ -61,6 +61,7 @@ def test_a_pipeline_logs_what_one_rank_does_and_goes_on_exactly_and_on_other_ran
             assert [r[field] for r in records] == [r[field] for r in expected]
     one, two = (lines_of_steps(tmp_path / name / "validation.jsonl") for name in ("alone", "whole"))
     assert [r["val_loss"] for r in two] == pytest.approx([r["val_loss"] for r in one], rel=1e-5)
+    assert [r["val_accuracy"] for r in two] == [r["val_accuracy"] for r in one]
     assert [r["label_tokens"] for r in two] == [r["label_tokens"] for r in one]
     assert sorted(p.name for p in (tmp_path / "whole/epoch_0_step_4/rng").iterdir()) == [
         f"rng_global_rank_{rank}.pt" for rank in range(2)
@@ -112,6 +113,7 @@ def test_several_stages_on_a_rank_divided_rows_and_adapters_log_what_one_rank_do
             assert found == pytest.approx([step[field] for step in expected], rel=1e-5)
     one, two = (lines_of_steps(tmp_path / name / "validation.jsonl") for name in ("alone", "whole"))
     assert [r["val_loss"] for r in two] == pytest.approx([r["val_loss"] for r in one], rel=1e-5)
+    assert [r["val_accuracy"] for r in two] == [r["val_accuracy"] for r in one]
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 3, 5])

@@ -130,14 +130,15 @@ def test_the_logs_hold_each_step_each_save_and_each_validation(tmp_path: Path) -
     assert all(of_all == of_rank for of_all, of_rank in rates), "there is one rank"
     validations = lines(tmp_path / "run/validation.jsonl")
     assert [record["step"] for record in validations] == [5, 10, 12]
+    measured = {"val_loss", "val_accuracy", "val_perplexity"}
     assert all(
-        record.keys() == {"step", "epoch", "timestamp", "val_loss", "label_tokens"}
+        record.keys() == {"step", "epoch", "timestamp", *measured, "label_tokens"}
         for record in validations
     )
     assert saved(tmp_path / "run") == ["epoch_0_step_5", "epoch_1_step_10", "epoch_1_step_12"]
     for record in validations:
         content = losses(tmp_path / f"run/epoch_{record['epoch']}_step_{record['step']}")
-        assert content["val_loss"] == record["val_loss"]
+        assert {name: content[name] for name in measured} == {n: record[n] for n in measured}
         assert content["train_loss"] == steps[record["step"] - 1]["loss"]
 
 
@@ -181,6 +182,7 @@ def test_two_ranks_find_the_validation_loss_of_one(tmp_path: Path) -> None:
     one, two = (lines(tmp_path / name / "validation.jsonl")[0] for name in ("one", "two"))
     assert one["label_tokens"] == two["label_tokens"] == 11 * 15
     assert one["val_loss"] == pytest.approx(two["val_loss"], rel=1e-6)
+    assert one["val_accuracy"] == two["val_accuracy"]
 
 
 def test_a_better_validation_asks_for_a_save_when_told_to(tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.report.charts import charts_of
@@ -69,6 +71,67 @@ def test_each_set_has_its_loss_and_the_first_is_the_main_one(tmp_path: Path) -> 
     assert values_of(named[0])["val/loss_long"] == named[0]["val_loss_long"]
 
 
+def accuracies_of_the_export(run_directory: Path, recipe_file: Path) -> dict[str, float]:
+    """Fractions of the labels that plain transformers predicts with the newest export, for each set of the recipe."""
+    model = AutoModelForCausalLM.from_pretrained(run_directory / "LATEST/model/consolidated").eval()
+    recipe = build(recipe_file, f"--checkpoint.checkpoint_dir={run_directory / 'other'}")
+    recipe.setup()
+    found = {}
+    for name, batches in recipe.validation_sets.items():
+        num_hits = num_labels = 0
+        for batch in batches():
+            for micro_batch in batch.micro_batches:
+                labels = micro_batch["labels"][:, 1:]
+                logits = model(micro_batch["input_ids"], micro_batch["attention_mask"]).logits
+                num_hits += int((logits.argmax(-1)[:, :-1] == labels).sum())
+                num_labels += int((labels != -100).sum())
+        found[name] = num_hits / num_labels
+    recipe.close()
+    return found
+
+
+def test_accuracy_and_perplexity_are_those_of_plain_transformers(tmp_path: Path) -> None:
+    best = ("--checkpoint.best_metric_key=val_accuracy_long", "--checkpoint.best_mode=max")
+    # With the large weights of the others, no prediction is right after so few steps.
+    small = "--model.from_config.initializer_range=0.02"
+    run(tmp_path, "run", RECIPE + SETS, *best, small)
+    records = validations(tmp_path / "run")
+    last = records[-1]
+    reference = partial(accuracies_of_the_export, tmp_path / "run", tmp_path / "recipe.yaml")
+    (expected,) = ranks.run(reference, 1, init=False)
+    assert last["val_accuracy"] == last["val_accuracy_few"] == expected["few"] > 0
+    assert last["val_accuracy_long"] == expected["long"] > 0
+    for name in ("", "_few", "_long"):
+        perplexity = math.exp(last[f"val_loss{name}"])
+        assert last[f"val_perplexity{name}"] == pytest.approx(perplexity)
+    charts = charts_of([read_history(tmp_path / "run")])
+    labels = {chart.title: [line.label for line in chart.lines] for chart in charts}
+    drawn = labels["Validation accuracy, fraction of tokens"]
+    assert drawn[1:] == ["run, validation, few", "run, validation, long"]
+    assert values_of(last)["val/accuracy_long"] == last["val_accuracy_long"]
+    saved = [record for record in records if record["step"] in (5, 6)]
+    highest = max(saved, key=lambda record: float(record["val_accuracy_long"]))
+    assert os.readlink(tmp_path / "run/LOWEST_VAL") == f"epoch_0_step_{highest['step']}"
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        (
+            ("--checkpoint.best_metric_key=val_acuracy",),
+            r"nothing measures this metric[\s\S]*val_acuracy[\s\S]*val_loss_few[\s\S]*val_perplexity_long",
+        ),
+        (("--checkpoint.best_metric_key=val_accuracy",), r"lowest accuracy[\s\S]*best_mode: max"),
+    ],
+)
+def test_a_metric_that_cannot_select_the_best_checkpoint_is_an_error(
+    tmp_path: Path, options: tuple[str, ...], what: str
+) -> None:
+    directory = f"--checkpoint.checkpoint_dir={tmp_path / 'run'}"
+    with pytest.raises(RecipeError, match=what):
+        train(write_recipe(tmp_path, RECIPE + SETS), directory, *options)
+
+
 def test_a_killed_run_and_two_ranks_have_the_same_losses(tmp_path: Path) -> None:
     whole = run(tmp_path, "whole", RECIPE + SETS)
     arguments = (f"--checkpoint.checkpoint_dir={tmp_path / 'killed'}", *OVERRIDES)
@@ -76,7 +139,7 @@ def test_a_killed_run_and_two_ranks_have_the_same_losses(tmp_path: Path) -> None
     training = partial(train, recipe, *arguments, recipe_class=killed_after(5))
     ranks.outcomes(training, 1, init=False)
     assert run(tmp_path, "killed", RECIPE + SETS) == whole
-    fields = ("step", "val_loss", "val_loss_few", "val_loss_long")
+    fields = ("step", "val_loss", "val_loss_few", "val_loss_long", "val_accuracy_long")
     one, again = (
         [[record[field] for field in fields] for record in validations(tmp_path / name)]
         for name in ("whole", "killed")

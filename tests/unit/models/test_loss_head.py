@@ -26,6 +26,7 @@ from automodel_ckpt.models.loss_head import (
     LossHead,
     install_loss_head,
 )
+from automodel_ckpt.models.token_hits import TokenHits
 from automodel_ckpt.training.loss import labelled_positions, next_token_loss
 from tests.unit.models import test_packing_probe
 from tests.unit.models.test_packing_probe import build
@@ -84,6 +85,26 @@ def test_large_logits_do_not_overflow() -> None:
     scaled = hidden.detach() * 1e4
     expected = F.cross_entropy(F.linear(scaled, weight, bias), targets, reduction="sum")
     torch.testing.assert_close(linear_cross_entropy(scaled, weight, bias, targets), expected)
+
+
+@pytest.mark.usefixtures("_chunks")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hits_are_the_labels_with_the_highest_of_all_logits(dtype: torch.dtype) -> None:
+    hidden, weight, bias, targets = (each.detach() for each in inputs(dtype))
+    targets[::2] = F.linear(hidden, weight, bias).argmax(1)[::2]
+    targets[::4] = -100
+    expected = int((F.linear(hidden, weight, bias).argmax(1) == targets).sum())
+    hits = TokenHits(hidden.device)
+    with torch.no_grad():
+        without = linear_cross_entropy(hidden, weight, bias, targets)
+        assert torch.equal(linear_cross_entropy(hidden, weight, bias, targets, hits=hits), without)
+    assert hits.read() == expected > 0
+
+
+def test_of_equal_logits_the_first_one_is_predicted() -> None:
+    hits = TokenHits(torch.device("cpu"))
+    hits.add(torch.tensor([[1.0, 2.0, 2.0], [2.0, 1.0, 2.0]]), torch.tensor([1, 2]))
+    assert hits.read() == 1
 
 
 def test_without_labels_the_loss_is_zero_and_so_are_the_gradients() -> None:

@@ -1,0 +1,90 @@
+"""Which metrics a validation measures, under which names, and which keys of a recipe may name them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator
+
+from automodel_ckpt.config.schema import RecipeConfig, Target
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.recipes.objective import Objective
+
+LOSS, ACCURACY, PERPLEXITY = "loss", "accuracy", "perplexity"
+TRAIN_LOSS = "train_loss"
+"""The training loss of the last step, in ``losses.json``."""
+_PLAIN_LOSSES = ("torch.nn.CrossEntropyLoss", "torch.nn.functional.cross_entropy")
+_PLAIN_OPTIONS = {"reduction", "ignore_index"}
+_LARGEST_EXPONENT = 709.0
+"""exp() of more than this overflows in float64."""
+
+
+def measures_of(objective_class: type[Objective], loss_fn: Target | None) -> tuple[str, ...]:
+    """List what a validation with this objective and ``loss_fn`` section measures beside the loss.
+
+    The accuracy counts the labels of an objective that predicts the next token. The perplexity is the exponential of
+    the mean cross-entropy, so another loss has none.
+    """
+    replaced = (
+        objective_class.loss is not Objective.loss
+        or objective_class.losses is not Objective.losses
+        or objective_class.row_loss is not Objective.row_loss
+        or objective_class.size_of is not Objective.size_of
+    )
+    if replaced:
+        return (LOSS,)
+    if loss_fn is not None and not _is_plain_cross_entropy(loss_fn):
+        return (LOSS, ACCURACY)
+    return (LOSS, ACCURACY, PERPLEXITY)
+
+
+def _is_plain_cross_entropy(loss_fn: Target) -> bool:
+    return loss_fn._target_ in _PLAIN_LOSSES and set(loss_fn.kwargs) <= _PLAIN_OPTIONS
+
+
+def metric_name(measure: str, set_name: str | None) -> str:
+    """The name of a measure of a validation set in logs and ``losses.json``; None is the main set."""
+    name = f"val_{measure}"
+    return name if set_name is None else f"{name}_{set_name}"
+
+
+def metric_names(measures: Iterable[str], set_names: Collection[str]) -> Iterator[str]:
+    """Yield the names of all metrics of a validation of the main set and of the sets *set_names*."""
+    for measure in measures:
+        yield metric_name(measure, None)
+        for name in set_names:
+            yield metric_name(measure, name)
+
+
+def perplexity(loss: float) -> float:
+    """The exponential of a mean cross-entropy; infinite where that overflows, and NaN for NaN."""
+    return math.inf if loss > _LARGEST_EXPONENT else math.exp(loss)
+
+
+def check_metric_keys(config: RecipeConfig, known: Collection[str]) -> None:
+    """Check the keys of a recipe that name a metric; *known* are those that the run measures.
+
+    Raises :class:`RecipeError` for another name, and for an accuracy that a lower value would improve.
+    """
+    section = config.checkpoint
+    _check_known("checkpoint.best_metric_key", section.best_metric_key, known)
+    if _is_accuracy(section.best_metric_key) and section.best_mode == "min":
+        raise RecipeError(
+            "with best_mode min, the best checkpoint would be the one with the lowest accuracy",
+            where="checkpoint.best_metric_key",
+            value=section.best_metric_key,
+            hint="set checkpoint.best_mode: max",
+        )
+
+
+def _check_known(key: str, metric: str, known: Collection[str]) -> None:
+    if metric not in known:
+        raise RecipeError(
+            "nothing measures this metric",
+            where=key,
+            value=metric,
+            hint=f"this run measures {', '.join(known)}",
+        )
+
+
+def _is_accuracy(metric: str) -> bool:
+    return metric.startswith(f"val_{ACCURACY}")
