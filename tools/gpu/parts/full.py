@@ -40,7 +40,6 @@ class Case:
 
 
 CASES = (
-    Case("ours, defaults", compiles=False, forecasts=True),
     Case("ours, full checkpointing, compiled", FULL, forecasts=True),
     Case("ours, selective checkpointing, compiled", SELECTIVE),
     Case("ours, full checkpointing, compiled, accumulation of 8", FULL, accumulation=8),
@@ -48,7 +47,8 @@ CASES = (
     Case("less precise: 8-bit moments, compiled", ADAM_8_BIT),
     Case("less precise: FP8, full checkpointing, compiled", {**FULL, **FP8}, needs="torchao"),
     Case("ours, offloaded activations, compiled", OFFLOAD, only_gpu=True),
-    Case("ours, compiled"),
+    # The forecast is 166 GB, more than the GPU has: the message about it is what is recorded.
+    Case("ours, defaults", compiles=False),
 )
 """Those of ours that are not less precise have float32 weights and moments, and so count for the goal."""
 
@@ -79,7 +79,7 @@ def _ours(part: PartRun, case: Case) -> None:
     directory = session.scratch / "full"
     recipe = ours.merged(ours.recipe_of(work, session.bases["8B"], directory), case.changes)
     # A dry run compiles in one case only, because that takes most of its time.
-    if case.compiles and (session.device == "cuda" or case is CASES[1]):
+    if case.compiles and (session.device == "cuda" or case is CASES[0]):
         recipe = ours.merged(recipe, ours.compiled(session.device))
     flops = flops_per_token(work.config, work.length, trains_all=True)
     arguments = (case.name, recipe, directory, work.warm_up, flops, case.forecasts)
