@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-TOOLS = {"build", "hypothesis", "pytest", "pytest-timeout", "pytest-xdist", "scikit-learn", "scipy"}
+TOOLS = {
+    "build",
+    "hypothesis",
+    "jsonschema",
+    "pytest",
+    "pytest-timeout",
+    "pytest-xdist",
+    "scikit-learn",
+    "scipy",
+}
 
 
 def pins(name: str) -> dict[str, str]:
