@@ -361,7 +361,7 @@ def test_the_forecast_of_its_memory_is_what_it_allocates(
     weight = torch.randn(1000, 64, dtype=dtype).requires_grad_(trains_weight)
     hidden = torch.randn(2000, 64, dtype=dtype, requires_grad=True)
     targets = torch.zeros(2000, dtype=torch.int64)
-    with torch.profiler.profile(profile_memory=True) as profile:
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
         linear_cross_entropy(hidden, weight, None, targets)
     now, peak = 0, 0
     for event in profile.profiler.kineto_results.events():  # type: ignore[union-attr]
