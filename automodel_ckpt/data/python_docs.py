@@ -85,7 +85,9 @@ def language_modeling(
 
     require_choice("split", split, ("train", "validation"))
     key = (_topics_digest(), truncation.seq_length, split)
-    return prepared("python_docs-language_modeling", key, tokenizer, build).first(max_samples)
+    dataset = prepared("python_docs-language_modeling", key, tokenizer, build).first(max_samples)
+    dataset.report_lengths(f"language_modeling ({split})")
+    return dataset
 
 
 def docstring_pairs(

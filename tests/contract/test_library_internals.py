@@ -52,6 +52,16 @@ PRIVATE_NAMES: dict[str, str] = {
     "_inductor": "torch",
     "_dynamo": "torch",
     "_python_dispatch": "torch.utils",
+    "_pytree": "torch.utils",
+    "_reparametrize_module": "torch.nn.utils.stateless",
+    # What a failed forward pass leaves in a module of fsdp2.
+    "_fully_shard": "torch.distributed.fsdp",
+    "_fsdp_common": "torch.distributed.fsdp._fully_shard",
+    "_get_fsdp_state": "torch.distributed.fsdp.FSDPModule",
+    "_fsdp_param_group": "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
+    "_state_ctx": "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
+    "_training_state": "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState",
+    "_all_gather_result": "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
     "_subclasses": "torch",
     # Module paths whose functions compute this rank's part of a DTensor, and end data loader workers.
     "_utils": "torch.distributed.tensor",
