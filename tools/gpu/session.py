@@ -229,11 +229,11 @@ def die_with(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _kill_group(leader: int) -> None:
+def _kill_group(child: int) -> None:
     """Kill a forked process and all processes of its group."""
     for kill in (os.killpg, os.kill):
         try:
-            kill(leader, signal.SIGKILL)
+            kill(child, signal.SIGKILL)
         except ProcessLookupError:
             continue
 

@@ -16,14 +16,20 @@ _ROUNDS = 10
 _DOCUMENT = 512
 
 
+_LARGE = {"product": 8192, "copy": 8 << 30, "host copy": 4 << 30, "row": 8192, "optimizer": 1 << 28}
+_SMALL = {"product": 64, "copy": 1 << 20, "host copy": 1 << 20, "row": 64, "optimizer": 1 << 10}
+"""Rows of matrices, bytes, tokens and parameters; the small ones for a dry run."""
+
+
 def run(part: PartRun) -> None:
-    """Measure each limit in a process of its own."""
+    """Measure each limit in a separate process."""
     device, is_small = part.session.device, part.session.is_dry_run
-    part.measure("products", products, device, 64 if is_small else 8192, is_small, limit=90)
-    part.measure("device copies", device_copies, device, 1 << 20 if is_small else 8 << 30, limit=60)
-    part.measure("host copies", host_copies, device, 1 << 20 if is_small else 4 << 30, limit=90)
-    part.measure("attention", attention, device, 64 if is_small else 8192, limit=120)
-    part.measure("optimizer", optimizer_step, device, 1 << 10 if is_small else 1 << 28, limit=60)
+    sizes = _SMALL if is_small else _LARGE
+    part.measure("products", products, device, sizes["product"], is_small, limit=90)
+    part.measure("device copies", device_copies, device, sizes["copy"], limit=60)
+    part.measure("host copies", host_copies, device, sizes["host copy"], limit=90)
+    part.measure("attention", attention, device, sizes["row"], limit=120)
+    part.measure("optimizer", optimizer_step, device, sizes["optimizer"], limit=60)
 
 
 def seconds_of(function: Callable[[], Any], device: str, rounds: int = _ROUNDS) -> float:
