@@ -116,6 +116,10 @@ class DeviceMemoryError(RecipeError):
     """A GPU ran out of memory, in training or before. A restart cannot fix it: the recipe has to change."""
 
 
+class TrainingDiverged(RecipeError):
+    """The loss or the gradient was not finite in too many steps. A restart cannot fix it: the recipe has to change."""
+
+
 class CheckpointUnusable(AutomodelError):
     """A checkpoint cannot be used: it is damaged, incomplete, incompatible, or missing."""
 

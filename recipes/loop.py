@@ -28,7 +28,7 @@ from automodel_ckpt.distributed.parallelize import (
     reshard,
 )
 from automodel_ckpt.distributed.stop import StoppedWaiting, StopRequest
-from automodel_ckpt.errors import DeviceMemoryError, Stopped
+from automodel_ckpt.errors import DeviceMemoryError, Stopped, TrainingDiverged
 from automodel_ckpt.models.token_hits import TokenHits
 from automodel_ckpt.models.vocabulary import check_token_ids, num_embeddings
 from automodel_ckpt.recipes.completions import Completions
@@ -65,6 +65,10 @@ from automodel_ckpt.training.step_scheduler import Due, StepScheduler, planned_e
 
 log = logging.getLogger("automodel_ckpt")
 
+_DIVERGED_HINT = (
+    "lower optimizer.lr, add warmup_steps or clip_grad_norm, use bfloat16 instead of float16, or look at the samples "
+    "of these steps (logging.sample_ids)"
+)
 _NO_BATCH = GlobalBatch(0, 0, 0, [], [], last_of_epoch=True)
 
 
@@ -176,9 +180,20 @@ class TrainingLoop:
             if due.stop:
                 self.stop()
             if due.validate or due.save:
-                self.validate_and_save(validate=due.validate, save=due.save, last=due.last)
-            if due.last:
+                save = due.save and not self._postpones_save(due)
+                self.validate_and_save(validate=due.validate, save=save, last=due.last)
+            if due.last or self.step_scheduler.has_stopped_improving:
                 return
+
+    def _postpones_save(self, due: Due) -> bool:
+        """Whether a save that is due waits for a finite step: it could replace the last good checkpoint."""
+        scheduler = self.step_scheduler
+        if scheduler.nonfinite_steps == 0 or due.last:
+            return False
+        log.warning(
+            "step %d: not saved, because its loss or gradient norm is not finite", scheduler.step
+        )
+        return True
 
     def _step_with_reports(self, batch: GlobalBatch, control: Control) -> Due:
         """Make a step, and wait for it if something is due. Reports failures that its batch explains."""
@@ -457,6 +472,28 @@ class TrainingLoop:
             self.last_step,
             end.seconds_since(finished.start),
         )
+        # The sum, not the mean: without labels, the mean of a batch is NaN.
+        is_finite = math.isfinite(total) and math.isfinite(grad_norm)
+        if self.step_scheduler.note_finite(is_finite):
+            self._stop_diverged(finished.position.step, self.last_step)
+
+    def _stop_diverged(self, step: int, result: StepResult) -> NoReturn:
+        """Raise :class:`TrainingDiverged` after too many steps that were not finite. The same on all ranks.
+
+        Nothing is saved.
+        """
+        # A save in the background may still be writing the last good checkpoint.
+        self.saves.wait()
+        count = self.step_scheduler.nonfinite_steps
+        steps = "in 1 step" if count == 1 else f"in {count} consecutive steps"
+        newest = self.saves.last_save or self.saves.resumed
+        kept = f"the newest checkpoint is {newest.path.name}" if newest else "nothing was saved"
+        raise TrainingDiverged(
+            f"the loss or the gradient norm was not finite {steps}, the last of which is step {step}",
+            where="step_scheduler.stop_after_nonfinite_steps",
+            value=f"loss {result.loss}, gradient norm {result.grad_norm}, learning rate {result.lr:g}",
+            hint=f"{_DIVERGED_HINT}; {kept}",
+        )
 
     def explain(self, error: Exception, batch: GlobalBatch) -> None:
         """Raise :class:`RecipeError` if a step failed because *batch* has tokens that the model does not have, or
@@ -609,6 +646,10 @@ class TrainingLoop:
             self.stop()
         losses = self.losses(validation)
         is_best = validation is not None and self.saves.note_if_best(losses)
+        if validation is not None:
+            self.step_scheduler.note_metrics(losses)
+        if self.step_scheduler.has_stopped_improving:
+            save = last = True
         if (save or is_best) and self.step_scheduler.unsaved:
             self.saves.save(losses, validated=validation is not None, started=started, last=last)
 
@@ -636,7 +677,9 @@ class TrainingLoop:
         validation = self._validated()
         if validation is None:
             self.stop()
-        self.saves.note_late_validation(self.losses(validation))
+        losses = self.losses(validation)
+        self.saves.note_late_validation(losses)
+        scheduler.note_metrics(losses)
 
     def losses(self, validation: Validation | None) -> dict[str, Any]:
         """The content of ``losses.json`` at the present step; null for what was not measured at this step."""

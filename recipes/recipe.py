@@ -73,6 +73,7 @@ from automodel_ckpt.recipes.validation_metrics import (
     check_metric_keys,
     measures_of,
     metric_names,
+    stopping_rule,
 )
 from automodel_ckpt.seeds import seed_everything
 from automodel_ckpt.training.loss import LossFn
@@ -567,4 +568,6 @@ def cadence_of(config: RecipeConfig) -> Cadence:
         val_every_steps=steps.val_every_steps,
         max_time_seconds=steps.max_time_seconds,
         has_validation=has_validation(config),
+        early_stopping=stopping_rule(config),
+        stop_after_nonfinite_steps=steps.stop_after_nonfinite_steps,
     )

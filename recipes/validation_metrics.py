@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Iterator
 from automodel_ckpt.config.schema import RecipeConfig, Target
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.objective import Objective
+from automodel_ckpt.training.early_stopping import StoppingRule
 
 LOSS, ACCURACY, PERPLEXITY = "loss", "accuracy", "perplexity"
 TRAIN_LOSS = "train_loss"
@@ -74,6 +75,26 @@ def check_metric_keys(config: RecipeConfig, known: Collection[str]) -> None:
             value=section.best_metric_key,
             hint="set checkpoint.best_mode: max",
         )
+    rule = stopping_rule(config)
+    if rule is not None:
+        # The training loss is that of one batch, and unknown after a resume.
+        measured = [name for name in known if name != TRAIN_LOSS]
+        _check_known("step_scheduler.early_stopping.metric", rule.metric, measured)
+
+
+def stopping_rule(config: RecipeConfig) -> StoppingRule | None:
+    """The section ``step_scheduler.early_stopping`` with its metric and the direction in which that improves.
+
+    The best metric has the direction of ``best_mode``. Of others, accuracies improve upwards and the rest downwards.
+    """
+    section = config.step_scheduler.early_stopping
+    if section is None:
+        return None
+    metric = section.metric or config.checkpoint.best_metric_key
+    mode = config.checkpoint.best_mode
+    if metric != config.checkpoint.best_metric_key:
+        mode = "max" if _is_accuracy(metric) else "min"
+    return StoppingRule(metric, mode, section.patience, section.min_delta)
 
 
 def _check_known(key: str, metric: str, known: Collection[str]) -> None:

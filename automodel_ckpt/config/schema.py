@@ -677,6 +677,18 @@ class LRSchedulerConfig:
 
 
 @dataclass
+class EarlyStoppingConfig:
+    """End the run when a metric of the validations does not improve anymore."""
+
+    metric: str | None = setting(None, NOT_EMPTY)
+    """Metric of validations, such as val_loss or val_accuracy_NAME; null: checkpoint.best_metric_key."""
+    patience: int = setting(3, AT_LEAST_1)
+    """Consecutive validations without an improvement after which the run ends."""
+    min_delta: float = setting(0.0, FINITE)
+    """A value has to be better than the best one by more than this to be an improvement."""
+
+
+@dataclass
 class StepSchedulerConfig:
     """Batch sizes, training length, and when to validate and save."""
 
@@ -702,6 +714,11 @@ class StepSchedulerConfig:
     """Save when a validation improves checkpoint.best_metric_key."""
     val_every_steps: int | None = setting(None, AT_LEAST_1)
     """Validate every N steps, in addition to the validation at each checkpoint."""
+    early_stopping: EarlyStoppingConfig | None = None
+    """End the run when a metric of the validations does not improve anymore."""
+    stop_after_nonfinite_steps: int | None = setting(None, AT_LEAST_1)
+    """Stop with an error after N consecutive steps with a loss or gradient norm that is not finite; null: never. The
+    updates of such steps are always left out."""
     stop_signals: list[str] = field(
         default_factory=lambda: ["SIGTERM", "SIGUSR1", "SIGHUP"],
         metadata={"rules": (KNOWN_SIGNALS,)},
@@ -1159,6 +1176,13 @@ class RecipeConfig:
             ("validation_dataset", "validation_datasets"),
             has_validation,
             "the best checkpoint is undefined without a validation_dataset",
+            "add a validation_dataset section, or remove the key",
+        ),
+        Condition(
+            ("step_scheduler.early_stopping",),
+            ("validation_dataset", "validation_datasets"),
+            has_validation,
+            "nothing is measured without validation data",
             "add a validation_dataset section, or remove the key",
         ),
         Condition(

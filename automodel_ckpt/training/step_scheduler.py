@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.training.early_stopping import EarlyStopping, StoppingRule
 from automodel_ckpt.training.save_interval import AutoInterval
 
 
@@ -33,6 +34,8 @@ class Cadence:
     max_time_seconds: float | None = None
     mtbf_seconds: float | None = None
     has_validation: bool = False
+    early_stopping: StoppingRule | None = None
+    stop_after_nonfinite_steps: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +115,9 @@ _COUNTERS = ("step", "epoch", "epochs_done", "consumed_samples", "consumed_token
 def _check_plausible(state: Mapping[str, Any]) -> None:
     """Validate the values of a saved state, which may come from an untrusted file."""
     invalid = []
-    for name in _COUNTERS:
-        count = state[name]
+    counters = {name: state[name] for name in _COUNTERS}
+    counters["nonfinite_steps"] = state.get("nonfinite_steps", 0)
+    for name, count in counters.items():
         # Not isinstance, which accepts booleans. Ranks sum numbers in float64, exact below 2**53.
         if type(count) is not int or not 0 <= count < 2**53:
             invalid.append(name)
@@ -127,7 +131,7 @@ def _check_plausible(state: Mapping[str, Any]) -> None:
         raise CheckpointUnusable(
             "the saved step counters are invalid",
             where="step_scheduler",
-            value=", ".join(f"{name} {str(state[name])[:40]}" for name in invalid),
+            value=", ".join(f"{name} {str(state.get(name))[:40]}" for name in invalid),
             hint="resume from another checkpoint (checkpoint.restore_from)",
         )
 
@@ -160,6 +164,11 @@ class StepScheduler:
         self.ran_out_of_time = False
         self.validation_is_due = False
         self.save_was_due = False
+        self.nonfinite_steps = 0
+        """Consecutive steps up to the newest one whose loss or gradient norm was not finite, where they are counted."""
+        self.early_stopping: EarlyStopping | None = None
+        if cadence.early_stopping is not None:
+            self.early_stopping = EarlyStopping(cadence.early_stopping)
         self._clock = clock
         self._session_start = clock()
         self._elapsed_before = 0.0
@@ -176,7 +185,30 @@ class StepScheduler:
 
     def is_finished(self) -> bool:
         """Whether the run has no further step."""
-        return self.ended_early or run_is_over(self.cadence, self.step, self.epochs_done)
+        if self.ended_early or self.has_stopped_improving:
+            return True
+        return run_is_over(self.cadence, self.step, self.epochs_done)
+
+    @property
+    def has_stopped_improving(self) -> bool:
+        """Whether early stopping ends the run."""
+        return self.early_stopping is not None and self.early_stopping.is_over
+
+    def note_metrics(self, metrics: Mapping[str, Any]) -> None:
+        """Pass the *metrics* of a validation after the current step to early stopping."""
+        if self.early_stopping is not None:
+            self.early_stopping.note(self.step, metrics)
+
+    def note_finite(self, is_finite: bool) -> bool:
+        """Count a step whose loss and gradient norm are finite or not. Returns whether the run has to stop.
+
+        Nothing is counted without ``stop_after_nonfinite_steps``.
+        """
+        limit = self.cadence.stop_after_nonfinite_steps
+        if limit is None:
+            return False
+        self.nonfinite_steps = 0 if is_finite else self.nonfinite_steps + 1
+        return self.nonfinite_steps >= limit
 
     @property
     def unsaved(self) -> bool:
@@ -259,6 +291,8 @@ class StepScheduler:
         of_steps = f" of max_steps {max_steps}" if max_steps is not None else ""
         if num_epochs is not None and self.epochs_done >= num_epochs:
             return f"num_epochs {num_epochs} ended the run at step {self.step}{of_steps}"
+        if self.early_stopping is not None and self.early_stopping.is_over:
+            return f"{self.early_stopping.reason()}: the run ended at step {self.step}{of_steps}"
         if self.ran_out_of_time:
             limit = f"max_time ({self.cadence.max_time_seconds:g} s)"
             return f"{limit} ended the run at step {self.step}{of_steps}; the same command continues it"
@@ -341,7 +375,7 @@ class StepScheduler:
     def state_dict(self) -> dict[str, Any]:
         # Not ended_early and ran_out_of_time: max_time limits one start, and the same command
         # continues.
-        return {
+        state: dict[str, Any] = {
             "step": self.step,
             "epoch": self.epoch,
             "epochs_done": self.epochs_done,
@@ -353,6 +387,11 @@ class StepScheduler:
             "validation_is_due": self.validation_is_due,
             "save_was_due": self.save_was_due,
         }
+        if self.cadence.stop_after_nonfinite_steps is not None:
+            state["nonfinite_steps"] = self.nonfinite_steps
+        if self.early_stopping is not None:
+            state["early_stopping"] = self.early_stopping.state_dict()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the counters of a checkpoint. ``planned_steps`` stays that of this run.
@@ -371,6 +410,9 @@ class StepScheduler:
         # Checkpoints written before 2026-11-21 contain neither.
         self.validation_is_due = state.get("validation_is_due", False)
         self.save_was_due = state.get("save_was_due", self.validation_is_due)
+        self.nonfinite_steps = state.get("nonfinite_steps", 0)
+        if self.early_stopping is not None and "early_stopping" in state:
+            self.early_stopping.load_state_dict(state["early_stopping"])
         # Subtracts the start-up of this session, so that it does not count as training time.
         self._elapsed_before = self.elapsed_seconds - (self._clock() - self._session_start)
         self._saved_step = self.step

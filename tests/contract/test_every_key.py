@@ -291,7 +291,8 @@ def loss(it: Subject) -> float:
 
 def timeline(it: Subject) -> list[Any]:
     """What is due after each step of a run in which a step takes a minute, a save a second, and an epoch is five steps;
-    every third validation is the best."""
+    every third validation is the best. The loss falls, the accuracy is always the same, and no step is finite from the
+    seventh on."""
     now = [0.0]
     scheduler = StepScheduler(
         cadence_of(it.config),
@@ -311,6 +312,8 @@ def timeline(it: Subject) -> list[Any]:
             save_is_wanted=scheduler.save_is_wanted(),
             time_is_up=scheduler.time_is_up(),
         )
+        if due.validate:
+            scheduler.note_metrics({"val_loss": 1 / scheduler.step, "val_accuracy": 0.5})
         better = (
             due.validate and scheduler.step % 3 == 0 and scheduler.note_best(1 / scheduler.step)
         )
@@ -319,6 +322,8 @@ def timeline(it: Subject) -> list[Any]:
             scheduler.note_save(1.0)
             scheduler.note_published(1.0, 1.0)
         seen.append((due.validate, due.save or better, due.last))
+        if scheduler.note_finite(scheduler.step < 7):
+            break
     return seen
 
 
@@ -592,6 +597,8 @@ class OneValue:
 EVERY_STEP = ("--step_scheduler.ckpt_every_steps=1",)
 PRETRAINED = ("--model.from_config=null",)
 VALIDATED = (f"--validation_dataset={{_target_: {__name__}.samples}}",)
+VALIDATED_OFTEN = (*VALIDATED, "--step_scheduler.val_every_steps=1")
+EARLY = (*VALIDATED_OFTEN, "--step_scheduler.early_stopping={}")
 KEEP = ("--checkpoint.keep_last=1", *VALIDATED)
 FP8_RUN = "tests/distributed/test_fp8.py::test_a_sharded_run_resumes_exactly_and_its_export_loads"
 QAT = "--qat={}"
@@ -873,6 +880,15 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
         timeline, "true", (*VALIDATED, "--step_scheduler.val_every_steps=1")
     ),
     "step_scheduler.val_every_steps": Observed(timeline, "2", VALIDATED),
+    "step_scheduler.early_stopping": Observed(
+        timeline, "{metric: val_accuracy}", VALIDATED_OFTEN, before="null"
+    ),
+    "step_scheduler.early_stopping.metric": Observed(timeline, "val_accuracy", EARLY),
+    "step_scheduler.early_stopping.patience": Observed(
+        timeline, "2", (*EARLY, "--step_scheduler.early_stopping.metric=val_accuracy")
+    ),
+    "step_scheduler.early_stopping.min_delta": Observed(timeline, "0.5", EARLY),
+    "step_scheduler.stop_after_nonfinite_steps": Observed(timeline, "2"),
     "step_scheduler.stop_signals": Observed(stop_signals, "[SIGUSR2]"),
     "checkpoint.enabled": Observed(saved, "false"),
     "checkpoint.checkpoint_dir": Observed(saved, "elsewhere"),
