@@ -22,6 +22,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from automodel_ckpt.data.arguments import require_choice, require_tokenizer
 from automodel_ckpt.data.conversation_changes import ConversationChanges
+from automodel_ckpt.data.fast_encoding import encode_one
 from automodel_ckpt.data.messages import (
     REASONING,
     UnusableSample,
@@ -431,7 +432,9 @@ class ChatTemplate:
             # tokenized alone, may end in other tokens.
             before, after = self._prefixes(turns, tools, number, whole)
             start = _num_equal(self._encode(before), tokens)
-            end = _num_equal(self._encode(after), tokens)
+            end = len(tokens)
+            if after != whole:
+                end = _num_equal(self._encode(after), tokens)
             labelled[start:end] = [True] * (end - start)
         return TokenizedSample(tokens, labelled)
 
@@ -566,7 +569,7 @@ class ChatTemplate:
 
     def _encode(self, text: str) -> list[int]:
         # The template has written the special tokens: the tokenizer must not add them again.
-        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return encode_one(self.tokenizer, text)
 
 
 def _require_prefix(text: str, whole: str, num_messages: int) -> None:
@@ -707,7 +710,7 @@ def conversations_of(
             if found:
                 sample = template.sample(found, tools)
         except UnusableSample as error:
-            where = f"sample {row} ({rows.place(row)})"
+            where = f"sample {rows.number_in_data(row)} ({rows.place(row)})"
             raise RecipeError(
                 error.what, where=where, value=error.value, hint=error.hint
             ) from error
@@ -792,6 +795,8 @@ def _num_equal(prefix: Sequence[object], whole: Sequence[object]) -> int:
 
     For tokens it may be shorter than *prefix*, because the last token of *prefix* may merge with the text after it.
     """
+    if len(prefix) <= len(whole) and whole[: len(prefix)] == prefix:
+        return len(prefix)
     pairs = zip(prefix, whole, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.data.arguments import require_tokenizer
+from automodel_ckpt.data.fast_encoding import encode_all
 from automodel_ckpt.data.tokenized import TokenizedSample
 from automodel_ckpt.errors import RecipeError
 
@@ -53,9 +53,8 @@ class Encoder:
             # If the prompt is empty, the completion may begin with the start token.
             has_start = self._begins(prompt + completion)
             start = prompt if has_start else self.begin + prompt
-            sample = TokenizedSample.answer(start, self._with_end(completion))
             is_empty = not text.strip() or self._is_only_special(completion)
-            samples.append(sample._replace(is_empty=is_empty))
+            samples.append(TokenizedSample.answer(start, self._with_end(completion), is_empty))
         return samples
 
     def _with_begin(self, ids: list[int]) -> list[int]:
@@ -76,10 +75,7 @@ class Encoder:
         return list(self.tokenizer("a")["input_ids"])[:1] == [token_id]
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
-        if not texts:
-            return []
-        encoded: Any = self.tokenizer(list(texts), add_special_tokens=False, verbose=False)
-        return [list(ids) for ids in encoded["input_ids"]]
+        return encode_all(self.tokenizer, texts)
 
 
 def blocks(documents: Iterable[TokenizedSample], seq_length: int) -> list[TokenizedSample]:

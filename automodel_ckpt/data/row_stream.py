@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -14,18 +14,16 @@ from torch.utils.data import IterableDataset
 from automodel_ckpt.data.arguments import at_most
 from automodel_ckpt.data.collate import IGNORE_INDEX
 from automodel_ckpt.data.files import UNREADABLE
+from automodel_ckpt.data.preparation import Encode
 from automodel_ckpt.data.row_files import RecordStream
-from automodel_ckpt.data.rows import OneRow, Rows
+from automodel_ckpt.data.rows import OneRow
 from automodel_ckpt.data.sampler import derive_seed, permutation
 from automodel_ckpt.data.source import Source
-from automodel_ckpt.data.tokenized import TokenizedSample
 from automodel_ckpt.data.truncation import Truncation
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
 
-Encode = Callable[[Rows], list[TokenizedSample]]
-"""A function that makes a sample of each row of a table."""
 DEFAULT_BLOCK = 1000
 _Placed = tuple[dict[str, Any], str | None]
 """A row, and its file and line if they are known."""

@@ -13,6 +13,8 @@ from automodel_ckpt.data.fields import FieldTemplate, is_template, names_in
 from automodel_ckpt.data.row_files import RecordTable
 from automodel_ckpt.errors import RecipeError
 
+_FIRST_ROWS = 100
+
 
 class Rows:
     """A table of rows that become samples. Each row has a location, which error messages report."""
@@ -33,9 +35,17 @@ class Rows:
         """The values of each field, row by row; None if a row does not have the field."""
         raise NotImplementedError
 
+    def read_range(self, fields: Sequence[str], start: int, stop: int) -> list[list[Any]]:
+        """The values of each field in the rows *start* to *stop*; None if a row does not have the field."""
+        return [column[start:stop] for column in self.read(fields)]
+
     def place(self, row: int) -> str:
         """The location of a row: file and line, or the number of the row from 0."""
         raise NotImplementedError
+
+    def number_in_data(self, row: int) -> int:
+        """The number of a row, from 0, in the table that this one is a part of."""
+        return row
 
     def values(self, field: str) -> list[Any]:
         """The values of one field, row by row."""
@@ -81,12 +91,23 @@ class Rows:
         Raises :class:`RecipeError` for no rows, or for an unknown field.
         """
         self.require(_names_in_all(fields))
-        plain_fields = [field for field in fields if not is_template(field)]
-        for values in self.read(plain_fields):
-            first = next(filter(None, values), None)
+        for field in fields:
+            if is_template(field):
+                continue
+            first = self._first_value(field)
             if isinstance(first, list) and isinstance(first[0], Mapping):
                 return True
         return False
+
+    def _first_value(self, field: str) -> Any:
+        """The first value of a field that is not empty; None if there is none."""
+        for start in range(0, self.num_rows, _FIRST_ROWS):
+            stop = min(start + _FIRST_ROWS, self.num_rows)
+            [values] = self.read_range([field], start, stop)
+            for value in values:
+                if value:
+                    return value
+        return None
 
     def has_field(self, field: str) -> bool:
         """Whether a row has this field."""
@@ -139,6 +160,48 @@ class OneRow(Rows):
         return self.location or f"{self.path}, row {self.number}"
 
 
+class RowRange(Rows):
+    """The rows *start* to *stop* of the table *whole*. Fields, and whether they contain messages, are those of *whole*.
+
+    *known* keeps what was found out about *whole*. Ranges of the same table share it.
+    """
+
+    def __init__(
+        self, whole: Rows, start: int, stop: int, known: dict[tuple[str, ...], bool]
+    ) -> None:
+        self.path = whole.path
+        self.whole = whole
+        self.start = start
+        self.stop = stop
+        self._known = known
+
+    @property
+    def num_rows(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def fields(self) -> Sequence[str]:
+        return self.whole.fields
+
+    def read(self, fields: Sequence[str]) -> list[list[Any]]:
+        return self.whole.read_range(fields, self.start, self.stop)
+
+    def place(self, row: int) -> str:
+        return self.whole.place(self.start + row)
+
+    def number_in_data(self, row: int) -> int:
+        return self.start + row
+
+    def require(self, fields: Sequence[str]) -> None:
+        self.whole.require(fields)
+
+    def contain_messages(self, fields: Sequence[str]) -> bool:
+        key = tuple(fields)
+        if key not in self._known:
+            self._known[key] = self.whole.contain_messages(fields)
+        return self._known[key]
+
+
 class RecordRows(Rows):
     """The rows *start* to *stop* of several tables, concatenated."""
 
@@ -160,10 +223,15 @@ class RecordRows(Rows):
         return list(names)
 
     def read(self, fields: Sequence[str]) -> list[list[Any]]:
+        return self.read_range(fields, 0, self.num_rows)
+
+    def read_range(self, fields: Sequence[str], start: int, stop: int) -> list[list[Any]]:
         columns: list[list[Any]] = [[] for _ in fields]
-        for table, start, stop in self.parts:
-            for number in range(start, stop):
-                row = table.row(number)
+        for (table, first, last), end in zip(self.parts, self._ends, strict=True):
+            # Row number n of the data is row n - before of this part.
+            before = end - (last - first)
+            for number in range(max(start, before), min(stop, end)):
+                row = table.row(first + number - before)
                 for field, column in zip(fields, columns, strict=True):
                     column.append(row.get(field))
         return columns

@@ -11,7 +11,8 @@ import tokenizers
 from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.data.cache import cached
-from automodel_ckpt.data.row_stream import Encode, RowStream, row_stream
+from automodel_ckpt.data.preparation import Encode, prepare
+from automodel_ckpt.data.row_stream import RowStream, row_stream
 from automodel_ckpt.data.source import Source
 from automodel_ckpt.data.tokenized import TokenizedDataset
 from automodel_ckpt.data.truncation import Truncation
@@ -50,15 +51,16 @@ def samples_of(
         stream.identity = identity((source.files_signature(), *policy_key), tokenizer)
         return stream
 
-    def build() -> TokenizedDataset:
-        samples = encode(source)
+    def report() -> None:
         if fields is not None:
             _report_unused(source, fields)
-        return policy.apply_to_all(samples, source.place)
+
+    def build(directory: Path | None) -> TokenizedDataset | None:
+        return prepare(source, encode, policy, directory, report=report)
 
     # Without max_samples: the cache has all samples, of which first() takes some.
     whole_key = (source.fingerprint(), *policy_key)
-    dataset = prepared(str(key[0]), whole_key, tokenizer, build)
+    dataset = _prepared(str(key[0]), whole_key, tokenizer, build)
     dataset.report_truncation(source.path, policy.seq_length)
     dataset = dataset.first(max_samples)
     dataset.report_lengths(source.path)
@@ -83,13 +85,32 @@ def prepared(
 
     A slow tokenizer has no digest of its content, so the cache is not used for it.
     """
+
+    def build_in(directory: Path | None) -> TokenizedDataset:
+        dataset = build()
+        if directory is not None:
+            dataset.save(directory)
+        return dataset
+
+    return _prepared(name, key, tokenizer, build_in)
+
+
+def _prepared(
+    name: str,
+    key: tuple[object, ...],
+    tokenizer: PreTrainedTokenizerBase,
+    build: Callable[[Path | None], TokenizedDataset | None],
+) -> TokenizedDataset:
+    """Return the data set of *build*: written into a directory of the cache, or returned by ``build(None)``."""
     fingerprint = _fingerprint(tokenizer)
     if fingerprint is None:
-        return build()
+        dataset = build(None)
+        assert dataset is not None
+        return dataset
 
     def save(directory: Path) -> None:
         log.info("preparing %s", name)
-        build().save(directory)
+        build(directory)
 
     whole_key = (_FORMAT, *key, fingerprint, tokenizers.__version__)
     return TokenizedDataset.load(cached(name, whole_key, save))

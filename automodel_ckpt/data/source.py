@@ -224,6 +224,18 @@ class Source(Rows):
             raise self.unreadable(error) from error
         return columns
 
+    def read_range(self, fields: Sequence[str], start: int, stop: int) -> list[list[Any]]:
+        if self._records:
+            return self._records.read_range(fields, start, stop)
+        try:
+            rows = self._table.select_columns(list(dict.fromkeys(fields)))[start:stop]
+        except UnicodeDecodeError as error:
+            raise self.unreadable(error) from error
+        columns = []
+        for field in fields:
+            columns.append([without_nulls(value) for value in rows[field]])
+        return columns
+
     def row(self, number: int) -> dict[str, Any]:
         """The fields of one row. Images of tables are ``{"bytes", "path"}``, not decoded.
 

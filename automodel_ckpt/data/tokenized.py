@@ -33,10 +33,12 @@ class TokenizedSample(NamedTuple):
         return cls(tokens, [True] * len(tokens))
 
     @classmethod
-    def answer(cls, prompt: list[int], completion: list[int]) -> TokenizedSample:
+    def answer(
+        cls, prompt: list[int], completion: list[int], is_empty: bool = False
+    ) -> TokenizedSample:
         """Make a sample of a prompt without labels and a *completion* with labels."""
         labelled = [False] * len(prompt) + [True] * len(completion)
-        return cls(prompt + completion, labelled)
+        return cls(prompt + completion, labelled, is_empty)
 
 
 class TokenizedDataset:

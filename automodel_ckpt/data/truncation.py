@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
 from automodel_ckpt.data.arguments import require_choice
 from automodel_ckpt.data.tokenized import TokenizedDataset, TokenizedSample
@@ -88,7 +89,9 @@ class Truncation:
         reports all samples that are too long.
         """
         if self.policy == "error":
-            self._require_short(samples, where)
+            used = [number for number, sample in enumerate(samples) if any(sample.labelled[1:])]
+            lengths = [len(samples[number].tokens) for number in used]
+            self.require_short(np.array(used, np.int64), np.array(lengths, np.int64), where)
         remaining = []
         for number, sample in enumerate(samples):
             truncated = self.apply(sample, partial(where, number))
@@ -96,18 +99,22 @@ class Truncation:
                 remaining.append(truncated)
         return TokenizedDataset.of(remaining, self.num_cut, self.num_left_out, self.num_empty)
 
-    def _require_short(
-        self, samples: Sequence[TokenizedSample], where: Callable[[int], str]
+    def require_short(
+        self,
+        used: npt.NDArray[np.int64],
+        lengths: npt.NDArray[np.int64],
+        where: Callable[[int], str],
     ) -> None:
-        """Raise one :class:`RecipeError` for all samples with labels that are longer than ``seq_length``."""
-        used = [number for number, sample in enumerate(samples) if any(sample.labelled[1:])]
-        lengths = np.array([len(samples[number].tokens) for number in used], dtype=np.int64)
+        """Raise one :class:`RecipeError` for all samples with labels that are longer than ``seq_length``.
+
+        *used* are the numbers of the samples with labels, *lengths* the numbers of their tokens.
+        """
         too_long = np.flatnonzero(lengths > self.seq_length)
         if not len(too_long):
             return
         places = []
         for each in too_long[:_NUM_SHOWN]:
-            places.append(f"{where(used[each])} ({lengths[each]} tokens)")
+            places.append(f"{where(int(used[each]))} ({lengths[each]} tokens)")
         if len(too_long) > len(places):
             places.append(f"and {len(too_long) - len(places)} more")
         longest = int(lengths.max())
