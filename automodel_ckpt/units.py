@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
+_LABEL = re.compile(r"(\d\d:\d\d:\d\d |\s*(?:what|where|value|hint|remedy):\s+|\s*)")
+"""What a line of a message begins with; its continuation lines are indented as far."""
+_WORD = re.compile(r"((?:`[^`]*`|[^\s`])+|`)(\s*)")
+"""A word, or a command in backquotes with its spaces; then the space after it."""
+
 
 def size_text(nbytes: float) -> str:
     """Format a number of bytes in decimal units: ``1.2 MB``."""
@@ -32,3 +39,39 @@ def others_text(number: int) -> str:
 def left_out(text: str, number: int) -> str:
     """State that the *number* things that *text* describes are not included: ``1 value ... is left out``."""
     return f"{text} {'is' if number == 1 else 'are'} left out"
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Format a number of things: ``1 sample``, ``2 samples``, ``1,024 ranks``. *plural* defaults to the noun with s."""
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
+
+
+def folded(text: str, width: int) -> str:
+    """Break the lines of *text* that are wider than *width* between words, never within a word.
+
+    Commands in backquotes are not broken, and neither are lines that contain only an indented command: a person may
+    copy them.
+    """
+    lines = []
+    for line in text.split("\n"):
+        is_command = line.startswith("  to ") and ": " in line
+        if len(line) <= width or is_command:
+            lines.append(line)
+        else:
+            lines += _folded_line(line, width)
+    return "\n".join(lines)
+
+
+def _folded_line(line: str, width: int) -> list[str]:
+    label = _LABEL.match(line)
+    start = label.group() if label else ""
+    lines = []
+    current = start
+    is_empty = True
+    for word, gap in _WORD.findall(line[len(start) :]):
+        if not is_empty and len(current) + len(word) > width:
+            lines.append(current.rstrip())
+            current = " " * len(start)
+        current += word + gap
+        is_empty = False
+    return [*lines, current.rstrip()]

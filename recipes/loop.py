@@ -659,7 +659,11 @@ class TrainingLoop:
             return None
         scheduler = self.step_scheduler
         scheduler.note_validated()
-        log.info("step %d: validation loss %s", scheduler.step, validation_text(validation))
+        figures = self.run_log.figures(
+            {"train_loss": self.last_step.loss if self.last_step else None}
+        )
+        text = f"step {scheduler.step}: validation loss {validation_text(validation)}"
+        log.info("%s", f"{text}; {figures}" if figures else text)
         self.run_log.log_validation(scheduler, validation)
         if self.completions is not None:
             self.run_log.log_completions(scheduler, self.completions.at(scheduler.step))

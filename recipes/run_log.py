@@ -6,14 +6,14 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from automodel_ckpt.checkpoint import SaveReport
-from automodel_ckpt.checkpoint.layout import TRAINING_LOG, VALIDATION_LOG
+from automodel_ckpt.checkpoint.layout import TEXT_LOG, TRAINING_LOG, VALIDATION_LOG
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
 from automodel_ckpt.config.schema import LoggingConfig, RecipeConfig
 from automodel_ckpt.distributed.mesh import RankLayout
@@ -30,6 +30,7 @@ from automodel_ckpt.training.metrics import JsonlLog, PeakMemory
 from automodel_ckpt.training.progress import Progress, StepView, set_up_logging, tear_down_logging
 from automodel_ckpt.training.step_profiler import ProfileSettings, StepProfiler
 from automodel_ckpt.training.step_scheduler import StepScheduler
+from automodel_ckpt.training.text_log import TextLog
 from automodel_ckpt.training.tracker_process import Tracking
 
 log = logging.getLogger("automodel_ckpt")
@@ -44,7 +45,9 @@ STEP_FIELDS = frozenset(
 
 
 class RunLog:
-    """The logs of a run. Rank 0 writes ``training.jsonl`` and ``validation.jsonl``; the other ranks only log messages.
+    """The logs of a run. Rank 0 writes ``training.jsonl``, ``validation.jsonl`` and its messages to ``log.txt``.
+
+    The other ranks only print errors.
 
     Nothing is written to disk before :meth:`open`, which a run without checkpoints never calls.
     """
@@ -65,13 +68,16 @@ class RunLog:
             enabled=layout.is_rank0,
             num_ranks=layout.world_size,
             device_word="gpu" if layout.device.type == "cuda" else "rank",
+            has_timestamps=True,
         )
+        self._text_log = TextLog()
+        self._check_lease: Callable[[], None] = lambda: None
         self.training = None
         self.validation = None
         self._tracking: Tracking | None = None
         self._peak_memory = PeakMemory(layout.device)
         self._device_rate: float | None = None
-        self._handler = set_up_logging(self.progress, settings.level, layout.rank)
+        self._handler = set_up_logging(self.progress, settings.level, layout.rank, self._text_log)
 
     @property
     def logs_mfu(self) -> bool:
@@ -91,6 +97,7 @@ class RunLog:
         if self._layout.is_rank0:
             self.training = JsonlLog(directory / TRAINING_LOG, before_writing=check_lease)
             self.validation = JsonlLog(directory / VALIDATION_LOG, before_writing=check_lease)
+            self._check_lease = check_lease
 
     def resume(self, scheduler: StepScheduler, resumed_from: str | None) -> None:
         """Remove the lines of steps after the present one, and start the trackers. Call it after :meth:`open`.
@@ -104,6 +111,9 @@ class RunLog:
             # The validation of this step is made up for, and logged then.
             self.validation.truncate_after(scheduler.step - 1)
         is_finished = scheduler.is_finished()
+        if not is_finished:
+            # The start of a finished run changes no file.
+            self._text_log.open(self.training.path.with_name(TEXT_LOG), self._check_lease)
         for jsonl in (self.training, self.validation):
             # A finished run may resume from an earlier checkpoint; the lines of its later steps are not removed.
             jsonl.truncate_after(math.inf if is_finished else scheduler.step)
@@ -250,6 +260,7 @@ class RunLog:
             if jsonl is not None:
                 with contextlib.suppress(LeaseLost):
                     jsonl.close()
+        self._text_log.close()
         if lease_is_lost and self._tracking is not None:
             self._tracking.abandon()
             self._tracking = None
@@ -260,7 +271,24 @@ class RunLog:
         if self._tracking is not None:
             self._tracking.close()
             self._tracking = None
+        self._text_log.close()
         tear_down_logging(self._handler)
+
+    def log_failure(self, text: str) -> None:
+        """Write the error that ends the run to ``log.txt`` of rank 0; the launcher prints it."""
+        self._text_log.write(text)
+
+    def figures(self, losses: Mapping[str, Any]) -> str:
+        """Describe the present step for the line about a save: losses, tokens per second, memory.
+
+        *losses* is the content of ``losses.json``. Empty before the first step of this process.
+        """
+        parts = []
+        for key, name in (("train_loss", "loss"), ("val_loss", "val loss")):
+            value = losses.get(key)
+            if value is not None:
+                parts.append(f"{name} {value:.4f}")
+        return ", ".join([*parts, *self.progress.figures()])
 
 
 def build_profiler(config: RecipeConfig, layout: RankLayout) -> StepProfiler:

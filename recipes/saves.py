@@ -63,6 +63,8 @@ class Saves:
         self._state = state
         self._num_ranks = num_ranks
         self._unknown_metrics: set[str] = set()
+        self._figures: dict[int, str] = {}
+        """What the line about the save of a step says of training, until the save is published."""
 
     # ---------------------------------------------------------------- before the first step
 
@@ -170,6 +172,8 @@ class Saves:
         scheduler = self._scheduler
         if validated:
             self._warn_of_unknown_metric(losses)
+        # Now: when an asynchronous save is published, training is at a later step.
+        self._figures = {scheduler.step: self._run_log.figures(losses)}
         self._run_log.progress.follow(lambda: saving_view(checkpointer.saving(), self._num_ranks))
         return checkpointer.save(
             # Discovered for each save: a recipe may have replaced an attribute.
@@ -204,7 +208,9 @@ class Saves:
         """Log a published checkpoint. Called on rank 0, by a save in the background from another thread."""
         reasoning = self._scheduler.note_published(report.stall_seconds, report.total_seconds)
         self._run_log.progress.note_saved(report.step)
-        log.info("%s", saved_line(report))
+        log.info("%s", saved_line(report, self._figures.get(report.step, "")))
+        if report.export_command and not report.export:
+            log.info("  to export it: %s", report.export_command)
         if reasoning is not None:
             log.info("%s", reasoning)
         self._run_log.log_save(report)
@@ -309,10 +315,11 @@ def saving_view(saving: Saving | None, num_ranks: int) -> SavingView | None:
     return SavingView(saving.step, written / total, amount)
 
 
-def saved_line(report: SaveReport) -> str:
-    """The log message about a published checkpoint."""
+def saved_line(report: SaveReport, figures: str = "") -> str:
+    """The log message about a published checkpoint. *figures* describe training at its step."""
+    start = f"step {report.step}: {figures}; saved" if figures else f"step {report.step}: saved"
     text = (
-        f"Saved {report.path.name} in {report.total_seconds:.2f} s, "
+        f"{start} {report.path.name} in {report.total_seconds:.2f} s, "
         f"training waited {report.stall_seconds:.2f} s: "
         f"{size_text(report.nbytes)} at {size_text(report.bytes_per_second)}/s"
     )
@@ -320,6 +327,4 @@ def saved_line(report: SaveReport) -> str:
         text += f", {size_text(report.free_bytes)} free"
     if report.pruned:
         text += f", removed {' '.join(report.pruned)}"
-    if report.export_command and not report.export:
-        text += f"; to export it: {report.export_command}"
     return text

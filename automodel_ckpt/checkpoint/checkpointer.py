@@ -415,7 +415,7 @@ def _log_items(save: Save, digests: Sequence[Mapping[str, str]], *, save_optimiz
             target = f"{item.name}/"
         else:
             target = item.path
-        log.info("  state: %s%s, %s -> %s", item.name, aliases, item.kind, target)
+        log.debug("  state: %s%s, %s -> %s", item.name, aliases, item.kind, target)
 
 
 def _validate_format(options: Options) -> None:

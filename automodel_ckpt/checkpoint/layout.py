@@ -27,6 +27,7 @@ AUTOMODEL_PEFT_CONFIG = "automodel_peft_config.json"
 DCP_METADATA = ".metadata"
 LATEST, LOWEST_VAL = "LATEST", "LOWEST_VAL"
 TRAINING_LOG, VALIDATION_LOG = "training.jsonl", "validation.jsonl"
+TEXT_LOG = "log.txt"
 POINTERS = (LATEST, LOWEST_VAL)
 LATE_VALIDATIONS = "late_validations.json"
 VERIFIED = ".verified.json"

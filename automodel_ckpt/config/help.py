@@ -55,6 +55,9 @@ instead of training:
                   train a few steps without interruption, then with a stop and a resume, and compare the results bit
                   by bit (--selftest-steps N, default 6; --selftest-nproc N: number of ranks to resume on; --json)
 """
+VERBOSE = """\
+  -v, --verbose     Show debug messages too, such as what is saved where; the same as --logging.level debug.
+"""
 EXIT_CODES = """\
 exit codes:
   0   success, or the run was already complete
@@ -187,7 +190,7 @@ def help_text() -> str:
     """Return the text of ``--help``."""
     flags = "\n".join(_rows(LaunchFlags, "", dashes=True))
     keys = "\n".join(_sections(RecipeConfig))
-    return f"{USAGE}\nlaunch flags:\n{flags}\n\n{MODES}\nkeys of a recipe:\n{keys}\n\n{EXIT_CODES}"
+    return f"{USAGE}\nlaunch flags:\n{flags}\n{VERBOSE}\n{MODES}\nkeys of a recipe:\n{keys}\n\n{EXIT_CODES}"
 
 
 def field_docs(section: type[Any]) -> dict[str, str]:

@@ -33,6 +33,8 @@ MODES = {
     "json": [],
 }
 """Options that do something other than training, with the names of their arguments."""
+VERBOSE = ("-v", "--verbose")
+"""Short forms of ``--logging.level debug``."""
 _SUFFIXES = (".yaml", ".yml")
 _RUN_DIRECTORY = "checkpoint.checkpoint_dir"
 _LAUNCH = typing.get_type_hints(LaunchFlags)
@@ -83,6 +85,8 @@ class _Parser:
         word = words.pop(0)
         if word == "-h":
             self.line.modes["help"] = []
+        elif word in VERBOSE:
+            self.line.overrides.append(Override("logging.level", Node("debug", word)))
         elif not word.startswith("-") or word == "-":
             self.line.words.append(word)
         elif not word.startswith("--") or word == "--":

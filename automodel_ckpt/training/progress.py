@@ -12,7 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TextIO
 
-from automodel_ckpt.units import size_text
+from automodel_ckpt.training.text_log import TextLog
+from automodel_ckpt.units import folded, size_text
 
 PACKAGE_LOGGER = "automodel_ckpt"
 _CLEAR = "\r\x1b[K"
@@ -99,7 +100,8 @@ class Progress:
     *every_seconds*, or with *every_steps* after each step that it divides and after the last one. A narrow terminal
     gets fewer figures. During a save, the line contains a bar, also between steps (:meth:`follow`); elsewhere, a long
     save gets a separate line every *every_seconds*. Prints nothing unless *enabled* (on rank 0). Log records must be
-    printed with :meth:`write_above`, so that they do not mix with the live line.
+    printed with :meth:`write_above`, so that they do not mix with the live line. With *has_timestamps*, each line but
+    the live one begins with the time, elsewhere than on a terminal also with the date.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class Progress:
         enabled: bool = True,
         num_ranks: int = 1,
         device_word: str = "rank",
+        has_timestamps: bool = False,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -120,6 +123,7 @@ class Progress:
         self.enabled = enabled
         self._num_ranks = num_ranks
         self._device_word = device_word
+        self._has_timestamps = has_timestamps
         self._saved: tuple[int, float] | None = None
         self._stream = stream or sys.stderr
         self._clock = clock
@@ -193,12 +197,25 @@ class Progress:
         self._saved = (step, self._clock() - max(seconds_ago, 0.0))
 
     def write_above(self, text: str) -> None:
-        """Print *text* on separate lines; a live line stays below it."""
+        """Print *text* on separate lines; a live line stays below it. On a terminal, lines break between words."""
+        text = self._timestamp() + text
+        if self._live:
+            text = folded(text, _columns(self._stream) - 1)
         with self._lock:
             if self._line:
                 self._stream.write(_CLEAR)
             self._stream.write(text + "\n" + self._line)
             self._stream.flush()
+
+    def _timestamp(self) -> str:
+        if not self._has_timestamps:
+            return ""
+        return time.strftime("%H:%M:%S " if self._live else "%Y-%m-%d %H:%M:%S ")
+
+    def figures(self) -> list[str]:
+        """The averages of the steps so far: tokens per second, MFU, memory. Empty before the first step."""
+        view = self._latest
+        return list(self._speed_parts(view)) if view is not None else []
 
     def break_off(self) -> None:
         """Keep the current line and print nothing after it, because an error report follows. Does not wait."""
@@ -237,7 +254,7 @@ class Progress:
             self._line = fitting(parts, _columns(self._stream) - 1)
             self._stream.write(_CLEAR + self._line)
         else:
-            self._stream.write("  ".join(parts) + "\n")
+            self._stream.write(self._timestamp() + "  ".join(parts) + "\n")
         self._stream.flush()
 
     def _parts(self, view: StepView) -> list[str]:
@@ -278,11 +295,12 @@ class Progress:
 
 
 class ProgressHandler(logging.Handler):
-    """Prints the package's log records above the progress line."""
+    """Prints the package's log records above the progress line, and writes them to a text log, if any."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: Progress, text_log: TextLog | None = None) -> None:
         super().__init__()
         self.progress = progress
+        self.text_log = text_log
         self.setFormatter(logging.Formatter("%(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -294,19 +312,25 @@ class ProgressHandler(logging.Handler):
         for character in text:
             is_safe = character.isprintable() or character in "\n\t"
             characters.append(character if is_safe else f"\\x{ord(character):02x}")
-        self.progress.write_above("".join(characters))
+        text = "".join(characters)
+        self.progress.write_above(text)
+        if self.text_log is not None:
+            self.text_log.write(text)
 
 
-def set_up_logging(progress: Progress, level: str, rank: int) -> ProgressHandler:
+def set_up_logging(
+    progress: Progress, level: str, rank: int, text_log: TextLog | None = None
+) -> ProgressHandler:
     """Print the package's log records: *level* and above on rank 0, only errors on other ranks.
 
-    Returns the handler for :func:`tear_down_logging`. It replaces the handler of an earlier call.
+    A *text_log* gets the same records. Returns the handler for :func:`tear_down_logging`. It replaces the handler of an
+    earlier call.
     """
     logger = logging.getLogger(PACKAGE_LOGGER)
     for old in list(logger.handlers):
         if isinstance(old, ProgressHandler):
             logger.removeHandler(old)
-    handler = ProgressHandler(progress)
+    handler = ProgressHandler(progress, text_log)
     logger.addHandler(handler)
     logger.setLevel(level.upper() if rank == 0 else logging.ERROR)
     return handler

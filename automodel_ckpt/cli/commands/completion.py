@@ -60,11 +60,12 @@ def _words(parser: argparse.ArgumentParser) -> Iterator[str]:
 def _training_words() -> list[str]:
     """Return the flags, modes and recipe keys that ``ckpt-train`` accepts, as options."""
     from automodel_ckpt.config.flags import LaunchFlags
-    from automodel_ckpt.config.overrides import MODES
+    from automodel_ckpt.config.overrides import MODES, VERBOSE
     from automodel_ckpt.config.schema import RecipeConfig
 
     flags = [f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(LaunchFlags)]
     flags += [f"--{mode.replace('_', '-')}" for mode in MODES]
+    flags += VERBOSE
     return sorted({*flags, *(f"--{key}" for key in _keys(RecipeConfig, ""))})
 
 

@@ -157,6 +157,8 @@ def run_rank(
             stop.finished = True
         _end_progress_line(recipe)
         on_failure(record)
+        text = failure_text(record, several_ranks=world_size() > 1)
+        _run_with_time_limit(lambda: _log_failure(recipe, text))
         # After on_failure(): closing may wait for dead ranks, and the others act on the record.
         _close_quietly(recipe)
         if not is_training:
@@ -177,6 +179,14 @@ def _end_progress_line(recipe: Recipe | None) -> None:
     if isinstance(progress, Progress):
         with contextlib.suppress(Exception):
             progress.break_off()
+
+
+def _log_failure(recipe: Recipe | None, text: str) -> None:
+    """Write the error to the run's ``log.txt``, if the run got so far."""
+    log_failure = getattr(getattr(recipe, "run_log", None), "log_failure", None)
+    if log_failure is not None:
+        with contextlib.suppress(Exception):
+            log_failure(text)
 
 
 def launched_rank(

@@ -6,16 +6,18 @@ import fcntl
 import io
 import logging
 import pty
+import re
 import struct
 import termios
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TextIO
 
 import pytest
 
 from automodel_ckpt.cli.launch import worker
-from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.errors import LeaseLost, RecipeError
 from automodel_ckpt.training.progress import (
     Progress,
     SavingView,
@@ -24,6 +26,7 @@ from automodel_ckpt.training.progress import (
     set_up_logging,
     tear_down_logging,
 )
+from automodel_ckpt.training.text_log import TextLog
 
 
 class Terminal(io.StringIO):
@@ -228,6 +231,66 @@ def test_only_the_leader_shows_what_is_no_error(rank: int, expected: str) -> Non
     tear_down_logging(handler)
     log.error("too late for this stream")
     assert stream.getvalue() == expected
+
+
+def test_lines_have_a_time_and_break_between_words_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "41")
+    screen, file = Terminal(), io.StringIO()
+    message = (
+        "step 20: validation loss 2.4000; run `ckpt ls checkpoints` to see it\n  to export it: "
+        + "x " * 40
+    )
+    for stream in (screen, file):
+        line = Progress(stream=stream, clock=Clock(), has_timestamps=True)
+        line.write_above(message)
+    first, second, third, command, _ = screen.getvalue().split("\n")
+    assert re.fullmatch(r"\d\d:\d\d:\d\d step 20: validation loss", first)
+    assert [second, third] == [
+        "         2.4000; run",
+        "         `ckpt ls checkpoints` to see it",
+    ]
+    assert command == message.split("\n")[1]
+    line.update(view(20))
+    logged, _, step = file.getvalue().splitlines()
+    stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
+    assert re.fullmatch(stamp + re.escape(message.split("\n")[0]), logged)
+    assert re.match(stamp + "step 20  epoch 0", step)
+
+
+def test_a_text_log_keeps_what_was_logged_before_and_after_it_is_opened(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "log.txt"
+    log = logging.getLogger("automodel_ckpt.somewhere")
+
+    def lease() -> None:
+        log.warning("logged while the lease is checked")
+        if path.exists() and b"two" in path.read_bytes():
+            raise LeaseLost("lost", where="run", value="", hint="")
+
+    for _ in range(2):
+        text_log = TextLog()
+        handler = set_up_logging(Progress(stream=io.StringIO()), "info", 0, text_log)
+        log.info("before")
+        text_log.open(path, lease)
+        log.info("two\nlines %s", "y" * 10_000)
+        text_log.close()
+        log.info("after")
+        tear_down_logging(handler)
+    lines = path.read_text().splitlines()
+    assert [line[20:29] for line in lines] == ["before", "two", "lines yyy"]
+    assert all(len(line) < 4100 for line in lines)
+
+
+def test_a_text_log_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "link").symlink_to("/dev/full")
+    for path in (tmp_path / "directory", tmp_path / "link", Path("/dev/full")):
+        text_log = TextLog()
+        text_log.write("first")
+        text_log.open(path, lambda: None)
+        text_log.write("second")
+        text_log.close()
 
 
 @pytest.mark.parametrize(
