@@ -12,6 +12,7 @@ OLDEST := .venv-oldest
 QUICK := .venv-oldest-quick
 TRITON := .venv-triton
 TORCHAO := .venv-torchao
+HARNESS := .venv-harness
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 AUTOMODEL_TOOL ?=
@@ -116,6 +117,15 @@ fp8: $(TORCHAO)/.ready  ## training in FP8 and 8-bit moments with torchao, emula
 	@PYTHONPATH=$(TORCHAO) OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -W ignore \
 	    tests/distributed/test_fp8.py tests/unit/training/test_adam8bit.py tests/unit/training/test_param_groups.py
 
+$(HARNESS)/.ready: $(STAMP)
+	@$(BIN)/python -m venv --system-site-packages $(HARNESS)
+	@$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > $$(echo $(HARNESS)/lib/python*/site-packages)/trainer.pth
+	@$(HARNESS)/bin/python -m pip install --quiet "lm_eval>=0.4.13"
+	@touch $@
+
+harness: $(HARNESS)/.ready  ## `ckpt eval` with lm-evaluation-harness and local tasks: a minute
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(HARNESS)/bin/python -m pytest -q tests/unit/cli/test_eval.py
+
 crash: $(STAMP)  ## kills, power cuts (as root), faults, flipped bits, endurance, signals, and what others keep: about an hour and three quarters
 	@for campaign in "kill --points 2500" "kill-async --points 300" "kill-incremental --points 300" "power-incremental --points 200" "power --points 2000" "faults --points 5000" "flips --points 10000" "endurance --points 50" \
 	    "signals --points 120" "baseline --points 300"; do $(BIN)/python -m tools.crash $$campaign || failed=1; done; \
@@ -146,4 +156,4 @@ interop: $(STAMP)  ## Trainer, Lightning, DeepSpeed and others write checkpoints
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.interop $(INTEROP_ARGS)
 
 clean:  ## remove .venv, caches and what the demo wrote
-	rm -rf $(VENV) $(OLDEST)* $(TRITON) $(TORCHAO) .clients .peers .gpu-wheels runs bases build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST)* $(TRITON) $(TORCHAO) $(HARNESS) .clients .peers .gpu-wheels runs bases build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

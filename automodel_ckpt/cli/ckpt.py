@@ -21,6 +21,7 @@ from automodel_ckpt.cli.commands import (
     chat,
     completion,
     diff,
+    eval_,
     export,
     generate,
     import_,
@@ -74,6 +75,7 @@ VERBS: Sequence[Verb] = (
     Verb("diff", "compare two checkpoints", diff.add_arguments, diff.run),
     Verb("verify", "verify the digests of all files", verify.add_arguments, verify.run),
     Verb("generate", "complete prompts with a model", generate.add_arguments, generate.run),
+    Verb("eval", "run benchmarks on a model", eval_.add_arguments, eval_.run),
     Verb("chat", "talk to a model", chat.add_arguments, chat.run, has_json=False),
     Verb(
         "export",

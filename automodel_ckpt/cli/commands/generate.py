@@ -47,7 +47,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def add_model_arguments(command: argparse.ArgumentParser) -> None:
     """Add the arguments that ``ckpt generate`` and ``ckpt chat`` have in common."""
-    command.add_argument("path", metavar="PATH", help=_PATH)
+    add_source_arguments(command)
     command.add_argument("--system", metavar="TEXT", help="the system message")
     command.add_argument(
         "--max-new-tokens",
@@ -69,6 +69,11 @@ def add_model_arguments(command: argparse.ArgumentParser) -> None:
         "--top-k", type=number_at_least(1), metavar="K", help="sample from the K best tokens"
     )
     command.add_argument("--seed", type=number_at_least(0), metavar="N", help="seed for sampling")
+
+
+def add_source_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the arguments that state which model is loaded, and where to."""
+    command.add_argument("path", metavar="PATH", help=_PATH)
     command.add_argument(
         "--base", metavar="DIR", help="directory of the base model of an adapter, if it was moved"
     )
@@ -164,8 +169,9 @@ def load_model(arguments: argparse.Namespace) -> LoadedModel:
 
     from automodel_ckpt.cli.generation.loading import load
 
-    if arguments.seed is not None:
-        torch.manual_seed(arguments.seed)
+    seed = getattr(arguments, "seed", None)
+    if seed is not None:
+        torch.manual_seed(seed)
     return load(arguments.path, base=arguments.base, device=arguments.device, dtype=arguments.dtype)
 
 

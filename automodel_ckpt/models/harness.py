@@ -1,0 +1,167 @@
+"""Tasks of EleutherAI's lm-evaluation-harness (lm_eval 0.4) on a transformers model in memory."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.errors import RecipeError
+
+EXTRA = "automodel_ckpt[eval]"
+_CLOSEST = 3
+_BOOTSTRAP_ITERATIONS = 100
+"""For the standard errors of metrics that have no formula. The library's default of 100,000 takes minutes."""
+
+
+@dataclass(frozen=True)
+class HarnessTasks:
+    """The tasks to run: names of *tasks* or groups, of the library or of the task files below *include_path*.
+
+    *limit* is the number of samples of each task, and *num_fewshot* the examples in a prompt; None: as the task states.
+    With *chat_template*, prompts are messages of a user.
+    """
+
+    tasks: Sequence[str]
+    include_path: Path | None = None
+    num_fewshot: int | None = None
+    limit: int | None = None
+    batch_size: int = 1
+    chat_template: bool = False
+
+
+@dataclass(frozen=True)
+class TaskMetric:
+    """A metric of a task. *stderr* is its standard error; None if the task has none."""
+
+    task: str
+    metric: str
+    value: float
+    stderr: float | None
+
+    @property
+    def name(self) -> str:
+        """The name in logs, such as ``eval_hellaswag_acc_norm``."""
+        return f"eval_{self.task}_{self.metric}"
+
+
+def require_harness(where: str) -> None:
+    """Raise :class:`RecipeError` if the library is not installed. It is not imported."""
+    if find_spec("lm_eval") is None:
+        raise RecipeError(
+            "lm-evaluation-harness is not installed",
+            where=where,
+            value="",
+            hint=f"pip install '{EXTRA}'",
+        )
+
+
+def check_tasks(given: HarnessTasks, where: str) -> Any:
+    """Find the tasks, and return the library's index of them; no data is read.
+
+    Raises :class:`RecipeError` for a name that there is not, for the key or option *where*.
+    """
+    from lm_eval.tasks import TaskManager
+
+    if given.include_path is not None and not given.include_path.is_dir():
+        raise RecipeError(
+            "there is no directory of task files",
+            where=where,
+            value=given.include_path,
+            hint="name a directory with task files (YAML) of lm-evaluation-harness",
+        )
+    include = None if given.include_path is None else str(given.include_path)
+    with _quiet(), _reporting(where, str(include)):
+        index = TaskManager(include_path=include, include_defaults=False)
+        # The library has thousands of task files, which take many seconds to read.
+        if not set(given.tasks) <= set(index.all_tasks):
+            index = TaskManager(include_path=include)
+    known = set(index.all_tasks)
+    for name in given.tasks:
+        if name not in known:
+            close = difflib.get_close_matches(name, sorted(known), _CLOSEST)
+            did_you_mean = f"did you mean {' or '.join(close)}? " if close else ""
+            raise RecipeError(
+                "there is no such task",
+                where=where,
+                value=name,
+                hint=f"{did_you_mean}`lm_eval ls tasks` lists all tasks of the library",
+            )
+    return index
+
+
+def run_tasks(model: Any, tokenizer: Any, given: HarnessTasks, index: Any) -> list[TaskMetric]:
+    """Run tasks of *index* on *model*, in evaluation mode, and return their metrics in a fixed order.
+
+    It seeds the random generators of Python, NumPy and torch. Raises :class:`RecipeError` if the data of a task cannot
+    be read.
+    """
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+
+    with _quiet(), _reporting("lm-evaluation-harness", ", ".join(given.tasks)):
+        adapter = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=given.batch_size)
+        results = simple_evaluate(
+            model=adapter,
+            tasks=list(given.tasks),
+            num_fewshot=given.num_fewshot,
+            limit=given.limit,
+            task_manager=index,
+            apply_chat_template=given.chat_template,
+            log_samples=False,
+            bootstrap_iters=_BOOTSTRAP_ITERATIONS,
+        )
+    return list(metrics_of(results["results"]))
+
+
+def metrics_of(results: Mapping[str, Mapping[str, Any]]) -> Iterator[TaskMetric]:
+    """Yield the metrics in the ``results`` of the library, whose keys are ``METRIC,FILTER``.
+
+    The filter ``none`` is left out of names, others are appended.
+    """
+    for task, found in sorted(results.items()):
+        for key, value in found.items():
+            metric, separator, filtered = key.partition(",")
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not separator or not is_number or metric.endswith("_stderr"):
+                continue
+            stderr = found.get(f"{metric}_stderr,{filtered}")
+            name = metric if filtered == "none" else f"{metric}_{filtered}"
+            # The library writes N/A where there is none, and NaN for a single sample.
+            error = None
+            if isinstance(stderr, (int, float)) and math.isfinite(stderr):
+                error = float(stderr)
+            yield TaskMetric(task, name, float(value), error)
+
+
+@contextmanager
+def _reporting(where: str, tasks: str) -> Iterator[None]:
+    """Raise :class:`RecipeError` for any failure of the library, of a task file, or of the data of a task."""
+    try:
+        yield
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        raise RecipeError(
+            "lm-evaluation-harness failed",
+            where=where,
+            value=f"{tasks}: {type(error).__name__}: {lines[0][:300]}",
+            hint="check the task files; the data of the library's tasks is downloaded from the Hugging Face Hub",
+        ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave out the library's messages below errors: it warns about every model in memory."""
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
