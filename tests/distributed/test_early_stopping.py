@@ -141,6 +141,13 @@ class BadGradients(TrainingLoop):
         return super().clip_gradients()
 
 
+class QueuesSteps(TrainingLoop):
+    """The numbers of a step are read after the next one is queued, as on a GPU."""
+
+    def queues_work(self) -> bool:
+        return True
+
+
 def test_steps_that_are_not_finite_stop_the_run_and_leave_the_last_good_checkpoint(
     tmp_path: Path,
 ) -> None:
@@ -156,5 +163,11 @@ def test_steps_that_are_not_finite_stop_the_run_and_leave_the_last_good_checkpoi
         assert "the newest checkpoint is epoch_0_step_2" in message
     assert saved(tmp_path / "limited") == ["epoch_0_step_2"]
     assert steps_in(tmp_path / "limited", "training.jsonl") == list(range(1, 9))
+    # A host that runs ahead has queued step 9 when it reads the numbers of step 8, and saves nothing in between.
+    how["recipe_class"] = with_loop(bad, QueuesSteps)
+    for outcome in run(tmp_path / "ahead", *often, limit, **how):
+        assert "the last of which is step 8" in str(outcome.error)
+    assert saved(tmp_path / "ahead") == ["epoch_0_step_2"]
+    how["recipe_class"] = bad
     values(run(tmp_path / "unlimited", *often, **how))
     assert saved(tmp_path / "unlimited")[-1] == "epoch_1_step_8"
