@@ -21,6 +21,7 @@ from automodel_ckpt.cli.commands import (
     chat,
     completion,
     diff,
+    env,
     eval_,
     export,
     generate,
@@ -144,6 +145,7 @@ VERBS: Sequence[Verb] = (
         track.run,
         writes=True,
     ),
+    Verb("env", "print information for a bug report", env.add_arguments, env.run),
     Verb(
         "completion",
         "print a shell completion script",

@@ -1,0 +1,287 @@
+"""``ckpt env``: print what a bug report should contain: versions, devices, the machine. Needs no library to work."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import automodel_ckpt
+from automodel_ckpt.checkpoint.files.file_system import file_system_of
+from automodel_ckpt.checkpoint.saving.environment import version_of
+from automodel_ckpt.cli.terminal import printable, table
+from automodel_ckpt.errors import EXIT_DONE
+from automodel_ckpt.units import size_text
+
+_LIBRARIES = (
+    "numpy",
+    "safetensors",
+    "tokenizers",
+    "huggingface_hub",
+    "torch",
+    "transformers",
+    "datasets",
+    "peft",
+)
+"""Libraries that are imported, in another process, to see whether they work."""
+_EXTRAS = (
+    "triton",
+    "torchao",
+    "bitsandbytes",
+    "flash-attn",
+    "liger-kernel",
+    "accelerate",
+    "pillow",
+)
+"""Distributions whose version matters, if they are installed. They are not imported."""
+_PREFIXES = (
+    *(
+        "AUTOMODEL_CKPT_",
+        "CUDA_",
+        "CUBLAS_",
+        "NCCL_",
+        "GLOO_",
+        "NVIDIA_",
+        "TORCH",
+        "PYTORCH_",
+        "TRITON_",
+    ),
+    *("HF_", "TRANSFORMERS_", "TOKENIZERS_", "OMP_", "MKL_", "SLURM_JOB", "SLURM_NTASKS", "PYTHON"),
+)
+_NAMES = (
+    "LD_LIBRARY_PATH",
+    "LD_PRELOAD",
+    "TMPDIR",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "VIRTUAL_ENV",
+)
+_SECRET = re.compile(r"(^|_)(TOKENS?|KEYS?|SECRETS?|PASS|PASSWORD|PASSWD|CREDENTIALS?|AUTH)(_|$)")
+_USER_IN_URL = re.compile(r"(\w://)[^/@\s]+@")
+_IMPORT_SECONDS = 180.0
+_COMMAND_SECONDS = 20.0
+_PROBE = """
+import importlib, json, sys
+for name in sys.argv[1:]:
+    print(json.dumps({"name": name}), flush=True)
+    found = {"name": name}
+    try:
+        module = importlib.import_module(name)
+        found["version"] = str(getattr(module, "__version__", "unknown"))
+        if name == "torch":
+            found["build"] = {
+                "cuda": module.version.cuda, "hip": module.version.hip, "git": module.version.git_version,
+                "cudnn": module.backends.cudnn.version(), "threads": module.get_num_threads(),
+                "nccl": str(module.cuda.nccl.version()) if module.cuda.is_available() else None,
+            }
+            count = module.cuda.device_count()
+            found["devices"] = [module.cuda.get_device_name(number) for number in range(count)]
+    except BaseException as error:
+        found["error"] = f"{type(error).__name__}: {error}"
+    print(json.dumps(found), flush=True)
+"""
+"""Prints two JSON lines per library: one before its import, so that a crash can be attributed, and the result."""
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Describe the command ``ckpt env``."""
+    command.description = (
+        "Print versions, devices and facts about this machine for a bug report. Values of environment "
+        "variables that look like secrets are not shown."
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run ``ckpt env``. What cannot be determined is shown as an error; the exit code is 0."""
+    document = describe_environment()
+    if arguments.json:
+        print(json.dumps(document, indent=2))
+        return EXIT_DONE
+    for title, section in document.items():
+        print(f"{title}:")
+        rows = [[f"  {name}", printable(_text(value))] for name, value in section.items()]
+        print("\n".join(table(rows)) if rows else "  none")
+    return EXIT_DONE
+
+
+def describe_environment() -> dict[str, dict[str, Any]]:
+    """Describe the program, the libraries, the GPUs, the machine, the directory and the environment, by section."""
+    return {
+        "automodel_ckpt": {
+            "version": automodel_ckpt.__version__,
+            "commit": _attempt(_commit),
+            "location": str(Path(automodel_ckpt.__file__).parent),
+            "python": f"{platform.python_version()} ({platform.python_implementation()})",
+            "executable": sys.executable,
+        },
+        "libraries": {**_imported(_LIBRARIES), **_installed(_EXTRAS)},
+        "gpu": {"driver": _attempt(_driver)},
+        "machine": {
+            "system": _attempt(_system),
+            "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",
+            "libc": " ".join(platform.libc_ver()) or None,
+            "processor": _attempt(_processor),
+            "cpus": _attempt(_cpus),
+            "memory": _attempt(_memory),
+        },
+        "current directory": {
+            "path": _attempt(os.getcwd),
+            "file system": _attempt(lambda: file_system_of(Path.cwd())),
+            "free": _attempt(_free_space),
+        },
+        "environment variables": shown_variables(os.environ),
+    }
+
+
+def shown_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that affect training, sorted by name, without values that look like secrets."""
+    shown = {}
+    for name in sorted(environment):
+        if not name.startswith(_PREFIXES) and name not in _NAMES:
+            continue
+        if _SECRET.search(name):
+            shown[name] = "(set, not shown)"
+        else:
+            shown[name] = _USER_IN_URL.sub(r"\1...@", environment[name])
+    return shown
+
+
+def _attempt(determine: Callable[[], Any]) -> Any:
+    """Call *determine*; if it fails, return the error as text, because the rest of the report is still useful."""
+    try:
+        return determine()
+    except Exception as error:
+        return f"error: {type(error).__name__}: {error}"
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_text(item)}" for key, item in value.items() if item is not None)
+    if isinstance(value, list):
+        return ", ".join(map(_text, value)) or "none"
+    return str(value)
+
+
+def _output(*command: str) -> str:
+    """Run a command and return its output. Raises RuntimeError with its error output if it fails."""
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip() or f"exit code {done.returncode}")
+    return done.stdout.strip()
+
+
+def _commit() -> str | None:
+    """Return the commit of this package's checkout, and whether files were changed; None if it is installed."""
+    root = Path(automodel_ckpt.__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    commit = _output("git", "-C", str(root), "rev-parse", "HEAD")
+    changed = _output("git", "-C", str(root), "status", "--porcelain", "--untracked-files=no")
+    return f"{commit} with local changes" if changed else commit
+
+
+def _imported(names: Sequence[str]) -> dict[str, Any]:
+    """Import libraries in other processes, and return their versions or errors by name."""
+    found: dict[str, Any] = {}
+    remaining = list(names)
+    while remaining:
+        started = ""
+        for record in _probe(remaining):
+            started = record.pop("name")
+            if "error" in record:
+                found[started] = _failed_import(started, record["error"])
+            elif "version" in record:
+                found[started] = record if len(record) > 1 else record["version"]
+        if started not in found:
+            started = started or remaining[0]
+            found[started] = _failed_import(
+                started, "the process ended during the import, or took too long"
+            )
+        remaining = remaining[remaining.index(started) + 1 :]
+    return found
+
+
+def _probe(names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the records that a new process prints for *names*; fewer if it crashes."""
+    command = [sys.executable, "-c", _PROBE, *names]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=_IMPORT_SECONDS, check=False)
+        output = done.stdout
+    except subprocess.TimeoutExpired as error:
+        output = error.stdout or b""
+    for line in output.splitlines():
+        # A library may print other lines.
+        if line.startswith(b'{"name": '):
+            yield json.loads(line)
+
+
+def _failed_import(name: str, error: str) -> str:
+    version = version_of(name)
+    if version is None:
+        return "not installed" if "No module named" in error else f"error: {error}"
+    return f"error: {version} is installed, but cannot be imported: {error}"
+
+
+def _installed(distributions: Sequence[str]) -> dict[str, str]:
+    """Return the versions of those *distributions* that are installed."""
+    found = {}
+    for name in distributions:
+        version = version_of(name)
+        if version is not None:
+            found[name] = version
+    return found
+
+
+def _driver() -> list[str] | None:
+    """Return name, memory and driver version of each NVIDIA GPU; None without the driver's program."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return None
+    return _output(
+        program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"
+    ).splitlines()
+
+
+def _system() -> str:
+    if sys.platform != "linux":
+        return platform.platform()
+    return platform.freedesktop_os_release()["PRETTY_NAME"]
+
+
+def _processor() -> str | None:
+    for line in Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return None
+
+
+def _cpus() -> str:
+    usable = len(os.sched_getaffinity(0))
+    return f"{os.cpu_count()}, of which this process may use {usable}"
+
+
+def _memory() -> str:
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists():
+        text = limit.read_text().strip()
+        if text.isdecimal():
+            return f"{size_text(total)}, limited to {size_text(int(text))}"
+    return size_text(total)
+
+
+def _free_space() -> str:
+    usage = shutil.disk_usage(".")
+    return f"{size_text(usage.free)} of {size_text(usage.total)}"

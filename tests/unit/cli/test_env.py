@@ -1,0 +1,69 @@
+"""``ckpt env``: information for a bug report, also where libraries are broken or missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from automodel_ckpt import __version__
+from automodel_ckpt.cli.commands.env import shown_variables
+
+# Imported before any other code by Python itself.
+BREAK_LIBRARIES = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("numpy", "datasets"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing())
+"""
+
+
+def test_each_line_has_a_value_or_the_error_where_libraries_are_broken(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(BREAK_LIBRARIES)
+    (tmp_path / "torch.py").write_text("raise OSError('libtorch_cpu.so: cannot open')\n")
+    (tmp_path / "transformers.py").write_text("import os\nos._exit(134)\n")
+    (tmp_path / "peft.py").write_text("__version__ = '0.0.1'\n")
+    variables = {"PYTHONPATH": str(tmp_path), "HF_TOKEN": "hf_secret", "NCCL_DEBUG": "INFO"}
+    done = subprocess.run(
+        [sys.executable, "-m", "automodel_ckpt.cli.ckpt", "env", "--json"],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["automodel_ckpt"]["version"] == __version__
+    libraries = found["libraries"]
+    assert "OSError: libtorch_cpu.so: cannot open" in libraries["torch"]
+    assert "cannot be imported: the process ended" in libraries["transformers"]
+    assert "cannot be imported" in libraries["numpy"]
+    assert libraries["peft"] == "0.0.1"
+    assert " of " in found["current directory"]["free"]
+    assert found["machine"]["kernel"].split()[1] == os.uname().release
+    assert found["environment variables"]["NCCL_DEBUG"] == "INFO"
+    assert "hf_secret" not in done.stdout
+
+
+def test_variables_that_look_like_secrets_are_not_shown() -> None:
+    shown = shown_variables(
+        {
+            "HF_TOKEN": "a",
+            "AUTOMODEL_CKPT_API_KEY": "b",
+            "HF_ENDPOINT": "https://user:password@hub.example/x",
+            "TOKENIZERS_PARALLELISM": "false",
+            "HOME": "/root",
+            "AWS_SECRET_ACCESS_KEY": "c",
+        }
+    )
+    assert shown == {
+        "AUTOMODEL_CKPT_API_KEY": "(set, not shown)",
+        "HF_ENDPOINT": "https://...@hub.example/x",
+        "HF_TOKEN": "(set, not shown)",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
