@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,8 +169,8 @@ exec {hf} "$@" --help
 """
 IN_AN_EMPTY_DIRECTORY = """
 cd "$EMPTY" && test -z "$(ls -A)"
-cp "$RECIPE" RECIPE.yaml
-ckpt-train RECIPE.yaml --print-config
+ckpt-train --copy llm_finetune/tiny_llama_python_docs .
+ckpt-train tiny_llama_python_docs.yaml --print-config
 ckpt --help
 echo "$VIRTUAL_ENV"
 """
@@ -197,35 +199,62 @@ def shims(directory: Path) -> Path:
     return directory
 
 
-def test_after_the_readmes_lines_the_commands_run_in_an_empty_directory(
-    built: Built, tmp_path: Path
-) -> None:
-    lines = install_lines()
-    assert len(lines) == 4
-    (tmp_path / "home").mkdir()
-    (tmp_path / "empty").mkdir()
-    offline = {
+def repository_of(built: Built) -> Path:
+    """A git repository with the files of the package, whose links to recipes and examples are links in git as well."""
+    repository = built.source.parent / "repository"
+    package = ["pyproject.toml", "README.md", "LICENSE", "automodel_ckpt", "recipes", "examples"]
+    run("git", "init", "--quiet", repository, cwd=built.source)
+    git = ("git", f"--git-dir={repository / '.git'}", f"--work-tree={built.source}")
+    run(*git, "add", *package, cwd=built.source)
+    author = ("-c", "user.name=test", "-c", "user.email=test@example.com")
+    run(*git, *author, "commit", "--quiet", "-m", "The package", cwd=built.source)
+    return repository
+
+
+def what_is_installed(form: str, built: Built) -> str:
+    """The argument of ``pip install`` for a clone, the wheel built from the sdist, or the URL of a repository."""
+    if form == "git":
+        return f"git+file://{repository_of(built)}"
+    return {"clone": ".", "wheel": str(built.wheel)}[form]
+
+
+def offline_environment(directory: Path) -> dict[str, str]:
+    """The variables for the README's lines in *directory*, where pip uses no network."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("VIRTUAL_ENV", "PYTHONPATH")
+    }
+    return kept | {
         "PIP_NO_INDEX": "1",
         "PIP_NO_DEPS": "1",
         "PIP_NO_BUILD_ISOLATION": "0",
         "PIP_QUIET": "1",
+        "HOME": str(directory / "home"),
+        "PATH": f"{shims(directory / 'shims')}:/usr/bin:/bin",
+        "EMPTY": str(directory / "empty"),
     }
-    environment = {
-        **{
-            name: value
-            for name, value in os.environ.items()
-            if name not in ("VIRTUAL_ENV", "PYTHONPATH")
-        },
-        **offline,
-        "HOME": str(tmp_path / "home"),
-        "PATH": f"{shims(tmp_path / 'shims')}:/usr/bin:/bin",
-        "EMPTY": str(tmp_path / "empty"),
-        "RECIPE": str(built.source / "examples" / "llm_finetune" / "tiny_llama_python_docs.yaml"),
-    }
+
+
+@pytest.mark.parametrize("form", ["clone", "wheel", "git"])
+def test_after_the_readmes_lines_the_commands_run_in_an_empty_directory(
+    form: str, built: Built, tmp_path: Path
+) -> None:
+    lines = install_lines()
+    assert len(lines) == 4
+    package = [index for index, line in enumerate(lines) if line.startswith("pip install . ")]
+    (number,) = package
+    lines[number] = lines[number].replace(" . ", f" '{what_is_installed(form, built)}' ", 1)
+    (tmp_path / "home").mkdir()
+    (tmp_path / "empty").mkdir()
     script = "\n".join(["set -e", *lines, IN_AN_EMPTY_DIRECTORY])
-    shell = ["bash", "-c", script]
     done = subprocess.run(
-        shell, cwd=built.source, env=environment, capture_output=True, text=True, check=False
+        ["bash", "-c", script],
+        cwd=built.source if form == "clone" else tmp_path / "home",
+        env=offline_environment(tmp_path),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "usage: hf auth login" in done.stdout.replace("Usage", "usage")
@@ -235,6 +264,20 @@ def test_after_the_readmes_lines_the_commands_run_in_an_empty_directory(
     target, *files = modules_found_by(environment_made / "bin" / "python")
     assert target == "automodel_ckpt.recipes.llm_finetune:LLMFinetune"
     assert all(Path(file).is_relative_to(tmp_path / "home") for file in files)
+
+
+def test_the_readme_lists_each_extra_with_its_packages_and_lowest_versions() -> None:
+    readme = (ROOT / "README.md").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    (sentence,) = re.findall(r"^The extras (.*) are for work on this program\.$", readme, re.M)
+    for_development = set(re.findall(r"`([\w-]+)`", sentence))
+    listed = {}
+    for name, versions in re.findall(r"^\| `([\w-]+)` \| [^|]+ \| ([^|]+) \|$", readme, re.M):
+        listed[name] = [version.replace(" ", ">=") for version in versions.split(", ")]
+    for_users = {name: needs for name, needs in extras.items() if name not in for_development}
+    assert for_development <= extras.keys()
+    assert listed == for_users
 
 
 def test_an_editable_install_finds_the_recipes_through_the_link(
