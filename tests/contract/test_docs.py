@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import textwrap
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 GUIDES = sorted((DOCS / "guides").glob("*.md"))
 FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+RECIPE_FILES = {".yaml", ".sbatch"}
 SHOWN_ONLY = {"text", "yaml", "json", "toml"}
 
 
@@ -89,6 +91,23 @@ def test_there_are_guides_and_each_runs_something() -> None:
     assert len(running) >= 5
 
 
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
+def test_a_guide_begins_with_what_it_needs(page: Path) -> None:
+    """Extras, processors, network, disk and time, in this order, with each extra to install that the page names."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    text = page.read_text()
+    line = text.splitlines()[2]
+    assert line.startswith("Needs: ")
+    parts = line.removeprefix("Needs: ").split("; ")
+    words = ("extra", "CPU", "network", "disk", "minute")
+    assert len(parts) == len(words)
+    for word, part in zip(words, parts, strict=True):
+        assert word in part
+    named = set(re.findall(r"`([\w-]+)`", parts[0]))
+    installed = set(re.findall(r"automodel_ckpt\[([\w-]+)\]", text))
+    assert installed <= named <= project["optional-dependencies"].keys()
+
+
 @pytest.mark.parametrize(
     "page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda page: page.stem
 )
@@ -117,6 +136,13 @@ def test_every_page_is_linked_from_the_front_page() -> None:
         if p.name != "README.md" and str(p.relative_to(DOCS)) not in front
     ]
     assert missing == []
+
+
+def test_each_example_is_linked_from_the_front_page() -> None:
+    front = (DOCS / "README.md").read_text()
+    linked = {(DOCS / path).resolve() for path in re.findall(r"\]\((\.\./examples/[^)]+)\)", front)}
+    examples = {path for path in (ROOT / "examples").rglob("*") if path.suffix in RECIPE_FILES}
+    assert sorted(examples - linked) == []
 
 
 def test_the_reference_is_what_the_code_says() -> None:
