@@ -21,14 +21,17 @@ class StatefulRNG:
 
     Ranks draw different numbers (dropout masks must differ), all derived from *seed*. The state holds tensors and
     ints only, so that it is read back as plain data. *grid* is how the ranks share the work: it decides which of them
-    have to draw the same numbers.
+    have to draw the same numbers. Without *reseed*, the generators stay as they are until a state is loaded.
     """
 
     checkpoint_scope = "rank_rng"
 
-    def __init__(self, seed: int, rank: int = 0, grid: Sequence[int] = ()) -> None:
+    def __init__(
+        self, seed: int, rank: int = 0, grid: Sequence[int] = (), *, reseed: bool = True
+    ) -> None:
         self._place, self._grid = (seed, rank), list(grid)
-        seed_everything(_mixed(seed, rank))
+        if reseed:
+            seed_everything(_mixed(seed, rank))
 
     def fits(self, state: Mapping[str, Any]) -> bool:
         """Whether a state is one of ranks that shared the work like those here."""

@@ -54,6 +54,7 @@ MAY_IMPORT = {
         "checkpoint",
         "convert",
     },
+    "integrations": {"errors", "training", "checkpoint"},
     "api": {"errors", "config", "distributed", "checkpoint", "recipes"},
     "cli": {
         "errors",

@@ -1,0 +1,175 @@
+"""CheckpointCallback resumes a run of transformers' Trainer with the losses of an uninterrupted run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    EarlyStoppingCallback,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from automodel_ckpt import CheckpointOptions
+from automodel_ckpt.cli import ckpt
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.integrations.transformers import CheckpointCallback
+
+NUM_SAMPLES = 20
+STEPS_PER_EPOCH = 5
+
+
+class Killed(Exception):
+    """Stands for the end of the process."""
+
+
+class Record(TrainerCallback):
+    """Records the losses, and ends the run after a step."""
+
+    def __init__(self, last: int | None) -> None:
+        self.last = last
+        self.losses: dict[int, float] = {}
+        self.evaluations: dict[int, float] = {}
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if "loss" in logs:
+            self.losses[state.global_step] = logs["loss"]
+        if "eval_loss" in logs:
+            self.evaluations[state.global_step] = logs["eval_loss"]
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.last:
+            raise Killed
+
+
+def samples() -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(0, 32, (NUM_SAMPLES, 8), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def make_trainer(
+    output: Path, *callbacks: TrainerCallback, last: int | None = None, **settings: Any
+) -> tuple[Trainer, Record]:
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        attention_dropout=0.2,
+        initializer_range=0.3,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    record = Record(last)
+    arguments = {
+        "learning_rate": 1e-2,
+        "num_train_epochs": 3,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "save_steps": 3,
+        "metric_for_best_model": "eval_loss",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    trainer = Trainer(
+        model,
+        TrainingArguments(str(output), **(arguments | settings)),
+        train_dataset=samples(),
+        eval_dataset=samples()[:4],
+        callbacks=[*callbacks, record],
+    )
+    return trainer, record
+
+
+def run(
+    directory: Path,
+    options: CheckpointOptions | None = None,
+    last: int | None = None,
+    **settings: Any,
+) -> tuple[Trainer, Record]:
+    """Train with checkpoints in *directory* until the gradient of the step after *last*."""
+    checkpoints = CheckpointCallback(directory, options)
+    stop = EarlyStoppingCallback(100)
+    output = directory.with_name("output")
+    trainer, record = make_trainer(output, checkpoints, stop, last=last, **settings)
+    start = checkpoints.resume(trainer)
+    try:
+        trainer.train(resume_from_checkpoint=start)
+    except Killed:
+        checkpoints.close()
+    return trainer, record
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainer, Record]:
+    output = tmp_path_factory.mktemp("trainer")
+    trainer, record = make_trainer(output, EarlyStoppingCallback(100), save_strategy="no")
+    trainer.train()
+    assert list(record.losses) == list(range(1, 16))
+    return trainer, record
+
+
+@pytest.mark.parametrize(
+    ("settings", "last", "restarts_after"),
+    [
+        ({}, 4, 3),  # within the first epoch
+        ({}, 8, 6),
+        ({"save_strategy": "epoch"}, 7, 5),  # at the end of an epoch
+    ],
+)
+def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(
+    tmp_path: Path,
+    uninterrupted: tuple[Trainer, Record],
+    settings: dict[str, Any],
+    last: int,
+    restarts_after: int,
+) -> None:
+    reference, expected = uninterrupted
+    options = CheckpointOptions(is_async=True, best_metric_key="eval_loss")
+    _, before = run(tmp_path / "run", options, last=last, **settings)
+    trainer, after = run(tmp_path / "run", options, **settings)
+    assert list(after.losses) == list(range(restarts_after + 1, 16))
+    assert before.losses | after.losses == expected.losses
+    assert before.evaluations | after.evaluations == expected.evaluations
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(parameter, reference.model.get_parameter(name)), name
+    logged = [entry["step"] for entry in trainer.state.log_history if "loss" in entry]
+    assert logged == list(range(1, 16))
+    assert not (tmp_path / "output").exists() or not list((tmp_path / "output").glob("checkpoint*"))
+
+
+def test_a_checkpoint_is_verified_ranked_and_exported(tmp_path: Path) -> None:
+    options = CheckpointOptions(keep_last=1, keep_best=1, best_metric_key="eval_loss")
+    trainer, record = run(tmp_path / "run", options)
+    best = min(record.evaluations, key=lambda step: record.evaluations[step])
+    kept = {path.name for path in (tmp_path / "run").glob("epoch_*")}
+    epoch = (best - 1) // STEPS_PER_EPOCH
+    assert kept == {f"epoch_{epoch}_step_{best}", "epoch_2_step_15"}
+    assert (tmp_path / "run/LOWEST_VAL").resolve().name == f"epoch_{epoch}_step_{best}"
+    assert ckpt.main(["verify", str(tmp_path / "run")]) == 0
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run/LATEST/model/consolidated")
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(parameter, exported.get_parameter(name)), name
+
+
+def test_settings_that_are_not_supported_are_errors(tmp_path: Path) -> None:
+    checkpoints = CheckpointCallback(tmp_path / "run")
+    trainer, _ = make_trainer(tmp_path, checkpoints)
+    with pytest.raises(RecipeError, match="does not know its trainer"):
+        trainer.train()
+    trainer, _ = make_trainer(tmp_path, checkpoints, save_strategy="best")
+    with pytest.raises(RecipeError, match="LOWEST_VAL is the best checkpoint"):
+        checkpoints.resume(trainer)
