@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from functools import partial
@@ -86,6 +87,21 @@ def logits(model: Any, recipe_file: Path) -> torch.Tensor:
         return model(**batch).logits.clone()
 
 
+def accuracy(model: Any, recipe_file: Path) -> float:
+    """The fraction of the labels of the first three samples that have the highest logit."""
+    processor = read_processor(str(recipe_file.parent / "base"))
+    samples = conversations(processor, str(recipe_file.parent / "conversations.jsonl"))
+    num_hits = num_labels = 0
+    for number in range(3):
+        batch = ImageTextCollator(processor)([samples[number]])
+        labels = batch.pop("labels")[:, 1:]
+        with torch.no_grad():
+            predicted = model.eval()(**batch).logits.argmax(-1)[:, :-1]
+        num_hits += int((predicted == labels).sum())
+        num_labels += int((labels != -100).sum())
+    return num_hits / num_labels
+
+
 def run(
     recipe_file: Path, name: str, *overrides: str, num_ranks: int, recipe_class: Any = VLMFinetune
 ) -> list[Any]:
@@ -143,6 +159,8 @@ def test_the_export_alone_is_the_trained_model_with_the_bases_processor(
     model, info = AutoModelForImageTextToText.from_pretrained(export, output_loading_info=True)
     assert not any(info.values()), info
     assert torch.equal(logits(model, recipe), trained)
+    last = json.loads((tmp_path / "run/validation.jsonl").read_text().splitlines()[-1])
+    assert last["val_accuracy"] == accuracy(model, recipe)
     exported, before = tensors(export), tensors(base)
     assert exported.keys() == before.keys()
     seeing = {name for name in before if "vision" in name or "visual" in name}
