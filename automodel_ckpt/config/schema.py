@@ -203,6 +203,7 @@ class ModelConfig:
     router_aux_loss: Literal["global_batch", "micro_batch"] | bool = "global_batch"
     """Load-balancing loss of a mixture-of-experts model, computed per global_batch or micro_batch; false: none."""
     mtp: MtpConfig | None = None
+    """Multi-token prediction: train the layers that predict further tokens; null: none."""
 
     vocab_size: Literal["tokenizer"] | int | None = setting(None, POSITIVE_OR_WORD)
     """Resize the vocabulary to this many tokens, or to the tokenizer's size (tokenizer); null: no change."""

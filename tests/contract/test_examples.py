@@ -63,7 +63,8 @@ def test_there_are_this_many_examples_and_each_is_looked_after() -> None:
 def test_an_example_opens_with_what_it_is_what_it_needs_the_command_and_overrides(
     name: str,
 ) -> None:
-    lines = SHIPPED[name].read_text().split("\n\n")[0].splitlines()
+    first, *lines = SHIPPED[name].read_text().split("\n\n")[0].splitlines()
+    assert first == "# yaml-language-server: $schema=recipe.schema.json"
     assert all(line == "#" or line.startswith("# ") for line in lines)
     text = "\n".join(lines)
     order = [text.index(part) for part in ("# Needs: ", "ckpt-train ", "# Often changed", "#   --")]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from pathlib import Path
+
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 
 _CHAT_TEMPLATE = "chat_template.jinja"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -50,7 +51,7 @@ def _has_chat_template(directory: Path) -> bool:
     if (directory / _CHAT_TEMPLATE).is_file():
         return True
     try:
-        settings = json.loads((directory / _TOKENIZER_CONFIG).read_bytes())
+        settings = parse_json((directory / _TOKENIZER_CONFIG).read_bytes())
     except (OSError, ValueError):
         return False
     return isinstance(settings, dict) and bool(settings.get("chat_template"))

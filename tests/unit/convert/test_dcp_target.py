@@ -116,16 +116,13 @@ def test_metadata_is_equal_to_that_of_torch(tmp_path: Path) -> None:
     assert ours.storage_data.keys() == theirs.storage_data.keys()
 
 
-def test_an_occupied_or_missing_directory_is_an_error_before_reading(
-    tmp_path: Path, capsys: Capture
-) -> None:
+def test_an_occupied_directory_is_an_error_before_reading(tmp_path: Path, capsys: Capture) -> None:
     llama_checkpoint(tmp_path / "c")
     (tmp_path / "busy").mkdir()
     (tmp_path / "busy/mine").touch()
-    for target in ("busy", "none/out"):
-        command = ["export", str(tmp_path / "c"), "--to", "dcp", "-o", str(tmp_path / target)]
-        assert main(command) == 4
-        assert str(tmp_path / target) in capsys.readouterr().err
+    command = ["export", str(tmp_path / "c"), "--to", "dcp", "-o", str(tmp_path / "busy")]
+    assert main(command) == 4
+    assert str(tmp_path / "busy") in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "busy").iterdir()] == ["mine"]
 
 

@@ -239,8 +239,9 @@ def test_a_directory_of_named_checkpoints_is_listed_and_ranked(
     assert main(["ls", str(tmp_path), "--json"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert set(rows) == set(names)
+    # The step in a file counts more than that in its name, as in an import.
     first, second, third, last = (rows[name] for name in names)
-    assert (first["step"], first["consumed_samples"], first["val_loss"]) == (1000, 32000, 0.432)
+    assert (first["step"], first["consumed_samples"], first["val_loss"]) == (5, 32000, 0.432)
     assert second["pointers"] == ["lowest val_loss"]
     assert third["pointers"] == last["pointers"] == ["last"]
     # Its name does not state them.

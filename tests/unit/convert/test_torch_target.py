@@ -92,7 +92,6 @@ def test_a_damaged_checkpoint_yields_no_file(tmp_path: Path, capsys: Capture, da
     [
         (["--merge"], "no effect with --to torch"),
         (["--cast-dtype", "int8"], "unknown dtype"),
-        (["-o", "missing/m.pt"], "does not exist"),
     ],
 )
 def test_wrong_arguments_are_errors(
