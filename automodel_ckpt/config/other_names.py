@@ -70,6 +70,10 @@ _STEPS = {
         "step_scheduler.val_every_steps",
         note="each checkpoint is validated too",
     ),
+    **_same(
+        "early_stopping_patience early_stopping_steps", "step_scheduler.early_stopping.patience"
+    ),
+    **_same("early_stopping_threshold", "step_scheduler.early_stopping.min_delta"),
 }
 
 _CHECKPOINTS = {

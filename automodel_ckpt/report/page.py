@@ -145,6 +145,11 @@ def summary(run: History) -> Iterator[tuple[str, str]]:
         lowest = min(validation.values)
         step = validation.steps[validation.values.index(lowest)]
         yield "lowest validation loss", f"{lowest:.4f} at step {step:,}"
+    accuracy = run.series["val_accuracy"]
+    if len(accuracy):
+        highest = max(accuracy.values)
+        step = accuracy.steps[accuracy.values.index(highest)]
+        yield "highest validation accuracy", f"{highest:.2%} at step {step:,}"
     yield "tokens", f"{run.num_tokens:,}"
     for field, name, text in (("tps", "tokens per second", "{:,.0f}"), ("mfu", "MFU", "{:.1f}%")):
         values = run.series[field].values

@@ -16,6 +16,7 @@ from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.report.charts import charts_of
 from automodel_ckpt.report.follow import values_of
 from automodel_ckpt.report.history import read_history
+from automodel_ckpt.report.page import summary
 from tests.support import ranks
 from tests.support.training import RECIPE, VALIDATION, build, killed_after, train, write_recipe
 
@@ -104,7 +105,12 @@ def test_accuracy_and_perplexity_are_those_of_plain_transformers(tmp_path: Path)
     for name in ("", "_few", "_long"):
         perplexity = math.exp(last[f"val_loss{name}"])
         assert last[f"val_perplexity{name}"] == pytest.approx(perplexity)
-    charts = charts_of([read_history(tmp_path / "run")])
+    history = read_history(tmp_path / "run")
+    values = [float(record["val_accuracy"]) for record in records]
+    step = records[values.index(max(values))]["step"]
+    shown = dict(summary(history))["highest validation accuracy"]
+    assert shown == f"{max(values):.2%} at step {step}"
+    charts = charts_of([history])
     labels = {chart.title: [line.label for line in chart.lines] for chart in charts}
     drawn = labels["Validation accuracy, fraction of tokens"]
     assert drawn[1:] == ["run, validation, few", "run, validation, long"]
