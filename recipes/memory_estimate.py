@@ -159,6 +159,7 @@ def plan(recipe: Recipe, sizes: Sizes, device: ForecastDevice | None = None) -> 
     recipe.layout = RankLayout(0, sizes, 0, torch.device(device.type), None)  # type: ignore[arg-type]
     given = recipe.config
     recipe.config = resolve_precision(given, sizes, device.type)
+    recipe.check_metric_keys()
     recipe.build()
     num_parameters, num_trained = 0, 0
     for parameter in recipe.model.parameters():

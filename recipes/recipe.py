@@ -171,9 +171,9 @@ class Recipe:
         check_parallelism(parallelism(self.config.distributed), self.layout)
         if self.layout.in_stages:
             check_pipeline_extensions(type(self), Recipe, self.objective_class, self.loop_class)
+        self.check_metric_keys()
         # It takes the lease: a second run of this directory fails before it reads data or weights.
         self.checkpointer = self.build_checkpointer()
-        self._check_metric_keys()
         self.build()
         self._check_model()
         self.run_log.measure_device(self._compute_dtype())
@@ -530,7 +530,7 @@ class Recipe:
                 hint="extend build_trainable to return dataclasses.replace(trainable, model=...)",
             )
 
-    def _check_metric_keys(self) -> None:
+    def check_metric_keys(self) -> None:
         """Raise :class:`RecipeError` for a key that names a metric which the run does not measure."""
         loop = self.loop_class
         extended = (

@@ -108,6 +108,10 @@ def test_what_cannot_train_is_an_error_of_the_dry_run(
     assert "longer than the model's context" in capsys.readouterr().err
     assert main(["--dry-run", "recipe.yaml", "--init_from.path", str(recipe.parent)]) == 3
     assert "there are no shards here" in capsys.readouterr().err
+    data = "{_target_: automodel_ckpt.data.python_docs.language_modeling, seq_length: 256}"
+    metric = ("--validation_dataset", data, "--checkpoint.best_metric_key", "val_acc")
+    assert main(["--dry-run", "recipe.yaml", *metric]) == 2
+    assert "this run measures train_loss, val_loss, val_accuracy" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
