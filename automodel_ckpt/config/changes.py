@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,6 +73,20 @@ def changed_keys(
         if old != new:
             changes.append(Change(key, old, new))
     return changes
+
+
+def differences(recipes: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
+    """Map the keys whose values differ between *recipes* to their values, one per recipe, sorted by key.
+
+    An empty recipe is one that is not known: its values are empty, and differ from none.
+    """
+    joined = [_joined_lists(recipe) for recipe in recipes]
+    rows: dict[str, list[str]] = {}
+    for key in sorted(set().union(*joined)):
+        known = {recipe.get(key, NOT_SET) for recipe in joined if recipe}
+        if len(known) > 1 and not key.startswith(_NOT_COMPARED):
+            rows[key] = [recipe.get(key, NOT_SET) if recipe else "" for recipe in joined]
+    return rows
 
 
 def ignored_by_resume(

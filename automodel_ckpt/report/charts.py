@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from automodel_ckpt.report.history import ACCURACY, NAMED_LOSS, PERPLEXITY, History, Series
 from automodel_ckpt.report.scale import padded_range
 
+_SAME_SHARE = 0.001
+"""Values that differ by less than this share are shown as equal: the sizes of saves differ by a few bytes."""
 _SMOOTHED_POINTS = 200
 """Series with at least so many points are drawn faint, with their moving average."""
 
@@ -36,8 +38,8 @@ class Curve:
 class Panel:
     """A chart of the report: its *title* and *curves*; with *from_zero*, the y axis contains 0.
 
-    With *if_varied*, the chart is left out if each run has one value only. The fields of named validation sets in this
-    chart begin with *named_sets*; empty: it has none.
+    With *if_varied*, the chart is left out if the values of each run are almost equal. The fields of named validation
+    sets in this chart begin with *named_sets*; empty: it has none.
     """
 
     title: str
@@ -150,12 +152,19 @@ def charts_of(runs: Sequence[History]) -> list[Chart]:
     charts = []
     for panel in PANELS:
         lines = _lines_of(panel, runs)
-        if panel.if_varied and not any(len(set(line.series.values)) > 1 for line in lines):
+        if panel.if_varied and not any(_varies(line.series) for line in lines):
             continue
         if any(len(line.series) for line in lines):
             marks = list(_marks_of(runs)) if panel.has_marks else []
             charts.append(_chart(panel, lines, marks, last))
     return charts
+
+
+def _varies(series: Series) -> bool:
+    if not len(series):
+        return False
+    low, high = min(series.values), max(series.values)
+    return high - low > _SAME_SHARE * max(abs(low), abs(high))
 
 
 def _chart(panel: Panel, lines: Sequence[Line], marks: Sequence[Mark], last: int) -> Chart:
@@ -165,6 +174,9 @@ def _chart(panel: Panel, lines: Sequence[Line], marks: Sequence[Mark], last: int
     values: list[float] = []
     for line in lines:
         values += line.series.values
+    for mark in marks:
+        if mark.value is not None:
+            values.append(mark.value)
     return Chart(
         panel.title,
         lines,

@@ -24,6 +24,8 @@ NAMED_LOSS = "val_loss_"
 """The field of the loss of a named validation set begins with this."""
 ACCURACY, PERPLEXITY = "val_accuracy", "val_perplexity"
 """The fields of the accuracy and the perplexity of the main set; those of named sets begin with them."""
+_MAX_COMPLETIONS, _MAX_TEXT = 64, 2000
+"""Completions of a run that are read, the newest ones, and characters of each of their texts."""
 _MAX_NAMED = 96
 """Fields of named validation sets that are read, at most."""
 
@@ -89,6 +91,17 @@ class Checkpoint:
     val_loss: float | None
     nbytes: int
     pointers: tuple[str, ...]
+    created: float = 0.0
+    """In seconds since 1970."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What the model wrote after a prompt of the section ``generation``."""
+
+    step: int
+    prompt: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +124,8 @@ class History:
     timestamps: Series = field(default_factory=Series)
     last_step: int = 0
     not_finite: tuple[int, ...] = ()
+    completions: tuple[Completion, ...] = ()
+    """From the newest step to the oldest, at most 64."""
 
     @property
     def seconds(self) -> float:
@@ -167,7 +182,26 @@ def read_history(path: Path, name: str | None = None) -> History:
         timestamps=_series(steps, "timestamp"),
         last_step=max(trained, default=0),
         not_finite=tuple(sorted(not_finite)),
+        completions=tuple(_completions(records)),
     )
+
+
+def _completions(records: list[dict[str, Any]]) -> list[Completion]:
+    """Return the newest completions in a log. A step that a resume repeated is used once."""
+    by_step: dict[int, list[Any]] = {}
+    for record in records:
+        found = record.get("completions")
+        if record.get("event") == "completions" and isinstance(found, list):
+            by_step[record["step"]] = found
+    result: list[Completion] = []
+    for step in sorted(by_step, reverse=True):
+        for each in by_step[step]:
+            if not isinstance(each, dict) or len(result) == _MAX_COMPLETIONS:
+                continue
+            prompt, text = each.get("prompt"), each.get("text")
+            if isinstance(prompt, str) and isinstance(text, str):
+                result.append(Completion(step, prompt[:_MAX_TEXT], text[:_MAX_TEXT]))
+    return result
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
@@ -251,4 +285,5 @@ def _checkpoints(root: Path) -> Iterator[Checkpoint]:
             val_loss=_number(losses.get("val_loss")),
             nbytes=summary.nbytes,
             pointers=tuple(pointer for pointer, target in targets.items() if target == name),
+            created=summary.created,
         )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from importlib import resources
 from statistics import median
@@ -11,24 +12,35 @@ from statistics import median
 from automodel_ckpt.report.charts import Chart, charts_of, legend_of
 from automodel_ckpt.report.history import Checkpoint, History
 from automodel_ckpt.report.svg import MAX_POINTS, more_colors, svg
-from automodel_ckpt.units import size_text
+from automodel_ckpt.units import counted, size_text
 
 _SYMBOLS = {"saved": "▲", "best": "◯", "resumed": "┆", "dots": "┄"}
 """The symbols in the legend. Faint lines need none: the pointer shows their labels."""
 _MAX_SECTIONS = 2
 """For more runs, a table replaces the section with the main figures of each run."""
-_CHECKPOINT_TITLES = ("checkpoint", "step", "epoch", "train", "validation", "size", "")
+_CHECKPOINT_TITLES = ("checkpoint", "date", "step", "epoch", "train", "validation", "size", "")
 
 
-def page(runs: Sequence[History]) -> str:
-    """Return the HTML document for *runs*."""
+def page(runs: Sequence[History], differences: Mapping[str, Sequence[str]] | None = None) -> str:
+    """Return the HTML document for *runs*.
+
+    *differences* maps the keys of recipes that differ between the runs to their values, one per run.
+    """
     style, script = _resource("page.css"), _resource("page.js")
     charts = charts_of(runs)
     # Names of runs and checkpoints are names of directories: any text, also HTML.
     title = escape(" · ".join(run.name for run in runs))
     heads = _run_sections(runs) if len(runs) <= _MAX_SECTIONS else _run_table(runs)
     figures = [_figure(chart) for chart in charts]
-    body = "\n".join([*heads, _legend(charts), *figures, *_checkpoint_tables(runs)])
+    parts = [
+        *heads,
+        *_differences(runs, differences or {}),
+        _legend(charts),
+        *figures,
+        *_completion_tables(runs),
+        *_checkpoint_tables(runs),
+    ]
+    body = "\n".join(parts)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -100,18 +112,57 @@ def _run_table(runs: Sequence[History]) -> Iterator[str]:
     yield _table(["run", *titles], rows)
 
 
+def _differences(
+    runs: Sequence[History], differences: Mapping[str, Sequence[str]]
+) -> Iterator[str]:
+    """Yield a table of the keys of the recipes that differ, with a column per run."""
+    if not differences:
+        return
+    head = ["<th>key</th>"]
+    for number, run in enumerate(runs):
+        head.append(f"<th>{_color_key(number)}{escape(run.name)}</th>")
+    rows = []
+    for key, values in differences.items():
+        rows.append(f"<tr>{_cells([key, *values])}</tr>")
+    yield (
+        "<h2>Differences between the recipes</h2>"
+        f'<table class="texts"><thead><tr>{"".join(head)}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
+    )
+
+
+def _completion_tables(runs: Sequence[History]) -> Iterator[str]:
+    """Yield a table of completions per run: those of the newest step, and the earlier ones collapsed."""
+    for number, run in enumerate(runs):
+        if not run.completions:
+            continue
+        newest: list[str] = []
+        earlier: list[str] = []
+        for completion in run.completions:
+            texts = [f"{completion.step:,}", completion.prompt, completion.text]
+            rows = newest if completion.step == run.completions[0].step else earlier
+            rows.append(f"<tr>{_cells(texts)}</tr>")
+        yield f"<h2>{_color_key(number)}Completions of {escape(run.name)}</h2>"
+        titles = ("step", "prompt", "completion")
+        yield _table(titles, newest, "texts")
+        if earlier:
+            yield _details("earlier completions", _table(titles, earlier, "texts"))
+
+
+def _details(title: str, content: str) -> str:
+    return f"<details><summary>{title}</summary>{content}</details>"
+
+
 def _checkpoint_tables(runs: Sequence[History]) -> Iterator[str]:
     for number, run in enumerate(runs):
         if run.checkpoints:
             rows = [_checkpoint_row(checkpoint) for checkpoint in run.checkpoints]
-            yield (
-                f"<h2>{_color_key(number)}Checkpoints of {escape(run.name)}</h2>"
-                f"{_table(_CHECKPOINT_TITLES, rows)}"
-            )
+            title = f"{_color_key(number)}{counted(len(rows), 'checkpoint')} of {escape(run.name)}"
+            yield _details(title, _table(_CHECKPOINT_TITLES, rows))
 
 
 def _checkpoint_row(checkpoint: Checkpoint) -> str:
-    cells = [checkpoint.name, str(checkpoint.step), str(checkpoint.epoch)]
+    date = _date(checkpoint.created)
+    cells = [checkpoint.name, date, str(checkpoint.step), str(checkpoint.epoch)]
     for loss in (checkpoint.train_loss, checkpoint.val_loss):
         cells.append("" if loss is None else f"{loss:.4f}")
     cells.append(size_text(checkpoint.nbytes))
@@ -123,9 +174,17 @@ def _cells(texts: Sequence[str]) -> str:
     return "".join(f"<td>{escape(text)}</td>" for text in texts)
 
 
-def _table(titles: Sequence[str], rows: Sequence[str]) -> str:
+def _date(timestamp: float) -> str:
+    """Format a time in seconds since 1970 as local date and time; empty if it is no date."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(timestamp))
+    except (OverflowError, OSError, ValueError):
+        return ""
+
+
+def _table(titles: Sequence[str], rows: Sequence[str], kind: str = "numbers") -> str:
     head = "".join(f"<th>{escape(title)}</th>" for title in titles)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+    return f'<table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
 
 
 def _color_key(run: int) -> str:
@@ -140,7 +199,10 @@ def summary(run: History) -> Iterator[tuple[str, str]]:
         at = "" if loss.steps[-1] == run.last_step else f" at step {loss.steps[-1]:,}"
         yield "training loss", f"{loss.values[-1]:.4f}{at}"
     if run.not_finite:
-        yield "loss not finite", f"{_steps(len(run.not_finite))}, first {run.not_finite[0]:,}"
+        yield (
+            "loss not finite",
+            f"{counted(len(run.not_finite), 'step')}, first {run.not_finite[0]:,}",
+        )
     if len(validation):
         lowest = min(validation.values)
         step = validation.steps[validation.values.index(lowest)]
@@ -151,6 +213,9 @@ def summary(run: History) -> Iterator[tuple[str, str]]:
         step = accuracy.steps[accuracy.values.index(highest)]
         yield "highest validation accuracy", f"{highest:.2%} at step {step:,}"
     yield "tokens", f"{run.num_tokens:,}"
+    times = run.timestamps.values
+    if times and all(map(_date, (times[0], times[-1]))):
+        yield "trained", f"{_date(times[0])} to {_date(times[-1])}"
     for field, name, text in (("tps", "tokens per second", "{:,.0f}"), ("mfu", "MFU", "{:.1f}%")):
         values = run.series[field].values
         if values:
@@ -167,7 +232,3 @@ def summary(run: History) -> Iterator[tuple[str, str]]:
     num_resumes = len(run.resumed_at)
     if num_resumes:
         yield "resumed", "once" if num_resumes == 1 else f"{num_resumes} times"
-
-
-def _steps(count: int) -> str:
-    return "1 step" if count == 1 else f"{count:,} steps"

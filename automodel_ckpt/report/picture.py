@@ -10,6 +10,7 @@ from typing import Any
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from automodel_ckpt.report.charts import Chart, Mark, charts_of, legend_of
 from automodel_ckpt.report.history import History
+from automodel_ckpt.report.scale import short
 
 _NUM_COLORS = 10
 """The number of colors in matplotlib's default cycle."""
@@ -75,10 +76,15 @@ def _draw(chart: Chart, axis: Any) -> None:
     axis.set_title(chart.title, fontsize=10, loc="left")
     axis.grid(alpha=0.3)
     for line in chart.lines:
+        line_format = _LINE_FORMATS.get(line.style, "-")
+        if len(line.series) == 1:
+            line_format = "o"  # a line of one point is not visible
         axis.plot(
             line.series.steps,
             line.series.values,
-            _LINE_FORMATS.get(line.style, "-"),
+            line_format,
+            # Markers at the edge are drawn completely.
+            clip_on="o" not in line_format,
             color=_color(line.run),
             alpha=0.3 if line.style == "faint" else 1.0,
             markersize=3,
@@ -87,8 +93,9 @@ def _draw(chart: Chart, axis: Any) -> None:
     for mark in chart.marks:
         _draw_mark(mark, axis)
     axis.set_xlim(*chart.step_range)
-    if chart.from_zero:
-        axis.set_ylim(bottom=0)
+    # The range of all values: matplotlib's own cuts off marks, and values below 0.
+    axis.set_ylim(*chart.value_range)
+    axis.yaxis.set_major_formatter(lambda value, _: short(value))
 
 
 def _draw_mark(mark: Mark, axis: Any) -> None:
@@ -100,7 +107,15 @@ def _draw_mark(mark: Mark, axis: Any) -> None:
         transform = axis.get_xaxis_transform()
         axis.plot([mark.step], [0.02], "^", color=color, markersize=4, transform=transform)
     elif mark.value is not None:
-        axis.plot([mark.step], [mark.value], "o", color=color, markersize=9, fillstyle="none")
+        axis.plot(
+            [mark.step],
+            [mark.value],
+            "o",
+            color=color,
+            markersize=9,
+            fillstyle="none",
+            clip_on=False,
+        )
 
 
 def _legend_handles(runs: Sequence[History], charts: Sequence[Chart]) -> Iterator[Any]:

@@ -9,13 +9,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from automodel_ckpt.checkpoint.layout import CONFIG
 from automodel_ckpt.cli.paths import run_around
 from automodel_ckpt.cli.terminal import can_print, print_path, printable
-from automodel_ckpt.errors import EXIT_DONE, RecipeError
+from automodel_ckpt.config.changes import differences, saved_recipe
+from automodel_ckpt.errors import EXIT_DONE, AutomodelError, RecipeError
 
 if TYPE_CHECKING:
     from automodel_ckpt.report.history import History
 
+_MAX_DIFFERENCES = 100
+"""Keys of recipes in the table of differences, at most."""
 _MAX_TEXT_WIDTH = 40
 """The largest width of the texts on both sides of a curve on a terminal."""
 
@@ -79,7 +83,8 @@ def _write(runs: list[History], file: Path) -> None:
     elif file.suffix in (".html", ".htm"):
         from automodel_ckpt.report.page import page
 
-        file.write_bytes(page(runs).encode("utf-8", "backslashreplace"))  # a name may be no Unicode
+        text = page(runs, _differences(runs))
+        file.write_bytes(text.encode("utf-8", "backslashreplace"))  # a name may be no Unicode
     else:
         raise RecipeError(
             "unsupported file extension",
@@ -87,6 +92,22 @@ def _write(runs: list[History], file: Path) -> None:
             value=str(file),
             hint="use .html or .png",
         )
+
+
+def _differences(runs: list[History]) -> dict[str, list[str]]:
+    """Map the recipe keys that differ between *runs* to their values, by the newest checkpoint of each run."""
+    rows = differences([_recipe_of(run) for run in runs])
+    return dict(list(rows.items())[:_MAX_DIFFERENCES])
+
+
+def _recipe_of(run: History) -> dict[str, str]:
+    """Return the recipe in the newest checkpoint of *run*, by dotted key; empty if there is none that can be read."""
+    if not run.checkpoints:
+        return {}
+    try:
+        return saved_recipe(run.path / run.checkpoints[-1].name / CONFIG)
+    except (AutomodelError, OSError, ValueError):
+        return {}
 
 
 def _lines(run: History) -> Iterator[str]:

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -69,6 +70,73 @@ def test_sizes_of_saves_are_plotted_if_they_differ_and_memory_and_mfu_if_they_ar
     assert "<dt>peak memory</dt><dd>2.0 MB</dd>" in page.read_text()
     assert main(["plot", str(run)]) == 0
     assert re.search(r"MFU % +\S+ +40 \.\. 40", capsys.readouterr().out)
+
+
+def test_overlaid_runs_begin_with_the_differences_between_their_recipes(
+    run: Path, tmp_path: Path
+) -> None:
+    other = write_run(tmp_path / "other", num_steps=4, saved=[4])
+    third = write_run(tmp_path / "third", num_steps=4)
+    for directory, rate, betas in ((run, "1e-4", "[0.9, 0.95]"), (other, "<3e-4>", "[0.9, 0.999]")):
+        recipe = f"seed: 1\noptimizer:\n  lr: {rate}\n  betas: {betas}\n"
+        for checkpoint in directory.glob("epoch_*"):
+            (checkpoint / "config.yaml").write_text(recipe)
+    page = tmp_path / "report.html"
+    assert main(["plot", *map(str, (run, other, third)), "-o", str(page)]) == 0
+    table = page.read_text().split("Differences between the recipes")[1].split("</table>")[0]
+    assert re.findall(r"<td>(.*?)</td>", table) == [
+        *("optimizer.betas", "[0.9, 0.95]", "[0.9, 0.999]", ""),
+        *("optimizer.lr", "1e-4", "&lt;3e-4&gt;", ""),
+    ]
+    assert page.read_text().index("<table") < page.read_text().index("<svg")
+    # A link in a checkpoint may lead to any file.
+    config = other / "epoch_0_step_4" / "config.yaml"
+    config.unlink()
+    config.symlink_to("/etc/passwd")
+    assert main(["plot", *map(str, (run, other)), "-o", str(page)]) == 0
+    assert "Differences between" not in page.read_text()
+
+
+def test_completions_are_tables_checkpoints_are_collapsed_and_both_have_dates(
+    run: Path, tmp_path: Path
+) -> None:
+    prompts = [{"prompt": "Say <b>", "text": "hello\n  world", "tokens": 3}, {"prompt": 1}, "no"]
+    with open(run / "training.jsonl", "a") as log:
+        for step in (4, 8, 8):
+            record = {"event": "completions", "step": step, "completions": prompts}
+            log.write(json.dumps(record) + "\n")
+        log.write('{"event": "completions", "step": 9, "completions": {"prompt": "x"}}\n')
+    page = tmp_path / "report.html"
+    assert main(["plot", str(run), "-o", str(page)]) == 0
+    newest, earlier, checkpoints = page.read_text().split("<table")[1:]
+    cells = "<td>Say &lt;b&gt;</td><td>hello\n  world</td>"
+    assert newest.count(f"<td>8</td>{cells}") == 1 and cells not in newest.replace(cells, "", 1)
+    assert earlier.count(f"<td>4</td>{cells}") == 1
+    assert "<details><summary>" in earlier and "2 checkpoints of first" in earlier
+    dates = re.findall(r"<td>(\d{4}-\d\d-\d\d \d\d:\d\d)</td>", checkpoints)
+    assert len(dates) == 2 and set(dates) == {time.strftime("%Y-%m-%d %H:%M", time.localtime(1e9))}
+    assert f"<dt>trained</dt><dd>{dates[0]} to {dates[0]}</dd>" in page.read_text()
+
+
+def test_a_picture_shows_every_point_completely(tmp_path: Path) -> None:
+    from matplotlib import pyplot
+
+    run = write_run(tmp_path / "run", num_steps=1, saved=[1], best=1)
+    line = json.loads((run / "training.jsonl").read_text().splitlines()[0])
+    line |= {"tps": 0.0, "mem": -5.0}
+    with open(run / "training.jsonl", "a") as log:
+        log.write(json.dumps(line) + "\n")
+    (run / "validation.jsonl").unlink()
+    figure = draw_figure(pyplot, [read_history(run)])
+    for axis in figure.axes:
+        (low, high), (first, last) = axis.get_ylim(), axis.get_xlim()
+        for drawn in axis.lines:
+            if drawn.get_transform() != axis.transData:
+                continue
+            assert all(low <= value <= high for value in drawn.get_ydata())
+            assert all(first <= step <= last for step in drawn.get_xdata())
+            assert drawn.get_marker() == "o" and not drawn.get_clip_on()
+    pyplot.close(figure)
 
 
 def test_the_page_asks_nothing_of_anyone_else_and_names_cannot_become_markup(
