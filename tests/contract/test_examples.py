@@ -27,6 +27,7 @@ HUB = {
     if re.search(r"from_pretrained: [\w-]+/\w", path.read_text())
 }
 TP = "llm_finetune/qwen3/qwen3_8b_chat_fsdp2_tp"
+EP = "llm_finetune/olmoe/olmoe_1b_7b_chat_ep"
 SMALLER = {  # what a few steps on two cores ask to be changed
     "llm_finetune/smollm2/smollm2_360m_stories_packed": [
         "--packed_sequence.size=160",
@@ -34,6 +35,19 @@ SMALLER = {  # what a few steps on two cores ask to be changed
         "--step_scheduler.local_batch_size=4",
     ],
     TP: ["--step_scheduler.global_batch_size=4"],
+    EP: ["--distributed.ep_size=2", "--step_scheduler.global_batch_size=4"],
+    "llm_finetune/qwen3/qwen3_8b_chat_qlora_peft": [
+        "--peft.quantize_base=null",  # needs CUDA
+        "--step_scheduler.global_batch_size=8",
+    ],
+    "llm_finetune/qwen3/qwen3_4b_chat_peft": ["--step_scheduler.global_batch_size=4"],
+    "llm_finetune/qwen3/qwen3_4b_function_calls_peft": ["--step_scheduler.global_batch_size=4"],
+    "llm_finetune/qwen3/qwen3_4b_long_packed": [
+        "--dataset.seq_length=160",
+        "--validation_dataset.seq_length=160",
+        "--packed_sequence.size=160",
+        "--step_scheduler.global_batch_size=4",
+    ],
     "vlm_finetune/qwen2_5_vl/qwen2_5_vl_3b_packed_peft": [
         "--packed_sequence.size=160",
         "--step_scheduler.global_batch_size=4",
@@ -41,19 +55,20 @@ SMALLER = {  # what a few steps on two cores ask to be changed
         "--dataloader.num_workers=1",
     ],
 }
-RANKS = {TP: 4}
+RANKS = {TP: 4, EP: 2}
 FAMILIES = {
     "llama3_2": "llama",
     "qwen3": "qwen3",
     "gemma3": "gemma3_text",
+    "olmoe": "olmoe",
     "smollm2": "llama",
     "qwen2_5_vl": "qwen2_5_vl",
 }
 
 
 def test_there_are_this_many_examples_and_each_is_looked_after() -> None:
-    assert len(SHIPPED) == 15
-    assert len(HUB) == 10
+    assert len(SHIPPED) == 20
+    assert len(HUB) == 15
     assert len(list(Path(next(iter(SHIPPED.values()))).parents[1].rglob("*.sbatch"))) == 1
     named = " ".join(path.read_text() for path in HUB.values()).split()
     assert (MODELS.keys() | VISION_MODELS.keys() | DATA.keys() | {IMAGES, MEDPIX}) <= set(named)
@@ -70,7 +85,8 @@ def test_an_example_opens_with_what_it_is_what_it_needs_the_command_and_override
     order = [text.index(part) for part in ("# Needs: ", "ckpt-train ", "# Often changed", "#   --")]
     assert order == sorted(order)
     assert f"examples/{name}.yaml" in text
-    assert lines[0].endswith("."), "the first line is the title that --list shows"
+    assert lines[0] == "# yaml-language-server: $schema=recipe.schema.json"
+    assert lines[1].endswith("."), "the second line is the title that --list shows"
 
 
 @pytest.mark.parametrize("name", SHIPPED)

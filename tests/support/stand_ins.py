@@ -42,6 +42,7 @@ _GEMMA: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention"],
     "query_pre_attn_scalar": 8,
 }
+_OLMOE: dict[str, Any] = {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2}
 _SMOL: dict[str, Any] = {
     "model_type": "llama",
     "num_attention_heads": 3,
@@ -63,6 +64,16 @@ QWEN_CHAT = """{% for m in messages %}[{{ m.role }}]
 {% endfor %}{% if add_generation_prompt %}[assistant]
 {% endif %}"""
 """Only the last answer has a place for reasoning: earlier ones are written differently when more follows."""
+CALLS_CHAT = """{% if tools %}[system]
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<eot>
+{% endif %}{% for m in messages %}[{{ m.role }}]
+{{ m.content or '' }}{% for call in m.tool_calls or [] %}<call>
+{{ call.function | tojson }}
+</call>{% endfor %}<eot>
+{% endfor %}{% if add_generation_prompt %}[assistant]
+{% endif %}"""
+"""Functions stand in a system message, calls in that of the assistant."""
 GEMMA_CHAT = """<s>{% set system = messages[0].content + '\n\n' if messages[0].role == 'system' else '' %}
 {%- for m in messages if m.role != 'system' %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}
 {{- raise_exception('roles must alternate') }}{% endif %}[{{ 'model' if m.role == 'assistant' else m.role }}]
@@ -81,7 +92,9 @@ MODELS: dict[str, tuple[dict[str, Any], str | None]] = {
     "meta-llama/Llama-3.2-1B": (_LLAMA, None),
     "meta-llama/Llama-3.2-1B-Instruct": (_LLAMA, LLAMA_CHAT),
     "Qwen/Qwen3-0.6B": (_QWEN, QWEN_CHAT),
+    "Qwen/Qwen3-4B": (_QWEN, CALLS_CHAT),
     "Qwen/Qwen3-8B": (_QWEN | {"tie_word_embeddings": False}, QWEN_CHAT),
+    "allenai/OLMoE-1B-7B-0125-Instruct": (_OLMOE, SMOL_CHAT),
     "google/gemma-3-1b-it": (_GEMMA, GEMMA_CHAT),
     "HuggingFaceTB/SmolLM2-360M": (_SMOL, None),
     "HuggingFaceTB/SmolLM2-360M-Instruct": (_SMOL, SMOL_CHAT),
@@ -137,12 +150,25 @@ def _story(number: int) -> dict[str, Any]:
     }
 
 
+def _calls(number: int) -> dict[str, Any]:
+    number_of = {"number": {"description": "any number", "type": "int"}}
+    tool = {"name": "next", "description": "The number after this one", "parameters": number_of}
+    return {
+        "id": number,
+        "query": f"What is {number} plus one?",
+        "answers": json.dumps([{"name": "next", "arguments": {"number": number}}]),
+        "tools": json.dumps([tool]),
+    }
+
+
 DATA: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
     "HuggingFaceH4/no_robots": (_conversation, "test"),
     "HuggingFaceTB/smol-smoltalk": (_talk, "test"),
     "rajpurkar/squad": (_question, "validation"),
     "Rowan/hellaswag": (_beginning, "validation"),
     "roneneldan/TinyStories": (_story, "validation"),
+    "Salesforce/xlam-function-calling-60k": (_calls, "validation"),
+    "zai-org/LongAlign-10k": (_talk, "validation"),
 }
 """Hub name -> what its row n is like, and how the split beside ``train`` is called."""
 
