@@ -236,10 +236,10 @@ def test_a_long_preparation_logs_its_progress(
     workers(1)
     with caplog.at_level(logging.INFO):
         text(tokenizer, data, field="prompt")
-    assert "tokenized" not in caplog.text
+    assert "rows/s" not in caplog.text
     workers(2)
     monkeypatch.setattr(preparation, "_LINE_SECONDS", 0.0)
     with caplog.at_level(logging.INFO):
         text(tokenizer, data, field="prompt")
-    assert f"{data}: tokenized 20 of 230 rows" in caplog.text
+    assert f"{data}: tokenized 20 of 230 rows, " in caplog.text
     assert "tokenized 230 of" not in caplog.text
