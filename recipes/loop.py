@@ -745,12 +745,16 @@ class TrainingLoop:
         log.info("done: step %d, %s", scheduler.step, loss)
         log.info("%s", scheduler.reason_of_end())
         self.saves.end()
+        if self.layout.rank == 0:
+            self.saves.note_finished()
 
     def already_complete(self) -> None:
         """Log that the run was complete when it was started, and make exports that a kill or a signal prevented."""
         scheduler = self.step_scheduler
         log.info("already complete at step %d: %s", scheduler.step, scheduler.reason_of_end())
         self.saves.export_finished()
+        if self.layout.rank == 0:
+            self.saves.note_finished()
 
 
 def validation_text(validation: Validation) -> str:

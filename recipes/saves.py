@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -11,10 +12,11 @@ from typing import Any
 from automodel_ckpt.checkpoint import Checkpointer, SaveReport, policy
 from automodel_ckpt.checkpoint.checkpointer import Resumed, Saving
 from automodel_ckpt.checkpoint.export.next_steps import try_line
+from automodel_ckpt.checkpoint.run import finished
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
 from automodel_ckpt.checkpoint.saving.forecast import Forecast
 from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.errors import AutomodelError, ExportFailed, SaveFailed
+from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, ExportFailed, SaveFailed
 from automodel_ckpt.recipes.averages import average_last
 from automodel_ckpt.recipes.disk_use import still_to_come
 from automodel_ckpt.recipes.run_log import RunLog
@@ -281,6 +283,27 @@ class Saves:
             self.checkpointer.exports.export_if_missing(self.resumed.path, last=True)
             self._export_best()
             self._average_last()
+
+    def note_finished(self) -> None:
+        """Record that nothing is left to do, so that the next start reports this before it builds the run.
+
+        Does nothing if the same command may continue the run: after ``max_time``, or if the data may have grown.
+        Called on rank 0.
+        """
+        scheduler = self._scheduler
+        checkpointer = self.checkpointer
+        if checkpointer is None or scheduler.validation_is_missing:
+            return
+        if not scheduler.is_over_for_good():
+            return
+        with contextlib.suppress(OSError, CheckpointUnusable):
+            checkpointer.check_lease()
+            finished.note(
+                checkpointer.directory,
+                scheduler.step,
+                self._config_yaml,
+                scheduler.reason_of_end(),
+            )
 
     def _export_best(self) -> None:
         if self.checkpointer is not None and self._section.export_best:

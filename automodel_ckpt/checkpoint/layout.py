@@ -31,6 +31,8 @@ TEXT_LOG = "log.txt"
 POINTERS = (LATEST, LOWEST_VAL)
 LATE_VALIDATIONS = "late_validations.json"
 VERIFIED = ".verified.json"
+FINISHED = ".finished.json"
+AVERAGED = "averaged"
 LOCK_FILE = ".run.lock"
 PIN = "pin-"
 
@@ -171,7 +173,7 @@ def is_temporary(name: str) -> bool:
         return False
     stem = match[1].removesuffix(".txt")
     # Leftovers are removed: any other name that begins with a dot belongs to the user.
-    files = (LATE_VALIDATIONS, VERIFIED, TRAINING_LOG, VALIDATION_LOG)
+    files = (LATE_VALIDATIONS, VERIFIED, FINISHED, TRAINING_LOG, VALIDATION_LOG)
     return stem in (*POINTERS, *files) or f".{stem}" == LOCK_FILE or is_pin(stem)
 
 

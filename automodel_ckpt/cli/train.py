@@ -13,6 +13,7 @@ from shutil import get_terminal_size
 
 import automodel_ckpt
 from automodel_ckpt.cli.checks.device_memory import device_memory
+from automodel_ckpt.cli.checks.finished_run import finished_text
 from automodel_ckpt.cli.checks.selftest import check_selftest_options, selftest
 from automodel_ckpt.cli.launch.limits import raise_file_limit
 from automodel_ckpt.cli.launch.topology import started_world_size
@@ -127,6 +128,10 @@ def _run_recipe(line: CommandLine) -> int:
     ranks = known_ranks(line.flags)
     check_batches(loaded, ranks)
     check_node_counts(loaded, line.flags)
+    finished = None if "dry_run" in line.modes else finished_text(loaded, line.flags)
+    if finished is not None:
+        print_error(finished)
+        return EXIT_DONE
     from automodel_ckpt.config.targets import prepare
     from automodel_ckpt.config.trust import Trust
 

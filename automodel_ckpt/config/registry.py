@@ -18,6 +18,11 @@ def registered() -> dict[str, str]:
     return {entry.name: entry.value for entry in entry_points(group=GROUP)} | _OWN
 
 
+def is_own(recipe: str) -> bool:
+    """Whether *recipe* is the registered name of a recipe of this package."""
+    return recipe in _OWN
+
+
 def is_name(recipe: str) -> bool:
     """Whether *recipe* is a registered name rather than a module path or a file."""
     return recipe.replace("-", "_").isidentifier()

@@ -208,6 +208,7 @@ READ_BY = {
     LATE: frozenset({"resume", "plot", *LISTS, *PRUNES}),
     NOTES: frozenset({"ls", "ls_json", "verify"}),
     TRACKERS: frozenset({"follow"}),
+    ".finished.json": frozenset({"finished"}),
     ".run.lock": frozenset({"resume", "drop_optimizer"}),
     **dict.fromkeys(JSONL, LOGS),
     **{f"{name}.tmp": LOGS for name in (*JSONL, TRACKERS)},

@@ -13,6 +13,7 @@ from typing import Any
 
 from automodel_ckpt.checkpoint import discover, layout
 from automodel_ckpt.checkpoint.commit import point
+from automodel_ckpt.checkpoint.run.finished import reason_if_finished
 from automodel_ckpt.cli import ckpt
 from automodel_ckpt.cli.terminal import print_error
 from automodel_ckpt.errors import describe
@@ -77,6 +78,11 @@ def _cut_back(run: Path) -> int:
         return code
 
 
+def _finished(run: Path) -> int:
+    """What the start of a run does before it is built. It finds nothing, because no note of this recipe exists."""
+    return 0 if reason_if_finished(run, "", "size") is None else 1
+
+
 def _follow(run: Path) -> int:
     """What the process beside a trainer does, which feeds trackers; it may fail, and alone."""
     try:
@@ -137,6 +143,7 @@ READERS: dict[str, Callable[[Path], int]] = {
     "merge": _merge,
     "plot": lambda run: ckpt.main(["plot", str(run), "--output", str(run / "curves.html")]),
     "cut_back": _cut_back,
+    "finished": _finished,
     "follow": _follow,
 }
 
@@ -154,11 +161,13 @@ OF_EXPORTS = frozenset({"show_export", "import_export"})
 VALUES = frozenset({"show_stats", "diff"})
 # They read the logs of a run, and what trackers have got of them.
 LOGS = frozenset({"plot", "cut_back", "follow"})
+# It reads the manifest only after the note of a finished run.
+NOTES = frozenset({"finished"})
 # It needs a Llama with a tokenizer.
 GGUF = frozenset({"gguf"})
 # It needs an adapter and its base.
 MERGES = frozenset({"merge"})
-ALL = frozenset(READERS) - IMPORTS - OF_EXPORTS - VALUES - LOGS - MERGES - GGUF
+ALL = frozenset(READERS) - IMPORTS - OF_EXPORTS - VALUES - LOGS - MERGES - GGUF - NOTES
 OTHER = "other"
 
 

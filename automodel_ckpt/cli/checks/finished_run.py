@@ -1,0 +1,31 @@
+"""Report a run that has nothing left to do, before torch is imported."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from automodel_ckpt.cli.launch.topology import started_by
+from automodel_ckpt.config.flags import LaunchFlags
+from automodel_ckpt.config.load import LoadedRecipe
+from automodel_ckpt.config.registry import is_own
+
+
+def finished_text(loaded: LoadedRecipe, flags: LaunchFlags) -> str | None:
+    """Return the line of a run that is already complete; None in any doubt.
+
+    Ranks that torchrun, srun or several nodes start must act together, so each of them builds the run.
+    """
+    section = loaded.config.checkpoint
+    # The code of another recipe may have changed, or may do more than train.
+    if not section.enabled or section.restore_from is not None or not is_own(loaded.config.recipe):
+        return None
+    if flags.nnodes != "1" or started_by(os.environ, flags) is not None:
+        return None
+    from automodel_ckpt.checkpoint.run.finished import reason_if_finished
+
+    found = reason_if_finished(Path(section.checkpoint_dir), loaded.to_yaml(), section.verify)
+    if found is None:
+        return None
+    step, reason = found
+    return f"already complete at step {step}: {reason}"
