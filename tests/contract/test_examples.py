@@ -13,18 +13,27 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
+from automodel_ckpt.cli.ckpt import main as run_ckpt
 from automodel_ckpt.cli.train import examples, main
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.vlm_finetune import VLMFinetune
 from tests.support import ranks
-from tests.support.stand_ins import DATA, IMAGES, MEDPIX, MODELS, VISION_MODELS, write_stand_ins
+from tests.support.stand_ins import (
+    DATA,
+    IMAGES,
+    MEDPIX,
+    MODELS,
+    VISION_MODELS,
+    write_stand_ins,
+    write_trainer_checkpoint,
+)
 from tests.support.training import train
 
 SHIPPED = examples()
 HUB = {
     name: path
     for name, path in SHIPPED.items()
-    if re.search(r"from_pretrained: [\w-]+/\w", path.read_text())
+    if re.search(r"from_pretrained: (?!output/)[\w-]+/\w", path.read_text())
 }
 TP = "llm_finetune/qwen3/qwen3_8b_chat_fsdp2_tp"
 EP = "llm_finetune/olmoe/olmoe_1b_7b_chat_ep"
@@ -55,6 +64,7 @@ SMALLER = {  # what a few steps on two cores ask to be changed
         "--dataloader.num_workers=1",
     ],
 }
+TRAINER = "llm_finetune/qwen3/qwen3_0_6b_continue_trainer"
 RANKS = {TP: 4, EP: 2}
 FAMILIES = {
     "llama3_2": "llama",
@@ -67,7 +77,7 @@ FAMILIES = {
 
 
 def test_there_are_this_many_examples_and_each_is_looked_after() -> None:
-    assert len(SHIPPED) == 20
+    assert len(SHIPPED) == 21
     assert len(HUB) == 15
     assert len(list(Path(next(iter(SHIPPED.values()))).parents[1].rglob("*.sbatch"))) == 1
     named = " ".join(path.read_text() for path in HUB.values()).split()
@@ -85,8 +95,7 @@ def test_an_example_opens_with_what_it_is_what_it_needs_the_command_and_override
     order = [text.index(part) for part in ("# Needs: ", "ckpt-train ", "# Often changed", "#   --")]
     assert order == sorted(order)
     assert f"examples/{name}.yaml" in text
-    assert lines[0] == "# yaml-language-server: $schema=recipe.schema.json"
-    assert lines[1].endswith("."), "the second line is the title that --list shows"
+    assert lines[0].endswith("."), "the second line is the title that --list shows"
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -138,6 +147,24 @@ def test_a_recipe_for_a_model_of_the_hub_trains_one_of_its_family(
         AutoTokenizer.from_pretrained(export).chat_template
         == AutoTokenizer.from_pretrained(model).chat_template
     )
+
+
+def test_the_recipe_that_resumes_a_run_of_the_trainer_continues_after_its_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = SHIPPED[TRAINER]
+    write_stand_ins(tmp_path, recipe.read_text())
+    write_trainer_checkpoint(Path("output/checkpoint-500"), 500)
+    (command,) = re.findall(r"^#   ckpt (import .*)$", recipe.read_text(), re.MULTILINE)
+    assert run_ckpt(shlex.split(command)) == 0, capsys.readouterr().err
+    overrides = ("--step_scheduler.max_steps=502", "--step_scheduler.num_epochs=1000")
+    smaller = ("--step_scheduler.global_batch_size=4",)
+    ranks.run(partial(train, recipe, *overrides, *smaller), 1, init=False)
+    run = Path("checkpoints/qwen3_0_6b_continue_trainer")
+    records = [json.loads(line) for line in (run / "training.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if "event" not in record] == [501, 502]
+    AutoModelForCausalLM.from_pretrained(run / "LATEST/model/consolidated")
 
 
 # Slurm

@@ -208,6 +208,28 @@ def write_model(path: Path, config: dict[str, Any], chat_template: str | None) -
     tokenizer.save_pretrained(path)
 
 
+def write_trainer_checkpoint(path: Path, step: int) -> None:
+    """A small Qwen3 with the optimizer's and the scheduler's state, in the files of transformers' Trainer.
+
+    The Trainer has two groups of parameters: those with weight decay, and norms and biases.
+    """
+    write_model(path, *MODELS["Qwen/Qwen3-0.6B"])
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model.save_pretrained(path)
+    groups: list[dict[str, Any]] = [{"params": []}, {"params": [], "weight_decay": 0.0}]
+    for name, parameter in model.named_parameters():
+        parameter.grad = torch.full_like(parameter, 0.01)
+        groups["norm" in name]["params"].append(parameter)
+    optimizer = torch.optim.AdamW(groups, lr=2e-5, weight_decay=0.0)
+    optimizer.step()
+    torch.save(optimizer.state_dict(), path / "optimizer.pt")
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: 1 - done / (2 * step))
+    schedule.last_epoch = step
+    torch.save(schedule.state_dict(), path / "scheduler.pt")
+    state = {"global_step": step, "epoch": 1.0, "train_batch_size": 4, "max_steps": 2 * step}
+    (path / "trainer_state.json").write_text(json.dumps(state))
+
+
 def write_vision_model(path: Path, family: str) -> None:
     """A vision-language model with fresh weights and its processor."""
     from tests.support.vision import make_base
