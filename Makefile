@@ -118,7 +118,7 @@ fp8: $(TORCHAO)/.ready  ## training in FP8 and 8-bit moments with torchao, emula
 	    tests/distributed/test_fp8.py tests/unit/training/test_adam8bit.py tests/unit/training/test_param_groups.py
 
 $(HARNESS)/.ready: $(STAMP)
-	@$(BIN)/python -m venv --system-site-packages $(HARNESS)
+	@$(BIN)/python -m venv $(HARNESS)
 	@$(BIN)/python -c "import site; print(site.getsitepackages()[0])" > $$(echo $(HARNESS)/lib/python*/site-packages)/trainer.pth
 	@$(HARNESS)/bin/python -m pip install --quiet "lm_eval>=0.4.13"
 	@touch $@
