@@ -52,6 +52,7 @@ from automodel_ckpt.models.weight_matching import Names, Verdict, compare
 from automodel_ckpt.recipes.init_from import MODEL
 from automodel_ckpt.recipes.mtp_files import check_mtp_complete, fill_mtp, mtp_names
 from automodel_ckpt.recipes.repository import repository_options
+from automodel_ckpt.units import counted
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -390,9 +391,9 @@ class _Source:
         ignored = _ignored_names(model, set(there) - set(shapes), patterns_in_files(self._config))
         if ignored:
             log.warning(
-                "%d tensors of the files are neither trained nor exported, because transformers has no module for them "
+                "not trained and not exported, because transformers has no module for them: %s of the files "
                 "(such as layers that predict further tokens): %s, ...",
-                len(ignored),
+                counted(len(ignored), "tensor"),
                 ignored[0],
             )
         for name in ignored:

@@ -34,6 +34,7 @@ from automodel_ckpt.models.build import fetched_directory, require_local
 from automodel_ckpt.models.repository import base_directory
 from automodel_ckpt.models.weight_matching import Names, Verdict, compare
 from automodel_ckpt.recipes.init_config import config_directory
+from automodel_ckpt.units import counted
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -97,7 +98,7 @@ class Start:
         replaced = named.keys() & self.tensors.keys()
         if replaced:
             log.info(
-                "%d tensors of earlier sources are replaced by %s", len(replaced), weights.path
+                "%s replaces %s of earlier sources", weights.path, counted(len(replaced), "tensor")
             )
         self.tensors |= named
         self.sources.append(weights)

@@ -26,6 +26,7 @@ from automodel_ckpt.recipes.preprocessors import find_preprocessor
 from automodel_ckpt.recipes.recipe import Recipe
 from automodel_ckpt.recipes.repository import preprocessor_options
 from automodel_ckpt.recipes.trainable import row_multiple
+from automodel_ckpt.units import counted
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -88,10 +89,10 @@ class LLMFinetune(Recipe):
     def _packed(self, size: int, dataset: Any) -> PackedDataset:
         packs = PackedDataset(dataset, size)
         log.info(
-            "packed %d samples into %d packs of %d tokens, %.2f %% of them empty",
-            len(dataset),
-            len(packs),
-            size,
+            "packed %s into %s of %s, %.2f %% of them empty",
+            counted(len(dataset), "sample"),
+            counted(len(packs), "pack"),
+            counted(size, "token"),
             100 * packs.waste,
         )
         return packs

@@ -30,6 +30,7 @@ from automodel_ckpt.models.vision import PARTS, parameters_of
 from automodel_ckpt.training.combined_optimizer import CombinedOptimizer
 from automodel_ckpt.training.muon import Muon
 from automodel_ckpt.training.optim import adamw, check_optimizer
+from automodel_ckpt.units import counted
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -346,12 +347,12 @@ def log_groups(optimizer: Optimizer, labels: Sequence[str]) -> None:
         if of_all_stages is not None:
             tensors = list(of_all_stages[number].values())
         log.info(
-            "%s, parameter group %d%s: %s elements in %d tensors%s",
+            "%s, parameter group %d%s: %s in %s%s",
             kind,
             number,
             f" ({label})" if label else "",
-            f"{sum(tensor.numel() for tensor in tensors):,}",
-            len(tensors),
+            counted(sum(tensor.numel() for tensor in tensors), "element"),
+            counted(len(tensors), "tensor"),
             "".join(
                 f", {name} {float(group[key]):g}" for key, name in _LOGGED.items() if key in group
             ),

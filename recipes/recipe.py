@@ -82,6 +82,7 @@ from automodel_ckpt.training.optim import trainable as trained_parameters
 from automodel_ckpt.training.rng import StatefulRNG
 from automodel_ckpt.training.step_scheduler import Cadence, StepScheduler, total_steps
 from automodel_ckpt.training.tracker_process import require_trackers
+from automodel_ckpt.units import counted
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -261,8 +262,8 @@ class Recipe:
         self.trainable = self.build_trainable()
         self.model = self.trainable.model
         planned_steps = self.step_scheduler.planned_steps
-        steps = "unknown" if planned_steps is None else planned_steps
-        log.info("%s; %s steps", self.trainable.summary, steps)
+        steps = "unknown steps" if planned_steps is None else counted(planned_steps, "step")
+        log.info("%s; %s", self.trainable.summary, steps)
         log.info("precision: %s", self.trainable.precision)
         self.optimizer = self.build_optimizer()
         self.lr_scheduler = self.build_lr_scheduler()

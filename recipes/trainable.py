@@ -111,6 +111,7 @@ from automodel_ckpt.recipes.precision import (
 from automodel_ckpt.recipes.repository import repository_options
 from automodel_ckpt.recipes.row_sharing import Rows, choose_row_layout
 from automodel_ckpt.training.router_loss import RouterLoss
+from automodel_ckpt.units import counted
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -542,7 +543,7 @@ class _TrainableBuilder:
             layers = decoder_layers(deferred.model)
             mode = activation_mode(section)
             checkpoint_activations(deferred.model, mode, layers)
-            log.info("activations of %d layers are recomputed (%s)", len(layers), mode)
+            log.info("activations of %s are recomputed (%s)", counted(len(layers), "layer"), mode)
         return _Changed(deferred, adapted, resized)
 
     def _offloads(self) -> bool:

@@ -36,6 +36,7 @@ from automodel_ckpt.recipes.readback import Number
 from automodel_ckpt.recipes.recipe import Recipe
 from automodel_ckpt.recipes.repository import preprocessor_options
 from automodel_ckpt.recipes.trainable import row_multiple
+from automodel_ckpt.units import counted
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -108,10 +109,10 @@ class VLMFinetune(Recipe):
         measured = measure(dataset, self._image_collator(), num_workers)
         packs = PackedImages(measured, size)
         log.info(
-            "packed %d samples into %d packs of %d tokens, %.2f %% of them empty",
-            len(measured),
-            len(packs),
-            size,
+            "packed %s into %s of %s, %.2f %% of them empty",
+            counted(len(measured), "sample"),
+            counted(len(packs), "pack"),
+            counted(size, "token"),
             100 * packs.waste,
         )
         return packs

@@ -45,6 +45,7 @@ from automodel_ckpt.convert.import_checkpoint import (
 )
 from automodel_ckpt.convert.open import Weights, open_weights
 from automodel_ckpt.errors import CheckpointUnusable, Problem, RecipeError
+from automodel_ckpt.units import counted
 
 Integers = Literal["equal", "first", "last"]
 _HINT = "average checkpoints of the same model"
@@ -112,7 +113,7 @@ def last_checkpoints(run: Path, count: int) -> list[Path]:
         raise CheckpointUnusable(
             f"there are fewer than {count} complete checkpoints to average",
             where=str(run),
-            value=f"{len(found)} checkpoints",
+            value=counted(len(found), "checkpoint"),
             hint="average fewer, or keep more of them (checkpoint.keep_last)",
         )
     return found[:count][::-1]

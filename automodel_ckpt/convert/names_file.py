@@ -18,6 +18,7 @@ from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.convert.plain_yaml import parse_yaml
 from automodel_ckpt.convert.training_state import OptimizerState, ParameterGroup, TrainingState
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.units import counted
 
 _MAX_BYTES = 4 << 20
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}", re.ASCII)
@@ -137,7 +138,9 @@ def rename(module: Tensors, path: Path) -> Renaming:
     """Rename the tensors of *module* by the file *path*. Raises :class:`RecipeError`."""
     file = NamesFile(path)
     renamed, num_left_out = file.tensors(module)
-    left_out = (f"{num_left_out} tensors that {path.name} leaves out",) if num_left_out else ()
+    left_out = (
+        (f"{counted(num_left_out, 'tensor')} that {path.name} leaves out",) if num_left_out else ()
+    )
     return Renaming(file, module, renamed, left_out)
 
 

@@ -23,6 +23,7 @@ from automodel_ckpt.checkpoint.writing.jobs import Chunk, FileJob
 from automodel_ckpt.checkpoint.writing.rank_manifest import RankManifest, merge_tree
 from automodel_ckpt.convert.training_state import OptimizerState, ParameterGroup, TrainingState
 from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.units import counted
 
 # The format of the optimizer's tree, as checkpoint/formats/torch_save.py names it.
 _FORMAT = "torch_save"
@@ -89,9 +90,13 @@ class TrainingImport:
         optimizer = self.state.optimizer
         if optimizer is not None:
             entries = sorted({entry for each in optimizer.tensors.values() for entry in each})
-            found.append(f"optimizer ({len(optimizer.tensors)} parameters: {', '.join(entries)})")
+            found.append(
+                f"optimizer ({counted(len(optimizer.tensors), 'parameter')}: {', '.join(entries)})"
+            )
         if self.schedule is not None:
-            found.append(f"learning-rate schedule (after {self.schedule['last_epoch']} steps)")
+            found.append(
+                f"learning-rate schedule (after {counted(self.schedule['last_epoch'], 'step')})"
+            )
         found.append(f"step {self.step}")
         found.append(f"epoch {self.epoch}")
         if self.state.consumed_samples is not None:

@@ -40,6 +40,7 @@ from automodel_ckpt.data.packing import (
 )
 from automodel_ckpt.data.workers import run_workers
 from automodel_ckpt.errors import AutomodelError, RecipeError
+from automodel_ckpt.units import counted
 
 log = logging.getLogger(__name__)
 
@@ -232,7 +233,8 @@ def measure(dataset: Any, collate: ImageTextCollator, num_workers: int = 0) -> M
 
 
 def _lengths(dataset: Any, collate: ImageTextCollator, num_workers: int) -> npt.NDArray[np.int64]:
-    log.info("counting the tokens of %d samples with their images, to pack them", len(dataset))
+    num_samples = counted(len(dataset), "sample")
+    log.info("counting the tokens of %s with images, to pack them", num_samples)
     measuring = _Measuring(dataset, collate)
     items: Any = (measuring[number] for number in range(len(dataset)))
     # torch warns about more workers than cores, and they would not be faster.

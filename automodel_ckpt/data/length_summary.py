@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from automodel_ckpt.units import counted
+
 
 @dataclass(frozen=True, slots=True)
 class LengthSummary:
@@ -38,7 +40,7 @@ class LengthSummary:
     @property
     def samples_text(self) -> str:
         """The number of samples in words."""
-        return "1 sample" if self.num_samples == 1 else f"{self.num_samples:,} samples"
+        return counted(self.num_samples, "sample")
 
     @property
     def lengths_text(self) -> str:

@@ -32,6 +32,7 @@ from automodel_ckpt.data.stream_batches import (
     shuffles,
 )
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, RecipeError
+from automodel_ckpt.units import counted
 
 log = logging.getLogger(__name__)
 
@@ -307,7 +308,7 @@ class GlobalBatchLoader:
         if self.consumed_samples == 0:
             raise _empty(f"epoch {self.epoch} of the iterable data set yields no {self._unit()}")
         self._warn(
-            f"epoch {self.epoch} has no further {self._unit()} after {self.consumed_samples} samples: "
+            f"epoch {self.epoch} has no further {self._unit()} after {counted(self.consumed_samples, 'sample')}: "
             f"continuing with epoch {self.epoch + 1}"
         )
         self.epoch += 1
@@ -343,7 +344,7 @@ class GlobalBatchLoader:
             raise RecipeError(
                 "the data set has fewer samples than one global batch, and drop_last drops them all",
                 where="dataloader.drop_last",
-                value=f"{num_samples} samples, global_batch_size {self.sizes.global_batch_size}",
+                value=f"{counted(num_samples, 'sample')}, global_batch_size {self.sizes.global_batch_size}",
                 hint="set dataloader.drop_last false or a smaller step_scheduler.global_batch_size",
             )
 
@@ -440,7 +441,9 @@ def _length(dataset: Any) -> int | None:
 
 
 def _size(num_samples: int | None) -> str:
-    return "an iterable data set" if num_samples is None else f"a data set of {num_samples} samples"
+    if num_samples is None:
+        return "an iterable data set"
+    return f"a data set of {counted(num_samples, 'sample')}"
 
 
 def _empty(what: str) -> RecipeError:

@@ -18,6 +18,7 @@ from automodel_ckpt.data.megatron_tokens import MegatronIndex, read_index
 from automodel_ckpt.data.nanogpt_tokens import raw_tokens, read_header
 from automodel_ckpt.data.token_arrays import TokenArray, TokenWindows
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.units import counted
 
 log = logging.getLogger(__name__)
 
@@ -114,12 +115,12 @@ def _windows(
             hint="give a smaller seq_length or other files; with split, check the share of this part",
         )
     log.info(
-        "%s: %d samples of %d tokens, of %d tokens in %d files",
+        "%s: %s of %s, from %s in %s",
         path,
-        len(windows),
-        seq_length,
-        num_tokens,
-        len(arrays),
+        counted(len(windows), "sample"),
+        counted(seq_length, "token"),
+        counted(num_tokens, "token"),
+        counted(len(arrays), "file"),
     )
     return windows
 

@@ -24,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 from automodel_ckpt.errors import Problem, RecipeError
 from automodel_ckpt.models.mtp import is_of_mtp, mtp_of
 from automodel_ckpt.models.vocabulary import num_embeddings
+from automodel_ckpt.units import counted
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -497,8 +498,8 @@ def _log_what_is_saved(model: nn.Module, targets: Sequence[str], saved: Sequence
     num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     wholes = f", and {', '.join(saved)} as a whole" if saved else ""
     log.info(
-        "adapters on %d layers%s: %s of %s parameters are trained, and checkpoints hold only these",
-        len(targets),
+        "adapters on %s%s: %s of %s parameters are trained, and checkpoints hold only these",
+        counted(len(targets), "layer"),
         wholes,
         f"{num_trained:,}",
         f"{num_all:,}",

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.units import counted
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,8 @@ def compile_layers(
     for layer in layers:
         # Not torch.compile(layer), whose wrapper adds _orig_mod to the names of parameters.
         layer.compile(backend=backend, mode=mode, fullgraph=fullgraph, dynamic=dynamic)
-    log.info("compiling %d layers with %s: the first steps take longer", len(layers), backend)
+    num_layers = counted(len(layers), "layer")
+    log.info("compiling %s with %s: the first steps take longer", num_layers, backend)
 
 
 def uses_cuda_graphs(mode: str | None, device_type: str) -> bool:

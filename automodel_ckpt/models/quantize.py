@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.units import counted
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -94,7 +95,10 @@ def cast_to(model: nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
     for other, number in found.items():
         log.info(
-            "casting %d parameters from %s to %s (model.dtype)", number, _name(other), _name(dtype)
+            "casting %s from %s to %s (model.dtype)",
+            counted(number, "parameter"),
+            _name(other),
+            _name(dtype),
         )
 
 

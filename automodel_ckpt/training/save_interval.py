@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from automodel_ckpt.units import counted
+
 FIRST_STEPS = 10
 """Steps before the first save, whose cost is then measured."""
 # A new interval is logged if it differs from the logged one by more than this factor.
@@ -67,8 +69,9 @@ class AutoInterval:
         if total > best:
             # A save waits for the one in progress, so that a shorter interval would only stall training.
             limit = f", but the next save waits for the {total:.3g} s that writing takes"
+        steps = counted(self.steps, "step")
         return (
-            f"saving every {self.steps} steps: a save stalls training for {stall:.3g} s, a step takes {step:.3g} s, "
+            f"saving every {steps}: a save stalls training for {stall:.3g} s, a step takes {step:.3g} s, "
             f"a failure is expected every {hours:.3g} hours; best is one every {best:.3g} s (Young/Daly){limit}. "
             f"Saves, and work done again after failures, will take {100 * lost:.2g} % of the time"
         )

@@ -369,4 +369,4 @@ def test_several_sources_fill_their_modules_and_a_later_one_replaces_an_earlier_
     assert_rejected(no_module, "the model has no such module", "init_from.1.into")
     printed = capfd.readouterr().err
     assert "Tensors that strip leaves out are not used:\n    decoder.weight" in printed
-    assert "9 tensors of earlier sources are replaced" in printed
+    assert "replaces 9 tensors of earlier sources" in printed

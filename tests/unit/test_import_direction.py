@@ -26,11 +26,12 @@ MAY_IMPORT = {
     "distributed": {"errors"},
     "models": {
         "errors",
+        "units",
         "durable_io",
         "checkpoint.files.bounded_json",
         "checkpoint.files.weight_map",
     },
-    "data": {"errors", "user_code", "durable_io", "seeds"},
+    "data": {"errors", "units", "user_code", "durable_io", "seeds"},
     "checkpoint": {"errors", "units", "user_code", "durable_io", "distributed.agree"},
     "training": {
         "errors",

@@ -47,6 +47,7 @@ from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, RecipeErro
 from automodel_ckpt.models.activation_memory import checkpoint_activations
 from automodel_ckpt.training.metrics import JsonlLog
 from automodel_ckpt.training.tracker_process import require_trackers
+from automodel_ckpt.units import counted
 from tests.support import tiny
 from tests.support.shards import checkpoint_in
 
@@ -321,3 +322,14 @@ def test_only_recipes_with_steps_of_ours_can_be_tried_for_their_resume(
     line: Any = SimpleNamespace(flags=SimpleNamespace(trust=()))
     loaded: Any = None
     refused(lambda: _observed(line, loaded, tmp_path, None), "derived from Recipe")
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0 samples"), (1, "1 sample"), (2, "2 samples"), (1024, "1,024 samples")],
+)
+def test_numbers_of_things_have_a_singular_and_a_plural(number: int, text: str) -> None:
+    assert counted(number, "sample") == text
+    assert counted(number, "box", "boxes") == text.replace("samples", "boxes").replace(
+        "sample", "box"
+    )

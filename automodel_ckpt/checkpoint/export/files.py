@@ -23,6 +23,7 @@ from automodel_ckpt.checkpoint.sources.base_maps import MAPS, BaseMaps
 from automodel_ckpt.checkpoint.sources.model_files import is_side_file
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.errors import CheckpointUnusable, os_problem
+from automodel_ckpt.units import counted
 
 # Tokenizers of large vocabularies take some ten megabytes.
 _MAX_SIDE_BYTES = 128 << 20
@@ -33,7 +34,7 @@ def cast_lines(plan: Plan) -> list[str]:
     """Return lines for the log on the tensors that are cast."""
     lines: list[str] = []
     for (before, after), count in sorted(plan.casts.items()):
-        lines.append(f"cast {count} tensors from {before} to {after}")
+        lines.append(f"cast {counted(count, 'tensor')} from {before} to {after}")
     return lines
 
 

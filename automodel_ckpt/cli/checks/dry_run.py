@@ -21,6 +21,7 @@ from automodel_ckpt.config.load import LoadedRecipe
 from automodel_ckpt.config.yaml_tree import DEFAULT, leaves
 from automodel_ckpt.distributed.mesh_sizes import Sizes
 from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.units import counted
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.manifest import Manifest
@@ -80,11 +81,13 @@ def _run_rows(
     if sizes:
         yield "ranks", str(sizes.world)
     else:
-        yield "ranks", f"{flags.nproc_per_node} on each of {flags.nnodes} nodes"
-    per_step = f"{steps.global_batch_size} samples"
+        yield "ranks", f"{flags.nproc_per_node} on each of the nodes ({flags.nnodes})"
+    per_step = counted(steps.global_batch_size, "sample")
     if sizes:
         accumulated = steps.global_batch_size // (steps.local_batch_size * sizes.dp)
-        per_step += f" = {steps.local_batch_size} x {sizes.dp} ranks x {accumulated} accumulated"
+        per_step += (
+            f" = {steps.local_batch_size} x {counted(sizes.dp, 'rank')} x {accumulated} accumulated"
+        )
     yield "each step", per_step
     limits = []
     for key in ("num_epochs", "max_steps", "max_time"):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from automodel_ckpt.cli.terminal import coloured, printable_lines
 from automodel_ckpt.config.load import LoadedRecipe
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.units import counted
 
 if TYPE_CHECKING:
     from automodel_ckpt.recipes.sample_preview import DataSummary, PreviewSample
@@ -48,7 +49,7 @@ def report(loaded: LoadedRecipe, recipe_class: type, num_samples: int) -> Iterat
 
 
 def _sample_lines(sample: PreviewSample, *, has_colors: bool) -> Iterator[str]:
-    title = f"sample {sample.number}: {sample.num_tokens:,} tokens, {sample.num_labels:,} trained"
+    title = f"sample {sample.number}: {counted(sample.num_tokens, 'token')}, {sample.num_labels:,} trained"
     yield coloured(title, "bold", sys.stdout)
     parts = []
     for span in sample.spans:

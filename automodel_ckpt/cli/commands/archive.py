@@ -10,6 +10,7 @@ from automodel_ckpt.cli.arguments import WHERE
 from automodel_ckpt.cli.paths import find_checkpoint, run_directory
 from automodel_ckpt.cli.terminal import print_path, printable, size_text
 from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable
+from automodel_ckpt.units import counted
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -86,7 +87,9 @@ def run(arguments: argparse.Namespace) -> int:
         return EXIT_DONE
     ratio = done.nbytes / max(1, done.archive_bytes)
     sizes = f"{size_text(done.nbytes)} -> {size_text(done.archive_bytes)}"
-    print(printable(f"{len(done.names)} checkpoints, {sizes} ({ratio:.2f} times smaller)"))
+    print(
+        printable(f"{counted(len(done.names), 'checkpoint')}, {sizes} ({ratio:.2f} times smaller)")
+    )
     print_path(done.path)
     return EXIT_DONE
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from automodel_ckpt.cli.arguments import add_checkpoint_name, number_at_least
 from automodel_ckpt.cli.terminal import coloured, print_path, printable, size_text, table
 from automodel_ckpt.errors import EXIT_DONE, RecipeError
+from automodel_ckpt.units import counted
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.layout import CheckpointName
@@ -201,7 +202,9 @@ def _lines(planned: Average) -> Iterator[str]:
     rows = []
     for path, weight in zip(planned.sources, planned.weights, strict=True):
         rows.append((f"{weight:.4g}", str(path)))
-    rows.append(("weights", f"{planned.num_tensors} tensors, {size_text(checkpoint.nbytes)}"))
+    rows.append(
+        ("weights", f"{counted(planned.num_tensors, 'tensor')}, {size_text(checkpoint.nbytes)}")
+    )
     rows.append(("other files", ", ".join(list(checkpoint.side_files)[:_MAX_NAMES]) or "none"))
     if planned.copied:
         text = ", ".join(planned.copied[:_MAX_NAMES])

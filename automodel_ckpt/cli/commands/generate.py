@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from automodel_ckpt.cli.arguments import number_at_least
 from automodel_ckpt.cli.terminal import json_text, print_error, printable_lines
 from automodel_ckpt.errors import EXIT_DONE, RecipeError, os_problem
+from automodel_ckpt.units import counted
 
 if TYPE_CHECKING:
     from automodel_ckpt.cli.generation.loading import LoadedModel
@@ -246,7 +247,7 @@ def write_text(text: str) -> None:
 def summary(completion: Completion) -> str:
     """One line about a completion: tokens, speed, and why it ended."""
     rate = completion.num_tokens / max(completion.seconds, 1e-9)
-    tokens = "1 token" if completion.num_tokens == 1 else f"{completion.num_tokens} tokens"
+    tokens = counted(completion.num_tokens, "token")
     reason = "end token" if completion.finish == "stop" else "limit of tokens reached"
     return f"[{tokens}, {rate:.1f} tokens/s, {reason}]"
 

@@ -15,6 +15,7 @@ from automodel_ckpt.cli.arguments import add_checkpoint_name
 from automodel_ckpt.cli.model_parameters import parameters_in
 from automodel_ckpt.cli.terminal import coloured, print_path, printable, size_text, table
 from automodel_ckpt.errors import EXIT_DONE, RecipeError
+from automodel_ckpt.units import counted
 
 if TYPE_CHECKING:
     from automodel_ckpt.convert.import_checkpoint import Import
@@ -136,7 +137,7 @@ def _lines(planned: Import) -> Iterator[str]:
     yield coloured(printable(f"{planned.source} -> {planned.target}"), "bold", sys.stdout)
     num_tensors, size = len(planned.weights.tensors), size_text(planned.plan.nbytes)
     checked = "digests verified" if planned.has_digests else "unverified"
-    weights = f"{num_tensors} tensors, {size}, {checked}: {planned.kind}"
+    weights = f"{counted(num_tensors, 'tensor')}, {size}, {checked}: {planned.kind}"
     rows = [("weights", weights), ("other files", _side_files_text(planned))]
     if planned.training is None and planned.position_from:
         position = f"step {planned.name.step}, epoch {planned.name.epoch}"

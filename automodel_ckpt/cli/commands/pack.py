@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from automodel_ckpt.cli.terminal import print_path, printable, size_text
 from automodel_ckpt.errors import EXIT_DONE
+from automodel_ckpt.units import counted
 
 if TYPE_CHECKING:
     from automodel_ckpt.convert.archives import ArchiveReport
@@ -57,7 +58,7 @@ def run_pack(arguments: argparse.Namespace) -> int:
 
 
 def _print_report(arguments: argparse.Namespace, report: ArchiveReport) -> int:
-    files = "1 file" if report.num_files == 1 else f"{report.num_files} files"
+    files = counted(report.num_files, "file")
     _log(f"{report.kind}: {files}, {size_text(report.nbytes)}")
     if arguments.json:
         print(json.dumps({**asdict(report), "output": str(report.output)}, indent=2))

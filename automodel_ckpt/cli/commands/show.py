@@ -31,6 +31,7 @@ from automodel_ckpt.cli.terminal import (
     size_text,
 )
 from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, describe
+from automodel_ckpt.units import counted
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.manifest import Manifest, Tree
@@ -149,7 +150,7 @@ def _lines(document: Mapping[str, Any], *, everything: bool) -> Iterator[str]:
     """
     yield coloured(printable(document["path"]), "bold", sys.stdout)
     num_ranks = document["world_size"]
-    ranks = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+    ranks = counted(num_ranks, "rank")
     size, age = size_text(document["nbytes"]), age_text(document["created"])
     yield f"step {document['step']}, epoch {document['epoch']}, {ranks}, {size}, {age} old"
     losses = dict(document["losses"])

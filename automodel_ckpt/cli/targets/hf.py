@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from automodel_ckpt.cli.targets.target import CAST_DTYPE, NUM_THREADS, Option, Target, log
 from automodel_ckpt.cli.terminal import print_path, size_text
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.units import counted
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.export.consolidate import ConsolidationReport
@@ -117,12 +118,11 @@ def _unused(arguments: argparse.Namespace, option: Option, target: str) -> Recip
 
 
 def _summary(report: ConsolidationReport) -> str:
-    files = "1 file" if report.num_files == 1 else f"{report.num_files} files"
+    tensors = counted(report.num_tensors, "tensor")
+    files = counted(report.num_files, "file")
     digests = "digests checked" if report.checked else "source unchecked"
     size = size_text(report.nbytes)
-    return (
-        f"wrote {report.num_tensors} tensors in {files}, {size}, {report.seconds:.1f} s ({digests})"
-    )
+    return f"wrote {tensors} in {files}, {size}, {report.seconds:.1f} s ({digests})"
 
 
 def _document(report: ConsolidationReport) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.cli.terminal import print_path, printable, size_text
+from automodel_ckpt.units import counted
 
 if TYPE_CHECKING:
     from automodel_ckpt.convert.targets.report import ExportReport
@@ -83,7 +84,9 @@ def finish(
     """Log a finished export, with *details* of its target, print its path, and return the document of ``--json``."""
     digests = "digests checked" if report.checked else "source unchecked"
     size = size_text(report.nbytes)
-    text = f"wrote {report.num_tensors} tensors, {size}, {report.seconds:.1f} s ({digests})"
+    text = (
+        f"wrote {counted(report.num_tensors, 'tensor')}, {size}, {report.seconds:.1f} s ({digests})"
+    )
     if details:
         text += f": {details}"
     log(text)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.cli.model_parameters import parameters_in
 from automodel_ckpt.cli.targets.target import Option, Target, finish, log
+from automodel_ckpt.units import counted
 
 if TYPE_CHECKING:
     from automodel_ckpt.convert.targets.trainer import Intervals
@@ -31,7 +32,7 @@ def _run(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
         callbacks=arguments.callback or (),
         log=log,
     )
-    return finish(arguments, report, f"state of {report.num_parameters} parameters")
+    return finish(arguments, report, f"state of {counted(report.num_parameters, 'parameter')}")
 
 
 def _intervals(source: Path) -> Intervals:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from automodel_ckpt.convert.gguf.values import KeyValue, not_convertible
+from automodel_ckpt.units import counted
 
 # SentencePiece's character for a space.
 SPACE = "\u2581"
@@ -64,12 +65,12 @@ def convert(
         raise not_convertible(
             "the merges are not those of scores, which llama.cpp needs",
             where,
-            f"{len(deviating)} tokens, for example {deviating[0]!r:.80}",
+            f"{counted(len(deviating), 'token')}, for example {deviating[0]!r:.80}",
         )
     if deviating:
         warnings = (
             *warnings,
-            f"llama.cpp may split text with {len(deviating)} tokens otherwise, such as {deviating[0]!r:.80}",
+            f"llama.cpp may split text with {counted(len(deviating), 'token')} otherwise, such as {deviating[0]!r:.80}",
         )
     keys: list[KeyValue] = [
         ("tokenizer.ggml.model", "string", "llama"),

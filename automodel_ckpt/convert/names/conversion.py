@@ -18,6 +18,7 @@ from automodel_ckpt.convert.names.megatron_names import (
 from automodel_ckpt.convert.names.registry import converter_of
 from automodel_ckpt.convert.sources.files import read_json
 from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.units import counted
 
 _CONFIG = "config.json"
 # Tensors that every GPT model of Megatron-Core has, on one of its pipeline stages.
@@ -48,7 +49,7 @@ class Conversion:
         num_ignored = sum(1 for name in source.tensors if not is_model_tensor(name))
         omitted = source.omitted
         if num_ignored:
-            omitted = (*omitted, f"{num_ignored} tensors that Megatron computes")
+            omitted = (*omitted, f"{counted(num_ignored, 'tensor')} that Megatron computes")
         return replace(source, tensors=converted, tied={}, omitted=omitted)
 
 

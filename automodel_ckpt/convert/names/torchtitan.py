@@ -25,6 +25,7 @@ from automodel_ckpt.convert.names.slicing import RowRange, renamed
 from automodel_ckpt.convert.sources.files import read_json
 from automodel_ckpt.convert.training_state import OptimizerState, ParameterGroup, TrainingState
 from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.units import counted
 
 _CONFIG = "config.json"
 _TORCHTITAN = "layers.{layer}."
@@ -128,7 +129,7 @@ class TorchtitanConversion:
         converted = TORCHTITAN_LLAMA.to_hugging_face(weights, self.dimensions, directory)
         omitted = source.omitted
         if num_computed:
-            omitted = (*omitted, f"{num_computed} tensors that torchtitan computes")
+            omitted = (*omitted, f"{counted(num_computed, 'tensor')} that torchtitan computes")
         return replace(source, tensors=converted, tied={}, omitted=omitted)
 
     def to_torchtitan(self, tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:

@@ -58,6 +58,7 @@ from automodel_ckpt.convert.sources.torch_files import faults_of, plain_names
 from automodel_ckpt.convert.sources.torch_objects import StoredView
 from automodel_ckpt.convert.training_state import Parameters, TrainingState
 from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.units import counted
 
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"
@@ -296,7 +297,7 @@ def _add_parameters(model: _Model, tag: Path, files: RankFiles) -> None:
     _add_frozen(model, tag, files, len(partitions) if partitions[0].stage == 3 else 1)
     model.omitted.append(_optimizer_text(len(partitions)))
     model.notes.append(
-        f"the weights are the optimizer's master weights, from the files of {len(partitions)} ranks"
+        f"the weights are the optimizer's master weights, from the files of {counted(len(partitions), 'rank')}"
     )
 
 
@@ -309,7 +310,7 @@ def _why_module(*, has_shapes: bool) -> str:
 
 
 def _optimizer_text(num_ranks: int) -> str:
-    return f"optimizer state of {num_ranks} ranks (moments, steps, loss scale)"
+    return f"optimizer state of {counted(num_ranks, 'rank')} (moments, steps, loss scale)"
 
 
 def _check_stage(partition: Partition, files: RankFiles, tag: Path) -> None:

@@ -44,7 +44,7 @@ from automodel_ckpt.convert.sources.zarr_arrays import (
 )
 from automodel_ckpt.convert.training_state import Parameters, TrainingState
 from automodel_ckpt.errors import CheckpointUnusable
-from automodel_ckpt.units import left_out
+from automodel_ckpt.units import counted, left_out
 
 _MAX_METADATA_BYTES = 1 << 16
 _MAX_LATEST_BYTES = 64
@@ -105,7 +105,7 @@ class MegatronCore(Format):
         omitted = _omitted_counters(read_common(path))
         num_others = len(arrays) - len(weights)
         if num_others:
-            omitted.insert(0, f"the optimizer's state ({num_others} tensors)")
+            omitted.insert(0, f"the optimizer's state ({counted(num_others, 'tensor')})")
         return replace(source, omitted=tuple(omitted))
 
     def conversion(self, path: Path) -> Conversion | None:
@@ -346,7 +346,7 @@ def _omitted(content: DcpContent, common: Mapping[Any, Any]) -> list[str]:
     omitted: list[str] = []
     num_others = sum(1 for fqn in content.tensors if not is_model_tensor(fqn))
     if num_others:
-        omitted.append(f"the optimizer's state ({num_others} tensors)")
+        omitted.append(f"the optimizer's state ({counted(num_others, 'tensor')})")
     num_extra = sum(1 for name in content.values if "_extra_state" in name)
     if num_extra:
         omitted.append(f"{num_extra} _extra_state objects of Transformer Engine")

@@ -439,7 +439,7 @@ def test_each_float_takes_the_dtype_of_the_base_and_nothing_else_changes(tmp_pat
     assert found["f16.cube"] == found["f64.scalar"] == found["empty"] == "BF16"
     assert found["f32.special"] == "F32" and found["fp8"] == "F8_E4M3"
     assert found["i64.scalar"] == "I64" and found["bool"] == "BOOL" and found["u8.packed"] == "U8"
-    assert "cast 1 tensors from F16 to BF16" in said
+    assert "cast 1 tensor from F16 to BF16" in said
     assert torch.equal(loaded(output)["f16.cube"], tensors["f16.cube"].bfloat16())
 
 

@@ -183,7 +183,7 @@ def test_merges_that_no_scores_express_are_rejected_or_reported() -> None:
         del merges[twice]
 
     _, warnings = spm_keys("llama", drop_one)
-    assert any("with 1 tokens otherwise" in text for text in warnings)
+    assert any("with 1 token otherwise" in text for text in warnings)
 
     def reverse(document: dict[str, Any]) -> None:
         document["model"]["merges"] = document["model"]["merges"][::2]

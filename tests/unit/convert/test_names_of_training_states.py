@@ -84,9 +84,9 @@ def test_a_numbered_optimizer_already_has_the_names_of_the_config(tmp_path: Path
 
 def test_parameters_that_are_left_out_have_no_state(tmp_path: Path, capsys: Capture) -> None:
     manifest = imported(NESTED, tmp_path / "run", {"model.norm.weight": ""})
-    assert "1 tensors that run.json leaves out" in capsys.readouterr().out
+    assert "1 tensor that run.json leaves out" in capsys.readouterr().out
     assert not any("model.norm.weight" in name for name in digests(manifest))
-    assert "1 tensors that run.json leaves out" in manifest.lineage["not_transferred"]
+    assert "1 tensor that run.json leaves out" in manifest.lineage["not_transferred"]
 
 
 def test_a_file_that_exchanges_names_is_an_error(tmp_path: Path, capsys: Capture) -> None:

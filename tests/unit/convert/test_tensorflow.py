@@ -89,7 +89,7 @@ def test_names_are_mapped_by_a_file(tmp_path: Path, capsys: Capture) -> None:
     run = tmp_path / "run"
     source = str(FIXTURES / "saver")
     assert ckpt.main(["import", source, str(run), "--names", str(names)]) == 0
-    assert "1 tensors that names.yaml leaves out" in capsys.readouterr().out
+    assert "1 tensor that names.yaml leaves out" in capsys.readouterr().out
     found, expected = values(run / "epoch_0_step_0"), expected_weights("saver")
     assert found["factor"].item() == 2.5 and "typed/bool" not in found and "empty" in found
     for number in range(40):
