@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
+import pty
 import signal
+import struct
+import termios
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -243,3 +248,19 @@ def test_a_long_preparation_logs_its_progress(
         text(tokenizer, data, field="prompt")
     assert f"{data}: tokenized 20 of 230 rows, " in caplog.text
     assert "tokenized 230 of" not in caplog.text
+
+
+def test_a_terminal_shows_a_bar_after_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    master, slave = pty.openpty()
+    # A new terminal has no columns, and the bar then no width (ioctl_tty(2)).
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    with os.fdopen(slave, "w") as terminal:
+        monkeypatch.setattr("sys.stderr", terminal)
+        with preparation._progress("rows", 100) as show:
+            time.sleep(1.1)
+            show(50)
+        terminal.flush()
+        shown = os.read(master, 4000).decode()
+    os.close(master)
+    assert "tokenizing:  50%" in shown
+    assert "50/100" in shown
