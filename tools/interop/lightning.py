@@ -1,9 +1,13 @@
-"""Runs move between PyTorch Lightning and this program, in both directions, with the same losses."""
+"""Runs move between PyTorch Lightning and this program, in both directions, with the same losses.
+
+Lightning's Trainer also saves and resumes with our checkpoints (automodel_ckpt/integrations/lightning.py).
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -16,6 +20,7 @@ from tools.interop.program import Check, Program, Workplace
 _ROOT = Path(__file__).resolve().parents[2]
 _MAKE = _ROOT / "tests" / "fixtures" / "lightning" / "make.py"
 _RESUME = Path(__file__).with_name("scripts") / "resume_lightning.py"
+_GUIDE = _ROOT / "docs" / "guides" / "library.md"
 _MAX_DIFFERENCE = 1e-5
 _NUM_STEPS = 10
 
@@ -36,6 +41,7 @@ def _checks(workplace: Workplace) -> Iterator[Check]:
             what = f"a run of Lightning ({name}) continues here on {num_ranks} rank(s)"
             yield _compared(what, losses_of(run), expected, first=6)
     yield from _resumed(workplace, made)
+    yield from _callback_checks(workplace)
 
 
 def _resumed(workplace: Workplace, made: Path) -> Iterator[Check]:
@@ -53,6 +59,46 @@ def _resumed(workplace: Workplace, made: Path) -> Iterator[Check]:
         found = {int(key): value for key, value in json.loads(report.read_text())["losses"].items()}
         what = f"Lightning continues a run of ours from step {step}"
         yield _compared(what, found, expected, first=step + 1)
+
+
+def _callback_checks(workplace: Workplace) -> Iterator[Check]:
+    """Run the guide's program without an interruption, and killed in steps within and at the start of an epoch."""
+    found = re.search(
+        r"^```python file=lightning_run.py\n(.*?)^```$",
+        _GUIDE.read_text(),
+        re.MULTILINE | re.DOTALL,
+    )
+    assert found is not None
+    script = workplace.directory / "lightning_run.py"
+    script.write_text(found[1])
+    expected = _printed_losses(workplace, script, "whole")
+    # It saves every 5 steps; an epoch has 10.
+    for die_after, first in ((18, 16), (12, 11)):
+        directory = f"killed_after_{die_after}"
+        _printed_losses(workplace, script, directory, str(die_after))
+        losses = _printed_losses(workplace, script, directory)
+        what = f"our callback resumes a run of Lightning at step {first} after kill -9"
+        is_equal = losses == {step: loss for step, loss in expected.items() if step >= first}
+        text = "all losses are equal" if is_equal else f"losses of steps {list(losses)} differ"
+        yield Check(what, text, is_equal)
+
+
+def _printed_losses(workplace: Workplace, script: Path, *arguments: str) -> dict[int, float]:
+    """Run the guide's program with Lightning's interpreter; return the losses that it prints, by step."""
+    environment = os.environ | {"PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [workplace.python, script, *arguments],
+        check=False,  # a killed run has an exit code
+        cwd=workplace.directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    with open(workplace.log, "a") as log:
+        log.write(done.stdout + done.stderr)
+    lines = re.findall(r"^step (\d+) loss (\S+)$", done.stdout, re.MULTILINE)
+    return {int(step): float(loss) for step, loss in lines}
 
 
 def _compared(
@@ -93,7 +139,7 @@ PROGRAM = Program(
     environment=Environment(
         "lightning",
         first=(TORCH, "numpy", "safetensors", "transformers>=5.17,<6"),
-        then=("lightning>=2.6,<2.7",),
+        then=("lightning>=2.6,<2.7", "pyyaml", "xxhash"),
     ),
     packages=("lightning", "torch"),
     checks=_checks,
