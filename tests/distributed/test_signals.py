@@ -52,12 +52,16 @@ def test_a_stop_exports_nothing_and_says_how_to(tmp_path: Path, is_async: str, t
     if target == "launcher":
         (notice,) = (line for line in trainer.log.splitlines() if "stopping after step" in line)
         again = "send it again to stop now without saving"
-        assert (
-            notice == f"SIGUSR1: stopping after step 1 at the latest: saving, then exit 75; {again}"
+        assert notice.endswith(
+            f" SIGUSR1: stopping after step 1 at the latest: saving, then exit 75; {again}"
         )
     (checkpoint,) = chain.root.glob("epoch_*")
     assert not (checkpoint / "model" / "consolidated").exists()
     assert f"to export it: ckpt consolidate {checkpoint}" in trainer.log
+    # The text log has what the start said, the save and why the run ended.
+    text = (chain.root / "log.txt").read_text()
+    assert "saved epoch_" in text
+    assert text.endswith("the same command continues from there\n")
 
 
 def test_a_rank_that_is_killed_is_started_again_and_the_run_ends_as_if_it_had_not_been(

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,16 @@ def test_the_logs_hold_each_step_each_save_and_each_validation(tmp_path: Path) -
         content = losses(tmp_path / f"run/epoch_{record['epoch']}_step_{record['step']}")
         assert {name: content[name] for name in measured} == {n: record[n] for n in measured}
         assert content["train_loss"] == steps[record["step"] - 1]["loss"]
+    text = (tmp_path / "run/log.txt").read_text()
+    figures = r"tok/s, mem \d.*"
+    for record in validations:
+        step, loss = record["step"], steps[record["step"] - 1]["loss"]
+        line = rf" step {step}: validation loss {record['val_loss']:.4f}.*; loss {loss:.4f}, .*{figures}"
+        assert len(re.findall(line, text)) == 1
+        line = rf" step {step}: loss {loss:.4f}, val loss {record['val_loss']:.4f}, .*{figures}; saved epoch_"
+        assert len(re.findall(line, text)) == 1
+    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", line) for line in text.splitlines())
+    assert "state: model" not in text
 
 
 class RandomInValidationLoop(TrainingLoop):

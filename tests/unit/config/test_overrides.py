@@ -254,3 +254,11 @@ def test_the_same_recipe_twice_is_one_too_many() -> None:
     line = parse(["a.yaml", "--seed=1", "a.yaml"])
     assert _recipe_path(line) == "a.yaml"
     assert [problem.what for problem in line.problems] == ["unexpected argument a.yaml"]
+
+
+@pytest.mark.parametrize("flag", ["-v", "--verbose"])
+def test_verbose_is_the_level_debug(flag: str) -> None:
+    line = parse([flag, "recipe.yaml"])
+    assert line.words == ["recipe.yaml"] and not line.problems
+    (override,) = line.overrides
+    assert (override.key, override.node.value) == ("logging.level", "debug")
