@@ -72,7 +72,9 @@ def damage(root: Path) -> list[str]:
 
 def leftovers(root: Path, *, running: bool) -> list[str]:
     """Entries that neither a checkpoint, nor a pointer, nor (while *running*) the lock of the run account for."""
-    known = {*layout.POINTERS, layout.LATE_VALIDATIONS, *([LOCK_FILE] if running else [])}
+    known = {*layout.POINTERS, layout.LATE_VALIDATIONS, layout.TEXT_LOG, layout.FINISHED}
+    if running:
+        known.add(LOCK_FILE)
     return sorted(
         f"left over: {e.name}"
         for e in (os.scandir(root) if root.is_dir() else ())
