@@ -96,6 +96,7 @@ PRIVATE_NAMES: dict[str, str] = {
     "_supports_attention_backend": "transformers.PreTrainedModel",
     "_supports_sdpa": "transformers.PreTrainedModel",
     "_tied_weights_keys": "transformers.PreTrainedModel",
+    "_load_from_checkpoint": "transformers.Trainer",
     "_compile_jinja_template": "transformers.utils.chat_template_utils",
     # Base classes of allowed targets.
     "_BaseAutoModelClass": "transformers.models.auto.auto_factory",

@@ -9,6 +9,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 TOOLS = {
+    "accelerate",
     "build",
     "hypothesis",
     "jsonschema",

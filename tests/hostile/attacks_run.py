@@ -209,6 +209,7 @@ READ_BY = {
     NOTES: frozenset({"ls", "ls_json", "verify"}),
     TRACKERS: frozenset({"follow"}),
     ".finished.json": frozenset({"finished"}),
+    "log.txt": frozenset({"text_log"}),
     ".run.lock": frozenset({"resume", "drop_optimizer"}),
     **dict.fromkeys(JSONL, LOGS),
     **{f"{name}.tmp": LOGS for name in (*JSONL, TRACKERS)},

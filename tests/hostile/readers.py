@@ -20,6 +20,7 @@ from automodel_ckpt.errors import describe
 from automodel_ckpt.report.follow import Follower, upload_lock
 from automodel_ckpt.training.metrics import JsonlLog
 from automodel_ckpt.training.progress import Progress, set_up_logging
+from automodel_ckpt.training.text_log import TextLog
 from tests.support import tiny
 
 from . import victim
@@ -83,6 +84,16 @@ def _finished(run: Path) -> int:
     return 0 if reason_if_finished(run, "", "size") is None else 1
 
 
+def _text_log(run: Path) -> int:
+    """What a trainer writes for a person to read; nothing that is in its place may fail the run."""
+    log = TextLog()
+    log.write("before")
+    log.open(run / layout.TEXT_LOG, lambda: None)
+    log.write("after")
+    log.close()
+    return 0
+
+
 def _follow(run: Path) -> int:
     """What the process beside a trainer does, which feeds trackers; it may fail, and alone."""
     try:
@@ -144,6 +155,7 @@ READERS: dict[str, Callable[[Path], int]] = {
     "plot": lambda run: ckpt.main(["plot", str(run), "--output", str(run / "curves.html")]),
     "cut_back": _cut_back,
     "finished": _finished,
+    "text_log": _text_log,
     "follow": _follow,
 }
 
@@ -161,8 +173,8 @@ OF_EXPORTS = frozenset({"show_export", "import_export"})
 VALUES = frozenset({"show_stats", "diff"})
 # They read the logs of a run, and what trackers have got of them.
 LOGS = frozenset({"plot", "cut_back", "follow"})
-# It reads the manifest only after the note of a finished run.
-NOTES = frozenset({"finished"})
+# One reads the manifest only after the note of a finished run, the other only writes.
+NOTES = frozenset({"finished", "text_log"})
 # It needs a Llama with a tokenizer.
 GGUF = frozenset({"gguf"})
 # It needs an adapter and its base.
