@@ -18,7 +18,7 @@ from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import EXIT_DONE, EXIT_USAGE, RecipeError
 from tests.support.measure import seconds_of_children
-from tests.support.stand_ins import write_stand_ins
+from tests.support.stand_ins import write_stand_ins, write_trainer_checkpoint
 
 RECIPE = """\
 model:
@@ -554,6 +554,8 @@ def test_every_shipped_recipe_can_be_listed_and_copied_and_is_sound(
     listed = [row.split()[0] for row in capsys.readouterr().out.splitlines()]
     assert listed == list(examples())
     assert "llm_finetune/tiny_llama_python_docs" in listed
+    # The run that an example continues.
+    write_trainer_checkpoint(Path("output/checkpoint-500"), 500)
     for name in listed:
         assert main(["--copy", name, "copies"]) == EXIT_DONE
         copy = capsys.readouterr().out.splitlines()[-1]
