@@ -18,7 +18,6 @@ from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import EXIT_DONE, EXIT_USAGE, RecipeError
 from tests.support.measure import seconds_of_children
-from tests.support.stand_ins import write_stand_ins, write_trainer_checkpoint
 
 RECIPE = """\
 model:
@@ -554,16 +553,12 @@ def test_every_shipped_recipe_can_be_listed_and_copied_and_is_sound(
     listed = [row.split()[0] for row in capsys.readouterr().out.splitlines()]
     assert listed == list(examples())
     assert "llm_finetune/tiny_llama_python_docs" in listed
-    # The run that an example continues.
-    write_trainer_checkpoint(Path("output/checkpoint-500"), 500)
     for name in listed:
         assert main(["--copy", name, "copies"]) == EXIT_DONE
         copy = capsys.readouterr().out.splitlines()[-1]
-        write_stand_ins(Path.cwd(), examples()[name].read_text())
-        words = ["--dry-run", "--trust", "copies", "--nproc-per-node=2"]
-        if "ep_size: 8" in examples()[name].read_text():
-            words.append("--distributed.ep_size=2")
-        assert main([copy, *words]) == EXIT_DONE
+        # test_examples trains all of them; a dry run of a few shows that copies are complete.
+        mode = "--dry-run" if "/tiny_" in name else "--print-config"
+        assert main([copy, mode, "--trust", "copies", "--nproc-per-node=2"]) == EXIT_DONE
     capsys.readouterr()
     assert "File exists" in say(capsys, "--copy", listed[0], "copies")
     assert "unknown example recipe" in say(capsys, "--copy", "../../etc/passwd", "copies")
