@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
+from automodel_ckpt.checkpoint.files.direct import begins_at_a_sector
+
 log = logging.getLogger("automodel_ckpt")
 
 BLOCK_BYTES = 32 << 20
-# A view that begins here is not aligned for O_DIRECT. An aligned block would be written later, directly from the
-# buffer, which has other data by then.
 _OFFSET = 64
+"""Bytes from a sector's start to memory that is not aligned for O_DIRECT."""
 
 Allocate = Callable[[int], torch.Tensor]
 """Returns a uint8 tensor of so many bytes on the host."""
@@ -55,9 +56,9 @@ def blocks_of(
     At most two buffers of *block_bytes* are used.
     """
     size = min(block_bytes, flat.numel())
-    buffers = [allocate(size + _OFFSET)[_OFFSET:]]
+    buffers = [_unaligned(allocate(size + _OFFSET))]
     if flat.numel() > block_bytes:
-        buffers.append(allocate(size + _OFFSET)[_OFFSET:])
+        buffers.append(_unaligned(allocate(size + _OFFSET)))
     earlier: _Copy | None = None
     for number, start in enumerate(range(0, flat.numel(), block_bytes)):
         part = flat[start : start + block_bytes]
@@ -68,6 +69,15 @@ def blocks_of(
         earlier = copy
     if earlier is not None:
         yield earlier.wait()
+
+
+def _unaligned(memory: torch.Tensor) -> torch.Tensor:
+    """Return a view of *memory*, at most _OFFSET bytes shorter, that is not aligned for O_DIRECT.
+
+    An aligned block would be written later, directly from the buffer, which has other data by then.
+    """
+    view: memoryview = memory.numpy().data
+    return memory[_OFFSET:] if begins_at_a_sector(view) else memory[: len(memory) - _OFFSET]
 
 
 def _begin(target: torch.Tensor, source: torch.Tensor) -> _Copy:

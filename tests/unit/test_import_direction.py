@@ -77,7 +77,6 @@ MAY_IMPORT = {
 
 CHECKPOINT_ORDER = (
     {
-        "device_bytes",
         "digests",
         "discovery",
         "dtypes",
@@ -96,7 +95,7 @@ CHECKPOINT_ORDER = (
     {"sources"},
     {"export"},
     {"writing"},
-    {"formats"},
+    {"device_bytes", "formats"},
     {"module_tensors"},
     {"hf_assets", "state"},
     {"saving"},

@@ -22,6 +22,17 @@ def content(nbytes: int) -> torch.Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8)
 
 
+@pytest.mark.parametrize("start", [0, 1, 64, 448, 512, 4032])
+def test_no_block_is_aligned_for_o_direct_wherever_its_memory_begins(start: int) -> None:
+    def allocate(size: int) -> torch.Tensor:
+        memory = torch.empty(size + 3 * 4096, dtype=torch.uint8)
+        first = -memory.data_ptr() % 4096 + start
+        return memory[first : first + size]
+
+    for block in blocks_of(content(250), block_bytes=100, allocate=allocate):
+        assert not begins_at_a_sector(block), "O_DIRECT would write it after it was overwritten"
+
+
 @pytest.mark.parametrize("nbytes", [0, 1, 99, 100, 101, 250])
 def test_blocks_have_all_bytes_in_order_and_use_at_most_two_buffers(nbytes: int) -> None:
     flat = content(nbytes)
