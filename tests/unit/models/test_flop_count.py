@@ -53,11 +53,18 @@ def batch(rows: int = 2, length: int = LENGTH) -> dict[str, torch.Tensor]:
 
 
 def computed(model: nn.Module, inputs: dict[str, torch.Tensor]) -> int:
-    """What torch counts in a forward and backward pass over all logits."""
+    """What torch counts in a forward and backward pass over all logits, without the angles of the positions.
+
+    transformers 5.17 computes those as a product of matrices.
+    """
     with FlopCounterMode(display=False) as counter:
         output = model(**{name: value for name, value in inputs.items() if name != "labels"})
         output.logits.float().sum().backward()
-    return counter.get_total_flops()
+    angles = 0
+    for name, counts in counter.get_flop_counts().items():
+        if name.endswith("rotary_emb"):
+            angles += sum(counts.values())
+    return counter.get_total_flops() - angles
 
 
 def test_full_training_of_a_llama_counts_six_operations_per_weight_and_token() -> None:
@@ -187,6 +194,8 @@ RATIOS = {
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if transformers.__version__.startswith("5.17."):
+        pytest.importorskip("torchvision", reason="some processors of this version need it")
     return write_conversations(tmp_path_factory.mktemp("data"), 4)
 
 
