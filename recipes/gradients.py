@@ -88,7 +88,7 @@ class GradientAccumulation:
             for name, value in result.metrics.items():
                 if name == AUX_LOSS:
                     continue
-                if name in STEP_FIELDS:
+                if name in STEP_FIELDS or name == self._objective.terms:
                     raise RecipeError(
                         "a metric of the objective has the name of another field of training.jsonl",
                         where=f"{type(self._objective).__name__}.loss",

@@ -29,9 +29,9 @@ from automodel_ckpt.distributed.parallelize import (
 )
 from automodel_ckpt.distributed.stop import StoppedWaiting, StopRequest
 from automodel_ckpt.errors import DeviceMemoryError, Stopped, TrainingDiverged
-from automodel_ckpt.models.token_hits import TokenHits
 from automodel_ckpt.models.vocabulary import check_token_ids, num_embeddings
 from automodel_ckpt.recipes.completions import Completions
+from automodel_ckpt.recipes.evaluation import EvaluationTotals, sum_by_name
 from automodel_ckpt.recipes.gradients import GradientAccumulation
 from automodel_ckpt.recipes.objective import Objective
 from automodel_ckpt.recipes.out_of_memory import Situation, reporting_out_of_memory
@@ -46,13 +46,11 @@ from automodel_ckpt.recipes.records import (
 from automodel_ckpt.recipes.run_log import RunLog, build_profiler
 from automodel_ckpt.recipes.saves import Saves
 from automodel_ckpt.recipes.validation_metrics import (
-    ACCURACY,
-    PERPLEXITY,
+    LOSS,
     TRAIN_LOSS,
     measures_of,
     metric_name,
     metric_names,
-    perplexity,
 )
 from automodel_ckpt.training.lr import current_rate
 from automodel_ckpt.training.optim import (
@@ -518,8 +516,7 @@ class TrainingLoop:
 
         It leaves no trace in the training: no gradients, and random states are restored.
         """
-        measured: dict[str | None, tuple[float, float, float]] = {}
-        hits: dict[str | None, float] = {}
+        totals: dict[str | None, EvaluationTotals] = {}
         if self.trainable.fake_quantization is not None:
             # A run that has just been resumed has made no step.
             self.trainable.fake_quantization.start(max(1, self.step_scheduler.step))
@@ -527,53 +524,48 @@ class TrainingLoop:
         try:
             with torch.no_grad(), self.rng.preserved():
                 for name, batches in self._all_validation_sets():
-                    self.objective.hits = TokenHits(self.layout.device)
-                    totals = self.validation_totals(batches())
-                    if totals is None:
+                    found = self._set_totals(batches())
+                    if found is None:
                         return None
-                    measured[name] = totals
-                    hits[name] = self._sum_of_hits(self.objective.hits)
+                    totals[name] = found
         finally:
-            self.objective.hits = None
             self.model.train()
             # With FSDP2, a forward pass without a backward pass leaves parameters gathered.
             reshard(self.model)
+        assert totals, "without validation data, no validation is due"
         losses = {}
-        accuracies = {}
-        for name, (loss, count, num_labels) in measured.items():
-            losses[name] = loss / count if count else math.nan
-            accuracies[name] = hits[name] / num_labels if num_labels else math.nan
-        assert measured, "without validation data, no validation is due"
-        main, (_, _, num_labels) = next(iter(measured.items()))
-        named = {name: loss for name, loss in losses.items() if name is not None}
-        further = self._further_metrics(main, losses, accuracies)
-        return Validation(losses[main], int(num_labels), named, further)
+        for name, each in totals.items():
+            if name is not None:
+                losses[name] = each.mean_loss
+        main_name, main = next(iter(totals.items()))
+        further = self._further_metrics(main_name, totals)
+        return Validation(main.mean_loss, main.num_label_tokens, main.count, losses, further)
 
-    def _sum_of_hits(self, hits: TokenHits) -> float:
-        """The number of correctly predicted labels over all ranks. A collective."""
+    def _set_totals(self, batches: Iterable[GlobalBatch]) -> EvaluationTotals | None:
+        """The totals of one validation set over all ranks; None if a stop was requested. A collective."""
+        with self.objective.evaluating() as measured:
+            totals = self.validation_totals(batches)
+        if totals is None:
+            return None
         # Context parallel ranks count different labels, as they sum the loss of different ones.
-        here = hits.read() if self.layout.reports_loss else 0
-        return sum_over_ranks(self.layout.gloo_group, here)[0]
+        here = measured.read() if self.layout.reports_loss else {}
+        loss, count, num_labels = totals
+        sums = sum_by_name(self.layout.gloo_group, here)
+        return EvaluationTotals(loss, int(count), int(num_labels), sums)
 
     def _further_metrics(
-        self,
-        main: str | None,
-        losses: Mapping[str | None, float],
-        accuracies: Mapping[str | None, float],
+        self, main: str | None, totals: Mapping[str | None, EvaluationTotals]
     ) -> dict[str, float]:
         """The metrics beside the losses by their names in logs. *main* is the set without a name in them."""
+        values = {name: self.objective.summarize(each) for name, each in totals.items()}
         found: dict[str, float] = {}
         for measure in self.measures:
-            if measure == ACCURACY:
-                values = accuracies
-            elif measure == PERPLEXITY:
-                values = {name: perplexity(loss) for name, loss in losses.items()}
-            else:
+            if measure == LOSS:
                 continue
-            found[metric_name(measure, None)] = values[main]
-            for name, value in values.items():
+            found[metric_name(measure, None)] = values[main][measure]
+            for name, of_set in values.items():
                 if name is not None:
-                    found[metric_name(measure, name)] = value
+                    found[metric_name(measure, name)] = of_set[measure]
         return found
 
     def _all_validation_sets(
@@ -662,7 +654,9 @@ class TrainingLoop:
         figures = self.run_log.figures(
             {"train_loss": self.last_step.loss if self.last_step else None}
         )
-        text = f"step {scheduler.step}: validation loss {validation_text(validation)}"
+        text = (
+            f"step {scheduler.step}: validation loss {validation_text(validation, self.measures)}"
+        )
         log.info("%s", f"{text}; {figures}" if figures else text)
         self.run_log.log_validation(scheduler, validation)
         if self.completions is not None:
@@ -757,20 +751,20 @@ class TrainingLoop:
             self.saves.note_finished()
 
 
-def validation_text(validation: Validation) -> str:
+def validation_text(validation: Validation, measures: Iterable[str]) -> str:
     """The metrics of a validation for the log: those of the main set, then those of each named one."""
 
-    def text(loss: float, suffix: str) -> str:
+    def text(loss: float, set_name: str | None) -> str:
         parts = [f"{loss:.4f}"]
-        for measure in (ACCURACY, PERPLEXITY):
-            value = validation.further.get(f"val_{measure}{suffix}")
+        for measure in measures:
+            value = validation.further.get(metric_name(measure, set_name))
             if value is not None:
                 parts.append(f"{measure} {value:.4g}")
         return ", ".join(parts)
 
-    sets = [text(validation.loss, "")]
+    sets = [text(validation.loss, None)]
     for name, loss in validation.losses.items():
-        sets.append(f"{name} {text(loss, f'_{name}')}")
+        sets.append(f"{name} {text(loss, name)}")
     return "; ".join(sets)
 
 

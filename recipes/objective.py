@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -19,7 +21,15 @@ from automodel_ckpt.models.build import check_context
 from automodel_ckpt.models.forward import last_layer_output, logits_of
 from automodel_ckpt.models.mtp import MultiTokenPrediction
 from automodel_ckpt.models.token_hits import TokenHits
-from automodel_ckpt.recipes.records import AUX_LOSS, BatchSize, LossSum
+from automodel_ckpt.recipes.evaluation import (
+    ACCURACY,
+    HITS,
+    PERPLEXITY,
+    EvaluationSums,
+    EvaluationTotals,
+    perplexity,
+)
+from automodel_ckpt.recipes.records import AUX_LOSS, LABEL_TOKENS, BatchSize, LossSum
 from automodel_ckpt.recipes.trainable import Trainable
 from automodel_ckpt.training.loss import (
     WHOLE,
@@ -42,14 +52,19 @@ Tensors = Mapping[str, torch.Tensor]
 class Objective:
     """The loss of predicting the next token wherever there is a label.
 
-    Derive from it to minimize something else: override :meth:`loss`, and :meth:`size_of` where the loss is not a sum
-    over label tokens. The loop divides the sum over the global batch by the count of the global batch.
+    Derive from it to minimize something else: override :meth:`loss`, and :meth:`size_of` and :attr:`terms` where the
+    loss is not a sum over label tokens. The loop divides the sum over the global batch by the count of that batch.
     """
 
+    terms: ClassVar[str] = LABEL_TOKENS
+    """What :meth:`size_of` counts, in the plural: the logs have the count under this name."""
+    measures: ClassVar[tuple[str, ...] | None] = None
+    """What validations measure beside the loss: keys of the result of :meth:`summarize`. None: the accuracy and the
+    perplexity of the next token, unless a subclass computes another loss."""
     check_length: ContextCheck | None = None
     """Raises for samples that are longer than the model's context; None: nothing is known about the context."""
-    hits: TokenHits | None = None
-    """Counts the labels with the highest logit while it is set, in evaluation passes; None in training."""
+    evaluation: EvaluationSums | None = None
+    """Adds up what a validation set measures; None in training."""
 
     def __init__(
         self,
@@ -106,12 +121,46 @@ class Objective:
         return LossSum(loss, metrics)
 
     def losses(self, micro_batches: Sequence[Tensors]) -> Iterable[torch.Tensor]:
-        """Compute the summed loss of each micro-batch for validation; with stages, only the last one returns losses."""
+        """Compute the summed loss of each micro-batch for validation, and add its metrics to those of the set.
+
+        With stages, only the last one returns losses.
+        """
         stage = self.trainable.stage
         if stage is None:
-            return (self.loss(micro_batch).loss for micro_batch in micro_batches)
+            return (self._evaluated(micro_batch) for micro_batch in micro_batches)
         rows = [self.rows_of(micro_batch) for micro_batch in micro_batches]
         return stage.evaluate(rows, self.stage_output)
+
+    def _evaluated(self, micro_batch: Tensors) -> torch.Tensor:
+        result = self.loss(micro_batch)
+        if self.evaluation is not None:
+            for name, value in result.metrics.items():
+                self.evaluation.add(name, value)
+        return result.loss
+
+    @contextmanager
+    def evaluating(self) -> Iterator[EvaluationSums]:
+        """Add up the metrics of the evaluation passes inside the context: those of one validation set."""
+        sums = self.evaluation = EvaluationSums(self.layout.device)
+        try:
+            yield sums
+        finally:
+            self.evaluation = None
+
+    def summarize(self, totals: EvaluationTotals) -> dict[str, float]:
+        """Compute the :attr:`measures` of a validation set from its totals over all ranks.
+
+        They are the means of the metrics of :meth:`loss` over the terms. Override it for others, such as a ratio of
+        two sums. In evaluation passes, metrics may also be 1-dim.
+        """
+        if self.measures is not None:
+            return {name: totals.mean(name) for name in self.measures}
+        num_labels = totals.num_label_tokens
+        hits = totals.sums[HITS][0]
+        return {
+            ACCURACY: hits / num_labels if num_labels else math.nan,
+            PERPLEXITY: perplexity(totals.mean_loss),
+        }
 
     def rows_of(self, micro_batch: Tensors) -> Tensors:
         """The rows of *micro_batch* as the model sees them. Raises :class:`RecipeError` for samples that are too
@@ -164,8 +213,8 @@ class Objective:
             labels = self._on_device(rows["labels"])
             logits = logits_of(output)
             loss = next_token_loss(logits, labels, self.loss_fn, part)
-            if self.hits is not None:
-                self.hits.add(logits.flatten(0, 1), shift_labels(labels)[:, part].flatten())
+            if self._hits is not None:
+                self._hits.add(logits.flatten(0, 1), shift_labels(labels)[:, part].flatten())
             return loss
         positions, targets = labelled_positions(rows["labels"], part, all_up_to=trainable.all_up_to)
         if positions is not None:
@@ -173,7 +222,7 @@ class Objective:
         # The root module computes the loss: only its forward pass gathers the root's parameters and
         # sets the backward hooks of FSDP2, and prepares the reduction of DDP.
         loss_pass = trainable.loss_head.computing_loss(
-            positions, self._on_device(targets), hits=self.hits
+            positions, self._on_device(targets), hits=self._hits
         )
         with trainable.compute(), loss_pass:
             output = self.model(**inputs, **trainable.forward_options)
@@ -236,6 +285,10 @@ class Objective:
             # Such a micro-batch only keeps this rank in step with the others.
             is_token = torch.zeros_like(rows["labels"])
         self.router_loss.note(output, None if is_token is None else is_token[:, part])
+
+    @property
+    def _hits(self) -> TokenHits | None:
+        return None if self.evaluation is None else self.evaluation.hits
 
     def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return to_device(tensor, self.layout.device)

@@ -104,6 +104,10 @@ class Recipe:
     """Whether samples may share rows without padding, if the model supports it."""
     packs_images: ClassVar[bool] = False
     """Whether the samples of ``packed_sequence`` have images, which :attr:`preprocessor` prepares."""
+    sample_noun: ClassVar[str] = "sample"
+    """What an item of the data set is, in the singular: logs and ``ckpt show`` count "pairs" for a "pair"."""
+    rows_per_sample: ClassVar[int] = 1
+    """Number of consecutive rows of a micro-batch that a sample becomes, for ``--show-samples``."""
     objective_class: type[Objective] = Objective
     """What computes the loss of a micro-batch."""
     loop_class: type[TrainingLoop] = TrainingLoop
@@ -188,6 +192,7 @@ class Recipe:
             self.checkpointer.notes["precision"] = self.trainable.precision
             check_export(self.config.checkpoint, self.checkpointer.assets)
         self.objective = self.build_objective()
+        self.run_log.terms = self.objective.terms
         self.saves = self.build_saves()
         self.loop = self.build_loop()
         self.resume()
@@ -426,6 +431,7 @@ class Recipe:
             partial(discover, self),
             config_yaml=self.config_yaml,
             num_ranks=self.layout.world_size,
+            sample_noun=self.sample_noun,
         )
 
     def build_loop(self) -> TrainingLoop:

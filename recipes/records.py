@@ -11,6 +11,8 @@ from torch.distributed import ProcessGroup
 
 from automodel_ckpt.distributed.agree import sum_over_ranks
 
+LABEL_TOKENS = "label_tokens"
+"""What the loss of predicting the next token is a mean over; both logs have the count under this name."""
 AUX_LOSS = "aux_loss"
 """The metric of a micro-batch that is its share of the router's load balancing loss."""
 
@@ -104,14 +106,15 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """The mean loss over the validation set, and the number of its label tokens.
+    """The mean loss over the validation set, the number of its label tokens, and that of the terms of its loss.
 
     *losses* are the mean losses over the sets in ``validation_datasets``, by name. *further* are the metrics beside the
-    losses, by the names that logs have: accuracies (fractions of the label tokens) and perplexities.
+    losses, by the names that logs have.
     """
 
     loss: float
     num_label_tokens: int
+    count: int
     losses: Mapping[str, float] = field(default_factory=dict)
     further: Mapping[str, float] = field(default_factory=dict)
 

@@ -19,6 +19,7 @@ from automodel_ckpt.config.schema import LoggingConfig, RecipeConfig
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.errors import LeaseLost, without_hidden
 from automodel_ckpt.recipes.records import (
+    LABEL_TOKENS,
     Control,
     Position,
     PromptCompletion,
@@ -53,6 +54,8 @@ class RunLog:
     """
 
     progress: Progress
+    terms: str = LABEL_TOKENS
+    """What the loss is a mean over; both logs have the count under this name."""
     training: JsonlLog | None
     """Rank 0's ``training.jsonl``; None before :meth:`open`, and on other ranks."""
     validation: JsonlLog | None
@@ -170,6 +173,8 @@ class RunLog:
             "tps_per_gpu": control.num_tokens / seconds / self._layout.world_size,
             "mem": self._peak_memory.nbytes,
         }
+        if self.terms != LABEL_TOKENS:
+            record[self.terms] = control.count
         if control.flops and self._device_rate is not None:
             record["mfu"] = control.flops / seconds / self._layout.world_size / self._device_rate
         if result.aux_loss is not None:
@@ -202,6 +207,8 @@ class RunLog:
             **validation.metrics,
             "label_tokens": validation.num_label_tokens,
         }
+        if self.terms != LABEL_TOKENS:
+            record[self.terms] = validation.count
         self._append(self.validation, record)
 
     def log_completions(

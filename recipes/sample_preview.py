@@ -113,8 +113,9 @@ def _rows(recipe: Recipe, num_rows: int) -> Iterator[tuple[int, list[int], list[
     left = num_rows
     for batch in recipe.dataloader:
         rows = [row for micro_batch in batch.micro_batches for row in _rows_of(micro_batch)]
+        numbers = [number for number in batch.sample_ids for _ in range(recipe.rows_per_sample)]
         # A group that is not full is completed by a row without labels, which is no sample.
-        for number, (tokens, labels) in zip(batch.sample_ids, rows, strict=False):
+        for number, (tokens, labels) in zip(numbers, rows, strict=False):
             if left == 0:
                 return
             left -= 1

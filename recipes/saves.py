@@ -51,8 +51,12 @@ class Saves:
         *,
         config_yaml: str,
         num_ranks: int,
+        sample_noun: str = "sample",
     ) -> None:
-        """*state* returns everything that a checkpoint stores, by attribute name."""
+        """*state* returns everything that a checkpoint stores, by attribute name.
+
+        *sample_noun* is what an item of the data set is, in the singular: for "pair", checkpoints count consumed pairs.
+        """
         self.checkpointer = checkpointer
         self.failure = None
         self.last_save = None
@@ -64,6 +68,7 @@ class Saves:
         self._run_log = run_log
         self._state = state
         self._num_ranks = num_ranks
+        self._sample_noun = sample_noun
         self._unknown_metrics: set[str] = set()
         self._figures: dict[int, str] = {}
         """What the line about the save of a step says of training, until the save is published."""
@@ -185,7 +190,7 @@ class Saves:
             config_yaml=self._config_yaml,
             losses=losses,
             progress={
-                "consumed_samples": scheduler.consumed_samples,
+                f"consumed_{self._sample_noun}s": scheduler.consumed_samples,
                 "consumed_tokens": scheduler.consumed_tokens,
                 "elapsed_seconds": scheduler.elapsed_seconds,
             },

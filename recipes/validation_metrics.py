@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Iterator
 
 from automodel_ckpt.config.schema import RecipeConfig, Target
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.recipes.evaluation import ACCURACY, PERPLEXITY
 from automodel_ckpt.recipes.objective import Objective
 from automodel_ckpt.training.early_stopping import StoppingRule
 
-LOSS, ACCURACY, PERPLEXITY = "loss", "accuracy", "perplexity"
+LOSS = "loss"
 TRAIN_LOSS = "train_loss"
 """The training loss of the last step, in ``losses.json``."""
+RISING = (ACCURACY,)
+"""Measures that a better model has a higher value of; of all others it has a lower one."""
 _PLAIN_LOSSES = ("torch.nn.CrossEntropyLoss", "torch.nn.functional.cross_entropy")
 _PLAIN_OPTIONS = {"reduction", "ignore_index"}
-_LARGEST_EXPONENT = 709.0
-"""exp() of more than this overflows in float64."""
 
 
 def measures_of(objective_class: type[Objective], loss_fn: Target | None) -> tuple[str, ...]:
     """List what a validation with this objective and ``loss_fn`` section measures beside the loss.
 
     The accuracy counts the labels of an objective that predicts the next token. The perplexity is the exponential of
-    the mean cross-entropy, so another loss has none.
+    the mean cross-entropy, so another loss has none. An objective with ``measures`` lists them itself.
     """
+    if objective_class.measures is not None:
+        return (LOSS, *objective_class.measures)
     replaced = (
         objective_class.loss is not Objective.loss
         or objective_class.losses is not Objective.losses
@@ -56,21 +58,17 @@ def metric_names(measures: Iterable[str], set_names: Collection[str]) -> Iterato
             yield metric_name(measure, name)
 
 
-def perplexity(loss: float) -> float:
-    """The exponential of a mean cross-entropy; infinite where that overflows, and NaN for NaN."""
-    return math.inf if loss > _LARGEST_EXPONENT else math.exp(loss)
-
-
 def check_metric_keys(config: RecipeConfig, known: Collection[str]) -> None:
     """Check the keys of a recipe that name a metric; *known* are those that the run measures.
 
-    Raises :class:`RecipeError` for another name, and for an accuracy that a lower value would improve.
+    Raises :class:`RecipeError` for another name, and if the best value of a rising measure would be the lowest.
     """
     section = config.checkpoint
     _check_known("checkpoint.best_metric_key", section.best_metric_key, known)
-    if _is_accuracy(section.best_metric_key) and section.best_mode == "min":
+    rising = rising_measure(section.best_metric_key)
+    if rising is not None and section.best_mode == "min":
         raise RecipeError(
-            "with best_mode min, the best checkpoint would be the one with the lowest accuracy",
+            f"with best_mode min, the best checkpoint would be the one with the lowest {rising}",
             where="checkpoint.best_metric_key",
             value=section.best_metric_key,
             hint="set checkpoint.best_mode: max",
@@ -85,7 +83,8 @@ def check_metric_keys(config: RecipeConfig, known: Collection[str]) -> None:
 def stopping_rule(config: RecipeConfig) -> StoppingRule | None:
     """The section ``step_scheduler.early_stopping`` with its metric and the direction in which that improves.
 
-    The best metric has the direction of ``best_mode``. Of others, accuracies improve upwards and the rest downwards.
+    The best metric has the direction of ``best_mode``. Of others, those of :data:`RISING` improve upwards and the rest
+    downwards.
     """
     section = config.step_scheduler.early_stopping
     if section is None:
@@ -93,7 +92,7 @@ def stopping_rule(config: RecipeConfig) -> StoppingRule | None:
     metric = section.metric or config.checkpoint.best_metric_key
     mode = config.checkpoint.best_mode
     if metric != config.checkpoint.best_metric_key:
-        mode = "max" if _is_accuracy(metric) else "min"
+        mode = "min" if rising_measure(metric) is None else "max"
     return StoppingRule(metric, mode, section.patience, section.min_delta)
 
 
@@ -107,5 +106,10 @@ def _check_known(key: str, metric: str, known: Collection[str]) -> None:
         )
 
 
-def _is_accuracy(metric: str) -> bool:
-    return metric.startswith(f"val_{ACCURACY}")
+def rising_measure(metric: str) -> str | None:
+    """The measure of a metric, if a better model has a higher value of it; None for others."""
+    for measure in RISING:
+        name = metric_name(measure, None)
+        if metric == name or metric.startswith(f"{name}_"):
+            return measure
+    return None

@@ -20,7 +20,8 @@ from automodel_ckpt.config.convert import describe, members, section_type, targe
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.other_names import OTHER_NAMES
 from automodel_ckpt.config.plugin_help import DATA, builders_of, markdown, other_names_of
-from automodel_ckpt.config.schema import MISSING, RecipeConfig
+from automodel_ckpt.config.rules import MISSING
+from automodel_ckpt.config.schema import RecipeConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs" / "reference"

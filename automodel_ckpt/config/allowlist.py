@@ -29,6 +29,7 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from automodel_ckpt.config.registry import own_classes
 from automodel_ckpt.config.schema import PROCESSOR_SETTINGS
 
 CUSTOM = "custom"
@@ -288,10 +289,7 @@ ALLOWED[CUSTOM] = (*(group for groups in ALLOWED.values() for group in groups), 
 ALLOWED["recipe"] = (
     Group(
         "the training recipes of this package",
-        (
-            Exact("automodel_ckpt.recipes.llm_finetune.LLMFinetune"),
-            Exact("automodel_ckpt.recipes.vlm_finetune.VLMFinetune"),
-        ),
+        tuple(Exact(name) for name in own_classes()),
     ),
 )
 

@@ -29,7 +29,8 @@ from automodel_ckpt.config.references import (
     is_reference,
     resolve,
 )
-from automodel_ckpt.config.schema import MISSING, Condition, Relation, Target
+from automodel_ckpt.config.rules import MISSING, Condition, Relation
+from automodel_ckpt.config.schema import Target
 from automodel_ckpt.config.yaml_tree import DEFAULT, NULL_WORDS, Node, node_of, read_text
 from automodel_ckpt.errors import Problem
 

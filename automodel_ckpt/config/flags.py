@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from automodel_ckpt.config.schema import AT_LEAST_0, NOT_EMPTY, Rule, setting
+from automodel_ckpt.config.rules import AT_LEAST_0, NOT_EMPTY, Rule, setting
 
 RANKS = Rule(
     lambda text: bool(re.fullmatch(r"[1-9][0-9]*|auto|gpu|cpu", text)),

@@ -22,7 +22,8 @@ from automodel_ckpt.config.plugin_help import (
     other_names_of,
     plain,
 )
-from automodel_ckpt.config.schema import MISSING, RecipeConfig
+from automodel_ckpt.config.rules import MISSING
+from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import RecipeError
 
 USAGE = """\

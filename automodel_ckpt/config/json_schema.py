@@ -33,7 +33,8 @@ from automodel_ckpt.config.plugin_help import (
     plain,
 )
 from automodel_ckpt.config.registry import registered
-from automodel_ckpt.config.schema import MISSING, RecipeConfig, Target, own_keys
+from automodel_ckpt.config.rules import MISSING
+from automodel_ckpt.config.schema import RecipeConfig, Target, own_keys
 
 Schema = dict[str, Any]
 

@@ -18,6 +18,11 @@ def registered() -> dict[str, str]:
     return {entry.name: entry.value for entry in entry_points(group=GROUP)} | _OWN
 
 
+def own_classes() -> list[str]:
+    """List the dotted names of the classes of this package's recipes."""
+    return [target.replace(":", ".") for target in _OWN.values()]
+
+
 def is_own(recipe: str) -> bool:
     """Whether *recipe* is the registered name of a recipe of this package."""
     return recipe in _OWN

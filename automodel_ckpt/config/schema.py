@@ -1,8 +1,8 @@
 """The keys of a recipe file: one dataclass per section, each field with its type, default, rules and documentation.
 
 The dataclasses are omegaconf structured configs. ``--help`` prints the string below each field. A field's :class:`Rule`
-and a section's :class:`Relation` and :class:`Condition` restrict the values of the right type. This module imports only
-the standard library.
+and a section's :class:`Relation` and :class:`Condition` restrict the values of the right type. Neither this module nor
+what it imports needs more than the standard library.
 """
 
 from __future__ import annotations
@@ -10,64 +10,30 @@ from __future__ import annotations
 import math
 import re
 import signal
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
-T = TypeVar("T")
+from automodel_ckpt.config.registry import is_own
+from automodel_ckpt.config.rules import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    AT_LEAST_1_OR_AUTO,
+    AT_LEAST_2,
+    BELOW_1,
+    BETAS,
+    FINITE,
+    FRACTION,
+    MISSING,
+    NOT_EMPTY,
+    POSITIVE,
+    SEED,
+    WAIT,
+    Condition,
+    Relation,
+    Rule,
+    setting,
+)
 
-MISSING = "???"
-"""The default of a mandatory value, as in omegaconf."""
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A condition on one value that is not None."""
-
-    accepts: Callable[[Any], bool]
-    expected: str
-    """Completes the sentence "<key> must be ..."."""
-
-
-@dataclass(frozen=True)
-class Relation:
-    """A condition on several ``keys`` of one section, reported at the first of them that the user gave."""
-
-    keys: tuple[str, ...]
-    accepts: Callable[[Any], bool]
-    problem: str
-    hint: str
-
-
-@dataclass(frozen=True)
-class Condition:
-    """A condition under which several ``keys`` of one section have an effect.
-
-    If it is not met, a value of a key other than its default is an error. ``on`` lists the keys that ``accepts`` reads.
-    """
-
-    keys: tuple[str, ...]
-    on: tuple[str, ...]
-    accepts: Callable[[Any], bool]
-    reason: str
-    """Completes the sentence "<key> has no effect: ..."."""
-    hint: str
-
-
-AT_LEAST_0 = Rule(lambda number: number >= 0, "0 or more")
-SEED = Rule(lambda number: 0 <= number < 2**63, "from 0 to 2^63 - 1")
-AT_LEAST_1 = Rule(lambda number: number >= 1, "1 or more")
-AT_LEAST_2 = Rule(lambda number: number >= 2, "2 or more")
-AT_LEAST_1_OR_AUTO = Rule(lambda value: value == "auto" or value >= 1, "1 or more, or auto")
-# nan is rejected as well, because it compares false with every number.
-POSITIVE = Rule(lambda number: 0 < number < math.inf, "more than 0")
-# In minutes. gloo failed before the first step with a few seconds, and 1e30 was an overflow.
-WAIT = Rule(lambda minutes: 0.1 <= minutes <= 1e6, "from 0.1 to 1000000")
-FINITE = Rule(lambda number: 0 <= number < math.inf, "0 or more, and finite")
-FRACTION = Rule(lambda number: 0 <= number <= 1, "from 0 to 1")
-BELOW_1 = Rule(lambda number: 0 <= number < 1, "from 0 to below 1")
-BETAS = Rule(lambda betas: all(0 <= beta < 1 for beta in betas), "two numbers from 0 to below 1")
-NOT_EMPTY = Rule(bool, "not empty")
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 KNOWN_TRACKERS = Rule(
     lambda trackers: set(trackers) <= set(TRACKERS), f"a section with {', '.join(TRACKERS)}"
@@ -115,11 +81,6 @@ KNOWN_SIGNALS = Rule(
 DURATION = Rule(
     lambda text: parse_duration(text) is not None, "a number of seconds above 0, or HH:MM:SS"
 )
-
-
-def setting(default: T, *rules: Rule) -> T:
-    """Declare a dataclass field whose values must satisfy these rules."""
-    return field(default=default, metadata={"rules": rules})
 
 
 def parse_duration(text: str) -> float | None:
@@ -960,6 +921,26 @@ def predicts_further(recipe: Any) -> bool:
     return getattr(recipe.model, "mtp", None) is not None
 
 
+KIND_SECTIONS: dict[str, tuple[str, ...]] = {}
+"""Section -> the recipes of this package that read it. A recipe of a user may read any section."""
+
+
+def _kind_relations() -> tuple[Relation, ...]:
+    """Restrict each section of :data:`KIND_SECTIONS` to its recipes."""
+    relations = []
+    for section, recipes in KIND_SECTIONS.items():
+        names = " or ".join(recipes)
+
+        def is_read(recipe: Any, section: str = section, names: tuple[str, ...] = recipes) -> bool:
+            is_given = getattr(recipe, section) is not None
+            return not is_given or recipe.recipe in names or not is_own(recipe.recipe)
+
+        problem = f"only the recipe {names} reads the section {section}"
+        hint = f"set recipe: {recipes[0]}, or remove the section"
+        relations.append(Relation((section,), is_read, problem, hint))
+    return tuple(relations)
+
+
 @dataclass
 class RecipeConfig:
     """A recipe file."""
@@ -1013,6 +994,7 @@ class RecipeConfig:
     profile: ProfileConfig | None = None
 
     relations: ClassVar[tuple[Relation, ...]] = (
+        *_kind_relations(),
         Relation(
             ("step_scheduler.ckpt_on_best", "step_scheduler.val_every_steps"),
             lambda recipe: (

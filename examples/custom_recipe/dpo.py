@@ -4,7 +4,8 @@ from dataclasses import dataclass, replace
 
 import torch.nn.functional as F
 
-from automodel_ckpt.config.schema import POSITIVE, RecipeConfig, setting
+from automodel_ckpt.config.rules import POSITIVE, setting
+from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.objective import Objective
 from automodel_ckpt.recipes.records import LossSum
@@ -24,6 +25,9 @@ def preferences(samples):
 
 class DPO(Objective):
     """The loss of pairs of rows. Even rows are preferred to the rows after them."""
+
+    terms = "pairs"
+    measures = ("accuracy",)
 
     def size_of(self, micro_batch):
         num_pairs = int(has_labels(micro_batch).sum())
@@ -51,7 +55,9 @@ def has_labels(micro_batch):
 class DPOFinetune(LLMFinetune):
     Config = DPOConfig
     objective_class = DPO
-    shares_rows = False  # a row is one sample
+    shares_rows = False  # a row is one answer
+    sample_noun = "pair"
+    rows_per_sample = 2
 
     def build(self):
         super().build()

@@ -85,7 +85,7 @@ def test_the_code_does_not_run_without_trust() -> None:
 
 def test_the_examples_are_short() -> None:
     assert len((EXAMPLE / "ema.py").read_text().splitlines()) < 80
-    assert len((EXAMPLE / "dpo.py").read_text().splitlines()) <= 70
+    assert len((EXAMPLE / "dpo.py").read_text().splitlines()) <= 76
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -103,6 +103,14 @@ def test_dpo_counts_pairs_and_starts_from_its_reference(num_ranks: int, tmp_path
     assert others[-1]["loss"] < 0.6
     # Eight pairs of 32 tokens, of which all but the first of each row are predicted.
     assert (first["tokens"], first["label_tokens"]) == (2 * 8 * 32, 2 * 8 * 31)
+    assert first["pairs"] == 8
+    validations = (tmp_path / "run/validation.jsonl").read_text().splitlines()
+    validation = json.loads(validations[-1])
+    assert validation["val_accuracy"] == 1.0 and validation["val_loss"] < 0.65
+    assert validation["label_tokens"] == 2 * 31 * validation["pairs"] > 0
+    assert "val_perplexity" not in validation
+    manifest = json.loads((tmp_path / "run/LATEST/MANIFEST.json").read_text())
+    assert manifest["progress"]["consumed_pairs"] == 8 * len([first, *others])
     saved = {path.name for path in (tmp_path / "run/LATEST").iterdir()}
     assert "model" in saved and "reference" not in saved
 

@@ -82,7 +82,8 @@ def _run_rows(
         yield "ranks", str(sizes.world)
     else:
         yield "ranks", f"{flags.nproc_per_node} on each of the nodes ({flags.nnodes})"
-    per_step = counted(steps.global_batch_size, "sample")
+    noun = getattr(recipe_class, "sample_noun", "sample")
+    per_step = counted(steps.global_batch_size, noun)
     if sizes:
         accumulated = steps.global_batch_size // (steps.local_batch_size * sizes.dp)
         per_step += (

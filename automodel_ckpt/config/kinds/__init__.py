@@ -1,0 +1,1 @@
+"""Sections of the recipe file that only some recipes read: one module for each kind of training."""

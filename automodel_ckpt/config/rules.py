@@ -1,0 +1,71 @@
+"""How the fields of a recipe's sections restrict their values: rules, relations and conditions.
+
+This module imports only the standard library. :mod:`.schema` has the sections, and ``kinds/`` those of single recipes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+MISSING = "???"
+"""The default of a mandatory value, as in omegaconf."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A condition on one value that is not None."""
+
+    accepts: Callable[[Any], bool]
+    expected: str
+    """Completes the sentence "<key> must be ..."."""
+
+
+@dataclass(frozen=True)
+class Relation:
+    """A condition on several ``keys`` of one section, reported at the first of them that the user gave."""
+
+    keys: tuple[str, ...]
+    accepts: Callable[[Any], bool]
+    problem: str
+    hint: str
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A condition under which several ``keys`` of one section have an effect.
+
+    If it is not met, a value of a key other than its default is an error. ``on`` lists the keys that ``accepts`` reads.
+    """
+
+    keys: tuple[str, ...]
+    on: tuple[str, ...]
+    accepts: Callable[[Any], bool]
+    reason: str
+    """Completes the sentence "<key> has no effect: ..."."""
+    hint: str
+
+
+AT_LEAST_0 = Rule(lambda number: number >= 0, "0 or more")
+SEED = Rule(lambda number: 0 <= number < 2**63, "from 0 to 2^63 - 1")
+AT_LEAST_1 = Rule(lambda number: number >= 1, "1 or more")
+AT_LEAST_2 = Rule(lambda number: number >= 2, "2 or more")
+AT_LEAST_1_OR_AUTO = Rule(lambda value: value == "auto" or value >= 1, "1 or more, or auto")
+# nan is rejected as well, because it compares false with every number.
+POSITIVE = Rule(lambda number: 0 < number < math.inf, "more than 0")
+# In minutes. gloo failed before the first step with a few seconds, and 1e30 was an overflow.
+WAIT = Rule(lambda minutes: 0.1 <= minutes <= 1e6, "from 0.1 to 1000000")
+FINITE = Rule(lambda number: 0 <= number < math.inf, "0 or more, and finite")
+FRACTION = Rule(lambda number: 0 <= number <= 1, "from 0 to 1")
+BELOW_1 = Rule(lambda number: 0 <= number < 1, "from 0 to below 1")
+BETAS = Rule(lambda betas: all(0 <= beta < 1 for beta in betas), "two numbers from 0 to below 1")
+NOT_EMPTY = Rule(bool, "not empty")
+
+
+def setting(default: T, *rules: Rule) -> T:
+    """Declare a dataclass field whose values must satisfy these rules."""
+    return field(default=default, metadata={"rules": rules})
