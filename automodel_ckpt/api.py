@@ -6,7 +6,7 @@
     result = train(recipe)
     print(result.loss, result.checkpoint, result.export)
 
-The command line does the same with more processes and with a process of its own for each rank.
+The command line does the same with one process for each rank.
 """
 
 from __future__ import annotations

@@ -152,6 +152,16 @@ class SystemLimit(AutomodelError):
     """A system limit on open files, threads or memory was reached."""
 
 
+def replaced_forward_pass(what: str, hint: str) -> RecipeError:
+    """The error of a recipe whose loss has no standard forward pass, on which *what* depends."""
+    return RecipeError(
+        f"{what} requires the standard forward pass, which this recipe replaces",
+        where="Objective.loss",
+        value="row_loss() was not called for a micro-batch",
+        hint=f"return super().loss(micro_batch), or {hint}",
+    )
+
+
 def os_problem(error: OSError, what: str, *, hint: str) -> Problem:
     """Build the :class:`Problem` of a failed system call: its path, the name and text of errno, and the system limit
     that was reached, if any."""

@@ -155,7 +155,7 @@ def _complete(
         add_mtp(model, mtp)
         if base is not None and not mtp.is_new:
             directory = fetched_directory(os.path.expanduser(base), section.revision)
-            # Not the names of *model*: transformers knows them no more after dequantizing it.
+            # The names of *model* cannot be used: transformers drops its renaming rules when it dequantizes.
             skeleton = on_meta(lambda: _made(_not_quantized(config), auto_class, {}, mtp))
             fill_mtp(model, directory, layout_in_files(skeleton, directory), base)
     return model

@@ -1,4 +1,4 @@
-"""The data types of a run: what the recipe's null and auto stand for on a device, and the line that reports them.
+"""The data types of a run: what the recipe's null and auto mean on a device, and the line that reports them.
 
 The decisions are functions of the device's type, so that a machine without a GPU can test those for GPUs.
 """
@@ -22,8 +22,8 @@ Float32Precision = Literal["highest", "high"]
 
 
 def resolve_precision(config: RecipeConfig, sizes: Sizes, device_type: str) -> RecipeConfig:
-    """Replace ``auto`` and null of ``distributed.mixed_precision`` and ``distributed.strategy`` by what they stand for
-    on a device of *device_type* (``cuda``, ``cpu``).
+    """Replace ``auto`` and null of ``distributed.mixed_precision`` and ``distributed.strategy`` by what they mean on a
+    device of *device_type* (``cuda``, ``cpu``).
 
     Values that the recipe gives are unchanged, so the result is the same if it is called with its own result. Raises
     :class:`RecipeError` for a strategy that this mesh does not support.

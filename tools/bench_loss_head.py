@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 
+from tools.bench_memory import reset_peak, status_megabytes
 from tools.bench_report import write_block
 from tools.bench_rounds import ROOT, machine
 
@@ -30,7 +29,7 @@ Found = dict[tuple[str, float], list[dict[str, float]]]
 def measure(
     way: str, labelled: float, vocabulary: int, hidden: int, tokens: int
 ) -> dict[str, float]:
-    """Seconds of one step after a small one to warm up, and the peak of memory (MB) above what stood before it."""
+    """Seconds of one step after a small one to warm up, and the peak of memory (MB) above that before it."""
     import torch
 
     from automodel_ckpt.models.loss_head import LossHead
@@ -53,16 +52,13 @@ def measure(
 
     step(4)
     head.weight.grad = None
-    Path("/proc/self/clear_refs").write_text("5")
-    before, started = _memory("VmRSS"), time.perf_counter()
+    reset_peak()
+    before, started = status_megabytes("VmRSS"), time.perf_counter()
     step(tokens)
-    return {"seconds": time.perf_counter() - started, "megabytes": _memory("VmHWM") - before}
-
-
-def _memory(field: str) -> float:
-    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) / 1024
+    return {
+        "seconds": time.perf_counter() - started,
+        "megabytes": status_megabytes("VmHWM") - before,
+    }
 
 
 def main() -> None:

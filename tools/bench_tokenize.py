@@ -1,8 +1,8 @@
-"""Measure how long data takes to be tokenized, and with how much memory, beside the way of one process with all rows.
+"""Measure how long data takes to be tokenized, and with how much memory: in parallel, and in one process with all rows.
 
 ``python -m tools.bench_tokenize`` writes 100,000 rows, and prepares them as pairs, as text and as conversations: with
 our builders into an empty cache, and as Python lists of all rows, with one call of the tokenizer for each column or
-rendered text. Both write the same files. Every measurement runs in a new process, and the ways alternate. ``--docs``
+rendered text. Both write the same files. Every measurement runs in a new process, and the two alternate. ``--docs``
 writes the figures to docs/performance.md.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tools.bench_memory import reset_peak, status_megabytes
 from tools.bench_report import write_block
 from tools.bench_rounds import ROOT, machine
 
@@ -53,15 +53,15 @@ def measure(way: str, kind: str, data: Path, cache: Path) -> Figures:
     tokenizer.chat_template = CHAT
     os.environ["AUTOMODEL_CKPT_CACHE"] = str(cache / f"{way}-{kind}")
     _prepare(way, kind, tokenizer, _first_rows(data), cache)  # imports and compiles
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM (proc(5))
-    before = _megabytes("VmRSS")
+    reset_peak()
+    before = status_megabytes("VmRSS")
     cpu, began = _processor_seconds(), time.perf_counter()
     _prepare(way, kind, tokenizer, data, cache)
     seconds = time.perf_counter() - began
     return {
         "seconds": seconds,
         "cpu": _processor_seconds() - cpu,
-        "megabytes": _megabytes("VmHWM") - before,
+        "megabytes": status_megabytes("VmHWM") - before,
     }
 
 
@@ -124,12 +124,6 @@ def _call(tokenizer: Any, texts: Any) -> Any:
 
 def _processor_seconds() -> float:
     return sum(os.times()[:4])
-
-
-def _megabytes(field: str) -> float:
-    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) / 1024
 
 
 def main() -> None:

@@ -37,7 +37,8 @@ ARGUMENTS = {
     "truncation": "samples of more than seq_length tokens: error; right: truncate them, or skip them if no "
     "label remains",
     "truncation of messages": "samples of more than seq_length tokens: error; right: truncate them, or skip them if no "
-    "label remains; skip; history: remove the oldest exchanges",
+    "label remains; skip; history: remove the oldest exchanges, each from a message of the user to the next, until the "
+    "rest fits, and skip the conversation if the last one does not fit",
     "seq_length of random_tokens": "tokens of a sample, or their maximum with mean_length",
     "seq_length of megatron": "tokens of a sample",
     "seq_length of nanogpt": "tokens of a sample",
@@ -58,6 +59,10 @@ ARGUMENTS = {
     "chat_template": "a Jinja template or the path of a template file; null: the tokenizer's, or the training "
     "template that replaces it; original: always the tokenizer's; training: the replacement, or an error",
     "template_kwargs": "further variables of the chat template, such as {enable_thinking: false}",
+    "mask_reasoning": "render the reasoning of answers (reasoning_content, reasoning or thinking) without labels",
+    "drop_earlier_reasoning": "render only the reasoning of the last answer",
+    "end_with_answer": "remove messages after the last answer",
+    "skip_unanswered": "skip conversations without an answer, which are errors otherwise",
     "messages_field": "field with the list of messages",
     "tools_field": "field with the tools that the template shows to the model",
     "seed": "seed of the random samples",

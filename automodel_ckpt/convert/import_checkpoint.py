@@ -234,9 +234,7 @@ def _prepared(
     else:
         side = _side_files(config or opened.side_files)
         if not side and not known.has_own_config:
-            side = side_files_of(place, directory)
-            if source.is_file():
-                side = without_unused_code(side)
+            side = _side_files_nearby(source, directory)
     if _CONFIG in side:
         side[_CONFIG], _ = agreeing_config(side[_CONFIG], plan, BaseMaps(), directory / _CONFIG)
     return Import(
@@ -255,6 +253,13 @@ def _prepared(
         position_from=position.origin,
         adapter=adapter,
     )
+
+
+def _side_files_nearby(source: Path, directory: Path) -> dict[str, bytes]:
+    """Return the model's side files in or around *source*, whose weights are in *directory*."""
+    if source.is_file():
+        return without_unused_code(side_files_of(directory, directory))
+    return side_files_of(source, directory)
 
 
 def _opened(source: Path, config: Path | None) -> tuple[Path, Format, Weights]:

@@ -114,9 +114,7 @@ def merge(
     """
     started = time.monotonic()
     cast_code = parse_cast_dtype(cast_dtype)
-    checkpoint, name = source.parent, source.name
-    if os.path.lexists(source / layout.MANIFEST):
-        checkpoint, name = source, "model"
+    checkpoint, name = _checkpoint_of(source)
     target = resolved_target(output, checkpoint / name / layout.MERGED)
     check_target(target)
     manifest = Manifest.read(checkpoint)
@@ -125,10 +123,8 @@ def merge(
         base_name = base
         if base_name is None:
             base_name = find_base(record, checkpoint.parent)
-        revision = None
-        if base_name == record["base"]["name"]:
-            revision = base_revision(adapter.config, adapter.directory / layout.ADAPTER_CONFIG)
-        base_dir = _base(record, base_name, directory_of(base_name, revision), checkpoint, cache)
+        directory = directory_of(base_name, _revision(adapter, record, base_name))
+        base_dir = _base(record, base_name, directory, checkpoint, cache)
         model = MergedModel(adapter, base_dir, naming_of(base_dir))
         plan = make_plan(model.tensors, {}, model.maps, cast_dtype=cast_code, where=str(base_dir))
         files, warnings = _side_files(adapter, base_dir, model, plan)
@@ -143,16 +139,23 @@ def merge(
             write_side_files(files, staging)
             origin = Source(checkpoint, checkpoint / name, {}, manifest=manifest)
             write_manifest(plan, origin, staging, parts)
-    return ConsolidationReport(
-        target,
-        len(plan.files),
-        len(model.tensors),
-        plan.nbytes,
-        time.monotonic() - started,
-        True,
-        plan.casts,
-        tuple(warnings),
-    )
+    seconds = time.monotonic() - started
+    sizes = (len(plan.files), len(model.tensors), plan.nbytes)
+    return ConsolidationReport(target, *sizes, seconds, True, plan.casts, tuple(warnings))
+
+
+def _checkpoint_of(source: Path) -> tuple[Path, str]:
+    """Return the checkpoint that *source* is, or is a part of, and the name of the part with the adapter."""
+    if os.path.lexists(source / layout.MANIFEST):
+        return source, "model"
+    return source.parent, source.name
+
+
+def _revision(adapter: Adapter, record: Mapping[str, Any], base_name: str) -> str | None:
+    """Return the revision of the base in the adapter's configuration; None for a base with another name."""
+    if base_name != record["base"]["name"]:
+        return None
+    return base_revision(adapter.config, adapter.directory / layout.ADAPTER_CONFIG)
 
 
 def _base(

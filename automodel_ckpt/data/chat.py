@@ -81,31 +81,14 @@ def messages(
 ) -> TokenizedDataset | RowStream:
     """Make one sample per conversation, with labels on the assistant's text and the end of its turns.
 
-    A conversation is a list of ``{"role", "content", ...}`` as transformers' ``apply_chat_template`` takes it, or that
-    as JSON text; *tools_field* may contain tools in the same formats. Both are passed to the template unchanged, with
-    two exceptions: a template that supports only text gets the text of contents that are lists of text parts, and a
-    template that requires objects gets the arguments of ``tool_calls`` as objects instead of JSON text.
-    Assistant messages with ``"weight": 0`` get no labels (with ``1``, or without a weight, they do).
-    ShareGPT's messages, ``{"from", "value"}``, are supported too; their field is usually ``conversations``, which is
-    read if the data has it and no field ``messages``. Messages with the roles ``tool_call`` and ``tool_response`` are
+    A conversation is a list of ``{"role", "content", ...}``, or of ShareGPT's ``{"from", "value"}``, also as JSON text.
+    The field ``conversations`` is read if there is no field ``messages``. An answer with ``"weight": 0`` has no labels.
+    Templates that support only text get the text of contents that are lists of text parts; those that require objects
+    get the arguments of ``tool_calls`` as objects. Messages with the roles ``tool_call`` and ``tool_response`` are
     converted (:func:`~automodel_ckpt.data.tool_turns.with_tool_calls`).
-    *chat_template* is a template or the path of a template file. The default is the tokenizer's template, or the
-    training template that is shipped to replace it (``original``: always the tokenizer's; ``training``: the shipped
-    one, or an error). *template_kwargs* are further variables of the template, such as ``enable_thinking``.
-    With *learn* ``last``, only the assistant's last turn has labels. With *mask_reasoning*, the reasoning of messages
-    (``reasoning_content``, ``reasoning`` or ``thinking``) is rendered, but has no labels. With
-    *drop_earlier_reasoning*, only that of the last answer is rendered. *end_with_answer* removes messages after the
-    last answer.
-    Conversations without an assistant message are rejected, or skipped with *skip_unanswered*.
 
-    Conversations of more than *seq_length* tokens are rejected with their locations. With *truncation* ``right`` they
-    are truncated, or skipped if no label remains; with ``skip`` they are skipped; with ``history`` their oldest
-    exchanges, each from a message of the user to the next, are removed until the rest fits, and they are skipped if the
-    last exchange does not fit. The numbers are logged. With *streaming*, rows are read and tokenized during training,
-    shuffled within blocks of *shuffle_block* rows.
-
-    Raises :class:`RecipeError` with the sample's location if it is not a conversation, if the template cannot render it
-    or the assistant's tokens cannot be located, and if it has no token to train on.
+    Raises :class:`RecipeError` with the location of a sample that is not a conversation, that the template cannot
+    render, whose answers cannot be located in the template's output, or that has no label.
     """
     require_choice("learn", learn, ("all", "last"))
     source = Source.of(path, name, split, revision)

@@ -55,7 +55,7 @@ _MIN_OFFLOADED_BYTES = 1 << 20
 def checkpoint_activations(
     model: Any, mode: str = "full", layers: Sequence[nn.Module] | None = None
 ) -> None:
-    """Make the layers of *model* recompute activations in the backward pass, as far as *mode* says.
+    """Make the layers of *model* recompute activations in the backward pass: which of them, *mode* selects.
 
     *layers* are the decoder layers, which ``selective`` needs. For ``offload``, the forward passes also need
     :meth:`HostActivations.saving`. Raises :class:`RecipeError` if the model does not support it.

@@ -180,9 +180,19 @@ def _power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def _packed(tensor: torch.Tensor) -> torch.Tensor:
-    """[1, heads, T, D] as [T, heads, D]."""
-    return tensor[0].transpose(0, 1)
+def _by_lengths(
+    function: Callable[..., Any],
+    heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    rows: CumulativeLengths,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Call a kernel with variable lengths. *heads* are query, key, value [1, heads, T, D]; returns [1, T, heads, D]."""
+    query, key, value = [tensor[0].transpose(0, 1) for tensor in heads]
+    cumulative, longest = rows.cumulative, rows.longest
+    output: torch.Tensor = function(
+        query, key, value, cumulative, cumulative, longest, longest, **options
+    )
+    return output.unsqueeze(0)
 
 
 def _dimension_problem(request: Request) -> str:
@@ -259,17 +269,7 @@ class VarlenKernel:
     ) -> torch.Tensor:
         """Compute attention: see :class:`Kernel`."""
         del sinks, dropout  # unsupported
-        output: torch.Tensor = self.function(
-            _packed(query),
-            _packed(key),
-            _packed(value),
-            rows.cumulative,
-            rows.cumulative,
-            rows.longest,
-            rows.longest,
-            **self.options(request),
-        )
-        return output.unsqueeze(0)
+        return _by_lengths(self.function, (query, key, value), rows, self.options(request))
 
 
 @dataclass(frozen=True)
@@ -323,17 +323,7 @@ class FlashKernel:
         if "deterministic" in self.parameters:
             # torch's own kernel reads this setting itself.
             options["deterministic"] = torch.are_deterministic_algorithms_enabled()
-        output: torch.Tensor = self.function(
-            _packed(query),
-            _packed(key),
-            _packed(value),
-            rows.cumulative,
-            rows.cumulative,
-            rows.longest,
-            rows.longest,
-            **options,
-        )
-        return output.unsqueeze(0)
+        return _by_lengths(self.function, (query, key, value), rows, options)
 
 
 def _tokens_before(window: int | None) -> int:
@@ -419,7 +409,7 @@ def _compiled_flex() -> Callable[..., Any]:
 
 
 def _flex(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> Any:
-    """Call flex attention, compiled on its own unless a layer around it is compiled, or on a CPU."""
+    """Call flex attention. It is compiled here, except on a CPU and inside a compiled layer."""
     if torch.compiler.is_compiling():
         return flex_attention(query, key, value, **options)
     function: Any = flex_attention if query.device.type == "cpu" else _compiled_flex()

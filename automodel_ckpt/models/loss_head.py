@@ -42,8 +42,6 @@ from automodel_ckpt.models.token_hits import TokenHits
 
 log = logging.getLogger("automodel_ckpt")
 
-_COPIES_ON_A_GPU = 4
-"""How much smaller the chunks of layers with adapters are, on a GPU."""
 _SMALL = 2**18
 """Up to this number, all logits are computed, because selecting labeled positions takes longer."""
 
@@ -76,7 +74,7 @@ class ComputesLoss:
         """Let the forward passes of the model inside the context compute a loss instead of logits.
 
         *positions* [N] are the labeled positions in the flattened batch, *targets* [N] the tokens that they predict.
-        None stands for all positions of a batch of at most :attr:`all_up_to`; there -100 is no target. With *sizes*,
+        None means all positions of a batch of at most :attr:`all_up_to`; there -100 is no target. With *sizes*,
         the positions are those of several losses: of so many positions each, in this order. *positions* is then given.
         *hits* counts the targets with the highest logit, in passes without gradients.
         """

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.errors import RecipeError, replaced_forward_pass
 from automodel_ckpt.models.hf_names import InFiles, RowPart
 from automodel_ckpt.models.mtp_families import WHERE, Family, MtpPlan
 
@@ -139,12 +139,7 @@ class MultiTokenPrediction(nn.Module):
         Raises :class:`RecipeError` if :meth:`note` was not called.
         """
         if self._noted is None:
-            raise RecipeError(
-                "multi-token prediction requires the standard forward pass, which this recipe replaces",
-                where="Objective.loss",
-                value="row_loss() was not called for a micro-batch",
-                hint="return super().loss(micro_batch), or remove model.mtp",
-            )
+            raise replaced_forward_pass("multi-token prediction", "remove model.mtp")
         noted, self._noted = self._noted, None
         return noted
 

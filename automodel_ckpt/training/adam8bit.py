@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.training.optimizer_steps import update_each
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _SMALLEST_BLOCK = 32
@@ -32,7 +33,7 @@ class AdamW8bit(torch.optim.Optimizer):
     ranks. Moments of vectors, of parameters with fewer than *min_elements* elements, and of rows without a block of at
     least 32 are float32. Updates are computed in float32, from moments that are not rounded yet.
 
-    Raises :class:`RecipeError` in the first step for rows that ranks share at places within a block.
+    Raises :class:`RecipeError` in the first step for rows whose shards begin within a block.
     """
 
     def __init__(
@@ -61,15 +62,7 @@ class AdamW8bit(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the parameters that have gradients. Returns the result of *closure*, which computes the gradients."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
-        return loss
+        return update_each(self, closure, self._update)
 
     def state_like(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
         """The state of *parameter* [...] as tensors without values, for forecasts of memory and disk."""
@@ -136,7 +129,7 @@ def _new_scales(parameter: torch.Tensor, block: int) -> torch.Tensor:
             num_parts *= size
     if shape[-1] % num_parts:
         raise RecipeError(
-            "the ranks share rows of a parameter at places within a block of the 8-bit optimizer",
+            "shards of a parameter begin within a block of the 8-bit optimizer",
             where="optimizer",
             value=f"{shape[-1]} blocks of {block} elements among {num_parts} ranks",
             hint="set a smaller optimizer.block_size, or another distributed.tp_size",

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
+
+from automodel_ckpt.training.optimizer_steps import loss_of
 
 
 class CombinedOptimizer(Optimizer):
@@ -26,11 +27,8 @@ class CombinedOptimizer(Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update all parameters that have gradients. Returns what a *closure* returns, which computes the gradients."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                # Called once here; each optimizer would compute the gradients again.
-                loss = closure()
+        # Called once here; each optimizer would compute the gradients again.
+        loss = loss_of(closure)
         for optimizer in self.optimizers:
             optimizer.step()
         return loss

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
+from automodel_ckpt.training.optimizer_steps import update_each
+
 
 class Muon(torch.optim.Muon):
     """torch.optim.Muon, whose updates do not depend on how matrices are sharded.
@@ -25,15 +27,7 @@ class Muon(torch.optim.Muon):
         parameters = [each for group in self.param_groups for each in group["params"]]
         if not any(isinstance(each, DTensor) for each in parameters):
             return super().step(closure)  # type: ignore[no-any-return, no-untyped-call]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
-        return loss
+        return update_each(self, closure, self._update)
 
     def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         """Make a step of one matrix. Source of the formulas: the documentation of torch.optim.Muon."""

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.errors import replaced_forward_pass
 from automodel_ckpt.training.transfer import to_device
 
 SumOverRanks = Callable[..., list[float]]
@@ -135,11 +135,8 @@ class RouterLoss:
         Raises :class:`RecipeError` if :meth:`note` was not called.
         """
         if self._noted is None:
-            raise RecipeError(
-                "the router's load balancing loss requires the standard forward pass, which this recipe replaces",
-                where="Objective.loss",
-                value="row_loss() was not called for a micro-batch",
-                hint="return super().loss(micro_batch), or set model.router_aux_loss: false",
+            raise replaced_forward_pass(
+                "the router's load balancing loss", "set model.router_aux_loss: false"
             )
         noted, self._noted = self._noted, None
         return noted

@@ -54,7 +54,7 @@ def test_codes_and_scales_do_not_depend_on_how_a_matrix_is_sharded() -> None:
         odd = distribute_tensor(torch.randn(64, 64), mesh, [Shard(1)])
         parameter = torch.nn.Parameter(odd)
         parameter.grad = odd.clone()
-        with pytest.raises(RecipeError, match="places within a block"):
+        with pytest.raises(RecipeError, match="begin within a block"):
             AdamW8bit([parameter]).step()
 
     ranks.run(on_two_ranks, 2)

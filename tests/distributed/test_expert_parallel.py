@@ -16,18 +16,10 @@ from automodel_ckpt.distributed.expert_parallel import check_experts, divide_exp
 from automodel_ckpt.errors import RecipeError
 from tests.distributed.test_training import failure, lines_of_steps, run
 from tests.support import ranks
-from tests.support.experts import SIZES
+from tests.support.experts import GROUPED, LATENT, SIZES
 from tests.support.parallel import layout_here
 from tests.support.training import RECIPE
 
-GROUPED = {"n_routed_experts": 4, "moe_intermediate_size": 8, "n_group": 2, "topk_group": 1}
-LATENT = {
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-}
 FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4},
     "qwen3_moe": {

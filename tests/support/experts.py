@@ -15,3 +15,18 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 32,
     "initializer_range": 0.3,
 }
+GROUPED: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 8,
+    "n_group": 2,
+    "topk_group": 1,
+}
+"""Experts in groups, as in DeepSeek-V3."""
+LATENT: dict[str, Any] = {
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+"""Latent attention, as in DeepSeek-V3."""

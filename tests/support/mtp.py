@@ -11,16 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from tests.support.experts import SIZES
+from tests.support.experts import GROUPED, LATENT, SIZES
 
-GROUPED = {"n_routed_experts": 4, "moe_intermediate_size": 8, "n_group": 2, "topk_group": 1}
-LATENT = {
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-}
 HYBRID = {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_num_key_heads": 2,

@@ -31,7 +31,7 @@ class Goal:
         return f"≥ {self.least:,g}" if self.least is not None else f"≤ {self.most:,g}"
 
     def is_met(self, value: float) -> bool:
-        """Whether a figure meets the goal."""
+        """Whether *value* is at least, or at most, the goal."""
         if self.least is not None:
             return value >= self.least
         return self.most is not None and value <= self.most

@@ -164,9 +164,9 @@ def _run_child(
 def _read_figures(
     read_end: int, receive: Callable[[str, Any], None], deadline: float
 ) -> str | None:
-    """Receive figures until the child says how it ends: its error, or an empty text.
+    """Receive figures until the child reports how it ends: its error, or an empty text.
 
-    Returns ``timeout`` if it is not done at the *deadline*, and None if it died without a word.
+    Returns ``timeout`` if it is not done at the *deadline*, and None if it died without a report.
     """
     unread = b""
     while True:
@@ -223,7 +223,7 @@ def _send(write_end: int, name: str, figures: Any) -> None:
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when *parent* ends, in whatever way."""
+    """Have the kernel kill this process when *parent* ends, also by a signal."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)

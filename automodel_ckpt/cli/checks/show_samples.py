@@ -55,7 +55,7 @@ def _sample_lines(sample: PreviewSample, *, has_colors: bool) -> Iterator[str]:
     for span in sample.spans:
         text = printable_lines(_REPEATED.sub(_shortened, span.text))
         if span.is_trained and has_colors:
-            # Each line by itself: a pager colors line by line.
+            # Colored line by line, because a pager forgets colors at the end of a line.
             lines = [coloured(line, "green", sys.stdout) for line in text.split("\n")]
             text = "\n".join(lines)
         elif span.is_trained:

@@ -14,7 +14,7 @@ DCP flattens both to names in ``.metadata``, which also has the path of keys tha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -66,15 +66,6 @@ class _Optimizer:
 
     entries: dict[str, dict[str, str]] = field(default_factory=dict)
     grouped: dict[Keys, str] = field(default_factory=dict)
-
-
-def optimizer_names(content: DcpContent, key: str | None) -> Collection[str]:
-    """Return the names in *content* of an optimizer's state under *key*; with None, at the top level."""
-    found = _optimizer(content, key)
-    names = set(found.grouped.values())
-    for entries in found.entries.values():
-        names.update(entries.values())
-    return names
 
 
 def read_optimizer(

@@ -18,7 +18,6 @@ from automodel_ckpt.convert.targets.torch_file import archive_tensor
 
 NESTED = "nested"
 FLATTENED = "flattened"
-LAYOUTS = (NESTED, FLATTENED)
 _OPTIMIZER = "optimizer"
 _STATE = "state"
 _GROUPS = "param_groups"

@@ -13,13 +13,10 @@ from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import RecipeError
+from tests.support.recipes import SMALLEST
 
-BASE = """\
-model:
-  from_pretrained: some/model
-dataset:
-  _target_: automodel_ckpt.data.text.text
-  path: data.txt
+BASE = f"""\
+{SMALLEST}\
   seq_length: 64
 optimizer:
   lr: 1e-4
@@ -267,7 +264,7 @@ def test_the_name_of_a_run_is_a_directory_in_that_of_the_recipe(tmp_path: Path) 
     assert loaded.config.checkpoint.checkpoint_dir == "runs/3/a"
     given = referring(tmp_path, text, "--run-name", "a", "--checkpoint.checkpoint_dir=/x/")
     assert given.config.checkpoint.checkpoint_dir == "/x/a"
-    # A recipe class with a Config of its own binds the same file again.
+    # A recipe class with another Config binds the same file again.
     assert loaded.with_schema(RecipeConfig).config.checkpoint.checkpoint_dir == "runs/3/a"
 
 

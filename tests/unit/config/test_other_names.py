@@ -14,19 +14,12 @@ from automodel_ckpt.config.other_names import OTHER_NAMES
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import RecipeError
-
-BASE = """\
-model:
-  from_pretrained: some/model
-dataset:
-  _target_: automodel_ckpt.data.text.text
-  path: data.txt
-"""
+from tests.support.recipes import SMALLEST
 
 
 def problem(tmp_path: Path, text: str, *words: str) -> str:
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(BASE + text)
+    recipe.write_text(SMALLEST + text)
     line = parse(words)
     with pytest.raises(RecipeError) as failure:
         load_recipe(recipe, line.overrides, problems=line.problems)
