@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from automodel_ckpt.checkpoint.export.base_identity import BaseIdentity, identify_base
-from automodel_ckpt.checkpoint.hf_assets import TensorSpec, tensor_specs
-from automodel_ckpt.checkpoint.module_tensors import StoredLayout, set_stored_layout
+from automodel_ckpt.checkpoint.hf_assets import HFAssets, TensorSpec, tensor_specs
+from automodel_ckpt.checkpoint.module_tensors import StoredLayout, set_stored_layout, unwrap
 from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets
 from automodel_ckpt.config.schema import PeftConfig, RecipeConfig
 from automodel_ckpt.data.cache import cache_directory
@@ -21,6 +22,7 @@ from automodel_ckpt.distributed.agree import raise_on_all_ranks
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.mesh_sizes import choose_strategy
 from automodel_ckpt.models.adapter import Adapted, Lora, add_adapters, copy_saved_modules
+from automodel_ckpt.models.forward import model_without_adapters
 from automodel_ckpt.models.fresh_base import make_base
 from automodel_ckpt.models.quantize import quantized_loading
 from automodel_ckpt.models.repository import base_directory
@@ -86,12 +88,22 @@ def quantization(config: RecipeConfig, layout: RankLayout) -> dict[str, Any]:
 
 
 def adapt(
-    model: nn.Module, section: PeftConfig, num_base_rows: int | None, task_type: str | None
+    model: nn.Module,
+    section: PeftConfig,
+    num_base_rows: int | None,
+    task_type: str | None,
+    *,
+    head: Sequence[str] = (),
 ) -> Adapted:
-    """Add the adapters of a ``peft`` section to *model*, in place; its base has *num_base_rows* embeddings."""
+    """Add the adapters of a ``peft`` section to *model*, in place; its base has *num_base_rows* embeddings.
+
+    The modules *head* are trained in full, in addition to those of the section.
+    """
     # Checkpoints store only the adapters, under peft's names.
     set_stored_layout(model, StoredLayout())
-    return add_adapters(model, lora_of(section), task_type=task_type, num_base_rows=num_base_rows)
+    return add_adapters(
+        model, lora_of(section), task_type=task_type, num_base_rows=num_base_rows, head=head
+    )
 
 
 def with_copies(base: DeferredModel, model: nn.Module) -> DeferredModel:
@@ -116,10 +128,12 @@ def adapter_assets(
     run: Path,
     preprocessor: Any,
     reads_base: bool,
+    has_own_config: bool = False,
 ) -> AdapterAssets:
     """The files next to the adapters in a checkpoint.
 
     *revision* is that of a base with a Hub name. *reads_base*: compute the digest of the base, on rank 0.
+    *has_own_config*: the config of *model* is one of these files, because that of the base has another head.
     """
     directory = base_directory(base_name, revision)
     tensors: dict[str, TensorSpec] = tensor_specs(model)
@@ -133,6 +147,10 @@ def adapter_assets(
     peft_config = dict(adapted.peft_config)
     if revision is not None:
         peft_config["revision"] = revision
+    config = None
+    if has_own_config:
+        inner = model_without_adapters(unwrap(model))
+        config = HFAssets.from_model(inner).config_json()
     return AdapterAssets(
         peft_config,
         adapted.description,
@@ -140,4 +158,5 @@ def adapter_assets(
         base=identity,
         tokenizer=preprocessor,
         base_dir=directory,
+        model_config=config,
     )

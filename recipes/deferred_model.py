@@ -47,6 +47,7 @@ from automodel_ckpt.models.meta_init import (
 from automodel_ckpt.models.mtp import add_mtp, copies_in_files, is_of_mtp, mtp_of, with_mtp_names
 from automodel_ckpt.models.mtp_families import MtpPlan, patterns_in_files
 from automodel_ckpt.models.repository import importing_code
+from automodel_ckpt.models.task_head import HeadDifferences, head_differences
 from automodel_ckpt.models.vocabulary import log_resized, set_size, vocabulary_names
 from automodel_ckpt.models.weight_matching import Names, Verdict, compare
 from automodel_ckpt.recipes.init_from import MODEL
@@ -96,6 +97,7 @@ def build_deferred(
     needs_values: str = "",
     loading: Mapping[str, Any] | None = None,
     mtp: MtpPlan | None = None,
+    allow_new_head: bool = False,
 ) -> DeferredModel:
     """Build the model that a recipe's *section* describes. A collective; all ranks return the same kind of model.
 
@@ -104,7 +106,8 @@ def build_deferred(
     A pretrained model has an embedding of *vocab_size* rows; None: as many as its files have. Each rank builds the
     complete model, with the number of rows of the files, if shards of it cannot be filled separately: if the files have
     other names than the model's tensors, or because of *needs_values* (a reason) or *loading* (further arguments of
-    ``from_pretrained``). The reason is logged. The model gets the layers of *mtp* (None: none). Raises
+    ``from_pretrained``). The reason is logged. The model gets the layers of *mtp* (None: none). With *allow_new_head*,
+    the head of a classification model gets random values where the files lack it. Raises
     :class:`RecipeError` as :func:`~automodel_ckpt.models.build.build_model` does, and for a base without these layers.
     """
     deferred, reason = None, ""
@@ -112,7 +115,9 @@ def build_deferred(
         if needs_values or loading:
             raise NotDeferrable(needs_values or "its weights are changed while they are read")
         resized = _resized(config, vocab_size)
-        deferred = _on_meta(section, base, resized, auto_class, seed, group, mtp)
+        deferred = _on_meta(
+            section, base, resized, auto_class, seed, group, mtp, allow_new_head=allow_new_head
+        )
     except NotDeferrable as error:
         reason = str(error)
     # If one rank cannot read the files (another cache), all ranks build the complete model.
@@ -121,7 +126,10 @@ def build_deferred(
         return deferred
     if len(reasons) > 1:
         log.info("each rank builds the complete model first: %s", next(filter(None, reasons)))
-    return DeferredModel(_complete(section, base, config, auto_class, loading, mtp))
+    complete = _complete(
+        section, base, config, auto_class, loading, mtp, allow_new_head=allow_new_head
+    )
+    return DeferredModel(complete)
 
 
 def _resized(config: PreTrainedConfig, vocab_size: int | None) -> PreTrainedConfig:
@@ -138,6 +146,8 @@ def _complete(
     auto_class: Any,
     loading: Mapping[str, Any] | None,
     mtp: MtpPlan | None,
+    *,
+    allow_new_head: bool,
 ) -> nn.Module:
     model = build_model(
         config,
@@ -150,6 +160,7 @@ def _complete(
         loading=loading,
         repository=repository_options(section),
         not_in_model=patterns_in_files(config),
+        allow_new_head=allow_new_head,
     )
     if mtp is not None:
         add_mtp(model, mtp)
@@ -191,6 +202,8 @@ def _on_meta(
     seed: int,
     group: ProcessGroup | None,
     mtp: MtpPlan | None,
+    *,
+    allow_new_head: bool,
 ) -> DeferredModel:
     options: dict[str, Any] = {
         "dtype": fresh_dtype(config, section.dtype or "float32"),
@@ -220,7 +233,10 @@ def _on_meta(
         ) from error
     source = None
     if base is not None:
-        source = _Source(base, model, config, section, new_mtp=mtp is not None and mtp.is_new)
+        has_new_mtp = mtp is not None and mtp.is_new
+        source = _Source(
+            base, model, config, section, new_mtp=has_new_mtp, allow_new_head=allow_new_head
+        )
     return DeferredModel(model.train(), _materialiser(model, values, source, group))
 
 
@@ -317,9 +333,13 @@ class _Source:
         section: ModelConfig,
         *,
         new_mtp: bool = False,
+        allow_new_head: bool = False,
     ) -> None:
-        """*new_mtp*: the layers for multi-token prediction keep their initial values."""
+        """*new_mtp*: the layers for multi-token prediction keep their initial values. *allow_new_head*: so does the
+        head of a classification model that the files lack."""
         dtype, self._new_rows = section.dtype, section.new_tokens
+        self._allow_new_head = allow_new_head
+        self._head = HeadDifferences((), ())
         self._name, self._config, self._new_mtp = name, config, new_mtp
         directory = fetched_directory(os.path.expanduser(name), section.revision)
         if directory is None:
@@ -349,7 +369,8 @@ class _Source:
     @property
     def drawn(self) -> set[str]:
         """The tensors that start from the model's own initial values, or whose new rows do."""
-        drawn = set(self._new_layers)
+        fqns = {stored: fqn for fqn, stored in self._layout.names.items()}
+        drawn = {*self._new_layers, *(fqns.get(name, name) for name in self._head.drawn)}
         if self._new_rows == "init":
             drawn.update(self._resized)
         return drawn
@@ -406,11 +427,21 @@ class _Source:
         )
         if resized_quantized := set(verdict.resized) & set(self._quantized.tensors):
             raise NotDeferrable(f"quantized tensors are resized ({min(resized_quantized)})")
+        if self._allow_new_head:
+            verdict = self._without_heads(model, verdict)
         if different := verdict.lines(allowed=False):
             raise NotDeferrable(
                 f"its files name other tensors ({different[0]}, {len(different)} in all)"
             )
         return verdict
+
+    def _without_heads(self, model: Any, verdict: Verdict) -> Verdict:
+        """Return *verdict* without the differences that another head explains, which are kept and logged."""
+        self._head = head_differences(model, missing=verdict.missing, unexpected=verdict.unexpected)
+        self._head.log(self._name)
+        missing = [name for name in verdict.missing if name not in self._head.drawn]
+        unexpected = [name for name in verdict.unexpected if name not in self._head.ignored]
+        return replace(verdict, missing=tuple(missing), unexpected=tuple(unexpected))
 
     def fill(self, model: nn.Module, modules: Mapping[str, nn.Module]) -> None:
         """Read the values of this rank's shards from the files.

@@ -46,12 +46,18 @@ def export_assets(
             run=Path(config.checkpoint.checkpoint_dir),
             preprocessor=preprocessor,
             reads_base=reads_base,
+            has_own_config=trainable.has_task_head,
         )
         return {"model": adapters}
     base_dir = None
     if section.from_pretrained is not None:
         base_dir = base_directory(section.from_pretrained, section.revision)
-    declared = (*section.allow_missing, *section.allow_unexpected, *trainable.resized)
+    declared = (
+        *section.allow_missing,
+        *section.allow_unexpected,
+        *trainable.resized,
+        *trainable.other_head,
+    )
     assets = HFAssets.from_model(
         trainable.model,
         tokenizer=preprocessor,

@@ -257,9 +257,7 @@ class Recipe:
         :attr:`preprocessor` exists already. The order is that of their failures: configuration and data are checked
         before weights are read.
         """
-        self.model_config = read_model_config(
-            self.config, self.layout, auto_class=self.auto_class, preprocessor=self.preprocessor
-        )
+        self.model_config = self.build_model_config()
         self.dataloader = self.build_dataloader(self.config.dataset)
         self.validation_batches = self.build_validation()
         self.validation_sets = self.build_validation_sets()
@@ -273,6 +271,15 @@ class Recipe:
         self.optimizer = self.build_optimizer()
         self.lr_scheduler = self.build_lr_scheduler()
         self.loss_fn = self.build_loss_fn()
+
+    def build_model_config(self) -> PreTrainedConfig | None:
+        """Read the transformers configuration of the model; None for a model by ``_target_``.
+
+        Extend it to change settings that the recipe's sections determine, such as the names of labels.
+        """
+        return read_model_config(
+            self.config, self.layout, auto_class=self.auto_class, preprocessor=self.preprocessor
+        )
 
     def build_dataset(self, section: Target) -> Any:
         """Build the data set that a section names. Each recipe defines it."""

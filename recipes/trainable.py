@@ -70,6 +70,7 @@ from automodel_ckpt.models.fake_quantization import FakeQuantization
 from automodel_ckpt.models.flop_count import FlopCount, count_flops
 from automodel_ckpt.models.forward import accepts_use_cache, model_without_adapters
 from automodel_ckpt.models.fp8 import convert_to_fp8
+from automodel_ckpt.models.hf_names import tensor_names_in
 from automodel_ckpt.models.loss_head import (
     LossHead,
     ModuleLossHead,
@@ -87,6 +88,11 @@ from automodel_ckpt.models.routers import (
     check_router_loss,
     check_stages_with_routers,
     router_settings,
+)
+from automodel_ckpt.models.task_head import (
+    SEQUENCE_CLASSIFICATION,
+    expected_differences,
+    head_modules,
 )
 from automodel_ckpt.models.vision import image_token_ids
 from automodel_ckpt.models.vocabulary import (
@@ -149,6 +155,10 @@ class Trainable:
     """The layers that compute with rounded values; None without a ``qat`` section."""
     resized: tuple[str, ...] = ()
     """Names in files of the parameters that ``model.vocab_size`` gives another number of rows."""
+    has_task_head: bool = False
+    """Whether the model has a classification head, which its pretrained files may lack."""
+    other_head: tuple[str, ...] = ()
+    """Names of tensors in which exports and the pretrained files differ because they have different heads."""
     flop_count: FlopCount | None = None
     """The operations of a training step of the complete model; None if they are unknown."""
     summary: str = ""
@@ -349,6 +359,7 @@ class _Changed:
     deferred: DeferredModel
     adapted: Adapted | None = None
     resized: tuple[str, ...] = ()
+    other_head: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,6 +401,13 @@ class _TrainableBuilder:
             options["output_router_logits"] = False
         if self.layout.in_stages:
             section = self.config.distributed
+            if self._has_task_head:
+                raise RecipeError(
+                    "a model with a classification head cannot be divided into pipeline stages",
+                    where="distributed.pp_size",
+                    value=self.layout.sizes.pp,
+                    hint="remove pp_size: fsdp2 shards the model over the same ranks",
+                )
             check_stages(model, self.layout.sizes.pp * section.stages_per_rank)
         if self.layout.sizes.cp > 1:
             check_context_parallel(model)
@@ -401,6 +419,8 @@ class _TrainableBuilder:
             adapted=changed.adapted,
             fake_quantization=self._fake_quantization(model),
             resized=changed.resized,
+            has_task_head=self._has_task_head,
+            other_head=changed.other_head,
             # Before the model is divided: this rank's shards have other shapes.
             flop_count=count_flops(model, decoder_layers(model)),
             summary=self._summary(model),
@@ -460,12 +480,25 @@ class _TrainableBuilder:
             needs_values=why_whole(lora_of(peft)) if peft is not None else "",
             loading=quantization(self.config, self.layout),
             mtp=self._mtp_plan(section, base),
+            # A model that is not trained needs the head of its files.
+            allow_new_head=self._has_task_head and self.is_trained,
         )
+
+    @property
+    def _has_task_head(self) -> bool:
+        return self.task_type == SEQUENCE_CLASSIFICATION
 
     def _mtp_plan(self, section: ModelConfig, base: str | None) -> MtpPlan | None:
         """What the section ``model.mtp`` asks for; None without it. A model that is not trained gets no such layers."""
         if section.mtp is None or not self.is_trained:
             return None
+        if self._has_task_head:
+            raise RecipeError(
+                "a model with a classification head predicts no tokens",
+                where="model.mtp",
+                value="a section",
+                hint="remove model.mtp",
+            )
         if self.packs_images and self.config.packed_sequence is not None:
             raise RecipeError(
                 "multi-token prediction does not support packed samples with images",
@@ -522,11 +555,15 @@ class _TrainableBuilder:
         names = layout_in_files(model, directory)
         set_stored_layout(model, names)
         resized = tuple(names.name_of(name) for name in resized)
+        other_head: tuple[str, ...] = ()
+        if self._has_task_head and directory is not None:
+            other_head = expected_differences(model, tensor_names_in(directory))
         adapted = None
         # Before adapters, which compute in their own dtype around the layers of the base.
         self._use_fp8(model)
         if self.config.peft is not None:
-            adapted = adapt(model, self.config.peft, num_base_rows, self.task_type)
+            head = head_modules(model) if self._has_task_head else ()
+            adapted = adapt(model, self.config.peft, num_base_rows, self.task_type, head=head)
             deferred = with_copies(deferred, adapted.model)
             if self.keeps_masters:
                 widen_trained(adapted.model)
@@ -544,7 +581,7 @@ class _TrainableBuilder:
             mode = activation_mode(section)
             checkpoint_activations(deferred.model, mode, layers)
             log.info("activations of %s are recomputed (%s)", counted(len(layers), "layer"), mode)
-        return _Changed(deferred, adapted, resized)
+        return _Changed(deferred, adapted, resized, other_head)
 
     def _offloads(self) -> bool:
         section = self.config.model
@@ -682,7 +719,8 @@ class _TrainableBuilder:
             built = replace(built, row_layout=row_layout)
         if self.packs_images and self.config.packed_sequence is not None:
             built = replace(built, row_layout=self._image_rows(built, probe_model, router))
-        if self.config.loss_fn is None and self.layout.is_last_stage:
+        predicts_tokens = not self._has_task_head
+        if predicts_tokens and self.config.loss_fn is None and self.layout.is_last_stage:
             head = install_loss_head(
                 probe_model,
                 built.forward_options,

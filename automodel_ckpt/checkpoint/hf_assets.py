@@ -192,7 +192,7 @@ class HFAssets:
     def _files(self) -> dict[str, bytes]:
         # The base's own bytes take precedence, except for config.json, which describes this model.
         files = self._generated() | self._copied()
-        files["config.json"] = self._config_json()
+        files["config.json"] = self.config_json()
         if self._tensors:
             files[FILE_INDEX_MAP] = _json_bytes(self.file_index_mapping)
             expected = {fqn: self._expected(fqn) for fqn in self._exported}
@@ -203,7 +203,8 @@ class HFAssets:
             self._log_differences()
         return files
 
-    def _config_json(self) -> bytes:
+    def config_json(self) -> bytes:
+        """The content of config.json, with the class of the model and the dtype of its weights."""
         # The model still uses its config, which must not change.
         config = copy.deepcopy(self._config)
         if self._architecture is not None:
@@ -231,7 +232,10 @@ class HFAssets:
         if self._code_dir is not None:
             files |= read_files(self._code_dir, CODE_FILES)
         if self._base_dir is not None:
-            files |= read_files(self._base_dir, (*MODEL_FILES, GENERATION_CONFIG))
+            names = list(MODEL_FILES)
+            if self._generation_config is not None:
+                names.append(GENERATION_CONFIG)
+            files |= read_files(self._base_dir, names)
         return files
 
     @functools.cached_property

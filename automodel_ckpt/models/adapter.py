@@ -71,16 +71,22 @@ class Adapted:
 
 
 def add_adapters(
-    model: nn.Module, lora: Lora, *, task_type: str | None, num_base_rows: int | None = None
+    model: nn.Module,
+    lora: Lora,
+    *,
+    task_type: str | None,
+    num_base_rows: int | None = None,
+    head: Sequence[str] = (),
 ) -> Adapted:
     """Freeze *model*, add adapters to it in place, and wrap it in a ``PeftModel``.
 
     *task_type* is peft's (``CAUSAL_LM``), or None for a model that peft has no class for. An embedding with another
-    number of rows than *num_base_rows* was resized, and is saved with the adapters. Raises :class:`RecipeError` for
-    names that match no module, or no module that can have an adapter.
+    number of rows than *num_base_rows* was resized, and is saved with the adapters. The modules *head* are trained and
+    saved in full and get no adapters. Raises :class:`RecipeError` for names that match no module, or no module that can
+    have an adapter.
     """
     parameters = find_parameters(model, lora.target_parameters)
-    targets, saved = find_modules(model, lora)
+    targets, saved = find_modules(model, lora, head)
     if getattr(model, "is_quantized", False):
         from peft import prepare_model_for_kbit_training
 
@@ -94,6 +100,9 @@ def add_adapters(
     _draw_without_base(wrapped, peft_config.init_lora_weights)
     was_resized = num_base_rows is not None and num_base_rows != num_embeddings(model)
     wrapped.save_embedding_layers = was_resized
+    if peft_config.modules_to_save:
+        # peft adds the usual names of heads to the list, which may have them already.
+        peft_config.modules_to_save = list(dict.fromkeys(peft_config.modules_to_save))
     document = _document(peft_config)
     if task_type is None:
         document["auto_mapping"] = base_class
@@ -167,16 +176,21 @@ def widen_trained(model: nn.Module) -> None:
             parameter.data = parameter.data.float()
 
 
-def find_modules(model: nn.Module, lora: Lora) -> tuple[list[str], list[str]]:
+def find_modules(
+    model: nn.Module, lora: Lora, head: Sequence[str] = ()
+) -> tuple[list[str], list[str]]:
     """Find the full names of the modules that get an adapter, and of those that are fully trained.
 
+    The modules *head* are among the latter, and have no adapters, whatever the patterns match.
     The layers for multi-token prediction are not among them: peft's users load adapters into models without them.
     Raises :class:`RecipeError` with every pattern that matches no module.
     """
     modules = _without_mtp(model, dict(model.named_modules(remove_duplicate=False)))
     del modules[""]
     problems: list[Problem] = []
-    saved = _matching(lora.modules_to_save, modules, modules, "peft.modules_to_save", problems)
+    given = _matching(lora.modules_to_save, modules, modules, "peft.modules_to_save", problems)
+    # In the order of the model.
+    saved = [name for name in modules if name in given or name in head]
     adaptable = {name: module for name, module in modules.items() if isinstance(module, _ADAPTABLE)}
     excluded = _matching(lora.exclude_modules, adaptable, modules, "peft.exclude_modules", problems)
     patterns = lora.target_modules
@@ -196,7 +210,7 @@ def find_modules(model: nn.Module, lora: Lora) -> tuple[list[str], list[str]]:
         found -= experts
     named = [pattern for pattern in patterns if pattern != ALL_LINEAR]
     found |= set(_matching(named, adaptable, modules, "peft.target_modules", problems))
-    found -= set(excluded)
+    found -= {*excluded, *_within(head, adaptable)}
     if wrong := sorted(found & experts):
         problems.append(_expert_problem(wrong))
     if both := sorted(found & _within(saved, adaptable)):

@@ -41,6 +41,7 @@ from automodel_ckpt.models.repository import (
     importing_code,
     model_needs_code,
 )
+from automodel_ckpt.models.task_head import head_differences
 from automodel_ckpt.models.vision import PARTS, image_settings, parameters_of
 from automodel_ckpt.models.weight_matching import Verdict
 
@@ -325,6 +326,7 @@ def build_model(
     loading: Mapping[str, Any] | None = None,
     repository: RepositoryOptions = _MAIN_REVISION,
     not_in_model: Sequence[str] = (),
+    allow_new_head: bool = False,
 ) -> nn.Module:
     """Build the model of *config* on the CPU, in training mode, with weights from files or from torch's generator.
 
@@ -332,7 +334,8 @@ def build_model(
     the files or of the configuration. *config* is not changed. *allow_missing* and *allow_unexpected* are globs of
     weights that the files, or the model, may lack. *loading* are further arguments of ``from_pretrained``. *repository*
     is how the config was read. *not_in_model* are globs of weights in the files that
-    transformers has no module for.
+    transformers has no module for. With *allow_new_head*, the files may lack the head of a classification model, and
+    may have another one.
 
     Raises :class:`RecipeError` if the weights cannot be read or do not match the model, or if transformers does not
     have such a model.
@@ -364,6 +367,12 @@ def build_model(
         for pattern in not_in_model:
             others = set(fnmatch.filter(differences["unexpected"], pattern))
             differences["unexpected"] = set(differences["unexpected"]) - others
+        if allow_new_head:
+            missing, unexpected = differences["missing"], differences["unexpected"]
+            heads = head_differences(model, missing=missing, unexpected=unexpected)
+            differences["missing"] = set(missing) - set(heads.drawn)
+            differences["unexpected"] = set(unexpected) - set(heads.ignored)
+            heads.log(from_pretrained)
         verdict = Verdict.of_differences(
             **differences, allow_missing=allow_missing, allow_unexpected=allow_unexpected
         )
