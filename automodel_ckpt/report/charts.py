@@ -2,7 +2,7 @@
 
 The charts are computed once, and independently of their format: :mod:`~automodel_ckpt.report.svg` draws them for the
 HTML page, :mod:`~automodel_ckpt.report.picture` as a PNG, and :mod:`~automodel_ckpt.report.sparkline` as text. A new
-curve is a line in :data:`PANELS`.
+curve is a line in :data:`PANELS`; metrics of a run have charts without one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from automodel_ckpt.report.history import ACCURACY, NAMED_LOSS, PERPLEXITY, History, Series
+from automodel_ckpt.report.history import NAMED_LOSS, VALIDATED, History, Series
 from automodel_ckpt.report.scale import padded_range
 
 _SAME_SHARE = 0.001
@@ -54,32 +54,22 @@ class Panel:
         yield from self.curves
         if not self.named_sets:
             return
-        for field in run.series:
-            if field.startswith(self.named_sets):
-                name = field.removeprefix(self.named_sets)
-                yield Curve(field, "dots", f"validation, {name}", text_title=name)
+        for name in run.set_names:
+            field = f"{self.named_sets}{name}"
+            yield Curve(field, "dots", f"validation, {name}", text_title=name)
 
+
+LOSS = Panel(
+    "Loss",
+    (
+        Curve("loss", text_title="loss", smoothed=True),
+        Curve("val_loss", "dots", "validation", text_title="validation"),
+    ),
+    has_marks=True,
+    named_sets=NAMED_LOSS,
+)
 
 PANELS: Sequence[Panel] = (
-    Panel(
-        "Loss",
-        (
-            Curve("loss", text_title="loss", smoothed=True),
-            Curve("val_loss", "dots", "validation", text_title="validation"),
-        ),
-        has_marks=True,
-        named_sets=NAMED_LOSS,
-    ),
-    Panel(
-        "Validation accuracy, fraction of tokens",
-        (Curve(ACCURACY, "dots", "validation", text_title="accuracy"),),
-        named_sets=f"{ACCURACY}_",
-    ),
-    Panel(
-        "Validation perplexity",
-        (Curve(PERPLEXITY, "dots", "validation"),),
-        named_sets=f"{PERPLEXITY}_",
-    ),
     Panel("Gradient norm", (Curve("grad_norm", text_title="grad norm", smoothed=True),)),
     Panel("Learning rate", (Curve("lr", text_title="lr"),), from_zero=True),
     Panel(
@@ -97,7 +87,27 @@ PANELS: Sequence[Panel] = (
     Panel("Training waited for saves, seconds", (Curve("stall_seconds", "stems"),), from_zero=True),
     Panel("Size of saves, bytes", (Curve("bytes", "stems"),), from_zero=True, if_varied=True),
 )
-"""All charts, in their order."""
+"""The charts below those of the loss and of the metrics, in their order."""
+
+
+def panels_of(runs: Sequence[History]) -> list[Panel]:
+    """Return all charts of *runs* in their order, also those without values."""
+    measures: dict[str, None] = {}
+    for run in runs:
+        measures.update(dict.fromkeys(run.measures))
+    return [LOSS, *map(_measure_panel, measures), *PANELS]
+
+
+def _measure_panel(measure: str) -> Panel:
+    """The chart of a metric in training and validation."""
+    field = f"{VALIDATED}{measure}"
+    title = measure.replace("_", " ")
+    curves = (
+        Curve(measure, text_title=title, smoothed=True),
+        Curve(field, "dots", "validation", text_title=f"val {title}"),
+    )
+    return Panel(title[:1].upper() + title[1:], curves, named_sets=f"{field}_")
+
 
 LEGEND = {
     "faint": "each step (the line: smoothed)",
@@ -150,11 +160,11 @@ def charts_of(runs: Sequence[History]) -> list[Chart]:
             last_steps += series.steps[-1:]
     last = max(last_steps, default=1)
     charts = []
-    for panel in PANELS:
+    for panel in panels_of(runs):
         lines = _lines_of(panel, runs)
         if panel.if_varied and not any(_varies(line.series) for line in lines):
             continue
-        if any(len(line.series) for line in lines):
+        if lines:
             marks = list(_marks_of(runs)) if panel.has_marks else []
             charts.append(_chart(panel, lines, marks, last))
     return charts
@@ -191,7 +201,9 @@ def _lines_of(panel: Panel, runs: Sequence[History]) -> list[Line]:
     lines = []
     for number, run in enumerate(runs):
         for curve in panel.curves_of(run):
-            series = run.series[curve.field]
+            series = run.series.get(curve.field, Series())
+            if not len(series):
+                continue
             label = f"{run.name}, {curve.label}" if curve.label else run.name
             if curve.smoothed and len(series) >= _SMOOTHED_POINTS:
                 lines.append(Line(f"{label}, each step", number, series, "faint"))

@@ -38,10 +38,8 @@ _MEMORY_BYTES = 1 << 20
 POLL_SECONDS = 1.0
 LAST_SECONDS = 60
 """How long the process may take to send the last values after the trainer has ended."""
-_TRAIN: tuple[str, ...] = (
-    *("loss", "grad_norm", "lr", "tokens", "label_tokens"),
-    *("tps", "tps_per_gpu", "mfu", "mem"),
-)
+_NOT_VALUES = frozenset({"step", "epoch", "timestamp", "samples", "event"})
+"""Fields of a step that are no value to display; its other numbers are, with the metrics of the objective."""
 _TEXT = "completions"
 """Name of the generated text in trackers, and of its group."""
 _SAVE: tuple[str, ...] = ("stall_seconds", "total_seconds", "bytes", "free_bytes")
@@ -274,7 +272,7 @@ def values_of(record: Mapping[str, Any]) -> dict[str, float]:
             if field.startswith("val_"):
                 fields[field] = f"val/{field.removeprefix('val_')}"
     elif record.get("event") is None:
-        fields = {field: f"train/{field}" for field in _TRAIN}
+        fields = {field: f"train/{field}" for field in record if field not in _NOT_VALUES}
     elif record["event"] == "save":
         fields = {field: f"save/{field}" for field in _SAVE}
     values = {}

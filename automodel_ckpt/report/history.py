@@ -22,12 +22,17 @@ _MAX_VALUE, _MAX_STEP = 1e100, 2**53
 """Limits of plotted values and steps, within which sums and differences stay finite and exact."""
 NAMED_LOSS = "val_loss_"
 """The field of the loss of a named validation set begins with this."""
-ACCURACY, PERPLEXITY = "val_accuracy", "val_perplexity"
-"""The fields of the accuracy and the perplexity of the main set; those of named sets begin with them."""
+VALIDATED = "val_"
+"""The field of a measure of the main validation set begins with this."""
+_STEP_FIELDS = frozenset(
+    {"step", "epoch", "timestamp", "loss", "grad_norm", "lr", "tokens", "label_tokens", "samples"}
+    | {"tps", "tps_per_gpu", "mfu", "mem"}
+)
+"""Fields of a step that have charts, or none; others are metrics of the objective."""
 _MAX_COMPLETIONS, _MAX_TEXT = 64, 2000
 """Completions of a run that are read, the newest ones, and characters of each of their texts."""
-_MAX_NAMED = 96
-"""Fields of named validation sets that are read, at most."""
+_MAX_FURTHER = 96
+"""Metrics and named validation sets that are read, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +114,8 @@ class History:
     """A run, read from its directory.
 
     *series* has the fields ``loss``, ``grad_norm``, ``lr``, ``tps``, ``tps_per_gpu``, ``mfu`` (in percent), ``mem``,
-    ``val_loss``, ``val_accuracy``, ``val_perplexity``, ``stall_seconds`` and ``bytes``, and for each named validation
-    set ``val_loss_NAME``, ``val_accuracy_NAME`` and ``val_perplexity_NAME``.
+    ``val_loss``, ``stall_seconds`` and ``bytes``; for each name in *measures*, if there are values, ``MEASURE`` in
+    training and ``val_MEASURE``; for each named validation set ``val_loss_NAME`` and ``val_MEASURE_NAME``.
     ``tps_per_gpu`` is empty for one rank. *checkpoints* are sorted from the oldest to the newest. *timestamps* are in
     seconds since 1970. *not_finite* are the steps whose loss is not finite.
     """
@@ -126,6 +131,10 @@ class History:
     not_finite: tuple[int, ...] = ()
     completions: tuple[Completion, ...] = ()
     """From the newest step to the oldest, at most 64."""
+    measures: tuple[str, ...] = ()
+    """What was measured beside the loss, in training or validation."""
+    set_names: tuple[str, ...] = ()
+    """The names of validation sets."""
 
     @property
     def seconds(self) -> float:
@@ -158,15 +167,20 @@ def read_history(path: Path, name: str | None = None) -> History:
         "mfu": _series(steps, "mfu").times(100),
         "mem": _series(steps, "mem"),
         "val_loss": _series(validations, "val_loss"),
-        ACCURACY: _series(validations, ACCURACY),
-        PERPLEXITY: _series(validations, PERPLEXITY),
         "stall_seconds": _series(saves, "stall_seconds"),
         "bytes": _series(saves, "bytes"),
     }
     if series["tps_per_gpu"] == series["tps"]:
         series["tps_per_gpu"] = Series()
-    for field_name in _named_metrics(validations):
-        series[field_name] = _series(validations, field_name)
+    set_names = _set_names(validations)
+    measures = _measures(steps, validations, set_names)
+    for measure in measures:
+        series[measure] = _series(steps, measure)
+        series[f"{VALIDATED}{measure}"] = _series(validations, f"{VALIDATED}{measure}")
+    for measure in ("loss", *measures):
+        for set_name in set_names:
+            field_name = f"{VALIDATED}{measure}_{set_name}"
+            series[field_name] = _series(validations, field_name)
     num_tokens = 0
     for record in steps:
         num_tokens += int(_number(record.get("tokens")) or 0)
@@ -183,6 +197,8 @@ def read_history(path: Path, name: str | None = None) -> History:
         last_step=max(trained, default=0),
         not_finite=tuple(sorted(not_finite)),
         completions=tuple(_completions(records)),
+        measures=measures,
+        set_names=set_names,
     )
 
 
@@ -241,16 +257,36 @@ def _series(records: list[dict[str, Any]], name: str) -> Series:
     return Series(tuple(steps), tuple(found[step] for step in steps))
 
 
-def _named_metrics(validations: list[dict[str, Any]]) -> list[str]:
-    """List the fields of the metrics of named validation sets, in the order of their first lines."""
-    prefixes = (NAMED_LOSS, f"{ACCURACY}_", f"{PERPLEXITY}_")
+def _set_names(validations: list[dict[str, Any]]) -> tuple[str, ...]:
+    """List the named validation sets, in the order of their first lines."""
     names: dict[str, None] = {}
     for record in validations:
         for name in record:
             # A file may come from anywhere: a chart with thousands of curves helps no one.
-            if name.startswith(prefixes) and len(names) < _MAX_NAMED:
+            if name.startswith(NAMED_LOSS) and len(names) < _MAX_FURTHER:
+                names[name.removeprefix(NAMED_LOSS)] = None
+    return tuple(names)
+
+
+def _measures(
+    steps: list[dict[str, Any]], validations: list[dict[str, Any]], set_names: tuple[str, ...]
+) -> tuple[str, ...]:
+    """List what was measured beside the loss, in the order of the first lines. Counts, which are integers, are not."""
+    names: dict[str, None] = {}
+    for record in validations:
+        for field_name, value in record.items():
+            if not field_name.startswith(VALIDATED) or not isinstance(value, float):
+                continue
+            name = field_name.removeprefix(VALIDATED)
+            is_of_set = any(name.endswith(f"_{set_name}") for set_name in set_names)
+            if name != "loss" and not is_of_set and len(names) < _MAX_FURTHER:
                 names[name] = None
-    return list(names)
+    for record in steps:
+        for field_name, value in record.items():
+            is_known = field_name in _STEP_FIELDS or field_name.startswith(VALIDATED)
+            if isinstance(value, float) and not is_known and len(names) < _MAX_FURTHER:
+                names[field_name] = None
+    return tuple(names)
 
 
 def _number(value: object) -> float | None:

@@ -10,7 +10,7 @@ from importlib import resources
 from statistics import median
 
 from automodel_ckpt.report.charts import Chart, charts_of, legend_of
-from automodel_ckpt.report.history import Checkpoint, History
+from automodel_ckpt.report.history import Checkpoint, History, Series
 from automodel_ckpt.report.svg import MAX_POINTS, more_colors, svg
 from automodel_ckpt.units import counted, size_text
 
@@ -207,7 +207,7 @@ def summary(run: History) -> Iterator[tuple[str, str]]:
         lowest = min(validation.values)
         step = validation.steps[validation.values.index(lowest)]
         yield "lowest validation loss", f"{lowest:.4f} at step {step:,}"
-    accuracy = run.series["val_accuracy"]
+    accuracy = run.series.get("val_accuracy", Series())
     if len(accuracy):
         highest = max(accuracy.values)
         step = accuracy.steps[accuracy.values.index(highest)]

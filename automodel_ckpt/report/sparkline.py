@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from automodel_ckpt.report.charts import PANELS
+from automodel_ckpt.report.charts import panels_of
 from automodel_ckpt.report.history import History, Series
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -13,9 +13,9 @@ ASCII_BARS = "_.-=+*%#"
 
 def curve_lines(run: History, width: int, bars: str = BARS) -> Iterator[str]:
     """Yield a line for each curve that has a text title and values: title, sparkline, first and last value."""
-    for panel in PANELS:
+    for panel in panels_of([run]):
         for curve in panel.curves_of(run):
-            series = run.series[curve.field]
+            series = run.series.get(curve.field, Series())
             if curve.text_title and len(series):
                 line = sparkline(series, width, bars)
                 first, last = series.values[0], series.values[-1]

@@ -112,7 +112,7 @@ def test_accuracy_and_perplexity_are_those_of_plain_transformers(tmp_path: Path)
     assert shown == f"{max(values):.2%} at step {step}"
     charts = charts_of([history])
     labels = {chart.title: [line.label for line in chart.lines] for chart in charts}
-    drawn = labels["Validation accuracy, fraction of tokens"]
+    drawn = labels["Accuracy"]
     assert drawn[1:] == ["run, validation, few", "run, validation, long"]
     assert values_of(last)["val/accuracy_long"] == last["val_accuracy_long"]
     saved = [record for record in records if record["step"] in (5, 6)]

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 
 from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.report.charts import charts_of
+from automodel_ckpt.report.follow import values_of
 from automodel_ckpt.report.history import Series, read_history
 from automodel_ckpt.report.scale import Scale, padded_range, short
-from automodel_ckpt.report.sparkline import sparkline
+from automodel_ckpt.report.sparkline import curve_lines, sparkline
 from tests.support.history import write_run
 
 
@@ -53,6 +55,33 @@ def test_lines_that_hold_no_numbers_are_passed_over_and_of_two_at_a_step_the_las
     history = read_history(tmp_path)
     assert history.series["loss"] == Series((1, 3), (2.5, 1.0))
     assert (history.last_step, history.not_finite) == (8, (2, 5, 6, 7, 8))
+
+
+def test_metrics_of_an_objective_have_charts_with_those_of_its_validation_sets(
+    tmp_path: Path,
+) -> None:
+    steps = [{"step": step, "loss": 1.0, "pairs": 8, "margin": 0.5 * step} for step in (1, 2)]
+    measured = {"val_loss": 2.0, "val_margin": 1.5, "val_f1": 0.5, "val_f1_micro": 0.25}
+    of_set = {"val_loss_few": 3.0, "val_margin_few": 1.0, "val_f1_few": 0.75}
+    (tmp_path / "training.jsonl").write_text("\n".join(map(json.dumps, steps)))
+    (tmp_path / "validation.jsonl").write_text(
+        json.dumps({"step": 2, **measured, **of_set, "label_tokens": 4, "pairs": 2})
+    )
+    run = read_history(tmp_path)
+    assert (run.measures, run.set_names) == (("margin", "f1", "f1_micro"), ("few",))
+    drawn = {}
+    for chart in charts_of([run]):
+        drawn[chart.title] = [(line.label, line.series.values) for line in chart.lines]
+    name = tmp_path.name
+    assert list(drawn) == ["Loss", "Margin", "F1", "F1 micro"]
+    assert drawn["Margin"] == [
+        (name, (0.5, 1.0)),
+        (f"{name}, validation", (1.5,)),
+        (f"{name}, validation, few", (1.0,)),
+    ]
+    assert drawn["F1 micro"] == [(f"{name}, validation", (0.25,))]
+    assert any("val margin" in line for line in curve_lines(run, 20))
+    assert values_of(steps[0]) == {"train/loss": 1.0, "train/pairs": 8, "train/margin": 0.5}
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
