@@ -49,6 +49,7 @@ class GradientAccumulation:
         """
         micro_batches = batch.micro_batches
         self.metrics = {}
+        self._objective.start_batch(micro_batches)
         if self._stage is not None:
             rows = [self._objective.rows_of(micro_batch) for micro_batch in micro_batches]
             return sum_losses(self._stage.train(rows, self._objective.stage_output, weight))

@@ -617,6 +617,7 @@ class TrainingLoop:
         try:
             with self._reporting_memory(doing, batch):
                 loss: Number = 0.0
+                self.objective.start_batch(batch.micro_batches)
                 for each in self.objective.losses(batch.micro_batches):
                     # float64, as in the reduction over the ranks.
                     part = each.double()

@@ -101,6 +101,13 @@ class Objective:
         # Such a micro-batch only keeps this rank in step with the others.
         return count.of(micro_batch, num_labels) if num_labels else 0.0
 
+    def start_batch(self, micro_batches: Sequence[Tensors]) -> None:
+        """Prepare for a global batch, of which *micro_batches* are this rank's. Called on all ranks before its losses.
+
+        Override it to compute what the loss of each micro-batch needs of the whole global batch. It may be a
+        collective: all ranks have the same number of micro-batches.
+        """
+
     def loss(self, micro_batch: Tensors) -> LossSum:
         """Compute the loss of *micro_batch*, summed over its :meth:`size_of` terms."""
         return self.with_aux_loss(self.row_loss(self.rows_of(micro_batch)))

@@ -108,6 +108,8 @@ class Recipe:
     """What an item of the data set is, in the singular: logs and ``ckpt show`` count "pairs" for a "pair"."""
     rows_per_sample: ClassVar[int] = 1
     """Number of consecutive rows of a micro-batch that a sample becomes, for ``--show-samples``."""
+    with_preceding: ClassVar[bool] = False
+    """Whether the collator gets, before the samples of a micro-batch, the one before them in the global batch."""
     objective_class: type[Objective] = Objective
     """What computes the loss of a micro-batch."""
     loop_class: type[TrainingLoop] = TrainingLoop
@@ -293,7 +295,7 @@ class Recipe:
         """Build a loader of this rank's part of the global batches; for validation in order, without accumulation."""
         config, steps, layout = self.config.dataloader, self.config.step_scheduler, self.layout
         global_batch_size = steps.global_batch_size
-        if validation:
+        if validation and not self.with_preceding:
             # As many micro-batches as pipeline stages keep all stages busy.
             global_batch_size = steps.local_batch_size * layout.dp_size * layout.sizes.pp
         loader = GlobalBatchLoader(
@@ -307,6 +309,7 @@ class Recipe:
             shuffle=config.shuffle and not validation,
             drop_last=config.drop_last and not validation,
             num_workers=0 if validation else config.num_workers,
+            with_preceding=self.with_preceding,
         )
         name = "validation_dataset" if validation else "dataset"
         validate_equal_lengths(name, loader.num_samples, layout.gloo_group)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -66,7 +66,9 @@ class GlobalBatchLoader:
     *dataset* is map-style (``__len__`` and ``__getitem__``) or iterable. *collate_fn* turns a list of samples into a
     mapping of tensors with a key ``labels``. The global random generators are unchanged. Call :meth:`mark_consumed`
     after each optimizer step: only this advances :attr:`epoch` and :attr:`consumed_samples`, which are the saved state,
-    so prefetched samples are never counted. Load a state before iterating.
+    so prefetched samples are never counted. Load a state before iterating. With *with_preceding*, *collate_fn* gets one
+    more sample before those of a micro-batch: the one before its first sample in the global batch, whose first sample
+    follows its last. This does not depend on the number of ranks.
 
     Raises :class:`RecipeError` for an empty data set and for batch sizes that do not divide.
     """
@@ -86,10 +88,13 @@ class GlobalBatchLoader:
         shuffle: bool = True,
         drop_last: bool = False,
         num_workers: int = 0,
+        with_preceding: bool = False,
     ) -> None:
         accumulation_steps(global_batch_size, local_batch_size, dp_size)
         self.dataset = dataset
-        self.sizes = BatchSizes(global_batch_size, local_batch_size, dp_rank, dp_size, drop_last)
+        self.sizes = BatchSizes(
+            global_batch_size, local_batch_size, dp_rank, dp_size, drop_last, with_preceding
+        )
         self.collate_fn = collate_fn
         self.seed = seed
         self.shuffle = shuffle
@@ -277,10 +282,15 @@ class GlobalBatchLoader:
     def _requests(self, epoch: int, ids: np.ndarray[Any, Any]) -> Iterator[Request]:
         """Yield the requests for this rank's micro-batches of the global batch with these sample ids."""
         global_ids = ids.tolist()
-        for part in self._rank_part(global_ids):
-            yield Request(self.seed, epoch, part, filler=global_ids[0])
+        # By offset, since a mixture can have a sample twice in a global batch.
+        for offsets in self._rank_part(range(len(global_ids))):
+            part = [global_ids[offset] for offset in offsets]
+            before = None
+            if self.sizes.with_preceding:
+                before = global_ids[(offsets[0] if offsets else 0) - 1]
+            yield Request(self.seed, epoch, part, filler=global_ids[0], preceding=before)
 
-    def _rank_part(self, ids: list[int]) -> list[list[int]]:
+    def _rank_part(self, ids: Sequence[int]) -> list[list[int]]:
         return rank_part(ids, self.sizes.dp_rank, self.sizes.dp_size, self.sizes.local_batch_size)
 
     def _stream_batches(self) -> Generator[GlobalBatch]:

@@ -31,12 +31,16 @@ Collate = Callable[[list[Any]], Batch]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One micro-batch to read: its sample ids. If there are none, the sample *filler* is read, without labels."""
+    """One micro-batch to read: its sample ids. If there are none, the sample *filler* is read, without labels.
+
+    *preceding* is the sample that the collator gets before these; None: it gets only these.
+    """
 
     seed: int
     epoch: int
     sample_ids: list[int]
     filler: int
+    preceding: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,8 @@ class SampleReader(Dataset[Any]):
     def __getitem__(self, request: Request) -> Batch | Failure:
         # FSDP needs equal numbers of forward passes, so a rank without samples reads one.
         ids = request.sample_ids or [request.filler]
+        if request.preceding is not None:
+            ids = [request.preceding, *ids]
         try:
             samples = [self._read(request, sample_id) for sample_id in ids]
             # A collator that draws continues with the seed of the last sample, as on a resume.

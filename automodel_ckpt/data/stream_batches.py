@@ -29,13 +29,17 @@ from automodel_ckpt.seeds import seed_everything
 
 @dataclass(frozen=True, slots=True)
 class BatchSizes:
-    """How a global batch is divided into micro-batches, and the rank that reads its part."""
+    """How a global batch is divided into micro-batches, and the rank that reads its part.
+
+    *with_preceding*: the collator also gets the sample before those of a micro-batch.
+    """
 
     global_batch_size: int
     local_batch_size: int
     dp_rank: int
     dp_size: int
     drop_last: bool
+    with_preceding: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +187,8 @@ class StreamReader(IterableDataset[Any]):
         is_empty = not offsets
         # FSDP needs equal numbers of forward passes, so a rank without samples runs one whose labels do not count.
         chosen = offsets or [0]
+        if self.sizes.with_preceding:
+            chosen = [(chosen[0] - 1) % len(chunk.samples), *chosen]
         ids = [chunk.start + offset for offset in chosen]
         # Seeded again: how far the source was read ahead must not change what collate_fn draws.
         seed = derive_seed(self.position.seed, self.position.epoch, ids[0])

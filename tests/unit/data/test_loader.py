@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import time
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -34,7 +35,7 @@ SOURCES = {
 
 def make(dataset: Any, **options: Any) -> GlobalBatchLoader:
     sizes = {"global_batch_size": 4, "local_batch_size": 2, "seed": 7}
-    return GlobalBatchLoader(dataset, collate_fn=stack, **{**sizes, **options})
+    return GlobalBatchLoader(dataset, **{"collate_fn": stack, **sizes, **options})
 
 
 def train(loader: GlobalBatchLoader, steps: int) -> list[GlobalBatch]:
@@ -626,3 +627,36 @@ def test_a_stream_gets_the_number_of_each_epoch() -> None:
 def test_a_sample_of_a_stream_that_cannot_be_prepared_is_named() -> None:
     with pytest.raises(AutomodelError, match="sample 7 of the stream could not be prepared"):
         train(make(StreamOfEpochs(20), dp_size=2, dp_rank=1, local_batch_size=1), 3)
+
+
+@pytest.mark.parametrize("source", ["map-style", "stream"])
+@pytest.mark.parametrize("dp_size", [1, 2, 4])
+def test_a_collator_gets_the_sample_before_each_micro_batch_whatever_the_ranks(
+    source: str, dp_size: int
+) -> None:
+    follows: dict[int, list[tuple[int, int]]] = {}
+    for rank in range(dp_size):
+        options = {"global_batch_size": 8, "dp_rank": rank, "dp_size": dp_size}
+        # 19 samples: the last global batch has three, and ranks without one of them read a filler.
+        loader = make(SOURCES[source](19), collate_fn=chain_of, with_preceding=True, **options)
+        for batch in loader:
+            for micro_batch in batch.micro_batches:
+                links = micro_batch["links"].tolist() if has_label(micro_batch) else []
+                follows.setdefault(batch.index, []).extend(map(tuple, links))
+            ids = batch.sample_ids
+            # The first sample of a global batch follows its last.
+            expected = list(zip([ids[-1], *ids], ids, strict=False))
+            if rank == dp_size - 1:
+                assert sorted(follows[batch.index]) == sorted(expected)
+    assert list(follows) == [0, 1, 2]
+
+
+def chain_of(samples: list[Any]) -> dict[str, torch.Tensor]:
+    """The number of each sample but the first, as a label, with the number of the sample before it."""
+    numbers = stack(samples)["labels"].flatten().tolist()
+    links = list(pairwise(numbers))
+    return {"links": torch.tensor(links), "labels": torch.tensor(numbers[1:])[:, None]}
+
+
+def has_label(micro_batch: dict[str, torch.Tensor]) -> bool:
+    return bool((micro_batch["labels"] != -100).any())
