@@ -158,6 +158,7 @@ _OWN_DATASETS = Group(
             "text.prompt_completion",
             "chat.messages",
             "function_calls.xlam",
+            "preference.pairs",
             "mixture.mixture",
             "token_files.megatron",
             "token_files.nanogpt",
@@ -169,6 +170,7 @@ _OWN_DATASETS = Group(
             "hellaswag.hellaswag",
             "python_docs.language_modeling",
             "python_docs.docstring_pairs",
+            "python_docs.preferences",
             "digits.scans",
         )
     ),

@@ -39,11 +39,20 @@ ARGUMENTS = {
     "truncation of messages": "samples of more than seq_length tokens: error; right: truncate them, or skip them if no "
     "label remains; skip; history: remove the oldest exchanges, each from a message of the user to the next, until the "
     "rest fits, and skip the conversation if the last one does not fit",
+    "truncation of pairs": "answers of more than seq_length tokens with their prompt: error; right: truncate them, or "
+    "skip the pair if no label remains; skip the pair",
+    "truncation of preferences": "answers of more than seq_length tokens with their prompt: error; right: truncate "
+    "them, or skip the pair if no label remains; skip the pair",
     "seq_length of random_tokens": "tokens of a sample, or their maximum with mean_length",
     "seq_length of megatron": "tokens of a sample",
     "seq_length of nanogpt": "tokens of a sample",
     "seq_length of language_modeling": "tokens of a block",
     "seq_length of docstring_pairs": "maximum tokens of a sample",
+    "seq_length of pairs": "maximum tokens of a prompt with an answer; null: no limit",
+    "seq_length of preferences": "maximum tokens of a prompt with an answer",
+    "chosen_field": "field of the preferred answer, or a template of fields",
+    "rejected_field": "field of the rejected answer, or a template of fields",
+    "margin_field": "field of a number, if the data has it: how much better the preferred answer is",
     "prompt_field": "field of the prompt, or a template of fields",
     "completion_field": "field of the completion, or a template of fields",
     "query_field": "field of the question",

@@ -89,10 +89,11 @@ def _draws_nothing(part: Any) -> bool:
     The declaration is not inherited: a subclass may draw.
     """
     declares = vars(type(part)).get("draws_nothing") is True
-    wrapped = getattr(part, "dataset", None)
-    if wrapped is None:
-        return declares
-    return declares and _draws_nothing(wrapped)
+    for name in ("dataset", "collate_fn"):
+        wrapped = getattr(part, name, None)
+        if wrapped is not None:
+            declares = declares and _draws_nothing(wrapped)
+    return declares
 
 
 def collate(collate_fn: Collate, samples: list[Any], ids: Sequence[int], *, empty: bool) -> Batch:

@@ -18,13 +18,18 @@ import numpy.typing as npt
 
 from automodel_ckpt.data.row_workers import in_order, usable_cores
 from automodel_ckpt.data.rows import RowRange, Rows
-from automodel_ckpt.data.tokenized import TokenizedDataset, TokenizedSample
-from automodel_ckpt.data.truncation import Truncation
+from automodel_ckpt.data.tokenized import (
+    TokenizedDataset,
+    TokenizedSample,
+    known_numbers,
+    save_numbers,
+)
+from automodel_ckpt.data.truncation import Truncation, longest_with_labels
 
 log = logging.getLogger(__name__)
 
 Encode = Callable[[Rows], list[TokenizedSample]]
-"""A function that makes a sample of each row of a table."""
+"""A function that makes a sample of each row of a table, or for each row the samples of a group."""
 ROWS_PER_PART = 1000
 """Rows that are in memory as Python objects, in each process."""
 FEWEST_ROWS_FOR_WORKERS = 5000
@@ -46,6 +51,7 @@ class Part(NamedTuple):
     counts: npt.NDArray[np.int64]
     used: npt.NDArray[np.int64]
     lengths: npt.NDArray[np.int64]
+    numbers: list[float]
 
 
 def prepare(
@@ -55,19 +61,21 @@ def prepare(
     directory: Path | None = None,
     *,
     report: Callable[[], None] = lambda: None,
+    kind: type[TokenizedDataset] = TokenizedDataset,
 ) -> TokenizedDataset | None:
-    """Make a data set of all *rows*, whose samples *encode* makes and *policy* truncates.
+    """Make a data set of class *kind* of all *rows*, whose samples *encode* makes and *policy* truncates.
 
     With a *directory*, the data set is written there as :meth:`TokenizedDataset.save` would write it, and None is
     returned. *report* is called after the last row was tokenized. Raises :class:`RecipeError` for the first row that
     *encode* does not accept, and then for all samples that are too long.
     """
     num_rows = rows.num_rows
-    parts = _encoded_parts(rows, encode, policy, is_shared=directory is not None)
+    parts = _encoded_parts(rows, encode, policy, kind.group_size, is_shared=directory is not None)
     tokens = _Column("tokens", np.dtype(np.int32), directory)
     ends = _Column("ends", np.dtype(np.int64), directory)
     labelled = _Column("labelled", np.dtype(np.bool_), directory)
     used, lengths = [], []
+    numbers: list[float] = []
     counts = np.zeros(3, dtype=np.int64)
     with tokens, ends, labelled, _progress(rows.path, num_rows) as show:
         for part in parts:
@@ -77,17 +85,20 @@ def prepare(
             counts += part.counts
             used.append(part.used)
             lengths.append(part.lengths)
+            numbers += part.numbers
             show(part.num_rows)
     report()
     policy.require_short(np.concatenate(used), np.concatenate(lengths), rows.place)
     if directory is not None:
         np.save(directory / "counts.npy", counts)
+        save_numbers(directory, known_numbers(numbers))
         return None
-    return TokenizedDataset(tokens.array(), ends.array(), labelled.array(), counts)
+    known = known_numbers(numbers)
+    return kind(tokens.array(), ends.array(), labelled.array(), counts, known)
 
 
 def _encoded_parts(
-    rows: Rows, encode: Encode, policy: Truncation, *, is_shared: bool
+    rows: Rows, encode: Encode, policy: Truncation, group_size: int, *, is_shared: bool
 ) -> Iterator[Part]:
     """Yield the samples of all *rows* in parts.
 
@@ -95,7 +106,7 @@ def _encoded_parts(
     """
     num_rows = rows.num_rows
     known: dict[tuple[str, ...], bool] = {}
-    encode_range = partial(_encode_range, rows, encode, policy, known)
+    encode_range = partial(_encode_range, rows, encode, policy, group_size, known)
     # The first part is encoded here: without rows, this raises the error for that, and the workers inherit what
     # encoders find out once, with its log lines.
     first = min(ROWS_PER_PART, num_rows)
@@ -114,6 +125,7 @@ def _encode_range(
     rows: Rows,
     encode: Encode,
     policy: Truncation,
+    group_size: int,
     known: dict[tuple[str, ...], bool],
     start: int,
     stop: int,
@@ -123,16 +135,18 @@ def _encode_range(
     rejects = policy.policy == "error"
     remaining = []
     used, lengths = [], []
-    for number, sample in enumerate(samples, start):
-        if rejects and any(sample.labelled[1:]):
-            used.append(number)
-            lengths.append(len(sample.tokens))
+    for number in range(start, stop):
+        first = (number - start) * group_size
+        group = samples[first : first + group_size]
+        if rejects:
+            longest = longest_with_labels(group)
+            if longest:
+                used.append(number)
+                lengths.append(longest)
             # One error reports all of them after the last row.
-            if len(sample.tokens) > policy.seq_length:
+            if longest > policy.seq_length:
                 continue
-        truncated = truncation.apply(sample, partial(rows.place, number))
-        if truncated is not None:
-            remaining.append(truncated)
+        remaining += truncation.apply_to_group(group, partial(rows.place, number))
     counts = (truncation.num_cut, truncation.num_left_out, truncation.num_empty)
     sizes = [len(sample.tokens) for sample in remaining]
     return Part(
@@ -145,6 +159,7 @@ def _encode_range(
         counts=np.array(counts, dtype=np.int64),
         used=np.array(used, dtype=np.int64),
         lengths=np.array(lengths, dtype=np.int64),
+        numbers=[sample.number for sample in remaining],
     )
 
 

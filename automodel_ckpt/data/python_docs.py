@@ -1,7 +1,8 @@
 """Real text that is part of every Python installation, and a tokenizer trained on it: nothing is downloaded.
 
 :func:`language_modeling` is the language reference as shown by ``help()``; :func:`docstring_pairs` asks for the
-docstring of a function or class of the standard library. Both depend on the version of the interpreter. About a tenth
+docstring of a function or class of the standard library; :func:`preferences` prefers its first paragraph to the same
+words in another order. All of them depend on the version of the interpreter. About a tenth
 of the documents (topics of the reference, modules of the library), chosen by a hash of their names, is the validation
 split. Prepared data is kept in ``$AUTOMODEL_CKPT_CACHE``, else ``~/.cache/automodel_ckpt``.
 """
@@ -13,10 +14,11 @@ import hashlib
 import importlib
 import logging
 import os
+import random
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -24,7 +26,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from automodel_ckpt.data.arguments import require_choice
 from automodel_ckpt.data.cache import cached
 from automodel_ckpt.data.encoder import Encoder, blocks
-from automodel_ckpt.data.samples import prepared
+from automodel_ckpt.data.preference import PreferenceDataset
+from automodel_ckpt.data.samples import identity, prepared
 from automodel_ckpt.data.tokenized import TokenizedDataset
 from automodel_ckpt.data.truncation import Truncation
 from automodel_ckpt.errors import RecipeError
@@ -34,6 +37,8 @@ log = logging.getLogger(__name__)
 # Part of the tokenizer's cache key: increase it when _train makes another tokenizer.
 _FORMAT = 1
 _PAD, _BOS, _EOS = "<pad>", "<s>", "</s>"
+_FEWEST_WORDS = 6
+"""Words of a text that read differently in another order."""
 _SMALLEST_VOCABULARY = 256 + len((_PAD, _BOS, _EOS))
 _NOT_LIBRARY = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip"}
@@ -119,6 +124,63 @@ def docstring_pairs(
     dataset = dataset.first(max_samples)
     dataset.report_lengths(what)
     return dataset
+
+
+def preferences(
+    tokenizer: PreTrainedTokenizerBase,
+    seq_length: int = 96,
+    split: str = "train",
+    truncation: Literal["error", "right", "skip"] = "skip",
+    max_samples: int | None = None,
+) -> PreferenceDataset:
+    """Make a pair of each function or class with a docstring: its first paragraph is preferred to the shuffled words.
+
+    The prompt is the signature. The rejected answer has the words of the preferred one in another order, which depends
+    on the text alone. Paragraphs of fewer than 6 words are not used."""
+    policy = Truncation(truncation, seq_length)
+
+    def build() -> TokenizedDataset:
+        pairs = [pair for pair in _library_pairs(split) if _has_words(pair)]
+        prompts = [pair.prompt for pair in pairs]
+        encoder = Encoder(tokenizer)
+        chosen = encoder.pairs(prompts, [_paragraph(pair) for pair in pairs])
+        rejected = encoder.pairs(prompts, [_shuffled(_paragraph(pair)) for pair in pairs])
+        samples = [sample for both in zip(chosen, rejected, strict=True) for sample in both]
+        return policy.apply_to_all(samples, lambda number: pairs[number].where, PreferenceDataset)
+
+    require_choice("split", split, ("train", "validation"))
+    key = (_library_digest(), seq_length, split, truncation)
+    prepared_pairs = prepared(
+        "python_docs-preferences", key, tokenizer, build, kind=PreferenceDataset
+    )
+    dataset = cast("PreferenceDataset", prepared_pairs)
+    what = f"preferences ({split})"
+    dataset.report_truncation(what, seq_length)
+    dataset = dataset.first(max_samples)
+    dataset.report_lengths(what)
+    dataset.identity = identity(("python_docs-preferences", *key), tokenizer)
+    return dataset
+
+
+def _paragraph(pair: _Pair) -> str:
+    """The first paragraph of a docstring, with single spaces between its words."""
+    first, _, _ = pair.docstring.partition("\n\n")
+    return " ".join(first.split())
+
+
+def _has_words(pair: _Pair) -> bool:
+    return len(set(_paragraph(pair).split())) >= _FEWEST_WORDS
+
+
+def _shuffled(text: str) -> str:
+    """The words of a text in another order."""
+    words = text.split()
+    # Seeded by the text, so that a pair is the same in every process and for every selection of pairs.
+    generator = random.Random(text)
+    shuffled = list(words)
+    while shuffled == words:
+        generator.shuffle(shuffled)
+    return " ".join(shuffled)
 
 
 def _train(vocab_size: int) -> PreTrainedTokenizerFast:

@@ -19,6 +19,7 @@ from automodel_ckpt.data.row_files import RecordStream
 from automodel_ckpt.data.rows import OneRow
 from automodel_ckpt.data.sampler import derive_seed, permutation
 from automodel_ckpt.data.source import Source
+from automodel_ckpt.data.tokenized import TokenizedSample
 from automodel_ckpt.data.truncation import Truncation
 from automodel_ckpt.errors import RecipeError
 
@@ -114,17 +115,23 @@ class RowStream(IterableDataset[Row]):
         If truncation leaves no label, all labels are -100. With the policy ``error``, raises :class:`RecipeError` for a
         sample that is too long.
         """
+        [sample] = self.samples_of(row)
+        return with_labels(sample)
+
+    def samples_of(self, row: Row) -> list[TokenizedSample]:
+        """Tokenize and truncate the samples of a row. They have no labels if one of them has none left."""
         table = OneRow(self.source.path, row.number, row.content, row.place, self.rows.fields)
-        (sample,) = self.encode(table)
-        truncated = self.policy.apply(sample, lambda: table.place(0))
-        if truncated is None:
-            # A stream cannot skip a sample: the number of the samples after it is part of the data order.
+        samples = self.encode(table)
+        truncated = self.policy.apply_to_group(samples, lambda: table.place(0))
+        if truncated:
+            return truncated
+        # A stream cannot skip a sample: the number of the samples after it is part of the data order.
+        without_labels = []
+        for sample in samples:
             tokens = sample.tokens[: self.policy.seq_length]
-            return {"input_ids": tokens, "labels": [IGNORE_INDEX] * len(tokens)}
-        labels = []
-        for token, is_labeled in zip(truncated.tokens, truncated.labelled, strict=True):
-            labels.append(token if is_labeled else IGNORE_INDEX)
-        return {"input_ids": truncated.tokens, "labels": labels}
+            labelled = [False] * len(tokens)
+            without_labels.append(sample._replace(tokens=tokens, labelled=labelled))
+        return without_labels
 
     def report(self) -> None:
         """Log how many samples were truncated or have an empty completion since the last call."""
@@ -174,10 +181,24 @@ class RowStream(IterableDataset[Row]):
         return permutation(num_rows, derive_seed(seed, self._first), epoch, shuffle)
 
 
+def with_labels(sample: TokenizedSample) -> dict[str, list[int]]:
+    """Make ``{"input_ids": list[int], "labels": list[int]}`` of a sample."""
+    labels = []
+    for token, is_labeled in zip(sample.tokens, sample.labelled, strict=True):
+        labels.append(token if is_labeled else IGNORE_INDEX)
+    return {"input_ids": sample.tokens, "labels": labels}
+
+
 def row_stream(
-    source: Source, encode: Encode, policy: Truncation, *, block: int, max_samples: int | None
+    source: Source,
+    encode: Encode,
+    policy: Truncation,
+    *,
+    block: int,
+    max_samples: int | None,
+    kind: type[RowStream] = RowStream,
 ) -> RowStream:
-    """Make a stream of at most *max_samples* rows of *source*.
+    """Make a stream of class *kind* of at most *max_samples* rows of *source*.
 
     Logs how samples that are too long are handled, because their number is not known in advance.
     """
@@ -192,4 +213,4 @@ def row_stream(
         policy.seq_length,
         handling,
     )
-    return RowStream(rows, encode, policy, source, block)
+    return kind(rows, encode, policy, source, block)

@@ -261,6 +261,7 @@ def _hint_for(fields: Sequence[str]) -> str:
             {"conversations"},
             "automodel_ckpt.data.chat.messages, with messages_field: conversations",
         ),
+        ({"chosen", "rejected"}, "automodel_ckpt.data.preference.pairs"),
         ({"prompt", "completion"}, "automodel_ckpt.data.text.prompt_completion"),
         ({"text"}, "automodel_ckpt.data.text.text"),
     )

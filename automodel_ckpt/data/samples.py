@@ -35,6 +35,8 @@ def samples_of(
     shuffle_block: int,
     fields: Sequence[str] | None = None,
     template: str | None = None,
+    kind: type[TokenizedDataset] = TokenizedDataset,
+    stream_kind: type[RowStream] = RowStream,
 ) -> TokenizedDataset | RowStream:
     """Tokenize the rows of *source* with *encode*, and truncate the samples by *policy*; at most *max_samples*.
 
@@ -42,11 +44,19 @@ def samples_of(
     arguments. *template* describes how conversations are rendered. When the samples are prepared, the fields of the
     data that are not in *fields* are logged as unused. With *streaming*, nothing is cached: rows are read and tokenized
     during training, in the order of the source or (``dataloader.shuffle``) shuffled within blocks of *shuffle_block*
-    rows. Raises :class:`RecipeError` for data that cannot be read or tokenized.
+    rows. The result is of class *kind*, or with *streaming* of class *stream_kind*. Raises :class:`RecipeError` for
+    data that cannot be read or tokenized.
     """
     policy_key = (*key, policy.seq_length, policy.policy)
     if streaming:
-        stream = row_stream(source, encode, policy, block=shuffle_block, max_samples=max_samples)
+        stream = row_stream(
+            source,
+            encode,
+            policy,
+            block=shuffle_block,
+            max_samples=max_samples,
+            kind=stream_kind,
+        )
         # Names and sizes only: a digest of the content would read all files before the first step.
         stream.identity = identity((source.files_signature(), *policy_key), tokenizer)
         return stream
@@ -56,11 +66,11 @@ def samples_of(
             _report_unused(source, fields)
 
     def build(directory: Path | None) -> TokenizedDataset | None:
-        return prepare(source, encode, policy, directory, report=report)
+        return prepare(source, encode, policy, directory, report=report, kind=kind)
 
     # Without max_samples: the cache has all samples, of which first() takes some.
     whole_key = (source.fingerprint(), *policy_key)
-    dataset = _prepared(str(key[0]), whole_key, tokenizer, build)
+    dataset = _prepared(str(key[0]), whole_key, tokenizer, build, kind)
     dataset.report_truncation(source.path, policy.seq_length)
     dataset = dataset.first(max_samples)
     dataset.report_lengths(source.path)
@@ -80,10 +90,11 @@ def prepared(
     key: tuple[object, ...],
     tokenizer: PreTrainedTokenizerBase,
     build: Callable[[], TokenizedDataset],
+    kind: type[TokenizedDataset] = TokenizedDataset,
 ) -> TokenizedDataset:
     """Return the data set of *build* for *key* and *tokenizer*, read from the cache if it was prepared before.
 
-    A slow tokenizer has no digest of its content, so the cache is not used for it.
+    *kind* is its class. A slow tokenizer has no digest of its content, so the cache is not used for it.
     """
 
     def build_in(directory: Path | None) -> TokenizedDataset:
@@ -92,7 +103,7 @@ def prepared(
             dataset.save(directory)
         return dataset
 
-    return _prepared(name, key, tokenizer, build_in)
+    return _prepared(name, key, tokenizer, build_in, kind)
 
 
 def _prepared(
@@ -100,6 +111,7 @@ def _prepared(
     key: tuple[object, ...],
     tokenizer: PreTrainedTokenizerBase,
     build: Callable[[Path | None], TokenizedDataset | None],
+    kind: type[TokenizedDataset],
 ) -> TokenizedDataset:
     """Return the data set of *build*: written into a directory of the cache, or returned by ``build(None)``."""
     fingerprint = _fingerprint(tokenizer)
@@ -113,7 +125,7 @@ def _prepared(
         build(directory)
 
     whole_key = (_FORMAT, *key, fingerprint, tokenizers.__version__)
-    return TokenizedDataset.load(cached(name, whole_key, save))
+    return kind.load(cached(name, whole_key, save))
 
 
 def identity(key: tuple[object, ...], tokenizer: PreTrainedTokenizerBase) -> str:

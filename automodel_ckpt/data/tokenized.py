@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -14,18 +15,24 @@ import numpy.typing as npt
 from automodel_ckpt.data.arguments import at_most
 from automodel_ckpt.data.collate import IGNORE_INDEX
 from automodel_ckpt.data.length_summary import LengthSummary
+from automodel_ckpt.units import counted
 
 log = logging.getLogger(__name__)
 
 _FILES = ("tokens", "ends", "labelled", "counts")
+_NUMBERS = "numbers.npy"
 
 
 class TokenizedSample(NamedTuple):
-    """The tokens of a sample, whether each token has a label, and whether an answer in the sample has no text."""
+    """The tokens of a sample, whether each token has a label, and whether an answer in the sample has no text.
+
+    *number* is a number that the row has beside its text, such as a margin; NaN: it has none.
+    """
 
     tokens: list[int]
     labelled: list[bool]
     is_empty: bool = False
+    number: float = math.nan
 
     @classmethod
     def whole(cls, tokens: list[int]) -> TokenizedSample:
@@ -48,6 +55,10 @@ class TokenizedDataset:
     """
 
     draws_nothing = True
+    group_size: ClassVar[int] = 1
+    """Number of tokenized samples of a row; those of a row are skipped together."""
+    noun: ClassVar[str] = "sample"
+    """What an item is called in the log."""
     template: str | None = None
     """How conversations were rendered, in words; None for other samples."""
     identity: str | None = None
@@ -59,11 +70,14 @@ class TokenizedDataset:
         ends: npt.NDArray[np.int64],
         labelled: npt.NDArray[np.bool_],
         counts: npt.NDArray[np.int64],
+        numbers: npt.NDArray[np.float64] | None = None,
     ) -> None:
+        """*numbers* are those of the samples; None if no sample has one."""
         self.tokens = tokens
         self.ends = ends
         self.labelled = labelled
         self.counts = counts
+        self.numbers = numbers
 
     @classmethod
     def of(
@@ -72,7 +86,7 @@ class TokenizedDataset:
         num_cut: int = 0,
         num_left_out: int = 0,
         num_empty: int = 0,
-    ) -> TokenizedDataset:
+    ) -> Self:
         """Make a data set of *samples*.
 
         *num_cut* of them were truncated and *num_empty* have an empty completion; *num_left_out* more were skipped.
@@ -84,30 +98,37 @@ class TokenizedDataset:
         labelled = np.fromiter(all_labelled, dtype=np.bool_)
         ends = np.cumsum(lengths, dtype=np.int64)
         counts = np.array([num_cut, num_left_out, num_empty], dtype=np.int64)
-        return cls(tokens, ends, labelled, counts)
+        numbers = known_numbers([sample.number for sample in samples])
+        return cls(tokens, ends, labelled, counts, numbers)
 
     @classmethod
-    def load(cls, directory: Path) -> TokenizedDataset:
+    def load(cls, directory: Path) -> Self:
         """Load a data set that :meth:`save` wrote; its arrays are memory-mapped."""
-        arrays = []
+        arrays: list[npt.NDArray[Any]] = []
         for name in _FILES:
             # np.load rejects pickled objects by default: a cache that others can write must not run
             # code.
             mapped = np.load(directory / f"{name}.npy", mmap_mode="r")
             # A plain array over the mapping: numpy's memmap class takes ten times as long to slice.
             arrays.append(np.asarray(mapped))
-        return cls(*arrays)
+        numbers = None
+        if (directory / _NUMBERS).exists():
+            numbers = np.load(directory / _NUMBERS)
+        tokens, ends, labelled, counts = arrays
+        return cls(tokens, ends, labelled, counts, numbers)
 
     def save(self, directory: Path) -> None:
         """Write the arrays as ``.npy`` files into an existing directory."""
         for name in _FILES:
             np.save(directory / f"{name}.npy", getattr(self, name))
+        save_numbers(directory, self.numbers)
 
-    def first(self, max_samples: int | None) -> TokenizedDataset:
-        """Return a data set of the first *max_samples* samples (None: all), which shares the arrays."""
-        num_samples = at_most(max_samples, len(self))
+    def first(self, max_samples: int | None) -> Self:
+        """Return a data set of the first *max_samples* items (None: all), which shares the arrays."""
+        num_samples = at_most(max_samples, len(self)) * self.group_size
         # The counts remain those of all samples: report them before.
-        return TokenizedDataset(self.tokens, self.ends[:num_samples], self.labelled, self.counts)
+        ends = self.ends[:num_samples]
+        return type(self)(self.tokens, ends, self.labelled, self.counts, self.numbers)
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
@@ -117,13 +138,17 @@ class TokenizedDataset:
     @property
     def summary(self) -> LengthSummary:
         """The lengths of the samples, and how many of their tokens have a label."""
-        num_tokens = int(self.ends[-1]) if len(self) else 0
+        num_tokens = int(self.ends[-1]) if len(self.ends) else 0
         return LengthSummary.of(self.lengths, int(self.labelled[:num_tokens].sum()))
 
     def __len__(self) -> int:
         return len(self.ends)
 
-    def __getitem__(self, index: int) -> dict[str, list[int]]:
+    def __getitem__(self, index: int) -> Any:
+        return self.sample(index)
+
+    def sample(self, index: int) -> dict[str, list[int]]:
+        """Return a tokenized sample. Raises IndexError if there is none with this index."""
         # IndexError also ends an iteration over this class, which has no __iter__.
         if not 0 <= index < len(self.ends):
             raise IndexError(index)
@@ -141,18 +166,33 @@ class TokenizedDataset:
         cut, left_out, empty = self.counts.tolist()
         if empty:
             log.warning(
-                "%s: %d of %d samples have an empty completion: only the end token is trained on",
+                "%s: %d of %d %ss have an empty completion: only the end token is trained on",
                 what,
                 empty,
                 len(self),
+                self.noun,
             )
         if cut or left_out:
             log.warning(
-                "%s: %d of %d samples were truncated to seq_length %d, "
+                "%s: %d of %d %ss were truncated to seq_length %d, "
                 "%d more were skipped because no label remained or they are too long",
-                *(what, cut, len(self), seq_length, left_out),
+                *(what, cut, len(self), self.noun, seq_length, left_out),
             )
 
     def report_lengths(self, what: str) -> None:
         """Log the number of samples, their lengths, and their tokens. *what* is the name of the data in the log."""
+        if self.group_size > 1:
+            what = f"{what}: {counted(len(self), self.noun)}"
         log.info("%s: %s", what, self.summary)
+
+
+def known_numbers(numbers: Sequence[float]) -> npt.NDArray[np.float64] | None:
+    """Return the *numbers* of samples as an array; None if all are NaN."""
+    array = np.array(numbers, dtype=np.float64)
+    return None if np.isnan(array).all() else array
+
+
+def save_numbers(directory: Path, numbers: npt.NDArray[np.float64] | None) -> None:
+    """Write the *numbers* of samples beside their tokens, if there are any."""
+    if numbers is not None:
+        np.save(directory / _NUMBERS, numbers)

@@ -78,26 +78,48 @@ class Truncation:
         self.num_cut += 1
         tokens = sample.tokens[: self.seq_length]
         labelled = sample.labelled[: self.seq_length]
-        return TokenizedSample(tokens, labelled)
+        return TokenizedSample(tokens, labelled, number=sample.number)
+
+    def apply_to_group(
+        self, samples: Sequence[TokenizedSample], where: Callable[[], str]
+    ) -> list[TokenizedSample]:
+        """Return the samples of a row, truncated if needed; none of them if one of them is to be skipped.
+
+        They count as one sample. For errors see :meth:`apply`.
+        """
+        counted = Truncation(self.policy, self.seq_length)
+        remaining = []
+        for sample in samples:
+            truncated = counted.apply(sample, where)
+            if truncated is None:
+                self.num_left_out += 1
+                return []
+            remaining.append(truncated)
+        self.num_cut += counted.num_cut > 0
+        self.num_empty += counted.num_empty > 0
+        return remaining
 
     def apply_to_all(
-        self, samples: Sequence[TokenizedSample], where: Callable[[int], str]
+        self,
+        samples: Sequence[TokenizedSample],
+        where: Callable[[int], str],
+        kind: type[TokenizedDataset] = TokenizedDataset,
     ) -> TokenizedDataset:
-        """Make a data set of the truncated *samples*, without those that have no label left.
+        """Make a data set of class *kind* of the truncated *samples*, without those that have no label left.
 
-        ``where(n)`` is the location of sample n in the data. With the policy ``error``, one :class:`RecipeError`
+        ``where(n)`` is the location of row n in the data. With the policy ``error``, one :class:`RecipeError`
         reports all samples that are too long.
         """
+        size = kind.group_size
+        groups = [samples[start : start + size] for start in range(0, len(samples), size)]
         if self.policy == "error":
-            used = [number for number, sample in enumerate(samples) if any(sample.labelled[1:])]
-            lengths = [len(samples[number].tokens) for number in used]
-            self.require_short(np.array(used, np.int64), np.array(lengths, np.int64), where)
+            longest = np.array([longest_with_labels(group) for group in groups], np.int64)
+            used = np.flatnonzero(longest)
+            self.require_short(used, longest[used], where)
         remaining = []
-        for number, sample in enumerate(samples):
-            truncated = self.apply(sample, partial(where, number))
-            if truncated is not None:
-                remaining.append(truncated)
-        return TokenizedDataset.of(remaining, self.num_cut, self.num_left_out, self.num_empty)
+        for number, group in enumerate(groups):
+            remaining += self.apply_to_group(group, partial(where, number))
+        return kind.of(remaining, self.num_cut, self.num_left_out, self.num_empty)
 
     def require_short(
         self,
@@ -107,7 +129,7 @@ class Truncation:
     ) -> None:
         """Raise one :class:`RecipeError` for all samples with labels that are longer than ``seq_length``.
 
-        *used* are the numbers of the samples with labels, *lengths* the numbers of their tokens.
+        *used* are the rows of the samples with labels, *lengths* the numbers of tokens of the longest one of each.
         """
         too_long = np.flatnonzero(lengths > self.seq_length)
         if not len(too_long):
@@ -130,3 +152,10 @@ class Truncation:
             hint=f"increase dataset.seq_length to {longest}, set dataset.truncation right to truncate such samples, "
             "or remove them",
         )
+
+
+def longest_with_labels(group: Sequence[TokenizedSample]) -> int:
+    """Return the number of tokens of the longest sample of a row that has a label; 0 if none has."""
+    # The first token is never predicted.
+    lengths = [len(sample.tokens) for sample in group if any(sample.labelled[1:])]
+    return max(lengths, default=0)

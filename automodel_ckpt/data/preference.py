@@ -1,0 +1,178 @@
+"""Preference data: pairs of a preferred and a rejected answer to the same prompt, and their micro-batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, cast
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from automodel_ckpt.data.micro_batches import Collate
+from automodel_ckpt.data.pair_encoder import PairEncoder
+from automodel_ckpt.data.preference_rows import (
+    CHOSEN,
+    PROMPT,
+    REJECTED,
+    SYSTEM,
+    PreferenceEncoder,
+    PreferenceFields,
+)
+from automodel_ckpt.data.row_stream import DEFAULT_BLOCK, Row, RowStream, with_labels
+from automodel_ckpt.data.samples import samples_of
+from automodel_ckpt.data.source import Source
+from automodel_ckpt.data.tokenized import TokenizedDataset
+from automodel_ckpt.data.truncation import Truncation
+from automodel_ckpt.errors import RecipeError
+
+MARGIN = "margin"
+"""Name of the margins of pairs, in samples and in micro-batches."""
+
+
+def pairs(
+    tokenizer: PreTrainedTokenizerBase,
+    path: str | list[str],
+    seq_length: int | None = 2048,
+    prompt_field: str = "prompt",
+    chosen_field: str = "chosen",
+    rejected_field: str = "rejected",
+    margin_field: str = "margin",
+    system_field: str | None = None,
+    as_chat: Literal["auto"] | bool = False,
+    chat_template: str | None = None,
+    template_kwargs: dict[str, Any] | None = None,
+    truncation: Literal["error", "right", "skip"] = "error",
+    max_samples: int | None = None,
+    name: str | None = None,
+    split: str = "train",
+    revision: str | None = None,
+    streaming: bool = False,
+    shuffle_block: int = DEFAULT_BLOCK,
+) -> PreferenceDataset | PreferenceStream:
+    """Make one pair per row: the prompt with its preferred answer, and the prompt with its rejected answer.
+
+    Only the answers and their end tokens have labels. Prompt and answers are texts, which are concatenated unchanged,
+    or Jinja templates of fields, such as ``"{{ question }}\\nAnswer: "``. They may also be lists of messages, or single
+    messages, of ``{"role", "content", ...}`` or ShareGPT's ``{"from", "value"}``; if one of them is, a text is a
+    message of the user (the prompt) or of the assistant (an answer). Messages are rendered by *chat_template* with
+    *template_kwargs* (:func:`~automodel_ckpt.data.chat.messages`); a field ``tools`` is passed to the template. With
+    *as_chat*, texts are rendered so too, after the text of *system_field* if it is set; with ``auto``, only if the
+    tokenizer has a chat template.
+
+    Data without the field ``prompt`` has whole conversations in both fields: the messages that both begin with, or the
+    words of a text, are the prompt. Rows with two equal answers are skipped.
+
+    Raises :class:`RecipeError` with the location of a row whose fields are neither text nor messages, that the template
+    cannot render, or whose margin is not a number.
+    """
+    fields = PreferenceFields(
+        prompt_field, chosen_field, rejected_field, system_field, margin_field
+    )
+
+    def encoder_of(answer: str) -> PairEncoder:
+        return PairEncoder(
+            tokenizer,
+            PROMPT,
+            answer,
+            SYSTEM if system_field is not None else None,
+            as_chat,
+            chat_template,
+            dict(template_kwargs or {}),
+            "completion",
+        )
+
+    encoder = PreferenceEncoder(fields, encoder_of(CHOSEN), encoder_of(REJECTED))
+    dataset = samples_of(
+        Source.of(path, name, split, revision),
+        tokenizer,
+        encoder.encode,
+        Truncation.of(truncation, seq_length),
+        fields=fields.names,
+        key=encoder.key,
+        max_samples=max_samples,
+        streaming=streaming,
+        shuffle_block=shuffle_block,
+        kind=PreferenceDataset,
+        stream_kind=PreferenceStream,
+    )
+    return cast("PreferenceDataset | PreferenceStream", dataset)
+
+
+class PreferenceDataset(TokenizedDataset):
+    """A map-style data set of pairs, ``{"chosen": sample, "rejected": sample}``, with ``"margin"`` if the data has it.
+
+    Tokenized sample 2 i is the preferred one of pair i, and 2 i + 1 the rejected one.
+    """
+
+    # A promise is not inherited: a subclass could draw random numbers.
+    draws_nothing = True
+    group_size: ClassVar[int] = 2
+    noun: ClassVar[str] = "pair"
+
+    def __len__(self) -> int:
+        return len(self.ends) // 2
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        margin = math.nan if self.numbers is None else float(self.numbers[2 * index])
+        return _pair(self.sample(2 * index), self.sample(2 * index + 1), margin)
+
+
+class PreferenceStream(RowStream):
+    """A :class:`RowStream` whose rows are pairs, in the form of :class:`PreferenceDataset`."""
+
+    def prepare(self, row: Row) -> dict[str, Any]:
+        """Tokenize the pair of a row. If truncation leaves one sample without a label, both have none."""
+        chosen, rejected = self.samples_of(row)
+        return _pair(with_labels(chosen), with_labels(rejected), chosen.number)
+
+
+def _pair(chosen: dict[str, Any], rejected: dict[str, Any], margin: float) -> dict[str, Any]:
+    pair: dict[str, Any] = {CHOSEN: chosen, REJECTED: rejected}
+    if not math.isnan(margin):
+        pair[MARGIN] = margin
+    return pair
+
+
+class PreferenceCollator:
+    """Makes a micro-batch of pairs: row 2 i of its tensors is the preferred answer of pair i, 2 i + 1 the rejected one.
+
+    *collate_fn* makes the tensors of the rows. A pair is ``{"chosen": sample, "rejected": sample}``; numbers beside
+    them, such as ``margin``, become float32 tensors [pairs] under the same names, with NaN for pairs that lack them.
+    Raises :class:`RecipeError` for samples that are not pairs.
+    """
+
+    # A promise about this class; that of collate_fn is examined as well.
+    draws_nothing = True
+
+    def __init__(self, collate_fn: Collate) -> None:
+        self.collate_fn = collate_fn
+
+    def __call__(self, pairs: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        rows = []
+        names: dict[str, None] = {}
+        for pair in pairs:
+            _require_pair(pair)
+            rows += [pair[CHOSEN], pair[REJECTED]]
+            names.update(dict.fromkeys(pair))
+        batch = dict(self.collate_fn(rows))
+        for name in names:
+            if name not in (CHOSEN, REJECTED):
+                numbers = [pair.get(name, math.nan) for pair in pairs]
+                batch[name] = torch.tensor(numbers, dtype=torch.float32)
+        return batch
+
+
+def _require_pair(pair: object) -> None:
+    if isinstance(pair, Mapping) and {CHOSEN, REJECTED} <= pair.keys():
+        return
+    found = ", ".join(pair) if isinstance(pair, Mapping) else type(pair).__name__
+    raise RecipeError(
+        "a sample is not a pair of a preferred and a rejected answer",
+        where="dataset",
+        value=found,
+        hint="use a builder of pairs, such as automodel_ckpt.data.preference.pairs, or return "
+        '{"chosen": {"input_ids": [...], "labels": [...]}, "rejected": {...}}',
+    )
