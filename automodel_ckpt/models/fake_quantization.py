@@ -97,7 +97,7 @@ class FakeQuantization:
         self.enabled = start_step == 0
         base: Any = model
         decoder = base.get_decoder()
-        _check_no_experts(model, name)
+        _check_no_experts(decoder, name)
         self.num_layers, skipped = 0, 0
         for module in decoder.modules():
             if not isinstance(module, nn.Linear):
@@ -143,15 +143,19 @@ class FakeQuantization:
         return output
 
 
-def _check_no_experts(model: nn.Module, name: str) -> None:
-    for parameter_name, parameter in model.named_parameters():
-        if parameter.dim() == _EXPERTS:
-            raise RecipeError(
-                "quantization-aware training does not support fused experts",
-                where=f"{_WHERE}.scheme",
-                value=f"{name}; {parameter_name}",
-                hint="remove the section qat, and quantize the export: ckpt export --to compressed-tensors",
-            )
+def _check_no_experts(decoder: nn.Module, name: str) -> None:
+    for module_name, module in decoder.named_modules():
+        if isinstance(module, nn.Conv1d):
+            # Its kernel [out, in, width] has three dimensions, too. The linear attention of Qwen3-Next has one.
+            continue
+        for parameter_name, parameter in module.named_parameters(recurse=False):
+            if parameter.dim() == _EXPERTS:
+                raise RecipeError(
+                    "quantization-aware training does not support fused experts",
+                    where=f"{_WHERE}.scheme",
+                    value=f"{name}; {module_name}.{parameter_name}",
+                    hint="remove the section qat, and quantize the export: ckpt export --to compressed-tensors",
+                )
 
 
 class _QuantizedLinear(torch.autograd.Function):

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.fake_quantization import SCHEMES, FakeQuantization, Grid
 from tests.distributed.test_training import lines_of_steps, run
+from tests.support.mtp import HYBRID
 from tests.support.parallel import model_of
 from tests.support.training import RECIPE, VALIDATION
 
@@ -143,6 +144,20 @@ def test_the_validation_loss_is_that_of_the_quantized_export(tmp_path: Path) -> 
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     settings = json.loads((tmp_path / "W8A8/config.json").read_text())
     assert settings["quantization_config"]["format"] == "int-quantized"
+
+
+def test_the_convolutions_of_linear_attention_keep_their_precision() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    config = CONFIG_MAPPING["qwen3_5_text"](**sizes, **heads, **HYBRID)
+    model: Any = AutoModelForCausalLM.from_config(config)
+    linear_layers = [each for each in model.model.modules() if isinstance(each, torch.nn.Linear)]
+    convolutions = [each for each in model.modules() if isinstance(each, torch.nn.Conv1d)]
+    assert FakeQuantization(model, "W8A8", None, start_step=0).num_layers == len(linear_layers)
+    assert len(convolutions) == 1
+    assert "forward" in vars(linear_layers[0]) and "forward" not in vars(convolutions[0])
+    model(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.sum().backward()
+    assert convolutions[0].weight.grad is not None
 
 
 def test_models_that_cannot_be_quantized_are_rejected() -> None:
