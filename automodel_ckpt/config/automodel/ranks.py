@@ -110,7 +110,11 @@ def _strategy(section: Section, node: Node) -> None:
 
 
 def _precision(section: Section, *, is_ddp: bool) -> None:
-    """Translate the precision of the forward pass. AutoModel's FSDP2 computes in bfloat16 unless it is configured."""
+    """Translate the precision of the forward pass.
+
+    Without ``mp_policy``, AutoModel computes in bfloat16 with FSDP2, and in the data type of the weights with DDP
+    (``components/distributed/config.py`` and ``ddp.py``, revision 36044ad3d).
+    """
     policy = section.inner("mp_policy")
     node = policy.take("param_dtype")
     if node is not None:
@@ -118,8 +122,8 @@ def _precision(section: Section, *, is_ddp: bool) -> None:
         if value == "float32":
             value = "null"
         section.put("mixed_precision", Node(value, node.origin), was="mp_policy.param_dtype")
-    elif not is_ddp and policy.node is None:
-        section.put_default("mixed_precision", "bfloat16")
+    elif policy.node is None:
+        section.put_default("mixed_precision", "none" if is_ddp else "bfloat16")
     apply_rows(
         (
             NoEffect("_target_", "output_dtype", "cast_forward_inputs"),

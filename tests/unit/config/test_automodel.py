@@ -180,7 +180,7 @@ TRANSLATED: list[tuple[str, str, Any]] = [
     ),
     ("distributed:\n  strategy: fsdp2\n", "distributed.strategy", "auto"),
     ("distributed:\n  strategy: ddp\n", "distributed.strategy", "ddp"),
-    ("distributed:\n  strategy: ddp\n", "distributed.mixed_precision", "auto"),
+    ("distributed:\n  strategy: ddp\n", "distributed.mixed_precision", "none"),
     ("", "distributed.mixed_precision", "bfloat16"),
     (
         (
