@@ -12,7 +12,8 @@ import fnmatch
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeVar
 
@@ -174,6 +175,20 @@ def widen_trained(model: nn.Module) -> None:
         if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
             # The parameter stays the same object, so that ties are kept.
             parameter.data = parameter.data.float()
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Let *model* compute as its base does: without its adapters, and with the base's copies of saved modules."""
+    # peft's disable_adapter() also changes which parameters need gradients, and forgets what it was before.
+    layers: list[Any] = [each for each in model.modules() if hasattr(each, "_disable_adapters")]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def find_modules(

@@ -218,7 +218,7 @@ class LossHead(ComputesLoss, nn.Linear):
         return loss_pass.output_for(loss_pass.summed(loss_of, hidden))
 
     def _loss_in_parts(self, input: DTensor, loss_pass: LossPass) -> torch.Tensor:
-        """The loss if tensor parallel ranks have different rows of the vocabulary; equal on all ranks. Collective."""
+        """The losses if tensor parallel ranks have different rows of the vocabulary; equal on all ranks. Collective."""
         mesh, weight, positions = input.device_mesh, self.weight, loss_pass.positions
         assert isinstance(weight, DTensor) and positions is not None
         # The gradient of a rank covers its rows of the vocabulary only, so the hidden states get partial sums.
@@ -229,17 +229,20 @@ class LossHead(ComputesLoss, nn.Linear):
             len(weight), mesh.size(), mesh.get_local_rank()
         )
         largest_part = math.ceil(len(weight) / mesh.size())
-        part = VocabularyPart(mesh.get_group(), first, largest_part)
-        loss = linear_cross_entropy(
-            hidden,
-            weight.to_local(),
-            bias,
-            loss_pass.targets,
-            part,
-            self.transform,
-            loss_pass.hits,
-        )
-        output = loss_pass.output_for(loss)
+        vocabulary = VocabularyPart(mesh.get_group(), first, largest_part)
+
+        def loss_of(part: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return linear_cross_entropy(
+                part,
+                weight.to_local(),
+                bias,
+                labels,
+                vocabulary,
+                self.transform,
+                loss_pass.hits,
+            )
+
+        output = loss_pass.output_for(loss_pass.summed(loss_of, hidden))
         return DTensor.from_local(output, mesh, [Replicate()], run_check=False)
 
 

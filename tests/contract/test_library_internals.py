@@ -45,6 +45,8 @@ PRIVATE_NAMES: dict[str, str] = {
     "_profiler_enabled": "torch._C._autograd",
     "_last_lr": "torch.optim.lr_scheduler.LRScheduler",
     "_step_count": "torch.optim.lr_scheduler.LRScheduler",
+    # What peft's disable_adapter() sets.
+    "_disable_adapters": "peft.tuners.tuners_utils.BaseTunerLayer",
     # Process groups, stores, pipelines and compilation.
     "_C": "torch",
     "_get_default_store": "torch.distributed.distributed_c10d",

@@ -1,0 +1,221 @@
+"""What recipes that learn from preferences share: log-probabilities of answers, and the reference model.
+
+The reference is the model that the trained one is compared with: by default the one that training starts from. It is a
+second :class:`~automodel_ckpt.recipes.trainable.Trainable`. With adapters, it is the base with the adapters disabled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from automodel_ckpt.config.schema import ModelConfig, RecipeConfig, Target
+from automodel_ckpt.distributed.parallelize import reshard
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.adapter import without_adapters
+from automodel_ckpt.models.forward import logits_of
+from automodel_ckpt.recipes.init_from import start_from
+from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.recipes.objective import Objective, Tensors
+from automodel_ckpt.recipes.trainable import Trainable
+from automodel_ckpt.training.loss import (
+    IGNORE_INDEX,
+    WHOLE,
+    in_numpy,
+    labelled_positions,
+    shift_labels,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The frozen model that the trained one is compared with.
+
+    *adapters* is the trained model if the reference is its base; None: the reference is another model.
+    """
+
+    trainable: Trainable
+    adapters: nn.Module | None = None
+
+    @contextmanager
+    def ready(self) -> Iterator[Trainable]:
+        """Yield the reference, in evaluation mode and without gradients, and leave the trained model as it was."""
+        if self.adapters is None:
+            with torch.no_grad():
+                yield self.trainable
+            # Without a backward pass, FSDP2 would leave the root's parameters gathered.
+            reshard(self.trainable.model)
+            return
+        with evaluation_pass(self.adapters), without_adapters(self.adapters):
+            yield self.trainable
+
+
+@contextmanager
+def evaluation_pass(model: nn.Module) -> Iterator[None]:
+    """Run *model* without gradients and without dropout; on exit, restore its mode."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
+class PreferenceObjective(Objective):
+    """Computes log-probabilities of answers, of the trained model and of its :attr:`reference`."""
+
+    reference: Reference
+
+    def log_probs(self, rows: Tensors, trainable: Trainable | None = None) -> torch.Tensor:
+        """Compute the log-probability [B] of the labeled tokens of each row, in float32 or float64.
+
+        They are those of the trained model, or of *trainable*. A row without labels has log-probability 0.
+        """
+        trainable = trainable or self.trainable
+        inputs = self._inputs(rows, None)
+        if trainable.loss_head is None:
+            output = trainable.forward(inputs)
+            self._note(trainable, output, rows)
+            logits = logits_of(output)
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            labels = self._on_device(shift_labels(rows["labels"]))
+            losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+            return -losses.sum(dim=1)
+        positions, targets = labelled_positions(rows["labels"])
+        assert positions is not None
+        # The output layer sums the losses of groups of positions: a group is a row.
+        loss_pass = trainable.loss_head.computing_loss(
+            self._on_device(positions), self._on_device(targets), _labels_per_row(rows["labels"])
+        )
+        with loss_pass:
+            output = trainable.forward(inputs)
+        self._note(trainable, output, rows)
+        return -loss_pass.loss_in(output)
+
+    def _note(self, trainable: Trainable, output: Any, rows: Tensors) -> None:
+        """Keep what the router's loss of the trained model needs."""
+        if trainable is self.trainable:
+            self._note_routing(output, rows, WHOLE)
+
+    def reference_log_probs(self, rows: Tensors) -> torch.Tensor:
+        """Compute :meth:`log_probs` of the reference, without gradients."""
+        with self.reference.ready() as reference:
+            return self.log_probs(rows, reference)
+
+
+def _labels_per_row(labels: torch.Tensor) -> Sequence[int]:
+    """The number of predicted labels in each row of [B, T]."""
+    counts = np.count_nonzero(in_numpy(labels)[:, 1:] != IGNORE_INDEX, axis=1)
+    return counts.tolist()  # type: ignore[no-any-return]
+
+
+def has_labels(labels: torch.Tensor) -> torch.Tensor:
+    """Whether each row of [B, T] has a label that is predicted: a bool tensor [B]."""
+    return (labels[:, 1:] != IGNORE_INDEX).any(dim=1)
+
+
+class PreferenceFinetune(LLMFinetune):
+    """Trains a language model in comparison with a frozen reference model. A subclass defines the loss."""
+
+    shares_rows: ClassVar[bool] = False
+    reference: Reference
+
+    def reference_name(self) -> str | None:
+        """The directory or Hub name of the reference model; None: the model that training starts from."""
+        raise NotImplementedError
+
+    def build(self) -> None:
+        """Create what the fine-tuning of a language model needs, and the reference model."""
+        check_rows(self.config)
+        check_base(self.config, self.reference_name())
+        super().build()
+        self.reference = self.build_reference()
+
+    def build_reference(self) -> Reference:
+        """Build the reference model. With adapters, the reference is their base, unless another one is named."""
+        name, config = self.reference_name(), self.config
+        if name is None and config.peft is not None:
+            return Reference(self.trainable, self.trainable.model)
+        if name is not None:
+            section = config.model
+            # A model by _target_ has no other name.
+            assert isinstance(section, ModelConfig)
+            other = replace(section, from_pretrained=name, from_config=None, revision=None)
+            config = replace(config, model=other, peft=None)
+            return Reference(self.build_trainable(config, is_trained=False))
+        reference = Reference(self.build_trainable(is_trained=False))
+        self._start_reference(reference)
+        return reference
+
+    def _start_reference(self, reference: Reference) -> None:
+        """Give *reference* the weights that the trained model gets from ``init_from``."""
+        section, model = self.config.init_from, self.config.model
+        if not section or self.is_dry_run:
+            return
+        start_from(
+            section,
+            {"model": reference.trainable.model},
+            ranks=self.layout,
+            group=self.layout.gloo_group,
+            resizable=reference.trainable.resized,
+            new_rows=model.new_tokens if isinstance(model, ModelConfig) else "mean",
+            verify=self.config.checkpoint.verify,
+        )
+
+    def build_objective(self) -> Objective:
+        """Build the objective, with the reference model."""
+        objective = super().build_objective()
+        assert isinstance(objective, PreferenceObjective)
+        objective.reference = self.reference
+        return objective
+
+
+def check_rows(config: RecipeConfig) -> None:
+    """Raise :class:`RecipeError` for sections that the loss of complete answers does not support."""
+    model = config.model
+    found: list[tuple[str, Any, str]] = []
+    if config.packed_sequence is not None:
+        found.append(
+            ("packed_sequence", config.packed_sequence.size, "each answer needs a row of its own")
+        )
+    if config.distributed.cp_size not in (None, 1):
+        found.append(
+            ("distributed.cp_size", config.distributed.cp_size, "the loss needs complete rows")
+        )
+    if config.loss_fn is not None:
+        found.append(("loss_fn", config.loss_fn._target_, "this recipe has its own loss"))
+    if isinstance(model, ModelConfig) and model.mtp is not None:
+        found.append(("model.mtp", "a section", "the loss is that of complete answers"))
+    for key, value, reason in found:
+        raise RecipeError(
+            f"this recipe does not support this key: {reason}",
+            where=key,
+            value=value,
+            hint=f"remove {key}",
+        )
+
+
+def check_base(config: RecipeConfig, reference: str | None) -> None:
+    """Raise :class:`RecipeError` if the *reference* (a name, or None for the start of training) cannot be built."""
+    if reference is not None and isinstance(config.model, Target):
+        raise RecipeError(
+            "the reference of a model by _target_ is the model that training starts from",
+            where=f"{config.recipe}.reference",
+            value=reference,
+            hint="remove the key",
+        )
+    if reference is None and config.peft is not None and config.peft.bias != "none":
+        raise RecipeError(
+            "the reference is the base of the adapters, and this option trains biases of the base",
+            where="peft.bias",
+            value=config.peft.bias,
+            hint=f"remove peft.bias, or name the reference model in {config.recipe}.reference",
+        )
