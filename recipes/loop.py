@@ -7,7 +7,7 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -52,6 +52,7 @@ from automodel_ckpt.recipes.validation_metrics import (
     metric_name,
     metric_names,
 )
+from automodel_ckpt.recipes.weight_average import WeightAverage
 from automodel_ckpt.training.lr import current_rate
 from automodel_ckpt.training.optim import (
     check_sharding_support,
@@ -102,9 +103,11 @@ class TrainingLoop:
         saves: Saves,
         run_log: RunLog,
         completions: Completions | None = None,
+        weight_average: WeightAverage | None = None,
     ) -> None:
         """*validation_batches* reads the validation set from its start; None if there is none. *validation_sets* reads
-        the sets of ``validation_datasets`` by name. *completions* generates text after each validation."""
+        the sets of ``validation_datasets`` by name. *completions* generates text after each validation.
+        *weight_average* follows the weights (section ``ema``)."""
         self.config = config
         self.layout = layout
         self.stop_request = stop_request
@@ -122,6 +125,7 @@ class TrainingLoop:
         self.saves = saves
         self.run_log = run_log
         self.completions = completions
+        self.weight_average = weight_average
         self.measures = measures_of(type(objective), config.loss_fn)
         self.profiler = build_profiler(config, layout)
         self.runs_ahead = self.queues_work()
@@ -284,6 +288,9 @@ class TrainingLoop:
         # Read before the schedule moves on: the log has the rate that this step used.
         lr = current_rate(self.optimizer)
         loss_sum, grad_norm = self.train_step(batch, control)
+        # Without labels, the step changed no weight.
+        if self.weight_average is not None and control.count:
+            self.weight_average.update(self.step_scheduler.step + 1, grad_norm)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         return self.finish_step(batch, self._launch(batch, control, lr, start, loss_sum, grad_norm))
@@ -646,23 +653,41 @@ class TrainingLoop:
         if (save or is_best) and self.step_scheduler.unsaved:
             self.saves.save(losses, validated=validation is not None, started=started, last=last)
 
+    @contextmanager
+    def validated_weights(self) -> Iterator[None]:
+        """Within the context, the model has the weights that validations measure: with ``ema.validate`` the average."""
+        section = self.config.ema
+        if self.weight_average is None or section is None or not section.validate:
+            yield
+            return
+        if self.checkpointer is not None:
+            # An asynchronous save may still be copying the weights.
+            self.checkpointer.await_copies()
+        with self.weight_average.in_model():
+            yield
+
     def _validated(self) -> Validation | None:
-        validation = self.validate()
-        if validation is None:
-            return None
+        scheduler = self.step_scheduler
+        with self.validated_weights():
+            validation = self.validate()
+            if validation is None:
+                return None
+            self._log_validation(validation)
+            if self.completions is not None:
+                self.run_log.log_completions(scheduler, self.completions.at(scheduler.step))
+        return validation
+
+    def _log_validation(self, validation: Validation) -> None:
         scheduler = self.step_scheduler
         scheduler.note_validated()
         figures = self.run_log.figures(
             {"train_loss": self.last_step.loss if self.last_step else None}
         )
-        text = (
-            f"step {scheduler.step}: validation loss {validation_text(validation, self.measures)}"
-        )
+        of = " of the average" if self.config.ema is not None and self.config.ema.validate else ""
+        measured = validation_text(validation, self.measures)
+        text = f"step {scheduler.step}: validation loss{of} {measured}"
         log.info("%s", f"{text}; {figures}" if figures else text)
         self.run_log.log_validation(scheduler, validation)
-        if self.completions is not None:
-            self.run_log.log_completions(scheduler, self.completions.at(scheduler.step))
-        return validation
 
     def make_up_validation(self) -> None:
         """Run the validation that a stop prevented before the present start; the step's checkpoint exists already.

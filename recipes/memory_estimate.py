@@ -44,6 +44,7 @@ from automodel_ckpt.recipes.precision import resolve_precision
 from automodel_ckpt.recipes.recipe import Recipe
 from automodel_ckpt.recipes.step_trace import HeadMemory, StepTrace, checkpointing, traced_step
 from automodel_ckpt.recipes.trainable import activation_mode, compute_dtype
+from automodel_ckpt.recipes.weight_average import average_bytes
 from automodel_ckpt.training.metrics import PeakMemory
 from automodel_ckpt.training.rng import StatefulRNG
 from automodel_ckpt.training.step_scheduler import planned_end
@@ -80,7 +81,8 @@ _OF_TEXT = frozenset(
 class Memory:
     """Bytes of one rank at the peak of a step, by content.
 
-    *process* is the memory of the process before the model exists. None: activations cannot be estimated.
+    *average* is that of the section ``ema``. *process* is the memory of the process before the model exists. None:
+    activations cannot be estimated.
     """
 
     weights: int
@@ -89,11 +91,12 @@ class Memory:
     gathered: int
     activations: int | None
     process: int
+    average: int = 0
 
     @property
     def total(self) -> int:
         """The sum of all parts."""
-        state = self.weights + self.gradients + self.optimizer
+        state = self.weights + self.gradients + self.optimizer + self.average
         return state + self.gathered + (self.activations or 0) + self.process
 
 
@@ -161,6 +164,7 @@ def plan(recipe: Recipe, sizes: Sizes, device: ForecastDevice | None = None) -> 
     recipe.config = resolve_precision(given, sizes, device.type)
     recipe.check_metric_keys()
     recipe.build()
+    recipe.build_weight_average()
     num_parameters, num_trained = 0, 0
     for parameter in recipe.model.parameters():
         num_parameters += parameter.numel()
@@ -228,12 +232,13 @@ def memory_of(recipe: Recipe, sizes: Sizes, device_type: str) -> Memory:
         _gathered_bytes(recipe, parameters, sizes),
         _activation_bytes(recipe, sizes, device_type),
         process,
+        average_bytes(parameters) // num_shards if recipe.weight_average is not None else 0,
     )
     temporary = _bytes_of_optimizer_step(recipe, trained, device_type) // num_shards
     if memory.activations is not None and memory.activations + memory.gathered < temporary:
         memory = replace(memory, activations=temporary - memory.gathered)
     if recipe.config.distributed.cpu_offload:
-        memory = replace(memory, weights=0, gradients=0, optimizer=0)
+        memory = replace(memory, weights=0, gradients=0, optimizer=0, average=0)
     return memory
 
 

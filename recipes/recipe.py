@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedConfig
 
 from automodel_ckpt.checkpoint import Checkpointer, discover
+from automodel_ckpt.checkpoint.layout import AVERAGE
 from automodel_ckpt.checkpoint.saving.side_files import Assets
 from automodel_ckpt.config.bind import unused_without_checkpoints
 from automodel_ckpt.config.schema import ModelConfig, RecipeConfig, Target, has_validation
@@ -75,6 +76,7 @@ from automodel_ckpt.recipes.validation_metrics import (
     metric_names,
     stopping_rule,
 )
+from automodel_ckpt.recipes.weight_average import WeightAverage
 from automodel_ckpt.seeds import seed_everything
 from automodel_ckpt.training.loss import LossFn
 from automodel_ckpt.training.lr import build_schedule
@@ -139,6 +141,8 @@ class Recipe:
     lr_scheduler: LRScheduler | None
     loss_fn: LossFn
     """The loss of full logits, if the output layer does not compute it."""
+    weight_average: WeightAverage | None = None
+    """The section ``ema``; its module is the attribute ``ema``, under which name checkpoints store it."""
     # Set by setup after build.
     rng: StatefulRNG
     objective: Objective
@@ -183,6 +187,7 @@ class Recipe:
         self.checkpointer = self.build_checkpointer()
         self.build()
         self._check_model()
+        self.build_weight_average()
         self.run_log.measure_device(self._compute_dtype())
         self.run_log.progress.total_steps = self.step_scheduler.planned_steps
         # Random numbers drawn above are the same on all ranks, so that fresh weights are. From here each data-parallel
@@ -409,15 +414,34 @@ class Recipe:
         self._resources.callback(self._close_log_files, checkpointer)
         return checkpointer
 
+    def build_weight_average(self) -> None:
+        """Create the average of the section ``ema``, if there is one. A collective."""
+        section = self.config.ema
+        if section is None:
+            return
+        self.weight_average = WeightAverage(
+            self.model,
+            section,
+            with_frozen=model_layout(self.config) != "shards",
+            group=self.layout.gloo_group,
+        )
+        # Set only with the section: a recipe may use the name for something else.
+        self.ema = self.weight_average.module
+
     def build_assets(self) -> dict[str, Assets]:
         """Describe what an export of ``model`` needs beside its weights; empty for a model by ``_target_``."""
-        return export_assets(
+        assets = export_assets(
             self.config,
             self.trainable,
             preprocessor=self.preprocessor,
             # The digest reads all bytes of the base, so only one rank computes it.
             reads_base=self.layout.is_rank0 and not self.is_dry_run,
         )
+        if self.weight_average is not None and model_layout(self.config) != "shards":
+            # The files of the average are a complete model, too.
+            for model in list(assets.values()):
+                assets[AVERAGE] = model
+        return assets
 
     def build_objective(self) -> Objective:
         """Build the object that computes the loss of a micro-batch."""
@@ -463,6 +487,7 @@ class Recipe:
             saves=self.saves,
             run_log=self.run_log,
             completions=self.build_completions(),
+            weight_average=self.weight_average,
         )
 
     def build_completions(self) -> Completions | None:
@@ -483,18 +508,41 @@ class Recipe:
         state = discover(self)
         if self.checkpointer is not None:
             self._load_checkpoint(self.checkpointer, state)
+        self._start_from_weights(state)
+        if self.weight_average is not None:
+            self._start_average(self.weight_average)
+
+    def _start_average(self, average: WeightAverage) -> None:
+        """Begin the average of the section ``ema`` with the present weights, unless a checkpoint had it."""
+        resumed = self.saves.resumed
+        record = resumed.manifest.state.get(AVERAGE) if resumed is not None else None
+        if record is not None and record.kind == "module":
+            return
+        average.restart()
+        if resumed is not None:
+            log.info("ema: the average begins with the weights of %s", resumed.path.name)
+
+    def _start_from_weights(self, state: Mapping[str, Any]) -> None:
+        """Load the weights that ``init_from`` names, unless the run continues."""
         section, model = self.config.init_from, self.config.model
         if self.saves.resumed is not None or not section:
             return
         start_from(
             section,
-            {name: value for name, value in state.items() if isinstance(value, nn.Module)},
+            self.modules_to_fill(state),
             ranks=self.layout,
             group=self.layout.gloo_group,
             resizable=self.trainable.resized,
             new_rows=model.new_tokens if isinstance(model, ModelConfig) else "mean",
             verify=self.config.checkpoint.verify,
         )
+
+    def modules_to_fill(self, state: Mapping[str, Any]) -> dict[str, nn.Module]:
+        """The modules among the *state* of this recipe that ``init_from`` fills, by attribute name."""
+        modules = {name: value for name, value in state.items() if isinstance(value, nn.Module)}
+        if self.weight_average is not None:
+            del modules[AVERAGE]
+        return modules
 
     def _load_checkpoint(self, checkpointer: Checkpointer, state: Mapping[str, Any]) -> None:
         log_omitted_state(self, self.untracked)

@@ -278,6 +278,7 @@ class Saves:
                 log.info("Hugging Face export: %s", self.last_save.export)
                 log.info("%s", try_line(Path(self.last_save.export)))
         self._export_best()
+        self._export_average()
         self._average_last()
         if self.failure is not None:
             raise self.failure
@@ -287,6 +288,7 @@ class Saves:
         if self.checkpointer is not None and self.resumed is not None:
             self.checkpointer.exports.export_if_missing(self.resumed.path, last=True)
             self._export_best()
+            self._export_average()
             self._average_last()
 
     def note_finished(self) -> None:
@@ -313,6 +315,12 @@ class Saves:
     def _export_best(self) -> None:
         if self.checkpointer is not None and self._section.export_best:
             self.checkpointer.exports.export_best()
+
+    def _export_average(self) -> None:
+        """Export the average of the weights in the newest checkpoint (``checkpoint.export_ema``)."""
+        newest = self.last_save or self.resumed
+        if self.checkpointer is not None and newest is not None and self._section.export_ema:
+            self.checkpointer.exports.export_average(newest.path)
 
     def _average_last(self) -> None:
         """Average the newest checkpoints (``checkpoint.average_last``). Raises :class:`ExportFailed` on all ranks."""

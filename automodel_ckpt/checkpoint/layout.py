@@ -36,6 +36,8 @@ LATE_VALIDATIONS = "late_validations.json"
 VERIFIED = ".verified.json"
 FINISHED = ".finished.json"
 AVERAGED = "averaged"
+AVERAGE = "ema"
+"""The attribute with the average of the weights of ``model``, and its directory in a checkpoint."""
 LOCK_FILE = ".run.lock"
 PIN = "pin-"
 

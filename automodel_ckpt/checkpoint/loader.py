@@ -93,7 +93,7 @@ class CheckpointLoader:
 
     def _load(self, path: Path, manifest: Manifest, state: Mapping[str, Any]) -> None:
         """Load the checkpoint into this rank's *state*. Raises :class:`CheckpointUnusable` where it does not match."""
-        self._check_base(path)
+        self._check_base(path, manifest)
         items = classify(state)
         loader = self._loader(path, manifest)
         is_expected = self._planner.save_optimizer or manifest.is_imported_run
@@ -151,10 +151,10 @@ class CheckpointLoader:
             if self._is_rank0:
                 self._run.hold()
 
-    def _check_base(self, path: Path) -> None:
+    def _check_base(self, path: Path, manifest: Manifest) -> None:
         """Raise :class:`CheckpointUnusable` where adapters in the checkpoint belong to another base model."""
         for name, assets in self._planner.assets.items():
-            if isinstance(assets, AdapterAssets):
+            if isinstance(assets, AdapterAssets) and name in manifest.state:
                 assets.check_base(path, layout.state_directory(name))
 
     def _model_changes(self, path: Path) -> ConfigChanges:

@@ -726,6 +726,20 @@ class StepSchedulerConfig:
 
 
 @dataclass
+class EmaConfig:
+    """An exponential moving average of the trained weights, saved and exported beside the model."""
+
+    decay: float = setting(0.999, BELOW_1)
+    """Share of the old average that an update keeps; the present weights have the rest."""
+    start_step: int = setting(1, AT_LEAST_0)
+    """Until this step, the average equals the weights; 0: it begins with the initial weights."""
+    update_every_steps: int = setting(1, AT_LEAST_1)
+    """Update the average after each step that is a multiple of N."""
+    validate: bool = False
+    """Validate with the average instead of the trained weights. The metrics keep their names."""
+
+
+@dataclass
 class GenerationConfig:
     """Completions of a few prompts at each validation, written to the log, training.jsonl, plots and trackers."""
 
@@ -774,6 +788,9 @@ class CheckpointConfig:
     or more, and never with the checkpoint just before, so that two checkpoints stay independent; true: always."""
     export_best: bool = False
     """At the end, also export the checkpoint that LOWEST_VAL points to. Not needed with adapters."""
+    export_ema: bool = False
+    """At the end, also export the average of the weights (section ema) of the last checkpoint. Not needed with adapters
+    or model_layout hf."""
     average_last: int | None = setting(None, AT_LEAST_2)
     """At the end, average the weights of the newest N checkpoints. The result is a checkpoint of Hugging Face files in
     averaged/ in the run directory; a resume does not use it."""
@@ -988,6 +1005,7 @@ class RecipeConfig:
     """Products of float32 matrices on a GPU: highest is exact, high uses TF32 (10 bits of mantissa); null: high, with
     deterministic: true highest."""
     step_scheduler: StepSchedulerConfig = field(default_factory=StepSchedulerConfig)
+    ema: EmaConfig | None = None
     generation: GenerationConfig | None = None
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
@@ -1160,6 +1178,20 @@ class RecipeConfig:
             has_validation,
             "the best checkpoint is undefined without a validation_dataset",
             "add a validation_dataset section, or remove the key",
+        ),
+        Condition(
+            ("ema.validate",),
+            ("validation_dataset", "validation_datasets"),
+            has_validation,
+            "nothing is measured without validation data",
+            "add a validation_dataset section, or remove the key",
+        ),
+        Condition(
+            ("checkpoint.export_ema",),
+            ("ema",),
+            lambda recipe: recipe.ema is not None,
+            "there is no average of the weights without the section ema",
+            "add the section (ema: {decay: 0.999}), or remove the key",
         ),
         Condition(
             ("step_scheduler.early_stopping",),

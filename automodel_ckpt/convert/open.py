@@ -23,8 +23,10 @@ from automodel_ckpt.checkpoint.slices import contiguous_slices
 from automodel_ckpt.checkpoint.sources.opening import (
     MODEL,
     check_finished,
+    is_average,
     is_checkpoint,
     open_checkpoint,
+    without_averages,
 )
 from automodel_ckpt.checkpoint.sources.source import Source, Tensors, unusable
 from automodel_ckpt.checkpoint.verify import Level, verify
@@ -216,21 +218,23 @@ def _resolved(path: Path) -> Path:
 
 
 def _modules_of(checkpoint: Path) -> dict[str, Tensors]:
-    """Return all modules of a checkpoint. Interleaved slices of a tensor become one, which is read in one go."""
+    """Return the modules of a checkpoint, without the average of its model."""
     manifest = Manifest.read(checkpoint)
-    modules: dict[str, Tensors] = {}
-    for name, tree in manifest.trees.items():
-        if name not in manifest.state or manifest.state[name].kind != "module":
-            continue
-        tensors = {
-            fqn: replace(tensor, slices=contiguous_slices(tensor))
-            for fqn, tensor in tree.tensors.items()
-        }
-        modules[name] = Tensors(checkpoint, tensors, tree.tied)
+    modules = {name: _module(checkpoint, manifest, name) for name in without_averages(manifest)}
     if not modules:
         value = ", ".join(manifest.state) or "no state"
         raise _unusable("this checkpoint holds no module", checkpoint, value)
     return modules
+
+
+def _module(checkpoint: Path, manifest: Manifest, name: str) -> Tensors:
+    """Return a module. Interleaved slices of a tensor become one, which is read in one go."""
+    tree = manifest.trees[name]
+    tensors = {
+        fqn: replace(tensor, slices=contiguous_slices(tensor))
+        for fqn, tensor in tree.tensors.items()
+    }
+    return Tensors(checkpoint, tensors, tree.tied)
 
 
 def _module_in(directory: Path) -> Tensors:
@@ -238,6 +242,12 @@ def _module_in(directory: Path) -> Tensors:
     modules: dict[str, Tensors] = {}
     for name, module in _modules_of(directory.parent).items():
         modules[layout.state_directory(name)] = module
+    manifest = Manifest.read(directory.parent)
+    if is_average(manifest, directory.name):
+        average = _module(directory.parent, manifest, directory.name)
+        # Tensors that do not train are stored with the model.
+        tensors = {**modules[MODEL].tensors, **average.tensors}
+        modules[directory.name] = replace(average, tensors=tensors, tied=modules[MODEL].tied)
     if directory.name not in modules:
         value = f"those of it: {sorted(modules)}"
         raise _unusable("this directory of a checkpoint holds no module", directory, value)

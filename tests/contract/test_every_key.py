@@ -606,6 +606,11 @@ PROFILE = "--profile={}"
 COMPLETIONS = (
     "tests/contract/test_completions.py::test_every_key_of_generation_changes_the_completions"
 )
+EMA = "tests/distributed/test_weight_average.py::"
+EMA_STEPS = (
+    EMA + "test_steps_that_change_no_weight_do_not_count_and_a_norm_on_the_device_is_not_read"
+)
+EMA_RUN = EMA + "test_ten_steps_and_the_export_are_bit_equal_to_plain_pytorch"
 QAT_RUN = (
     "tests/distributed/test_qat.py::"
     "test_a_run_is_the_same_on_more_ranks_resumes_exactly_and_begins_to_round_when_asked"
@@ -711,6 +716,12 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
         "tests/distributed/test_vlm.py::test_the_vocabulary_of_fresh_weights_is_the_recipes",
         "processor",
     ),
+    "ema": Proven(EMA_RUN, "{}"),
+    "ema.decay": Proven(EMA_STEPS, "0.75"),
+    "ema.start_step": Proven(EMA_STEPS, "2"),
+    "ema.update_every_steps": Proven(EMA_STEPS, "2"),
+    "ema.validate": Proven(EMA_RUN, "true"),
+    "checkpoint.export_ema": Proven(EMA_RUN, "true"),
     "generation": Proven(COMPLETIONS, "{prompts: [a]}"),
     "generation.prompts": Proven(COMPLETIONS, "[a]"),
     "generation.system": Proven(COMPLETIONS, "a"),
@@ -1117,6 +1128,7 @@ UNMET: dict[str, tuple[str, ...]] = {
     "dataloader.padding_free": ("--packed_sequence={}",),
     "checkpoint.on_incompatible": ("--checkpoint.restore_from=LATEST",),
     "checkpoint.keep_best": VALIDATED,
+    "ema.validate": ("--ema={}",),
     "generation.system": (*VALIDATED, "--generation={prompts: [a], raw: true}"),
 }
 """Overrides without which a key's condition would hold; the others are not met by the defaults."""

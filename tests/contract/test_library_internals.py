@@ -32,6 +32,7 @@ PRIVATE_NAMES: dict[str, str] = {
     "_foreach_add_": "torch",
     "_foreach_copy_": "torch",
     "_foreach_div_": "torch",
+    "_foreach_lerp_": "torch",
     "_foreach_mul_": "torch",
     "_foreach_norm": "torch",
     "_foreach_sub_": "torch",

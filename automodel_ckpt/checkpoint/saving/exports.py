@@ -76,6 +76,39 @@ class Exports:
                 self._planner.run.path / name,
             )
 
+    def export_average(self, checkpoint: Path) -> None:
+        """Export the average of the weights in a *checkpoint* of this run, unless it is exported. Collective.
+
+        Raises :class:`ExportFailed` on all ranks. In the layouts hf and adapter nothing is written: the files of the
+        average are the export.
+        """
+        directory = checkpoint / layout.AVERAGE
+        if self._planner.model_files_are_the_export:
+            log.info(
+                "export_ema: nothing to export, %s is already in Hugging Face format", directory
+            )
+            return
+        self._wait_for_save()
+
+        def export() -> Path | None:
+            if (directory / layout.CONSOLIDATED).is_dir():
+                return None
+            return self._consolidated(directory)
+
+        doing = f"exporting the average in {checkpoint.name} (the checkpoint itself is safe)"
+        done = self.run_on_rank0(doing, export)
+        if done is not None:
+            log.info("Hugging Face export of the average of %s: %s", checkpoint.name, done)
+
+    def _consolidated(self, directory: Path) -> Path:
+        """Export the module in *directory* of a published checkpoint. Returns the directory of the export."""
+        from automodel_ckpt.checkpoint.export.consolidate import consolidate
+
+        run = self._planner.run
+        run.check_lease()
+        # Checked again before the rename: a run that is suspended in a long export can lose its lease.
+        return consolidate(directory, log=log.info, before_publishing=run.check_lease).output
+
     @property
     def _is_rank0(self) -> bool:
         return self._planner.ranks.rank == 0
@@ -97,19 +130,12 @@ class Exports:
 
     def _export_from_files(self, name: layout.CheckpointName) -> Path | None:
         """Export a published checkpoint on rank 0. Returns the directory there, None elsewhere."""
-        from automodel_ckpt.checkpoint.export.consolidate import consolidate
-
-        run = self._planner.run
+        checkpoint = self._planner.run.root / str(name)
 
         def export() -> Path | None:
-            run.check_lease()
             output = None
             for attribute in self._planner.assets:
-                directory = run.root / str(name) / layout.state_directory(attribute)
-                # Checked again before the rename: a run that is suspended in a long export can
-                # lose its lease.
-                done = consolidate(directory, log=log.info, before_publishing=run.check_lease)
-                output = done.output
+                output = self._consolidated(checkpoint / layout.state_directory(attribute))
             return output
 
         return self.run_on_rank0(f"exporting {name} (the checkpoint itself is safe)", export)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,10 @@ def maps_of(source: Source) -> BaseMaps:
 
     Raises :class:`CheckpointUnusable` for a map in another format.
     """
+    if source.averaged is not None:
+        maps = maps_of(source.averaged)
+        stored = {fqn: tensor.dtype for fqn, tensor in source.averaged.tensors.items()}
+        return replace(maps, dtype={**stored, **(maps.dtype or {})})
     if not source.finished:
         return read_maps(source.metadata_directory)
     names = {tensor.slices[0].file for tensor in source.tensors.values()}

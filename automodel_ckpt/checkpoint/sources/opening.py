@@ -58,9 +58,60 @@ def check_finished(path: Path) -> None:
         raise unusable("this checkpoint was never finished", path, f"it has no {layout.MANIFEST}")
 
 
+def without_averages(manifest: Manifest) -> list[str]:
+    """Return the modules of a checkpoint but the average of its ``model``, by attribute name."""
+    names = []
+    for name, record in manifest.state.items():
+        is_stored = record.kind == "module" and name in manifest.trees
+        if is_stored and not is_average(manifest, name):
+            names.append(name)
+    return names
+
+
+def is_average(manifest: Manifest, name: str) -> bool:
+    """Return whether the module *name* of a checkpoint is the average of the weights of ``model`` (section ``ema``)."""
+    if name != layout.AVERAGE or not {name, MODEL} <= manifest.trees.keys():
+        return False
+    weights = manifest.trees[MODEL].tensors
+    # A user's attribute of this name may be something else.
+    for fqn, average in manifest.trees[name].tensors.items():
+        if fqn not in weights or weights[fqn].shape != average.shape:
+            return False
+    return True
+
+
 def _from_manifest(checkpoint: Path, directory: Path) -> Source:
     manifest = Manifest.read(checkpoint)
     name, tree = _module_in(manifest, directory)
+    source = _module_of(checkpoint, directory, manifest, name, tree)
+    if source.finished or not is_average(manifest, name):
+        return source
+    model = _module_of(checkpoint, checkpoint / MODEL, manifest, MODEL, manifest.trees[MODEL])
+    return _with_frozen(source, model)
+
+
+def _with_frozen(average: Source, model: Source) -> Source:
+    """The *average* of a *model*, with the tensors of the model that do not train."""
+    assert average.manifest is not None and model.manifest is not None
+    combined = dataclasses.replace(
+        model.manifest,
+        files={**model.manifest.files, **average.manifest.files},
+        trees={**model.manifest.trees, **average.manifest.trees},
+    )
+    return dataclasses.replace(
+        average,
+        tensors={**model.tensors, **average.tensors},
+        tied=model.tied,
+        manifest=combined,
+        notes=(*model.notes, *average.notes),
+        averaged=model,
+    )
+
+
+def _module_of(
+    checkpoint: Path, directory: Path, manifest: Manifest, name: str, tree: Tree
+) -> Source:
+    """Describe the module *name* of a checkpoint, which is stored in *directory*."""
     prefix = f"{directory.name}/"
     if f"{prefix}{layout.ADAPTER_CONFIG}" in manifest.files:
         raise CheckpointUnusable(

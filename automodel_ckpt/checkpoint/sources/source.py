@@ -34,6 +34,7 @@ class Source:
     source consists of Hugging Face files: its tensors are whole and have the names of these files. *files* lists them,
     unless the manifest does. *side_files* is a directory of another program, which contains the model's config and
     tokenizer among other files. If they are an export, *export* is its manifest, and the slices have its digests.
+    *averaged* is the model whose weights these are averages of: it has the metadata, and exports have its dtypes.
     """
 
     root: Path
@@ -47,6 +48,7 @@ class Source:
     files: frozenset[str] = frozenset()
     side_files: Path | None = None
     omitted: tuple[str, ...] = ()
+    averaged: Source | None = None
 
     @property
     def has_digests(self) -> bool:
@@ -59,6 +61,8 @@ class Source:
 
         A finished source has them beside the weights.
         """
+        if self.averaged is not None:
+            return self.averaged.metadata_directory
         if self.finished:
             return self.model_directory
         path = self.model_directory / layout.HF_METADATA

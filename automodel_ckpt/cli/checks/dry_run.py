@@ -145,6 +145,7 @@ def _memory_text(memory: Memory) -> str:
         "weights": memory.weights,
         "gradients": memory.gradients,
         "optimizer": memory.optimizer,
+        "average": memory.average,
         "gathered": memory.gathered,
         "activations": memory.activations,
         "process": memory.process,
@@ -215,8 +216,6 @@ def _init_from_rows(loaded: LoadedRecipe, recipe: Recipe | None) -> Rows:
     *recipe* is None if it is not one of this package. Raises :class:`RecipeError` and :class:`CheckpointUnusable` if
     the start would.
     """
-    from torch import nn
-
     from automodel_ckpt.checkpoint import discover
     from automodel_ckpt.recipes.init_from import inspect_start, paths_of
 
@@ -226,10 +225,7 @@ def _init_from_rows(loaded: LoadedRecipe, recipe: Recipe | None) -> Rows:
     if recipe is None:
         yield "init_from", f"{paths_of(section)}, which the recipe itself reads"
         return
-    modules = {}
-    for name, value in discover(recipe).items():
-        if isinstance(value, nn.Module):
-            modules[name] = value
+    modules = recipe.modules_to_fill(discover(recipe))
     found = inspect_start(section, modules, resizable=recipe.trainable.resized)
     if found is None:
         missing = "not in the cache; it is downloaded and checked at the start"

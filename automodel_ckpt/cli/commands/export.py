@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Container, Iterable, Mapping
 from pathlib import Path
 
@@ -25,7 +26,9 @@ from automodel_ckpt.cli.targets import (
     zarr,
 )
 from automodel_ckpt.cli.targets.target import Option, Target
-from automodel_ckpt.errors import EXIT_DONE, RecipeError
+from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, RecipeError
+
+_EMA = "--ema"
 
 _ALL = (
     hf.TARGET,
@@ -57,6 +60,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--to", choices=list(_TARGETS), default="hf", help="output format (default: hf)"
     )
+    _add_average(command)
     outputs = "; ".join(f"{target.name}: {target.output}" for target in _ALL)
     command.add_argument(
         "--output", "-o", metavar="OUT", help=f"output path (default for {outputs})"
@@ -84,8 +88,17 @@ def add_consolidate_arguments(command: argparse.ArgumentParser) -> None:
         metavar="OUT",
         help="output directory (default: consolidated/ in the model's directory)",
     )
+    _add_average(command)
     for option in hf.TARGET.options:
         _add(command, option, option.help)
+
+
+def _add_average(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        _EMA,
+        action="store_true",
+        help="export the average of the weights (section ema of the recipe)",
+    )
 
 
 def _options() -> Iterable[Option]:
@@ -105,10 +118,35 @@ def run(arguments: argparse.Namespace) -> int:
     """Run either command. The path of the export is the only line on standard output."""
     target = _TARGETS[arguments.to]
     _check_used(arguments, target.name, target.options)
-    report = target.run(arguments, find_checkpoint(Path(arguments.path)))
+    source = find_checkpoint(Path(arguments.path))
+    report = target.run(arguments, _average_in(source) if arguments.ema else source)
     if arguments.json:
         print(json.dumps(report, indent=2))
     return EXIT_DONE
+
+
+def _average_in(source: Path) -> Path:
+    """Return the directory of the average in the checkpoint *source*, or in the one that *source* is a directory of.
+
+    Raises :class:`CheckpointUnusable` if there is none.
+    """
+    from automodel_ckpt.checkpoint import layout
+    from automodel_ckpt.checkpoint.manifest import Manifest
+    from automodel_ckpt.checkpoint.sources.opening import is_average
+
+    checkpoint = source if os.path.lexists(source / layout.MANIFEST) else source.parent
+    modules: list[str] = []
+    if os.path.lexists(checkpoint / layout.MANIFEST):
+        manifest = Manifest.read(checkpoint)
+        if is_average(manifest, layout.AVERAGE):
+            return checkpoint / layout.AVERAGE
+        modules = [name for name, record in manifest.state.items() if record.kind == "module"]
+    raise CheckpointUnusable(
+        "this checkpoint has no average of the weights",
+        where=str(source),
+        value=f"its modules: {', '.join(modules) or 'none'}",
+        hint=f"remove {_EMA}; the section ema of a recipe keeps an average",
+    )
 
 
 def _check_used(arguments: argparse.Namespace, target: str, used: Container[Option]) -> None:
