@@ -34,7 +34,10 @@ SHORT = (
 )
 
 
-def made(*overrides: str, kill_after: frozenset[int] = frozenset(), name: str = "ema") -> Any:
+OFTEN = (*SHORT, "--lookahead.every_steps=2")
+
+
+def made(*overrides: str, kill_after: frozenset[int] = frozenset(), name: str = "lookahead") -> Any:
     """The recipe object of an example, as ckpt-train makes it."""
     line = parse(overrides)
     loaded = load_recipe(EXAMPLE / f"{name}.yaml", line.overrides, problems=line.problems)
@@ -49,7 +52,7 @@ def train(*overrides: str, kill_after: frozenset[int] = frozenset()) -> dict[str
     try:
         recipe.setup()
         recipe.run()
-        return {**digests(recipe), "average": digest(dict(recipe.average.state_dict()))}
+        return {**digests(recipe), "slow_weights": digest(dict(recipe.slow_weights.state_dict()))}
     finally:
         recipe.close()
 
@@ -61,30 +64,32 @@ def test_a_killed_run_goes_on_exactly_with_the_attribute_that_the_user_added(
     whole, killed = (
         f"--checkpoint.checkpoint_dir={tmp_path / name}" for name in ("whole", "killed")
     )
-    expected = ranks.run(partial(train, whole, *SHORT), num_ranks, init=False)
+    expected = ranks.run(partial(train, whole, *OFTEN), num_ranks, init=False)
     ended = ranks.outcomes(
-        partial(train, killed, *SHORT, kill_after=frozenset([3])), num_ranks, init=False
+        partial(train, killed, *OFTEN, kill_after=frozenset([3])), num_ranks, init=False
     )
     assert -9 in [outcome.exitcode for outcome in ended]
-    assert ranks.run(partial(train, killed, *SHORT), num_ranks, init=False) == expected
+    assert ranks.run(partial(train, killed, *OFTEN), num_ranks, init=False) == expected
     assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "whole")
-    assert len(list((tmp_path / "whole/LATEST/average").glob("shard-*.safetensors"))) == num_ranks
+    assert (
+        len(list((tmp_path / "whole/LATEST/slow_weights").glob("shard-*.safetensors"))) == num_ranks
+    )
 
 
 def test_the_users_section_is_checked_like_any_other() -> None:
-    with pytest.raises(RecipeError, match=r"unknown key average\.dekay"):
-        made("--average.dekay=0.9")
-    with pytest.raises(RecipeError, match=r"average\.decay"):
-        made("--average.decay=1.5")
+    with pytest.raises(RecipeError, match=r"unknown key lookahead\.shair"):
+        made("--lookahead.shair=0.9")
+    with pytest.raises(RecipeError, match=r"lookahead\.share"):
+        made("--lookahead.share=1.5")
 
 
 def test_the_code_does_not_run_without_trust() -> None:
     with pytest.raises(RecipeError, match="is not trusted"):
-        prepare(load_recipe(EXAMPLE / "ema.yaml", []), Trust())
+        prepare(load_recipe(EXAMPLE / "lookahead.yaml", []), Trust())
 
 
 def test_the_examples_are_short() -> None:
-    assert len((EXAMPLE / "ema.py").read_text().splitlines()) < 80
+    assert len((EXAMPLE / "lookahead.py").read_text().splitlines()) < 80
     assert len((EXAMPLE / "dpo.py").read_text().splitlines()) <= 76
 
 
@@ -127,7 +132,7 @@ def train_with_preferences(*overrides: str) -> None:
 def test_the_guide_quotes_the_example_and_commands_that_exist() -> None:
     blocks = dict.fromkeys(re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL))
     assert len(blocks) == 7
-    files = [EXAMPLE / "ema.py", EXAMPLE / "dpo.py", ROOT / "tests/support/training_parts.py"]
+    files = [EXAMPLE / "lookahead.py", EXAMPLE / "dpo.py", ROOT / "tests/support/training_parts.py"]
     sources = "".join(path.read_text() for path in files)
     assert all(block.rstrip("\n") in sources for block in blocks)
     commands = [

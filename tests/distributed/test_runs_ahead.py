@@ -99,7 +99,7 @@ def test_a_queued_run_logs_and_saves_what_a_run_with_waits_does(
     tmp_path: Path, num_ranks: int
 ) -> None:
     sizes = ("--step_scheduler.local_batch_size=2", "--clip_grad_norm=0.5")
-    text = RECIPE + VALIDATION
+    text = RECIPE + VALIDATION + "ema: {decay: 0.5, start_step: 2, validate: true}\n"
     waiting = run(tmp_path, *sizes, name="waiting", num_ranks=num_ranks, text=text)
     queued = run(
         tmp_path, *sizes, name="queued", num_ranks=num_ranks, text=text, recipe_class=CountedRecipe
@@ -186,9 +186,9 @@ class Broken(TrainingLoop):
 def test_an_update_that_is_not_finite_is_skipped_on_the_device(
     tmp_path: Path, optimizer: str | None, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    more: tuple[str, ...] = ()
+    more: tuple[str, ...] = ("--ema={decay: 0.5}",)
     if optimizer is not None:
-        more = (f"--optimizer._target_={optimizer}", "--optimizer.fused=true")
+        more = (*more, f"--optimizer._target_={optimizer}", "--optimizer.fused=true")
     results = {}
     for name, recipe_class in (("waiting", Recipe), ("queued", AheadRecipe)):
         broken = with_loop(recipe_class, Broken)

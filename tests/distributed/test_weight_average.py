@@ -132,7 +132,7 @@ def train(recipe_file: Path, *words: str, kill_after: int | None = None) -> dict
         recipe.run()
         found = digests(recipe)
         if recipe.weight_average is not None:
-            found["average"] = digest(complete(recipe.weight_average.module))
+            found["complete average"] = digest(complete(recipe.weight_average.module))
         return found
     finally:
         recipe.close()
@@ -151,7 +151,7 @@ def test_a_killed_run_with_asynchronous_saves_goes_on_exactly_and_on_one_rank(
     assert len(list((tmp_path / "a/LATEST/ema").glob("shard-*.safetensors"))) == 2
     # The run is complete: one rank loads the shards of two.
     (alone,) = ranks.run(partial(train, recipe, whole, *SHORT), 1, init=False)
-    assert alone["average"] == expected[0]["average"]
+    assert alone["complete average"] == expected[0]["complete average"]
 
 
 LAYOUTS = {

@@ -144,6 +144,8 @@ def digests(recipe: AnyRecipe) -> dict[str, str]:
         "dataloader": recipe.dataloader.state_dict(),
         "step_scheduler": counters,
     }
+    if recipe.weight_average is not None:
+        states["average"] = dict(recipe.weight_average.module.state_dict())
     return {name: digest(state) for name, state in states.items()}
 
 
