@@ -13,7 +13,7 @@ from automodel_ckpt.training.early_stopping import StoppingRule
 LOSS = "loss"
 TRAIN_LOSS = "train_loss"
 """The training loss of the last step, in ``losses.json``."""
-RISING = (ACCURACY,)
+RISING = (ACCURACY, "reward_desirable")
 """Measures that a better model has a higher value of; of all others it has a lower one."""
 _PLAIN_LOSSES = ("torch.nn.CrossEntropyLoss", "torch.nn.functional.cross_entropy")
 _PLAIN_OPTIONS = {"reduction", "ignore_index"}

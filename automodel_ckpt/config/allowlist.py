@@ -159,6 +159,8 @@ _OWN_DATASETS = Group(
             "chat.messages",
             "function_calls.xlam",
             "preference.pairs",
+            "kto.judged_completions",
+            "kto.split_pairs",
             "mixture.mixture",
             "token_files.megatron",
             "token_files.nanogpt",
@@ -171,6 +173,7 @@ _OWN_DATASETS = Group(
             "python_docs.language_modeling",
             "python_docs.docstring_pairs",
             "python_docs.preferences",
+            "python_docs.judged_docstrings",
             "digits.scans",
         )
     ),

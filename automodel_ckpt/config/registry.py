@@ -8,6 +8,7 @@ GROUP = "automodel_ckpt.recipes"
 # Known without the package's metadata too, as when it is run from a source tree.
 _OWN = {
     "llm_finetune": "automodel_ckpt.recipes.llm_finetune:LLMFinetune",
+    "kto": "automodel_ckpt.recipes.kto:KTOFinetune",
     "vlm_finetune": "automodel_ckpt.recipes.vlm_finetune:VLMFinetune",
 }
 

@@ -13,6 +13,7 @@ import signal
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
+from automodel_ckpt.config.kinds.kto import KTOConfig
 from automodel_ckpt.config.registry import is_own
 from automodel_ckpt.config.rules import (
     AT_LEAST_0,
@@ -938,7 +939,9 @@ def predicts_further(recipe: Any) -> bool:
     return getattr(recipe.model, "mtp", None) is not None
 
 
-KIND_SECTIONS: dict[str, tuple[str, ...]] = {}
+KIND_SECTIONS: dict[str, tuple[str, ...]] = {
+    "kto": ("kto",),
+}
 """Section -> the recipes of this package that read it. A recipe of a user may read any section."""
 
 
@@ -989,6 +992,7 @@ class RecipeConfig:
     """Builders of further validation data by name. The loss of NAME is val_loss_NAME; val_loss is that of
     validation_dataset, or without it of the first set here."""
     dataloader: DataloaderConfig = field(default_factory=DataloaderConfig)
+    kto: KTOConfig | None = None
     packed_sequence: PackedSequenceConfig | None = None
     optimizer: OptimizerConfig | OptimizerTarget = field(
         default_factory=OptimizerConfig, metadata={"supplied": ("params",)}

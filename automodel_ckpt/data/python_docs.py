@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from automodel_ckpt.data.arguments import require_choice
 from automodel_ckpt.data.cache import cached
 from automodel_ckpt.data.encoder import Encoder, blocks
+from automodel_ckpt.data.kto import SplitPairs
 from automodel_ckpt.data.preference import PreferenceDataset
 from automodel_ckpt.data.samples import identity, prepared
 from automodel_ckpt.data.tokenized import TokenizedDataset
@@ -160,6 +161,21 @@ def preferences(
     dataset.report_lengths(what)
     dataset.identity = identity(("python_docs-preferences", *key), tokenizer)
     return dataset
+
+
+def judged_docstrings(
+    tokenizer: PreTrainedTokenizerBase,
+    seq_length: int = 96,
+    split: str = "train",
+    truncation: Literal["error", "right", "skip"] = "skip",
+    max_samples: int | None = None,
+) -> SplitPairs:
+    """Make two samples of each pair of :func:`preferences`: the paragraph is desirable, the shuffled words are not.
+
+    *max_samples* counts pairs. The arguments are those of :func:`preferences`.
+    """
+    pairs = preferences(tokenizer, seq_length, split, truncation, max_samples)
+    return SplitPairs(pairs, seq_length)
 
 
 def _paragraph(pair: _Pair) -> str:

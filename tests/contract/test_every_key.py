@@ -606,6 +606,8 @@ PROFILE = "--profile={}"
 COMPLETIONS = (
     "tests/contract/test_completions.py::test_every_key_of_generation_changes_the_completions"
 )
+KTO_RUN = "tests/distributed/test_kto.py::test_ten_steps_are_those_of_trl"
+KTO_REFERENCE = "tests/distributed/test_kto.py::test_a_named_reference_is_another_model"
 EMA = "tests/distributed/test_weight_average.py::"
 EMA_STEPS = (
     EMA + "test_steps_that_change_no_weight_do_not_count_and_a_norm_on_the_device_is_not_read"
@@ -716,6 +718,11 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
         "tests/distributed/test_vlm.py::test_the_vocabulary_of_fresh_weights_is_the_recipes",
         "processor",
     ),
+    "kto": Proven(KTO_RUN, "{}"),
+    "kto.beta": Proven(KTO_RUN, "0.5"),
+    "kto.desirable_weight": Proven(KTO_RUN, "2.0"),
+    "kto.undesirable_weight": Proven(KTO_RUN, "1.4"),
+    "kto.reference": Proven(KTO_REFERENCE, "other"),
     "ema": Proven(EMA_RUN, "{}"),
     "ema.decay": Proven(EMA_STEPS, "0.75"),
     "ema.start_step": Proven(EMA_STEPS, "2"),

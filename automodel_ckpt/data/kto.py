@@ -1,0 +1,277 @@
+"""Completions that are judged one by one, as desirable or undesirable, and their micro-batches for KTO."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from automodel_ckpt.data.collate import IGNORE_INDEX
+from automodel_ckpt.data.micro_batches import Collate
+from automodel_ckpt.data.pair_encoder import PairEncoder
+from automodel_ckpt.data.preference import PreferenceDataset
+from automodel_ckpt.data.preference import pairs as preference_pairs
+from automodel_ckpt.data.preference_rows import CHOSEN, REJECTED
+from automodel_ckpt.data.row_stream import DEFAULT_BLOCK, Row, RowStream, with_labels
+from automodel_ckpt.data.rows import Rows
+from automodel_ckpt.data.samples import samples_of
+from automodel_ckpt.data.source import Source
+from automodel_ckpt.data.tokenized import TokenizedDataset, TokenizedSample
+from automodel_ckpt.data.truncation import Truncation
+from automodel_ckpt.errors import RecipeError
+
+DESIRABLE = "is_desirable"
+"""Name of the judgment of a completion, in samples and in micro-batches."""
+MISMATCHED = "mismatched_"
+"""Beginning of the names of the tensors in a micro-batch that pair its prompts with other completions."""
+_LIMIT = "max_tokens"
+"""Name of the number of tokens in a sample up to which its prompt with another completion is truncated."""
+
+
+def judged_completions(
+    tokenizer: PreTrainedTokenizerBase,
+    path: str | list[str],
+    seq_length: int | None = 2048,
+    prompt_field: str = "prompt",
+    completion_field: str = "completion",
+    label_field: str = "label",
+    system_field: str | None = None,
+    as_chat: Literal["auto"] | bool = False,
+    chat_template: str | None = None,
+    template_kwargs: dict[str, Any] | None = None,
+    truncation: Literal["error", "right", "skip"] = "error",
+    max_samples: int | None = None,
+    name: str | None = None,
+    split: str = "train",
+    revision: str | None = None,
+    streaming: bool = False,
+    shuffle_block: int = DEFAULT_BLOCK,
+) -> JudgedDataset | JudgedStream:
+    """Make one sample per row: a prompt with a completion, and whether the completion is desirable.
+
+    *label_field* contains ``true`` or 1 for desirable completions, ``false`` or 0 for others. Only the completion and
+    its end token have labels. Prompt and completion are texts, which are concatenated unchanged, or Jinja templates of
+    fields, such as ``"{{ question }}\\nAnswer: "``, or lists of messages, which are rendered by *chat_template* with
+    *template_kwargs* (:func:`~automodel_ckpt.data.chat.messages`); a field ``tools`` is passed to the template. With
+    *as_chat*, texts are rendered so too, after the text of *system_field* if it is set; with ``auto``, only if the
+    tokenizer has a chat template.
+
+    Samples of more than *seq_length* tokens are rejected with their locations. With *truncation* ``right`` they are
+    truncated, or skipped if no label remains; with ``skip`` they are skipped. The numbers are logged. With *streaming*,
+    rows are read and tokenized during training, shuffled within blocks of *shuffle_block* rows.
+    """
+    pairs = PairEncoder(
+        tokenizer,
+        prompt_field,
+        completion_field,
+        system_field,
+        as_chat,
+        chat_template,
+        dict(template_kwargs or {}),
+        "completion",
+    )
+    encoder = _JudgedEncoder(pairs, label_field)
+    samples = samples_of(
+        Source.of(path, name, split, revision),
+        tokenizer,
+        encoder.encode,
+        Truncation.of(truncation, seq_length),
+        fields=[*pairs.names, label_field],
+        key=("judged_completions", label_field, *pairs.key),
+        max_samples=max_samples,
+        streaming=streaming,
+        shuffle_block=shuffle_block,
+        kind=JudgedDataset,
+        stream_kind=JudgedStream,
+    )
+    judged = cast("JudgedDataset | JudgedStream", samples)
+    judged.max_tokens = seq_length
+    return judged
+
+
+def split_pairs(
+    tokenizer: PreTrainedTokenizerBase,
+    path: str | list[str],
+    seq_length: int | None = 2048,
+    prompt_field: str = "prompt",
+    chosen_field: str = "chosen",
+    rejected_field: str = "rejected",
+    system_field: str | None = None,
+    as_chat: Literal["auto"] | bool = False,
+    chat_template: str | None = None,
+    template_kwargs: dict[str, Any] | None = None,
+    truncation: Literal["error", "right", "skip"] = "error",
+    max_samples: int | None = None,
+    name: str | None = None,
+    split: str = "train",
+    revision: str | None = None,
+) -> SplitPairs:
+    """Make two samples per pair of answers: the preferred one is desirable, the rejected one is not.
+
+    The data are pairs as for :func:`~automodel_ckpt.data.preference.pairs`, with the same arguments;
+    *max_samples* counts pairs. All preferred answers come first, in the order of the data, and then all rejected ones,
+    so that without shuffling no answer follows another one to the same prompt.
+    """
+    pairs = preference_pairs(
+        tokenizer,
+        path,
+        seq_length,
+        prompt_field,
+        chosen_field,
+        rejected_field,
+        system_field=system_field,
+        as_chat=as_chat,
+        chat_template=chat_template,
+        template_kwargs=template_kwargs,
+        truncation=truncation,
+        max_samples=max_samples,
+        name=name,
+        split=split,
+        revision=revision,
+    )
+    return SplitPairs(cast("PreferenceDataset", pairs), seq_length)
+
+
+@dataclass(frozen=True)
+class _JudgedEncoder:
+    """Tokenizes prompts with completions as *pairs* does; the number of a sample is 1 if *label_field* is true."""
+
+    pairs: PairEncoder
+    label_field: str
+
+    def encode(self, rows: Rows) -> list[TokenizedSample]:
+        samples = self.pairs.encode(rows)
+        [labels] = rows.columns([self.label_field])
+        judged = []
+        for number, (sample, label) in enumerate(zip(samples, labels, strict=True)):
+            # 1.0 and true equal 1, and other values are not in the tuple.
+            if label not in (0, 1):
+                raise RecipeError(
+                    "a completion is neither desirable nor undesirable",
+                    where=rows.place(number),
+                    value=f"{self.label_field}: {label!r}",
+                    hint="use true or false, or name another field in dataset.label_field",
+                )
+            judged.append(sample._replace(number=float(label)))
+        return judged
+
+
+class JudgedDataset(TokenizedDataset):
+    """A map-style data set of ``{"input_ids", "labels", "is_desirable"}``, and ``"max_tokens"`` if it is limited."""
+
+    # A promise is not inherited: a subclass could draw random numbers.
+    draws_nothing = True
+    max_tokens: int | None = None
+    """The limit for prompts with the completions of other samples; None: there is none."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        sample = self.sample(index)
+        assert self.numbers is not None
+        return _judged(sample, self.numbers[index] == 1, self.max_tokens)
+
+
+class JudgedStream(RowStream):
+    """A :class:`RowStream` whose samples have the form of :class:`JudgedDataset`."""
+
+    max_tokens: int | None = None
+
+    def prepare(self, row: Row) -> dict[str, Any]:
+        """Tokenize a row, truncated to seq_length; without labels if truncation leaves none."""
+        [sample] = self.samples_of(row)
+        return _judged(with_labels(sample), sample.number == 1, self.max_tokens)
+
+
+class SplitPairs:
+    """A map-style data set of the answers of *pairs*: all preferred ones, then all rejected ones.
+
+    Its samples have the form of :class:`JudgedDataset`.
+    """
+
+    draws_nothing = True
+
+    def __init__(self, pairs: PreferenceDataset, max_tokens: int | None) -> None:
+        self.dataset = pairs
+        self.identity = pairs.identity
+        self.max_tokens = max_tokens
+
+    def __len__(self) -> int:
+        return 2 * len(self.dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        # IndexError also ends an iteration over this class, which has no __iter__.
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        is_rejected, number = divmod(index, len(self.dataset))
+        sample = self.dataset[number][REJECTED if is_rejected else CHOSEN]
+        return _judged(sample, not is_rejected, self.max_tokens)
+
+
+def _judged(sample: dict[str, Any], is_desirable: bool, max_tokens: int | None) -> dict[str, Any]:
+    judged = {**sample, DESIRABLE: bool(is_desirable)}
+    if max_tokens is not None:
+        judged[_LIMIT] = max_tokens
+    return judged
+
+
+class KTOCollator:
+    """Makes a micro-batch of judged completions, and pairs each of its prompts with the completion of another sample.
+
+    The first of the samples that it gets is not part of the micro-batch: it is the one before the micro-batch in the
+    global batch. The completion of each sample follows the prompt of the next one. *collate_fn* makes the tensors of
+    rows; those of the mismatched rows have names that begin with ``mismatched_``. ``is_desirable`` is a bool tensor
+    [rows]. Raises :class:`RecipeError` for samples without a judgment.
+    """
+
+    # A promise about this class; that of collate_fn is examined as well.
+    draws_nothing = True
+
+    def __init__(self, collate_fn: Collate) -> None:
+        self.collate_fn = collate_fn
+
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        for sample in samples:
+            _require_judgment(sample)
+        before, rows = samples[:-1], list(samples[1:])
+        mismatched = []
+        for row, other in zip(rows, before, strict=True):
+            mismatched.append(_mismatched(row, other))
+        batch = dict(self.collate_fn(rows))
+        for name, tensor in self.collate_fn(mismatched).items():
+            batch[f"{MISMATCHED}{name}"] = tensor
+        batch[DESIRABLE] = torch.tensor([row[DESIRABLE] for row in rows], dtype=torch.bool)
+        return batch
+
+
+def _mismatched(sample: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Join the prompt of *sample* with the completion of *other*, which begins with its first label."""
+    start, other_start = _num_prompt_tokens(sample), _num_prompt_tokens(other)
+    tokens = [*sample["input_ids"][:start], *other["input_ids"][other_start:]]
+    labels = [IGNORE_INDEX] * start + list(other["labels"][other_start:])
+    limit = sample.get(_LIMIT)
+    return {"input_ids": tokens[:limit], "labels": labels[:limit]}
+
+
+def _num_prompt_tokens(sample: Mapping[str, Any]) -> int:
+    """The number of tokens before the first label; all of them if there is no label."""
+    labels = sample["labels"]
+    for number, label in enumerate(labels):
+        if label != IGNORE_INDEX:
+            return number
+    return len(labels)
+
+
+def _require_judgment(sample: object) -> None:
+    needed = {"input_ids", "labels", DESIRABLE}
+    if isinstance(sample, Mapping) and needed <= sample.keys():
+        return
+    found = ", ".join(sample) if isinstance(sample, Mapping) else type(sample).__name__
+    raise RecipeError(
+        "a sample is not a completion that is judged as desirable or undesirable",
+        where="dataset",
+        value=found,
+        hint="use a builder of such samples, such as automodel_ckpt.data.kto.judged_completions or split_pairs, "
+        f'or return {{"input_ids": [...], "labels": [...], "{DESIRABLE}": true}}',
+    )
