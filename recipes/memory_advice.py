@@ -137,15 +137,7 @@ def _sizes_of(config: RecipeConfig, num_ranks: int) -> Sizes | None:
     """The mesh of *num_ranks* ranks; None if the recipe's sizes do not fit it."""
     section = config.distributed
     try:
-        return share_out(
-            num_ranks,
-            dp_size=section.dp_size,
-            dp_replicate_size=section.dp_replicate_size,
-            tp_size=section.tp_size,
-            pp_size=section.pp_size,
-            cp_size=section.cp_size,
-            ep_size=section.ep_size,
-        )
+        return share_out(num_ranks, **section.mesh_sizes)
     except RecipeError:
         return None
 

@@ -222,12 +222,7 @@ class Recipe:
         layout = init_distributed(
             backend=section.backend,
             timeout_minutes=section.timeout_minutes,
-            dp_size=section.dp_size,
-            dp_replicate_size=section.dp_replicate_size,
-            tp_size=section.tp_size,
-            pp_size=section.pp_size,
-            cp_size=section.cp_size,
-            ep_size=section.ep_size,
+            **section.mesh_sizes,
         )
         # First: with another learning rate on one node, its shards would train apart silently.
         validate_equal_on_all_ranks(self.config_yaml, layout.gloo_group)

@@ -303,15 +303,7 @@ def check_node_counts(loaded: LoadedRecipe, flags: LaunchFlags) -> None:
 def mesh_sizes(loaded: LoadedRecipe, ranks: int) -> Sizes:
     """Return the sizes of the device mesh of *ranks* ranks. Raises :class:`RecipeError` if they do not fit together."""
     section = loaded.config.distributed
-    sizes = share_out(
-        ranks,
-        dp_size=section.dp_size,
-        dp_replicate_size=section.dp_replicate_size,
-        tp_size=section.tp_size,
-        pp_size=section.pp_size,
-        cp_size=section.cp_size,
-        ep_size=section.ep_size,
-    )
+    sizes = share_out(ranks, **section.mesh_sizes)
     choose_strategy(section.strategy, sizes)
     return sizes
 

@@ -11,7 +11,7 @@ import math
 import re
 import signal
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypedDict
 
 from automodel_ckpt.config.kinds.kto import KTOConfig
 from automodel_ckpt.config.registry import is_own
@@ -361,6 +361,17 @@ class Fp8Config:
     """Compute the rounded values in higher precision: slow, for tests on devices without FP8."""
 
 
+class MeshSizes(TypedDict):
+    """The sizes of the device mesh that a recipe gives. A *dp_size* of None takes all remaining ranks."""
+
+    dp_size: int | None
+    dp_replicate_size: int
+    tp_size: int
+    pp_size: int
+    cp_size: int
+    ep_size: int
+
+
 @dataclass
 class DistributedConfig:
     """Parallelism: how the work is distributed across ranks."""
@@ -404,6 +415,18 @@ class DistributedConfig:
     mixed_precision: Literal["auto", "bfloat16", "float16", "none"] | None = "auto"
     """Data type of forward and backward; weights, gradient reduction and optimizer state keep model.dtype. auto:
     bfloat16 on a GPU; none or null: model.dtype."""
+
+    @property
+    def mesh_sizes(self) -> MeshSizes:
+        """The sizes of the device mesh, as arguments of functions that compute or build it."""
+        return {
+            "dp_size": self.dp_size,
+            "dp_replicate_size": self.dp_replicate_size,
+            "tp_size": self.tp_size,
+            "pp_size": self.pp_size,
+            "cp_size": self.cp_size,
+            "ep_size": self.ep_size,
+        }
 
     @property
     def stages_per_rank(self) -> int:
