@@ -11,7 +11,7 @@ from typing import Any
 
 from automodel_ckpt.checkpoint import Checkpointer, SaveReport, policy
 from automodel_ckpt.checkpoint.checkpointer import Resumed, Saving
-from automodel_ckpt.checkpoint.export.next_steps import try_line
+from automodel_ckpt.checkpoint.export.next_steps import try_command
 from automodel_ckpt.checkpoint.run import finished
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
 from automodel_ckpt.checkpoint.saving.forecast import Forecast
@@ -276,7 +276,7 @@ class Saves:
             log.info("newest checkpoint: %s", self.last_save.path)
             if self.last_save.export is not None:
                 log.info("Hugging Face export: %s", self.last_save.export)
-                log.info("%s", try_line(Path(self.last_save.export)))
+                log.info("try it: %s", try_command(Path(self.last_save.export)))
         self._export_best()
         self._export_average()
         self._average_last()

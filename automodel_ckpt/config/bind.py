@@ -89,8 +89,12 @@ def keys_of(schema: type[Any], prefix: str = "") -> Iterator[str]:
 
 
 def closest(word: str, candidates: Iterable[str]) -> str | None:
-    """Return the candidate most similar to *word*; None if none is similar."""
-    matches = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.7)
+    """Return the candidate most similar to *word*, first of all one that differs in case; None if none is similar."""
+    names = list(candidates)
+    for name in names:
+        if name.lower() == word.lower():
+            return name
+    matches = difflib.get_close_matches(word, names, n=1, cutoff=0.7)
     return matches[0] if matches else None
 
 

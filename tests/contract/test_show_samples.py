@@ -69,7 +69,7 @@ def test_lengths_tokens_and_the_template_are_those_of_all_samples(
 ) -> None:
     text = shown(capsys, directory, num="0")
     rows = {row.split(" ")[0]: row for row in text.splitlines() if row}
-    assert "6 samples" in rows["samples"]
+    assert "6 samples" in rows["data"]
     assert "median " in rows["lengths"]
     assert "tokens per epoch" in rows["tokens"]
     assert "0, and 0 skipped" in rows["truncated"]

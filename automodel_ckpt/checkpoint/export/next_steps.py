@@ -12,19 +12,19 @@ _CHAT_TEMPLATE = "chat_template.jinja"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
-def try_line(directory: Path) -> str:
+def try_command(directory: Path) -> str:
     """The command that tries the Hugging Face files in *directory*: a conversation if there is a chat template."""
     path = shlex.quote(str(directory))
     if _has_chat_template(directory):
-        return f"try it:       ckpt chat {path}"
-    return f'try it:       ckpt generate {path} -p "Once upon a time"'
+        return f"ckpt chat {path}"
+    return f'ckpt generate {path} -p "Once upon a time"'
 
 
 def hf_lines(directory: Path) -> list[str]:
     """The commands for the Hugging Face files in *directory*: this program, vLLM, transformers."""
     path = shlex.quote(str(directory))
     return [
-        try_line(directory),
+        f"try it:       {try_command(directory)}",
         f"vLLM:         vllm serve {path}",
         f"transformers: AutoModelForCausalLM.from_pretrained({str(directory)!r})",
     ]

@@ -72,7 +72,7 @@ def _shortened(match: re.Match[str]) -> str:
 def _summary_lines(data: DataSummary) -> Iterator[str]:
     lengths = data.lengths
     of = f"first {lengths.samples_text}" if data.is_partial else lengths.samples_text
-    rows = [("samples", of), ("lengths", lengths.lengths_text), ("tokens", lengths.tokens_text)]
+    rows = [("data", of), ("lengths", lengths.lengths_text), ("tokens", lengths.tokens_text)]
     if data.is_partial:
         share = 100 * lengths.num_labels / max(lengths.num_tokens, 1)
         rows[2] = ("tokens", f"{share:.0f} % of them trained on")

@@ -559,6 +559,9 @@ def test_checking_plug_ins_returns_a_new_recipe_and_leaves_the_loaded_one_unchan
 def test_a_missing_name_is_reported_with_the_nearest(recipe: Path) -> None:
     with pytest.raises(RecipeError, match="did you mean CrossEntropyLoss"):
         checked(recipe, "--loss_fn._target_=torch.nn.CrossEntropyLos")
+    # Adam is more similar letter by letter.
+    with pytest.raises(RecipeError, match=r"did you mean AdamW\?"):
+        checked(recipe, "--optimizer._target_=torch.optim.Adamw")
 
 
 def test_a_module_that_cannot_be_imported_is_reported(recipe: Path) -> None:

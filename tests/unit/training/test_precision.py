@@ -1,4 +1,4 @@
-"""What null and auto stand for in a recipe, by the type of the device; no test needs a GPU."""
+"""What null and auto mean in a recipe, by the type of the device; no test needs a GPU."""
 
 from __future__ import annotations
 
@@ -54,6 +54,12 @@ def resolved(config: RecipeConfig, sizes: Sizes, device_type: str) -> tuple[Any,
         (LORA, ONE, ("bfloat16", "fsdp2"), ("none", "single")),
         ((*LORA, "--peft.quantize_base=nf4"), ONE, ("bfloat16", "single"), ("none", "single")),
         ((*LORA, "--peft.quantize_base=nf4"), TWO, ("bfloat16", "ddp"), ("none", "ddp")),
+        (
+            (*LORA, "--peft.quantize_base=nf4"),
+            share_out(4, dp_replicate_size=2),
+            ("bfloat16", "fsdp2"),
+            ("none", "fsdp2"),
+        ),
         (("--distributed.strategy=single",), ONE, ("bfloat16", "single"), ("none", "single")),
         (("--distributed.strategy=ddp",), TWO, ("bfloat16", "ddp"), ("none", "ddp")),
         (("--distributed.mixed_precision=none",), ONE, ("none", "single"), ("none", "single")),
@@ -66,6 +72,7 @@ def resolved(config: RecipeConfig, sizes: Sizes, device_type: str) -> tuple[Any,
         ),
         (("--model.dtype=bfloat16",), ONE, ("none", "single"), ("none", "single")),
         (("--model.dtype=bfloat16",), TWO, ("bfloat16", "fsdp2"), ("none", "fsdp2")),
+        ((*LORA, "--model.dtype=bfloat16"), ONE, ("bfloat16", "fsdp2"), ("none", "single")),
         (("--model.dtype=float64",), TWO, ("none", "fsdp2"), ("none", "fsdp2")),
         (MODULE, ONE, ("bfloat16", "single"), ("none", "single")),
     ],
@@ -144,6 +151,10 @@ def test_the_line_says_which_precision_is_used_for_what() -> None:
     model[1].requires_grad_(False)
     assert describe_precision(model, strategy="single", compute_type=None) == (
         "weights bfloat16 and float32, computed in the type of the weights"
+    )
+    # A model without a trained parameter has no gradients.
+    assert describe_precision(model, strategy="fsdp2", compute_type=torch.bfloat16) == (
+        "weights bfloat16 and float32, computed in bfloat16 (FSDP2)"
     )
 
 
