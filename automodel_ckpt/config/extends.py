@@ -14,7 +14,7 @@ from automodel_ckpt.errors import Problem
 KEY = "extends"
 MAX_FILES = 20
 """Maximum number of files that one recipe may consist of."""
-_RECIPE_FILE = re.compile(r"(?P<path>.+\.py):\w+")
+_RECIPE_FILE = re.compile(r".+\.py:\w+")
 
 
 def read_with_bases(path: Path, problems: list[Problem]) -> Node | None:
@@ -128,8 +128,8 @@ def _keep_recipe_file(base: Node, directory: Path) -> None:
     node = base.at("recipe")
     if node is None or not isinstance(node.value, str):
         return
-    match = _RECIPE_FILE.fullmatch(node.value)
-    if match and not os.path.isabs(match["path"]):
+    if _RECIPE_FILE.fullmatch(node.value):
+        # An absolute path stays as it is.
         node.value = str(directory / node.value)
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from automodel_ckpt.config import extends
+from automodel_ckpt.config.extends import read_with_bases
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.config.schema import RecipeConfig
@@ -83,12 +85,20 @@ def test_null_a_list_and_another_target_replace_what_the_base_has(tmp_path: Path
     assert config.model.freeze == ["*.a"]
     # seq_length and path are arguments of the builder that is not used any more.
     assert set(config.dataset.kwargs) == {"num_samples"}
+    built = write(
+        tmp_path / "built.yaml", "extends: base.yaml\nmodel: {_target_: torch.nn.Linear}\n"
+    )
+    tree = read_with_bases(built, [])
+    assert tree is not None
+    assert tree.at("model.from_pretrained") is None
 
 
 def test_a_recipe_class_in_a_file_beside_the_base_is_found_from_elsewhere(tmp_path: Path) -> None:
     write(tmp_path / "shared/base.yaml", BASE + "recipe: mine.py:Mine\n")
     recipe = write(tmp_path / "recipe.yaml", "extends: shared/base.yaml\n")
     assert load(recipe).config.recipe == "shared/mine.py:Mine"
+    write(tmp_path / "shared/base.yaml", BASE + "recipe: /opt/mine.py:Mine\n")
+    assert load(recipe).config.recipe == "/opt/mine.py:Mine"
 
 
 def test_a_recipe_from_standard_input_extends_files_of_the_working_directory(
@@ -102,6 +112,9 @@ def test_a_recipe_from_standard_input_extends_files_of_the_working_directory(
         os.dup2(file.fileno(), 0)
         try:
             assert load(Path("-")).config.seed == 3
+            os.lseek(0, 0, os.SEEK_SET)
+            # A file, not a pipe: no file of the recipe can be in /dev.
+            assert load(Path("/dev/stdin")).config.seed == 3
         finally:
             os.dup2(saved, 0)
             os.close(saved)
@@ -142,6 +155,17 @@ def test_a_chain_of_too_many_files_is_an_error(tmp_path: Path) -> None:
     write(tmp_path / "30.yaml", BASE)
     with pytest.raises(RecipeError, match="more than 20 files"):
         load(tmp_path / "0.yaml")
+
+
+def test_files_with_too_many_values_together_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extends, "MAX_NODES", 12)
+    write(tmp_path / "base.yaml", BASE)
+    recipe = write(tmp_path / "recipe.yaml", "extends: [base.yaml, base.yaml]\n")
+    with pytest.raises(RecipeError, match="more than 20 files or 12 values"):
+        load(recipe)
+    assert load(write(tmp_path / "one.yaml", "extends: [base.yaml]\n")).config.optimizer.lr == 1e-4
 
 
 # ---------------------------------------------------------------- references to keys
