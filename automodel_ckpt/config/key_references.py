@@ -80,7 +80,11 @@ class _Resolver:
             what = f"${{{match['key']}}} is a section or a list, which text cannot contain"
             self._note(what, node, "refer to a single value")
             return match[0]
-        return match["slashes"] + found.value
+        if found.value.startswith("${"):
+            # The backslashes are read together with this reference to an environment variable.
+            return match["slashes"] + found.value
+        # Two backslashes are one, as in omegaconf.
+        return match["slashes"][::2] + found.value
 
     def _lookup(self, key: str, node: Node, chain: tuple[str, ...]) -> Node | None:
         """Return the value at *key* without references. Adds a problem, and returns None, if there is none."""

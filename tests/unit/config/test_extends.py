@@ -207,7 +207,10 @@ def test_references_are_converted_to_the_type_of_their_place(
             referring(tmp_path, text, *words)
         return
     key, value = expected
-    assert getattr(referring(tmp_path, text, *words).config, key) == value
+    loaded = referring(tmp_path, text, *words)
+    assert getattr(loaded.config, key) == value
+    # Not the line of the key that it refers to.
+    assert loaded.origins[key] == ("--seed" if words else f"{tmp_path / 'recipe.yaml'}:12")
 
 
 @pytest.mark.parametrize(
@@ -236,6 +239,18 @@ def test_an_escaped_reference_is_text(tmp_path: Path) -> None:
     assert loaded.config.checkpoint.checkpoint_dir == "a/${seed}"
 
 
+@pytest.mark.parametrize("reference", ["${tokenizer.from_pretrained}", "${oc.env:CKPT_VALUE}"])
+def test_two_backslashes_before_a_reference_are_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reference: str
+) -> None:
+    monkeypatch.setenv("CKPT_VALUE", "v")
+    text = "tokenizer: {from_pretrained: '${oc.env:CKPT_VALUE}'}\n"
+    loaded = referring(tmp_path, f"{text}checkpoint: {{checkpoint_dir: 'a\\\\{reference}'}}\n")
+    assert loaded.config.checkpoint.checkpoint_dir == "a\\v"
+    number = referring(tmp_path, "checkpoint: {checkpoint_dir: 'a\\\\${seed}'}\n")
+    assert number.config.checkpoint.checkpoint_dir == "a\\42"
+
+
 def test_references_that_double_a_text_end_in_an_error(tmp_path: Path) -> None:
     keys = [f"k{number}: ${{k{number + 1}}}${{k{number + 1}}}" for number in range(40)]
     text = "dataset:\n  _target_: automodel_ckpt.data.text.text\n  " + "\n  ".join(
@@ -244,6 +259,9 @@ def test_references_that_double_a_text_end_in_an_error(tmp_path: Path) -> None:
     recipe = write(tmp_path / "r.yaml", f"model: {{from_pretrained: x}}\n{text}\n  k40: abcdefgh\n")
     with pytest.raises(RecipeError, match=r"too long|refers to itself"):
         load(recipe)
+    long = f"recipe: {'x' * 60_000}\ncheckpoint: {{checkpoint_dir: '${{recipe}}${{recipe}}'}}\n"
+    with pytest.raises(RecipeError, match="the text with its references is too long"):
+        referring(tmp_path, long)
 
 
 def test_a_secret_behind_a_reference_stays_hidden(
