@@ -47,6 +47,7 @@ PURPOSES = {
     "loss_fn": "loss_fn",
     "dataloader.collate_fn": "collate_fn",
     "distributed.tp_plan": "tp_plan",
+    "distill.teacher": "teacher",
 }
 """Key of a section that accepts ``_target_``, of a list or mapping of such sections -> its purpose in ``ALLOWED``."""
 
@@ -255,6 +256,10 @@ _MODELS = Group(
         ),
     ),
 )
+_TEACHERS = Group(
+    "teachers of this package: counts of its own text",
+    (Exact("automodel_ckpt.data.pair_counts.pair_counts"),),
+)
 _CONFIGS = Group(
     "configurations of transformers models: plain settings",
     (
@@ -277,6 +282,7 @@ _PEFT_CONFIGS = Group(
 
 ALLOWED: dict[str, tuple[Group, ...]] = {
     "model": (_MODELS,),
+    "teacher": (_MODELS, _TEACHERS),
     "tokenizer": (_TOKENIZERS,),
     "processor": (_PROCESSORS,),
     "dataset": (_OWN_DATASETS, _HUB_DATASETS),

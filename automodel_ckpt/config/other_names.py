@@ -207,6 +207,20 @@ _LOGS = {
     **_same("full_determinism", "deterministic"),
 }
 
+_KINDS = {
+    **_same(
+        "teacher_model_name_or_path teacher_model teacher_checkpointer kd_trainer",
+        "distill.teacher",
+        note="from_pretrained, with recipe: distill",
+    ),
+    **_same("kd_ratio kd_alpha", "distill.kd_ratio"),
+    **_same(
+        "kd_ce_alpha", "distill.kd_ratio", note="the share of the cross-entropy is 1 - kd_ratio"
+    ),
+    **_same("kd_temperature", "distill.temperature"),
+    **_same("kd_loss kd_loss_fn", "distill.divergence"),
+}
+
 OTHER_NAMES: dict[str, Counterpart] = {
     **_OPTIMIZER,
     **_STEPS,
@@ -216,5 +230,6 @@ OTHER_NAMES: dict[str, Counterpart] = {
     **_DATA,
     **_RANKS,
     **_LOGS,
+    **_KINDS,
 }
 """Name in another program -> what corresponds to it here."""

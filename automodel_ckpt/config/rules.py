@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 T = TypeVar("T")
 
@@ -69,3 +69,17 @@ NOT_EMPTY = Rule(bool, "not empty")
 def setting(default: T, *rules: Rule) -> T:
     """Declare a dataclass field whose values must satisfy these rules."""
     return field(default=default, metadata={"rules": rules})
+
+
+@dataclass
+class Target:
+    """A plug-in: the dotted name of a callable, with keyword arguments beside it in the same section."""
+
+    _target_: str = MISSING
+    """Dotted name of a class or function that is allowed in this section, or trusted with --trust."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """The section's other keys: arguments, checked against the callable's signature."""
+
+    # A ClassVar is no field, so it is not a key of the recipe.
+    takes_any: ClassVar[bool] = True
+    """Whether the section accepts keys that are not fields of its dataclass. ``kwargs`` contains them."""

@@ -13,6 +13,7 @@ import signal
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, TypedDict
 
+from automodel_ckpt.config.kinds.distill import DistillConfig
 from automodel_ckpt.config.kinds.kto import KTOConfig
 from automodel_ckpt.config.registry import is_own
 from automodel_ckpt.config.rules import (
@@ -34,6 +35,7 @@ from automodel_ckpt.config.rules import (
     Rule,
     setting,
 )
+from automodel_ckpt.config.rules import Target as Target
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 KNOWN_TRACKERS = Rule(
@@ -93,20 +95,6 @@ def parse_duration(text: str) -> float | None:
     for part in text.split(":"):
         seconds = seconds * 60 + float(part)
     return seconds if 0 < seconds < math.inf else None
-
-
-@dataclass
-class Target:
-    """A plug-in: the dotted name of a callable, with keyword arguments beside it in the same section."""
-
-    _target_: str = MISSING
-    """Dotted name of a class or function that is allowed in this section, or trusted with --trust."""
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    """The section's other keys: arguments, checked against the callable's signature."""
-
-    # A ClassVar is no field, so it is not a key of the recipe.
-    takes_any: ClassVar[bool] = True
-    """Whether the section accepts keys that are not fields of its dataclass. ``kwargs`` contains them."""
 
 
 def own_keys(section: Any) -> list[str]:
@@ -964,6 +952,7 @@ def predicts_further(recipe: Any) -> bool:
 
 KIND_SECTIONS: dict[str, tuple[str, ...]] = {
     "kto": ("kto",),
+    "distill": ("distill",),
 }
 """Section -> the recipes of this package that read it. A recipe of a user may read any section."""
 
@@ -999,6 +988,7 @@ class RecipeConfig:
     peft: PeftConfig | None = None
     qat: QatConfig | None = None
     fp8: Fp8Config | None = None
+    distill: DistillConfig | None = None
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     dataset: Target = field(
         default_factory=Target, metadata={"supplied": ("tokenizer", "processor")}

@@ -60,6 +60,12 @@ class VocabularyPart:
         """Replace *values* by their sum over all ranks."""
         dist.all_reduce(values, group=self.group)
 
+    def gather(self, columns: torch.Tensor) -> torch.Tensor:
+        """The *columns* [n, most] of all ranks in their order, [n, most * ranks]."""
+        found = [torch.empty_like(columns) for _ in range(self.group.size())]
+        dist.all_gather(found, columns.contiguous(), group=self.group)
+        return torch.cat(found, dim=1)
+
 
 @dataclass(frozen=True, slots=True)
 class LogitTransform:
@@ -198,11 +204,7 @@ def linear_cross_entropy(
     its dtype. Does not wait for the device.
     """
     device_type = hidden.device.type
-    if torch.is_autocast_enabled(device_type):
-        # Cast here, so that the gradients are computed in the same dtype as the product.
-        dtype = torch.get_autocast_dtype(device_type)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-        bias = bias.to(dtype) if bias is not None else None
+    hidden, weight, bias = in_autocast_dtype(hidden, weight, bias)
     num_logits = targets.shape[0] * weight.shape[0]
     if part is None and device_type != "cuda" and _FEW * num_logits <= CHUNK_ELEMENTS["cpu"]:
         logits = transform(widened(F.linear(hidden, weight, bias)))
@@ -213,6 +215,17 @@ def linear_cross_entropy(
         hidden, weight, bias, targets, part, transform, torch.is_grad_enabled(), hits
     )
     return loss
+
+
+def in_autocast_dtype(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Cast the inputs of a product to the dtype of autocast, if it is enabled; gradients have that dtype too."""
+    device_type = hidden.device.type
+    if not torch.is_autocast_enabled(device_type):
+        return hidden, weight, bias
+    dtype = torch.get_autocast_dtype(device_type)
+    return hidden.to(dtype), weight.to(dtype), bias.to(dtype) if bias is not None else None
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -231,7 +244,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hits: TokenHits | None,
     ) -> torch.Tensor:
         needed = ctx.needs_input_grad[:3] if with_gradients else (False, False, False)
-        sums = ctx.gradients = _Gradients(hidden, weight, bias, needed)
+        sums = ctx.gradients = GradientSums(hidden, weight, bias, needed)
         loss_dtype = torch.promote_types(hidden.dtype, torch.float32)
         loss = torch.zeros((), dtype=loss_dtype, device=hidden.device)
         # All ranks need the same number of chunks, because each chunk is a collective.
@@ -239,7 +252,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         size = chunk_rows(hidden.device.type, num_columns)
         for start in range(0, len(targets), size):
             chunk = hidden[start : start + size]
-            logits = _wide_logits(chunk, weight, bias)
+            logits = wide_logits(chunk, weight, bias)
             if hits is not None:
                 # Before the loss, which overwrites the logits.
                 hits.add(logits, targets[start : start + size], part)
@@ -265,7 +278,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return *gradients.scaled(loss_weight), None, None, None, None, None
 
 
-def _wide_logits(
+def wide_logits(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """Logits [n, V] of a chunk in at least float32, on a GPU without rounding them to a narrower dtype first."""
@@ -371,7 +384,7 @@ def _by_kernels_in_parts(
     return losses, errors
 
 
-class _Gradients:
+class GradientSums:
     """The gradients of the inputs, summed over chunks in at least float32; None for inputs that need none."""
 
     def __init__(

@@ -15,7 +15,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +35,9 @@ from automodel_ckpt.models.fused_cross_entropy import (
     LogitTransform,
     VocabularyPart,
     chunk_rows,
+    in_autocast_dtype,
     linear_cross_entropy,
+    wide_logits,
     widened,
 )
 from automodel_ckpt.models.token_hits import TokenHits
@@ -44,6 +46,52 @@ log = logging.getLogger("automodel_ckpt")
 
 _SMALL = 2**18
 """Up to this number, all logits are computed, because selecting labeled positions takes longer."""
+
+
+LinearLoss = Callable[
+    [
+        torch.Tensor,
+        torch.Tensor,
+        torch.Tensor | None,
+        torch.Tensor,
+        VocabularyPart | None,
+        LogitTransform,
+        TokenHits | None,
+    ],
+    torch.Tensor,
+]
+"""A function with the arguments of :meth:`Criterion.linear`."""
+
+
+class Criterion(Protocol):
+    """What a loss head computes from labeled hidden states in place of the cross-entropy: a 0-dim tensor."""
+
+    def linear(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        part: VocabularyPart | None,
+        transform: LogitTransform,
+        hits: TokenHits | None,
+    ) -> torch.Tensor:
+        """Compute it for hidden states [N, H], *labels* [N], and a layer of *weight* [V, H] and *bias* [V].
+
+        With *part*, these are this rank's rows of the layer, and this is collective.
+        """
+
+    def module(
+        self,
+        forward: Callable[[torch.Tensor], torch.Tensor],
+        parameters: Sequence[torch.Tensor],
+        num_columns: int,
+        hidden: torch.Tensor,
+        labels: torch.Tensor,
+        transform: LogitTransform,
+        hits: TokenHits | None,
+    ) -> torch.Tensor:
+        """Compute it for a layer of any kind: *forward* returns its *num_columns* outputs per position."""
 
 
 class ComputesLoss:
@@ -70,15 +118,22 @@ class ComputesLoss:
         targets: torch.Tensor,
         sizes: Sequence[int] | None = None,
         hits: TokenHits | None = None,
+        criterion: Criterion | None = None,
     ) -> LossPass:
         """Let the forward passes of the model inside the context compute a loss instead of logits.
 
         *positions* [N] are the labeled positions in the flattened batch, *targets* [N] the tokens that they predict.
         None means all positions of a batch of at most :attr:`all_up_to`; there -100 is no target. With *sizes*,
         the positions are those of several losses: of so many positions each, in this order. *positions* is then given.
-        *hits* counts the targets with the highest logit, in passes without gradients.
+        *hits* counts the targets with the highest logit, in passes without gradients. *criterion* replaces the
+        cross-entropy; *positions* is then given.
         """
-        return LossPass(self, positions, targets, sizes, hits)
+        return LossPass(self, positions, targets, sizes, hits, criterion)
+
+    def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [n, V] of *hidden* [n, H] in a new tensor, with what the model does to them, outside of its forward
+        pass. Of a layer that ranks share, the columns of this rank. The weights have to be gathered."""
+        raise NotImplementedError
 
 
 class LossPass(AbstractContextManager["LossPass"]):
@@ -91,11 +146,13 @@ class LossPass(AbstractContextManager["LossPass"]):
         targets: torch.Tensor,
         sizes: Sequence[int] | None = None,
         hits: TokenHits | None = None,
+        criterion: Criterion | None = None,
     ) -> None:
         self._head = head
         self.positions = positions
         self.targets = targets
         self.hits = hits
+        self.criterion = criterion
         self._sizes = sizes
         self._loss: torch.Tensor | None = None
 
@@ -105,6 +162,11 @@ class LossPass(AbstractContextManager["LossPass"]):
 
     def __exit__(self, *_: object) -> None:
         _set_past_torch(self._head, "_loss_pass", None)
+
+    @property
+    def linear_loss(self) -> LinearLoss:
+        """What computes the loss of a layer that is one matrix."""
+        return linear_cross_entropy if self.criterion is None else self.criterion.linear
 
     def summed(
         self, loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], hidden: torch.Tensor
@@ -205,17 +267,25 @@ class LossHead(ComputesLoss, nn.Linear):
         if positions is not None:
             hidden = hidden.index_select(0, positions)
 
+        compute = loss_pass.linear_loss
+
         def loss_of(part: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            return linear_cross_entropy(
+            return compute(
                 part,
                 self.weight,
                 self.bias,
                 labels,
-                transform=self.transform,
-                hits=loss_pass.hits,
+                None,
+                self.transform,
+                loss_pass.hits,
             )
 
         return loss_pass.output_for(loss_pass.summed(loss_of, hidden))
+
+    def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See :meth:`ComputesLoss.logits_of`."""
+        bias = None if self.bias is None else _local(self.bias)
+        return self.transform(wide_logits(*in_autocast_dtype(hidden, _local(self.weight), bias)))
 
     def _loss_in_parts(self, input: DTensor, loss_pass: LossPass) -> torch.Tensor:
         """The losses if tensor parallel ranks have different rows of the vocabulary; equal on all ranks. Collective."""
@@ -224,15 +294,16 @@ class LossHead(ComputesLoss, nn.Linear):
         # The gradient of a rank covers its rows of the vocabulary only, so the hidden states get partial sums.
         local = input.to_local(grad_placements=[Partial()])
         hidden = local.flatten(0, -2).index_select(0, positions)
-        bias = self.bias.to_local() if isinstance(self.bias, DTensor) else None
+        bias = None if self.bias is None else _local(self.bias)
         _, first = Shard.local_shard_size_and_offset(
             len(weight), mesh.size(), mesh.get_local_rank()
         )
         largest_part = math.ceil(len(weight) / mesh.size())
         vocabulary = VocabularyPart(mesh.get_group(), first, largest_part)
+        compute = loss_pass.linear_loss
 
         def loss_of(part: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            return linear_cross_entropy(
+            return compute(
                 part,
                 weight.to_local(),
                 bias,
@@ -267,7 +338,19 @@ class ModuleLossHead(ComputesLoss):
             return layer.forward(input, *args, **options)  # type: ignore[no-any-return]
         positions = loss_pass.positions
         assert positions is not None
-        hits = loss_pass.hits
+        hits, criterion = loss_pass.hits, loss_pass.criterion
+
+        def loss_by_criterion(part: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            assert criterion is not None
+
+            def logits_of_chunk(hidden: torch.Tensor) -> torch.Tensor:
+                logits: torch.Tensor = layer.forward(hidden, *args, **options)
+                return logits
+
+            parameters = list(self.parameters())  # type: ignore[attr-defined]
+            return criterion.module(
+                logits_of_chunk, parameters, self._vocabulary, part, labels, self.transform, hits
+            )
 
         # Recomputed in the backward pass, when the context has ended and `_loss_pass` is None. So it
         # must call the layer's own forward and not this one.
@@ -284,7 +367,18 @@ class ModuleLossHead(ComputesLoss):
             return torch.stack(losses).sum()
 
         hidden = input.flatten(0, -2).index_select(0, positions)
-        return loss_pass.output_for(loss_pass.summed(loss_of, hidden))
+        by = loss_of if criterion is None else loss_by_criterion
+        return loss_pass.output_for(loss_pass.summed(by, hidden))
+
+    def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See :meth:`ComputesLoss.logits_of`."""
+        layer: Any = super()
+        return self.transform(widened(layer.forward(hidden)))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that tensor parallel ranks share."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @functools.cache

@@ -42,6 +42,11 @@ class TokenHits:
             part.smallest(predicted)
         self._count += (predicted == labels).sum()
 
+    @property
+    def count(self) -> torch.Tensor:
+        """The count so far, 0-dim on the device."""
+        return self._count
+
     def read(self) -> int:
         """Wait for the device, and return the count."""
         return int(self._count.item())

@@ -53,6 +53,7 @@ from automodel_ckpt.errors import AutomodelError, RecipeError
 from automodel_ckpt.models.fake_quantization import FakeQuantization
 from automodel_ckpt.recipes.adapters import adapt, quantization
 from automodel_ckpt.recipes.deferred_model import DeferredModel
+from automodel_ckpt.recipes.distill import check_distillation, weights_of
 from automodel_ckpt.recipes.exports import check_export
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.loop import TrainingLoop
@@ -62,6 +63,7 @@ from automodel_ckpt.recipes.precision import float32_precision
 from automodel_ckpt.recipes.recipe import cadence_of
 from automodel_ckpt.recipes.records import Control, StepResult
 from automodel_ckpt.recipes.run_log import RunLog, build_profiler
+from automodel_ckpt.recipes.teacher import teacher_model
 from automodel_ckpt.recipes.trainable import Trainable, read_model_config, row_multiple, shard
 from automodel_ckpt.training.step_scheduler import StepScheduler, total_steps
 from tests.support import ranks, tiny
@@ -282,6 +284,13 @@ def rates(it: Subject) -> list[float]:
         if schedule is not None:
             schedule.step()
     return seen
+
+
+def distillation(it: Subject) -> Any:
+    """The parts of the loss of a distillation, and its teacher."""
+    check_distillation(it.config)
+    assert it.config.distill is not None
+    return weights_of(it.config.distill), teacher_model(it.config)
 
 
 def loss(it: Subject) -> float:
@@ -603,6 +612,8 @@ KEEP = ("--checkpoint.keep_last=1", *VALIDATED)
 FP8_RUN = "tests/distributed/test_fp8.py::test_a_sharded_run_resumes_exactly_and_its_export_loads"
 QAT = "--qat={}"
 PROFILE = "--profile={}"
+DISTILLED = ("--recipe=distill", "--distill.teacher.from_pretrained=teacher")
+DISTILLS = "tests/distributed/test_distill.py::"
 COMPLETIONS = (
     "tests/contract/test_completions.py::test_every_key_of_generation_changes_the_completions"
 )
@@ -735,6 +746,44 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "generation.raw": Proven(COMPLETIONS, "true"),
     "generation.max_new_tokens": Proven(COMPLETIONS, "3"),
     "generation.temperature": Proven(COMPLETIONS, "3"),
+    "distill": Observed(
+        distillation,
+        "{teacher: {from_pretrained: teacher}}",
+        ("--recipe=distill",),
+        default_is_rejected=True,
+    ),
+    "distill.teacher": Observed(
+        distillation,
+        "{_target_: automodel_ckpt.data.pair_counts.pair_counts}",
+        ("--recipe=distill",),
+        before="{from_pretrained: teacher}",
+    ),
+    "distill.teacher.from_pretrained": Observed(
+        distillation, "other", ("--recipe=distill",), before="teacher"
+    ),
+    "distill.teacher.revision": Observed(distillation, "v2", DISTILLED),
+    "distill.teacher.trust_remote_code": Observed(distillation, "true", DISTILLED),
+    "distill.teacher.dtype": Observed(distillation, "bfloat16", DISTILLED),
+    "distill.teacher.attn_implementation": Observed(distillation, "eager", DISTILLED),
+    "distill.divergence": Observed(distillation, "reverse_kl", DISTILLED),
+    "distill.reverse_weight": Observed(
+        distillation, "0.3", (*DISTILLED, "--distill.divergence=mixed")
+    ),
+    "distill.kd_ratio": Observed(distillation, "0.7", DISTILLED),
+    "distill.temperature": Observed(distillation, "2", DISTILLED),
+    "distill.offload_teacher": Proven(
+        DISTILLS + "test_an_offloaded_teacher_is_on_the_device_only_while_it_predicts", "true"
+    ),
+    "distill.top_k": Proven(
+        DISTILLS
+        + "test_all_tokens_of_a_cache_give_the_same_losses_and_later_starts_need_no_teacher",
+        "64",
+    ),
+    "distill.cache_dir": Proven(
+        DISTILLS
+        + "test_all_tokens_of_a_cache_give_the_same_losses_and_later_starts_need_no_teacher",
+        "logits",
+    ),
     "qat": Proven(QAT_RUN, "{scheme: W8A8}"),
     "qat.scheme": Observed(rounding, "W8A8", (QAT,)),
     "qat.group_size": Observed(rounding, "16", (QAT,)),

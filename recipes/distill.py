@@ -1,0 +1,278 @@
+"""Knowledge distillation: a student learns the distributions that a teacher predicts, and the labels.
+
+The loss of a label is ``(1 - kd_ratio) * cross_entropy + kd_ratio * temperature**2 * divergence`` (section
+``distill``). It is computed in chunks of positions (:mod:`automodel_ckpt.models.fused_distillation`), so that neither
+the student's nor the teacher's logits of a micro-batch are in memory at once. With ``top_k``, the teacher's logits are
+computed before training and read from a cache, and later starts do not load the teacher.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+
+from automodel_ckpt.config.kinds.distill import DistillConfig
+from automodel_ckpt.config.schema import RecipeConfig, Target, predicts_further
+from automodel_ckpt.data.mixture import for_each_source
+from automodel_ckpt.data.teacher_targets import (
+    LOG_PROBS,
+    REST,
+    TOKENS,
+    TargetCollator,
+    TargetedDataset,
+)
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.fused_distillation import (
+    Distillation,
+    DistillationWeights,
+    TeacherTargets,
+    TopTargets,
+)
+from automodel_ckpt.models.token_hits import TokenHits
+from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.recipes.objective import Objective, Tensors
+from automodel_ckpt.recipes.records import LossSum
+from automodel_ckpt.recipes.teacher import (
+    Order,
+    Teacher,
+    check_vocabularies,
+    identity_of,
+    moves_whole,
+    naming_the_teacher,
+    teacher_config,
+    with_numbered_labels,
+)
+from automodel_ckpt.recipes.teacher_cache import TeacherCaches, check_countable
+from automodel_ckpt.training.loss import labelled_positions
+from automodel_ckpt.units import counted
+
+log = logging.getLogger("automodel_ckpt")
+
+_NOTE = "teacher"
+"""The key of a checkpoint's notes about its environment."""
+
+
+class DistillationObjective(Objective):
+    """The cross-entropy and the divergence from the teacher, wherever there is a label."""
+
+    measures: ClassVar[tuple[str, ...] | None] = ("kd_loss", "ce_loss", "accuracy")
+    weights: DistillationWeights
+    teacher: Teacher | None
+    """None: the micro-batches have the teacher's most probable tokens."""
+    num_columns: int | None
+    """The number of tokens that are compared; None: all."""
+
+    def loss(self, micro_batch: Tensors) -> LossSum:
+        """Compute the loss of *micro_batch*, summed over its labels; the metrics are its two parts, unweighted."""
+        cached = {name: micro_batch[name] for name in _CACHED if name in micro_batch}
+        plain = {name: value for name, value in micro_batch.items() if name not in _CACHED}
+        numbered, labels = with_numbered_labels(plain)
+        rows = self.rows_of(numbered)
+        positions, numbers = labelled_positions(rows["labels"])
+        assert positions is not None
+        order = numbers.numpy()
+        targets = self._on_device(torch.from_numpy(labels[order]))
+        hits = TokenHits(self.layout.device) if self.evaluation is not None else None
+        head = self.trainable.loss_head
+        assert head is not None
+        with self._teacher_targets(cached, numbered, order) as of_teacher:
+            criterion = Distillation(of_teacher, self.weights)
+            loss_pass = head.computing_loss(
+                self._on_device(positions), targets, hits=hits, criterion=criterion
+            )
+            inputs = self._inputs(rows, None)
+            with self.trainable.compute(), loss_pass:
+                output = self.model(**inputs, **self.trainable.forward_options)
+                self._note_routing(output, rows, slice(None))
+            result = self.with_aux_loss(loss_pass.loss_in(output))
+        assert criterion.sums is not None
+        metrics = {"ce_loss": criterion.sums[0], "kd_loss": criterion.sums[1]}
+        if hits is not None:
+            metrics["accuracy"] = hits.count
+        return LossSum(result.loss, {**result.metrics, **metrics})
+
+    @contextmanager
+    def _teacher_targets(
+        self, cached: Tensors, numbered: Tensors, order: Order
+    ) -> Iterator[TeacherTargets]:
+        """What the teacher predicts at the labels in *order*, inside the context: *cached*, or computed by it."""
+        if self.teacher is not None:
+            with self.teacher.predicting(numbered, order) as targets:
+                yield targets
+            return
+        chosen = torch.from_numpy(order)
+        tokens, log_probs, rest = (
+            self._on_device(cached[name].index_select(0, chosen)) for name in _CACHED
+        )
+        yield TopTargets(tokens, log_probs, rest, self.num_columns)
+
+
+_CACHED = (TOKENS, LOG_PROBS, REST)
+
+
+class Distill(LLMFinetune):
+    """Trains ``model`` to predict what the teacher of the section ``distill`` predicts on ``dataset``."""
+
+    objective_class = DistillationObjective
+
+    def build(self) -> None:
+        """Create what a fine-tuning has, then the teacher, or the caches of its logits."""
+        check_distillation(self.config)
+        self.distill = self.config.distill or DistillConfig()
+        self._targeted: list[TargetedDataset] = []
+        self._num_columns: int | None = None
+        self._has_compared = False
+        super().build()
+        if self.trainable.loss_head is None and not self.is_dry_run:
+            raise RecipeError(
+                "the student has no single output layer, whose logits could be compared in chunks",
+                where="model",
+                value=type(self.model).__name__,
+                hint="use a causal language model of transformers whose logits are the output of its last layer",
+            )
+        identity = identity_of(self.config)
+        if self.checkpointer is not None:
+            self.checkpointer.notes[_NOTE] = identity
+        if self.distill.top_k is None or self.is_dry_run:
+            self._teacher: Teacher | None = self._build_teacher()
+        else:
+            self._read_or_compute(identity)
+            # The caches replace it.
+            self._teacher = None
+
+    def build_dataset(self, section: Target) -> Any:
+        """Build the data set that a section names; with ``top_k``, its samples have what the teacher predicts."""
+        self._compare_vocabularies()
+        dataset = super().build_dataset(section)
+        if self.distill.top_k is None:
+            return dataset
+        return for_each_source(dataset, self._with_targets)
+
+    def build_collate_fn(self) -> Any:
+        """Build the collate function of a fine-tuning; with ``top_k``, it collates what the teacher predicts too."""
+        collate_fn = super().build_collate_fn()
+        return collate_fn if self.distill.top_k is None else TargetCollator(collate_fn)
+
+    def build_objective(self) -> Objective:
+        """Build the object that computes the loss of a micro-batch."""
+        objective = super().build_objective()
+        assert isinstance(objective, DistillationObjective)
+        objective.weights = weights_of(self.distill)
+        objective.teacher = self._teacher
+        objective.num_columns = self._num_columns
+        return objective
+
+    def resume(self) -> None:
+        """Load the newest checkpoint, and report if it was trained with another teacher."""
+        super().resume()
+        resumed = self.saves.resumed
+        if resumed is None:
+            return
+        saved, present = resumed.manifest.environment.get(_NOTE), identity_of(self.config)
+        if isinstance(saved, str) and saved != present:
+            log.warning(
+                "the teacher is not that of %s: it is %s, and was %s",
+                resumed.path.name,
+                present,
+                ascii(saved[:200]),
+            )
+
+    def _compare_vocabularies(self) -> None:
+        # Before the first data set is read, when both configurations are known.
+        if self._has_compared:
+            return
+        self._has_compared = True
+        self._num_columns = check_vocabularies(
+            self.config,
+            self.model_config,
+            self.tokenizer,
+            tp_size=self.layout.sizes.tp,
+            auto_class=self.auto_class,
+        )
+
+    def _build_teacher(self) -> Teacher:
+        moves = moves_whole(self.config, self.layout)
+        with naming_the_teacher():
+            trainable = self.build_trainable(
+                teacher_config(self.config, self.layout), is_trained=False
+            )
+        log.info("teacher: %s; precision: %s", trainable.summary, trainable.precision)
+        return Teacher(trainable, self.layout, self._num_columns, offload=moves)
+
+    def _with_targets(self, dataset: Any) -> TargetedDataset:
+        check_countable(dataset)
+        self._targeted.append(TargetedDataset(dataset))
+        return self._targeted[-1]
+
+    def _read_or_compute(self, identity: str) -> None:
+        """Give each data set the cache of what the teacher predicts; the teacher is built if one has to be computed."""
+        assert self.distill.top_k is not None
+        collate_fn = super().build_collate_fn()
+        caches = TeacherCaches(
+            self.layout,
+            teacher=identity,
+            top_k=self.distill.top_k,
+            temperature=self.distill.temperature,
+            num_columns=self._num_columns,
+            directory=self.distill.cache_dir,
+            batch_size=self.config.step_scheduler.local_batch_size,
+            collate_fn=collate_fn,
+        )
+        missing = []
+        for dataset in self._targeted:
+            dataset.cache = caches.find(dataset)
+            if dataset.cache is None:
+                missing.append(dataset)
+        if not missing:
+            log.info(
+                "the teacher is not loaded: its %s are cached", counted(self.distill.top_k, "token")
+            )
+            return
+        teacher = self._build_teacher()
+        for dataset in missing:
+            dataset.cache = caches.compute(dataset, teacher)
+
+
+def weights_of(section: DistillConfig) -> DistillationWeights:
+    """The weights of the parts of the loss that a section asks for."""
+    reverse = {"forward_kl": 0.0, "reverse_kl": 1.0, "mixed": section.reverse_weight}
+    share = reverse[section.divergence]
+    return DistillationWeights(section.kd_ratio, section.temperature, 1 - share, share)
+
+
+def check_distillation(config: RecipeConfig) -> None:
+    """Raise :class:`RecipeError` for a recipe without a teacher, and for keys that a distillation does not support."""
+    if config.distill is None:
+        raise RecipeError(
+            "a distillation needs a teacher",
+            where="distill",
+            value="null",
+            hint="add distill: {teacher: {from_pretrained: ...}}",
+        )
+    distributed = config.distributed
+    for key, size in (("pp_size", distributed.pp_size), ("cp_size", distributed.cp_size)):
+        if size > 1:
+            raise RecipeError(
+                "a distillation does not support ranks that have different stages of the model or parts of a row",
+                where=f"distributed.{key}",
+                value=size,
+                hint=f"remove {key}; fsdp2 and tp_size share the models over ranks",
+            )
+    if config.loss_fn is not None:
+        raise RecipeError(
+            "a distillation has a loss of its own: cross-entropy and a divergence",
+            where="loss_fn",
+            value=config.loss_fn._target_,
+            hint="remove loss_fn; distill.divergence and distill.kd_ratio choose the loss",
+        )
+    if predicts_further(config):
+        raise RecipeError(
+            "a distillation does not train layers that predict further tokens",
+            where="model.mtp",
+            value="a section",
+            hint="remove model.mtp",
+        )

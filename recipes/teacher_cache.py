@@ -1,0 +1,263 @@
+"""Computing a teacher's top-k logits once for a data set, before training, with all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from automodel_ckpt.data.cache import cache_directory
+from automodel_ckpt.data.micro_batches import isolated_rng
+from automodel_ckpt.data.teacher_targets import (
+    PartWriter,
+    Publication,
+    SampleTargets,
+    TargetCache,
+    TargetedDataset,
+    batches_of,
+    checksum,
+    data_digest,
+    num_labels,
+    share_of,
+)
+from automodel_ckpt.distributed.agree import (
+    broadcast_object,
+    gather_objects,
+    on_all_ranks,
+    raise_on_all_ranks,
+    while_working,
+)
+from automodel_ckpt.distributed.mesh import RankLayout
+from automodel_ckpt.errors import AutomodelError, RecipeError, os_problem
+from automodel_ckpt.models.fused_distillation import rows_of_chunk, top_of
+from automodel_ckpt.recipes.teacher import Teacher, with_numbered_labels
+from automodel_ckpt.units import counted
+
+log = logging.getLogger("automodel_ckpt")
+
+_LOG_SECONDS = 30.0
+_HINT = "set distill.cache_dir to a directory with enough free space that all nodes can write"
+
+
+class TeacherCaches:
+    """Finds, verifies and computes the caches of one teacher for the data sets of a run."""
+
+    def __init__(
+        self,
+        layout: RankLayout,
+        *,
+        teacher: str,
+        top_k: int,
+        temperature: float,
+        num_columns: int | None,
+        directory: str | None,
+        batch_size: int,
+        collate_fn: Any,
+    ) -> None:
+        """*teacher* is a line that changes with the teacher, *collate_fn* makes micro-batches of *batch_size* samples
+        without targets."""
+        self._layout = layout
+        self._teacher = teacher
+        self._settings = (top_k, temperature, num_columns)
+        self._directory = Path(directory).expanduser() if directory else None
+        self._batch_size = batch_size
+        self._collate = collate_fn
+
+    def find(self, dataset: TargetedDataset) -> TargetCache | None:
+        """Open the cache of *dataset*; None if there is none, or if a file is damaged. A collective."""
+        check_countable(dataset.dataset)
+        directory, key = self._place(dataset)
+        cache = TargetCache.open(directory, key)
+        group = self._layout.gloo_group
+        if not on_all_ranks(group, cache is not None):
+            return None
+        assert cache is not None
+        found = cache
+        ranks = (self._layout.rank, self._layout.world_size)
+        damaged = while_working(group, lambda: found.damaged_file(*ranks))
+        if damaged is not None:
+            log.warning("the cache of the teacher's logits is damaged: %s", directory / damaged)
+        if not on_all_ranks(group, damaged is None):
+            return None
+        log.info("the teacher's logits of %s are cached: %s", _size(dataset), directory)
+        return cache
+
+    def compute(self, dataset: TargetedDataset, teacher: Teacher) -> TargetCache:
+        """Compute the logits of all samples of *dataset* by *teacher*, and publish them. A collective.
+
+        Raises :class:`RecipeError` if the cache cannot be written, or not be read by all ranks.
+        """
+        directory, key = self._place(dataset)
+        group = self._layout.gloo_group
+        log.info(
+            "computing the %d most probable tokens of the teacher for %s: %s",
+            self._settings[0],
+            _size(dataset),
+            directory,
+        )
+        publication = None
+        with raise_on_all_ranks(group, _as_recipe_error):
+            if self._layout.is_rank0:
+                publication = Publication(directory)
+        partial = broadcast_object(group, publication.directory if publication else Path())
+        try:
+            self._write_parts(dataset, teacher, partial, key, publication)
+        except BaseException:
+            if publication is not None:
+                publication.discard()
+            raise
+        cache = TargetCache.open(directory, key)
+        if not on_all_ranks(group, cache is not None):
+            raise RecipeError(
+                "a rank does not find the cache of the teacher's logits that was just written",
+                where="distill.cache_dir",
+                value=str(directory),
+                hint="set distill.cache_dir to a directory that all nodes share",
+            )
+        assert cache is not None
+        return cache
+
+    def _write_parts(
+        self,
+        dataset: TargetedDataset,
+        teacher: Teacher,
+        directory: Path,
+        key: str,
+        publication: Publication | None,
+    ) -> None:
+        """Write the part of this rank, and on rank 0 the manifest. A collective."""
+        layout = self._layout
+        # Ranks of a tensor parallel group compute the same; one of them writes.
+        writes = layout.reports
+        entry = None
+        writer = None
+        with raise_on_all_ranks(layout.gloo_group, _as_recipe_error):
+            if writes:
+                writer = PartWriter(directory, layout.dp_rank)
+        failure: Exception | None = None
+        for targets in self._targets(dataset, teacher):
+            if writer is None or failure is not None:
+                continue
+            try:
+                writer.add(targets)
+            except OSError as error:
+                # The other ranks wait for this one in the next forward pass.
+                failure = error
+        with raise_on_all_ranks(layout.gloo_group, _as_recipe_error):
+            if failure is not None:
+                raise failure
+            if writer is not None:
+                entry = {"number": layout.dp_rank, **writer.close()}
+        entries = [each for each in gather_objects(layout.gloo_group, entry) if each is not None]
+        entries.sort(key=lambda each: int(each["number"]))
+        with raise_on_all_ranks(layout.gloo_group, _as_recipe_error):
+            if publication is not None:
+                publication.publish(key, entries)
+
+    def _targets(self, dataset: TargetedDataset, teacher: Teacher) -> Iterator[SampleTargets]:
+        """Yield the targets of this rank's samples in order. A collective: all ranks make as many forward passes."""
+        layout, size = self._layout, self._batch_size
+        num_samples = len(dataset)
+        mine = share_of(num_samples, layout.dp_rank, layout.dp_size)
+        largest = max(len(share_of(num_samples, n, layout.dp_size)) for n in range(layout.dp_size))
+        num_batches = -(-largest // size)
+        report = _progress(num_batches)
+        batches = batches_of(mine, size, num_batches, num_samples)
+        for number, indices in enumerate(batches):
+            with isolated_rng():
+                samples = [dataset.dataset[index] for index in indices]
+                micro_batch = self._collate(samples)
+            found = self._top_of(micro_batch, teacher)
+            counts = [num_labels(sample) for sample in samples]
+            if sum(counts) != len(found[2]):
+                raise RecipeError(
+                    "the collate function changes the labels of samples, so the teacher's logits cannot be cached",
+                    where="dataloader.collate_fn",
+                    value=f"{len(found[2])} labels in a micro-batch of samples with {sum(counts)}",
+                    hint="remove collate_fn, or distill.top_k",
+                )
+            report(number)
+            if number * size >= len(mine):
+                continue
+            start = 0
+            for sample, count in zip(samples, counts, strict=True):
+                tokens, log_probs, rest = (each[start : start + count].numpy() for each in found)
+                yield SampleTargets(tokens, log_probs, rest, checksum(sample))
+                start += count
+
+    def _top_of(
+        self, micro_batch: dict[str, torch.Tensor], teacher: Teacher
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The most probable tokens at the labels of *micro_batch*, on the CPU: see :func:`top_of`."""
+        top_k, temperature, _ = self._settings
+        numbered, labels = with_numbered_labels(micro_batch)
+        found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        with torch.no_grad(), teacher.predicting(numbered, None) as targets:
+            end = size = 0
+            while end < len(labels):
+                start, end = end, min(end + max(size, 1), len(labels))
+                logits = targets.complete_logits(start, end)
+                size = rows_of_chunk(logits.device.type, logits.shape[1])
+                tokens, log_probs, rest = top_of(logits, top_k, temperature)
+                found.append((tokens.cpu(), log_probs.cpu(), rest.cpu()))
+        if not found:
+            empty = torch.empty(0, top_k)
+            return empty.int(), empty, torch.empty(0)
+        tokens, log_probs, rest = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return tokens, log_probs, rest
+
+    def _place(self, dataset: TargetedDataset) -> tuple[Path, str]:
+        """The directory and the key of the cache of *dataset*; the same on all ranks. A collective."""
+        group = self._layout.gloo_group
+        digest = None
+        with raise_on_all_ranks(group, _as_recipe_error):
+            if self._layout.is_rank0:
+                with isolated_rng():
+                    digest = data_digest(dataset.dataset)
+        digest = broadcast_object(group, digest)
+        key = repr((digest, len(dataset), self._teacher, *self._settings))
+        name = hashlib.blake2b(key.encode(), digest_size=12).hexdigest()
+        return (self._directory or cache_directory()) / f"teacher-{name}", key
+
+
+def check_countable(dataset: Any) -> None:
+    """Raise :class:`RecipeError` for an iterable data set, whose samples have no numbers."""
+    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+        return
+    raise RecipeError(
+        "the teacher's logits of an iterable data set cannot be cached: its samples have no numbers",
+        where="distill.top_k",
+        value=type(dataset).__name__,
+        hint="remove distill.top_k, or use a data set with a length (dataset.streaming: false)",
+    )
+
+
+def _as_recipe_error(error: Exception) -> AutomodelError:
+    if isinstance(error, AutomodelError):
+        return error
+    if not isinstance(error, OSError):
+        raise error
+    problem = os_problem(error, "the teacher's logits cannot be cached", hint=_HINT)
+    return RecipeError.all_of([problem])
+
+
+def _size(dataset: TargetedDataset) -> str:
+    return counted(len(dataset), "sample")
+
+
+def _progress(num_batches: int) -> Callable[[int], None]:
+    """Return a function that logs, at most every half minute, how many batches are done."""
+    last = time.monotonic()
+
+    def report(number: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > _LOG_SECONDS:
+            last = time.monotonic()
+            log.info("computed the teacher's logits of %d of %d batches", number + 1, num_batches)
+
+    return report
