@@ -25,8 +25,9 @@ class MixtureStream(IterableDataset[MixedRow]):
 
     The next sample comes from the stream that is furthest behind its share, so that the numbers of samples differ from
     the shares by less than one per stream, at any time. An epoch has *num_samples* samples; without, it ends when the
-    stream whose turn it is has no further sample. A stream that ended begins again with another order; the others
-    continue where they were. The state is those of the streams and the numbers of samples read.
+    stream whose turn it is has no further sample. A stream that ended begins again with another order, also one whose
+    last sample was the last of the epoch before; the others continue where they were. The state is those of the streams
+    and the numbers of samples read.
     """
 
     def __init__(
@@ -38,6 +39,8 @@ class MixtureStream(IterableDataset[MixedRow]):
         self._num_read = dict.fromkeys(self.sources, 0)
         self._passes = dict.fromkeys(self.sources, 0)
         self._read_in_epoch = 0
+        self._begun = set[str]()
+        """The streams of which the epoch has a sample."""
         self._order = (0, False)
 
     @property
@@ -62,7 +65,8 @@ class MixtureStream(IterableDataset[MixedRow]):
             sample = next(streams[name], None)
             if sample is None:
                 self._passes[name] += 1
-                if self.num_samples is None:
+                # A stream that has no sample in this epoch was at its end before: it does not end the epoch.
+                if self.num_samples is None and name in self._begun:
                     break
                 streams[name] = self._open(name)
                 sample = next(streams[name], None)
@@ -71,10 +75,12 @@ class MixtureStream(IterableDataset[MixedRow]):
             # Counted before the yield: a state that is saved during it is the state after this sample.
             self._num_read[name] += 1
             self._read_in_epoch += 1
+            self._begun.add(name)
             yield MixedRow(name, sample)
         if not self._read_in_epoch:
             raise _empty(self._next_name())
         self._read_in_epoch = 0
+        self._begun = set()
 
     def prepare(self, row: MixedRow) -> Any:
         """Make a sample of a row, as its stream does."""
@@ -94,6 +100,7 @@ class MixtureStream(IterableDataset[MixedRow]):
             "num_read": dict(self._num_read),
             "passes": dict(self._passes),
             "read_in_epoch": self._read_in_epoch,
+            "begun": [name for name in self.sources if name in self._begun],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -110,6 +117,9 @@ class MixtureStream(IterableDataset[MixedRow]):
         self._num_read = {name: state["num_read"][name] for name in self.sources}
         self._passes = {name: state["passes"][name] for name in self.sources}
         self._read_in_epoch = state["read_in_epoch"]
+        # Earlier versions did not save it. There, every stream counts as begun within an epoch.
+        is_within = self._read_in_epoch > 0
+        self._begun = set(state.get("begun", self.sources if is_within else ()))
 
     def _open(self, name: str) -> Iterator[Any]:
         source = self.sources[name]

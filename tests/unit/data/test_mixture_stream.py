@@ -92,6 +92,26 @@ def test_shares_hold_at_any_time_and_an_epoch_ends_with_the_first_stream(
     assert sorted(of_b) == [f"b{number}" for number in range(5)]
 
 
+def test_streams_that_end_together_have_equal_epochs(
+    tokenizer: Any, paths: dict[str, str]
+) -> None:
+    equal = {"weights": {"a": 1.0, "b": 1.0}}
+    same = {"a": paths["b"], "b": paths["b"]}
+    dataset = stream(tokenizer, same, **equal)
+    assert [len(list(dataset)) for _ in range(4)] == [10] * 4
+    # A state from the end of an epoch: the next one begins both streams again.
+    resumed = stream(tokenizer, same, **equal)
+    resumed.load_state_dict(json.loads(json.dumps(dataset.state_dict())))
+    assert [len(list(resumed)) for _ in range(2)] == [10] * 2
+    # In the middle of an epoch, the state says which streams it has begun.
+    iterator = iter(dataset)
+    for _ in range(3):
+        next(iterator)
+    middle = stream(tokenizer, same, **equal)
+    middle.load_state_dict(json.loads(json.dumps(dataset.state_dict())))
+    assert [len(list(middle)) for _ in range(2)] == [7, 10]
+
+
 def test_num_samples_defines_the_epoch_and_streams_begin_again(
     tokenizer: Any, paths: dict[str, str]
 ) -> None:
