@@ -19,8 +19,10 @@ from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.build import check_context
 from automodel_ckpt.models.forward import last_layer_output, logits_of
+from automodel_ckpt.models.fused_cross_entropy import widened
 from automodel_ckpt.models.mtp import MultiTokenPrediction
 from automodel_ckpt.models.token_hits import TokenHits
+from automodel_ckpt.models.z_loss import ZLoss
 from automodel_ckpt.recipes.evaluation import (
     ACCURACY,
     HITS,
@@ -29,7 +31,7 @@ from automodel_ckpt.recipes.evaluation import (
     EvaluationTotals,
     perplexity,
 )
-from automodel_ckpt.recipes.records import AUX_LOSS, LABEL_TOKENS, BatchSize, LossSum
+from automodel_ckpt.recipes.records import AUX_LOSS, LABEL_TOKENS, Z_LOSS, BatchSize, LossSum
 from automodel_ckpt.recipes.trainable import Trainable
 from automodel_ckpt.training.loss import (
     WHOLE,
@@ -65,6 +67,9 @@ class Objective:
     """Raises for samples that are longer than the model's context; None: nothing is known about the context."""
     evaluation: EvaluationSums | None = None
     """Adds up what a validation set measures; None in training."""
+    z_loss: ZLoss | None = None
+    """A loss beside the cross-entropy in training passes. It has a gradient, and is a metric of its own in the log; the
+    loss that :meth:`row_loss` returns has the gradient of both, and the value of the cross-entropy."""
 
     def __init__(
         self,
@@ -78,6 +83,7 @@ class Objective:
         self.trainable, self.layout, self.loss_fn = trainable, layout, loss_fn
         self.model, self.router_loss = trainable.model, trainable.router_loss
         self._num_row_parts = layout.num_row_parts(sequence_parallel=sequence_parallel)
+        self._z_loss_sum: torch.Tensor | float = 0.0
 
     def size_of(self, micro_batch: Tensors) -> BatchSize:
         """Count the terms of the summed loss of *micro_batch*, its labels, and its tokens, before the forward pass.
@@ -113,10 +119,11 @@ class Objective:
         return self.with_aux_loss(self.row_loss(self.rows_of(micro_batch)))
 
     def with_aux_loss(self, loss: torch.Tensor) -> LossSum:
-        """Add the router's loss and that of further tokens to the metrics, in training passes of a model that has them.
+        """Add the router's loss, that of further tokens and the z-loss to the metrics, in training passes with them.
 
         An objective that calls :meth:`row_loss` itself returns the value of this method.
         """
+        z_loss, self._z_loss_sum = self._z_loss_sum, 0.0
         # The pass that only counts the routers' choices is in training mode, without gradients.
         if not self.model.training or not torch.is_grad_enabled():
             return LossSum(loss)
@@ -125,6 +132,8 @@ class Objective:
             metrics[AUX_LOSS] = self.router_loss.share()
         if self.trainable.mtp is not None:
             metrics[MTP_LOSS] = self.trainable.mtp.take_noted()
+        if self.z_loss is not None:
+            metrics[Z_LOSS] = torch.as_tensor(z_loss)
         return LossSum(loss, metrics)
 
     def losses(self, micro_batches: Sequence[Tensors]) -> Iterable[torch.Tensor]:
@@ -213,6 +222,7 @@ class Objective:
             return self._row_loss_of_depths(rows, trainable.mtp)
         part = self._part_of_row(rows["labels"].shape[1])
         inputs = self._inputs(rows, hidden)
+        z_loss = self.z_loss if self.model.training else None
         if trainable.loss_head is None:
             with trainable.compute():
                 output = self.model(**inputs, **trainable.forward_options)
@@ -220,8 +230,13 @@ class Objective:
             labels = self._on_device(rows["labels"])
             logits = logits_of(output)
             loss = next_token_loss(logits, labels, self.loss_fn, part)
+            predicted = shift_labels(labels)[:, part].flatten()
             if self._hits is not None:
-                self._hits.add(logits.flatten(0, 1), shift_labels(labels)[:, part].flatten())
+                self._hits.add(logits.flatten(0, 1), predicted)
+            if z_loss is not None:
+                penalty = z_loss.of(widened(logits.flatten(0, 1)), predicted)
+                z_loss.note(penalty)
+                loss = self._with_gradient_of_z_loss(loss + penalty, z_loss)
             return loss
         positions, targets = labelled_positions(rows["labels"], part, all_up_to=trainable.all_up_to)
         if positions is not None:
@@ -229,12 +244,19 @@ class Objective:
         # The root module computes the loss: only its forward pass gathers the root's parameters and
         # sets the backward hooks of FSDP2, and prepares the reduction of DDP.
         loss_pass = trainable.loss_head.computing_loss(
-            positions, self._on_device(targets), hits=self._hits
+            positions, self._on_device(targets), hits=self._hits, z_loss=z_loss
         )
         with trainable.compute(), loss_pass:
             output = self.model(**inputs, **trainable.forward_options)
             self._note_routing(output, rows, part)
-        return loss_pass.loss_in(output)
+        loss = loss_pass.loss_in(output)
+        return loss if z_loss is None else self._with_gradient_of_z_loss(loss, z_loss)
+
+    def _with_gradient_of_z_loss(self, total: torch.Tensor, z_loss: ZLoss) -> torch.Tensor:
+        """Take the value of the z-loss out of *total*, whose gradient does not change, and keep it for the metrics."""
+        penalty = z_loss.take()
+        self._z_loss_sum = self._z_loss_sum + penalty
+        return total - penalty
 
     def _row_loss_of_depths(self, rows: Tensors, mtp: MultiTokenPrediction) -> torch.Tensor:
         """Compute the loss of *rows* as :meth:`row_loss` does, and keep the losses of further tokens in *mtp*."""

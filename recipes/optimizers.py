@@ -27,6 +27,7 @@ from automodel_ckpt.config.targets import build, callable_of
 from automodel_ckpt.errors import Problem, RecipeError
 from automodel_ckpt.models.build import did_you_mean
 from automodel_ckpt.models.vision import PARTS, parameters_of
+from automodel_ckpt.training.adam8bit import AdamW8bit
 from automodel_ckpt.training.combined_optimizer import CombinedOptimizer
 from automodel_ckpt.training.muon import Muon
 from automodel_ckpt.training.optim import adamw, check_optimizer
@@ -53,6 +54,10 @@ class Trained:
     names: tuple[str, ...]
     is_norm_or_bias: bool
     is_hidden_matrix: bool
+    is_output: bool = False
+    """Whether it belongs to the output layer."""
+    scales_with_width: bool = False
+    """Whether its number of inputs grows with the width of the model: matrices, except embeddings, and experts."""
 
     def matches(self, pattern: str) -> bool:
         """Whether a glob, or the name of a set of parameters, matches this one."""
@@ -90,6 +95,8 @@ def trained_parameters(model: nn.Module) -> list[Trained]:
                 known,
                 is_norm_or_bias=is_norm_or_bias(known[0], owner),
                 is_hidden_matrix=is_matrix and id(parameter) not in of_output_layer,
+                is_output=id(parameter) in of_output_layer,
+                scales_with_width=parameter.dim() >= 2 and not isinstance(owner, nn.Embedding),
             )
         )
     return found
@@ -123,17 +130,25 @@ class PlannedGroup:
 
 
 def build_optimizer(
-    section: Section, model: nn.Module, *, add_up: AddUp, takes_own_steps: bool
+    section: Section,
+    model: nn.Module,
+    *,
+    add_up: AddUp,
+    takes_own_steps: bool,
+    width_factor: float = 1.0,
 ) -> tuple[Optimizer, list[str]]:
     """The optimizer of all parameters of *model* that need gradients, and a label for each parameter group.
 
-    A collective where *add_up* is one.
+    A collective where *add_up* is one. *width_factor* multiplies the learning rates of the parameters that scale with
+    the width, and divides their weight decay (:func:`divided_by_width`).
 
     Raises :class:`RecipeError` for globs that match nothing, options that the optimizer does not have, and what is no
     optimizer of torch.
     """
     trained = trained_parameters(model)
     groups = plan_groups(section, trained, add_up)
+    if width_factor != 1:
+        groups = divided_by_width(section, groups, width_factor, add_up)
     optimizers, labels = [], list[str]()
     for own, members in _by_optimizer(section, groups):
         optimizer = _build_one(own, members)
@@ -178,6 +193,52 @@ def plan_groups(section: Section, trained: Sequence[Trained], add_up: AddUp) -> 
     # By the sum over the stages: checkpoints store the groups of all stages as one optimizer,
     # so a group that is empty on this stage has to exist if another stage has it.
     return [group for group, size in zip(planned, sizes, strict=True) if size]
+
+
+def divided_by_width(
+    section: Section, groups: Sequence[PlannedGroup], factor: float, add_up: AddUp
+) -> list[PlannedGroup]:
+    """Divide each group into the parameters that keep its options, and those that scale with the width.
+
+    The latter get the learning rate times *factor*. Their weight decay is divided by it, because AdamW multiplies the
+    decay by the learning rate. Raises :class:`RecipeError` for another optimizer than AdamW.
+    """
+    divided = []
+    for group in groups:
+        rest = replace(group, members=[m for m in group.members if not m.scales_with_width])
+        lr, weight_decay = _rate_and_decay(section, group)
+        scaled = replace(
+            group,
+            members=[member for member in group.members if member.scales_with_width],
+            options={**group.options, "lr": lr * factor, "weight_decay": weight_decay / factor},
+            label=f"{group.label or 'all'}: scaled by width",
+        )
+        divided += [rest, scaled]
+    sizes = add_up([len(group.members) for group in divided])
+    return [group for group, size in zip(divided, sizes, strict=True) if size]
+
+
+def _rate_and_decay(section: Section, group: PlannedGroup) -> tuple[float, float]:
+    """The learning rate and the weight decay of a group before they are scaled."""
+    owner = group.section if isinstance(group.section, TargetGroup) else section
+    if isinstance(owner, OptimizerConfig):
+        known: dict[str, Any] = {"lr": owner.lr, "weight_decay": owner.weight_decay}
+    else:
+        function = callable_of(owner)
+        if function not in (torch.optim.AdamW, AdamW8bit):
+            raise RecipeError(
+                "learning rates by width are those of AdamW",
+                where=group.key,
+                value=owner._target_,
+                hint="use AdamW, or remove pretrain.base_width",
+            )
+        defaults = {
+            name: parameter.default
+            for name, parameter in inspect.signature(function).parameters.items()
+        }
+        known = {**defaults, **owner.kwargs}
+    known |= group.options
+    return float(known["lr"]), float(known["weight_decay"])
 
 
 def _pair(key: str, group: Group | None, section: Section) -> Iterator[PlannedGroup]:

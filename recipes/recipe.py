@@ -28,6 +28,7 @@ from automodel_ckpt.checkpoint.saving.side_files import Assets
 from automodel_ckpt.config.bind import unused_without_checkpoints
 from automodel_ckpt.config.schema import ModelConfig, RecipeConfig, Target, has_validation
 from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
+from automodel_ckpt.distributed.agree import gather_objects
 from automodel_ckpt.distributed.mesh import RankLayout, close_distributed, init_distributed
 from automodel_ckpt.distributed.parallelize import check_parallelism
 from automodel_ckpt.distributed.stop import PeerStop, StopRequest, stop_request
@@ -299,7 +300,7 @@ class Recipe:
             # As many micro-batches as pipeline stages keep all stages busy.
             global_batch_size = steps.local_batch_size * layout.dp_size * layout.sizes.pp
         loader = GlobalBatchLoader(
-            self.build_dataset(within_context(section, self.model_config)),
+            self.build_dataset(self.with_limit(section)),
             global_batch_size=global_batch_size,
             local_batch_size=steps.local_batch_size,
             collate_fn=self.build_collate_fn(),
@@ -314,6 +315,10 @@ class Recipe:
         name = "validation_dataset" if validation else "dataset"
         validate_equal_lengths(name, loader.num_samples, layout.gloo_group)
         return loader
+
+    def with_limit(self, section: Target) -> Target:
+        """Return the section of a data set with ``seq_length`` null replaced by the model's context."""
+        return within_context(section, self.model_config)
 
     def build_validation(self) -> Callable[[], Iterator[GlobalBatch]] | None:
         """Build a function that reads the validation set from its start; its position is not state of the run."""
@@ -366,11 +371,16 @@ class Recipe:
             self.model,
             add_up=partial(sum_over_stages, layout) if layout.in_stages else list,
             takes_own_steps=self.loop_class.train_step is not TrainingLoop.train_step,
+            width_factor=self.width_factor(),
         )
         if layout.in_stages and not self.is_dry_run:
             train_stages(optimizer, self.model, layout)
         log_groups(optimizer, labels)
         return optimizer
+
+    def width_factor(self) -> float:
+        """What the learning rates of matrices are multiplied by, for a recipe with learning rates by width."""
+        return 1.0
 
     def build_lr_scheduler(self) -> LRScheduler | None:
         """Build the ``lr_scheduler`` section over the planned steps; None for a constant rate."""
@@ -461,6 +471,7 @@ class Recipe:
             config_yaml=self.config_yaml,
             num_ranks=self.layout.world_size,
             sample_noun=self.sample_noun,
+            gather=partial(gather_objects, self.layout.gloo_group),
         )
 
     def build_loop(self) -> TrainingLoop:

@@ -11,6 +11,8 @@ from torch.distributed import ProcessGroup
 
 from automodel_ckpt.distributed.agree import sum_over_ranks
 
+Z_LOSS = "z_loss"
+"""The metric of a micro-batch that is its z-loss, times its coefficient."""
 LABEL_TOKENS = "label_tokens"
 """What the loss of predicting the next token is a mean over; both logs have the count under this name."""
 AUX_LOSS = "aux_loss"

@@ -16,6 +16,7 @@ from automodel_ckpt.checkpoint.run import finished
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
 from automodel_ckpt.checkpoint.saving.forecast import Forecast
 from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.data.loader import GlobalBatchLoader
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, ExportFailed, SaveFailed
 from automodel_ckpt.recipes.averages import average_last
 from automodel_ckpt.recipes.disk_use import still_to_come
@@ -52,8 +53,10 @@ class Saves:
         config_yaml: str,
         num_ranks: int,
         sample_noun: str = "sample",
+        gather: Callable[[Any], list[Any]] = lambda value: [value],
     ) -> None:
-        """*state* returns everything that a checkpoint stores, by attribute name.
+        """*state* returns everything that a checkpoint stores, by attribute name. *gather* returns the objects of all
+        ranks, in their order.
 
         *sample_noun* is what an item of the data set is, in the singular: for "pair", checkpoints count consumed pairs.
         """
@@ -68,6 +71,7 @@ class Saves:
         self._run_log = run_log
         self._state = state
         self._num_ranks = num_ranks
+        self._gather = gather
         self._sample_noun = sample_noun
         self._unknown_metrics: set[str] = set()
         self._figures: dict[int, str] = {}
@@ -182,9 +186,13 @@ class Saves:
         # Now: when an asynchronous save is published, training is at a later step.
         self._figures = {scheduler.step: self._run_log.figures(losses)}
         self._run_log.progress.follow(lambda: saving_view(checkpointer.saving(), self._num_ranks))
+        # Discovered for each save: a recipe may have replaced an attribute.
+        state = self._state()
+        for value in state.values():
+            if isinstance(value, GlobalBatchLoader):
+                value.gather_state(self._gather)
         return checkpointer.save(
-            # Discovered for each save: a recipe may have replaced an attribute.
-            self._state(),
+            state,
             step=scheduler.step,
             epoch=scheduler.epoch,
             config_yaml=self._config_yaml,

@@ -175,6 +175,7 @@ _OWN_DATASETS = Group(
             "python_docs.docstring_pairs",
             "python_docs.preferences",
             "python_docs.judged_docstrings",
+            "python_docs.documents",
             "digits.scans",
         )
     ),

@@ -10,6 +10,7 @@ _OWN = {
     "distill": "automodel_ckpt.recipes.distill:Distill",
     "llm_finetune": "automodel_ckpt.recipes.llm_finetune:LLMFinetune",
     "kto": "automodel_ckpt.recipes.kto:KTOFinetune",
+    "pretrain": "automodel_ckpt.recipes.pretrain:Pretrain",
     "vlm_finetune": "automodel_ckpt.recipes.vlm_finetune:VLMFinetune",
 }
 

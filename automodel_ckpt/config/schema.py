@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, TypedDict
 
 from automodel_ckpt.config.kinds.distill import DistillConfig
 from automodel_ckpt.config.kinds.kto import KTOConfig
+from automodel_ckpt.config.kinds.pretrain import PretrainConfig
 from automodel_ckpt.config.registry import is_own
 from automodel_ckpt.config.rules import (
     AT_LEAST_0,
@@ -953,6 +954,7 @@ def predicts_further(recipe: Any) -> bool:
 KIND_SECTIONS: dict[str, tuple[str, ...]] = {
     "kto": ("kto",),
     "distill": ("distill",),
+    "pretrain": ("pretrain",),
 }
 """Section -> the recipes of this package that read it. A recipe of a user may read any section."""
 
@@ -1007,6 +1009,7 @@ class RecipeConfig:
     dataloader: DataloaderConfig = field(default_factory=DataloaderConfig)
     kto: KTOConfig | None = None
     packed_sequence: PackedSequenceConfig | None = None
+    pretrain: PretrainConfig | None = None
     optimizer: OptimizerConfig | OptimizerTarget = field(
         default_factory=OptimizerConfig, metadata={"supplied": ("params",)}
     )
@@ -1059,6 +1062,37 @@ class RecipeConfig:
             lambda recipe: recipe.packed_sequence is None or recipe.dataloader.collate_fn is None,
             "packed_sequence and dataloader.collate_fn cannot be combined",
             "remove one of them: packing requires the built-in collator",
+        ),
+        Relation(
+            ("pretrain.z_loss", "model.mtp"),
+            lambda recipe: (
+                recipe.pretrain is None
+                or not recipe.pretrain.z_loss
+                or not predicts_further(recipe)
+            ),
+            "pretrain.z_loss and model.mtp cannot be combined",
+            "remove one of them",
+        ),
+        Relation(
+            ("pretrain.base_width", "model", "peft"),
+            lambda recipe: (
+                recipe.pretrain is None
+                or not recipe.pretrain.base_width
+                or (getattr(recipe.model, "from_config", None) is not None and not recipe.peft)
+            ),
+            "pretrain.base_width scales initial values: it needs model.from_config, and no peft",
+            "remove base_width, or train a model from its config",
+        ),
+        Relation(
+            ("pretrain.split_documents", "packed_sequence"),
+            lambda recipe: (
+                recipe.pretrain is None
+                or not recipe.pretrain.split_documents
+                or recipe.packed_sequence is None
+                or recipe.packed_sequence.size >= 2
+            ),
+            "rows that divide documents need at least two tokens",
+            "increase packed_sequence.size",
         ),
         Relation(
             ("peft", "model.freeze"),
@@ -1216,6 +1250,13 @@ class RecipeConfig:
             has_validation,
             "nothing is measured without validation data",
             "add a validation_dataset section, or remove the key",
+        ),
+        Condition(
+            ("pretrain.split_documents", "pretrain.attend_across_documents"),
+            ("packed_sequence",),
+            lambda recipe: recipe.packed_sequence is not None,
+            "without packed_sequence, each document has a row of its own",
+            "add a packed_sequence section with the size of a row, or remove the key",
         ),
         Condition(
             ("dataloader.padding_free",),

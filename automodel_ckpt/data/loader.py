@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain, islice
@@ -20,6 +20,7 @@ from automodel_ckpt.data.micro_batches import (
     isolated_rng,
     read_all,
 )
+from automodel_ckpt.data.packed_stream import PackedStream
 from automodel_ckpt.data.sampler import accumulation_steps, permutation, rank_part
 from automodel_ckpt.data.stream_batches import (
     BatchSizes,
@@ -169,6 +170,15 @@ class GlobalBatchLoader:
             state["source"] = self._source_state
         return state
 
+    def gather_state(self, gather: Callable[[Any], list[Any]]) -> None:
+        """Complete the state for the next :meth:`state_dict`, before a save. A collective: call it on all ranks.
+
+        A packed stream is the only data set of which each rank has a part of the state. *gather* returns the objects of
+        all ranks.
+        """
+        if isinstance(self.dataset, PackedStream) and self._source_state is not None:
+            self._source_state = self.dataset.merged(gather(self._source_state))
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved position, on any number of ranks.
 
@@ -303,8 +313,12 @@ class GlobalBatchLoader:
             self._start_state,
             self.shuffle,
         )
-        reader = StreamReader(self.dataset, self.collate_fn, self.sizes, position)
-        with closing(read_stream(reader, self.num_workers)) as batches:
+        if isinstance(self.dataset, PackedStream):
+            found = self.dataset.read(position, self.sizes, self.collate_fn, self.num_workers)
+        else:
+            reader = StreamReader(self.dataset, self.collate_fn, self.sizes, position)
+            found = read_stream(reader, self.num_workers)
+        with closing(found) as batches:
             while (part := _next_isolated(batches)) is not None:
                 index = part.start // self.sizes.global_batch_size
                 end = part.start + part.num_samples
@@ -340,7 +354,7 @@ class GlobalBatchLoader:
             self._warn(
                 "an iterable data set is read in its own order; dataloader.shuffle does not apply"
             )
-        if self.num_workers > 1:
+        if self.num_workers > 1 and not isinstance(self.dataset, PackedStream):
             self._warn(
                 f"an iterable data set is read by one worker process, not {self.num_workers}"
             )
@@ -406,7 +420,7 @@ class GlobalBatchLoader:
         if source_state is not None and restores_exactly(self.dataset):
             self._source_state = source_state
             return
-        self._source_state = None
+        self._source_state = self._start_state if isinstance(self.dataset, PackedStream) else None
         if self.consumed_samples:
             self._warn(
                 f"the stream has no state to resume from: reading and discarding {self.consumed_samples} samples"

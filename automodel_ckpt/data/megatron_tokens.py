@@ -49,6 +49,14 @@ class MegatronIndex:
         count = (end - start) // self.dtype.itemsize
         return TokenArray(self.path.with_suffix(".bin"), self.dtype, start, count)
 
+    def document_starts(self, first: int, last: int) -> npt.NDArray[np.int64]:
+        """Return the first token of each of the documents *first* to *last* - 1, counted from the first of them."""
+        sequences = np.asarray(self.documents[first:last])
+        # Empty documents at the end begin after the last sequence, and have no token.
+        sequences = sequences[sequences < len(self.pointers)]
+        offsets = self.pointers[sequences] - self._offset(int(self.documents[first]))
+        return np.asarray(offsets // self.dtype.itemsize, np.int64)
+
     def _offset(self, sequence: int) -> int:
         """The first byte of a sequence; for the number of sequences, the end of the file."""
         if sequence < len(self.pointers):

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from automodel_ckpt.data.mixture_stream import MixtureStream
+from automodel_ckpt.data.mixture_stream import IndexedStream, MixtureStream
 from automodel_ckpt.data.sampler import derive_seed, permutation
 from automodel_ckpt.data.stream_batches import restores_exactly
 from automodel_ckpt.errors import RecipeError
@@ -125,13 +125,13 @@ def mixture(
     Without *weights*, each source is used once per epoch. *num_samples* is the length of an epoch. By default, an epoch
     ends when the first source would repeat a sample; the others continue there in the next epoch. With a larger number,
     sources repeat. Logs how many samples of each source an epoch has. With ``packed_sequence``, each source is packed
-    separately, and a pack counts as its samples. Sources may also be streams, which need *weights*
+    separately, and a pack counts as its samples. Some or all sources may be streams; then *weights* are needed
     (:class:`~automodel_ckpt.data.mixture_stream.MixtureStream`).
 
-    Raises :class:`RecipeError` for sources of both kinds, for empty ones, and for weights that do not fit.
+    Raises :class:`RecipeError` for empty sources, and for weights that do not fit.
     """
-    if _are_streams(sources):
-        return _mixed_streams(sources, weights, num_samples)
+    if _has_streams(sources):
+        return _mixed_streams(_as_streams(sources), weights, num_samples)
     _check_sources(sources)
     sizes = {name: len(dataset) for name, dataset in sources.items()}
     shares = _shares(sizes, weights)
@@ -164,15 +164,24 @@ def mixture(
     return MixtureDataset(sources, counts)
 
 
-def _are_streams(sources: Any) -> bool:
-    """Whether all sources are iterable data sets that restore their position from a state."""
-    if not isinstance(sources, Mapping) or not sources:
+def _has_streams(sources: Any) -> bool:
+    """Whether a source is an iterable data set, and all of those restore their position from a state."""
+    if not isinstance(sources, Mapping):
         return False
     # Not by __getitem__, which torch's IterableDataset has, too.
-    return all(
-        not hasattr(dataset, "__len__") and restores_exactly(dataset)
-        for dataset in sources.values()
-    )
+    streams = [dataset for dataset in sources.values() if not hasattr(dataset, "__len__")]
+    return bool(streams) and all(map(restores_exactly, streams))
+
+
+def _as_streams(sources: Mapping[str, Any]) -> dict[str, Any]:
+    """Return *sources* with a stream for each map-style data set."""
+    map_style = {name: each for name, each in sources.items() if hasattr(each, "__len__")}
+    if map_style:
+        _check_sources(map_style)
+    return {
+        name: IndexedStream(dataset) if name in map_style else dataset
+        for name, dataset in sources.items()
+    }
 
 
 def _mixed_streams(
@@ -220,7 +229,7 @@ def _check_sources(sources: Mapping[str, Any]) -> None:
                 "a source of a mixture is not a map-style data set",
                 where=where,
                 value=type(dataset).__name__,
-                hint="give sections with _target_, all without dataset.streaming or all with it",
+                hint="give sections with _target_ of data sets with a length, or of streams that save their position",
             )
         if len(dataset) == 0:
             raise RecipeError(

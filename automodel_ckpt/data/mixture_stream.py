@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset
 
-from automodel_ckpt.data.sampler import derive_seed
+from automodel_ckpt.data.sampler import derive_seed, permutation
 from automodel_ckpt.errors import RecipeError
 
 
@@ -18,6 +18,34 @@ class MixedRow(NamedTuple):
 
     source: str
     sample: Any
+
+
+class IndexedStream(IterableDataset[Any]):
+    """Iterates over a map-style *dataset* in the order of :meth:`set_order`; its state is a position."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self.identity = getattr(dataset, "identity", None)
+        self._position = 0
+        self._order = (0, 0, False)
+
+    def set_order(self, seed: int, epoch: int, *, shuffle: bool) -> None:
+        """Set the order: a function of *seed*, *epoch* and *shuffle*."""
+        self._order = (seed, epoch, shuffle)
+
+    def __iter__(self) -> Iterator[Any]:
+        order = permutation(len(self.dataset), *self._order).tolist()
+        while self._position < len(order):
+            # Counted before the yield: a state that is saved during it is the state after this sample.
+            self._position += 1
+            yield self.dataset[order[self._position - 1]]
+        self._position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self._position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._position = state["position"]
 
 
 class MixtureStream(IterableDataset[MixedRow]):

@@ -78,14 +78,16 @@ class PackedDataset:
     """A map-style data set in which sample i is a pack of samples: ``{"input_ids", "labels", "position_ids"}``.
 
     The packs depend only on the samples' lengths and *size*, not on a seed, the epoch or the number of ranks. The first
-    token of a sample has no label, because no token of the sample precedes it. Raises :class:`RecipeError` for an
+    token of a sample has no label, because no token of the sample precedes it. With *attends_across*, a pack is one
+    sequence: it has no ``position_ids``, and these tokens keep their labels. Raises :class:`RecipeError` for an
     iterable data set and for a sample of more than *size* tokens.
     """
 
     draws_nothing = True
 
-    def __init__(self, dataset: Any, size: int) -> None:
+    def __init__(self, dataset: Any, size: int, *, attends_across: bool = False) -> None:
         self.dataset = dataset
+        self.attends_across = attends_across
         self.identity = getattr(dataset, "identity", None)
         self.size = size
         lengths = _lengths(dataset)
@@ -120,8 +122,13 @@ class PackedDataset:
             check_unpadded(sample)
             tokens = sample["input_ids"]
             pack["input_ids"] += tokens
+            if self.attends_across:
+                pack["labels"] += sample["labels"]
+                continue
             pack["labels"] += [IGNORE_INDEX, *sample["labels"][1:]]
             pack["position_ids"] += range(len(tokens))
+        if self.attends_across:
+            del pack["position_ids"]
         return pack
 
 

@@ -2,9 +2,9 @@
 
 :func:`language_modeling` is the language reference as shown by ``help()``; :func:`docstring_pairs` asks for the
 docstring of a function or class of the standard library; :func:`preferences` prefers its first paragraph to the same
-words in another order. All of them depend on the version of the interpreter. About a tenth
-of the documents (topics of the reference, modules of the library), chosen by a hash of their names, is the validation
-split. Prepared data is kept in ``$AUTOMODEL_CKPT_CACHE``, else ``~/.cache/automodel_ckpt``.
+words in another order; :func:`documents` writes both kinds of text to files. All of them depend on the version of the
+interpreter. About a tenth of the documents (topics of the reference, modules of the library), chosen by a hash of their
+names, is the validation split. Prepared data is kept in ``$AUTOMODEL_CKPT_CACHE``, else ``~/.cache/automodel_ckpt``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib
+import json
 import logging
 import os
 import random
@@ -20,6 +21,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple, cast
 
+import numpy as np
 import tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -28,7 +30,11 @@ from automodel_ckpt.data.cache import cached
 from automodel_ckpt.data.encoder import Encoder, blocks
 from automodel_ckpt.data.kto import SplitPairs
 from automodel_ckpt.data.preference import PreferenceDataset
+from automodel_ckpt.data.row_stream import DEFAULT_BLOCK, RowStream
 from automodel_ckpt.data.samples import identity, prepared
+from automodel_ckpt.data.text import text
+from automodel_ckpt.data.token_arrays import TokenDocuments, TokenWindows
+from automodel_ckpt.data.token_files import nanogpt
 from automodel_ckpt.data.tokenized import TokenizedDataset
 from automodel_ckpt.data.truncation import Truncation
 from automodel_ckpt.errors import RecipeError
@@ -197,6 +203,67 @@ def _shuffled(text: str) -> str:
     while shuffled == words:
         generator.shuffle(shuffled)
     return " ".join(shuffled)
+
+
+def documents(
+    tokenizer: PreTrainedTokenizerBase,
+    collection: Literal["reference", "docstrings"] = "reference",
+    form: Literal["samples", "stream", "token_file"] = "samples",
+    seq_length: int | None = None,
+    split: str = "train",
+    truncation: Literal["error", "right"] = "error",
+    shuffle_block: int = DEFAULT_BLOCK,
+) -> TokenizedDataset | RowStream | TokenDocuments | TokenWindows:
+    """Write documents to a file in the cache, once, and read it as your own data are read: an example of pretraining.
+
+    *collection* is the language reference, or the docstrings of the standard library. With the *form* ``samples`` or
+    ``stream``, the file has JSON lines, which :func:`~automodel_ckpt.data.text.text` reads, for ``stream`` during
+    training. With ``token_file``, it has tokens as nanoGPT writes them, each document followed by the end-of-sequence
+    token, which :func:`~automodel_ckpt.data.token_files.nanogpt` reads as documents.
+    """
+    require_choice("collection", collection, ("reference", "docstrings"))
+    require_choice("split", split, ("train", "validation"))
+    digest = _topics_digest() if collection == "reference" else _library_digest()
+
+    def texts() -> list[str]:
+        if collection == "docstrings":
+            return [f"{pair.prompt}{pair.docstring}" for pair in _library_pairs(split)]
+        topics = _load_topics()
+        return [topics[name] for name in _of_split(sorted(topics), split)]
+
+    def write_lines(directory: Path) -> None:
+        lines = [json.dumps({"text": text}) + "\n" for text in texts()]
+        (directory / "documents.jsonl").write_text("".join(lines))
+
+    def write_tokens(directory: Path) -> None:
+        tokens: list[int] = []
+        for sample in Encoder(tokenizer).documents(texts()):
+            tokens += sample.tokens
+        np.array(tokens, np.uint32).tofile(directory / "documents.bin")
+
+    if form == "token_file":
+        key = (digest, split, identity(("token_file",), tokenizer))
+        directory = cached("python_docs-tokens", key, write_tokens)
+        return nanogpt(
+            str(directory / "documents.bin"),
+            seq_length,
+            header=False,
+            dtype="uint32",
+            documents=True,
+            eos_token=tokenizer.eos_token_id,
+            truncation=truncation,
+            tokenizer=tokenizer,
+        )
+    require_choice("form", form, ("samples", "stream", "token_file"))
+    directory = cached("python_docs-lines", (digest, split), write_lines)
+    return text(
+        tokenizer,
+        str(directory / "documents.jsonl"),
+        seq_length,
+        truncation=truncation,
+        streaming=form == "stream",
+        shuffle_block=shuffle_block,
+    )
 
 
 def _train(vocab_size: int) -> PreTrainedTokenizerFast:

@@ -60,6 +60,39 @@ class Record:
         return self.source or json.dumps(self.content, ensure_ascii=False)
 
 
+class Lane:
+    """Selects every *count*-th row of a stream, beginning with row *number*. *row* rows were counted so far."""
+
+    def __init__(self, number: int = 0, count: int = 1, row: int = 0) -> None:
+        self.number, self.count, self.row = number, count, row
+
+    def takes_next(self) -> bool:
+        """Count the next row, and return whether it belongs to this lane."""
+        is_taken = self.row % self.count == self.number
+        self.row += 1
+        return is_taken
+
+
+def read_lane(path: Path, start: Mark, lane: Lane) -> Iterator[Record]:
+    """Yield the records of a file that belong to *lane*, as :func:`read_records` does.
+
+    Lines of ``.jsonl`` and ``.txt`` files that belong to other lanes are neither decoded nor parsed.
+    """
+    read_lines = _READERS_OF_LINES.get(kind_of(path))
+    if lane.count == 1 or read_lines is None:
+        for record in read_records(path, start):
+            if lane.takes_next():
+                yield record
+        return
+    try:
+        with open_data(path) as file:
+            yield from _read_lane(path, file, start, lane, read_lines)
+    except Exception as error:
+        if not is_damage(error):
+            raise
+        raise damaged(path, error) from error
+
+
 def read_records(path: Path, start: Mark | None = None) -> Iterator[Record]:
     """Yield the records of a file of one of :data:`KINDS`, from *start* on: the ``end`` of a record, or the beginning.
 
@@ -152,26 +185,60 @@ def _decoded(raw: bytes, path: Path, line: int) -> str:
         ) from error
 
 
+def _read_lane(
+    path: Path,
+    file: IO[bytes],
+    start: Mark,
+    lane: Lane,
+    read_line: Callable[[Path, str, Mark], Record | None],
+) -> Iterator[Record]:
+    """Yield the records of the lines that belong to *lane*. *read_line* makes a record of a line and its end."""
+    skips_blank_lines = read_line is _json_record
+    file.seek(start.offset)
+    offset, number = start
+    for raw in file:
+        offset += len(raw)
+        number += 1
+        if skips_blank_lines and raw.isspace():
+            continue
+        if not lane.takes_next():
+            continue
+        record = read_line(path, _decoded(raw, path, number), Mark(offset, number))
+        if record is not None:
+            yield record
+
+
 def _read_text(path: Path, file: IO[bytes], start: Mark) -> Iterator[Record]:
     lines = _Lines(path, file, start)
     for text in lines:
-        # Only the end of the line: other white space belongs to the document.
-        document = text.removesuffix("\n").removesuffix("\r")
-        yield Record({"text": document}, lines.number, lines.mark)
+        yield _text_record(path, text, lines.mark)
+
+
+def _text_record(path: Path, text: str, end: Mark) -> Record:
+    # Only the end of the line: other white space belongs to the document.
+    document = text.removesuffix("\n").removesuffix("\r")
+    return Record({"text": document}, end.num_lines, end)
 
 
 def _read_json_lines(path: Path, file: IO[bytes], start: Mark) -> Iterator[Record]:
     lines = _Lines(path, file, start)
     for text in lines:
-        # A file that was concatenated from several contains byte order marks between lines.
-        source = text.strip().removeprefix("\ufeff")
-        if not source:
-            continue
-        try:
-            value = _DECODER.decode(source)
-        except (ValueError, RecursionError) as error:
-            raise _not_json(path, lines.number, str(error)) from error
-        yield Record(_object(value, source, path, lines.number), lines.number, lines.mark, source)
+        record = _json_record(path, text, lines.mark)
+        if record is not None:
+            yield record
+
+
+def _json_record(path: Path, text: str, end: Mark) -> Record | None:
+    """The row of a line that ends at *end*; None for a blank line."""
+    # A file that was concatenated from several contains byte order marks between lines.
+    source = text.strip().removeprefix("\ufeff")
+    if not source:
+        return None
+    try:
+        value = _DECODER.decode(source)
+    except (ValueError, RecursionError) as error:
+        raise _not_json(path, end.num_lines, str(error)) from error
+    return Record(_object(value, source, path, end.num_lines), end.num_lines, end, source)
 
 
 def _read_json(path: Path, file: IO[bytes], start: Mark) -> Iterator[Record]:
@@ -391,6 +458,12 @@ _READERS: dict[str, Callable[[Path, IO[bytes], Mark], Iterator[Record]]] = {
 }
 
 
+_READERS_OF_LINES: dict[str, Callable[[Path, str, Mark], Record | None]] = {
+    ".jsonl": _json_record,
+    ".txt": _text_record,
+}
+
+
 class RecordTable:
     """The rows of several files in memory, as JSON text that is parsed when a row is used.
 
@@ -446,6 +519,7 @@ class RecordStream:
         check_tables(files)
         self._files = list(files)
         self._limit: int | None = None
+        self._lane = (0, 1)
         self._state: dict[str, int] = _state_at(0, _BEGINNING, 0)
         fields: dict[str, None] = {}
         for file in files:
@@ -462,15 +536,14 @@ class RecordStream:
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], str]]:
         state = self._state
-        row = state["row"]
+        lane = Lane(*self._lane, row=state["row"])
         start = Mark(state["offset"], state["num_lines"])
         for number in range(state["file"], len(self._files)):
-            for record in read_records(self._files[number], start):
-                if self._limit is not None and row >= self._limit:
+            for record in read_lane(self._files[number], start, lane):
+                if self._limit is not None and lane.row > self._limit:
                     return
-                row += 1
                 # Set before the yield: a state that is saved during it is the state after this row.
-                self._state = _state_at(number, record.end, row)
+                self._state = _state_at(number, record.end, lane.row)
                 yield record.content, f"{self._files[number]}:{record.line}"
             start = _BEGINNING
 
@@ -479,6 +552,13 @@ class RecordStream:
         # A shallow copy is enough, because a state is replaced and never changed in place.
         stream = copy.copy(self)
         stream._limit = limit
+        return stream
+
+    def lane(self, number: int, count: int) -> RecordStream:
+        """Return a stream of every *count*-th row, beginning with row *number*, from the beginning."""
+        stream = copy.copy(self)
+        stream._lane = (number, count)
+        stream._state = _state_at(0, _BEGINNING, 0)
         return stream
 
     def state_dict(self) -> dict[str, int]:

@@ -20,7 +20,7 @@ from automodel_ckpt.data.rows import OneRow
 from automodel_ckpt.data.sampler import derive_seed, permutation
 from automodel_ckpt.data.source import Source
 from automodel_ckpt.data.tokenized import TokenizedSample
-from automodel_ckpt.data.truncation import Truncation
+from automodel_ckpt.data.truncation import UNLIMITED, Truncation
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
@@ -207,10 +207,12 @@ def row_stream(
         rows = rows.take(at_most(max_samples, max_samples))
     handlings = {"error": "rejected", "right": "truncated"}
     handling = handlings.get(policy.policy, "used without labels")
-    log.info(
-        "streaming %s: samples of more than %d tokens are %s when they are read; their number is not known in advance",
-        source.path,
-        policy.seq_length,
-        handling,
-    )
+    if policy.seq_length < UNLIMITED:
+        log.info(
+            "streaming %s: samples of more than %d tokens are %s when they are read; their number is not known in "
+            "advance",
+            source.path,
+            policy.seq_length,
+            handling,
+        )
     return kind(rows, encode, policy, source, block)

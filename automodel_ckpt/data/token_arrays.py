@@ -112,24 +112,83 @@ class TokenWindows:
         if self._starts is not None:
             start = int(self._starts[number][window])
         array = self.arrays[number]
-        tokens = array.tokens[start : start + self.seq_length].tolist()
-        self._check_tokens(array, start, tokens)
-        return {"input_ids": tokens, "labels": list(tokens)}
+        tokens = array.tokens[start : start + self.seq_length].astype(np.int64)
+        check_tokens(array, start, tokens, self.vocab_size)
+        return {"input_ids": tokens.tolist(), "labels": tokens.tolist()}
 
-    def _check_tokens(self, array: TokenArray, start: int, tokens: Sequence[int]) -> None:
-        highest = max(tokens)
-        lowest = min(tokens)
-        is_above = self.vocab_size is not None and highest >= self.vocab_size
-        if lowest >= 0 and not is_above:
-            return
-        invalid = lowest if lowest < 0 else highest
-        position = start + tokens.index(invalid)
-        raise RecipeError(
-            "a token is outside of the vocabulary",
-            where=f"{array.path}, token {position} (byte {array.offset + position * array.dtype.itemsize})",
-            value=f"token id {invalid}, vocabulary size {self.vocab_size or 'not given'}",
-            hint="use the tokenizer that the file was made with, and the file's format and dtype",
-        )
+
+def check_tokens(
+    array: TokenArray, start: int, tokens: npt.NDArray[np.int64], vocab_size: int | None
+) -> None:
+    """Raise :class:`RecipeError` for *tokens*, those of *array* from *start* on, that are negative or too high."""
+    highest, lowest = int(tokens.max()), int(tokens.min())
+    is_above = vocab_size is not None and highest >= vocab_size
+    if lowest >= 0 and not is_above:
+        return
+    invalid = lowest if lowest < 0 else highest
+    position = start + int(np.argmax(tokens == invalid))
+    raise RecipeError(
+        "a token is outside of the vocabulary",
+        where=f"{array.path}, token {position} (byte {array.offset + position * array.dtype.itemsize})",
+        value=f"token id {invalid}, vocabulary size {vocab_size or 'not given'}",
+        hint="use the tokenizer that the file was made with, and the file's format and dtype",
+    )
+
+
+class TokenDocuments:
+    """A map-style data set of the documents in several arrays, with labels on all tokens.
+
+    *starts* [n] are the ascending first tokens of the documents of each array; tokens before the first one are a
+    document, too. Documents of fewer than two tokens are left out. Longer ones than *seq_length* are truncated. Raises
+    :class:`RecipeError` when a sample is read that has a negative token, or one of *vocab_size* or more.
+    """
+
+    draws_nothing = True
+
+    def __init__(
+        self,
+        arrays: Sequence[TokenArray],
+        starts: Sequence[npt.NDArray[np.int64]],
+        seq_length: int | None,
+        *,
+        vocab_size: int | None,
+        max_samples: int | None = None,
+    ) -> None:
+        self.arrays = list(arrays)
+        self.vocab_size = vocab_size
+        bounds = [_bounds(array, first) for array, first in zip(arrays, starts, strict=True)]
+        numbers = [np.full(len(first), number) for number, (first, _) in enumerate(bounds)]
+        self._numbers = np.concatenate([np.empty(0, np.int64), *numbers])[:max_samples]
+        self._starts = np.concatenate([np.empty(0, np.int64), *(first for first, _ in bounds)])
+        lengths = np.concatenate([np.empty(0, np.int64), *(length for _, length in bounds)])
+        self.whole_lengths = lengths[:max_samples]
+        """The number of tokens of each document before it is truncated."""
+        self.lengths = self.whole_lengths
+        if seq_length is not None:
+            self.lengths = np.minimum(self.lengths, seq_length)
+        self.identity = _identity(arrays, "documents", seq_length, len(self))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        array = self.arrays[int(self._numbers[index])]
+        start = int(self._starts[index])
+        tokens = array.tokens[start : start + int(self.lengths[index])].astype(np.int64)
+        check_tokens(array, start, tokens, self.vocab_size)
+        return {"input_ids": tokens.tolist(), "labels": tokens.tolist()}
+
+
+def _bounds(
+    array: TokenArray, starts: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return the first token and the length of each document of at least two tokens."""
+    first = np.unique(np.concatenate(([0], starts[starts < array.count])))
+    lengths = np.diff(first, append=array.count)
+    is_document = lengths >= 2
+    return first[is_document], lengths[is_document]
 
 
 def _aligned_starts(array: TokenArray, seq_length: int, start_token: int) -> npt.NDArray[np.int64]:

@@ -10,13 +10,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 from transformers import PreTrainedTokenizerBase
 
-from automodel_ckpt.data.arguments import at_most
+from automodel_ckpt.data.arguments import at_most, require_choice
 from automodel_ckpt.data.files import is_pattern
 from automodel_ckpt.data.megatron_tokens import MegatronIndex, read_index
 from automodel_ckpt.data.nanogpt_tokens import raw_tokens, read_header
-from automodel_ckpt.data.token_arrays import TokenArray, TokenWindows
+from automodel_ckpt.data.token_arrays import TokenArray, TokenDocuments, TokenWindows
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.units import counted
 
@@ -27,13 +29,15 @@ _PARTS = ("train", "validation", "test")
 
 def megatron(
     path: str | list[str],
-    seq_length: int = 1024,
+    seq_length: int | None = 1024,
     split: str = "100, 0, 0",
     part: Literal["train", "validation", "test"] = "train",
     max_samples: int | None = None,
     vocab_size: int | None = None,
+    documents: bool = False,
+    truncation: Literal["error", "right"] = "error",
     tokenizer: PreTrainedTokenizerBase | None = None,
-) -> TokenWindows:
+) -> TokenWindows | TokenDocuments:
     """Read Megatron's indexed data sets: make samples of *seq_length* tokens, with labels on all of them.
 
     *path* is the prefix of a ``.bin`` and an ``.idx`` file, a pattern of them, or a list. The documents of a file are
@@ -41,36 +45,48 @@ def megatron(
     ``969, 30, 1``; *part* selects one. Tokens must be below *vocab_size*, by default the size of the tokenizer if there
     is one (``tokenizer: null`` for none).
 
+    With *documents*, a sample is a document instead, of at most *seq_length* tokens (null: any number).
+
     The files are validated and memory-mapped; :class:`~automodel_ckpt.data.token_arrays.TokenWindows` describes the
-    samples. A sample contains that of Megatron with the sequence length *seq_length* - 1, its labels included. For
-    several files with weights, use :func:`~automodel_ckpt.data.mixture.mixture`. Raises :class:`RecipeError` for
-    invalid files.
+    samples. Without *documents*, a sample contains that of Megatron with the sequence length *seq_length* - 1, its
+    labels included. For several files with weights, use :func:`~automodel_ckpt.data.mixture.mixture`. Raises
+    :class:`RecipeError` for invalid files.
     """
     prefixes = _paths(path, (".idx",))
     shares = _shares(split)
-    arrays = []
+    arrays, starts = [], []
     for prefix in prefixes:
         index = read_index(prefix)
-        arrays.append(_part_of(index, shares, part))
-    return _windows(arrays, path, seq_length, vocab_size, tokenizer, None, max_samples)
+        first, last = _part_of(index, shares, part)
+        arrays.append(index.tokens(first, last))
+        if documents:
+            starts.append(index.document_starts(first, last))
+    vocab_size = _vocab_size(vocab_size, tokenizer)
+    if documents:
+        return _documents(arrays, starts, path, seq_length, truncation, vocab_size, max_samples)
+    return _windows(arrays, path, seq_length, vocab_size, None, max_samples)
 
 
 def nanogpt(
     path: str | list[str],
-    seq_length: int = 1024,
+    seq_length: int | None = 1024,
     header: bool = True,
     dtype: Literal["uint16", "uint32"] = "uint16",
     bos_token: int | None = None,
     max_samples: int | None = None,
     vocab_size: int | None = None,
+    documents: bool = False,
+    eos_token: int | None = None,
+    truncation: Literal["error", "right"] = "error",
     tokenizer: PreTrainedTokenizerBase | None = None,
-) -> TokenWindows:
+) -> TokenWindows | TokenDocuments:
     """Read nanoGPT's ``.bin`` files: make samples of *seq_length* tokens, with labels on all of them.
 
     *path* is a file, a pattern of files or a list. With *header* they have the header of modded-nanogpt and llm.c;
     without, they are raw tokens of type *dtype*. With *bos_token*, each sample begins at that token, for which the
     files are read once at the start. Tokens must be below *vocab_size*, by default the size of the tokenizer if there
-    is one (``tokenizer: null`` for none).
+    is one (``tokenizer: null`` for none). With *documents*, a sample is a document instead, of at most *seq_length*
+    tokens (null: any number): it begins with *bos_token*, or it ends with *eos_token*.
 
     The files are memory-mapped; :class:`~automodel_ckpt.data.token_arrays.TokenWindows` describes the samples. Raises
     :class:`RecipeError` for invalid files.
@@ -83,25 +99,88 @@ def nanogpt(
             return raw_tokens(file, num_bytes)
 
     arrays = [read(file) for file in _paths(path, ())]
-    return _windows(arrays, path, seq_length, vocab_size, tokenizer, bos_token, max_samples)
+    vocab_size = _vocab_size(vocab_size, tokenizer)
+    if documents:
+        starts = _starts(arrays, bos_token, eos_token)
+        return _documents(arrays, starts, path, seq_length, truncation, vocab_size, max_samples)
+    return _windows(arrays, path, seq_length, vocab_size, bos_token, max_samples)
+
+
+def _vocab_size(given: int | None, tokenizer: PreTrainedTokenizerBase | None) -> int | None:
+    return len(tokenizer) if given is None and tokenizer is not None else given
+
+
+def _starts(
+    arrays: Sequence[TokenArray], bos_token: int | None, eos_token: int | None
+) -> list[npt.NDArray[np.int64]]:
+    """Find the first tokens of the documents of each array by the token that begins or ends them."""
+    if (bos_token is None) == (eos_token is None):
+        raise RecipeError(
+            "the documents of a token file are found by one token that begins or ends them",
+            where="dataset.bos_token, dataset.eos_token",
+            value=f"{bos_token}, {eos_token}",
+            hint="give one of the two, or remove documents",
+        )
+    if bos_token is not None:
+        return [array.positions_of(bos_token) for array in arrays]
+    assert eos_token is not None
+    return [array.positions_of(eos_token) + 1 for array in arrays]
+
+
+def _documents(
+    arrays: Sequence[TokenArray],
+    starts: Sequence[npt.NDArray[np.int64]],
+    path: str | list[str],
+    seq_length: int | None,
+    truncation: str,
+    vocab_size: int | None,
+    max_samples: int | None,
+) -> TokenDocuments:
+    require_choice("truncation", truncation, ("error", "right"))
+    limit = None if max_samples is None else at_most(max_samples, max_samples)
+    found = TokenDocuments(
+        arrays,
+        starts,
+        seq_length if truncation == "right" else None,
+        vocab_size=vocab_size,
+        max_samples=limit,
+    )
+    num_tokens = sum(array.count for array in arrays)
+    if not len(found):
+        raise RecipeError(
+            "the files have no document of two tokens or more",
+            where="dataset.path",
+            value=f"{num_tokens} tokens in {len(arrays)} files",
+            hint="give other files; with split, check the share of this part",
+        )
+    longest = int(found.whole_lengths.max())
+    num_long = 0 if seq_length is None else int((found.whole_lengths > seq_length).sum())
+    if num_long and truncation == "error":
+        raise RecipeError(
+            "documents are longer than seq_length",
+            where="dataset.seq_length",
+            value=f"{num_long} of {len(found)} documents; seq_length {seq_length}, the longest has {longest} tokens",
+            hint="set dataset.truncation right, or seq_length null with pretrain.split_documents",
+        )
+    log.info("%s: %s of %s", path, counted(len(found), "document"), counted(num_tokens, "token"))
+    if num_long:
+        log.warning("%s: %d documents were truncated to %s tokens", path, num_long, seq_length)
+    return found
 
 
 def _windows(
     arrays: Sequence[TokenArray],
     path: str | list[str],
-    seq_length: int,
+    seq_length: int | None,
     vocab_size: int | None,
-    tokenizer: PreTrainedTokenizerBase | None,
     start_token: int | None,
     max_samples: int | None,
 ) -> TokenWindows:
-    if seq_length < 2:
+    if seq_length is None or seq_length < 2:
         hint = "give at least 2 (a token and the one it predicts)"
         raise RecipeError(
             "seq_length is too small", where="dataset.seq_length", value=seq_length, hint=hint
         )
-    if vocab_size is None and tokenizer is not None:
-        vocab_size = len(tokenizer)
     limit = None if max_samples is None else at_most(max_samples, max_samples)
     windows = TokenWindows(
         arrays, seq_length, vocab_size=vocab_size, start_token=start_token, max_samples=limit
@@ -180,9 +259,9 @@ def _shares(split: str) -> list[float]:
     return [share / sum(shares) for share in shares]
 
 
-def _part_of(index: MegatronIndex, shares: Sequence[float], part: str) -> TokenArray:
-    """Return the tokens of the documents that a part gets, with Megatron's rounding of their numbers."""
+def _part_of(index: MegatronIndex, shares: Sequence[float], part: str) -> tuple[int, int]:
+    """Return the first document that a part gets and the one after its last, with Megatron's rounding."""
     number = _PARTS.index(part)
     first = round(sum(shares[:number]) * index.num_documents)
     last = round(sum(shares[: number + 1]) * index.num_documents)
-    return index.tokens(first, last)
+    return first, last

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from automodel_ckpt.models.forward import class_and_message
 from automodel_ckpt.models.token_hits import TokenHits
+from automodel_ckpt.models.z_loss import ZLoss
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -192,12 +193,14 @@ def linear_cross_entropy(
     part: VocabularyPart | None = None,
     transform: LogitTransform = IDENTITY,
     hits: TokenHits | None = None,
+    z_loss: ZLoss | None = None,
 ) -> torch.Tensor:
     """Summed cross-entropy of ``transform(hidden [N, H] @ weight [V, H].T + bias [V])`` for targets [N]; 0-dim, at
     least float32. Rows with target -100 are ignored.
 
     With *part*, *weight* and *bias* are this rank's rows, and the loss is that of all rows. This is collective.
-    *hits* counts the positions whose target has the highest logit; only evaluation passes give it.
+    *hits* counts the positions whose target has the highest logit; only evaluation passes give it. *z_loss* is added,
+    and noted there.
 
     Equal to ``F.cross_entropy(transform(F.linear(hidden, weight, bias).float()), targets, reduction="sum")`` except
     for the order of additions, with at most one chunk of logits in memory. With autocast, the product is computed in
@@ -210,9 +213,14 @@ def linear_cross_entropy(
         logits = transform(widened(F.linear(hidden, weight, bias)))
         if hits is not None:
             hits.add(logits, targets)
-        return F.cross_entropy(logits, targets, reduction="sum")
+        found = F.cross_entropy(logits, targets, reduction="sum")
+        if z_loss is not None:
+            penalty = z_loss.of(logits, targets)
+            z_loss.note(penalty)
+            found = found + penalty
+        return found
     loss: torch.Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, part, transform, torch.is_grad_enabled(), hits
+        hidden, weight, bias, targets, part, transform, torch.is_grad_enabled(), hits, z_loss
     )
     return loss
 
@@ -242,6 +250,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         transform: LogitTransform,
         with_gradients: bool,
         hits: TokenHits | None,
+        z_loss: ZLoss | None,
     ) -> torch.Tensor:
         needed = ctx.needs_input_grad[:3] if with_gradients else (False, False, False)
         sums = ctx.gradients = GradientSums(hidden, weight, bias, needed)
@@ -263,6 +272,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 transform,
                 hidden.dtype,
                 with_errors=any(needed),
+                z_loss=z_loss,
             )
             loss += losses.sum()
             if any(needed):
@@ -275,7 +285,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, loss_weight: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # Scaling changes the sums in place: a second backward pass must fail, not scale them twice.
         gradients, ctx.gradients = ctx.gradients, None
-        return *gradients.scaled(loss_weight), None, None, None, None, None
+        return *gradients.scaled(loss_weight), None, None, None, None, None, None
 
 
 def wide_logits(
@@ -296,22 +306,32 @@ def losses_and_errors(
     dtype: torch.dtype,
     *,
     with_errors: bool,
+    z_loss: ZLoss | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the cross-entropy [n] of *logits* [n, V], and its gradient with respect to them [n, V] in *dtype*.
 
     *logits* are the output of the layer in at least float32; they are overwritten. The gradient is softmax minus
     one-hot, times the slope of *transform*. Rows with label -100 have loss 0 and gradient 0. Without *with_errors*,
-    the gradient is undefined. With *part*, this is collective.
+    the gradient is undefined. With *part*, this is collective. *z_loss* is added to the cross-entropy.
     """
     if kernel_for(logits.device.type, logits.dtype) == "triton":
         if part is not None:
-            return _by_kernels_in_parts(logits, labels, part, transform, dtype)
+            return _by_kernels_in_parts(logits, labels, part, transform, dtype, z_loss)
         from automodel_ckpt.models import loss_kernels
 
-        return loss_kernels.losses_and_errors(
-            logits, labels, transform.scale, transform.cap, dtype, with_errors
+        losses, errors, penalties = loss_kernels.losses_and_errors(
+            logits,
+            labels,
+            transform.scale,
+            transform.cap,
+            dtype,
+            with_errors,
+            z_coefficient=0.0 if z_loss is None else z_loss.coefficient,
         )
-    losses, errors = _by_torch(logits, labels, part, transform)
+        if z_loss is not None:
+            z_loss.note(penalties.sum())
+        return losses, errors
+    losses, errors = _by_torch(logits, labels, part, transform, z_loss)
     # Autograd also casts the gradient of widened logits back to the dtype of the product.
     return losses, errors.to(dtype) if with_errors else errors
 
@@ -321,6 +341,7 @@ def _by_torch(
     labels: torch.Tensor,
     part: VocabularyPart | None,
     transform: LogitTransform,
+    z_loss: ZLoss | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`losses_and_errors` with torch's operations; the gradient has the dtype of *logits*."""
     slope: torch.Tensor | float = 1.0
@@ -347,6 +368,8 @@ def _by_torch(
     label_logits, total = sums.unbind()
     is_ignored = labels == IGNORE_INDEX
     losses = total.log().sub_(label_logits).masked_fill_(is_ignored, 0)
+    if z_loss is not None:
+        losses, total = _with_z_loss(z_loss, losses, total, largest[:, 0], labels)
     # An infinite sum makes all probabilities of an ignored row 0.
     exponentials.div_(total.masked_fill(is_ignored, math.inf).unsqueeze(1))
     # Correct only because no position occurs twice: indexed subtraction counts duplicates once.
@@ -356,12 +379,30 @@ def _by_torch(
     return losses, exponentials
 
 
+def _with_z_loss(
+    z_loss: ZLoss,
+    losses: torch.Tensor,
+    total: torch.Tensor,
+    largest: torch.Tensor,
+    labels: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add the z-loss to *losses* [n], and return the divisor of the exponentials [n] for the gradient of both.
+
+    *total* [n] is the sum of exp(logit - *largest*).
+    """
+    logs = total.log().add_(largest)
+    penalties = z_loss.of_logs(logs, labels)
+    z_loss.note(penalties.sum())
+    return losses.add_(penalties), total / z_loss.factors(logs)
+
+
 def _by_kernels_in_parts(
     logits: torch.Tensor,
     labels: torch.Tensor,
     part: VocabularyPart,
     transform: LogitTransform,
     dtype: torch.dtype,
+    z_loss: ZLoss | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`losses_and_errors` with Triton, for columns of a vocabulary that ranks share. Collective."""
     from automodel_ckpt.models import loss_kernels
@@ -377,6 +418,8 @@ def _by_kernels_in_parts(
     label_logits, total = sums.unbind()
     is_ignored = labels == IGNORE_INDEX
     losses = total.log().sub_(label_logits).masked_fill_(is_ignored, 0)
+    if z_loss is not None:
+        losses, total = _with_z_loss(z_loss, losses, total, largest, labels)
     inverse_total = total.reciprocal_().masked_fill_(is_ignored, 0)
     errors = loss_kernels.errors(
         logits, labels, largest, inverse_total, part.first, scale, cap, dtype

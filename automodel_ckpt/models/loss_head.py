@@ -41,6 +41,7 @@ from automodel_ckpt.models.fused_cross_entropy import (
     widened,
 )
 from automodel_ckpt.models.token_hits import TokenHits
+from automodel_ckpt.models.z_loss import ZLoss
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -119,6 +120,7 @@ class ComputesLoss:
         sizes: Sequence[int] | None = None,
         hits: TokenHits | None = None,
         criterion: Criterion | None = None,
+        z_loss: ZLoss | None = None,
     ) -> LossPass:
         """Let the forward passes of the model inside the context compute a loss instead of logits.
 
@@ -126,9 +128,9 @@ class ComputesLoss:
         None means all positions of a batch of at most :attr:`all_up_to`; there -100 is no target. With *sizes*,
         the positions are those of several losses: of so many positions each, in this order. *positions* is then given.
         *hits* counts the targets with the highest logit, in passes without gradients. *criterion* replaces the
-        cross-entropy; *positions* is then given.
+        cross-entropy; *positions* is then given. *z_loss* is added to the cross-entropy.
         """
-        return LossPass(self, positions, targets, sizes, hits, criterion)
+        return LossPass(self, positions, targets, sizes, hits, criterion, z_loss)
 
     def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [n, V] of *hidden* [n, H] in a new tensor, with what the model does to them, outside of its forward
@@ -147,12 +149,14 @@ class LossPass(AbstractContextManager["LossPass"]):
         sizes: Sequence[int] | None = None,
         hits: TokenHits | None = None,
         criterion: Criterion | None = None,
+        z_loss: ZLoss | None = None,
     ) -> None:
         self._head = head
         self.positions = positions
         self.targets = targets
         self.hits = hits
         self.criterion = criterion
+        self.z_loss = z_loss
         self._sizes = sizes
         self._loss: torch.Tensor | None = None
 
@@ -166,7 +170,9 @@ class LossPass(AbstractContextManager["LossPass"]):
     @property
     def linear_loss(self) -> LinearLoss:
         """What computes the loss of a layer that is one matrix."""
-        return linear_cross_entropy if self.criterion is None else self.criterion.linear
+        if self.criterion is not None:
+            return self.criterion.linear
+        return functools.partial(linear_cross_entropy, z_loss=self.z_loss)
 
     def summed(
         self, loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], hidden: torch.Tensor
@@ -338,7 +344,7 @@ class ModuleLossHead(ComputesLoss):
             return layer.forward(input, *args, **options)  # type: ignore[no-any-return]
         positions = loss_pass.positions
         assert positions is not None
-        hits, criterion = loss_pass.hits, loss_pass.criterion
+        hits, criterion, z_loss = loss_pass.hits, loss_pass.criterion, loss_pass.z_loss
 
         def loss_by_criterion(part: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             assert criterion is not None
@@ -358,13 +364,18 @@ class ModuleLossHead(ComputesLoss):
             logits = self.transform(widened(layer.forward(hidden, *args, **options)))
             if hits is not None:
                 hits.add(logits, labels)
-            return F.cross_entropy(logits, labels, reduction="sum")
+            loss = F.cross_entropy(logits, labels, reduction="sum")
+            # Noted outside: this function is called again in the backward pass.
+            return loss if z_loss is None else torch.stack([loss, z_loss.of(logits, labels)])
 
         def loss_of(part: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             size = chunk_rows(part.device.type, self._vocabulary)
             chunks = zip(torch.split(part, size), torch.split(labels, size), strict=True)
             losses = [checkpoint(loss_of_chunk, *chunk, use_reentrant=False) for chunk in chunks]
-            return torch.stack(losses).sum()
+            found = torch.stack(losses)
+            if z_loss is not None:
+                z_loss.note(found[:, 1].sum())
+            return found.sum()
 
         hidden = input.flatten(0, -2).index_select(0, positions)
         by = loss_of if criterion is None else loss_by_criterion

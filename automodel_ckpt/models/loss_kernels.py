@@ -105,16 +105,22 @@ def _losses_and_errors(
     errors,
     labels,
     losses,
+    penalties,
     num_columns,
     logits_stride,
     errors_stride,
     scale,
     cap,
+    z_coefficient,
     HAS_CAP: tl.constexpr,
+    HAS_Z_LOSS: tl.constexpr,
     WITH_ERRORS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute the loss of one row, and overwrite its logits with their gradient."""
+    """Compute the loss of one row, and overwrite its logits with their gradient.
+
+    The z-loss is added to the loss, and stored in *penalties* as well.
+    """
     # A chunk can have more than 2^31 bytes.
     number = tl.program_id(0).to(tl.int64)
     row = logits + number * logits_stride
@@ -123,9 +129,16 @@ def _losses_and_errors(
     of_label = _label_logit(row, label, num_columns, scale, cap, HAS_CAP)
     is_ignored = label == IGNORE_INDEX
     loss = tl.log(total) + (largest - of_label)
+    factor = 1.0
+    if HAS_Z_LOSS:
+        log_of_sum = tl.log(total) + largest
+        penalty = z_coefficient * log_of_sum * log_of_sum
+        tl.store(penalties + number, tl.where(is_ignored, 0.0, penalty))
+        loss += penalty
+        factor += 2.0 * z_coefficient * log_of_sum
     tl.store(losses + number, tl.where(is_ignored, 0.0, loss))
     if WITH_ERRORS:
-        inverse_total = tl.where(is_ignored, 0.0, 1.0 / total)
+        inverse_total = tl.where(is_ignored, 0.0, factor / total)
         errors_row = errors + number * errors_stride
         _write_errors(
             row, errors_row, label, largest, inverse_total, num_columns, scale, cap, HAS_CAP, BLOCK
@@ -206,32 +219,38 @@ def losses_and_errors(
     cap: float | None,
     dtype: torch.dtype,
     with_errors: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    z_coefficient: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute the losses [n] in float32 and the gradient [n, V] in *dtype* of float32 *logits* [n, V].
 
-    The gradient overwrites the logits. Rows with label -100 have loss 0 and gradient 0. Without *with_errors*, the
-    second result has no meaning.
+    The third result is the part of the losses [n] that is z-loss, with its coefficient *z_coefficient*; without one, it
+    has no meaning. The gradient overwrites the logits. Rows with label -100 have loss 0 and gradient 0. Without
+    *with_errors*, the second result has no meaning.
     """
     errors = narrowed_view(logits, dtype)
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+    penalties = torch.empty_like(losses) if z_coefficient else losses
     if len(logits) == 0:
-        return losses, errors
+        return losses, errors, penalties
     _losses_and_errors[(len(logits),)](
         logits,
         errors,
         labels,
         losses,
+        penalties,
         logits.shape[1],
         logits.stride(0),
         errors.stride(0),
         scale,
         1.0 if cap is None else cap,
+        z_coefficient,
         HAS_CAP=cap is not None,
+        HAS_Z_LOSS=z_coefficient != 0,
         WITH_ERRORS=with_errors,
         BLOCK=_block(logits.shape[1]),
         num_warps=_WARPS,
     )
-    return losses, errors
+    return losses, errors, penalties
 
 
 def statistics(

@@ -645,6 +645,7 @@ TRAINING = "tests/distributed/test_training.py::"
 START = "tests/distributed/test_init_from.py::"
 SOURCES = START + "test_several_sources_fill_their_modules_and_a_later_one_replaces_an_earlier_one"
 
+PRETRAIN = "tests/unit/training/test_pretrain_losses.py::test_the_losses_of_ten_steps_are_those_of_a_plain_loop"
 EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "recipe": Observed(recipe_class, "vlm_finetune"),
     "seed": Observed(batches, "7"),
@@ -887,6 +888,16 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "packed_sequence": Observed(packs, "{size: 16}"),
     "packed_sequence.size": Observed(packs, "8", ("--packed_sequence={}",)),
     "packed_sequence.strategy": OneValue(),
+    "pretrain": Proven(PRETRAIN, "{}"),
+    "pretrain.split_documents": Proven(PRETRAIN, "true"),
+    "pretrain.attend_across_documents": Proven(PRETRAIN, "true"),
+    "pretrain.z_loss": Proven(
+        "tests/distributed/test_pretrain.py::test_the_z_loss_is_a_metric_and_part_of_the_gradient",
+        "1e-4",
+    ),
+    "pretrain.base_width": Proven(
+        "tests/distributed/test_pretrain.py::test_rates_and_initial_values_by_width", "64"
+    ),
     "optimizer": Observed(updated, "{_target_: torch.optim.SGD, lr: 0.1}"),
     "optimizer.lr": Observed(updated, "0.1"),
     "optimizer.betas": Observed(updated, "[0.5, 0.5]"),
@@ -1186,6 +1197,8 @@ UNMET: dict[str, tuple[str, ...]] = {
     "checkpoint.keep_best": VALIDATED,
     "ema.validate": ("--ema={}",),
     "generation.system": (*VALIDATED, "--generation={prompts: [a], raw: true}"),
+    "pretrain.split_documents": ("--recipe=pretrain",),
+    "pretrain.attend_across_documents": ("--recipe=pretrain",),
 }
 """Overrides without which a key's condition would hold; the others are not met by the defaults."""
 

@@ -92,9 +92,7 @@ def test_shares_hold_at_any_time_and_an_epoch_ends_with_the_first_stream(
     assert sorted(of_b) == [f"b{number}" for number in range(5)]
 
 
-def test_streams_that_end_together_have_equal_epochs(
-    tokenizer: Any, paths: dict[str, str]
-) -> None:
+def test_streams_that_end_together_have_equal_epochs(tokenizer: Any, paths: dict[str, str]) -> None:
     equal = {"weights": {"a": 1.0, "b": 1.0}}
     same = {"a": paths["b"], "b": paths["b"]}
     dataset = stream(tokenizer, same, **equal)
@@ -110,6 +108,23 @@ def test_streams_that_end_together_have_equal_epochs(
     middle = stream(tokenizer, same, **equal)
     middle.load_state_dict(json.loads(json.dumps(dataset.state_dict())))
     assert [len(list(middle)) for _ in range(2)] == [7, 10]
+
+
+def test_streams_mix_with_other_data_sets_exactly(tokenizer: Any, paths: dict[str, str]) -> None:
+    def mixed() -> Any:
+        b = text(tokenizer, paths["b"], streaming=True)
+        return mixture({"a": text(tokenizer, paths["a"]), "b": b}, WEIGHTS, num_samples=48)
+
+    whole = documents(tokenizer, loader(mixed()), 20)
+    flat = [each for batch in whole[:12] for each in batch]
+    assert sum(each.startswith("a") for each in flat) == 36
+    # The second pass over a has another order.
+    assert flat[:20] != [each for batch in whole[12:] for each in batch][:20]
+    before = loader(mixed())
+    documents(tokenizer, before, 7)
+    after = loader(mixed())
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    assert documents(tokenizer, after, 13) == whole[7:]
 
 
 def test_num_samples_defines_the_epoch_and_streams_begin_again(
@@ -144,19 +159,11 @@ def test_a_resume_continues_exactly_on_another_number_of_ranks(
         assert found[: len(expected)] == expected
 
 
-def test_streams_need_weights_and_cannot_be_mixed_with_other_data(
-    tokenizer: Any, paths: dict[str, str]
-) -> None:
+def test_streams_need_weights(tokenizer: Any, paths: dict[str, str]) -> None:
     with pytest.raises(RecipeError, match="a mixture of streams needs weights"):
         stream(tokenizer, paths, weights=None)
     with pytest.raises(RecipeError, match="has no sample"):
         stream(tokenizer, paths, num_samples=0)
-    sources = {
-        "a": text(tokenizer, paths["a"]),
-        "b": text(tokenizer, paths["b"], streaming=True),
-    }
-    with pytest.raises(RecipeError, match=r"not a map-style data set[\s\S]*sources.b"):
-        mixture(sources, WEIGHTS)
     saved = stream(tokenizer, paths).state_dict()
     other = stream(tokenizer, {"a": paths["a"], "c": paths["b"]}, weights={"a": 1.0, "c": 1.0})
     with pytest.raises(RecipeError, match="other sources than the checkpoint"):

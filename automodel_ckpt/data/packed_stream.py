@@ -1,0 +1,522 @@
+"""Rows of documents that are read, tokenized and packed during training, without an end and with an exact state.
+
+A stream is divided into *lanes*: lane i of n has every n-th document, and packs its documents independently of the
+others. Each position in the global batch takes its row from one lane. So a rank, and each of its worker processes,
+tokenizes only the documents of its own positions, and which rows a global batch has does not depend on the number of
+ranks or workers. With several sources, the next row comes from the source that is furthest behind its share.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+import os
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from torch.utils.data import IterableDataset, get_worker_info
+
+from automodel_ckpt.data.document_rows import Document, Row, RowRules
+from automodel_ckpt.data.files import UNREADABLE
+from automodel_ckpt.data.micro_batches import Batch, Collate, Failure, collate
+from automodel_ckpt.data.row_stream import RowStream
+from automodel_ckpt.data.rows import Rows
+from automodel_ckpt.data.sampler import derive_seed, permutation, rank_part
+from automodel_ckpt.data.stream_batches import BatchSizes, StreamBatch, StreamPosition
+from automodel_ckpt.data.workers import run_workers
+from automodel_ckpt.errors import AutomodelError, RecipeError
+
+MOST_LANES = 256
+"""Lanes of a stream. Each keeps a block of documents in memory and a file open."""
+ROWS_PER_BLOCK = 32
+"""A lane packs so many rows at a time. More waste less of the rows, and a resume tokenizes up to so many again."""
+_DOCUMENTS_PER_CALL = 64
+"""Documents that are tokenized in one call of the tokenizer."""
+_State = dict[str, Any]
+
+
+def num_lanes(global_batch_size: int) -> int:
+    """The lanes of a stream: the largest divisor of the global batch size that is at most :data:`MOST_LANES`."""
+    candidates = range(1, min(global_batch_size, MOST_LANES) + 1)
+    return max(number for number in candidates if global_batch_size % number == 0)
+
+
+class PackedStream(IterableDataset[Row]):
+    """Rows of one or several *sources*: streams of documents, and map-style data sets of rows.
+
+    *shares* are the shares of the rows; they add up to 1. A stream that ends begins again, and so does a map-style data
+    set, each time in another order. The stream is read by :meth:`read`, which the loader calls, and not by iteration.
+    """
+
+    def __init__(
+        self, sources: Mapping[str, Any], shares: Mapping[str, Fraction], rules: RowRules
+    ) -> None:
+        self.sources = dict(sources)
+        self.shares = {name: shares[name] for name in sources}
+        self.rules = rules
+
+    @property
+    def identity(self) -> str | None:
+        """A digest that changes with the rows, as far as is known without reading them; None if unknown."""
+        parts = [repr(self.rules)]
+        for name, source in self.sources.items():
+            known = getattr(source, "identity", None)
+            if known is None:
+                return None
+            parts.append(f"{name} {known} {self.shares[name]}")
+        return hashlib.blake2b("\n".join(parts).encode(), digest_size=12).hexdigest()
+
+    def __iter__(self) -> Iterator[Row]:
+        start = StreamPosition(0, 0, 0, self.state_dict())
+        for item in _Reader(self, start, BatchSizes(1, 1, 0, 1, drop_last=False), 1):
+            if isinstance(item, Failure):
+                raise item.error
+            yield from item.rows
+
+    def set_order(self, seed: int, epoch: int, *, shuffle: bool) -> None:
+        """Accept an order. :meth:`read` gets it with the position."""
+
+    def state_dict(self) -> _State:
+        """The state before the first row."""
+        return {"counts": dict.fromkeys(self.sources, 0), "num_lanes": None, "lanes": {}}
+
+    def load_state_dict(self, state: _State) -> None:
+        """Accept a state. :meth:`read` gets it with the position."""
+
+    def _check_sources(self, state: _State) -> None:
+        if state["counts"].keys() != self.sources.keys():
+            raise RecipeError(
+                "the mixture has other sources than the checkpoint",
+                where="dataset.sources",
+                value=f"{', '.join(self.sources)}; checkpoint: {', '.join(state['counts'])}",
+                hint="use the same sources, or start another run with init_from",
+            )
+
+    def merged(self, states: Sequence[_State]) -> _State:
+        """Join the states of all ranks, each of which has those of its lanes."""
+        lanes: dict[str, dict[int, _State]] = {}
+        for state in states:
+            for name, own in state["lanes"].items():
+                lanes.setdefault(name, {}).update(own)
+        return {**states[0], "lanes": lanes}
+
+    def read(
+        self, position: StreamPosition, sizes: BatchSizes, collate_fn: Collate, num_workers: int
+    ) -> Generator[StreamBatch]:
+        """Yield this rank's part of each global batch from *position* on, without end.
+
+        The rows are made by *num_workers* processes, or by this one for 0. Raises :class:`AutomodelError` for a
+        document that cannot be read.
+        """
+        self._check_sources(position.source_state)
+        count = max(num_workers, 1)
+        reader = _Reader(self, position, sizes, count)
+        start, size = position.consumed, sizes.global_batch_size
+        if position.source_state == position.start_state:
+            # Without a state to restore, the batches before the position are made and dropped.
+            start = 0
+        with _single_threaded(num_workers):
+            items = run_workers(reader, count) if num_workers else iter(reader)
+            with closing(items):
+                while True:
+                    rows: list[Row] = []
+                    states = []
+                    for item in islice(items, count):
+                        if isinstance(item, Failure):
+                            raise item.error
+                        rows += item.rows
+                        states.append(item.state)
+                    if start >= position.consumed:
+                        batches = _micro_batches(rows, start, sizes, collate_fn)
+                        yield StreamBatch(start, size, batches, False, self.merged(states))
+                    start += size
+
+
+@contextmanager
+def _single_threaded(num_workers: int) -> Iterator[None]:
+    """Start workers whose tokenizers have no threads, which do not survive a fork, and share the cores."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    if num_workers:
+        os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        if num_workers and before is None:
+            os.environ.pop(name, None)
+        elif num_workers and before is not None:
+            os.environ[name] = before
+
+
+def _micro_batches(
+    rows: list[Row], start: int, sizes: BatchSizes, collate_fn: Collate
+) -> list[Batch]:
+    found = []
+    for part in _parts(sizes):
+        ids = [start + position for position in part]
+        own, rows = rows[: len(part)], rows[len(part) :]
+        found.append(collate(collate_fn, own, ids, empty=False))
+    return found
+
+
+def _parts(sizes: BatchSizes) -> list[list[int]]:
+    """The positions in the global batch of each micro-batch of this rank."""
+    positions = range(sizes.global_batch_size)
+    return rank_part(positions, sizes.dp_rank, sizes.dp_size, sizes.local_batch_size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """The rows of one process for a global batch, by position, and the state of its lanes after it."""
+
+    rows: list[Row]
+    state: _State
+
+
+class _Reader(IterableDataset[Any]):
+    """Yields an :class:`_Item` for each global batch, or a :class:`Failure` at the end.
+
+    In a worker process, it has the positions of some of the rank's lanes, so that no lane is tokenized twice.
+    """
+
+    def __init__(
+        self, stream: PackedStream, position: StreamPosition, sizes: BatchSizes, num_workers: int
+    ) -> None:
+        self.stream = stream
+        self.position = position
+        self.sizes = sizes
+        self.num_workers = num_workers
+
+    def __iter__(self) -> Generator[_Item | Failure]:
+        try:
+            yield from self._items()
+        except AutomodelError as error:
+            yield Failure(error)
+
+    def _items(self) -> Iterator[_Item]:
+        worker = get_worker_info()
+        state = self.position.source_state
+        size = self.sizes.global_batch_size
+        count = state["num_lanes"] or num_lanes(size)
+        lane_of = [place * count // size for place in range(size)]
+        own = self._own_places(lane_of, 0 if worker is None else worker.id)
+        turns = _Turns(self.stream.shares, state["counts"])
+        sources = {}
+        for number, name in enumerate(self.stream.sources):
+            sources[name] = self._source(number, name, count, {lane_of[place] for place in own})
+        while True:
+            rows = []
+            for place in range(size):
+                name, draw = turns.next()
+                row = sources[name].row(lane_of[place], draw, wanted=place in own)
+                if row is not None:
+                    rows.append(row)
+            lanes = {name: source.states() for name, source in sources.items()}
+            yield _Item(rows, {"counts": dict(turns.counts), "num_lanes": count, "lanes": lanes})
+
+    def _own_places(self, lane_of: Sequence[int], worker: int) -> set[int]:
+        """The positions in the global batch whose rows this process makes."""
+        places = [place for part in _parts(self.sizes) for place in part]
+        lanes = sorted({lane_of[place] for place in places})
+        first = worker * len(lanes) // self.num_workers
+        last = (worker + 1) * len(lanes) // self.num_workers
+        chosen = set(lanes[first:last])
+        return {place for place in places if lane_of[place] in chosen}
+
+    def _source(self, number: int, name: str, count: int, lanes: set[int]) -> _Lanes | _Indexed:
+        source = self.stream.sources[name]
+        seed = derive_seed(self.position.seed, number)
+        if hasattr(source, "__len__"):
+            return _Indexed(source, seed, shuffle=self.position.shuffle)
+        saved = self.position.source_state["lanes"].get(name, {})
+        made = {}
+        for lane in sorted(lanes):
+            made[lane] = _Lane(
+                _Documents(source, name, lane, count, self.stream.rules),
+                self.stream.rules,
+                derive_seed(seed, lane),
+                max(source.block // count, 1),
+                shuffle=self.position.shuffle,
+                state=saved.get(lane),
+            )
+        return _Lanes(made)
+
+
+class _Turns:
+    """Which source each row is of: the one that is furthest behind its share; of equal ones, the first.
+
+    *counts* are the rows of each source so far.
+    """
+
+    def __init__(self, shares: Mapping[str, Fraction], counts: Mapping[str, int]) -> None:
+        # Integers, because sums of fractions are slow, and floats would depend on the order of additions.
+        self._scale = math.lcm(*(share.denominator for share in shares.values()))
+        self._shares = {name: int(share * self._scale) for name, share in shares.items()}
+        self.counts = dict(counts)
+        self._total = sum(counts.values())
+
+    def next(self) -> tuple[str, int]:
+        """The source of the next row, and how many rows of it there were before."""
+        self._total += 1
+        counts, scale, total = self.counts, self._scale, self._total
+        best, largest = "", -1
+        for name, share in self._shares.items():
+            behind = share * total - counts[name] * scale
+            if not best or behind > largest:
+                best, largest = name, behind
+        counts[best] += 1
+        return best, counts[best] - 1
+
+
+class _Indexed:
+    """The rows of a map-style data set, which is used again and again, each time in another order."""
+
+    def __init__(self, dataset: Any, seed: int, *, shuffle: bool) -> None:
+        self._dataset, self._seed, self._shuffle = dataset, seed, shuffle
+        self._pass = -1
+        self._order: Any = None
+
+    def row(self, lane: int, draw: int, *, wanted: bool) -> Row | None:
+        """Row number *draw* of the source; None if it is not *wanted*."""
+        if not wanted:
+            return None
+        number, index = divmod(draw, len(self._dataset))
+        if number != self._pass:
+            self._pass = number
+            count = len(self._dataset)
+            self._order = permutation(count, self._seed, number, self._shuffle).numpy()
+        row: Row = self._dataset[int(self._order[index])]
+        return row
+
+    def states(self) -> dict[int, _State]:
+        """No state: the number of the row is enough."""
+        return {}
+
+
+class _Lanes:
+    """The lanes of a stream that this process packs."""
+
+    def __init__(self, lanes: Mapping[int, _Lane]) -> None:
+        self._lanes = lanes
+
+    def row(self, lane: int, draw: int, *, wanted: bool) -> Row | None:
+        """The next row of *lane*; None if another process packs this lane, or if its row is not *wanted*."""
+        found = self._lanes.get(lane)
+        if found is None:
+            return None
+        row = found.next()
+        return row if wanted else None
+
+    def states(self) -> dict[int, _State]:
+        """The state of each lane after the rows that were taken."""
+        return {number: lane.state_dict() for number, lane in self._lanes.items()}
+
+
+class _Lane:
+    """The rows of one lane, packed in blocks of at least *num_documents* documents and :data:`ROWS_PER_BLOCK` rows.
+
+    The state is the position of the block in the documents, the documents that were left of the block before, and the
+    number of rows that were taken. A block is a function of the state at its start.
+    """
+
+    def __init__(
+        self,
+        documents: _Documents,
+        rules: RowRules,
+        seed: int,
+        num_documents: int,
+        *,
+        shuffle: bool,
+        state: _State | None,
+    ) -> None:
+        self._documents, self._rules, self._seed = documents, rules, seed
+        self._num_documents, self._shuffle = num_documents, shuffle
+        self._rows: list[Row] = []
+        self._left: list[Document] = []
+        self._block = 0
+        self._taken = 0
+        self._start = documents.state_dict()
+        self._left_before: list[Document] = []
+        if state is not None:
+            documents.load_state_dict(state["documents"])
+            self._left = _documents_in(state["left"])
+            self._block = state["block"]
+            # The block that was interrupted keeps its size, also if the recipe's shuffle_block has changed.
+            self._num_documents = state["num_documents"]
+            self._start, self._left_before = documents.state_dict(), self._left
+            if state["taken"]:
+                self._read_block()
+                self._taken = state["taken"]
+
+    def next(self) -> Row:
+        """The next row."""
+        while self._taken == len(self._rows):
+            self._block += bool(self._rows)
+            self._read_block()
+        self._taken += 1
+        return self._rows[self._taken - 1]
+
+    def state_dict(self) -> _State:
+        """The state after the rows that were taken."""
+        return {
+            "documents": self._start,
+            "left": _arrays_of(self._left_before),
+            "block": self._block,
+            "num_documents": self._num_documents,
+            "taken": self._taken,
+        }
+
+    def _read_block(self) -> None:
+        self._start = self._documents.state_dict()
+        self._left_before = self._left
+        documents = list(self._left)
+        wanted = ROWS_PER_BLOCK * self._rules.size
+        num_tokens = sum(len(document.tokens) for document in documents)
+        num_read = 0
+        is_last = False
+        while not is_last and (num_read < self._num_documents or num_tokens < wanted):
+            found, is_last = self._documents.read(_DOCUMENTS_PER_CALL)
+            num_read += len(found)
+            num_tokens += sum(len(document.tokens) for document in found)
+            documents += found
+        if self._rules.splits:
+            # What is left continues in the next row, so it stays first.
+            first = len(self._left)
+            order = [first + number for number in self._order(len(documents) - first)]
+            documents = [*documents[:first], *(documents[number] for number in order)]
+        self._rows, self._left = self._rules.rows(documents, self._order)
+        self._taken = 0
+
+    def _order(self, count: int) -> Sequence[int]:
+        order: list[int] = permutation(count, self._seed, self._block, self._shuffle).tolist()
+        return order
+
+
+class _Documents:
+    """The tokenized documents of lane *number* of *count*, again and again."""
+
+    def __init__(
+        self, stream: RowStream, name: str, number: int, count: int, rules: RowRules
+    ) -> None:
+        self._stream, self._name, self._lane, self._rules = stream, name, (number, count), rules
+        self._rows = stream.rows.lane(number, count)
+        self._beginning = self._rows.state_dict()
+        self._iterator: Iterator[Any] | None = None
+        self._has_some = False
+
+    def read(self, count: int) -> tuple[list[Document], bool]:
+        """Return the next documents, at most *count*, and whether they are the last before the stream begins again."""
+        if self._iterator is None:
+            self._iterator = iter(self._rows)
+        rows = self._next_rows(self._iterator, count)
+        documents = self._tokenized(rows) if rows else []
+        self._has_some = self._has_some or bool(documents)
+        is_last = len(rows) < count
+        if is_last:
+            self._begin_again()
+        return documents, is_last
+
+    def _next_rows(self, iterator: Iterator[Any], count: int) -> list[Any]:
+        try:
+            return list(islice(iterator, count))
+        except (*UNREADABLE, ValueError, RuntimeError) as error:
+            source = self._stream.source
+            if not source.is_file:
+                raise
+            raise source.unreadable(error) from error
+
+    def _tokenized(self, rows: list[Any]) -> list[Document]:
+        stream = self._stream
+        table = _SomeRows(stream.source.path, rows, stream.rows.fields)
+        documents = []
+        for number, sample in enumerate(stream.encode(table)):
+            truncated = stream.policy.apply(sample, partial(table.place, number))
+            if truncated is not None:
+                self._check_length(len(truncated.tokens), partial(table.place, number))
+                documents.append(Document.of(truncated.tokens, truncated.labelled))
+        return documents
+
+    def _check_length(self, length: int, where: Callable[[], str]) -> None:
+        if length > self._rules.size and not self._rules.splits:
+            raise RecipeError(
+                "a document is longer than a row",
+                where=where(),
+                value=f"{length} tokens, packed_sequence.size {self._rules.size}",
+                hint="set pretrain.split_documents true, dataset.seq_length to the size of a row with "
+                "dataset.truncation right, or a larger packed_sequence.size",
+            )
+
+    def _begin_again(self) -> None:
+        if not self._has_some:
+            number, count = self._lane
+            raise RecipeError(
+                "a stream has too few documents to divide it among the rows of a global batch",
+                where=f"dataset.sources.{self._name}" if self._name else "dataset",
+                value=f"part {number + 1} of {count} of {self._stream.source.path} has no document with labels",
+                hint="read it without streaming, or use more data or a smaller step_scheduler.global_batch_size",
+            )
+        self._rows.load_state_dict(copy.deepcopy(self._beginning))
+        self._iterator = None
+
+    def state_dict(self) -> _State:
+        state: _State = copy.deepcopy(self._rows.state_dict())
+        return state
+
+    def load_state_dict(self, state: _State) -> None:
+        self._rows.load_state_dict(copy.deepcopy(state))
+        self._iterator = None
+        self._has_some = True
+
+
+class _SomeRows(Rows):
+    """A table of some *rows* of a stream: pairs of content and place. *known* are the fields of the stream's rows."""
+
+    def __init__(self, path: str, rows: Sequence[Any], known: Sequence[str]) -> None:
+        self.path = path
+        self._rows = rows
+        self._known = known
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._rows)
+
+    @property
+    def fields(self) -> Sequence[str]:
+        names = dict.fromkeys(self._known)
+        for content, _ in self._rows:
+            names.update(dict.fromkeys(content))
+        return list(names)
+
+    def read(self, fields: Sequence[str]) -> list[list[Any]]:
+        return [[content.get(field) for content, _ in self._rows] for field in fields]
+
+    def place(self, row: int) -> str:
+        return self._rows[row][1] or f"{self.path}, a row of the stream"
+
+
+def _arrays_of(documents: Sequence[Document]) -> _State:
+    """The documents as arrays, which checkpoints store."""
+    tokens = [document.tokens for document in documents]
+    labelled = [document.labelled for document in documents]
+    return {
+        "tokens": np.concatenate([np.empty(0, np.int32), *tokens]),
+        "labelled": np.concatenate([np.empty(0, np.bool_), *labelled]),
+        "lengths": [len(each) for each in tokens],
+    }
+
+
+def _documents_in(arrays: _State) -> list[Document]:
+    documents = []
+    start = 0
+    for length in arrays["lengths"]:
+        stop = start + length
+        documents.append(Document(arrays["tokens"][start:stop], arrays["labelled"][start:stop]))
+        start = stop
+    return documents

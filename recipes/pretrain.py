@@ -1,0 +1,154 @@
+"""Pretraining of a causal language model on documents: packed rows, mixtures, z-loss, learning rates by width.
+
+The model usually comes from ``model.from_config``. ``packed_sequence.size`` is the length of a row, and the section
+``pretrain`` says how rows divide documents. Everything else is that of
+:class:`~automodel_ckpt.recipes.llm_finetune.LLMFinetune`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+from automodel_ckpt.config.kinds.pretrain import PretrainConfig
+from automodel_ckpt.config.schema import RecipeConfig, Target
+from automodel_ckpt.config.targets import build
+from automodel_ckpt.data.document_rows import DocumentRows, RowRules
+from automodel_ckpt.data.loader import GlobalBatchLoader
+from automodel_ckpt.data.mixture import for_each_source
+from automodel_ckpt.data.mixture_stream import IndexedStream, MixtureStream
+from automodel_ckpt.data.packed_stream import PackedStream
+from automodel_ckpt.data.packing import check_has_length
+from automodel_ckpt.data.row_stream import RowStream
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.z_loss import ZLoss
+from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.recipes.objective import Objective
+from automodel_ckpt.recipes.trainable import Trainable
+from automodel_ckpt.recipes.width import factor_of, scale_initial_values
+from automodel_ckpt.units import counted
+
+log = logging.getLogger("automodel_ckpt")
+
+
+class Pretrain(LLMFinetune):
+    """Trains ``model`` to predict the next token of documents, which share rows of ``packed_sequence.size`` tokens."""
+
+    @property
+    def section(self) -> PretrainConfig:
+        """The section ``pretrain``, or its defaults."""
+        return self.config.pretrain or PretrainConfig()
+
+    # ---------------------------------------------------------------- data
+
+    def with_limit(self, section: Target) -> Target:
+        """Return the section of a data set. Documents that rows divide may be longer than the model's context."""
+        return section if self.section.split_documents else super().with_limit(section)
+
+    def build_dataset(self, section: Target) -> Any:
+        """Build the data set that a section names; in packed rows, if there is a ``packed_sequence`` section."""
+        dataset = build(section, tokenizer=self.tokenizer)
+        if self.config.packed_sequence is None:
+            return dataset
+        rules = RowRules(
+            self.config.packed_sequence.size,
+            self.section.split_documents,
+            self.section.attend_across_documents,
+        )
+
+        rows_of = partial(self._rows_of, rules)
+        if isinstance(dataset, RowStream):
+            return PackedStream({"": dataset}, {"": Fraction(1)}, rules)
+        if isinstance(dataset, MixtureStream):
+            return _packed_mixture(dataset, rules, rows_of)
+        return for_each_source(dataset, rows_of)
+
+    def _rows_of(self, rules: RowRules, samples: Any) -> Any:
+        """The rows of a map-style data set of documents."""
+        if not rules.splits:
+            return self._packed(rules.size, samples, attends_across=rules.attends_across)
+        check_has_length(samples)
+        rows = DocumentRows(samples, rules)
+        documents, count = counted(len(samples), "document"), counted(len(rows), "row")
+        log.info("divided %s into %s of %s", documents, count, counted(rules.size, "token"))
+        return rows
+
+    def build_dataloader(self, section: Target, *, validation: bool = False) -> GlobalBatchLoader:
+        """Build the loader as every recipe does. Raises :class:`RecipeError` for a packed stream that has to end."""
+        loader = super().build_dataloader(section, validation=validation)
+        if isinstance(loader.dataset, PackedStream):
+            _check_end(self.config, validation=validation)
+        return loader
+
+    # ---------------------------------------------------------------- model, loss, optimizer
+
+    def build_trainable(
+        self, config: RecipeConfig | None = None, *, is_trained: bool = True
+    ) -> Trainable:
+        """Build the model as every recipe does, with the initial values of its width."""
+        config = config or self.config
+        factor = self.width_factor()
+        if self.section.attend_across_documents:
+            # A row is one sequence, so the model need not keep the documents of a row apart.
+            config = replace(config, packed_sequence=None)
+        trainable = super().build_trainable(config, is_trained=is_trained)
+        if factor != 1:
+            scale_initial_values(trainable.model, factor)
+        return trainable
+
+    def width_factor(self) -> float:
+        """The base width divided by the width of the model; 1 without ``pretrain.base_width``."""
+        if self.section.base_width is None:
+            return 1.0
+        assert self.model_config is not None
+        return factor_of(self.model_config, self.section.base_width)
+
+    def build_objective(self) -> Objective:
+        """Build what computes the loss, with the z-loss."""
+        objective = super().build_objective()
+        if self.section.z_loss is not None:
+            objective.z_loss = ZLoss(self.section.z_loss, self.layout.device)
+        return objective
+
+
+def _packed_mixture(
+    mixture: MixtureStream, rules: RowRules, rows_of: Callable[[Any], Any]
+) -> PackedStream:
+    if mixture.num_samples is not None:
+        raise RecipeError(
+            "a packed stream has no end, so its epochs have no length",
+            where="dataset.num_samples",
+            value=mixture.num_samples,
+            hint="remove num_samples, and set step_scheduler.max_steps",
+        )
+    sources = {}
+    for name, source in mixture.sources.items():
+        if isinstance(source, IndexedStream):
+            sources[name] = rows_of(source.dataset)
+        elif isinstance(source, RowStream):
+            sources[name] = source
+        else:
+            check_has_length(source)
+    return PackedStream(sources, mixture.shares, rules)
+
+
+def _check_end(config: RecipeConfig, *, validation: bool) -> None:
+    """Raise :class:`RecipeError` for a packed stream whose end the recipe needs."""
+    if validation:
+        raise RecipeError(
+            "a packed stream has no end, so a validation of it would have none",
+            where="validation_dataset",
+            value="streaming: true with packed_sequence",
+            hint="read the validation data without streaming",
+        )
+    if config.step_scheduler.max_steps is None:
+        raise RecipeError(
+            "a packed stream has no end: it begins again in another order",
+            where="step_scheduler.max_steps",
+            value="null",
+            hint="set the number of steps",
+        )
