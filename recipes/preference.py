@@ -44,6 +44,11 @@ class Reference:
     trainable: Trainable
     adapters: nn.Module | None = None
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether the reference is the base of the trained model's adapters."""
+        return self.adapters is not None and self.trainable.adapted is not None
+
     @contextmanager
     def ready(self) -> Iterator[Trainable]:
         """Yield the reference, in evaluation mode and without gradients, and leave the trained model as it was."""
@@ -79,6 +84,12 @@ class PreferenceObjective(Objective):
 
         They are those of the trained model, or of *trainable*. A row without labels has log-probability 0.
         """
+        return self.log_probs_of(rows, [rows["labels"]], trainable)[0]
+
+    def log_probs_of(
+        self, rows: Tensors, labels: Sequence[torch.Tensor], trainable: Trainable | None = None
+    ) -> torch.Tensor:
+        """Compute :meth:`log_probs` for each of *labels* [B, T] of the same rows in one pass: [len(labels), B]."""
         trainable = trainable or self.trainable
         inputs = self._inputs(rows, None)
         if trainable.loss_head is None:
@@ -86,19 +97,24 @@ class PreferenceObjective(Objective):
             self._note(trainable, output, rows)
             logits = logits_of(output)
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            labels = self._on_device(shift_labels(rows["labels"]))
-            losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
-            return -losses.sum(dim=1)
-        positions, targets = labelled_positions(rows["labels"])
-        assert positions is not None
+            log_probs = []
+            for each in labels:
+                targets = self._on_device(shift_labels(each))
+                losses = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+                log_probs.append(-losses.sum(dim=1))
+            return torch.stack(log_probs)
+        found = [labelled_positions(each) for each in labels]
+        positions = torch.cat([each for each, _ in found if each is not None])
+        targets = torch.cat([each for _, each in found])
         # The output layer sums the losses of groups of positions: a group is a row.
+        sizes = [size for each in labels for size in _labels_per_row(each)]
         loss_pass = trainable.loss_head.computing_loss(
-            self._on_device(positions), self._on_device(targets), _labels_per_row(rows["labels"])
+            self._on_device(positions), self._on_device(targets), sizes
         )
         with loss_pass:
             output = trainable.forward(inputs)
         self._note(trainable, output, rows)
-        return -loss_pass.loss_in(output)
+        return -loss_pass.loss_in(output).view(len(labels), -1)
 
     def _note(self, trainable: Trainable, output: Any, rows: Tensors) -> None:
         """Keep what the router's loss of the trained model needs."""

@@ -176,6 +176,19 @@ _DATA = {
     **_same("data_seed", "seed"),
 }
 
+_PREFERENCES = {
+    **_same("beta rl_beta pref_beta", "dpo.beta", note="orpo.beta for ORPO"),
+    **_same("loss_type pref_loss", "dpo.loss", note="ORPO is a recipe: recipe: orpo"),
+    **_same("dpo_label_smoothing", "dpo.label_smoothing"),
+    **_same(
+        "ref_model ref_model_name_or_path",
+        "dpo.reference",
+        note="without it, the model that training starts from",
+    ),
+    **_same("precompute_ref_log_probs", "dpo.precompute"),
+    **_same("orpo_alpha", "orpo.beta"),
+}
+
 _RANKS = {
     **_same("fsdp fsdp_config fsdp_version deepspeed", "distributed.strategy", note="fsdp2"),
     **_same("tensor_parallel_size tensor_parallel_dim", "distributed.tp_size"),
@@ -228,6 +241,7 @@ OTHER_NAMES: dict[str, Counterpart] = {
     **_MODEL,
     **_ADAPTERS,
     **_DATA,
+    **_PREFERENCES,
     **_RANKS,
     **_LOGS,
     **_KINDS,

@@ -11,6 +11,8 @@ _OWN = {
     "llm_finetune": "automodel_ckpt.recipes.llm_finetune:LLMFinetune",
     "kto": "automodel_ckpt.recipes.kto:KTOFinetune",
     "pretrain": "automodel_ckpt.recipes.pretrain:Pretrain",
+    "dpo": "automodel_ckpt.recipes.dpo:DPOFinetune",
+    "orpo": "automodel_ckpt.recipes.orpo:ORPOFinetune",
     "vlm_finetune": "automodel_ckpt.recipes.vlm_finetune:VLMFinetune",
 }
 

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, TypedDict
 
 from automodel_ckpt.config.kinds.distill import DistillConfig
+from automodel_ckpt.config.kinds.dpo import DPOConfig
 from automodel_ckpt.config.kinds.kto import KTOConfig
+from automodel_ckpt.config.kinds.orpo import ORPOConfig
 from automodel_ckpt.config.kinds.pretrain import PretrainConfig
 from automodel_ckpt.config.registry import is_own
 from automodel_ckpt.config.rules import (
@@ -955,6 +957,8 @@ KIND_SECTIONS: dict[str, tuple[str, ...]] = {
     "kto": ("kto",),
     "distill": ("distill",),
     "pretrain": ("pretrain",),
+    "dpo": ("dpo",),
+    "orpo": ("orpo",),
 }
 """Section -> the recipes of this package that read it. A recipe of a user may read any section."""
 
@@ -1008,6 +1012,8 @@ class RecipeConfig:
     validation_dataset, or without it of the first set here."""
     dataloader: DataloaderConfig = field(default_factory=DataloaderConfig)
     kto: KTOConfig | None = None
+    dpo: DPOConfig | None = None
+    orpo: ORPOConfig | None = None
     packed_sequence: PackedSequenceConfig | None = None
     pretrain: PretrainConfig | None = None
     optimizer: OptimizerConfig | OptimizerTarget = field(

@@ -27,7 +27,9 @@ from automodel_ckpt.data.truncation import Truncation
 from automodel_ckpt.errors import RecipeError
 
 MARGIN = "margin"
-"""Name of the margins of pairs, in samples and in micro-batches."""
+REFERENCE_CHOSEN, REFERENCE_REJECTED = "reference_chosen", "reference_rejected"
+NUMBERS = (MARGIN, REFERENCE_CHOSEN, REFERENCE_REJECTED)
+"""Numbers of pairs, in samples and in micro-batches: their margins, and log-probabilities under a reference."""
 
 
 def pairs(
@@ -163,6 +165,12 @@ class PreferenceCollator:
                 numbers = [pair.get(name, math.nan) for pair in pairs]
                 batch[name] = torch.tensor(numbers, dtype=torch.float32)
         return batch
+
+
+def require_pairs(dataset: Any) -> None:
+    """Raise :class:`RecipeError` if the first sample of a map-style data set is not a pair; streams are not read."""
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__") and len(dataset):
+        _require_pair(dataset[0])
 
 
 def _require_pair(pair: object) -> None:

@@ -139,11 +139,13 @@ def preferences(
     split: str = "train",
     truncation: Literal["error", "right", "skip"] = "skip",
     max_samples: int | None = None,
+    keep_ends: bool = False,
 ) -> PreferenceDataset:
     """Make a pair of each function or class with a docstring: its first paragraph is preferred to the shuffled words.
 
     The prompt is the signature. The rejected answer has the words of the preferred one in another order, which depends
-    on the text alone. Paragraphs of fewer than 6 words are not used."""
+    on the text alone; with *keep_ends*, its first and its last word keep their places, so that the pairs are harder to
+    tell apart. Paragraphs of fewer than 6 words are not used."""
     policy = Truncation(truncation, seq_length)
 
     def build() -> TokenizedDataset:
@@ -151,12 +153,13 @@ def preferences(
         prompts = [pair.prompt for pair in pairs]
         encoder = Encoder(tokenizer)
         chosen = encoder.pairs(prompts, [_paragraph(pair) for pair in pairs])
-        rejected = encoder.pairs(prompts, [_shuffled(_paragraph(pair)) for pair in pairs])
+        shuffled = [_shuffled(_paragraph(pair), keep_ends=keep_ends) for pair in pairs]
+        rejected = encoder.pairs(prompts, shuffled)
         samples = [sample for both in zip(chosen, rejected, strict=True) for sample in both]
         return policy.apply_to_all(samples, lambda number: pairs[number].where, PreferenceDataset)
 
     require_choice("split", split, ("train", "validation"))
-    key = (_library_digest(), seq_length, split, truncation)
+    key = (_library_digest(), seq_length, split, truncation, keep_ends)
     prepared_pairs = prepared(
         "python_docs-preferences", key, tokenizer, build, kind=PreferenceDataset
     )
@@ -194,15 +197,16 @@ def _has_words(pair: _Pair) -> bool:
     return len(set(_paragraph(pair).split())) >= _FEWEST_WORDS
 
 
-def _shuffled(text: str) -> str:
-    """The words of a text in another order."""
+def _shuffled(text: str, *, keep_ends: bool) -> str:
+    """The words of a text in another order; with *keep_ends*, its first and its last word keep their places."""
     words = text.split()
+    first, last = (1, -1) if keep_ends else (0, len(words))
     # Seeded by the text, so that a pair is the same in every process and for every selection of pairs.
     generator = random.Random(text)
-    shuffled = list(words)
-    while shuffled == words:
-        generator.shuffle(shuffled)
-    return " ".join(shuffled)
+    moved = words[first:last]
+    while moved == words[first:last]:
+        generator.shuffle(moved)
+    return " ".join([*words[:first], *moved, *words[last:]])
 
 
 def documents(

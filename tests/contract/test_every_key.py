@@ -619,6 +619,8 @@ COMPLETIONS = (
 )
 KTO_RUN = "tests/distributed/test_kto.py::test_ten_steps_are_those_of_trl"
 KTO_REFERENCE = "tests/distributed/test_kto.py::test_a_named_reference_is_another_model"
+DPO = "tests/distributed/test_dpo.py::"
+DPO_RUN = DPO + "test_losses_and_rewards_are_those_of_trl"
 EMA = "tests/distributed/test_weight_average.py::"
 EMA_STEPS = (
     EMA + "test_steps_that_change_no_weight_do_not_count_and_a_norm_on_the_device_is_not_read"
@@ -735,6 +737,19 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "kto.desirable_weight": Proven(KTO_RUN, "2.0"),
     "kto.undesirable_weight": Proven(KTO_RUN, "1.4"),
     "kto.reference": Proven(KTO_REFERENCE, "other"),
+    "dpo": Proven(DPO_RUN, "{}"),
+    "dpo.beta": Proven(DPO_RUN, "0.5"),
+    "dpo.loss": Proven(DPO_RUN, "ipo"),
+    "dpo.label_smoothing": Proven(DPO_RUN, "0.2"),
+    "dpo.reference": Proven(DPO + "test_a_named_reference_is_another_model", "other"),
+    "dpo.precompute": Proven(
+        DPO + "test_precompute_keeps_scores_in_a_cache_that_is_not_trusted_blindly", "true"
+    ),
+    "orpo": Proven(DPO_RUN, "{}"),
+    "orpo.beta": Proven(DPO_RUN, "0.25"),
+    "orpo.learn_prompt": Proven(
+        DPO + "test_orpo_learns_the_prompt_unless_learn_prompt_is_false", "false"
+    ),
     "ema": Proven(EMA_RUN, "{}"),
     "ema.decay": Proven(EMA_STEPS, "0.75"),
     "ema.start_step": Proven(EMA_STEPS, "2"),
@@ -1195,6 +1210,7 @@ UNMET: dict[str, tuple[str, ...]] = {
     "dataloader.padding_free": ("--packed_sequence={}",),
     "checkpoint.on_incompatible": ("--checkpoint.restore_from=LATEST",),
     "checkpoint.keep_best": VALIDATED,
+    "dpo.label_smoothing": ("--recipe=dpo", "--dpo={loss: ipo}"),
     "ema.validate": ("--ema={}",),
     "generation.system": (*VALIDATED, "--generation={prompts: [a], raw: true}"),
     "pretrain.split_documents": ("--recipe=pretrain",),

@@ -100,7 +100,7 @@ def _renamed(tensor: Tensor, fqn: str) -> Tensor:
 
 
 def _fill_rows(source: Tensors, stored: Tensor, target: torch.Tensor, new_rows: NewRows) -> None:
-    local, box = _local(target)
+    local, box = local_part(target)
     if local.numel() == 0:
         return
     num_stored = stored.shape[0]
@@ -123,7 +123,7 @@ def _fill_rows(source: Tensors, stored: Tensor, target: torch.Tensor, new_rows: 
 
 
 def _fill_dequantized(source: Tensors, stored: QuantizedTensor, target: torch.Tensor) -> None:
-    local, box = _local(target)
+    local, box = local_part(target)
     if local.numel() == 0:
         return
     columns = box.within(Box((0,) * target.dim(), tuple(target.shape)))[1:]
@@ -133,7 +133,7 @@ def _fill_dequantized(source: Tensors, stored: QuantizedTensor, target: torch.Te
         local[row : row + len(block)].copy_(block[:, *columns])
 
 
-def _local(target: torch.Tensor) -> tuple[torch.Tensor, Box]:
+def local_part(target: torch.Tensor) -> tuple[torch.Tensor, Box]:
     """This rank's shard of a tensor, and its box in the whole tensor."""
     if not isinstance(target, DTensor):
         return target.detach(), Box((0,) * target.dim(), tuple(target.shape))

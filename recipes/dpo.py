@@ -1,0 +1,119 @@
+"""Direct preference optimization (DPO, arXiv:2305.18290): pairs of answers, compared with a frozen reference model.
+
+The gain of an answer is how much its log-probability differs from that under the reference. The loss of a pair falls
+with the gain of the preferred answer minus that of the rejected one. beta times the gain is the reward that the logs
+show.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from automodel_ckpt.config.kinds.dpo import DPOConfig
+from automodel_ckpt.config.schema import Target
+from automodel_ckpt.data.mixture import for_each_source
+from automodel_ckpt.data.reference_scores import SCORES, ScoredPairs
+from automodel_ckpt.recipes.objective import Objective, Tensors
+from automodel_ckpt.recipes.pairs import PairFinetune, PairObjective, label_counts
+from automodel_ckpt.recipes.preference import PreferenceFinetune, Reference
+from automodel_ckpt.recipes.records import LossSum
+from automodel_ckpt.recipes.reference_scores import score_all
+
+
+class DPO(PairObjective):
+    """The loss of pairs in comparison with the reference. To change it, override :meth:`pair_losses`."""
+
+    section: DPOConfig
+
+    def loss(self, micro_batch: Tensors) -> LossSum:
+        """Compute the loss of the pairs in *micro_batch*, summed."""
+        rows = self.pair_rows(micro_batch)
+        # The reference first: with adapters, both passes use the same parameters.
+        reference = self._reference_of(micro_batch, rows)
+        gains = self.log_probs(rows) - reference
+        losses = self.pair_losses(gains, self._on_device(label_counts(rows)))
+        return self.summed(losses, self.section.beta * gains, micro_batch)
+
+    def pair_losses(self, gains: torch.Tensor, num_labels: torch.Tensor) -> torch.Tensor:
+        """Compute the loss [P] of each pair from the *gains* [2 P] of its rows and their numbers of labels [2 P]."""
+        section = self.section
+        if section.loss == "ipo":
+            # Of mean gains per token, as the authors of IPO compute it: sums would depend on the lengths.
+            gains = gains / num_labels.clamp(min=1)
+            return (_difference(gains) - 1 / (2 * section.beta)) ** 2
+        margins = section.beta * _difference(gains)
+        if section.loss == "hinge":
+            return F.relu(1 - margins)
+        smoothing = section.label_smoothing
+        right, wrong = -F.logsigmoid(margins), -F.logsigmoid(-margins)
+        if section.loss == "robust":
+            return ((1 - smoothing) * right - smoothing * wrong) / (1 - 2 * smoothing)
+        return (1 - smoothing) * right + smoothing * wrong
+
+    def _reference_of(self, micro_batch: Tensors, rows: Tensors) -> torch.Tensor:
+        """The log-probabilities [2 P] of the rows under the reference, computed now or before training."""
+        if SCORES[0] not in micro_batch:
+            return self.reference_log_probs(rows)
+        scores = torch.stack([micro_batch[name] for name in SCORES], dim=1)
+        return self._on_device(scores.flatten())
+
+
+def _difference(values: torch.Tensor) -> torch.Tensor:
+    """The values [2 P] of preferred rows minus those of rejected ones: [P]."""
+    return values[::2] - values[1::2]
+
+
+class DPOFinetune(PairFinetune, PreferenceFinetune):
+    """Trains ``model`` to give preferred answers of ``dataset`` a higher probability, compared with rejected ones."""
+
+    objective_class: type[Objective] = DPO
+
+    @property
+    def section(self) -> DPOConfig:
+        """The section ``dpo``; its defaults without one."""
+        return self.config.dpo or DPOConfig()
+
+    def reference_name(self) -> str | None:
+        return self.section.reference
+
+    def build(self) -> None:
+        """Create the data, the model, the reference, and what updates the model."""
+        self._scored: list[ScoredPairs] = []
+        super().build()
+        if self._scored:
+            score_all(self, self._scored)
+            # Frees the memory of another model.
+            self.reference = self._start_as_reference()
+
+    def build_dataset(self, section: Target) -> Any:
+        """Build the data set that a section names; with ``dpo.precompute``, its pairs have the reference's scores."""
+        dataset = super().build_dataset(section)
+        if not self.section.precompute or self.is_dry_run:
+            return dataset
+        return for_each_source(dataset, self._with_scores)
+
+    def _with_scores(self, dataset: Any) -> ScoredPairs:
+        scored = ScoredPairs(dataset)
+        self._scored.append(scored)
+        return scored
+
+    def build_reference(self) -> Reference:
+        """Build the reference model. To compute its scores before training, the untrained model itself is enough."""
+        if not self.section.precompute or self.section.reference is not None:
+            return super().build_reference()
+        reference = self._start_as_reference()
+        # A new run gets these weights after build(), and a resumed one those of its checkpoint.
+        self._start_reference(reference)
+        return reference
+
+    def _start_as_reference(self) -> Reference:
+        return Reference(self.trainable, self.trainable.model)
+
+    def build_objective(self) -> Objective:
+        objective = super().build_objective()
+        assert isinstance(objective, DPO)
+        objective.section = self.section
+        return objective

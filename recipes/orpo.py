@@ -1,0 +1,91 @@
+"""Odds ratio preference optimization (ORPO, arXiv:2403.07691): fine-tuning on preferred answers without a reference.
+
+The loss of a pair is that of fine-tuning on the preferred answer, and beta times a term that falls with the odds of the
+preferred answer divided by those of the rejected one. The probability p of an answer is the geometric mean of those of
+its tokens, and its odds are p / (1 - p).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from automodel_ckpt.config.kinds.orpo import ORPOConfig
+from automodel_ckpt.recipes.objective import Objective, Tensors
+from automodel_ckpt.recipes.pairs import PairFinetune, PairObjective, label_counts
+from automodel_ckpt.recipes.preference import check_rows
+from automodel_ckpt.recipes.records import LossSum
+from automodel_ckpt.training.loss import IGNORE_INDEX
+
+_LOG_HALF = -0.6931471805599453
+
+
+class ORPO(PairObjective):
+    """The loss of pairs without a reference."""
+
+    measures: ClassVar[tuple[str, ...] | None] = (*(PairObjective.measures or ()), "sft_loss")
+    section: ORPOConfig
+
+    def loss(self, micro_batch: Tensors) -> LossSum:
+        """Compute the loss of the pairs in *micro_batch*, summed."""
+        rows = self.pair_rows(micro_batch)
+        prompts = {**rows, "labels": _prompt_labels(rows)}
+        answers, prompt = self.log_probs_of(rows, [rows["labels"], prompts["labels"]])
+        counts = self._on_device(label_counts(rows))
+        # Rows without labels would have log-probability 0, and infinite odds.
+        means = torch.where(answers < 0, answers / counts.clamp(min=1), -1.0)
+        odds = means - log1mexp(means)
+        ratios = F.logsigmoid(odds[::2] - odds[1::2])
+        total, num_tokens = answers, counts
+        if self.section.learn_prompt:
+            total = answers + prompt
+            num_tokens = counts + self._on_device(label_counts(prompts))
+        sft_losses = -(total / num_tokens.clamp(min=1))[::2]
+        losses = sft_losses - self.section.beta * ratios
+        rewards = self.section.beta * means
+        return self.summed(losses, rewards, micro_batch, sft_loss=sft_losses.detach().float())
+
+
+def _prompt_labels(rows: Tensors) -> torch.Tensor:
+    """Labels [B, T] on the tokens that have none in *rows*, of the preferred rows only."""
+    labels = torch.where(rows["labels"] == IGNORE_INDEX, rows["input_ids"], IGNORE_INDEX)
+    if "attention_mask" in rows:
+        labels = labels.masked_fill(rows["attention_mask"] == 0, IGNORE_INDEX)
+    labels[1::2] = IGNORE_INDEX
+    return labels
+
+
+def log1mexp(log_probs: torch.Tensor) -> torch.Tensor:
+    """Compute log(1 - exp(x)) of log-probabilities x < 0, without loss of precision near 0 and for large -x.
+
+    Source of both forms: Martin Maechler, "Accurately Computing log(1 - exp(-|a|))", 2012.
+    """
+    is_large = log_probs > _LOG_HALF
+    # Each form gets arguments at which its gradient is finite, also where the other one is used.
+    near = torch.log(-torch.expm1(torch.where(is_large, log_probs, -1.0)))
+    far = torch.log1p(-torch.exp(torch.where(is_large, -1.0, log_probs)))
+    return torch.where(is_large, near, far)
+
+
+class ORPOFinetune(PairFinetune):
+    """Trains ``model`` on the preferred answers of ``dataset``, and to prefer them to the rejected ones."""
+
+    objective_class: type[Objective] = ORPO
+
+    @property
+    def section(self) -> ORPOConfig:
+        """The section ``orpo``; its defaults without one."""
+        return self.config.orpo or ORPOConfig()
+
+    def build(self) -> None:
+        """Create the data, the model, and what updates it."""
+        check_rows(self.config)
+        super().build()
+
+    def build_objective(self) -> Objective:
+        objective = super().build_objective()
+        assert isinstance(objective, ORPO)
+        objective.section = self.section
+        return objective
