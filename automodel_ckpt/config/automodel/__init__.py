@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from automodel_ckpt.config.automodel import data, model, others, ranks, training
+from automodel_ckpt.config.automodel import data, distill, model, others, ranks, training
 from automodel_ckpt.config.automodel.notices import Notice
 from automodel_ckpt.config.automodel.rows import (
     AUTOMODEL_DEFAULT,
@@ -29,11 +29,12 @@ from automodel_ckpt.errors import Problem
 RECIPES = {
     "TrainFinetuneRecipeForNextTokenPrediction": "llm_finetune",
     "FinetuneRecipeForVLM": "vlm_finetune",
+    "KnowledgeDistillationRecipeForNextTokenPrediction": "distill",
 }
 """AutoModel's recipe classes, and the recipes that replace them."""
 _PREFIXES = ("Train", "Finetune", "KnowledgeDistillation", "Benchmarking", "Pretrain", "Embedding")
 """The beginnings of the names of AutoModel's recipe classes, which all contain the word Recipe."""
-_NO_RECIPE = "no recipe here does this; the recipes of NeMo AutoModel that run are " + " and ".join(
+_NO_RECIPE = "no recipe here does this; the recipes of NeMo AutoModel that run are " + ", ".join(
     RECIPES
 )
 
@@ -41,7 +42,7 @@ _BRACES = re.compile(r"\$\{(?!oc\.env:)([A-Za-z_]\w*)(?=[,}])")
 _WHOLE = re.compile(r"^\$([A-Za-z_]\w*)$")
 
 # Later modules look at what earlier ones have translated: adapters before freezing, data before the steps.
-SECTIONS = (*model.ROWS, *ranks.ROWS, *data.ROWS, *training.ROWS, *others.ROWS)
+SECTIONS = (*model.ROWS, *ranks.ROWS, *data.ROWS, *training.ROWS, *distill.ROWS, *others.ROWS)
 
 ONLY_THEIRS = frozenset(
     {
@@ -51,11 +52,13 @@ ONLY_THEIRS = frozenset(
         "distributed.mp_policy",
         "distributed.pipeline",
         "freeze_config",
+        "kd_loss_fn",
         "mlflow",
         "neftune",
         "qat.qat_config",
         "quantization",
         "rng",
+        "teacher_model",
         "validation_dataloader",
         "wandb",
     }

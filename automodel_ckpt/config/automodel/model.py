@@ -32,7 +32,7 @@ DTYPES = {
     "torch.float32": "float32",
 }
 """AutoModel's names of data types -> ours. Others are the same."""
-_AUTO_CLASS = re.compile(
+AUTO_CLASS = re.compile(
     r"(nemo_automodel|transformers)\.([\w.]*\.)?(NeMo)?AutoModelFor"
     r"(?P<task>CausalLM|ImageTextToText|MultimodalLM)\.(?P<method>from_pretrained|from_config)"
 )
@@ -108,7 +108,7 @@ PEFT = (
 def model(section: Section) -> None:
     """Translate the section model; a section with a ``_target_`` of the user's own code stays as it is."""
     target = section.peek("_target_")
-    found = _AUTO_CLASS.fullmatch(str(target.value)) if target is not None else None
+    found = AUTO_CLASS.fullmatch(str(target.value)) if target is not None else None
     if target is not None and found is None:
         if is_of_automodel(str(target.value)):
             section.take("_target_")

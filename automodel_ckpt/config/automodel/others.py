@@ -156,7 +156,6 @@ REPLACED = (
     Needs("tool_call_eval", "evaluation of tool calls during training", "remove the section"),
     Needs("embedding_row_repair", "repair of embedding rows", "remove the section"),
     Needs("comet", "the tracker Comet", "use wandb, mlflow, tensorboard or trackio"),
-    Needs("teacher_model", "knowledge distillation", "remove the section"),
 )
 """Whole sections."""
 NAMES = (*UNUSED.names, *(row.name for row in REPLACED))

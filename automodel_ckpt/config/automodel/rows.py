@@ -26,7 +26,7 @@ class Work:
 
     source: Node
     recipe: str
-    """The name of our recipe: llm_finetune or vlm_finetune."""
+    """The name of our recipe: llm_finetune, vlm_finetune or distill."""
     result: Node = field(default_factory=lambda: Node({}, ""))
     notices: list[Notice] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)

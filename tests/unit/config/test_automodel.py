@@ -105,6 +105,21 @@ def reported(loaded: LoadedRecipe) -> str:
     return "\n".join(report_lines(loaded.notices))
 
 
+KD = "recipe: KnowledgeDistillationRecipeForNextTokenPrediction\n"
+TEACHER = """\
+teacher_model:
+  _target_: nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained
+  pretrained_model_name_or_path: some/teacher
+"""
+KD_LOSS = """\
+kd_ratio: 0.25
+offload_teacher_model: true
+kd_loss_fn:
+  _target_: nemo_automodel.components.loss.kd_loss.KDLoss
+  ignore_index: -100
+  temperature: 3
+"""
+DISTILLED = f"{KD}{TEACHER}{KD_LOSS}"
 QAT = (
     "qat:\n  enabled: true\n  fake_quant_after_n_steps: 1\n  qat_config:\n"
     "    _target_: nemo_automodel.components.quantization.qat.QATConfig\n"
@@ -113,6 +128,13 @@ QAT = (
 PIPELINE = "distributed:\n  pp_size: 2\n  pipeline:\n    pp_schedule: interleaved1f1b\n"
 TRANSLATED: list[tuple[str, str, Any]] = [
     (LLM, "recipe", "llm_finetune"),
+    (DISTILLED, "recipe", "distill"),
+    (DISTILLED, "distill.teacher.from_pretrained", "some/teacher"),
+    (DISTILLED, "distill.teacher.dtype", "auto"),
+    (DISTILLED, "distill.divergence", "forward_kl"),
+    (DISTILLED, "distill.kd_ratio", 0.25),
+    (DISTILLED, "distill.temperature", 3.0),
+    (DISTILLED, "distill.offload_teacher", True),
     (VLM, "recipe", "vlm_finetune"),
     (
         "recipe:\n  _target_: nemo_automodel.recipes.llm.train_ft.TrainFinetuneRecipeForNextTokenPrediction\n",
@@ -638,6 +660,12 @@ DEGRADED = [
         "safetensors",
     ),
     ("lr_scheduler:\n  min_lr: 0\n", ":1: lr_scheduler.lr_warmup_steps", "10 % of the steps"),
+    (f"separate_meshes: true\n{DISTILLED}", ":1: separate_meshes", "the ranks of the student"),
+    (
+        f"teacher_distributed:\n  tp_size: 2\n{DISTILLED}",
+        ":1: teacher_distributed",
+        "the ranks of the student",
+    ),
     (
         "optimizer:\n  _target_: transformer_engine.pytorch.optimizers.FusedAdam\n  lr: 1e-5\n",
         ":2: optimizer._target_",
@@ -657,7 +685,18 @@ def test_a_degraded_key_gives_one_warning_with_its_line(
 
 
 REJECTED = [
-    ("recipe: KnowledgeDistillationRecipeForNextTokenPrediction\n", 1, "unknown recipe"),
+    ("recipe: KnowledgeDistillationRecipeForVLM\n", 1, "unknown recipe"),
+    (TEACHER, 1, "a teacher in this recipe is not supported"),
+    (
+        f"{KD}teacher_model:\n  _target_: nemo_automodel.NeMoAutoModelForImageTextToText.from_pretrained\n",
+        3,
+        "this teacher is not supported",
+    ),
+    (
+        f"{KD}{TEACHER}kd_loss_fn:\n  _target_: torch.nn.KLDivLoss\n",
+        6,
+        "this divergence is not supported",
+    ),
     ("recipe: TrainFinetuneRecipeForSequenceClassification\n", 1, "unknown recipe"),
     ("recipe:\n  _target_: nemo_automodel.recipes.llm.benchmark.SomeRecipe\n", 1, "unknown recipe"),
     (
