@@ -123,8 +123,8 @@ $(HARNESS)/.ready: $(STAMP)
 	@$(HARNESS)/bin/python -m pip install --quiet "lm_eval>=0.4.13"
 	@touch $@
 
-harness: $(HARNESS)/.ready  ## `ckpt eval` with lm-evaluation-harness and local tasks: a minute
-	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(HARNESS)/bin/python -m pytest -q tests/unit/cli/test_eval.py
+harness: $(HARNESS)/.ready  ## `ckpt eval` and `evaluation.harness` with lm-evaluation-harness and local tasks: two minutes
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(HARNESS)/bin/python -m pytest -q tests/unit/cli/test_eval.py tests/contract/test_benchmarks.py
 
 crash: $(STAMP)  ## kills, power cuts (as root), faults, flipped bits, endurance, signals, and what others keep: about an hour and three quarters
 	@for campaign in "kill --points 2500" "kill-async --points 300" "kill-incremental --points 300" "power-incremental --points 200" "power --points 2000" "faults --points 5000" "flips --points 10000" "endurance --points 50" \

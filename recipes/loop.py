@@ -29,7 +29,9 @@ from automodel_ckpt.distributed.parallelize import (
 )
 from automodel_ckpt.distributed.stop import StoppedWaiting, StopRequest
 from automodel_ckpt.errors import DeviceMemoryError, Stopped, TrainingDiverged
+from automodel_ckpt.models.harness import TaskMetric
 from automodel_ckpt.models.vocabulary import check_token_ids, num_embeddings
+from automodel_ckpt.recipes.benchmarks import Benchmarks
 from automodel_ckpt.recipes.completions import Completions
 from automodel_ckpt.recipes.evaluation import EvaluationTotals, sum_by_name
 from automodel_ckpt.recipes.gradients import GradientAccumulation
@@ -46,6 +48,7 @@ from automodel_ckpt.recipes.records import (
 from automodel_ckpt.recipes.run_log import RunLog, build_profiler
 from automodel_ckpt.recipes.saves import Saves
 from automodel_ckpt.recipes.validation_metrics import (
+    BENCHMARK,
     LOSS,
     TRAIN_LOSS,
     measures_of,
@@ -104,10 +107,11 @@ class TrainingLoop:
         run_log: RunLog,
         completions: Completions | None = None,
         weight_average: WeightAverage | None = None,
+        benchmarks: Benchmarks | None = None,
     ) -> None:
         """*validation_batches* reads the validation set from its start; None if there is none. *validation_sets* reads
         the sets of ``validation_datasets`` by name. *completions* generates text after each validation.
-        *weight_average* follows the weights (section ``ema``)."""
+        *weight_average* follows the weights (section ``ema``). *benchmarks* runs tasks (``evaluation.harness``)."""
         self.config = config
         self.layout = layout
         self.stop_request = stop_request
@@ -126,6 +130,7 @@ class TrainingLoop:
         self.run_log = run_log
         self.completions = completions
         self.weight_average = weight_average
+        self.benchmarks = benchmarks
         self.measures = measures_of(type(objective), config.loss_fn)
         self.profiler = build_profiler(config, layout)
         self.runs_ahead = self.queues_work()
@@ -181,7 +186,7 @@ class TrainingLoop:
             due = self._step_with_reports(batch, control)
             if due.stop:
                 self.stop()
-            if due.validate or due.save:
+            if due.validate or due.benchmarks or due.save:
                 save = due.save and not self._postpones_save(due)
                 self.validate_and_save(validate=due.validate, save=save, last=due.last)
             if due.last or self.step_scheduler.has_stopped_improving:
@@ -206,7 +211,7 @@ class TrainingLoop:
             with self._reporting_memory(doing, batch):
                 with self.profiler.step(self.step_scheduler.step + 1):
                     due = self.step(batch, control)
-                if due.stop or due.validate or due.save or due.last:
+                if due.stop or due.validate or due.benchmarks or due.save or due.last:
                     self.finish_pending()
         except (IndexError, RuntimeError) as error:
             self.explain(error, batch)
@@ -644,14 +649,46 @@ class TrainingLoop:
         validation = self._validated() if validate else None
         if validate and validation is None:
             self.stop()
-        losses = self.losses(validation)
-        is_best = validation is not None and self.saves.note_if_best(losses)
-        if validation is not None:
+        found = self._run_benchmarks(validation)
+        losses = {**self.losses(validation), **self._benchmark_values(found)}
+        is_measured = validation is not None or bool(found)
+        is_best = is_measured and self.saves.note_if_best(losses)
+        if is_measured:
             self.step_scheduler.note_metrics(losses)
         if self.step_scheduler.has_stopped_improving:
             save = last = True
         if (save or is_best) and self.step_scheduler.unsaved:
-            self.saves.save(losses, validated=validation is not None, started=started, last=last)
+            self.saves.save(losses, validated=is_measured, started=started, last=last)
+
+    def _run_benchmarks(self, validation: Validation | None) -> Sequence[TaskMetric]:
+        """Run the benchmarks if they are due. *validation* is that of the same step.
+
+        Raises :class:`Stopped` if a stop was requested meanwhile. The next start then makes up for both.
+        """
+        scheduler = self.step_scheduler
+        if self.benchmarks is None or not scheduler.benchmarks_are_missing:
+            return ()
+        with self.validated_weights():
+            metrics = self.benchmarks.run()
+        if metrics is None:
+            if validation is not None:
+                scheduler.repeat_validation()
+            self.stop()
+        scheduler.note_benchmarks()
+        texts = [f"{each.task} {each.metric} {each.value:.4f}" for each in metrics]
+        log.info("step %d: %s", scheduler.step, ", ".join(texts))
+        self.run_log.log_benchmarks(scheduler, metrics)
+        return metrics
+
+    def _benchmark_values(self, metrics: Sequence[TaskMetric]) -> dict[str, float | None]:
+        """The values of *metrics* by name. Without any, null for those that the recipe names."""
+        values: dict[str, float | None] = {each.name: each.value for each in metrics}
+        rule = self.step_scheduler.cadence.early_stopping
+        named = [self.config.checkpoint.best_metric_key, rule.metric if rule is not None else ""]
+        for name in named:
+            if name.startswith(BENCHMARK) and not metrics:
+                values[name] = None
+        return values
 
     @contextmanager
     def validated_weights(self) -> Iterator[None]:
@@ -695,13 +732,16 @@ class TrainingLoop:
         Afterwards the best value so far, and its checkpoint, are those of a run that was not stopped.
         """
         scheduler = self.step_scheduler
-        if not scheduler.validation_is_missing:
+        if not (scheduler.validation_is_missing or scheduler.benchmarks_are_missing):
             return
         log.info("validating step %d, which a signal had prevented", scheduler.step)
-        validation = self._validated()
-        if validation is None:
-            self.stop()
-        losses = self.losses(validation)
+        validation = None
+        if scheduler.validation_is_missing:
+            validation = self._validated()
+            if validation is None:
+                self.stop()
+        found = self._run_benchmarks(validation)
+        losses = {**self.losses(validation), **self._benchmark_values(found)}
         self.saves.note_late_validation(losses)
         scheduler.note_metrics(losses)
 

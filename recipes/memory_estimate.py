@@ -163,6 +163,7 @@ def plan(recipe: Recipe, sizes: Sizes, device: ForecastDevice | None = None) -> 
     given = recipe.config
     recipe.config = resolve_precision(given, sizes, device.type)
     recipe.check_metric_keys()
+    recipe.check_benchmarks()
     recipe.build()
     recipe.build_weight_average()
     num_parameters, num_trained = 0, 0

@@ -26,13 +26,22 @@ from automodel_ckpt.checkpoint import Checkpointer, discover
 from automodel_ckpt.checkpoint.layout import AVERAGE
 from automodel_ckpt.checkpoint.saving.side_files import Assets
 from automodel_ckpt.config.bind import unused_without_checkpoints
-from automodel_ckpt.config.schema import ModelConfig, RecipeConfig, Target, has_validation
+from automodel_ckpt.config.evaluation import has_benchmarks
+from automodel_ckpt.config.schema import (
+    ModelConfig,
+    RecipeConfig,
+    Target,
+    has_metrics,
+    has_validation,
+)
 from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
-from automodel_ckpt.distributed.agree import gather_objects
+from automodel_ckpt.distributed.agree import gather_objects, raise_on_all_ranks
 from automodel_ckpt.distributed.mesh import RankLayout, close_distributed, init_distributed
 from automodel_ckpt.distributed.parallelize import check_parallelism
 from automodel_ckpt.distributed.stop import PeerStop, StopRequest, stop_request
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.harness import check_data, check_tasks, require_harness
+from automodel_ckpt.recipes.benchmarks import SECTION, Benchmarks, tasks_of
 from automodel_ckpt.recipes.completions import Completions
 from automodel_ckpt.recipes.exports import check_export, export_assets, model_layout
 from automodel_ckpt.recipes.extension_checks import (
@@ -184,6 +193,7 @@ class Recipe:
         if self.layout.in_stages:
             check_pipeline_extensions(type(self), Recipe, self.objective_class, self.loop_class)
         self.check_metric_keys()
+        self.check_benchmarks()
         # It takes the lease: a second run of this directory fails before it reads data or weights.
         self.checkpointer = self.build_checkpointer()
         self.build()
@@ -494,6 +504,7 @@ class Recipe:
             run_log=self.run_log,
             completions=self.build_completions(),
             weight_average=self.weight_average,
+            benchmarks=self.build_benchmarks(),
         )
 
     def build_completions(self) -> Completions | None:
@@ -502,6 +513,21 @@ class Recipe:
         if section is None:
             return None
         return Completions(section, self.trainable, self.preprocessor, self.layout, self.rng)
+
+    def build_benchmarks(self) -> Benchmarks | None:
+        """Build the ``evaluation.harness`` section; None without it."""
+        section = self.config.evaluation
+        if section is None or section.harness is None:
+            return None
+        return Benchmarks(
+            section.harness,
+            self._task_index,
+            self.trainable,
+            self.preprocessor,
+            self.layout,
+            self.rng,
+            lambda: self.stop_request.wanted,
+        )
 
     # ---------------------------------------------------------------- resume
 
@@ -608,10 +634,28 @@ class Recipe:
             loop.losses is not TrainingLoop.losses or loop.validate is not TrainingLoop.validate
         )
         # A loop that measures something else knows its names only when it has measured it.
-        if has_validation(self.config) and not extended:
+        if extended or not has_metrics(self.config):
+            return
+        known = [TRAIN_LOSS]
+        if has_validation(self.config):
             measures = measures_of(self.objective_class, self.config.loss_fn)
-            known = [TRAIN_LOSS, *metric_names(measures, self.config.validation_datasets)]
-            check_metric_keys(self.config, known)
+            known += metric_names(measures, self.config.validation_datasets)
+        check_metric_keys(self.config, known)
+
+    def check_benchmarks(self) -> None:
+        """Find the tasks of ``evaluation.harness`` and read their data, before anything else is read. A collective.
+
+        Raises :class:`RecipeError` if lm-evaluation-harness is not installed, or has no such tasks.
+        """
+        section = self.config.evaluation
+        if section is None or section.harness is None:
+            return
+        require_harness(SECTION)
+        tasks = tasks_of(section.harness)
+        log.info("finding the tasks of lm-evaluation-harness: %s", ", ".join(tasks.tasks))
+        with raise_on_all_ranks(self.layout.gloo_group):
+            self._task_index = check_tasks(tasks, SECTION)
+            check_data(tasks, self._task_index, SECTION)
 
     def _compute_dtype(self) -> torch.dtype:
         """The dtype of the matrix products of training."""
@@ -627,6 +671,7 @@ class Recipe:
 def cadence_of(config: RecipeConfig) -> Cadence:
     """The ``step_scheduler`` section as intervals: when to save, validate and end."""
     steps = config.step_scheduler
+    harness = config.evaluation.harness if config.evaluation is not None else None
     is_automatic = steps.ckpt_every_steps == "auto"
     return Cadence(
         max_steps=steps.max_steps,
@@ -639,6 +684,8 @@ def cadence_of(config: RecipeConfig) -> Cadence:
         val_every_steps=steps.val_every_steps,
         max_time_seconds=steps.max_time_seconds,
         has_validation=has_validation(config),
+        has_benchmarks=has_benchmarks(config),
+        bench_every_steps=harness.every_steps if harness is not None else None,
         early_stopping=stopping_rule(config),
         stop_after_nonfinite_steps=steps.stop_after_nonfinite_steps,
     )

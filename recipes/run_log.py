@@ -18,6 +18,7 @@ from automodel_ckpt.checkpoint.run.resume import checkpoint_names
 from automodel_ckpt.config.schema import LoggingConfig, RecipeConfig
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.errors import LeaseLost, without_hidden
+from automodel_ckpt.models.harness import TaskMetric
 from automodel_ckpt.recipes.records import (
     LABEL_TOKENS,
     Control,
@@ -224,6 +225,20 @@ class RunLog:
             "completions": [each.record() for each in completions],
         }
         self._append(self.training, record)
+
+    def log_benchmarks(self, scheduler: StepScheduler, metrics: Sequence[TaskMetric]) -> None:
+        """Write the metrics of the section ``evaluation.harness`` as a line of ``validation.jsonl``."""
+        record: dict[str, Any] = {
+            "event": "evaluation",
+            "step": scheduler.step,
+            "epoch": scheduler.epoch,
+            "timestamp": time.time(),
+        }
+        for each in metrics:
+            record[each.name] = each.value
+            if each.stderr is not None:
+                record[f"{each.name}_stderr"] = each.stderr
+        self._append(self.validation, record)
 
     def log_save(self, report: SaveReport) -> None:
         """Write a line of ``training.jsonl`` about a published checkpoint. Called from any thread."""

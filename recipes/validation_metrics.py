@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 
-from automodel_ckpt.config.schema import RecipeConfig, Target
+from automodel_ckpt.config.evaluation import has_benchmarks
+from automodel_ckpt.config.schema import RecipeConfig, Target, has_validation
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.evaluation import ACCURACY, PERPLEXITY
 from automodel_ckpt.recipes.objective import Objective
 from automodel_ckpt.training.early_stopping import StoppingRule
 
 LOSS = "loss"
+DEFAULT_METRIC = "val_loss"
+"""``checkpoint.best_metric_key`` of a recipe without the key."""
 TRAIN_LOSS = "train_loss"
 """The training loss of the last step, in ``losses.json``."""
 RISING = (ACCURACY, "reward_desirable")
 """Measures that a better model has a higher value of; of all others it has a lower one."""
+BENCHMARK = "eval_"
+"""Metrics of the section ``evaluation.harness`` begin with this."""
+_FALLING_ENDS = ("perplexity", "_bits_per_byte", "_brier_score", "_loss", "_ter", "_wer")
+"""Ends of the names of those metrics that a better model has a lower value of."""
 _PLAIN_LOSSES = ("torch.nn.CrossEntropyLoss", "torch.nn.functional.cross_entropy")
 _PLAIN_OPTIONS = {"reduction", "ignore_index"}
 
@@ -64,7 +71,11 @@ def check_metric_keys(config: RecipeConfig, known: Collection[str]) -> None:
     Raises :class:`RecipeError` for another name, and if the best value of a rising measure would be the lowest.
     """
     section = config.checkpoint
-    _check_known("checkpoint.best_metric_key", section.best_metric_key, known)
+    known = list(known)
+    if has_benchmarks(config):
+        known.append(f"{BENCHMARK}TASK_METRIC")
+    if has_validation(config) or section.best_metric_key != DEFAULT_METRIC:
+        _check_known("checkpoint.best_metric_key", section.best_metric_key, known)
     rising = rising_measure(section.best_metric_key)
     if rising is not None and section.best_mode == "min":
         raise RecipeError(
@@ -97,7 +108,9 @@ def stopping_rule(config: RecipeConfig) -> StoppingRule | None:
 
 
 def _check_known(key: str, metric: str, known: Collection[str]) -> None:
-    if metric not in known:
+    # Which metrics a task has is known only when it has run.
+    is_benchmark = metric.startswith(BENCHMARK) and f"{BENCHMARK}TASK_METRIC" in known
+    if metric not in known and not is_benchmark:
         raise RecipeError(
             "nothing measures this metric",
             where=key,
@@ -108,6 +121,9 @@ def _check_known(key: str, metric: str, known: Collection[str]) -> None:
 
 def rising_measure(metric: str) -> str | None:
     """The measure of a metric, if a better model has a higher value of it; None for others."""
+    if metric.startswith(BENCHMARK):
+        falls = metric.endswith(_FALLING_ENDS)
+        return None if falls else metric
     for measure in RISING:
         name = metric_name(measure, None)
         if metric == name or metric.startswith(f"{name}_"):

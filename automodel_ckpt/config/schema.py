@@ -13,6 +13,7 @@ import signal
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, TypedDict
 
+from automodel_ckpt.config.evaluation import EvaluationConfig, has_benchmarks
 from automodel_ckpt.config.kinds.distill import DistillConfig
 from automodel_ckpt.config.kinds.dpo import DPOConfig
 from automodel_ckpt.config.kinds.kto import KTOConfig
@@ -948,6 +949,11 @@ def has_validation(recipe: Any) -> bool:
     return recipe.validation_dataset is not None or bool(recipe.validation_datasets)
 
 
+def has_metrics(recipe: Any) -> bool:
+    """Whether a recipe measures something beside the training loss."""
+    return has_validation(recipe) or has_benchmarks(recipe)
+
+
 def predicts_further(recipe: Any) -> bool:
     """Whether a recipe has a section model.mtp."""
     return getattr(recipe.model, "mtp", None) is not None
@@ -1033,6 +1039,7 @@ class RecipeConfig:
     step_scheduler: StepSchedulerConfig = field(default_factory=StepSchedulerConfig)
     ema: EmaConfig | None = None
     generation: GenerationConfig | None = None
+    evaluation: EvaluationConfig | None = None
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     profile: ProfileConfig | None = None
@@ -1043,7 +1050,10 @@ class RecipeConfig:
             ("step_scheduler.ckpt_on_best", "step_scheduler.val_every_steps"),
             lambda recipe: (
                 has_validation(recipe)
-                or not (recipe.step_scheduler.ckpt_on_best or recipe.step_scheduler.val_every_steps)
+                or not (
+                    recipe.step_scheduler.val_every_steps
+                    or (recipe.step_scheduler.ckpt_on_best and not has_benchmarks(recipe))
+                )
             ),
             "ckpt_on_best and val_every_steps need a validation_dataset",
             "add a validation_dataset (or validation_datasets) section, or remove these keys",
@@ -1062,6 +1072,24 @@ class RecipeConfig:
             ),
             "completions cannot be generated with pipeline stages or context parallelism",
             "remove generation; ckpt generate completes prompts with a checkpoint",
+        ),
+        Relation(
+            (
+                "evaluation.harness",
+                "distributed.pp_size",
+                "distributed.cp_size",
+                "distributed.sequence_parallel",
+            ),
+            lambda recipe: (
+                not has_benchmarks(recipe)
+                or (
+                    recipe.distributed.pp_size == 1
+                    and recipe.distributed.cp_size == 1
+                    and not recipe.distributed.sequence_parallel
+                )
+            ),
+            "tasks cannot run with pipeline stages, context parallelism or sequence parallelism",
+            "remove evaluation.harness; ckpt eval runs tasks on a checkpoint",
         ),
         Relation(
             ("packed_sequence", "dataloader.collate_fn"),
@@ -1231,8 +1259,8 @@ class RecipeConfig:
                 "checkpoint.best_metric_key",
                 "checkpoint.best_mode",
             ),
-            ("validation_dataset", "validation_datasets"),
-            has_validation,
+            ("validation_dataset", "validation_datasets", "evaluation.harness"),
+            has_metrics,
             "the best checkpoint is undefined without a validation_dataset",
             "add a validation_dataset section, or remove the key",
         ),
@@ -1252,8 +1280,8 @@ class RecipeConfig:
         ),
         Condition(
             ("step_scheduler.early_stopping",),
-            ("validation_dataset", "validation_datasets"),
-            has_validation,
+            ("validation_dataset", "validation_datasets", "evaluation.harness"),
+            has_metrics,
             "nothing is measured without validation data",
             "add a validation_dataset section, or remove the key",
         ),

@@ -156,6 +156,7 @@ def _check_names(loaded: LoadedRecipe, trust: Trust) -> None:
     problems = untrusted_names(loaded.tree, trust)
     if REMOTE_CODE not in trust.names:
         problems += _remote_code(loaded)
+    problems += _task_files(loaded, trust)
     if problems:
         raise RecipeError.all_of(distinct([*loaded.problems, *problems]))
 
@@ -210,6 +211,20 @@ def _remote_code(loaded: LoadedRecipe) -> Iterator[Problem]:
             what = f"{key}: this runs code from a model repository, which is not trusted"
             hint = f"if you trust this code, allow it with --trust {REMOTE_CODE}"
             yield Problem(what, node.origin if node else "", str(node) if node else "", hint)
+
+
+def _task_files(loaded: LoadedRecipe, trust: Trust) -> Iterator[Problem]:
+    """Yield a problem for a directory of task files that is not trusted: lm-evaluation-harness runs code in them."""
+    section = getattr(loaded.config, "evaluation", None)
+    if section is None or section.harness is None or section.harness.include_path is None:
+        return
+    path = Path(section.harness.include_path).expanduser()
+    if not trust.covers_file(path):
+        key = "evaluation.harness.include_path"
+        what = f"{key}: task files can contain code, and this directory is not trusted"
+        node = loaded.tree.at(key)
+        hint = f"if you trust these files, allow them with --trust {path}"
+        yield Problem(what, node.origin if node else "", str(node) if node else "", hint)
 
 
 def _values(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:

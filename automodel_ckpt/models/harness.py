@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -49,6 +49,10 @@ class TaskMetric:
     def name(self) -> str:
         """The name in logs, such as ``eval_hellaswag_acc_norm``."""
         return f"eval_{self.task}_{self.metric}"
+
+
+class Interrupted(Exception):
+    """The tasks were interrupted between two forward passes."""
 
 
 def require_harness(where: str) -> None:
@@ -96,17 +100,43 @@ def check_tasks(given: HarnessTasks, where: str) -> Any:
     return index
 
 
-def run_tasks(model: Any, tokenizer: Any, given: HarnessTasks, index: Any) -> list[TaskMetric]:
-    """Run tasks of *index* on *model*, in evaluation mode, and return their metrics in a fixed order.
+def check_data(given: HarnessTasks, index: Any, where: str) -> None:
+    """Read the data of the tasks once, so that a later run finds them.
 
-    It seeds the random generators of Python, NumPy and torch. Raises :class:`RecipeError` if the data of a task cannot
-    be read.
+    Raises :class:`RecipeError` for data that cannot be read, for the key or option *where*.
+    """
+    from lm_eval.tasks import get_task_dict
+
+    with _quiet(), _reporting(where, ", ".join(given.tasks)):
+        get_task_dict(list(given.tasks), index)
+
+
+def run_tasks(
+    model: Any,
+    tokenizer: Any,
+    given: HarnessTasks,
+    index: Any,
+    *,
+    autocast: Any = None,
+    before_forward: Callable[[], None] = lambda: None,
+) -> list[TaskMetric]:
+    """Run tasks of *index* on *model*, in evaluation mode, and return their metrics in a fixed order; empty in a
+    process whose LOCAL_RANK is not 0.
+
+    It seeds the random generators of Python, NumPy and torch, and sets the padding of *tokenizer*. *autocast* is the
+    torch dtype of autocast; None: no autocast. *before_forward* is called before each forward pass or generated text,
+    and may raise :class:`Interrupted`. Raises :class:`RecipeError` if the data of a task cannot be read.
     """
     from lm_eval.evaluator import simple_evaluate
-    from lm_eval.models.huggingface import HFLM
 
     with _quiet(), _reporting("lm-evaluation-harness", ", ".join(given.tasks)):
-        adapter = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=given.batch_size)
+        adapter = _adapter(before_forward)(
+            pretrained=model,
+            tokenizer=tokenizer,
+            batch_size=given.batch_size,
+            # Otherwise, the library disables the autocast of its caller.
+            mixed_precision_dtype=autocast,
+        )
         results = simple_evaluate(
             model=adapter,
             tasks=list(given.tasks),
@@ -117,7 +147,24 @@ def run_tasks(model: Any, tokenizer: Any, given: HarnessTasks, index: Any) -> li
             log_samples=False,
             bootstrap_iters=_BOOTSTRAP_ITERATIONS,
         )
-    return list(metrics_of(results["results"]))
+    # The library returns nothing where LOCAL_RANK is not 0.
+    return [] if results is None else list(metrics_of(results["results"]))
+
+
+def _adapter(before_forward: Callable[[], None]) -> Any:
+    """The library's class of transformers models, which calls *before_forward*."""
+    from lm_eval.models.huggingface import HFLM
+
+    class Adapter(HFLM):  # type: ignore[misc]
+        def _model_call(self, *arguments: Any, **options: Any) -> Any:
+            before_forward()
+            return super()._model_call(*arguments, **options)
+
+        def _model_generate(self, *arguments: Any, **options: Any) -> Any:
+            before_forward()
+            return super()._model_generate(*arguments, **options)
+
+    return Adapter
 
 
 def metrics_of(results: Mapping[str, Mapping[str, Any]]) -> Iterator[TaskMetric]:
@@ -145,6 +192,8 @@ def _reporting(where: str, tasks: str) -> Iterator[None]:
     """Raise :class:`RecipeError` for any failure of the library, of a task file, or of the data of a task."""
     try:
         yield
+    except Interrupted:
+        raise
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
         raise RecipeError(

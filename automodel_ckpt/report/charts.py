@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from automodel_ckpt.report.history import NAMED_LOSS, VALIDATED, History, Series
+from automodel_ckpt.report.history import BENCHMARK, NAMED_LOSS, VALIDATED, History, Series
 from automodel_ckpt.report.scale import padded_range
 
 _SAME_SHARE = 0.001
@@ -95,7 +95,16 @@ def panels_of(runs: Sequence[History]) -> list[Panel]:
     measures: dict[str, None] = {}
     for run in runs:
         measures.update(dict.fromkeys(run.measures))
-    return [LOSS, *map(_measure_panel, measures), *PANELS]
+    benchmarks: dict[str, None] = {}
+    for run in runs:
+        benchmarks.update(dict.fromkeys(run.benchmarks))
+    return [LOSS, *map(_measure_panel, measures), *map(_benchmark_panel, benchmarks), *PANELS]
+
+
+def _benchmark_panel(field: str) -> Panel:
+    """The chart of a metric of a task."""
+    title = field.removeprefix(BENCHMARK)
+    return Panel(f"Benchmark {title}", (Curve(field, "dots", text_title=title),))
 
 
 def _measure_panel(measure: str) -> Panel:

@@ -271,6 +271,10 @@ def values_of(record: Mapping[str, Any]) -> dict[str, float]:
             # val_loss, val_accuracy_NAME and so on.
             if field.startswith("val_"):
                 fields[field] = f"val/{field.removeprefix('val_')}"
+    elif record.get("event") == "evaluation":
+        for field in record:
+            if field.startswith("eval_"):
+                fields[field] = f"eval/{field.removeprefix('eval_')}"
     elif record.get("event") is None:
         fields = {field: f"train/{field}" for field in record if field not in _NOT_VALUES}
     elif record["event"] == "save":

@@ -24,6 +24,9 @@ NAMED_LOSS = "val_loss_"
 """The field of the loss of a named validation set begins with this."""
 VALIDATED = "val_"
 """The field of a measure of the main validation set begins with this."""
+BENCHMARK = "eval_"
+"""The field of a metric of the section ``evaluation.harness`` begins with this."""
+_ERROR = "_stderr"
 _STEP_FIELDS = frozenset(
     {"step", "epoch", "timestamp", "loss", "grad_norm", "lr", "tokens", "label_tokens", "samples"}
     | {"tps", "tps_per_gpu", "mfu", "mem"}
@@ -135,6 +138,8 @@ class History:
     """What was measured beside the loss, in training or validation."""
     set_names: tuple[str, ...] = ()
     """The names of validation sets."""
+    benchmarks: tuple[str, ...] = ()
+    """The fields in *series* of the metrics of the section ``evaluation.harness``, such as ``eval_hellaswag_acc``."""
 
     @property
     def seconds(self) -> float:
@@ -181,6 +186,9 @@ def read_history(path: Path, name: str | None = None) -> History:
         for set_name in set_names:
             field_name = f"{VALIDATED}{measure}_{set_name}"
             series[field_name] = _series(validations, field_name)
+    benchmarks = _benchmarks(validations)
+    for field_name in benchmarks:
+        series[field_name] = _series(validations, field_name)
     num_tokens = 0
     for record in steps:
         num_tokens += int(_number(record.get("tokens")) or 0)
@@ -199,6 +207,7 @@ def read_history(path: Path, name: str | None = None) -> History:
         completions=tuple(_completions(records)),
         measures=measures,
         set_names=set_names,
+        benchmarks=benchmarks,
     )
 
 
@@ -265,6 +274,17 @@ def _set_names(validations: list[dict[str, Any]]) -> tuple[str, ...]:
             # A file may come from anywhere: a chart with thousands of curves helps no one.
             if name.startswith(NAMED_LOSS) and len(names) < _MAX_FURTHER:
                 names[name.removeprefix(NAMED_LOSS)] = None
+    return tuple(names)
+
+
+def _benchmarks(validations: list[dict[str, Any]]) -> tuple[str, ...]:
+    """List the fields of the metrics of benchmarks, in the order of their first lines."""
+    names: dict[str, None] = {}
+    for record in validations:
+        for field_name in record:
+            is_metric = field_name.startswith(BENCHMARK) and not field_name.endswith(_ERROR)
+            if is_metric and len(names) < _MAX_FURTHER:
+                names[field_name] = None
     return tuple(names)
 
 

@@ -34,18 +34,22 @@ class Cadence:
     max_time_seconds: float | None = None
     mtbf_seconds: float | None = None
     has_validation: bool = False
+    has_benchmarks: bool = False
+    bench_every_steps: int | None = None
     early_stopping: StoppingRule | None = None
     stop_after_nonfinite_steps: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """The actions after a step, in this order: validate, save, end. With *stop* (a signal), none of them is due."""
+    """The actions after a step, in this order: validate, run benchmarks, save, end. With *stop* (a signal), none of
+    them is due."""
 
     validate: bool
     save: bool
     last: bool
     stop: bool
+    benchmarks: bool = False
 
 
 def run_is_over(cadence: Cadence, step: int, epochs_done: int) -> bool:
@@ -71,7 +75,10 @@ def due_after(
     by_epochs = epoch_ended and _divides(cadence.ckpt_every_epochs, epochs_done)
     save = last or save_is_wanted or by_steps or by_epochs
     validate = save or _divides(cadence.val_every_steps, step)
-    return Due(validate and cadence.has_validation, save, last, stop)
+    benchmarks = last or _divides(cadence.bench_every_steps, step)
+    return Due(
+        validate and cadence.has_validation, save, last, stop, benchmarks and cadence.has_benchmarks
+    )
 
 
 def total_steps(cadence: Cadence, steps_per_epoch: int | None) -> int | None:
@@ -163,6 +170,7 @@ class StepScheduler:
         self.ended_early = False
         self.ran_out_of_time = False
         self.validation_is_due = False
+        self.benchmarks_are_due = False
         self.save_was_due = False
         self.nonfinite_steps = 0
         """Consecutive steps up to the newest one whose loss or gradient norm was not finite, where they are counted."""
@@ -277,6 +285,7 @@ class StepScheduler:
             stop=stop,
         )
         self.validation_is_due, self.save_was_due = due.validate, due.save
+        self.benchmarks_are_due = due.benchmarks
         return due
 
     def is_beyond_last_epoch(self, epoch: int) -> bool:
@@ -286,6 +295,7 @@ class StepScheduler:
     def end_early(self) -> None:
         """Make the current step the last one, because the data ended earlier than expected."""
         self.ended_early = True
+        self.benchmarks_are_due = self.cadence.has_benchmarks
 
     def reason_of_end(self) -> str:
         """A sentence about what ended the run. Call it when :meth:`is_finished` is true."""
@@ -306,6 +316,19 @@ class StepScheduler:
     def validation_is_missing(self) -> bool:
         """Whether a signal prevented the validation that was due after the current step, perhaps before a resume."""
         return self.validation_is_due and self.cadence.has_validation
+
+    @property
+    def benchmarks_are_missing(self) -> bool:
+        """Whether benchmarks are due after the current step; after a resume, because a signal had prevented them."""
+        return self.benchmarks_are_due and self.cadence.has_benchmarks
+
+    def repeat_validation(self) -> None:
+        """Make the validation of the current step due again: a stop follows that saves the step without it."""
+        self.validation_is_due = self.cadence.has_validation
+
+    def note_benchmarks(self) -> None:
+        """Record that the benchmarks of the current step have run."""
+        self.benchmarks_are_due = False
 
     def note_validated(self) -> None:
         """Record that the current step is validated."""
@@ -393,6 +416,8 @@ class StepScheduler:
         }
         if self.cadence.stop_after_nonfinite_steps is not None:
             state["nonfinite_steps"] = self.nonfinite_steps
+        if self.cadence.has_benchmarks:
+            state["benchmarks_are_due"] = self.benchmarks_are_due
         if self.early_stopping is not None:
             state["early_stopping"] = self.early_stopping.state_dict()
         return state
@@ -415,6 +440,7 @@ class StepScheduler:
         self.validation_is_due = state.get("validation_is_due", False)
         self.save_was_due = state.get("save_was_due", self.validation_is_due)
         self.nonfinite_steps = state.get("nonfinite_steps", 0)
+        self.benchmarks_are_due = bool(state.get("benchmarks_are_due", False))
         if self.early_stopping is not None and "early_stopping" in state:
             self.early_stopping.load_state_dict(state["early_stopping"])
         # Subtracts the start-up of this session, so that it does not count as training time.

@@ -621,6 +621,9 @@ KTO_RUN = "tests/distributed/test_kto.py::test_ten_steps_are_those_of_trl"
 KTO_REFERENCE = "tests/distributed/test_kto.py::test_a_named_reference_is_another_model"
 DPO = "tests/distributed/test_dpo.py::"
 DPO_RUN = DPO + "test_losses_and_rewards_are_those_of_trl"
+HARNESS = "tests/contract/test_benchmarks.py::"
+HARNESS_RUN = HARNESS + "test_they_select_the_best_checkpoint_and_end_the_run"
+HARNESS_KEYS = HARNESS + "test_each_key_reaches_the_library"
 EMA = "tests/distributed/test_weight_average.py::"
 EMA_STEPS = (
     EMA + "test_steps_that_change_no_weight_do_not_count_and_a_norm_on_the_device_is_not_read"
@@ -756,6 +759,18 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "ema.update_every_steps": Proven(EMA_STEPS, "2"),
     "ema.validate": Proven(EMA_RUN, "true"),
     "checkpoint.export_ema": Proven(EMA_RUN, "true"),
+    "evaluation": Proven(
+        HARNESS + "test_the_library_must_be_installed_and_task_files_be_trusted",
+        "{harness: {tasks: [a]}}",
+    ),
+    "evaluation.harness": Proven(HARNESS_RUN, "{tasks: [a]}"),
+    "evaluation.harness.tasks": Proven(HARNESS_KEYS, "[a]"),
+    "evaluation.harness.every_steps": Proven(HARNESS_RUN, "2"),
+    "evaluation.harness.limit": Proven(HARNESS_KEYS, "3"),
+    "evaluation.harness.num_fewshot": Proven(HARNESS_KEYS, "2"),
+    "evaluation.harness.include_path": Proven(HARNESS_KEYS, "tasks"),
+    "evaluation.harness.batch_size": Proven(HARNESS_KEYS, "4"),
+    "evaluation.harness.chat_template": Proven(HARNESS_KEYS, "true"),
     "generation": Proven(COMPLETIONS, "{prompts: [a]}"),
     "generation.prompts": Proven(COMPLETIONS, "[a]"),
     "generation.system": Proven(COMPLETIONS, "a"),
