@@ -124,9 +124,12 @@ def check_pipeline_extensions(
     if objective_class.loss is not Objective.loss:
         own.append(f"{objective_class.__name__}.loss")
     if own:
+        hint = "leave pp_size out"
+        if not recipe_class.__module__.startswith("automodel_ckpt."):
+            hint += ", or override Objective.row_loss instead, which the last stage calls"
         raise RecipeError(
             "a pipeline computes the loss stage by stage, and this recipe computes it in its own way",
             where="distributed.pp_size",
             value=own[0],
-            hint="leave pp_size out, or override Objective.row_loss instead, which the last stage calls",
+            hint=hint,
         )

@@ -189,6 +189,14 @@ _PREFERENCES = {
     **_same("orpo_alpha", "orpo.beta"),
 }
 
+_JUDGMENTS = {
+    **_same("desirable_weight kto_desirable_weight kto_chosen_weight", "kto.desirable_weight"),
+    **_same(
+        "undesirable_weight kto_undesirable_weight kto_rejected_weight", "kto.undesirable_weight"
+    ),
+    **_same("center_rewards_coefficient", "reward_model.center_coefficient"),
+}
+
 _RANKS = {
     **_same("fsdp fsdp_config fsdp_version deepspeed", "distributed.strategy", note="fsdp2"),
     **_same("tensor_parallel_size tensor_parallel_dim", "distributed.tp_size"),
@@ -242,6 +250,7 @@ OTHER_NAMES: dict[str, Counterpart] = {
     **_ADAPTERS,
     **_DATA,
     **_PREFERENCES,
+    **_JUDGMENTS,
     **_RANKS,
     **_LOGS,
     **_KINDS,

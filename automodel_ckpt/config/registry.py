@@ -10,6 +10,7 @@ _OWN = {
     "distill": "automodel_ckpt.recipes.distill:Distill",
     "llm_finetune": "automodel_ckpt.recipes.llm_finetune:LLMFinetune",
     "kto": "automodel_ckpt.recipes.kto:KTOFinetune",
+    "reward_model": "automodel_ckpt.recipes.reward_model:RewardModel",
     "pretrain": "automodel_ckpt.recipes.pretrain:Pretrain",
     "dpo": "automodel_ckpt.recipes.dpo:DPOFinetune",
     "orpo": "automodel_ckpt.recipes.orpo:ORPOFinetune",

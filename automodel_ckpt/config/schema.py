@@ -19,6 +19,7 @@ from automodel_ckpt.config.kinds.dpo import DPOConfig
 from automodel_ckpt.config.kinds.kto import KTOConfig
 from automodel_ckpt.config.kinds.orpo import ORPOConfig
 from automodel_ckpt.config.kinds.pretrain import PretrainConfig
+from automodel_ckpt.config.kinds.reward_model import RewardModelConfig
 from automodel_ckpt.config.registry import is_own
 from automodel_ckpt.config.rules import (
     AT_LEAST_0,
@@ -961,6 +962,7 @@ def predicts_further(recipe: Any) -> bool:
 
 KIND_SECTIONS: dict[str, tuple[str, ...]] = {
     "kto": ("kto",),
+    "reward_model": ("reward_model",),
     "distill": ("distill",),
     "pretrain": ("pretrain",),
     "dpo": ("dpo",),
@@ -1018,6 +1020,7 @@ class RecipeConfig:
     validation_dataset, or without it of the first set here."""
     dataloader: DataloaderConfig = field(default_factory=DataloaderConfig)
     kto: KTOConfig | None = None
+    reward_model: RewardModelConfig | None = None
     dpo: DPOConfig | None = None
     orpo: ORPOConfig | None = None
     packed_sequence: PackedSequenceConfig | None = None

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import PreTrainedConfig
 
+from automodel_ckpt.errors import RecipeError
+
 log = logging.getLogger("automodel_ckpt")
 
 SEQUENCE_CLASSIFICATION = "SEQ_CLS"
@@ -123,3 +125,39 @@ def set_padding(config: PreTrainedConfig, pad_token_id: int) -> None:
     """
     for section in {id(each): each for each in (config, config.get_text_config())}.values():
         section.pad_token_id = pad_token_id
+
+
+def pretrained_labels(config: PreTrainedConfig) -> tuple[str, ...]:
+    """List the labels of a pretrained classifier; empty for the configuration of another kind of model."""
+    architectures = getattr(config, "architectures", None) or ()
+    if not any(name.endswith("ForSequenceClassification") for name in architectures):
+        return ()
+    names: dict[Any, str] = dict(config.id2label or {})
+    return tuple(names[index] for index in sorted(names))
+
+
+def padding_of(config: PreTrainedConfig, tokenizer: Any) -> int:
+    """Choose the id of the token that rows are padded with: the tokenizer's, else that of *config*, else an end token.
+
+    A tokenizer without a padding token gets the end token for it, so that its exports pad as the model expects. Raises
+    :class:`RecipeError` if there is none.
+    """
+    given = getattr(tokenizer, "pad_token_id", None)
+    if isinstance(given, int):
+        return given
+    of_model = getattr(config.get_text_config(), "pad_token_id", None)
+    end = getattr(tokenizer, "eos_token_id", None)
+    chosen = of_model if isinstance(of_model, int) else end
+    if not isinstance(chosen, int):
+        raise RecipeError(
+            "there is no token for padding, which tells decoders where a text ends",
+            where="tokenizer",
+            value="neither the tokenizer nor the model's config has a pad_token_id or an eos_token",
+            hint="set model.config_overrides.pad_token_id",
+        )
+    if tokenizer is not None:
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(chosen)
+        log.info(
+            "rows are padded with %s, because the tokenizer has no pad token", tokenizer.pad_token
+        )
+    return chosen

@@ -619,6 +619,7 @@ COMPLETIONS = (
 )
 KTO_RUN = "tests/distributed/test_kto.py::test_ten_steps_are_those_of_trl"
 KTO_REFERENCE = "tests/distributed/test_kto.py::test_a_named_reference_is_another_model"
+REWARD_RUN = "tests/distributed/test_reward_model.py::test_ten_steps_are_those_of_trl"
 DPO = "tests/distributed/test_dpo.py::"
 DPO_RUN = DPO + "test_losses_and_rewards_are_those_of_trl"
 HARNESS = "tests/contract/test_benchmarks.py::"
@@ -740,6 +741,8 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "kto.desirable_weight": Proven(KTO_RUN, "2.0"),
     "kto.undesirable_weight": Proven(KTO_RUN, "1.4"),
     "kto.reference": Proven(KTO_REFERENCE, "other"),
+    "reward_model": Proven(REWARD_RUN, "{}"),
+    "reward_model.center_coefficient": Proven(REWARD_RUN, "0.01"),
     "dpo": Proven(DPO_RUN, "{}"),
     "dpo.beta": Proven(DPO_RUN, "0.5"),
     "dpo.loss": Proven(DPO_RUN, "ipo"),

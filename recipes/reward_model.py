@@ -1,0 +1,111 @@
+"""Training a reward model: a pretrained backbone with a head that computes one score of a text.
+
+The difference of the scores of two answers is the logarithm of the odds that the first one is preferred
+(Bradley-Terry, arXiv:2203.02155). The model is one of transformers' ``AutoModelForSequenceClassification`` with one
+label. Its head gets random values if the pretrained files have none, and is trained in full, also with adapters.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForSequenceClassification, PreTrainedConfig
+
+from automodel_ckpt.config.kinds.reward_model import RewardModelConfig
+from automodel_ckpt.config.schema import RecipeConfig, Target
+from automodel_ckpt.data.preference import MARGIN
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.task_head import (
+    SEQUENCE_CLASSIFICATION,
+    padding_of,
+    pretrained_labels,
+    set_labels,
+    set_padding,
+)
+from automodel_ckpt.recipes.objective import Objective, Tensors
+from automodel_ckpt.recipes.pairs import PairFinetune, PairObjective
+from automodel_ckpt.recipes.preference import check_rows
+from automodel_ckpt.recipes.records import LossSum
+
+_LABEL = "LABEL_0"
+"""The name that transformers gives to a single label."""
+
+
+class BradleyTerry(PairObjective):
+    """The negative logarithm of the probability that the preferred answers are preferred, summed over the pairs."""
+
+    section: RewardModelConfig
+
+    def loss(self, micro_batch: Tensors) -> LossSum:
+        """Compute the loss of the pairs in *micro_batch*, summed.
+
+        A pair's ``margin`` is subtracted from the difference of its scores (arXiv:2307.09288); NaN stands for none.
+        """
+        rows = self.pair_rows(micro_batch)
+        scores = self.logits(rows).squeeze(-1)
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        chosen, rejected = scores.view(-1, 2).unbind(1)
+        difference = chosen - rejected
+        if MARGIN in micro_batch:
+            difference = difference - self._on_device(micro_batch[MARGIN]).nan_to_num(nan=0.0)
+        losses = -F.logsigmoid(difference)
+        if self.section.center_coefficient:
+            losses = losses + self.section.center_coefficient * (chosen + rejected).square()
+        return self.summed(losses, scores, micro_batch)
+
+
+class RewardModel(PairFinetune):
+    """Trains ``model`` to give preferred answers of ``dataset`` a higher score than rejected ones."""
+
+    auto_class: ClassVar[Any] = AutoModelForSequenceClassification
+    task_type: ClassVar[str | None] = SEQUENCE_CLASSIFICATION
+    objective_class: type[Objective] = BradleyTerry
+
+    @property
+    def section(self) -> RewardModelConfig:
+        """The section ``reward_model``; its defaults without one."""
+        return self.config.reward_model or RewardModelConfig()
+
+    def build(self) -> None:
+        """Create the tokenizer, the data, the model, and what updates it."""
+        check_rows(self.config)
+        check_model(self.config)
+        super().build()
+
+    def build_model_config(self) -> PreTrainedConfig | None:
+        """Read the configuration of the model, and give it one label and the padding token."""
+        config = super().build_model_config()
+        assert config is not None  # check_model rejects a model by _target_
+        names = pretrained_labels(config)
+        # A head with several labels does not fit, which is reported when the weights are read.
+        name = names[0] if len(names) == 1 else _LABEL
+        # Pipelines of transformers return the score of a regression unchanged.
+        set_labels(config, [name], "regression")
+        set_padding(config, padding_of(config, self.tokenizer))
+        return config
+
+    def build_objective(self) -> Objective:
+        objective = super().build_objective()
+        assert isinstance(objective, BradleyTerry)
+        objective.section = self.section
+        return objective
+
+
+def check_model(config: RecipeConfig) -> None:
+    """Raise :class:`RecipeError` for sections that have no meaning for a model with a score."""
+    if isinstance(config.model, Target):
+        raise RecipeError(
+            "the model of this recipe is not given by _target_: it needs a head with one score",
+            where="model._target_",
+            value=config.model._target_,
+            hint="set model.from_pretrained or model.from_config",
+        )
+    if config.generation is not None:
+        raise RecipeError(
+            "a model with a score generates no text",
+            where="generation",
+            value="a section",
+            hint="remove generation; name metrics of a validation_dataset instead",
+        )
