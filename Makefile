@@ -37,14 +37,14 @@ $(STAMP): pyproject.toml constraints.txt tools/setup_venv.sh
 
 $(OLDEST)/.ready: pyproject.toml constraints-oldest.txt tools/setup_venv.sh
 	@echo "preparing $(OLDEST) (downloads the lowest supported versions; torch of several GB where only its CUDA build is found)"
-	@PYTHON="$(PYTHON)" tools/setup_venv.sh $(OLDEST) constraints-oldest.txt test,archive,compressed-tensors,gguf,vision torchvision
+	@PYTHON="$(PYTHON)" tools/setup_venv.sh $(OLDEST) constraints-oldest.txt test,archive,compressed-tensors,gguf,s3,vision torchvision
 	@touch $@
 
 # torch is the one of constraints.txt: the oldest one would be most of the download.
 $(QUICK)/.ready: pyproject.toml constraints.txt constraints-oldest.txt tools/setup_venv.sh
 	@echo "preparing $(QUICK) (downloads the lowest supported versions of all but torch)"
 	@{ grep -v '^torch' constraints-oldest.txt; grep '^torch==' constraints.txt; } > $(QUICK).txt
-	@PYTHON="$(PYTHON)" tools/setup_venv.sh $(QUICK) $(QUICK).txt test,archive,compressed-tensors,gguf,vision
+	@PYTHON="$(PYTHON)" tools/setup_venv.sh $(QUICK) $(QUICK).txt test,archive,compressed-tensors,gguf,s3,vision
 	@touch $@
 
 demo: $(STAMP)  ## train, kill, resume, export: about three minutes

@@ -290,6 +290,8 @@ class Saves:
         self._average_last()
         if self.failure is not None:
             raise self.failure
+        if self.checkpointer is not None:
+            self.checkpointer.finish_uploads()
 
     def export_finished(self) -> None:
         """Make the exports of a finished run that a kill or a signal had prevented. Raises :class:`SaveFailed`."""
@@ -298,6 +300,7 @@ class Saves:
             self._export_best()
             self._export_average()
             self._average_last()
+            self.checkpointer.finish_uploads()
 
     def note_finished(self) -> None:
         """Record that nothing is left to do, so that the next start reports this before it builds the run.

@@ -33,6 +33,7 @@ from automodel_ckpt.checkpoint.files.file_system import overlay_warning
 from automodel_ckpt.checkpoint.loader import CheckpointLoader, Resumed
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.options import CheckpointOptions, Options
+from automodel_ckpt.checkpoint.remote.background import Uploads, check_remote, clear_links
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.run.shared_storage import check_shared_storage
 from automodel_ckpt.checkpoint.saving.async_saves import AsyncSaves, on_cuda
@@ -42,7 +43,13 @@ from automodel_ckpt.checkpoint.saving.planner import Planner, Save, SaveReport, 
 from automodel_ckpt.checkpoint.saving.side_files import Assets
 from automodel_ckpt.checkpoint.saving.sync_save import save_now
 from automodel_ckpt.distributed import agree
-from automodel_ckpt.errors import AutomodelError, LeaseLost, RecipeError, SaveFailed
+from automodel_ckpt.errors import (
+    AutomodelError,
+    CheckpointUnusable,
+    LeaseLost,
+    RecipeError,
+    SaveFailed,
+)
 from automodel_ckpt.units import size_text
 
 __all__ = ["Checkpointer", "Resumed", "Saving"]
@@ -107,6 +114,13 @@ class Checkpointer:
         self._loader = CheckpointLoader(self._planner, options, group)
         self.exports = Exports(self._planner, group, self.wait_for_save)
         """The exports of this run's checkpoints as Hugging Face files."""
+        self._uploads: Uploads | None = None
+        if options.remote is not None:
+            check_remote(options.remote)
+        if options.remote is not None and ranks.rank == 0:
+            self._uploads = Uploads(
+                run.root, options.remote, options.best_metric_key, options.best_mode
+            )
         self._items_are_logged = False
         self._is_async = options.is_async
         self._async: AsyncSaves | None = None
@@ -142,6 +156,7 @@ class Checkpointer:
         with self._raise_on_all_ranks("opening checkpoint.checkpoint_dir", RecipeError):
             if self.is_rank0:
                 self._run.hold()
+                clear_links(self._run.root, keep=self._uploads is not None)
                 warning = overlay_warning(self.directory)
                 if warning is not None:
                     log.warning("%s", warning)
@@ -380,9 +395,64 @@ class Checkpointer:
         Raises :class:`CheckpointUnusable` on all ranks where no checkpoint can be used or the chosen one does not
         match.
         """
-        return self._loader.load(state, before_loading)
+        if self._options.remote is not None:
+            self._fetch()
+        resumed = self._loader.load(state, before_loading)
+        if self._uploads is not None:
+            self._start_uploads(self._uploads, resumed)
+        return resumed
+
+    def _fetch(self) -> None:
+        """Download the checkpoint to resume from on rank 0, if the store has a newer one. Collective."""
+        failure: Exception | None = None
+
+        def fetch() -> None:
+            nonlocal failure
+            try:
+                if self._uploads is not None:
+                    self._uploads.fetch(self._options.restore_from)
+            except (AutomodelError, OSError) as error:
+                failure = error
+
+        # A download may take longer than the timeout of the group.
+        agree.while_working(self._group, fetch)
+        with self._raise_on_all_ranks("downloading a checkpoint", CheckpointUnusable):
+            if failure is not None:
+                raise failure
+
+    def _start_uploads(self, uploads: Uploads, resumed: Resumed | None) -> None:
+        if self._run.root != uploads.root:
+            message = "checkpoints are not uploaded: the run continues in %s, beside the run of checkpoint.remote"
+            log.warning(message, self.directory)
+            self._uploads = None
+            return
+        self._run.on_published = uploads.note_published
+        uploads.start(resumed.step if resumed is not None else None)
 
     # ---------------------------------------------------------------- end
+
+    def finish_uploads(self) -> None:
+        """Wait until the checkpoints are in the store of ``remote``; without ``required``, while it answers.
+
+        Collective. Raises :class:`SaveFailed` on all ranks if the newest checkpoint is not in the store then. Returns
+        immediately without ``remote``.
+        """
+        if self._options.remote is None:
+            return
+        failure: SaveFailed | None = None
+
+        def finish() -> None:
+            nonlocal failure
+            try:
+                if self._uploads is not None:
+                    self._uploads.finish()
+            except SaveFailed as error:
+                failure = error
+
+        agree.while_working(self._group, finish)
+        with self._raise_on_all_ranks("uploading the last checkpoint"):
+            if failure is not None:
+                raise failure
 
     def wait(self) -> None:
         """Wait until this rank has no save or removal in progress. Not collective."""
@@ -394,6 +464,8 @@ class Checkpointer:
         """Wait, then release the run directory."""
         self.wait()
         self._close_async()
+        if self._uploads is not None:
+            self._uploads.close()
         # Last: until here, removals and a background save may write in the directory.
         self._run.release()
 

@@ -123,8 +123,13 @@ class Summary:
         The manifest's own digest is verified. Raises :class:`CheckpointUnusable`.
         """
         path = checkpoint / layout.MANIFEST
+        return cls.parse(_read_bounded(path), path)
+
+    @classmethod
+    def parse(cls, data: bytes, path: Path | str) -> Summary:
+        """Parse the summary of a manifest; *path* is for error messages. Raises :class:`CheckpointUnusable`."""
         with _reporting_malformed(path):
-            raw = _checked_json(_read_bounded(path), path)
+            raw = _checked_json(data, path)
             sizes = [_integer(record["size"]) for record in raw["files"].values()]
             return cls(
                 step=_integer(raw["step"]),
@@ -166,7 +171,7 @@ class Manifest:
         return cls.parse(_read_bounded(path), path)
 
     @classmethod
-    def parse(cls, data: bytes, path: Path) -> Manifest:
+    def parse(cls, data: bytes, path: Path | str) -> Manifest:
         """Parse a manifest; *path* is for error messages. Raises :class:`CheckpointUnusable`."""
         with _reporting_malformed(path):
             manifest = _from_json(_checked_json(data, path))
@@ -312,7 +317,7 @@ def _is_saved_optimizer(record: Mapping[str, Any]) -> bool:
 
 
 @contextlib.contextmanager
-def _reporting_malformed(path: Path) -> Iterator[None]:
+def _reporting_malformed(path: Path | str) -> Iterator[None]:
     """Raise :class:`CheckpointUnusable` for the errors that parsing malformed content raises."""
     try:
         yield
@@ -320,7 +325,7 @@ def _reporting_malformed(path: Path) -> Iterator[None]:
         raise _unusable("the manifest is malformed", path, repr(error)) from error
 
 
-def _unusable(what: str, path: Path, value: object) -> CheckpointUnusable:
+def _unusable(what: str, path: Path | str, value: object) -> CheckpointUnusable:
     return CheckpointUnusable(
         what, where=str(path), value=value, hint="use another checkpoint of this run"
     )
@@ -347,14 +352,14 @@ def _read_bounded(path: Path) -> bytes:
         raise _unusable("the manifest cannot be read", path, error.strerror) from error
 
 
-def _check_size(num_bytes: int, path: Path) -> None:
+def _check_size(num_bytes: int, path: Path | str) -> None:
     if num_bytes > MAX_BYTES:
         raise _unusable(
             "the manifest is too large", path, f"{num_bytes} bytes; at most {MAX_BYTES} are read"
         )
 
 
-def _checked_json(data: bytes, path: Path) -> dict[str, Any]:
+def _checked_json(data: bytes, path: Path | str) -> dict[str, Any]:
     """Parse *data*, whose last line has the digest of everything before it."""
     _check_size(len(data), path)
     head, tail = data[:-_TAIL_BYTES], data[-_TAIL_BYTES:]

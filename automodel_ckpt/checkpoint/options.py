@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
 from automodel_ckpt.checkpoint import policy
 from automodel_ckpt.checkpoint.verify import Level
@@ -12,6 +12,27 @@ from automodel_ckpt.checkpoint.verify import Level
 ModelFormat = Literal["safetensors", "torch_save"]
 ModelLayout = Literal["shards", "hf", "adapter"]
 OnIncompatible = Literal["error", "sibling"]
+
+
+class RemoteOptions(Protocol):
+    """The section ``checkpoint.remote`` of a recipe; each property is the key of the same name."""
+
+    @property
+    def url(self) -> str: ...
+    @property
+    def options(self) -> Mapping[str, Any]: ...
+    @property
+    def required(self) -> bool: ...
+    @property
+    def keep_last(self) -> int | None: ...
+    @property
+    def keep_best(self) -> int: ...
+    @property
+    def keep_every_steps(self) -> int | None: ...
+    @property
+    def max_mb_per_second(self) -> float | None: ...
+    @property
+    def num_threads(self) -> int: ...
 
 
 class Options(Protocol):
@@ -54,6 +75,22 @@ class Options(Protocol):
     def allow_changed_model(self) -> bool: ...
     @property
     def on_incompatible(self) -> OnIncompatible: ...
+    @property
+    def remote(self) -> RemoteOptions | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteStorage:
+    """Where checkpoints are uploaded, for programs without a recipe file: the options of ``checkpoint.remote``."""
+
+    url: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    required: bool = False
+    keep_last: int | None = None
+    keep_best: int = 0
+    keep_every_steps: int | None = None
+    max_mb_per_second: float | None = None
+    num_threads: int = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,3 +134,5 @@ class CheckpointOptions:
     """Load even if the model's config changed in a way that affects its outputs."""
     on_incompatible: OnIncompatible = "error"
     """If existing checkpoints are of another model: raise an error, or continue in a sibling directory."""
+    remote: RemoteStorage | None = None
+    """Where published checkpoints are uploaded in the background, and fetched from at the start; None: nowhere."""

@@ -783,6 +783,29 @@ class GenerationConfig:
 
 
 @dataclass
+class RemoteConfig:
+    """Copies of the checkpoints in an object store. Published checkpoints are uploaded in the background. A start
+    downloads the newest one, unless the local disk has it. Credentials come from the environment."""
+
+    url: str = setting(MISSING, NOT_EMPTY)
+    """URL of the run's directory in the store: s3://BUCKET/PATH, gs://, az://, hf://, or file:// of a mounted disk."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Options of the store, such as endpoint_url and region_name; no secrets."""
+    required: bool = False
+    """Wait at the end of the run until the last checkpoint is in the store; false: only while uploads make progress."""
+    keep_last: int | None = setting(None, AT_LEAST_1)
+    """Keep the newest N checkpoints in the store and remove others; null: keep all."""
+    keep_best: int = setting(0, AT_LEAST_0)
+    """In addition to keep_last, keep the N best checkpoints in the store."""
+    keep_every_steps: int | None = setting(None, AT_LEAST_1)
+    """In addition to keep_last, keep checkpoints in the store whose step is a multiple of N."""
+    max_mb_per_second: float | None = setting(None, POSITIVE)
+    """Maximum rate of uploads, in 10^6 bytes per second; null: no limit."""
+    num_threads: int = setting(8, AT_LEAST_1)
+    """Files, and parts of large files, that are transferred at the same time."""
+
+
+@dataclass
 class CheckpointConfig:
     """How checkpoints are saved and loaded."""
 
@@ -838,6 +861,7 @@ class CheckpointConfig:
     """Resume even if the model's config changed in a way that affects its outputs, such as rope_theta."""
     on_incompatible: Literal["error", "sibling"] = "error"
     """If existing checkpoints are of another model: raise an error, or start a new run in a sibling directory."""
+    remote: RemoteConfig | None = None
 
     relations: ClassVar[tuple[Relation, ...]] = (
         Relation(

@@ -22,7 +22,7 @@ import os
 import re
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -492,6 +492,20 @@ def loaded_with_more(it: Subject) -> Any:
 def loaded_into_another_model(it: Subject) -> Any:
     other = nn.Linear(3, 3)
     return loaded_again(it, now=SimpleNamespace(model=other))
+
+
+REMOTE = "--checkpoint.remote={url: 'file:///tmp/a'}"
+
+
+def uploads(it: Subject) -> Any:
+    """The job of the process that uploads checkpoints, but for the token of this start."""
+    it.recipe.layout = it.recipe.join_ranks()
+    try:
+        checkpointer = it.recipe.build_checkpointer()
+        uploads = checkpointer._uploads
+        return uploads and replace(uploads.job, token="")
+    finally:
+        it.recipe.close()
 
 
 def joined(it: Subject) -> Any:
@@ -1041,6 +1055,19 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
         "tests/unit/checkpoint/test_model_config.py::test_a_resume_with_another_model_of_the_same_shapes_is_rejected_unless_it_is_allowed",
         "true",
     ),
+    "checkpoint.remote": Observed(uploads, REMOTE.partition("=")[2]),
+    "checkpoint.remote.url": Observed(uploads, "file:///tmp/b", (REMOTE,)),
+    "checkpoint.remote.options": Observed(uploads, "{anon: true}", (REMOTE,)),
+    "checkpoint.remote.required": Proven(
+        "tests/unit/checkpoint/test_remote.py::"
+        "test_the_end_of_a_run_waits_for_a_store_that_is_required",
+        "true",
+    ),
+    "checkpoint.remote.keep_last": Observed(uploads, "2", (REMOTE,)),
+    "checkpoint.remote.keep_best": Observed(uploads, "2", (REMOTE,)),
+    "checkpoint.remote.keep_every_steps": Observed(uploads, "2", (REMOTE,)),
+    "checkpoint.remote.max_mb_per_second": Observed(uploads, "2", (REMOTE,)),
+    "checkpoint.remote.num_threads": Observed(uploads, "2", (REMOTE,)),
     "checkpoint.on_incompatible": Observed(
         loaded_into_another_model, "sibling", default_is_rejected=True
     ),

@@ -13,6 +13,7 @@ TOOLS = {
     "build",
     "hypothesis",
     "jsonschema",
+    "moto",
     "pytest",
     "pytest-timeout",
     "pytest-xdist",
@@ -50,7 +51,7 @@ def release(version: str) -> tuple[int, ...]:
 def test_the_oldest_constraints_are_the_declared_minimums() -> None:
     extras = project()["optional-dependencies"]
     optional: list[str] = []
-    for extra in ("archive", "compressed-tensors", "gguf", "vision"):
+    for extra in ("archive", "compressed-tensors", "gguf", "s3", "vision"):
         optional += extras[extra]
     declared = minimums(project()["dependencies"] + optional)
     pinned = pins("constraints-oldest.txt")

@@ -91,6 +91,7 @@ CHECKPOINT_ORDER = (
     {"commit", "merkle", "export_leftovers", "export_manifest", "verify"},
     {"options"},
     {"run"},
+    {"remote"},
     {"tensors"},
     {"sources"},
     {"export"},

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ class RunDirectory:
         self._removals: list[threading.Thread] = []
         self._known: resume.Known = {}
         self._pointers_are_behind = False
+        self.on_published: Callable[[str], None] = lambda name: None
+        """Called with the name of each published checkpoint, before others are removed."""
         self.went_back_to: int | None = None
         """The step of the checkpoint that the run resumed from, until the next checkpoint is published."""
 
@@ -157,6 +159,7 @@ class RunDirectory:
                 "%s has the name of a new checkpoint; renamed to %s", self.path / str(name), aside
             )
         path = commit.publish(staging, str(name))
+        self.on_published(str(name))
         with contextlib.suppress(
             OSError
         ):  # without this record, it is read from the manifest later

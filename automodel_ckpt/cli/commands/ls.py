@@ -11,9 +11,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from automodel_ckpt.checkpoint.remote.url import is_url
 from automodel_ckpt.cli import external_checkpoints
 from automodel_ckpt.cli.arguments import add_path
 from automodel_ckpt.cli.paths import run_directory, runs_below, whole_checkpoint
+from automodel_ckpt.cli.remote import open_run
 from automodel_ckpt.cli.terminal import age_text, coloured, fitted, json_text, printable, size_text
 from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable
 
@@ -96,6 +98,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run ``ckpt ls``. Raises :class:`CheckpointUnusable` if there is neither a run nor a checkpoint."""
+    if is_url(arguments.path):
+        _print(remote_rows(arguments.path), arguments)
+        return EXIT_DONE
     path = Path(arguments.path)
     run = run_directory(path)
     runs: list[Path] = []
@@ -112,11 +117,48 @@ def run(arguments: argparse.Namespace) -> int:
         rows = rows_of(run)
     else:
         rows = [_single_row(path)]
+    _print(rows, arguments)
+    return EXIT_DONE
+
+
+def _print(rows: Sequence[Row], arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json_text([asdict(row) for row in rows]))
     else:
         _print_rows(rows)
-    return EXIT_DONE
+
+
+def remote_rows(url: str) -> list[Row]:
+    """Return a row for each checkpoint of a run in an object store, or for the one that *url* names; oldest first.
+
+    Raises :class:`CheckpointUnusable` if there is none.
+    """
+    from automodel_ckpt.checkpoint import layout
+
+    run, only = open_run(url)
+    pointers: dict[str, list[str]] = {}
+    for pointer in layout.POINTERS:
+        target = run.pointed(pointer)
+        if target is not None:
+            pointers.setdefault(target, []).append(pointer)
+    rows = []
+    for name in run.names():
+        if only not in (None, str(name)):
+            continue
+        names = tuple(pointers.get(str(name), ()))
+        found = run.checkpoint(name)
+        if found is not None:
+            rows.append(_summary_row(Path(str(name)), found.summary, names, None))
+            continue
+        reason = "incomplete: an upload is in progress or was interrupted"
+        if run.is_superseded(str(name)):
+            reason = "superseded: the run was resumed from an earlier step"
+        rows.append(Row(str(name), False, name.step, name.epoch, pointers=names, reason=reason))
+    if not rows:
+        raise CheckpointUnusable(
+            "no checkpoints found", where=str(run.store), value="", hint="check the URL"
+        )
+    return sorted(rows, key=_row_order)
 
 
 # ---------------------------------------------------------------- the checkpoints of a run

@@ -8,8 +8,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from automodel_ckpt.checkpoint.remote.url import is_url
 from automodel_ckpt.cli.arguments import add_run, number_at_least
 from automodel_ckpt.cli.paths import run_around
+from automodel_ckpt.cli.remote import open_run, reject_url
 from automodel_ckpt.cli.terminal import printable, size_text, table
 from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, RecipeError
 
@@ -75,6 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
     from automodel_ckpt.checkpoint.run import maintenance
     from automodel_ckpt.checkpoint.run.lease import Lease
 
+    if is_url(arguments.path):
+        return _prune_remote(arguments)
     run = run_around(Path(arguments.path))
     if run is None:
         raise CheckpointUnusable(
@@ -94,6 +98,24 @@ def run(arguments: argparse.Namespace) -> int:
             freed = _remove(arguments, run, removable, lease.check)
         finally:
             lease.release()
+    _print_result(arguments, freed)
+    return EXIT_DONE
+
+
+def _prune_remote(arguments: argparse.Namespace) -> int:
+    """Remove checkpoints in an object store. Those that LATEST and LOWEST_VAL name there are never removed."""
+    if arguments.drop_optimizer:
+        reject_url(arguments.path, "prune --drop-optimizer")
+    policy = _policy(arguments)
+    run, _ = open_run(arguments.path)
+    removable = run.removable(policy, arguments.metric)
+    if arguments.superseded:
+        removable += run.superseded()
+    freed = {}
+    for name in removable:
+        freed[name] = sum(run.store.sizes(name).values())
+        if not arguments.dry_run:
+            run.withdraw(name)
     _print_result(arguments, freed)
     return EXIT_DONE
 

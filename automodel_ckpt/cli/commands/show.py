@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from automodel_ckpt.checkpoint.remote.url import is_url
 from automodel_ckpt.cli import external_checkpoints
 from automodel_ckpt.cli.arguments import add_path
 from automodel_ckpt.cli.checkpoint_tables import (
@@ -22,6 +23,7 @@ from automodel_ckpt.cli.checkpoint_tables import (
     totals,
 )
 from automodel_ckpt.cli.paths import whole_checkpoint
+from automodel_ckpt.cli.remote import open_checkpoint, reject_url, sparse_copy
 from automodel_ckpt.cli.terminal import (
     age_text,
     coloured,
@@ -65,6 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Run ``ckpt show``. The exit code is 3 if files cannot be read, or if ``--stats`` finds a damaged tensor."""
     from automodel_ckpt.checkpoint.manifest import Manifest
 
+    if is_url(arguments.path):
+        return _show_remote(arguments)
     path = whole_checkpoint(Path(arguments.path))
     document = external_checkpoints.document(path, arguments.stats)
     lines = external_checkpoints.lines
@@ -80,6 +84,23 @@ def run(arguments: argparse.Namespace) -> int:
         code, message = describe(CheckpointUnusable.all_of(problems))
         print_error(message)
         return code
+    return EXIT_DONE
+
+
+def _show_remote(arguments: argparse.Namespace) -> int:
+    """Show a checkpoint in an object store, reading its values but no tensors."""
+    from automodel_ckpt.checkpoint.manifest import Manifest
+
+    if arguments.stats:
+        reject_url(arguments.path, "show --stats")
+    run, name = open_checkpoint(arguments.path)
+    with sparse_copy(run, name) as copy:
+        document = _document(copy, Manifest.read(copy), False)
+    document["path"] = f"{run.store}/{name}"
+    if arguments.json:
+        print(json_text(document))
+    else:
+        print("\n".join(_lines(document, everything=arguments.tensors)))
     return EXIT_DONE
 
 

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from automodel_ckpt.checkpoint.remote.url import is_url
 from automodel_ckpt.cli.arguments import add_path, number_at_least
 from automodel_ckpt.cli.checkpoint_tables import count
 from automodel_ckpt.cli.paths import run_directory, whole_checkpoint
+from automodel_ckpt.cli.remote import open_run, read_manifest, remote_problems
 from automodel_ckpt.cli.terminal import (
     coloured,
     printable,
@@ -55,6 +57,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run ``ckpt verify`` and print every problem. The exit code is 3 if there is one."""
+    if is_url(arguments.path):
+        return _verify_remote(arguments)
     targets = _targets(Path(arguments.path))
     results: list[Result] = []
     for target in targets:
@@ -68,6 +72,30 @@ def run(arguments: argparse.Namespace) -> int:
         _print_results(results)
         _print_shared(targets)
         _print_leftovers(targets)
+    is_damaged = any(problems for _, problems in results)
+    return EXIT_UNUSABLE if is_damaged else EXIT_DONE
+
+
+def _verify_remote(arguments: argparse.Namespace) -> int:
+    """Verify checkpoints in an object store: that all files are there with their sizes, with --deep their digests."""
+    run, name = open_run(arguments.path)
+    names = [name] if name else [str(found.name) for found in run.checkpoints()]
+    results: list[Result] = []
+    for each in reversed(names):
+        where = Path(each)
+        try:
+            manifest = read_manifest(run, each)
+        except CheckpointUnusable as error:
+            results.append((where, list(error.problems)))
+            continue
+        problems = remote_problems(run, each, manifest, deep=arguments.deep)
+        results.append((where, problems))
+    if arguments.json:
+        _print_json(results)
+    else:
+        _print_results(results)
+        if not arguments.deep:
+            print("names and sizes only; --deep downloads each file and verifies its digest")
     is_damaged = any(problems for _, problems in results)
     return EXIT_UNUSABLE if is_damaged else EXIT_DONE
 

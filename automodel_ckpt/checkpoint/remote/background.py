@@ -1,0 +1,203 @@
+"""The uploads of a run, seen from rank 0 of the trainer: what is fetched at the start, and the uploading process."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from automodel_ckpt.checkpoint import layout, policy
+from automodel_ckpt.checkpoint.options import RemoteOptions
+from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint
+from automodel_ckpt.checkpoint.remote.run import RemoteCheckpoint, RemoteRun
+from automodel_ckpt.checkpoint.remote.store import Store, StoreError
+from automodel_ckpt.checkpoint.remote.uploader import FINISH, LINK, Job, Status, pending
+from automodel_ckpt.checkpoint.remote.url import check_options, check_url
+from automodel_ckpt.checkpoint.run import resume
+from automodel_ckpt.errors import SaveFailed
+
+log = logging.getLogger("automodel_ckpt")
+
+_STALLED_SECONDS = 60.0
+"""Without progress for so long, the end of a run does not wait for uploads that are not required."""
+_POLL_SECONDS = 0.2
+_KEY = "checkpoint.remote"
+_finishing: list[subprocess.Popen[bytes]] = []
+"""Processes that nobody waits for; without a reference, Python would warn about each."""
+_LOGS = (layout.TRAINING_LOG, layout.VALIDATION_LOG)
+
+
+def check_remote(settings: RemoteOptions) -> None:
+    """Raise :class:`RecipeError` for a URL or options that cannot be used. Makes no request."""
+    check_url(settings.url, f"{_KEY}.url")
+    check_options(settings.options, f"{_KEY}.options")
+
+
+class Uploads:
+    """Fetches the newest checkpoint of *root*'s run from a store, and uploads those that the run publishes.
+
+    Only rank 0 uses it. Nothing but :meth:`fetch` and :meth:`finish` waits for the network.
+    """
+
+    def __init__(
+        self, root: Path, settings: RemoteOptions, metric_key: str, mode: policy.Mode
+    ) -> None:
+        """Raises :class:`RecipeError` for a URL or options that cannot be used."""
+        self.root = root
+        self._settings = settings
+        self._run = RemoteRun(Store(settings.url, settings.options, where=_KEY))
+        rate = settings.max_mb_per_second
+        self.job = Job(
+            url=settings.url,
+            options=dict(settings.options),
+            token=self._run.token,
+            metric_key=metric_key,
+            mode=mode,
+            keep_last=settings.keep_last,
+            keep_best=settings.keep_best,
+            keep_every_steps=settings.keep_every_steps,
+            bytes_per_second=None if rate is None else 1e6 * rate,
+            num_threads=settings.num_threads,
+        )
+        self._process: subprocess.Popen[bytes] | None = None
+        self._newest: str | None = None
+
+    # ---------------------------------------------------------------- the start
+
+    def fetch(self, restore_from: str | None) -> None:
+        """Download the checkpoint to resume from, if the store has a newer one than the local disk.
+
+        With *restore_from*, that is the checkpoint of this name, if it is not on the local disk. A store that cannot be
+        read is a warning if there is a local checkpoint. Raises :class:`StoreError` otherwise, and what
+        :func:`~.pull.pull_checkpoint` raises.
+        """
+        local = resume.newest(self.root)
+        try:
+            found = self._wanted(restore_from, local)
+        except StoreError as error:
+            if local is None:
+                raise
+            log.warning("the store cannot be read, resuming from the local disk: %s", error)
+            return
+        if found is None:
+            return
+        name = str(found.name)
+        log.info("downloading %s from %s", name, self._run.store)
+        started = time.monotonic()
+        pull_checkpoint(self._run, name, self.root, num_threads=self._settings.num_threads)
+        seconds = time.monotonic() - started
+        log.info("downloaded %s: %.1f MB in %.1f s", name, found.summary.nbytes / 1e6, seconds)
+        for file in _LOGS:
+            path = self.root / file
+            if not path.exists():
+                with contextlib.suppress(FileNotFoundError):
+                    path.write_bytes(self._run.store.read(file))
+
+    def _wanted(
+        self, restore_from: str | None, local: policy.Record | None
+    ) -> RemoteCheckpoint | None:
+        name = restore_from
+        if name == layout.LOWEST_VAL:
+            name = None if local is not None else self._run.pointed(layout.LOWEST_VAL)
+            if name is None:
+                return None
+        if name is not None and name != layout.LATEST:
+            parsed = layout.parse_checkpoint_name(name)
+            if parsed is None or (self.root / name).exists():
+                return None
+            return self._run.checkpoint(parsed)
+        newest = self._run.newest()
+        if newest is None or (local is not None and local.step >= newest.name.step):
+            return None
+        return newest
+
+    def start(self, resumed_step: int | None) -> None:
+        """Start the uploading process. The run continues from *resumed_step*; None if it begins."""
+        if self._process is not None:
+            return
+        # The process writes the owner's object: here, a slow store would delay training.
+        job = replace(self.job, went_back_to=resumed_step or 0)
+        command = [
+            sys.executable,
+            "-m",
+            "automodel_ckpt.checkpoint.remote.uploader",
+            str(self.root),
+        ]
+        # In a separate session, a signal to the trainer's process group leaves it time to finish.
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        self._send(json.dumps(asdict(job)).encode() + b"\n")
+
+    def note_published(self, name: str) -> None:
+        """Have a published checkpoint uploaded. Until it is, it is not removed from the local disk."""
+        link = self.root / f"{LINK}{name}"
+        with contextlib.suppress(FileExistsError):
+            os.symlink(name, link)
+        self._newest = name
+        self.start(None)
+
+    # ---------------------------------------------------------------- the end
+
+    def finish(self) -> None:
+        """Wait for the uploads at the end of a run.
+
+        Without ``required``, only as long as they make progress. Raises :class:`SaveFailed` if the newest checkpoint
+        is not in the store then.
+        """
+        process = self._process
+        if process is None:
+            return
+        self._send(FINISH)
+        last_progress = time.monotonic()
+        before = Status.read(self.root)
+        while process.poll() is None:
+            time.sleep(_POLL_SECONDS)
+            status = Status.read(self.root)
+            if (status.sent_bytes, status.uploaded) != (before.sent_bytes, before.uploaded):
+                before, last_progress = status, time.monotonic()
+            is_stalled = time.monotonic() - last_progress > _STALLED_SECONDS
+            if is_stalled and not self._settings.required:
+                break
+        status = Status.read(self.root)
+        missing = pending(self.root)
+        if missing or (self._newest is not None and status.uploaded != self._newest):
+            raise SaveFailed(
+                "the newest checkpoint is not in the store; it is complete on the local disk",
+                where=str(self._run.store),
+                value=status.error or ", ".join(missing) or str(self._newest),
+                hint=f"upload it with `ckpt push {self.root} {self._run.store}`",
+            )
+
+    def close(self) -> None:
+        """Let the process finish what is pending, without waiting for it."""
+        if self._process is None:
+            return
+        self._send(FINISH)
+        with contextlib.suppress(OSError):
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+        _finishing.append(self._process)
+        self._process = None
+
+    def _send(self, line: bytes) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
+
+
+def clear_links(root: Path, *, keep: bool) -> None:
+    """Remove the links of uploads, unless *keep*: a run without a store must not keep its checkpoints for them."""
+    if keep:
+        return
+    for entry in list(os.scandir(root)):
+        is_link = entry.name.startswith(LINK) and entry.is_symlink()
+        if is_link:
+            with contextlib.suppress(OSError):
+                os.unlink(entry.path)

@@ -1,0 +1,94 @@
+"""Download a checkpoint: its files in parallel into a staging directory, verified, and published as a save is."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from automodel_ckpt.checkpoint import commit, layout
+from automodel_ckpt.checkpoint.files.durable_file import DurableFile
+from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.remote.run import RemoteRun
+from automodel_ckpt.checkpoint.verify import verify
+from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
+from automodel_ckpt.units import size_text
+
+
+def pull_checkpoint(
+    run: RemoteRun,
+    name: str,
+    root: Path,
+    *,
+    num_threads: int = 8,
+    on_file: Callable[[str], None] = lambda name: None,
+) -> Path:
+    """Download the checkpoint *name* into the run directory *root*, and return its path.
+
+    It appears under its name when all its files are there, verified and durable. *on_file* is called with the name of
+    each file that has arrived.
+
+    Raises:
+        CheckpointUnusable: if the store has no complete checkpoint of this name, or its files do not match it.
+        SaveFailed: if the local disk lacks the space.
+        StoreError: if the store fails.
+    """
+    data = run.manifest(name)
+    if data is None:
+        raise CheckpointUnusable(
+            "the store has no complete checkpoint of this name",
+            where=str(run.store),
+            value=name,
+            hint="`ckpt ls URL` lists the checkpoints",
+        )
+    where = f"{run.store}/{name}/{layout.MANIFEST}"
+    manifest = Manifest.parse(data, where)
+    _check_space(root, manifest)
+    staging = commit.reserve(root, name)
+    try:
+        for directory in {(staging / file).parent for file in manifest.files}:
+            directory.mkdir(parents=True, exist_ok=True)
+
+        def fetch(file: str) -> None:
+            _fetch(run, f"{name}/{file}", staging / file, manifest.files[file].size)
+            on_file(file)
+
+        with ThreadPoolExecutor(num_threads, "pull") as pool:
+            # list() raises the first failure.
+            list(pool.map(fetch, manifest.files))
+        problems = verify(staging, manifest, "digest")
+        if problems:
+            raise CheckpointUnusable.all_of(problems)
+        commit.finalize(staging, data)
+        return commit.publish(staging, name)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            commit.discard(staging)
+        raise
+
+
+def _fetch(run: RemoteRun, name: str, path: Path, size: int) -> None:
+    try:
+        with DurableFile(path, nbytes=size) as file:
+            run.store.stream(name, file.write)
+            file.close()
+    except FileNotFoundError:
+        raise CheckpointUnusable(
+            "a file of the checkpoint is missing in the store",
+            where=f"{run.store}/{name}",
+            value="",
+            hint="the checkpoint may have been removed meanwhile: try again",
+        ) from None
+
+
+def _check_space(root: Path, manifest: Manifest) -> None:
+    free = shutil.disk_usage(root).free
+    if free < manifest.nbytes:
+        raise SaveFailed(
+            "the disk lacks the space for the checkpoint",
+            where=str(root),
+            value=f"{size_text(manifest.nbytes)} needed, {size_text(free)} free",
+            hint="free disk space, or choose another directory",
+        )

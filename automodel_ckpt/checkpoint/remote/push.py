@@ -1,0 +1,116 @@
+"""Upload a checkpoint: its files in parallel, each verified, then the manifest that makes it complete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.files.safe_open import read_safely
+from automodel_ckpt.checkpoint.manifest import MAX_BYTES, Manifest
+from automodel_ckpt.checkpoint.remote.multipart import has_parts, upload_in_parts
+from automodel_ckpt.checkpoint.remote.run import RemoteRun
+from automodel_ckpt.checkpoint.remote.store import BLOCK_BYTES, StoreError
+from automodel_ckpt.checkpoint.remote.transfer import Throttle, UploadMemory
+from automodel_ckpt.checkpoint.verify import verify
+from automodel_ckpt.errors import CheckpointUnusable
+
+NUM_THREADS = 8
+"""Files, and parts of large files, that are sent at the same time by default."""
+
+
+def push_checkpoint(
+    run: RemoteRun,
+    checkpoint: Path,
+    memory_file: Path,
+    *,
+    throttle: Throttle | None = None,
+    num_threads: int = NUM_THREADS,
+    on_file: Callable[[str], None] = lambda name: None,
+) -> int:
+    """Upload *checkpoint* unless it is in the store; return the bytes sent.
+
+    *memory_file* records on the local disk what is in the store, so that a later attempt continues. *on_file* is
+    called with the name of each file that has arrived. A different checkpoint of this name in the store is removed
+    first, unless a pointer names it.
+
+    Raises:
+        CheckpointUnusable: if the local files do not match the manifest, or another checkpoint is in the way.
+        StoreError: if the store fails.
+        LeaseLost: if another run took over the URL.
+    """
+    throttle = throttle or Throttle()
+    name = checkpoint.name
+    data = read_safely(checkpoint, layout.MANIFEST, limit=MAX_BYTES)
+    manifest = Manifest.parse(data, checkpoint / layout.MANIFEST)
+    remote = run.manifest(name)
+    is_superseded = run.is_superseded(name)
+    if remote == data and not is_superseded:
+        return 0
+    problems = verify(checkpoint, manifest, "digest")
+    if problems:
+        raise CheckpointUnusable.all_of(problems)
+    memory = UploadMemory.read(memory_file, manifest.digest)
+    if is_superseded or (remote is not None and remote != data):
+        _make_way(run, name)
+        memory.forget()
+        memory = UploadMemory(memory_file, manifest.digest)
+    sent_before = throttle.nbytes
+    missing = [file for file in manifest.files if file not in memory.done]
+    with (
+        ThreadPoolExecutor(num_threads, "push") as files,
+        ThreadPoolExecutor(num_threads, "parts") as parts,
+    ):
+
+        def send(file: str) -> None:
+            path = checkpoint / file
+            if has_parts(run.store, manifest.files[file].size):
+                upload_in_parts(run.store, f"{name}/{file}", path, memory, throttle, parts)
+            else:
+                run.store.upload(f"{name}/{file}", _blocks(path, throttle))
+            memory.note_done(file)
+            on_file(file)
+
+        # list() raises the first failure. Files that arrived are in the memory.
+        list(files.map(send, missing))
+    _check_sizes(run, name, manifest, memory)
+    run.publish(name, data)
+    memory.forget()
+    return throttle.nbytes - sent_before
+
+
+def _make_way(run: RemoteRun, name: str) -> None:
+    try:
+        run.withdraw(name)
+    except ValueError as error:
+        raise CheckpointUnusable(
+            "another checkpoint of this name is in the store, and a pointer names it",
+            where=f"{run.store}/{name}",
+            value=str(error),
+            hint="push to another URL, or remove it there with `ckpt prune`",
+        ) from None
+
+
+def _blocks(path: Path, throttle: Throttle) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            throttle.take(len(block))
+            yield block
+
+
+def _check_sizes(run: RemoteRun, name: str, manifest: Manifest, memory: UploadMemory) -> None:
+    """Check that every file is in the store with its size. Raises :class:`StoreError`; then all are sent again."""
+    for file, record in manifest.files.items():
+        try:
+            size = run.store.size(f"{name}/{file}")
+        except FileNotFoundError:
+            size = -1
+        if size != record.size:
+            memory.forget()
+            raise StoreError(
+                "an uploaded file is not in the store as it was sent",
+                where=f"{run.store}/{name}/{file}",
+                value="missing" if size < 0 else f"{size} bytes instead of {record.size}",
+                hint="it is sent again",
+            )

@@ -1,0 +1,201 @@
+"""A directory in an object store, through fsspec: objects are written at once, read by byte ranges, and listed.
+
+Nothing here retries: the libraries of the stores repeat single requests, and :mod:`.uploader` repeats whole uploads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from automodel_ckpt.checkpoint.remote.url import check_options, check_url, public
+from automodel_ckpt.errors import AutomodelError, SaveFailed
+
+BLOCK_BYTES = 8 << 20
+"""Bytes that are read, digested and sent at once."""
+
+
+class StoreError(SaveFailed):
+    """A store could not be read or written. Another attempt may succeed."""
+
+
+class Store:
+    """The objects below a URL, by names relative to it.
+
+    Its methods raise :class:`StoreError` where the store fails, FileNotFoundError for a missing object, and OSError for
+    local files.
+    """
+
+    def __init__(
+        self, url: str, options: Mapping[str, Any] | None = None, *, where: str = "URL"
+    ) -> None:
+        """Open *url*; *where* is the key or argument that has it. No request is made.
+
+        Raises :class:`RecipeError` for a URL or options that cannot be used.
+        """
+        import fsspec  # type: ignore[import-untyped]
+
+        self.url = check_url(url, f"{where}.url" if "." in where else where)
+        check_options(options or {}, f"{where}.options")
+        protocol = self.url.partition("://")[0]
+        with self._reporting("opened"):
+            # Without a cache of listings, the objects of another process are visible.
+            options = {**_library_options(protocol, options or {}), "use_listings_cache": False}
+            opened: tuple[Any, str] = fsspec.url_to_fs(self.url, **options)
+        self.fs, root = opened
+        self._root = root.rstrip("/")
+
+    def __str__(self) -> str:
+        return public(self.url)
+
+    def key(self, name: str) -> str:
+        """The path of an object in the file system of fsspec."""
+        return f"{self._root}/{name}" if name else str(self._root)
+
+    # ---------------------------------------------------------------- reading
+
+    def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
+        """Read an object, or its bytes from *start* to before *end*. Raises FileNotFoundError."""
+        with self._reporting("read", name):
+            found: bytes = self.fs.cat_file(self.key(name), start=start, end=end)
+            return found
+
+    def size(self, name: str) -> int:
+        """The size of an object in bytes. Raises FileNotFoundError."""
+        with self._reporting("read", name):
+            return int(self.fs.info(self.key(name))["size"])
+
+    def sizes(self, name: str = "") -> dict[str, int]:
+        """List all objects below *name* with their sizes in bytes, by names relative to it; empty if there are none."""
+        prefix = f"{self.key(name)}/"
+        with self._reporting("listed", name):
+            try:
+                found = self.fs.find(prefix.rstrip("/"), detail=True)
+            except FileNotFoundError:
+                return {}
+        sizes = {}
+        for path, info in found.items():
+            # find() of a path that is an object returns that object.
+            if path.startswith(prefix):
+                sizes[path.removeprefix(prefix)] = int(info["size"])
+        return sizes
+
+    def directories(self) -> list[str]:
+        """List the names directly below the URL that have objects below them."""
+        prefix = f"{self._root}/"
+        with self._reporting("listed"):
+            try:
+                entries = self.fs.ls(self._root, detail=True)
+            except FileNotFoundError:
+                return []
+        names = []
+        for entry in entries:
+            if entry["type"] == "directory":
+                names.append(entry["name"].rstrip("/").removeprefix(prefix))
+        return sorted(names)
+
+    def stream(self, name: str, write: Callable[[bytes], Any]) -> None:
+        """Pass the content of an object to *write*, block by block. Raises FileNotFoundError."""
+        with self._reporting("read", name):
+            source = self.fs.open(
+                self.key(name), "rb", block_size=BLOCK_BYTES, cache_type="readahead"
+            )
+        with source:
+            while True:
+                with self._reporting("read", name):
+                    block = source.read(BLOCK_BYTES)
+                if not block:
+                    return
+                write(block)
+
+    # ---------------------------------------------------------------- writing
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a small object in one request. It replaces an object of this name."""
+        with self._reporting("written", name):
+            self._make_parent(name)
+            self.fs.pipe_file(self.key(name), data)
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Write a small object unless there is one of this name; return whether it was written.
+
+        Of several writers, one succeeds where the store supports conditional writes.
+        """
+        with self._reporting("written", name):
+            self._make_parent(name)
+            try:
+                self.fs.pipe_file(self.key(name), data, mode="create")
+            except FileExistsError:
+                return False
+            except NotImplementedError:
+                if self.fs.exists(self.key(name)):
+                    return False
+                self.fs.pipe_file(self.key(name), data)
+        return True
+
+    def upload(self, name: str, blocks: Iterable[bytes]) -> None:
+        """Write an object from *blocks*. If they raise, there is no new object, or as on a disk an incomplete one."""
+        with self._reporting("written", name):
+            self._make_parent(name)
+            with self.fs.open(self.key(name), "wb", block_size=BLOCK_BYTES) as target:
+                try:
+                    for block in blocks:
+                        target.write(block)
+                except BaseException:
+                    # Closing would complete the object.
+                    with contextlib.suppress(Exception):
+                        target.discard()
+                    target.closed = True
+                    raise
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete objects. Names without an object are ignored."""
+        for name in names:
+            with self._reporting("deleted", name), contextlib.suppress(FileNotFoundError):
+                self.fs.rm_file(self.key(name))
+
+    def delete_directory(self, name: str) -> None:
+        """Remove what is left of a directory whose objects are deleted; object stores have no directories."""
+        if self._has_directories and name:
+            with self._reporting("deleted", name), contextlib.suppress(FileNotFoundError):
+                self.fs.rm(self.key(name), recursive=True)
+
+    @property
+    def _has_directories(self) -> bool:
+        return self.url.startswith(("file://", "memory://"))
+
+    def _make_parent(self, name: str) -> None:
+        if self._has_directories:
+            self.fs.makedirs(self.key(name).rpartition("/")[0], exist_ok=True)
+
+    @contextlib.contextmanager
+    def _reporting(self, done: str, name: str = "") -> Iterator[None]:
+        """Raise :class:`StoreError` for what the library of the store raises in the context."""
+        try:
+            yield
+        except (AutomodelError, FileNotFoundError):
+            raise
+        except Exception as error:  # each library has its own exceptions
+            text = str(error).strip() or type(error).__name__
+            raise StoreError(
+                f"an object could not be {done}" if name else f"the store could not be {done}",
+                where=f"{self}/{name}" if name else str(self),
+                value=text.splitlines()[0][:300],
+                hint="check the bucket, the network, and the credentials in the environment",
+            ) from error
+
+
+def _library_options(protocol: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Translate :data:`~automodel_ckpt.checkpoint.remote.url.OPTIONS` to arguments of a file system of fsspec."""
+    given = dict(options)
+    if protocol in ("s3", "s3a"):
+        client = {}
+        for name in ("endpoint_url", "region_name"):
+            if name in given:
+                client[name] = given.pop(name)
+        if client:
+            given["client_kwargs"] = client
+        # AWS_ENDPOINT_URL is read by botocore itself. A slow store must not block for minutes.
+        given["config_kwargs"] = {"connect_timeout": 10, "read_timeout": 60}
+    return given

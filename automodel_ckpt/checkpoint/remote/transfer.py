@@ -1,0 +1,99 @@
+"""How fast and in how many threads bytes are sent, and what an interrupted upload has sent already."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.durable_io import replace_file
+
+_MAX_MEMORY_BYTES = 64 << 20
+
+
+class Throttle:
+    """Limits the rate of all threads together to *bytes_per_second*; None: no limit. Also counts the bytes."""
+
+    def __init__(
+        self,
+        bytes_per_second: float | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.bytes_per_second = bytes_per_second
+        self.nbytes = 0
+        self._clock, self._sleep = clock, sleep
+        self._lock = threading.Lock()
+        self._free_at = clock()
+
+    def take(self, nbytes: int) -> None:
+        """Wait until *nbytes* more may be sent."""
+        with self._lock:
+            self.nbytes += nbytes
+            if self.bytes_per_second is None:
+                return
+            now = self._clock()
+            begin = max(now, self._free_at)
+            self._free_at = begin + nbytes / self.bytes_per_second
+        if begin > now:
+            self._sleep(begin - now)
+
+
+@dataclass
+class UploadMemory:
+    """What an interrupted upload of one checkpoint has sent, in a file on the local disk.
+
+    It belongs to the checkpoint whose manifest has the *digest*. *done* are the files that are in the store. *parts*
+    are uploads of large files in parts: the ID of the upload and the bytes of a part, by file.
+    """
+
+    path: Path
+    digest: str
+    done: set[str] = field(default_factory=set)
+    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @classmethod
+    def read(cls, path: Path, digest: str) -> UploadMemory:
+        """Read the memory of the upload with the manifest *digest*; empty if there is none, or if it is damaged."""
+        memory = cls(path, digest)
+        try:
+            if path.stat().st_size > _MAX_MEMORY_BYTES:
+                return memory
+            found = parse_json(path.read_bytes())
+            if found["digest"] == digest:
+                memory.done = {str(name) for name in found["done"]}
+                memory.parts = {str(name): dict(entry) for name, entry in found["parts"].items()}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            return cls(path, digest)
+        return memory
+
+    def note_done(self, name: str) -> None:
+        """Record that a file is in the store."""
+        with self._lock:
+            self.done.add(name)
+            self.parts.pop(name, None)
+            self._write()
+
+    def note_parts(self, name: str, entry: dict[str, Any] | None) -> None:
+        """Record the upload of a file in parts; None: there is none."""
+        with self._lock:
+            if entry is None:
+                self.parts.pop(name, None)
+            else:
+                self.parts[name] = entry
+            self._write()
+
+    def forget(self) -> None:
+        """Remove the file: the upload is complete, or must begin anew."""
+        self.path.unlink(missing_ok=True)
+
+    def _write(self) -> None:
+        document = {"digest": self.digest, "done": sorted(self.done), "parts": self.parts}
+        replace_file(self.path, json.dumps(document).encode())

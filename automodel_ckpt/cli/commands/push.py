@@ -1,0 +1,142 @@
+"""``ckpt push`` and ``ckpt pull``: copy checkpoints to and from an object store."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+from automodel_ckpt.cli.arguments import number_at_least
+from automodel_ckpt.cli.paths import find_checkpoint
+from automodel_ckpt.cli.remote import open_checkpoint, open_run, read_manifest
+from automodel_ckpt.cli.terminal import printable, size_text
+from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, RecipeError
+
+_URL = "URL of a run in a store, such as s3://BUCKET/RUN (s3, gs, az, hf, file)"
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Describe the command ``ckpt push``."""
+    command.description = (
+        "Upload a checkpoint to an object store, where it is complete or absent. An interrupted upload is continued. "
+        "Credentials are those of the environment."
+    )
+    command.add_argument(
+        "path", metavar="PATH", help="a checkpoint, a pointer, or a run (its newest checkpoint)"
+    )
+    command.add_argument("url", metavar="URL", help=_URL)
+    command.add_argument(
+        "--metric",
+        default="val_loss",
+        help="key in losses.json that selects LOWEST_VAL in the store (default: val_loss)",
+    )
+    command.add_argument("--max", action="store_true", help="higher values of --metric are better")
+    command.add_argument(
+        "--max-mb-per-second",
+        type=number_at_least(1),
+        metavar="R",
+        help="maximum rate, in 10^6 bytes per second",
+    )
+    _add_threads(command)
+
+
+def add_pull_arguments(command: argparse.ArgumentParser) -> None:
+    """Describe the command ``ckpt pull``."""
+    command.description = (
+        "Download a checkpoint from an object store into a run directory, and verify it. It appears there when it is "
+        "complete."
+    )
+    command.add_argument("url", metavar="URL", help=f"{_URL}, or a checkpoint or pointer in it")
+    command.add_argument(
+        "directory",
+        nargs="?",
+        metavar="DIR",
+        help="run directory (default: the last name in the URL of the run)",
+    )
+    _add_threads(command)
+
+
+def _add_threads(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--num-threads",
+        type=number_at_least(1),
+        default=8,
+        metavar="N",
+        help="number of files, and parts of large files, at the same time (default: 8)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run ``ckpt push``. Raises :class:`CheckpointUnusable` for a damaged checkpoint, StoreError if the store fails."""
+    from automodel_ckpt.checkpoint import layout
+    from automodel_ckpt.checkpoint.remote.push import push_checkpoint
+    from automodel_ckpt.checkpoint.remote.transfer import Throttle
+
+    checkpoint = find_checkpoint(Path(arguments.path))
+    if not layout.parse_checkpoint_name(checkpoint.name):
+        raise CheckpointUnusable(
+            "only checkpoints of this program can be pushed",
+            where=str(checkpoint),
+            value=checkpoint.name,
+            hint="specify epoch_E_step_S of a run; `ckpt import` converts those of other programs",
+        )
+    remote, name = open_run(arguments.url)
+    if name is not None:
+        raise RecipeError(
+            "the URL of a run is needed, without the name of a checkpoint",
+            where="ckpt push",
+            value=arguments.url,
+            hint=f"use {remote.store}",
+        )
+    rate = arguments.max_mb_per_second
+    throttle = Throttle(None if rate is None else 1e6 * rate)
+    memory = checkpoint.parent / f".push-{checkpoint.name}.json"
+    started = time.monotonic()
+    nbytes = push_checkpoint(
+        remote, checkpoint, memory, throttle=throttle, num_threads=arguments.num_threads
+    )
+    remote.point(arguments.metric, "max" if arguments.max else "min")
+    seconds = time.monotonic() - started
+    url = f"{remote.store}/{checkpoint.name}"
+    if arguments.json:
+        print(json.dumps({"url": url, "nbytes": nbytes, "seconds": seconds}))
+    elif nbytes == 0:
+        print(f"{printable(url)} is there already")
+    else:
+        print(f"uploaded {printable(url)}: {size_text(nbytes)} in {seconds:.1f} s")
+    return EXIT_DONE
+
+
+def run_pull(arguments: argparse.Namespace) -> int:
+    """Run ``ckpt pull``. Raises :class:`CheckpointUnusable` if there is no complete checkpoint, or if it is damaged."""
+    from automodel_ckpt.checkpoint.commit import make_run_directory
+    from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint
+    from automodel_ckpt.checkpoint.run.lease import Lease
+
+    remote, name = open_checkpoint(arguments.url)
+    manifest = read_manifest(remote, name)
+    directory = Path(arguments.directory or str(remote.store).rpartition("/")[2]).absolute()
+    if (directory / name).exists():
+        raise RecipeError(
+            "a checkpoint of this name exists",
+            where=str(directory / name),
+            value=name,
+            hint="choose another directory, or remove it",
+        )
+    make_run_directory(directory)
+    # A live run would take the staging directory for a leftover.
+    lease = Lease(directory)
+    started = time.monotonic()
+    try:
+        path = pull_checkpoint(remote, name, directory, num_threads=arguments.num_threads)
+    finally:
+        lease.release()
+    seconds = time.monotonic() - started
+    if arguments.json:
+        document = {"path": str(path), "nbytes": manifest.nbytes, "seconds": seconds}
+        print(json.dumps(document))
+    else:
+        size = size_text(manifest.nbytes)
+        print(f"downloaded {printable(str(path))}: {size} in {seconds:.1f} s, verified")
+    return EXIT_DONE

@@ -1,0 +1,380 @@
+"""Checkpoints in an object store: complete or absent, whatever fails, against an S3 server on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from werkzeug.wrappers import Request, Response
+
+from automodel_ckpt.checkpoint import layout, policy
+from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.options import RemoteStorage
+from automodel_ckpt.checkpoint.remote import background, multipart, uploader
+from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint
+from automodel_ckpt.checkpoint.remote.push import push_checkpoint
+from automodel_ckpt.checkpoint.remote.run import RemoteRun
+from automodel_ckpt.checkpoint.remote.store import Store, StoreError
+from automodel_ckpt.checkpoint.remote.transfer import Throttle, UploadMemory
+from automodel_ckpt.checkpoint.remote.url import check_options, check_url
+from automodel_ckpt.checkpoint.verify import verify
+from automodel_ckpt.cli.ckpt import main as ckpt
+from automodel_ckpt.errors import CheckpointUnusable, LeaseLost, RecipeError, SaveFailed
+from tests.support import tiny
+from tests.support.object_store import ObjectStore, object_store
+
+URL = "s3://bucket/runs/a"
+FIRST, SECOND = "epoch_0_step_10", "epoch_0_step_20"
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with two checkpoints."""
+    root = tmp_path_factory.mktemp("remote") / "run"
+    made = tiny.recipe()
+    for step in (10, 20):
+        tiny.train(made)
+        tiny.save(root, made, step)
+    return root
+
+
+@pytest.fixture
+def s3() -> Iterator[ObjectStore]:
+    with object_store() as store:
+        yield store
+
+
+def failing_after(count: int, status: int = 400) -> Any:
+    """The first *count* requests succeed, all others fail: a store that dies, or a client that is killed."""
+    left = [count]
+
+    def fault(request: Request) -> Response | None:
+        left[0] -= 1
+        return None if left[0] >= 0 else Response("<Error><Code>Dead</Code></Error>", status)
+
+    return fault
+
+
+def is_sound(run: RemoteRun, root: Path) -> None:
+    """Each checkpoint with a manifest, and each that a pointer names, is complete and has the right bytes."""
+    named = {run.pointed(pointer) for pointer in layout.POINTERS} - {None}
+    complete = [str(name) for name in run.names() if run.manifest(str(name)) is not None]
+    assert named <= set(complete)
+    for name in complete:
+        manifest = Manifest.read(root / name)
+        assert run.manifest(name) == (root / name / layout.MANIFEST).read_bytes()
+        for file in manifest.files:
+            assert run.store.read(f"{name}/{file}") == (root / name / file).read_bytes()
+
+
+def test_a_checkpoint_comes_back_as_it_was(s3: ObjectStore, local: Path, tmp_path: Path) -> None:
+    run = RemoteRun(Store(URL))
+    for name in (FIRST, SECOND):
+        assert push_checkpoint(run, local / name, tmp_path / "memory") > 0
+        run.point("val_loss", "min")
+    assert push_checkpoint(run, local / SECOND, tmp_path / "memory") == 0
+    is_sound(run, local)
+    newest = run.newest()
+    assert newest is not None and str(newest.name) == SECOND == run.pointed("LATEST")
+    pulled = pull_checkpoint(run, SECOND, tmp_path)
+    assert verify(pulled, Manifest.read(pulled)) == []
+    assert (pulled / layout.MANIFEST).read_bytes() == (
+        local / SECOND / layout.MANIFEST
+    ).read_bytes()
+    assert run.prune(policy.KeepPolicy(last=1), "val_loss") == [FIRST]
+    assert not any(name.startswith(FIRST) for name in run.store.sizes())
+    with pytest.raises(ValueError, match="referenced"):
+        run.withdraw(SECOND)
+
+
+def test_a_store_that_dies_at_any_request_has_no_incomplete_checkpoint(
+    s3: ObjectStore, local: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """Uploads, publishes, points, and removes, with the store dead from the Nth request on; then again without."""
+
+    def everything(url: str) -> None:
+        run = RemoteRun(Store(url))
+        run.take_over()
+        for name in (FIRST, SECOND):
+            push_checkpoint(run, local / name, tmp_path / f"memory-{name}", num_threads=1)
+            run.point("val_loss", "min")
+        run.prune(policy.KeepPolicy(last=1), "val_loss")
+
+    everything(URL)
+    num_requests = len(s3.requests)
+    points = range(4, num_requests, num_requests // 3)
+    if os.environ.get("REMOTE_POINTS"):
+        points = range(num_requests)
+    assert num_requests > 40
+    for point in points:
+        url = f"s3://bucket/runs/{point}"
+        s3.fault = failing_after(point)
+        with pytest.raises((StoreError, CheckpointUnusable, LeaseLost)):
+            everything(url)
+        s3.fault = None
+        is_sound(RemoteRun(Store(url)), local)
+        everything(url)
+        run = RemoteRun(Store(url))
+        is_sound(run, local)
+        assert run.pointed("LATEST") == SECOND
+        assert [str(name) for name in run.names()] == [SECOND]
+
+
+def test_an_interrupted_upload_continues_where_it_was(
+    s3: ObjectStore, local: Path, tmp_path: Path
+) -> None:
+    run = RemoteRun(Store(URL))
+    num_files = len(Manifest.read(local / FIRST).files)
+    s3.fault = failing_after(3 + num_files // 2)
+    with pytest.raises(StoreError):
+        push_checkpoint(run, local / FIRST, tmp_path / "memory", num_threads=1)
+    done = json.loads((tmp_path / "memory").read_text())["done"]
+    assert 0 < len(done) < num_files
+    s3.fault = None
+    s3.requests.clear()
+    push_checkpoint(run, local / FIRST, tmp_path / "memory")
+    sent = [path for method, path in s3.requests if method == "PUT"]
+    # The missing files, and the manifest.
+    assert len(sent) == num_files - len(done) + 1
+    assert not (tmp_path / "memory").exists()
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_the_parts_of_a_large_file_are_sent_once_unless_the_store_lost_them(
+    s3: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_lost: bool
+) -> None:
+    monkeypatch.setattr(multipart, "PART_BYTES", 5 << 20)
+    large = tmp_path / "large"
+    large.write_bytes(os.urandom(17 << 20))
+    store = Store(URL)
+    memory = UploadMemory(tmp_path / "memory", "digest")
+    s3.fault = failing_after(3)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(StoreError):
+        multipart.upload_in_parts(store, "large", large, memory, Throttle(), pool)
+    s3.fault = None
+    with pytest.raises(FileNotFoundError):
+        store.size("large")
+    if is_lost:
+        multipart.abort_uploads(Store("s3://bucket"), "runs")
+    memory = UploadMemory.read(tmp_path / "memory", "digest")
+    throttle = Throttle()
+    with ThreadPoolExecutor(1) as pool:
+        multipart.upload_in_parts(store, "large", large, memory, throttle, pool)
+    assert throttle.nbytes == (17 << 20 if is_lost else 7 << 20)
+    assert store.read("large") == large.read_bytes()
+
+
+def test_a_file_that_the_store_changed_is_found(
+    s3: ObjectStore, local: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RemoteRun(Store(URL))
+    push_checkpoint(run, local / FIRST, tmp_path / "memory")
+    (file,) = [name for name in run.store.sizes(FIRST) if name.endswith(".safetensors")]
+    good = run.store.read(f"{FIRST}/{file}")
+    run.store.write(f"{FIRST}/{file}", good[:-1] + bytes([good[-1] ^ 1]))
+    with pytest.raises(CheckpointUnusable, match="digest differs"):
+        pull_checkpoint(run, FIRST, tmp_path)
+    assert not list(tmp_path.glob("*epoch*"))
+    assert ckpt(["verify", URL]) == 0
+    assert ckpt(["verify", "--deep", URL]) == 3
+    run.store.write(f"{FIRST}/{file}", good[:-1])
+    assert ckpt(["verify", URL]) == 3
+    assert "has another size" in capsys.readouterr().out
+
+
+def test_a_run_that_went_back_supersedes_what_it_left(
+    s3: ObjectStore, local: Path, tmp_path: Path
+) -> None:
+    run = RemoteRun(Store(URL))
+    run.take_over()
+    for name in (FIRST, SECOND):
+        push_checkpoint(run, local / name, tmp_path / "memory")
+    run.point("val_loss", "min")
+    later = RemoteRun(Store(URL))
+    later.take_over()
+    assert later.supersede_after(10, "val_loss", "min") == [SECOND]
+    assert later.pointed("LATEST") == FIRST
+    newest = later.newest()
+    assert newest is not None and str(newest.name) == FIRST
+    with pytest.raises(LeaseLost, match="another run writes"):
+        run.publish(SECOND, b"")
+    # The new timeline reaches the step again.
+    push_checkpoint(later, local / SECOND, tmp_path / "memory")
+    later.point("val_loss", "min")
+    assert later.pointed("LATEST") == SECOND
+    is_sound(later, local)
+
+
+def test_training_goes_on_without_a_store_and_the_end_reports_it(
+    s3: ObjectStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(background, "_STALLED_SECONDS", 1.0)
+    root = tmp_path / "run"
+    options = {"remote": RemoteStorage(URL), "keep_last": 1}
+    made = tiny.recipe()
+    s3.fault = failing_after(0)
+    checkpointer = tiny.checkpointer(root, **options)
+    checkpointer.open()
+    with pytest.raises(StoreError):
+        checkpointer.load(vars(made))
+    # Without a local checkpoint, the store must answer: it may have the run.
+    s3.fault = None
+    assert checkpointer.load(vars(made)) is None
+    s3.fault = failing_after(0)
+    for step in (10, 20):
+        tiny.train(made)
+        checkpointer.save(vars(made), step=step, epoch=0)
+    deadline = time.monotonic() + 60
+    while not uploader.Status.read(root).failures and time.monotonic() < deadline:
+        time.sleep(0.05)
+    # Both wait for the store, although only the newest is kept.
+    assert {FIRST, SECOND} <= {path.name for path in root.iterdir()}
+    with pytest.raises(SaveFailed, match="the newest checkpoint is not in the store") as failure:
+        checkpointer.finish_uploads()
+    assert f"ckpt push {root} {URL}" in str(failure.value)
+    s3.fault = None
+    checkpointer.close()
+    deadline = time.monotonic() + 60
+    while uploader.pending(root) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    run = RemoteRun(Store(URL))
+    assert run.pointed("LATEST") == SECOND
+    is_sound(run, root)
+    shown = capfd.readouterr()
+    assert "an upload failed, and is repeated" in shown.err
+    assert "a-secret-that-no-log-has" not in shown.err + shown.out
+
+
+def test_the_end_of_a_run_waits_for_a_store_that_is_required(
+    s3: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "_STALLED_SECONDS", 0.0)
+    root = tmp_path / "run"
+    made = tiny.recipe()
+    checkpointer = tiny.checkpointer(root, remote=RemoteStorage(URL, required=True))
+    checkpointer.open()
+    checkpointer.load(vars(made))
+    s3.fault = failing_after(0)
+    checkpointer.save(vars(made), step=10, epoch=0)
+
+    def revive() -> None:
+        while not uploader.Status.read(root).failures:
+            time.sleep(0.05)
+        s3.fault = None
+
+    thread = threading.Thread(target=revive, daemon=True)
+    thread.start()
+    checkpointer.finish_uploads()
+    checkpointer.close()
+    thread.join(1)
+    assert RemoteRun(Store(URL)).pointed("LATEST") == FIRST
+
+
+def test_an_empty_disk_gets_the_newest_checkpoint(s3: ObjectStore, tmp_path: Path) -> None:
+    options = {"remote": RemoteStorage(URL, keep_last=1)}
+    made = tiny.recipe()
+    first = tiny.checkpointer(tmp_path / "first", **options)
+    first.open()
+    assert first.load(vars(made)) is None
+    for step in (10, 20):
+        tiny.train(made)
+        first.save(vars(made), step=step, epoch=0)
+    first.finish_uploads()
+    first.close()
+    assert [str(name) for name in RemoteRun(Store(URL)).names()] == [SECOND]
+    other = tiny.recipe(seed=1)
+    second = tiny.checkpointer(tmp_path / "second", **options)
+    second.open()
+    resumed = second.load(vars(other))
+    second.finish_uploads()
+    second.close()
+    assert resumed is not None and resumed.step == 20
+    tiny.assert_equal_state(made, other)
+
+
+def test_uploads_obey_a_limit_of_the_rate() -> None:
+    now = [0.0]
+    throttle = Throttle(100.0, clock=lambda: now[0], sleep=lambda seconds: now.append(seconds))
+    for _ in range(3):
+        throttle.take(50)
+    # The first is free, the others wait for those before them.
+    assert now[1:] == [0.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("url", "what"),
+    [
+        ("s4://bucket/run", "not the URL of a store"),
+        ("s3://key:secret-word@bucket/run", "must not contain credentials"),
+        ("s3://bucket/run?token=secret-word", "must not contain credentials"),
+        ("s3:///run", "names no directory"),
+        ("s3://bucket/../other", "names no directory"),
+        ("gs://bucket/run", r"gs:// needs the library gcsfs[\s\S]*automodel_ckpt\[gcs\]"),
+    ],
+)
+def test_urls_that_cannot_be_used_are_errors_without_their_secrets(url: str, what: str) -> None:
+    with pytest.raises(RecipeError, match=what) as failure:
+        check_url(url, "checkpoint.remote.url")
+    assert "secret-word" not in str(failure.value)
+    assert "checkpoint.remote.url" in str(failure.value)
+
+
+def test_secrets_among_the_options_are_errors_that_do_not_show_them() -> None:
+    check_options({"endpoint_url": "http://localhost", "anon": True}, "checkpoint.remote.options")
+    with pytest.raises(RecipeError, match="a secret must not be in a recipe") as failure:
+        check_options({"secret": "word"}, "checkpoint.remote.options")
+    assert "word" not in str(failure.value)
+    with pytest.raises(RecipeError, match="unknown option"):
+        check_options({"loop": 1}, "checkpoint.remote.options")
+
+
+@pytest.mark.parametrize("scheme", ["file", "memory"])
+def test_other_file_systems_have_the_same_protocol(
+    scheme: str, local: Path, tmp_path: Path
+) -> None:
+    run = RemoteRun(Store(f"{scheme}://{tmp_path}/store"))
+    assert run.store.create("once", b"1") and not run.store.create("once", b"2")
+    for name in (FIRST, SECOND):
+        push_checkpoint(run, local / name, tmp_path / "memory")
+        run.point("val_loss", "min")
+    is_sound(run, local)
+    run.prune(policy.KeepPolicy(last=1), "val_loss")
+    assert [str(name) for name in run.names()] == [SECOND]
+    (tmp_path / "run").mkdir()
+    assert pull_checkpoint(run, SECOND, tmp_path / "run").name == SECOND
+
+
+def test_the_commands_accept_urls(
+    s3: ObjectStore, local: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ckpt(["push", str(local / FIRST), URL]) == 0
+    assert ckpt(["push", str(local), URL, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["url"] == f"{URL}/{SECOND}"
+    assert ckpt(["ls", URL, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["name"], row["complete"]) for row in rows] == [(FIRST, True), (SECOND, True)]
+    s3.requests.clear()
+    assert ckpt(["show", f"{URL}/LATEST", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert ckpt(["show", str(local / SECOND), "--json"]) == 0
+    expected = json.loads(capsys.readouterr().out)
+    assert shown | {"path": ""} == expected | {"path": ""}
+    assert ckpt(["pull", f"{URL}/{FIRST}", str(tmp_path / "pulled")]) == 0
+    assert ckpt(["verify", str(tmp_path / "pulled")]) == 0
+    assert ckpt(["prune", URL, "--keep-last=1", "--dry-run"]) == 0
+    assert f"would remove  {FIRST}" in capsys.readouterr().out
+    assert ckpt(["prune", URL, "--keep-last=1"]) == 0
+    assert ckpt(["ls", f"{URL}/{FIRST}"]) == 3
+    assert ckpt(["diff", URL, str(local)]) == 2
+    assert "ckpt pull" in capsys.readouterr().err
+    assert ckpt(["push", str(tmp_path), URL]) == 3
