@@ -103,9 +103,8 @@ class _Resolver:
         return None
 
     def _note(self, what: str, node: Node, hint: str) -> None:
-        problem = Problem(what, node.origin, str(node), f"{hint}; \\${{ is a literal ${{")
-        if problem not in self._problems:
-            self._problems.append(problem)
+        hint = f"{hint}; \\${{ is a literal ${{"
+        self._problems.append(Problem(what, node.origin, str(node), hint))
 
 
 def default_at(schema: type[Any], key: str) -> Node | None:

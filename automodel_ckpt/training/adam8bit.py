@@ -82,8 +82,6 @@ class AdamW8bit(torch.optim.Optimizer):
             state.update(_new_state(parameter, block))
         state["step"] += 1
         shard, gradient = _local(parameter), _local(parameter.grad)
-        if shard.numel() == 0:
-            return
         beta1, beta2 = group["betas"]
         num_steps = state["step"].item()
         settings = _settings(group, num_steps, shard.device)

@@ -51,6 +51,11 @@ def test_codes_and_scales_do_not_depend_on_how_a_matrix_is_sharded() -> None:
             for ours, whole in zip(after_steps(dimension), expected, strict=True):
                 assert torch.equal(ours, whole)
         mesh = init_device_mesh("cpu", (2,))
+        # The second rank has none of its elements.
+        row = torch.nn.Parameter(distribute_tensor(torch.ones(1, 4096), mesh, [Shard(0)]))
+        row.grad = torch.ones_like(row)
+        AdamW8bit([row], lr=0.25).step()
+        assert (row.detach().full_tensor() < 0.8).all()
         odd = distribute_tensor(torch.randn(64, 64), mesh, [Shard(1)])
         parameter = torch.nn.Parameter(odd)
         parameter.grad = odd.clone()

@@ -234,6 +234,13 @@ def test_a_reference_that_has_no_value_is_reported_once(
     assert "unsupported interpolation" not in message
 
 
+def test_a_mistake_in_a_section_that_is_referred_to_is_reported_once(tmp_path: Path) -> None:
+    text = "peft: {r: '${sed}'}\nqat: ${peft}\n"
+    with pytest.raises(RecipeError) as failure:
+        referring(tmp_path, text)
+    assert str(failure.value).count("${sed} refers to a key that does not exist") == 1
+
+
 def test_an_escaped_reference_is_text(tmp_path: Path) -> None:
     loaded = referring(tmp_path, "checkpoint: {checkpoint_dir: 'a/\\${seed}'}\n")
     assert loaded.config.checkpoint.checkpoint_dir == "a/${seed}"
@@ -247,8 +254,9 @@ def test_two_backslashes_before_a_reference_are_one(
     text = "tokenizer: {from_pretrained: '${oc.env:CKPT_VALUE}'}\n"
     loaded = referring(tmp_path, f"{text}checkpoint: {{checkpoint_dir: 'a\\\\{reference}'}}\n")
     assert loaded.config.checkpoint.checkpoint_dir == "a\\v"
-    number = referring(tmp_path, "checkpoint: {checkpoint_dir: 'a\\\\${seed}'}\n")
-    assert number.config.checkpoint.checkpoint_dir == "a\\42"
+    for before in ("", "a"):
+        number = referring(tmp_path, f"checkpoint: {{checkpoint_dir: '{before}\\\\${{seed}}'}}\n")
+        assert number.config.checkpoint.checkpoint_dir == f"{before}\\42"
 
 
 def test_references_that_double_a_text_end_in_an_error(tmp_path: Path) -> None:

@@ -87,6 +87,18 @@ def test_the_state_of_a_large_matrix_takes_two_bytes_for_each_element() -> None:
             assert (described[name].shape, described[name].dtype) == (value.shape, value.dtype)
 
 
+def test_a_block_of_zeros_has_the_codes_of_zero() -> None:
+    parameter = nn.Parameter(torch.randn(32, 128))
+    optimizer = AdamW8bit([parameter])
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    state = optimizer.state[parameter]
+    for moment, is_signed in (("exp_avg", True), ("exp_avg_sq", False)):
+        assert not state[f"{moment}_scales"].any()
+        zero = dynamic_table(is_signed).tolist().index(0.0)
+        assert (state[f"{moment}_codes"] == zero).all()
+
+
 def test_chunks_do_not_change_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _ = trained(AdamW8bit, min_elements=512)
     monkeypatch.setattr(adam8bit, "_CHUNK", 7 * 64)

@@ -37,6 +37,7 @@ def ends_at(values: list[float | None], **rule: Any) -> int | None:
         ([3, 2, 1], {"mode": "max"}, 3),
         ([3, 3], {"patience": 1}, 2),
         ([math.nan, math.nan, 1], {}, 2),
+        ([math.inf, math.inf, 1], {"mode": "max"}, 2),
         ([1, None, None, None, 2, 2], {}, 6),
     ],
 )
@@ -50,9 +51,10 @@ def test_another_metric_begins_to_count_again() -> None:
     stopping = EarlyStopping(StoppingRule("m", "min", 1, 0.0))
     stopping.note(1, {"m": 1.0})
     stopping.note(2, {"m": 1.0})
-    other = EarlyStopping(StoppingRule("n", "min", 1, 0.0))
-    other.load_state_dict(stopping.state_dict())
-    assert other.best is None and not other.is_over
+    for rule in (StoppingRule("n", "min", 1, 0.0), StoppingRule("m", "max", 1, 0.0)):
+        other = EarlyStopping(rule)
+        other.load_state_dict(stopping.state_dict())
+        assert other.best is None and not other.is_over
 
 
 def test_it_states_why_the_run_ended() -> None:
