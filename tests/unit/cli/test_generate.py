@@ -229,3 +229,18 @@ def test_a_stopped_answer_stays_in_the_conversation(
 def test_chat_needs_a_chat_template(capsys: Capture, plain_model: Path) -> None:
     assert main(["chat", str(plain_model)]) == 2
     assert "ckpt generate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        (Sampling(), {"max_new_tokens": 256}),
+        (Sampling(8, top_p=0.5), {"max_new_tokens": 8, "top_p": 0.5, "do_sample": True}),
+        (Sampling(8, 0.7), {"max_new_tokens": 8, "temperature": 0.7, "do_sample": True}),
+    ],
+)
+def test_options_that_are_not_given_are_those_of_the_model(
+    sampling: Sampling, expected: dict[str, Any]
+) -> None:
+    assert sampling.arguments() == expected
+    assert Sampling(temperature=0.0, top_k=5).arguments()["do_sample"] is False

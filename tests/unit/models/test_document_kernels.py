@@ -286,6 +286,9 @@ def test_cumulative_lengths_have_few_sizes_and_the_same_mask() -> None:
     rows = cumulative_lengths(documents)
     assert rows.cumulative.tolist() == [0, 3, 73, 74, 75, 76, 76, 76, 76]
     assert (rows.longest, rows.num_tokens) == (128, 76)
+    # A power of two is not rounded up.
+    two = cumulative_lengths(Documents(((64, 2),), None, torch.device("cpu")))
+    assert (two.longest, two.cumulative.tolist()) == (64, [0, 64, 128])
     assert torch.equal(rows.mask, documents.mask)
 
 

@@ -18,7 +18,14 @@ from transformers import (
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.hf_names import names_in_files
 from automodel_ckpt.models.meta_init import InitialValues, on_meta
-from automodel_ckpt.models.mtp import add_mtp, copies_in_files, is_of_mtp, mtp_of, with_mtp_names
+from automodel_ckpt.models.mtp import (
+    add_mtp,
+    ahead,
+    copies_in_files,
+    is_of_mtp,
+    mtp_of,
+    with_mtp_names,
+)
 from automodel_ckpt.models.mtp_families import (
     FAMILIES,
     MtpPlan,
@@ -215,8 +222,55 @@ def test_labels_of_a_depth_are_further_ahead_and_never_of_another_sample() -> No
     ]
     alone = labels_of_depths(labels, 1)
     assert alone[1].tolist() == [-100, 2, 3, -100, 5, 6, 7, -100]
+    # Position ids of images have three rows for each sample.
+    assert labels_of_depths(labels, 1, positions.expand(3, 1, 8)).tolist() == alone.tolist()
     short = labels_of_depths(torch.tensor([[4, 5]]), 3)
     assert (short[1:] == -100).all()
+    assert ahead(torch.ones(1, 2, 4), 3).tolist() == torch.zeros(1, 2, 4).tolist()
+
+
+def test_new_layers_have_the_dtype_and_the_initial_values_of_the_model() -> None:
+    config = mtp.config_of("qwen3_next")
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.bfloat16)
+    add_mtp(model, plan(config, 1))
+    layers = mtp_of(model)
+    assert layers is not None
+    assert {parameter.dtype for parameter in layers.parameters()} == {torch.bfloat16}
+    assert torch.get_default_dtype() == torch.float32
+    depth: Any = layers.depths[0]
+    # nn.Linear would have 0.1.
+    assert depth.projection.weight.float().std().item() == pytest.approx(
+        config.initializer_range, rel=0.2
+    )
+    assert depth.decoder.config.vocab_size == config.vocab_size
+
+
+def test_a_forward_pass_has_depths_once_and_only_in_the_context() -> None:
+    config = mtp.config_of("qwen3_next")
+    model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    add_mtp(model, plan(config, 1))
+    layers = mtp_of(model)
+    assert layers is not None
+    head = model.get_output_embeddings()
+    layers.install(model, head)
+    tokens = torch.arange(3, 9)[None]
+    hidden = torch.zeros(1, 6, head.in_features)
+    with layers.computing():
+        assert len(model(input_ids=tokens, use_cache=False).logits) == 2
+        assert len(head(hidden)) == 1
+        # A forward pass that fails before the output layer.
+        model.get_decoder()(input_ids=tokens, use_cache=False)
+    assert len(head(hidden)) == 1
+
+
+def test_the_loss_of_a_forward_pass_is_read_once() -> None:
+    layers = mtp_of(model_of("qwen3_next"))
+    assert layers is not None
+    layers.note(torch.tensor([2.0, 4.0]))
+    assert layers.take_noted() == 3
+    with pytest.raises(RecipeError, match="requires the standard forward pass"):
+        layers.take_noted()
 
 
 def test_a_model_without_the_layers_has_none() -> None:
