@@ -93,6 +93,17 @@ _CHECKPOINTS = {
     **_same("checkpointer", "model.from_pretrained", "checkpoint"),
 }
 
+_PRETRAINING = {
+    **_same("z_loss_weight z_loss_coefficient softmax_auxiliary_loss", "pretrain.z_loss"),
+    **_same(
+        "reset_attention_mask reset_position_ids",
+        "pretrain.attend_across_documents",
+        note="false, the default",
+    ),
+    **_same("mup_base_width mup_base_hidden_size", "pretrain.base_width"),
+    **_same("data_path", "dataset", note="data.mixture.mixture of data.token_files.megatron"),
+}
+
 _MODEL = {
     **_same("model_name_or_path base_model pretrained_model_name_or_path", "model.from_pretrained"),
     **_same("model_revision base_model_revision", "model.revision"),
@@ -246,6 +257,7 @@ OTHER_NAMES: dict[str, Counterpart] = {
     **_OPTIMIZER,
     **_STEPS,
     **_CHECKPOINTS,
+    **_PRETRAINING,
     **_MODEL,
     **_ADAPTERS,
     **_DATA,

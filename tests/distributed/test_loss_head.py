@@ -20,6 +20,7 @@ from automodel_ckpt.models.loss_head import (
     install_loss_head,
 )
 from automodel_ckpt.models.token_hits import TokenHits
+from automodel_ckpt.models.z_loss import ZLoss
 from automodel_ckpt.training.loss import labelled_positions, next_token_loss
 from tests.distributed.test_training import lines, lines_of_steps
 from tests.support import ranks
@@ -151,6 +152,25 @@ def by_a_vocabulary_in_parts(kind: str, settings: dict[str, Any], frozen: bool) 
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5)
     check_hits(model, head, model_of(kind, **settings))
+    check_z_loss(model, head, model_of(kind, **settings))
+
+
+def check_z_loss(model: Any, head: ComputesLoss, whole: Any) -> None:
+    """The z-loss of *head* of *model*, and its gradient of the embedding, are those of the logits of *whole*."""
+    tokens = torch.randint(0, VOCABULARY, (3, 8), generator=torch.Generator().manual_seed(3))
+    z_loss = ZLoss(0.1, torch.device("cpu"))
+    model.zero_grad()
+    with head.computing_loss(*labelled_positions(tokens), z_loss=z_loss) as loss_pass:
+        loss = loss_pass.loss_in(model(input_ids=tokens, use_cache=False))
+    loss.backward()
+    logits = whole(input_ids=tokens, use_cache=False).logits
+    squares = torch.logsumexp(logits[:, :-1].float(), -1).square().sum()
+    (next_token_loss(logits, tokens) + 0.1 * squares).backward()
+    torch.testing.assert_close(z_loss.take(), 0.1 * squares.detach(), rtol=1e-4, atol=1e-5)
+    name = "model.layers.0.mlp.down_proj.weight"
+    own = model.get_parameter(name).grad
+    own = own.full_tensor() if isinstance(own, DTensor) else own
+    torch.testing.assert_close(own, whole.get_parameter(name).grad, rtol=1e-4, atol=1e-5)
 
 
 def check_hits(model: Any, head: ComputesLoss, whole: Any) -> None:

@@ -10,9 +10,20 @@ from triton.compiler import ASTSource
 
 from automodel_ckpt.models import loss_kernels
 
-TYPES = {"labels": "*i64", "errors": "*bf16", "scale": "fp32", "cap": "fp32"}
+TYPES = {
+    "labels": "*i64",
+    "errors": "*bf16",
+    "scale": "fp32",
+    "cap": "fp32",
+    "z_coefficient": "fp32",
+}
 INTEGERS = ("num_rows", "num_columns", "first", "logits_stride", "errors_stride")
-CONSTANTS = {"HAS_CAP": True, "WITH_ERRORS": True, "BLOCK": loss_kernels._BLOCK}
+CONSTANTS = {
+    "HAS_CAP": True,
+    "HAS_Z_LOSS": True,
+    "WITH_ERRORS": True,
+    "BLOCK": loss_kernels._BLOCK,
+}
 
 
 def source_of(kernel: Any) -> ASTSource:

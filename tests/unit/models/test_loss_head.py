@@ -16,6 +16,7 @@ from automodel_ckpt.models import fused_cross_entropy
 from automodel_ckpt.models.adapter import Lora, add_adapters
 from automodel_ckpt.models.fused_cross_entropy import (
     CHUNK_ELEMENTS,
+    IDENTITY,
     LogitTransform,
     chunk_rows,
     linear_cross_entropy,
@@ -24,9 +25,11 @@ from automodel_ckpt.models.fused_cross_entropy import (
 from automodel_ckpt.models.loss_head import (
     ComputesLoss,
     LossHead,
+    ModuleLossHead,
     install_loss_head,
 )
 from automodel_ckpt.models.token_hits import TokenHits
+from automodel_ckpt.models.z_loss import ZLoss
 from automodel_ckpt.training.loss import labelled_positions, next_token_loss
 from tests.unit.models import test_packing_probe
 from tests.unit.models.test_packing_probe import build
@@ -99,6 +102,46 @@ def test_hits_are_the_labels_with_the_highest_of_all_logits(dtype: torch.dtype) 
         without = linear_cross_entropy(hidden, weight, bias, targets)
         assert torch.equal(linear_cross_entropy(hidden, weight, bias, targets, hits=hits), without)
     assert hits.read() == expected > 0
+
+
+@pytest.mark.usefixtures("_chunks")
+@pytest.mark.parametrize("transform", [IDENTITY, LogitTransform(3.0, 30.0)], ids=["plain", "both"])
+def test_the_z_loss_of_chunks_is_that_of_the_full_logits(transform: LogitTransform) -> None:
+    *leaves, targets = inputs(torch.float32)
+    targets[::3] = -100
+    others = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    z_loss = ZLoss(0.05, torch.device("cpu"))
+    loss = linear_cross_entropy(*leaves, targets, transform=transform, z_loss=z_loss)
+    logits = transform(F.linear(*others))
+    squares = torch.logsumexp(logits, 1)[targets != -100].square().sum()
+    expected = F.cross_entropy(logits, targets, reduction="sum") + 0.05 * squares
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        z_loss.take().double(), 0.05 * squares.detach(), rtol=1e-5, atol=1e-5
+    )
+    assert z_loss.take() == 0
+    (loss * 0.3).backward()
+    (expected * 0.3).backward()
+    for ours, theirs in zip(leaves, others, strict=True):
+        assert ours.grad is not None
+        torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_the_z_loss_of_a_head_is_noted_once(adapted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 97 * 4)
+    layer = nn.Linear(8, 97, bias=adapted)
+    head = ModuleLossHead.of(layer, 97) if adapted else LossHead.of(layer)
+    hidden = torch.randn(1, 12, 8, requires_grad=True)
+    targets = torch.randint(0, 97, (12,))
+    z_loss = ZLoss(0.05, torch.device("cpu"))
+    with head.computing_loss(torch.arange(12), targets, z_loss=z_loss) as loss_pass:
+        loss = loss_pass.loss_in(layer(hidden))
+    loss.backward()
+    logits = layer(hidden)[0]
+    expected = 0.05 * torch.logsumexp(logits, 1).square().sum()
+    torch.testing.assert_close(z_loss.take(), expected.detach())
+    torch.testing.assert_close(loss, F.cross_entropy(logits, targets, reduction="sum") + expected)
 
 
 def test_of_equal_logits_the_first_one_is_predicted() -> None:

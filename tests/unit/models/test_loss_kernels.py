@@ -22,6 +22,7 @@ from automodel_ckpt.models.fused_cross_entropy import (
     linear_cross_entropy,
     losses_and_errors,
 )
+from automodel_ckpt.models.z_loss import ZLoss
 from tests.support import ranks
 
 pytest.importorskip("triton")
@@ -81,6 +82,24 @@ def test_losses_and_gradients_are_those_of_float64(
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(errors.double(), expected, rtol=tolerance, atol=tolerance)
     assert losses[3] == 0 and not errors[3].any()
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=["as it is", "scaled", "capped", "both"])
+def test_the_z_loss_is_added_to_losses_and_gradients(transform: LogitTransform) -> None:
+    logits, labels = chunk(53)
+    wide = logits.double().requires_grad_()
+    squares = torch.logsumexp(transform(wide), 1).square() * (labels != -100)
+    squares.sum().backward()
+    expected_losses, expected = reference(logits, labels, transform)
+    z_loss = ZLoss(1e-3, logits.device)
+    losses, errors = losses_and_errors(
+        logits, labels, None, transform, torch.float32, with_errors=True, z_loss=z_loss
+    )
+    expected_losses += 1e-3 * squares.detach()
+    assert wide.grad is not None
+    torch.testing.assert_close(losses.double(), expected_losses, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(errors.double(), expected + 1e-3 * wide.grad, rtol=1e-5, atol=1e-5)
+    assert z_loss.take().item() == pytest.approx(1e-3 * squares.sum().item(), rel=1e-5)
 
 
 def test_without_gradients_the_logits_stay() -> None:
@@ -143,6 +162,14 @@ def test_ranks_with_a_part_of_the_vocabulary_each_compute_the_loss_of_all(
         losses, errors = losses_and_errors(
             own, labels, part, transform, torch.float32, with_errors=True
         )
+        again = logits[:, first:last].contiguous()
+        z_loss = ZLoss(1e-3, again.device)
+        with_z_loss, _ = losses_and_errors(
+            again, labels, part, transform, torch.float32, with_errors=True, z_loss=z_loss
+        )
+        squares = torch.logsumexp(transform(logits.double()), 1).square() * (labels != -100)
+        expected_with = expected_losses + 1e-3 * squares
+        torch.testing.assert_close(with_z_loss.double(), expected_with, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(losses.double(), expected_losses, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(errors.double(), expected[:, first:last], rtol=1e-5, atol=1e-6)
 
