@@ -9,11 +9,12 @@ computed before training and read from a cache, and later starts do not load the
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from automodel_ckpt.config.kinds.distill import DistillConfig
 from automodel_ckpt.config.schema import RecipeConfig, Target, predicts_further
@@ -165,6 +166,13 @@ class Distill(LLMFinetune):
         objective.teacher = self._teacher
         objective.num_columns = self._num_columns
         return objective
+
+    def other_models(self) -> Sequence[nn.Module]:
+        """List the teacher, unless its weights are elsewhere while the student trains."""
+        if self._teacher is None or self.distill.top_k is not None:
+            return ()
+        offloads = self.distill.offload_teacher and self.layout.device.type != "cpu"
+        return () if offloads else (self._teacher.trainable.model,)
 
     def resume(self) -> None:
         """Load the newest checkpoint, and report if it was trained with another teacher."""

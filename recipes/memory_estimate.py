@@ -81,8 +81,8 @@ _OF_TEXT = frozenset(
 class Memory:
     """Bytes of one rank at the peak of a step, by content.
 
-    *average* is that of the section ``ema``. *process* is the memory of the process before the model exists. None:
-    activations cannot be estimated.
+    *average* is that of the section ``ema``, *others* are the weights of models that are not trained. *process* is the
+    memory of the process before the model exists. None: activations cannot be estimated.
     """
 
     weights: int
@@ -92,11 +92,12 @@ class Memory:
     activations: int | None
     process: int
     average: int = 0
+    others: int = 0
 
     @property
     def total(self) -> int:
         """The sum of all parts."""
-        state = self.weights + self.gradients + self.optimizer + self.average
+        state = self.weights + self.gradients + self.optimizer + self.average + self.others
         return state + self.gathered + (self.activations or 0) + self.process
 
 
@@ -234,12 +235,13 @@ def memory_of(recipe: Recipe, sizes: Sizes, device_type: str) -> Memory:
         _activation_bytes(recipe, sizes, device_type),
         process,
         average_bytes(parameters) // num_shards if recipe.weight_average is not None else 0,
+        sum(nbytes(model.parameters()) for model in recipe.other_models()) // num_shards,
     )
     temporary = _bytes_of_optimizer_step(recipe, trained, device_type) // num_shards
     if memory.activations is not None and memory.activations + memory.gathered < temporary:
         memory = replace(memory, activations=temporary - memory.gathered)
     if recipe.config.distributed.cpu_offload:
-        memory = replace(memory, weights=0, gradients=0, optimizer=0, average=0)
+        memory = replace(memory, weights=0, gradients=0, optimizer=0, average=0, others=0)
     return memory
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -370,6 +370,10 @@ class Recipe:
             is_trained=is_trained,
             is_dry_run=self.is_dry_run,
         )
+
+    def other_models(self) -> Sequence[nn.Module]:
+        """List the models that are in memory beside the trained one, for the forecast of a dry run."""
+        return ()
 
     def build_optimizer(self) -> Optimizer:
         """Build the ``optimizer`` section over all parameters that need gradients."""

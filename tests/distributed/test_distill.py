@@ -14,9 +14,12 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from automodel_ckpt.cli.train import examples
 from automodel_ckpt.data.python_docs import train_tokenizer
+from automodel_ckpt.distributed.mesh_sizes import Sizes
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.distill import Distill, check_distillation
+from automodel_ckpt.recipes.memory_estimate import plan
 from automodel_ckpt.recipes.teacher import Teacher
 from tests.fixtures.distill.make_reference_losses import (
     BATCH,
@@ -317,6 +320,26 @@ def test_other_vocabularies_are_errors_before_weights_are_read_unless_they_are_p
     (tmp_path / "weights").rename(weights)
     run(path, *with_tokenizer, "--step_scheduler.max_steps=1")
     assert logged(path)[0]["kd_loss"] > 0
+
+
+def test_a_dry_run_counts_the_teacher(models: Path, tmp_path: Path) -> None:
+    path = write(tmp_path, models, "forward")
+    others = []
+    for overrides in ((), ("--distill.top_k=4",)):
+        recipe = build(path, *overrides, recipe_class=Distill)
+        others.append(plan(recipe, Sizes()).memory.others)
+    assert others == [4 * teacher().num_parameters(), 0]
+
+
+def test_the_example_approaches_its_teacher(tmp_path: Path) -> None:
+    example = examples()["distill/tiny_distill"]
+    short = ("--step_scheduler.max_steps=12", "--step_scheduler.val_every_steps=6")
+    small = ("--validation_dataset.max_samples=16", "--model.from_config.num_hidden_layers=1")
+    run(example, *short, *small, f"--checkpoint.checkpoint_dir={tmp_path / 'run'}")
+    lines = (tmp_path / "run/validation.jsonl").read_text().splitlines()
+    first, last = (json.loads(line)["val_kd_loss"] for line in lines)
+    start = json.loads((tmp_path / "run/training.jsonl").read_text().splitlines()[0])["kd_loss"]
+    assert last < first - 0.1 < start - 0.2
 
 
 def test_what_a_distillation_does_not_support_is_an_error(models: Path, tmp_path: Path) -> None:

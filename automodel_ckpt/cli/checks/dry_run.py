@@ -146,6 +146,7 @@ def _memory_text(memory: Memory) -> str:
         "gradients": memory.gradients,
         "optimizer": memory.optimizer,
         "average": memory.average,
+        "other models": memory.others,
         "gathered": memory.gathered,
         "activations": memory.activations,
         "process": memory.process,

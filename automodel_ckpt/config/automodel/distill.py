@@ -63,7 +63,7 @@ def loss(section: Section) -> None:
     target = section.take("_target_")
     name = "" if target is None else str(target.value)
     if target is not None and not (is_of_automodel(name) and name.endswith(".KDLoss")):
-        hint = "use nemo_automodel.components.loss.kd_loss.KDLoss, or set distill.divergence"
+        hint = "use KDLoss, or remove kd_loss_fn and set distill.divergence"
         section.reject("_target_", target, "this divergence is not supported", hint)
         return
     if target is not None:
