@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,7 @@ def test_the_rank_without_memory_is_the_root_cause_of_a_run_on_several(
         cwd=Path(__file__).parents[2],
     )
     assert done.returncode == EXIT_USAGE, done.stderr
+    assert re.search(r"\n\d{4}-\d\d-\d\d \d\d:\d\d:\d\d error: the device ran out", done.stderr)
     end = done.stderr[done.stderr.rindex("error: ") :]
     assert end.startswith("error: the device ran out of memory in the forward pass"), done.stderr
     assert "rank 1" in end

@@ -20,6 +20,7 @@ import json
 import os
 import re
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -87,6 +88,8 @@ class FailureRecord:
     """Whether the rank's node does not respond, so that no rank can wait for its own record."""
     was_training: bool = True
     """False if the rank was stopped before training, so that other ranks may wait for it to start."""
+    follows_log: bool = False
+    """Whether the run printed log lines before, which begin with the time."""
 
 
 def failure_record(error: BaseException, rank: int) -> FailureRecord:
@@ -263,6 +266,18 @@ def failure_text(record: FailureRecord, *, several_ranks: bool) -> str:
     if several_ranks and not record.names_rank and record.code != EXIT_STOPPED:
         text += f"\n  rank:   {record.rank}"
     return text
+
+
+def printed_failure(record: FailureRecord, *, several_ranks: bool) -> str:
+    """Format a record for standard error: as :func:`failure_text`, after log lines with the time of the failure."""
+    if not record.follows_log:
+        return failure_text(record, several_ranks=several_ranks)
+    # As in log lines: a terminal shows no dates.
+    form = "%H:%M:%S " if sys.stderr.isatty() else "%Y-%m-%d %H:%M:%S "
+    # The time of a rank that was killed may be unknown.
+    stamp = time.strftime(form, time.localtime(record.time or time.time()))
+    timed = replace(record, message=stamp + record.message)
+    return failure_text(timed, several_ranks=several_ranks)
 
 
 class FailureDirectory:

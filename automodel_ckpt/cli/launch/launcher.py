@@ -38,6 +38,7 @@ from automodel_ckpt.cli.launch.failures import (
     has_ended,
     lost_connection_record,
     name_silent_ranks,
+    printed_failure,
     root_cause,
 )
 from automodel_ckpt.cli.launch.nodes import RendezvousHost, RendezvousInterrupted
@@ -185,7 +186,7 @@ def _run_in_this_process(prepare: Prepare) -> int:
         loaded, recipe_class = _import_recipe(prepare)
 
     def on_failure(record: FailureRecord) -> None:
-        print_message(failure_text(record, several_ranks=False))
+        print_message(printed_failure(record, several_ranks=False))
 
     return run_rank(loaded, recipe_class, on_failure)
 
@@ -461,7 +462,10 @@ def _report_outcome(
     all_failed = len(records) == len(codes or records)
     is_common = len(records) > 1 and len(messages) == 1 and all_failed
     several_ranks = num_ranks * num_nodes > 1 and not is_common
-    print_message(failure_text(cause, several_ranks=several_ranks))
+    if any(record.follows_log for record in records):
+        # A rank that was killed has no record of its own.
+        cause = dataclasses.replace(cause, follows_log=True)
+    print_message(printed_failure(cause, several_ranks=several_ranks))
     return cause.code or EXIT_INTERNAL
 
 
@@ -570,7 +574,7 @@ class _SignalForwarder:
             sys.stderr.write(f"stopped immediately by a second {signal.Signals(number).name}\n")
             os._exit(128 + number)
         if cause is not None:
-            sys.stderr.write(failure_text(cause, several_ranks=len(ranks) > 1) + "\n")
+            sys.stderr.write(printed_failure(cause, several_ranks=len(ranks) > 1) + "\n")
         os._exit(code)
 
     def _ranks(self) -> Iterator[int]:

@@ -51,6 +51,7 @@ from automodel_ckpt.cli.launch.failures import (
     failure_text,
     has_ended,
     is_suspended,
+    printed_failure,
     root_cause,
     second_signal_record,
     unreachable_node_record,
@@ -155,6 +156,7 @@ def run_rank(
         if not is_training and _was_stopped(stop, error, record):
             record = early_stop_record(this_rank(), stop.requested)
             stop.finished = True
+        record = replace(record, follows_log=_progress_of(recipe) is not None)
         _end_progress_line(recipe)
         on_failure(record)
         text = failure_text(record, several_ranks=world_size() > 1)
@@ -175,10 +177,16 @@ def _was_stopped(stop: StopRequest, error: BaseException, record: FailureRecord)
 
 def _end_progress_line(recipe: Recipe | None) -> None:
     """End the progress line, so that the error begins on a new line."""
-    progress = getattr(getattr(recipe, "run_log", None), "progress", None)
-    if isinstance(progress, Progress):
+    progress = _progress_of(recipe)
+    if progress is not None:
         with contextlib.suppress(Exception):
             progress.break_off()
+
+
+def _progress_of(recipe: Recipe | None) -> Progress | None:
+    """The progress line of a run; None if the run did not get so far."""
+    progress = getattr(getattr(recipe, "run_log", None), "progress", None)
+    return progress if isinstance(progress, Progress) else None
 
 
 def _log_failure(recipe: Recipe | None, text: str) -> None:
@@ -259,7 +267,7 @@ def joined_rank(
         all_ranks_stop = record.code == EXIT_STOPPED and record.was_training
         is_reporter = this_rank() == 0 if all_ranks_stop else is_first_to_report()
         if is_reporter:
-            print_message(failure_text(record, several_ranks=world_size() > 1))
+            print_message(printed_failure(record, several_ranks=world_size() > 1))
 
     return run_rank(loaded, recipe_class, on_failure, exit_stopped)
 
@@ -427,7 +435,7 @@ def _report_restart(earlier: FailureRecord | None, *, nodes_joined: bool) -> Non
         return
     reason = "a rank died"
     if earlier and earlier.primary:
-        reason = failure_text(earlier, several_ranks=world_size() > 1)
+        reason = printed_failure(earlier, several_ranks=world_size() > 1)
     total = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
     print_message(f"{reason}\nrestart {restart_count()} of {total}")
 

@@ -7,7 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from automodel_ckpt.cli.launch.failures import (
     has_ended,
     is_connection_error,
     name_silent_ranks,
+    printed_failure,
     root_cause,
 )
 from automodel_ckpt.errors import RecipeError, SaveFailed
@@ -232,3 +235,18 @@ def test_who_did_not_answer_is_named_and_is_another_machine_where_all_of_this_on
     assert found[(0,), True] == waited.message, (
         "ranks that wait for each other in vain: the traceback shows where"
     )
+
+
+def test_a_failure_after_log_lines_begins_with_its_time_as_they_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    record = FailureRecord(0.0, 1, 1, "internal error: x", details="Traceback\n")
+    assert (
+        printed_failure(record, several_ranks=True) == "Traceback\ninternal error: x\n  rank:   1"
+    )
+    when = time.mktime((2026, 11, 23, 3, 30, 5, 0, 0, -1))
+    record = replace(record, time=when, follows_log=True)
+    text = "Traceback\n2026-11-23 03:30:05 internal error: x\n  rank:   1"
+    assert printed_failure(record, several_ranks=True) == text
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert printed_failure(record, several_ranks=False) == "Traceback\n03:30:05 internal error: x"
