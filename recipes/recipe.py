@@ -294,6 +294,10 @@ class Recipe:
             self.config, self.layout, auto_class=self.auto_class, preprocessor=self.preprocessor
         )
 
+    def labels_in_words(self, micro_batch: Mapping[str, torch.Tensor]) -> list[str]:
+        """Describe the label of each sample of *micro_batch*, for ``--show-samples``; empty if tokens have labels."""
+        return []
+
     def build_dataset(self, section: Target) -> Any:
         """Build the data set that a section names. Each recipe defines it."""
         raise NotImplementedError

@@ -6,11 +6,12 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from automodel_ckpt.data.classification import LabeledTexts
 from automodel_ckpt.data.collate import IGNORE_INDEX
 from automodel_ckpt.data.image_packing import PackedImages
 from automodel_ckpt.data.length_summary import LengthSummary
@@ -34,12 +35,16 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class PreviewSample:
-    """A sample in the order of training: its *number* in the data set, its tokens and labels, and its text."""
+    """A sample in the order of training: its *number* in the data set, its tokens and labels, and its text.
+
+    *label* is the label of a sample whose tokens have none; empty for others.
+    """
 
     number: int
     num_tokens: int
     num_labels: int
     spans: tuple[Span, ...]
+    label: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +88,10 @@ def built_data(recipe_class: type[Recipe], recipe_arguments: Mapping[str, Any]) 
 def first_samples(recipe: Recipe, num_samples: int) -> Iterator[PreviewSample]:
     """Yield the first samples of the first epoch, collated as for training, with their text."""
     tokenizer = getattr(recipe.preprocessor, "tokenizer", recipe.preprocessor)
-    for number, tokens, labels in _rows(recipe, num_samples):
-        trained = [label != IGNORE_INDEX for label in labels]
-        yield PreviewSample(number, len(tokens), sum(trained), _spans(tokenizer, tokens, trained))
+    for number, row in _rows(recipe, num_samples):
+        trained = [label != IGNORE_INDEX for label in row.labels]
+        spans = _spans(tokenizer, row.tokens, trained)
+        yield PreviewSample(number, len(row.tokens), sum(trained), spans, row.label)
 
 
 def summary(recipe: Recipe) -> DataSummary:
@@ -96,41 +102,59 @@ def summary(recipe: Recipe) -> DataSummary:
         waste = 100 * dataset.waste
         packs = f"{len(dataset):,} of {dataset.size:,} tokens, {waste:.1f} % of them empty"
     samples = dataset.dataset if isinstance(dataset, PackedDataset) else dataset
+    if isinstance(samples, LabeledTexts):
+        return DataSummary(samples.summary, False, int(samples.num_cut[0]), 0, packs)
     if isinstance(samples, TokenizedDataset):
         truncated, skipped, _ = samples.counts.tolist()
         template = samples.template or ""
         return DataSummary(samples.summary, False, truncated, skipped, packs, template)
     lengths, num_labels = [], 0
-    for _, tokens, labels in _rows(recipe, MAX_MEASURED):
-        lengths.append(len(tokens))
-        num_labels += sum(label != IGNORE_INDEX for label in labels)
-    measured = LengthSummary.of(np.asarray(lengths, dtype=np.int64), num_labels)
+    has_token_labels = True
+    for _, row in _rows(recipe, MAX_MEASURED):
+        lengths.append(len(row.tokens))
+        num_labels += sum(label != IGNORE_INDEX for label in row.labels)
+        has_token_labels = not row.label
+    measured = LengthSummary.of(
+        np.asarray(lengths, dtype=np.int64), num_labels if has_token_labels else None
+    )
     return DataSummary(measured, len(lengths) == MAX_MEASURED, packs=packs)
 
 
-def _rows(recipe: Recipe, num_rows: int) -> Iterator[tuple[int, list[int], list[int]]]:
-    """Yield (number, tokens, labels) of the first rows of the first epoch, without padding."""
+class _Row(NamedTuple):
+    """A row of a micro-batch without padding; *label* is that of the whole row, empty if its tokens have labels."""
+
+    tokens: list[int]
+    labels: list[int]
+    label: str
+
+
+def _rows(recipe: Recipe, num_rows: int) -> Iterator[tuple[int, _Row]]:
+    """Yield (number, row) of the first rows of the first epoch."""
     left = num_rows
     for batch in recipe.dataloader:
-        rows = [row for micro_batch in batch.micro_batches for row in _rows_of(micro_batch)]
+        rows = [row for micro_batch in batch.micro_batches for row in _rows_of(recipe, micro_batch)]
         numbers = [number for number in batch.sample_ids for _ in range(recipe.rows_per_sample)]
         # A group that is not full is completed by a row without labels, which is no sample.
-        for number, (tokens, labels) in zip(numbers, rows, strict=False):
+        for number, row in zip(numbers, rows, strict=False):
             if left == 0:
                 return
             left -= 1
-            yield number, tokens, labels
+            yield number, row
         if batch.last_of_epoch:
             return
 
 
-def _rows_of(micro_batch: Mapping[str, torch.Tensor]) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield the tokens and the labels of each row of a micro-batch, without padding."""
+def _rows_of(recipe: Recipe, micro_batch: Mapping[str, torch.Tensor]) -> Iterator[_Row]:
     tokens, labels = micro_batch["input_ids"], micro_batch["labels"]
     mask = micro_batch.get("attention_mask")
+    in_words = recipe.labels_in_words(micro_batch)
     for index in range(len(tokens)):
         keep = slice(None) if mask is None else mask[index].bool()
-        yield tokens[index][keep].tolist(), labels[index][keep].tolist()
+        kept = tokens[index][keep].tolist()
+        if in_words:
+            yield _Row(kept, [IGNORE_INDEX] * len(kept), in_words[index])
+        else:
+            yield _Row(kept, labels[index][keep].tolist(), "")
 
 
 def _spans(tokenizer: Any, tokens: list[int], trained: list[bool]) -> tuple[Span, ...]:

@@ -171,6 +171,8 @@ _OWN_DATASETS = Group(
             "mock_images.mock_images",
             "squad.squad",
             "hellaswag.hellaswag",
+            "classification.texts",
+            "classification.library_topics",
             "python_docs.language_modeling",
             "python_docs.docstring_pairs",
             "python_docs.preferences",

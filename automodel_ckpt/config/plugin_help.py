@@ -17,7 +17,7 @@ from automodel_ckpt.config.builders import Parameter, definition, signature
 from automodel_ckpt.config.convert import describe, members
 
 PACKAGE = "automodel_ckpt."
-SUPPLIED = ("tokenizer", "processor", "params", "reduction", "model")
+SUPPLIED = ("tokenizer", "processor", "params", "reduction", "model", "labels")
 """Parameters that the recipe's class adds; they are no keys of a recipe."""
 
 DATA = (

@@ -7,6 +7,7 @@ from importlib.metadata import entry_points
 GROUP = "automodel_ckpt.recipes"
 # Known without the package's metadata too, as when it is run from a source tree.
 _OWN = {
+    "sequence_classification": "automodel_ckpt.recipes.sequence_classification:SequenceClassification",
     "distill": "automodel_ckpt.recipes.distill:Distill",
     "llm_finetune": "automodel_ckpt.recipes.llm_finetune:LLMFinetune",
     "kto": "automodel_ckpt.recipes.kto:KTOFinetune",

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, TypedDict
 
 from automodel_ckpt.config.evaluation import EvaluationConfig, has_benchmarks
+from automodel_ckpt.config.kinds.classification import ClassificationConfig
 from automodel_ckpt.config.kinds.distill import DistillConfig
 from automodel_ckpt.config.kinds.dpo import DPOConfig
 from automodel_ckpt.config.kinds.kto import KTOConfig
@@ -985,6 +986,7 @@ def predicts_further(recipe: Any) -> bool:
 
 
 KIND_SECTIONS: dict[str, tuple[str, ...]] = {
+    "classification": ("sequence_classification",),
     "kto": ("kto",),
     "reward_model": ("reward_model",),
     "distill": ("distill",),
@@ -1023,22 +1025,23 @@ class RecipeConfig:
     init_from: InitFromConfig | list[InitFromSource] | None = None
     tokenizer: TokenizerConfig | Target | None = field(default_factory=TokenizerConfig)
     processor: ProcessorConfig | Target = field(default_factory=ProcessorConfig)
+    classification: ClassificationConfig | None = None
     peft: PeftConfig | None = None
     qat: QatConfig | None = None
     fp8: Fp8Config | None = None
     distill: DistillConfig | None = None
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     dataset: Target = field(
-        default_factory=Target, metadata={"supplied": ("tokenizer", "processor")}
+        default_factory=Target, metadata={"supplied": ("tokenizer", "processor", "labels")}
     )
     """Builder of the training data: a map-style or iterable dataset. Receives the tokenizer or the processor."""
     validation_dataset: Target | None = field(
-        default=None, metadata={"supplied": ("tokenizer", "processor")}
+        default=None, metadata={"supplied": ("tokenizer", "processor", "labels")}
     )
     """Builder of the validation data; null: no validation, unless validation_datasets has sets."""
     validation_datasets: dict[str, Target] = field(
         default_factory=dict,
-        metadata={"supplied": ("tokenizer", "processor"), "rules": (SET_NAMES,)},
+        metadata={"supplied": ("tokenizer", "processor", "labels"), "rules": (SET_NAMES,)},
     )
     """Builders of further validation data by name. The loss of NAME is val_loss_NAME; val_loss is that of
     validation_dataset, or without it of the first set here."""

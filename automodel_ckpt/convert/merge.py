@@ -20,7 +20,7 @@ import numpy as np
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.digests import digest_of
-from automodel_ckpt.checkpoint.dtypes import ORDINARY_FLOATS
+from automodel_ckpt.checkpoint.dtypes import ORDINARY_FLOATS, main_dtype
 from automodel_ckpt.checkpoint.export.adapter_record import (
     base_revision,
     find_base,
@@ -48,9 +48,13 @@ from automodel_ckpt.checkpoint.export_leftovers import Log
 from automodel_ckpt.checkpoint.export_manifest import find_export_manifest
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.manifest import Manifest
-from automodel_ckpt.checkpoint.slices import Tensor
+from automodel_ckpt.checkpoint.slices import Tensor, nbytes_of
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
-from automodel_ckpt.checkpoint.sources.model_files import base_files, is_tokenizer_file
+from automodel_ckpt.checkpoint.sources.model_files import (
+    GENERATION_CONFIG,
+    base_files,
+    is_tokenizer_file,
+)
 from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.checkpoint.tensors.float_cast import Array, cast
 from automodel_ckpt.checkpoint.tensors.stored import whole_checked
@@ -90,6 +94,12 @@ class Adapter:
     def where(self) -> str:
         return str(self.directory / layout.ADAPTER_MODEL)
 
+    @property
+    def model_config(self) -> Path | None:
+        """The config of the model, if that of the base has another head; None: the base's."""
+        path = self.directory / layout.ADAPTER_MODEL_CONFIG
+        return path if path.is_file() else None
+
 
 def merge(
     source: Path,
@@ -97,7 +107,7 @@ def merge(
     *,
     base: str | None,
     directory_of: Callable[[str, str | None], Path | None],
-    naming_of: Callable[[Path], Naming],
+    naming_of: Callable[[Path, Path | None], Naming],
     cast_dtype: str | None = None,
     cache: Path | None = None,
     log: Log,
@@ -106,7 +116,8 @@ def merge(
 
     *output* defaults to ``merged`` in the model's directory. *base* is the name or directory of the base; None is the
     one that the checkpoint names. *directory_of* returns the directory of a base's name at a revision of the Hub (None:
-    the main one), and *naming_of* the names of its tensors in memory. Digests of the base are stored in *cache*.
+    the main one), and *naming_of* the names of its tensors in memory, with the config that its second argument names
+    (None: the base's own). Digests of the base are stored in *cache*.
 
     Raises :class:`CheckpointUnusable` if the checkpoint is damaged or has no adapter, if the base is not the adapter's,
     and for tensors that cannot be merged; :class:`SaveFailed` if the output cannot be written; :class:`RecipeError` for
@@ -125,7 +136,7 @@ def merge(
             base_name = find_base(record, checkpoint.parent)
         directory = directory_of(base_name, _revision(adapter, record, base_name))
         base_dir = _base(record, base_name, directory, checkpoint, cache)
-        model = MergedModel(adapter, base_dir, naming_of(base_dir))
+        model = MergedModel(adapter, base_dir, naming_of(base_dir, adapter.model_config))
         plan = make_plan(model.tensors, {}, model.maps, cast_dtype=cast_code, where=str(base_dir))
         files, warnings = _side_files(adapter, base_dir, model, plan)
         for warning in warnings:
@@ -255,6 +266,8 @@ class MergedModel:
         self._quantized = quantized_base(base_dir, _ROOT, self._base)
         if self._quantized is not None:
             self._replace_quantized(self._quantized)
+        if adapter.model_config is not None:
+            self._remove_other_heads()
         changes = changes_by(adapter.tensors, adapter.where)
         of_experts = self._expert_changes(changes)
         self.changes = self._by_file_name(changes) | of_experts
@@ -306,6 +319,18 @@ class MergedModel:
             del self._numbers[name]
         self._base |= quantized.tensors
 
+    def _remove_other_heads(self) -> None:
+        """Remove the tensors of the base that the model with the adapter's head does not have."""
+        here = set(self._naming.files.values())
+        for name in set(self._base) - here:
+            del self._base[name]
+            del self._numbers[name]
+
+    def _is_new(self, name: str, change: Change) -> bool:
+        """Whether the tensor *name* (in memory) is one of the adapter's head that the base lacks."""
+        has_own_head = self._adapter.model_config is not None
+        return has_own_head and bool(change.whole) and name in self._naming.files
+
     def _whole(self, stored: Tensor) -> tuple[Array, str]:
         """Return the values of a tensor of the base or of the adapter, and their dtype."""
         quantized = self._quantized
@@ -326,7 +351,8 @@ class MergedModel:
         found: dict[str, tuple[str, Change]] = {}
         for name, change in changes.items():
             file_name = self._file_name(name)
-            if file_name not in self._base and self._stored_name(name) not in self._base:
+            is_in_base = file_name in self._base or self._stored_name(name) in self._base
+            if not is_in_base and not self._is_new(name, change):
                 raise self._not_mergeable("the adapter changes a tensor that the base lacks", name)
             found[file_name] = (name, change)
         return found
@@ -370,10 +396,21 @@ class MergedModel:
         """Return the base's tensor of that name, or the one that it is tied to."""
         if file_name in self._base:
             return self._base[file_name]
+        if file_name in self.changes:
+            name, change = self.changes[file_name]
+            if change.whole and self._stored_name(name) not in self._base:
+                return self._new_tensor(self._adapter.tensors[change.whole])
         for name, other in self._naming.files.items():
             if other == file_name:
                 return self._base[self._stored_name(name)]
         return self._base[self._stored_name(file_name)]
+
+    def _new_tensor(self, trained: Tensor) -> Tensor:
+        """Describe a tensor of the adapter's head in the dtype that most of the base has."""
+        sizes = [
+            (tensor.dtype, nbytes_of(tensor.dtype, tensor.shape)) for tensor in self._base.values()
+        ]
+        return dataclasses.replace(trained, dtype=main_dtype(sizes) or trained.dtype)
 
     def _untie(self) -> set[str]:
         """Return the names of tensors that were tied and differ now. Those that are still equal are stored once."""
@@ -484,6 +521,11 @@ def _side_files(
         if not tokenizer or not is_tokenizer_file(name):
             files[name] = data
     path = base_dir / "config.json"
+    if adapter.model_config is not None:
+        path = adapter.model_config
+        files["config.json"] = path.read_bytes()
+        # Of the base, which generates text.
+        files.pop(GENERATION_CONFIG, None)
     config, warnings = agreeing_config(files["config.json"], plan, model.maps, path)
     files |= tokenizer
     files["config.json"] = _changed_config(config, model)

@@ -172,6 +172,14 @@ class ChatTemplate:
             key += ("max_tokens", self.max_tokens)
         return key
 
+    def text(self, conversation: list[dict[str, Any]]) -> str:
+        """Render a conversation, a list of messages from :func:`turns_of`, as text with its special tokens.
+
+        Raises :class:`UnusableSample` if the template cannot render it.
+        """
+        turns = self._with_text_contents(conversation)
+        return str(self._apply(turns, None, tokenize=False))
+
     def sample(self, conversation: list[dict[str, Any]], tools: Any) -> TokenizedSample:
         """Tokenize a conversation, a list of messages from :func:`turns_of`, with labels on the assistant's tokens.
 

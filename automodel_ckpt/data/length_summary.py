@@ -12,17 +12,20 @@ from automodel_ckpt.units import counted
 
 @dataclass(frozen=True, slots=True)
 class LengthSummary:
-    """The lengths of *num_samples* samples in tokens, *num_tokens* together, of which *num_labels* have a label."""
+    """The lengths of *num_samples* samples in tokens, *num_tokens* together, of which *num_labels* have a label.
+
+    *num_labels* is None where a label belongs to a sample, not to tokens.
+    """
 
     num_samples: int
     median: int
     percentile_99: int
     longest: int
     num_tokens: int
-    num_labels: int
+    num_labels: int | None
 
     @classmethod
-    def of(cls, lengths: npt.NDArray[np.int64], num_labels: int) -> LengthSummary:
+    def of(cls, lengths: npt.NDArray[np.int64], num_labels: int | None) -> LengthSummary:
         """Summarize *lengths*, the number of tokens of each sample."""
         if not len(lengths):
             return cls(0, 0, 0, 0, 0, 0)
@@ -50,6 +53,8 @@ class LengthSummary:
     @property
     def tokens_text(self) -> str:
         """The number of tokens in words, and the fraction that is trained on."""
+        if self.num_labels is None:
+            return f"{self.num_tokens:,} tokens per epoch"
         share = 100 * self.num_labels / max(self.num_tokens, 1)
         return f"{self.num_tokens:,} tokens per epoch, {share:.0f} % of them trained on"
 

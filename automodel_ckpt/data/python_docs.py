@@ -17,7 +17,7 @@ import logging
 import os
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, cast
 
@@ -124,7 +124,7 @@ def docstring_pairs(
         return policy.apply_to_all(samples, lambda number: pairs[number].where)
 
     require_choice("split", split, ("train", "validation"))
-    key = (_library_digest(), seq_length, split, truncation)
+    key = (library_digest(), seq_length, split, truncation)
     dataset = prepared("python_docs-docstring_pairs", key, tokenizer, build)
     what = f"docstring_pairs ({split})"
     dataset.report_truncation(what, seq_length)
@@ -159,7 +159,7 @@ def preferences(
         return policy.apply_to_all(samples, lambda number: pairs[number].where, PreferenceDataset)
 
     require_choice("split", split, ("train", "validation"))
-    key = (_library_digest(), seq_length, split, truncation, keep_ends)
+    key = (library_digest(), seq_length, split, truncation, keep_ends)
     prepared_pairs = prepared(
         "python_docs-preferences", key, tokenizer, build, kind=PreferenceDataset
     )
@@ -227,7 +227,7 @@ def documents(
     """
     require_choice("collection", collection, ("reference", "docstrings"))
     require_choice("split", split, ("train", "validation"))
-    digest = _topics_digest() if collection == "reference" else _library_digest()
+    digest = _topics_digest() if collection == "reference" else library_digest()
 
     def texts() -> list[str]:
         if collection == "docstrings":
@@ -341,6 +341,34 @@ def _library_pairs(split: str) -> Iterator[_Pair]:
                 yield pair
 
 
+def library_docstrings(modules: Sequence[str], split: str) -> list[tuple[str, str]]:
+    """List (module, docstring) of the docstrings in *modules* of the standard library and in their submodules.
+
+    A docstring that occurs several times is listed once. About a tenth, chosen by a hash of the text, is the split
+    ``validation``, the others are ``train``. Raises :class:`RecipeError` for a module without docstrings.
+    """
+    root = _library_directory()
+    found: dict[str, str] = {}
+    for path in _library_files(root):
+        parts = path.relative_to(root).with_suffix("").parts
+        name = ".".join(parts)
+        module = next((each for each in modules if f"{name}.".startswith(f"{each}.")), None)
+        if module is None:
+            continue
+        for pair in _module_pairs(name, path):
+            found.setdefault(pair.docstring, module)
+    missing = [module for module in modules if module not in found.values()]
+    if missing:
+        raise RecipeError(
+            "this Python has no docstrings in a module",
+            where="classification.labels",
+            value=", ".join(missing),
+            hint="name modules or packages of the standard library, such as asyncio, email or logging",
+        )
+    chosen = _of_split(found, split)
+    return [(found[docstring], docstring) for docstring in chosen]
+
+
 def _module_pairs(module: str, path: Path) -> Iterator[_Pair]:
     """The signatures and docstrings of a module, found without importing it: some imports have side effects."""
     try:
@@ -392,7 +420,7 @@ def _library_files(root: Path) -> list[Path]:
     return files
 
 
-def _library_digest() -> str:
+def library_digest() -> str:
     """The version of the interpreter and the path of its library.
 
     A digest of the content would have to read twelve megabytes at each start.

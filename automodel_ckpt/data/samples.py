@@ -6,6 +6,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol, Self, TypeVar
 
 import tokenizers
 from transformers import PreTrainedTokenizerBase
@@ -104,6 +105,40 @@ def prepared(
         return dataset
 
     return _prepared(name, key, tokenizer, build_in, kind)
+
+
+class Storable(Protocol):
+    """A data set that can be written to a directory and read from it."""
+
+    @classmethod
+    def load(cls, directory: Path) -> Self: ...
+    def save(self, directory: Path) -> None: ...
+
+
+Stored = TypeVar("Stored", bound=Storable)
+
+
+def stored(
+    name: str,
+    key: tuple[object, ...],
+    tokenizer: PreTrainedTokenizerBase,
+    build: Callable[[], Stored],
+    kind: type[Stored],
+) -> Stored:
+    """Return the data set of *build*, of the class *kind*, for *key* and *tokenizer*: from the cache if it is there.
+
+    A slow tokenizer has no digest of its content, so the cache is not used for it.
+    """
+    fingerprint = _fingerprint(tokenizer)
+    if fingerprint is None:
+        return build()
+
+    def save(directory: Path) -> None:
+        log.info("preparing %s", name)
+        build().save(directory)
+
+    whole_key = (_FORMAT, *key, fingerprint, tokenizers.__version__)
+    return kind.load(cached(name, whole_key, save))
 
 
 def _prepared(

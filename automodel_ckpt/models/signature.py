@@ -46,13 +46,14 @@ class ModelSignature(NamedTuple):
     experts: Mapping[str, tuple[FusedExperts, ...]]
 
 
-def read_signature(directory: Path) -> ModelSignature:
+def read_signature(directory: Path, config: Path | None = None) -> ModelSignature:
     """Build the transformers model in *directory* without memory, and read its signature from it.
 
-    Raises :class:`CheckpointUnusable` if its class is not part of transformers.
+    *config* is the file with its configuration; None: config.json in the directory. Raises :class:`CheckpointUnusable`
+    if its class is not part of transformers.
     """
     hint = "load the base and the adapter with peft in your own code, and call merge_and_unload"
-    model = empty_model(directory, hint=hint)
+    model = empty_model(config or directory, hint=hint)
     renamed, parts = names_in_files(model, directory)
     stored = _stored_names(directory)
     files = {}
@@ -86,13 +87,15 @@ def _fused_experts(
             yield FusedExperts(name, parameter.shape[0], parts.get(name, {}))
 
 
-def empty_model(directory: Path, *, hint: str) -> Any:
-    """Build the transformers model that the config.json in *directory* describes, on the meta device.
+def empty_model(path: Path, *, hint: str) -> Any:
+    """Build the transformers model that a config describes, on the meta device.
+
+    *path* is the file of the config, or the directory with config.json.
 
     Raises :class:`CheckpointUnusable` with *hint* if its class is not part of transformers.
     """
     try:
-        config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
         model_class = getattr(transformers, (config.architectures or ["?"])[0])
         # The file may name any attribute of transformers, also a function.
         is_class = isinstance(model_class, type)
@@ -103,7 +106,7 @@ def empty_model(directory: Path, *, hint: str) -> Any:
     except (OSError, ValueError, AttributeError) as error:
         raise CheckpointUnusable(
             "this is not a model of the transformers library",
-            where=str(directory / "config.json"),
+            where=str(path / "config.json" if path.is_dir() else path),
             value=str(error).strip()[:300],
             hint=hint,
         ) from error

@@ -63,6 +63,7 @@ from automodel_ckpt.recipes.precision import float32_precision
 from automodel_ckpt.recipes.recipe import cadence_of
 from automodel_ckpt.recipes.records import Control, StepResult
 from automodel_ckpt.recipes.run_log import RunLog, build_profiler
+from automodel_ckpt.recipes.sequence_classification import SequenceClassification
 from automodel_ckpt.recipes.teacher import teacher_model
 from automodel_ckpt.recipes.trainable import Trainable, read_model_config, row_multiple, shard
 from automodel_ckpt.training.step_scheduler import StepScheduler, total_steps
@@ -236,6 +237,15 @@ def adapters(it: Subject) -> Any:
         if hasattr(m, "scaling") and "lora" in str(type(m))
     ]
     return repr(adapted.model), values, scales, adapted.peft_config["bias"]
+
+
+def classes(it: Subject) -> Any:
+    """The labels of a classifier in its config, and what computes its loss."""
+    recipe = SequenceClassification(it.loaded.config, config_yaml="")
+    recipe.layout, recipe.tokenizer, recipe.preprocessor = it.recipe.layout, None, None
+    config = recipe.build_model_config()
+    assert config is not None
+    return config.id2label, config.problem_type, recipe.objective_class
 
 
 def quantized(it: Subject) -> Any:
@@ -666,6 +676,10 @@ START = "tests/distributed/test_init_from.py::"
 SOURCES = START + "test_several_sources_fill_their_modules_and_a_later_one_replaces_an_earlier_one"
 
 PRETRAIN = "tests/unit/training/test_pretrain_losses.py::test_the_losses_of_ten_steps_are_those_of_a_plain_loop"
+CLASSIFIES = (
+    "--recipe=sequence_classification",
+    "--model.config_overrides={pad_token_id: 0}",
+)
 EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "recipe": Observed(recipe_class, "vlm_finetune"),
     "seed": Observed(batches, "7"),
@@ -851,6 +865,12 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
         "tests/distributed/test_fp8.py::"
         "test_a_device_without_fp8_is_an_error_unless_it_is_emulated",
         "true",
+    ),
+    "classification": Observed(classes, "{num_labels: 2}", CLASSIFIES, default_is_rejected=True),
+    "classification.labels": Observed(classes, "[a, b]", CLASSIFIES, default_is_rejected=True),
+    "classification.num_labels": Observed(classes, "3", CLASSIFIES, default_is_rejected=True),
+    "classification.problem": Observed(
+        classes, "multi_label", (*CLASSIFIES, "--classification.num_labels=2")
     ),
     "peft": Observed(model, "{base_dir: base}"),
     "peft.method": OneValue(),

@@ -13,7 +13,12 @@ _TOKENIZER_CONFIG = "tokenizer_config.json"
 
 
 def try_command(directory: Path) -> str:
-    """The command that tries the Hugging Face files in *directory*: a conversation if there is a chat template."""
+    """The command that tries the Hugging Face files in *directory*: a conversation if there is a chat template.
+
+    For a model that gives labels to texts, it is a call of transformers' pipeline.
+    """
+    if _is_classifier(directory):
+        return f'transformers.pipeline("text-classification", model={str(directory)!r})'
     path = shlex.quote(str(directory))
     if _has_chat_template(directory):
         return f"ckpt chat {path}"
@@ -22,6 +27,8 @@ def try_command(directory: Path) -> str:
 
 def hf_lines(directory: Path) -> list[str]:
     """The commands for the Hugging Face files in *directory*: this program, vLLM, transformers."""
+    if _is_classifier(directory):
+        return [f"try it:       {try_command(directory)}"]
     path = shlex.quote(str(directory))
     return [
         f"try it:       {try_command(directory)}",
@@ -45,6 +52,15 @@ def modelfile_text(file: Path) -> str:
     Ollama reads the chat template and the end tokens from the metadata of the GGUF file.
     """
     return f"FROM ./{file.name}\n"
+
+
+def _is_classifier(directory: Path) -> bool:
+    try:
+        config = parse_json((directory / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    architectures = config.get("architectures") if isinstance(config, dict) else None
+    return any(str(name).endswith("ForSequenceClassification") for name in architectures or ())
 
 
 def _has_chat_template(directory: Path) -> bool:

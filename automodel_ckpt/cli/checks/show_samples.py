@@ -40,8 +40,10 @@ def report(loaded: LoadedRecipe, recipe_class: type, num_samples: int) -> Iterat
     recipe = built_data(recipe_class, arguments)
     has_colors = coloured("x", "green", sys.stdout) != "x"
     trained = "green" if has_colors else f"between {BEGIN} and {END}"
-    yield f"trained tokens are {trained}"
-    for sample in first_samples(recipe, num_samples):
+    samples = list(first_samples(recipe, num_samples))
+    if not any(sample.label for sample in samples):
+        yield f"trained tokens are {trained}"
+    for sample in samples:
         yield ""
         yield from _sample_lines(sample, has_colors=has_colors)
     yield ""
@@ -49,7 +51,8 @@ def report(loaded: LoadedRecipe, recipe_class: type, num_samples: int) -> Iterat
 
 
 def _sample_lines(sample: PreviewSample, *, has_colors: bool) -> Iterator[str]:
-    title = f"sample {sample.number}: {counted(sample.num_tokens, 'token')}, {sample.num_labels:,} trained"
+    labeled = f"{sample.num_labels:,} trained" if not sample.label else f"label {sample.label}"
+    title = f"sample {sample.number}: {counted(sample.num_tokens, 'token')}, {labeled}"
     yield coloured(title, "bold", sys.stdout)
     parts = []
     for span in sample.spans:
@@ -73,7 +76,9 @@ def _summary_lines(data: DataSummary) -> Iterator[str]:
     lengths = data.lengths
     of = f"first {lengths.samples_text}" if data.is_partial else lengths.samples_text
     rows = [("data", of), ("lengths", lengths.lengths_text), ("tokens", lengths.tokens_text)]
-    if data.is_partial:
+    if data.is_partial and lengths.num_labels is None:
+        del rows[2]
+    elif data.is_partial and lengths.num_labels is not None:
         share = 100 * lengths.num_labels / max(lengths.num_tokens, 1)
         rows[2] = ("tokens", f"{share:.0f} % of them trained on")
     if data.num_truncated is not None:

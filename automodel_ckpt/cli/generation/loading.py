@@ -76,6 +76,7 @@ def load(
             else:
                 from peft import PeftModel
 
+                _check_generates(found.adapter / layout.ADAPTER_MODEL_CONFIG)
                 model = _model_of(found.model, options, found.revision)
                 model = PeftModel.from_pretrained(model, str(found.adapter))
             preprocessor = _preprocessor_of(model, found)
@@ -201,6 +202,7 @@ def _recorded_base(source: Path) -> str | None:
 
 def _model_of(name: str, options: dict[str, Any], revision: str | None) -> Any:
     config = AutoConfig.from_pretrained(name, trust_remote_code=False, revision=revision)
+    _check_head(config, name)
     model_class: Any = AutoModelForCausalLM
     # Private in transformers 5.17 to 5.23.
     if type(config) not in AutoModelForCausalLM._model_mapping:
@@ -208,6 +210,23 @@ def _model_of(name: str, options: dict[str, Any], revision: str | None) -> Any:
     if type(config) in AutoModelForImageTextToText._model_mapping and _takes_images(config):
         model_class = AutoModelForImageTextToText
     return model_class.from_pretrained(name, use_safetensors=True, revision=revision, **options)
+
+
+def _check_generates(path: Path) -> None:
+    """Raise :class:`RecipeError` for the config of a model with adapters that generates no text, if *path* exists."""
+    if path.is_file():
+        _check_head(AutoConfig.from_pretrained(path, trust_remote_code=False), str(path.parent))
+
+
+def _check_head(config: Any, where: str) -> None:
+    for name in getattr(config, "architectures", None) or ():
+        if name.endswith("ForSequenceClassification"):
+            raise RecipeError(
+                "this model gives labels or numbers to texts, and generates none",
+                where=where,
+                value=name,
+                hint=f'use transformers.pipeline("text-classification", model={where!r})',
+            )
 
 
 def _takes_images(config: Any) -> bool:

@@ -1,0 +1,423 @@
+"""Builders for texts with labels: from data files, directories or the Hugging Face Hub, and from Python's library.
+
+Texts are tokenized as transformers' pipelines do: with the special tokens that the tokenizer adds, and no end token
+beside these. Samples are prepared once and cached under a digest of the rows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from automodel_ckpt.data.arguments import at_most, require_choice, require_tokenizer
+from automodel_ckpt.data.chat import ChatTemplate, template_of
+from automodel_ckpt.data.fields import names_in
+from automodel_ckpt.data.labels import Labels
+from automodel_ckpt.data.length_summary import LengthSummary
+from automodel_ckpt.data.messages import UnusableSample, turns_of
+from automodel_ckpt.data.python_docs import library_digest, library_docstrings
+from automodel_ckpt.data.rows import RowRange, Rows
+from automodel_ckpt.data.samples import identity, stored
+from automodel_ckpt.data.source import Source
+from automodel_ckpt.data.truncation import Truncation
+from automodel_ckpt.errors import RecipeError
+
+log = logging.getLogger(__name__)
+
+_FORMAT = 1
+"""Part of the cache's keys. Increase it when the samples of the same data change."""
+_ARRAYS = ("tokens", "types", "ends", "targets", "num_cut")
+_ROWS_PER_CALL = 1000
+
+Encoded = dict[str, list[int]]
+"""The ``input_ids`` of a text, and its ``token_type_ids`` if the tokenizer makes them."""
+
+
+class LabeledTexts:
+    """A map-style data set of texts with labels.
+
+    A sample is ``{"input_ids": list[int], "targets": list[float]}``, for pairs of texts of some encoders with
+    ``token_type_ids``. The samples are concatenated: sample i is ``tokens[ends[i - 1]:ends[i]]``. *types* is empty or
+    as long as *tokens*; *targets* is [samples, numbers] (:meth:`~automodel_ckpt.data.labels.Labels.targets`).
+    *num_cut* [1] is the number of truncated samples.
+    """
+
+    draws_nothing = True
+    identity: str | None = None
+    """A digest that changes with the samples; None if unknown."""
+
+    def __init__(
+        self,
+        tokens: npt.NDArray[np.int32],
+        types: npt.NDArray[np.int32],
+        ends: npt.NDArray[np.int64],
+        targets: npt.NDArray[np.float64],
+        num_cut: npt.NDArray[np.int64],
+    ) -> None:
+        self.tokens = tokens
+        self.types = types
+        self.ends = ends
+        self.targets = targets
+        self.num_cut = num_cut
+
+    @classmethod
+    def load(cls, directory: Path) -> LabeledTexts:
+        """Load a data set that :meth:`save` wrote; its arrays are memory-mapped."""
+        arrays = []
+        for name in _ARRAYS:
+            mapped = np.load(directory / f"{name}.npy", mmap_mode="r")
+            arrays.append(np.asarray(mapped))
+        return cls(*arrays)
+
+    def save(self, directory: Path) -> None:
+        """Write the arrays as ``.npy`` files into an existing directory."""
+        for name in _ARRAYS:
+            np.save(directory / f"{name}.npy", getattr(self, name))
+
+    def first(self, max_samples: int | None) -> LabeledTexts:
+        """Return a data set of the first *max_samples* samples (None: all), which shares the arrays."""
+        num_samples = at_most(max_samples, len(self))
+        ends, targets = self.ends[:num_samples], self.targets[:num_samples]
+        return LabeledTexts(self.tokens, self.types, ends, targets, self.num_cut)
+
+    @property
+    def summary(self) -> LengthSummary:
+        """The lengths of the samples."""
+        return LengthSummary.of(np.diff(self.ends, prepend=0), None)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, index: int) -> dict[str, list[Any]]:
+        # IndexError also ends an iteration over this class, which has no __iter__.
+        if not 0 <= index < len(self.ends):
+            raise IndexError(index)
+        span = slice(int(self.ends[index - 1]) if index else 0, int(self.ends[index]))
+        sample: dict[str, list[Any]] = {
+            "input_ids": self.tokens[span].tolist(),
+            "targets": self.targets[index].tolist(),
+        }
+        if len(self.types):
+            sample["token_type_ids"] = self.types[span].tolist()
+        return sample
+
+
+class LabelCollator:
+    """Pads texts with labels on the right to the length of the longest.
+
+    The argument is a non-empty list of samples of :class:`LabeledTexts`. Returns int64 tensors ``input_ids`` and
+    ``attention_mask`` [samples, length], where length is rounded up to a multiple of *pad_to_multiple_of*, with
+    ``token_type_ids`` if the samples have them; ``labels`` [samples], the index of the label for ``single_label``
+    and otherwise 0; and ``targets`` [samples, numbers] in float32. A sample with the label -100 does not count.
+    """
+
+    # No generator is seeded per sample.
+    draws_nothing = True
+
+    def __init__(self, pad_token_id: int, labels: Labels, pad_to_multiple_of: int = 1) -> None:
+        self.pad_token_id = pad_token_id
+        self.labels = labels
+        self.multiple = pad_to_multiple_of
+
+    def __call__(self, samples: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        for sample in samples:
+            self._check(sample)
+        longest = max(len(sample["input_ids"]) for sample in samples)
+        length = -(-longest // self.multiple) * self.multiple
+        padding = {"input_ids": self.pad_token_id, "attention_mask": 0}
+        if "token_type_ids" in samples[0]:
+            padding["token_type_ids"] = 0
+        batch = {}
+        for name, filler in padding.items():
+            rows = torch.full((len(samples), length), filler, dtype=torch.int64)
+            for row, sample in zip(rows, samples, strict=True):
+                values = sample.get(name, [1] * len(sample["input_ids"]))
+                row[: len(values)] = torch.tensor(values)
+            batch[name] = rows
+        targets = torch.tensor([sample["targets"] for sample in samples], dtype=torch.float32)
+        labels = torch.zeros(len(samples), dtype=torch.int64)
+        if self.labels.problem == "single_label":
+            labels = targets[:, 0].to(torch.int64)
+        return {**batch, "labels": labels, "targets": targets}
+
+    def _check(self, sample: dict[str, Any]) -> None:
+        """Raise :class:`RecipeError` for a sample without text, or with another number of targets."""
+        targets = sample.get("targets", ())
+        if not sample.get("input_ids") or len(targets) != self.labels.num_targets:
+            raise RecipeError(
+                "a sample is not a text with a label",
+                where="dataset",
+                value={name: str(value)[:80] for name, value in sample.items()},
+                hint='return {"input_ids": [...], "targets": [...]} (automodel_ckpt.data.classification.texts does), '
+                "or set dataloader.collate_fn",
+            )
+
+
+@dataclass(frozen=True)
+class TextEncoder:
+    """Tokenizes texts, pairs of texts, or lists of messages in a chat template, with the tokenizer's special tokens."""
+
+    tokenizer: PreTrainedTokenizerBase = field(repr=False)
+    policy: Truncation
+    text_field: str
+    pair_field: str | None
+    chat_template: str | None
+
+    @property
+    def names(self) -> list[str]:
+        """The fields of the data that are used."""
+        return names_in(self.text_field) + (names_in(self.pair_field) if self.pair_field else [])
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        text = template_of(self.tokenizer, self.chat_template)
+        return ChatTemplate(self.tokenizer, text, {}, False)
+
+    def encode(self, rows: Rows) -> list[Encoded]:
+        """Make ``input_ids`` of each row, and ``token_type_ids`` if the tokenizer makes them, truncated by the policy.
+
+        The tokenizer truncates, so that its special tokens remain. With the policy ``error``, long samples are not
+        truncated. Raises :class:`RecipeError` with the location of a row without text.
+        """
+        columns, adds_special_tokens = self._columns(rows)
+        samples = self._tokenized(columns, adds_special_tokens)
+        if self.policy.policy == "error":
+            return samples
+        limit = self.policy.seq_length
+        for number, sample in enumerate(samples):
+            if len(sample["input_ids"]) > limit:
+                self.policy.num_cut += 1
+                row = [[column[number]] for column in columns]
+                [samples[number]] = self._tokenized(
+                    row, adds_special_tokens, truncation=True, max_length=limit
+                )
+        # The backend keeps the truncation of the last call, and the keys of caches contain it.
+        self._tokenized([["a"]], adds_special_tokens)
+        return samples
+
+    def _columns(self, rows: Rows) -> tuple[list[list[str]], bool]:
+        """The texts of all rows, and whether the tokenizer adds special tokens: a chat template has written them."""
+        if not rows.contain_messages([self.text_field]):
+            fields = [self.text_field]
+            if self.pair_field is not None:
+                fields.append(self.pair_field)
+            return rows.texts(fields), True
+        if self.pair_field is not None:
+            raise RecipeError(
+                "messages have no second text",
+                where="dataset.pair_field",
+                value=self.pair_field,
+                hint="remove it: all messages of a conversation are one text",
+            )
+        rendered = []
+        for number, conversation in enumerate(rows.values(self.text_field)):
+            with _located(rows, number):
+                rendered.append(self._template.text(turns_of(conversation)))
+        return [rendered], False
+
+    def _tokenized(
+        self, columns: Sequence[list[str]], adds_special_tokens: bool, **options: Any
+    ) -> list[Encoded]:
+        encoded: Any = self.tokenizer(
+            *columns,
+            add_special_tokens=adds_special_tokens,
+            return_attention_mask=False,
+            verbose=False,
+            **options,
+        )
+        names = [name for name in ("input_ids", "token_type_ids") if name in encoded]
+        samples = []
+        for values in zip(*(encoded[name] for name in names), strict=True):
+            sample = {}
+            for name, tokens in zip(names, values, strict=True):
+                sample[name] = list(tokens)
+            samples.append(sample)
+        return samples
+
+
+def texts(
+    tokenizer: PreTrainedTokenizerBase,
+    labels: Labels,
+    path: str | list[str],
+    seq_length: int | None = 512,
+    text_field: str = "text",
+    pair_field: str | None = None,
+    label_field: str = "label",
+    chat_template: str | None = None,
+    truncation: Literal["error", "right"] = "error",
+    max_samples: int | None = None,
+    name: str | None = None,
+    split: str = "train",
+    revision: str | None = None,
+) -> LabeledTexts:
+    """Make a sample per row: a text and its label, for the recipe sequence_classification.
+
+    *text_field* is a field with text, a template of several fields such as ``"{{ title }}: {{ body }}"``, or a field
+    with a list of messages, which *chat_template* (default: the tokenizer's) renders. *pair_field* is the second text
+    of a pair. Texts get the special tokens that the tokenizer adds.
+
+    *label_field* contains a name of ``classification.labels`` or its index from 0; with the problem ``multi_label`` a
+    list of them; with ``regression`` a number. A label that is not one of these is rejected with its location. A sample
+    of more than *seq_length* tokens is rejected with its location, or truncated with *truncation* ``right``, as the
+    tokenizer truncates it for a pipeline.
+    """
+    policy = _policy(truncation, seq_length)
+    encoder = TextEncoder(
+        require_tokenizer(tokenizer), policy, text_field, pair_field, chat_template
+    )
+    source = Source.of(path, name, split, revision)
+
+    def build() -> LabeledTexts:
+        source.require([*encoder.names, label_field])
+        return _prepare(source, encoder, labels, label_field)
+
+    key = (
+        source.fingerprint(),
+        text_field,
+        pair_field,
+        label_field,
+        chat_template,
+        truncation,
+        policy.seq_length,
+        str(labels),
+    )
+    return _cached("classification-texts", key, encoder, build, source.path, max_samples)
+
+
+def library_topics(
+    tokenizer: PreTrainedTokenizerBase,
+    labels: Labels,
+    seq_length: int = 128,
+    split: str = "train",
+    max_samples: int | None = None,
+) -> LabeledTexts:
+    """Make a sample of each docstring in modules of the standard library; its label is the name of the module.
+
+    ``classification.labels`` are names of modules or packages, such as asyncio. Docstrings are truncated to
+    *seq_length* tokens. About a tenth of them, chosen by a hash of their text, is the validation split. Raises
+    :class:`RecipeError` for a module without docstrings.
+    """
+    require_choice("split", split, ("train", "validation"))
+    policy = _policy("right", seq_length)
+    encoder = TextEncoder(require_tokenizer(tokenizer), policy, "text", None, None)
+
+    def build() -> LabeledTexts:
+        rows = _TopicRows(library_docstrings(labels.names, split))
+        return _prepare(rows, encoder, labels, "label")
+
+    key = (library_digest(), split, policy.seq_length, str(labels))
+    what = f"library_topics ({split})"
+    return _cached("classification-library_topics", key, encoder, build, what, max_samples)
+
+
+class _TopicRows(Rows):
+    """A table of (module, docstring)."""
+
+    path = "the standard library"
+
+    def __init__(self, pairs: list[tuple[str, str]]) -> None:
+        self._columns = {
+            "label": [module for module, _ in pairs],
+            "text": [docstring for _, docstring in pairs],
+        }
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._columns["text"])
+
+    @property
+    def fields(self) -> Sequence[str]:
+        return list(self._columns)
+
+    def read(self, fields: Sequence[str]) -> list[list[Any]]:
+        return [self._columns[field] for field in fields]
+
+    def place(self, row: int) -> str:
+        return f"{self.path}, {self._columns['label'][row]}"
+
+
+def _policy(truncation: str, seq_length: int | None) -> Truncation:
+    require_choice("truncation", truncation, ("error", "right"))
+    return Truncation.of(truncation, seq_length)
+
+
+def _cached(
+    name: str,
+    key: tuple[object, ...],
+    encoder: TextEncoder,
+    build: Callable[[], LabeledTexts],
+    what: str,
+    max_samples: int | None,
+) -> LabeledTexts:
+    """Return the first *max_samples* samples of *build* for *key*, from the cache if they are there.
+
+    *what* is the name of the data in the log.
+    """
+    whole_key = (_FORMAT, *key)
+    dataset = stored(name, whole_key, encoder.tokenizer, build, LabeledTexts)
+    if num_cut := int(dataset.num_cut[0]):
+        log.warning(
+            "%s: %d of %d samples were truncated to seq_length %d",
+            *(what, num_cut, len(dataset), encoder.policy.seq_length),
+        )
+    dataset = dataset.first(max_samples)
+    dataset.identity = identity(whole_key, encoder.tokenizer)
+    log.info("%s: %s", what, dataset.summary)
+    return dataset
+
+
+def _prepare(rows: Rows, encoder: TextEncoder, labels: Labels, label_field: str) -> LabeledTexts:
+    """Tokenize all *rows* and convert their labels. Raises :class:`RecipeError` with the location of a bad row."""
+    targets = []
+    for number, value in enumerate(rows.values(label_field)):
+        with _located(rows, number):
+            targets.append(labels.targets(value))
+    samples: list[Encoded] = []
+    known: dict[tuple[str, ...], bool] = {}
+    for start in range(0, rows.num_rows, _ROWS_PER_CALL):
+        stop = min(start + _ROWS_PER_CALL, rows.num_rows)
+        samples += encoder.encode(RowRange(rows, start, stop, known))
+    sizes = [len(sample["input_ids"]) for sample in samples]
+    lengths = np.array(sizes, dtype=np.int64)
+    empty = np.flatnonzero(lengths == 0).tolist()
+    if empty:
+        raise RecipeError(
+            "a text has no tokens",
+            where=rows.place(empty[0]),
+            value=f"{len(empty)} of {len(samples)} samples",
+            hint="remove samples with empty texts",
+        )
+    encoder.policy.require_short(np.arange(len(samples)), lengths, rows.place)
+    tokens = chain.from_iterable(sample["input_ids"] for sample in samples)
+    flat_types = chain.from_iterable(sample.get("token_type_ids", ()) for sample in samples)
+    types = np.fromiter(flat_types, np.int32)
+    return LabeledTexts(
+        np.fromiter(tokens, np.int32),
+        # Models use zeros for a missing argument.
+        types if types.any() else np.empty(0, np.int32),
+        np.cumsum(sizes, dtype=np.int64),
+        np.array(targets, dtype=np.float64).reshape(len(samples), -1),
+        np.array([encoder.policy.num_cut], dtype=np.int64),
+    )
+
+
+@contextmanager
+def _located(rows: Rows, number: int) -> Iterator[None]:
+    """Raise :class:`RecipeError` with the location of row *number* for a sample that cannot be used."""
+    try:
+        yield
+    except UnusableSample as error:
+        raise RecipeError(
+            error.what, where=rows.place(number), value=error.value, hint=error.hint
+        ) from error

@@ -1,0 +1,323 @@
+"""Training a model that gives labels, or numbers, to texts: a pretrained backbone with a classification head.
+
+The model is one of transformers' ``AutoModelForSequenceClassification``: an encoder such as BERT or ModernBERT, or a
+decoder such as Llama or Qwen. Its head gets random values if the pretrained files have none, and is trained in full,
+also with adapters. Exports have the names of the labels.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForSequenceClassification, PreTrainedConfig
+
+from automodel_ckpt.config.kinds.classification import ClassificationConfig
+from automodel_ckpt.config.schema import RecipeConfig, Target
+from automodel_ckpt.config.targets import build
+from automodel_ckpt.data.classification import LabelCollator
+from automodel_ckpt.data.labels import Labels
+from automodel_ckpt.data.loader import GlobalBatchLoader
+from automodel_ckpt.errors import Problem, RecipeError
+from automodel_ckpt.models.forward import forward_parameters
+from automodel_ckpt.models.task_head import (
+    SEQUENCE_CLASSIFICATION,
+    padding_of,
+    pretrained_labels,
+    set_labels,
+    set_padding,
+)
+from automodel_ckpt.recipes.evaluation import EvaluationTotals
+from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.recipes.objective import Objective, Tensors
+from automodel_ckpt.recipes.records import BatchSize, LossSum
+from automodel_ckpt.recipes.trainable import row_multiple
+from automodel_ckpt.training.label_measures import f1_scores, pearson
+from automodel_ckpt.training.loss import IGNORE_INDEX, in_numpy
+
+log = logging.getLogger("automodel_ckpt")
+
+_LONGEST = 10**6
+"""Tokenizers without a limit have a larger model_max_length."""
+
+
+class SampleObjective(Objective):
+    """A loss that is a sum over samples, each of which has one label instead of one per token."""
+
+    terms = "samples"
+
+    @cached_property
+    def row_names(self) -> frozenset[str]:
+        """The tensors of a micro-batch that the model takes. Decoders take no ``token_type_ids``."""
+        names = {"input_ids", "attention_mask", "token_type_ids"}
+        return frozenset(names & forward_parameters(self.model).keys())
+
+    def size_of(self, micro_batch: Tensors) -> BatchSize:
+        """Count the samples of *micro_batch* with a label, and its tokens."""
+        num_samples = int((in_numpy(micro_batch["labels"]) != IGNORE_INDEX).sum())
+        num_tokens = int(in_numpy(micro_batch["attention_mask"]).sum()) if num_samples else 0
+        return BatchSize(num_samples, 0, num_tokens)
+
+    def loss(self, micro_batch: Tensors) -> LossSum:
+        """Compute the summed loss of the samples with a label, and what is measured of them."""
+        if self.check_length is not None:
+            self.check_length(micro_batch["input_ids"].shape[1])
+        rows = {name: value for name, value in micro_batch.items() if name in self.row_names}
+        logits = self.logits(rows).float()
+        has_label = self._on_device(micro_batch["labels"]) != IGNORE_INDEX
+        targets = self._on_device(micro_batch["targets"])
+        losses = self.sample_losses(logits, targets)
+        # A product with zero would keep a NaN.
+        loss = losses.where(has_label, 0.0).sum()
+        kept, wanted = logits.detach()[has_label], targets[has_label]
+        return LossSum(loss, self.measured(kept, wanted))
+
+    def sample_losses(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Compute the loss [B] of each sample from *logits* [B, L] and *targets* [B, numbers]."""
+        raise NotImplementedError
+
+    def measured(self, logits: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Compute what the measures are made of, summed over samples; more of it in evaluation passes."""
+        raise NotImplementedError
+
+
+class SingleLabel(SampleObjective):
+    """The cross-entropy of the label of each text."""
+
+    measures = ("accuracy", "f1")
+
+    def sample_losses(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Compute the cross-entropy [B] of *logits* [B, L]; *targets* [B, 1] are indices of labels."""
+        return F.cross_entropy(logits, targets[:, 0].long(), reduction="none")
+
+    def measured(self, logits: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Count the correct predictions, and in evaluation passes those of each label."""
+        num_labels = logits.shape[1]
+        predicted = F.one_hot(logits.argmax(dim=1), num_labels)
+        wanted = F.one_hot(targets[:, 0].long(), num_labels)
+        return {"accuracy": (predicted * wanted).sum(), **_counts(self, predicted, wanted)}
+
+    def summarize(self, totals: EvaluationTotals) -> dict[str, float]:
+        """Compute the accuracy, and the mean F1 score of the labels that occur in the data or in predictions."""
+        scores = f1_scores(totals.sums)
+        found = [score for score in scores if score is not None]
+        f1 = sum(found) / len(found) if found else math.nan
+        return {"accuracy": totals.mean("accuracy"), "f1": f1}
+
+
+class MultiLabel(SampleObjective):
+    """The mean over all labels of their binary cross-entropies."""
+
+    measures = ("accuracy", "f1_micro", "f1_macro")
+
+    def sample_losses(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Compute the loss [B] of *logits* [B, L]; *targets* [B, L] are 1 for the labels of a text."""
+        losses = F.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+        return losses.mean(dim=1)
+
+    def measured(self, logits: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Count the texts whose labels are all correct, and in evaluation passes the predictions of each label."""
+        # A probability above one half.
+        predicted, wanted = (logits > 0).long(), targets.long()
+        exact = (predicted == wanted).all(dim=1).sum()
+        return {"accuracy": exact, **_counts(self, predicted, wanted)}
+
+    def summarize(self, totals: EvaluationTotals) -> dict[str, float]:
+        """Compute the share of texts whose labels are all correct, and F1 scores; that of a label without any is 0."""
+        together = f1_scores({name: [sum(values)] for name, values in totals.sums.items()})
+        scores = [score or 0.0 for score in f1_scores(totals.sums)]
+        has_samples = totals.count > 0
+        return {
+            "accuracy": totals.mean("accuracy"),
+            "f1_micro": together[0] or 0.0 if has_samples else math.nan,
+            "f1_macro": sum(scores) / len(scores) if has_samples else math.nan,
+        }
+
+
+class Regression(SampleObjective):
+    """The squared error, averaged over the numbers that are predicted."""
+
+    measures = ("mse", "pearson")
+
+    def sample_losses(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Compute the mean squared error [B] of *logits* [B, L] and *targets* [B, L]."""
+        return (logits - targets).square().mean(dim=1)
+
+    def measured(self, logits: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Sum the squared errors, and in evaluation passes what a correlation needs."""
+        squared_error = (logits - targets).square().mean(dim=1).sum()
+        if self.evaluation is None:
+            return {"mse": squared_error}
+        x, y = logits.double(), targets.double()
+        products = {"x": x, "y": y, "xx": x * x, "yy": y * y, "xy": x * y}
+        sums = {name: value.sum(dim=0) for name, value in products.items()}
+        return {"mse": squared_error, **sums}
+
+    def summarize(self, totals: EvaluationTotals) -> dict[str, float]:
+        """Compute the mean squared error, and the correlation with the labels (the mean over several numbers)."""
+        return {"mse": totals.mean("mse"), "pearson": pearson(totals.count, totals.sums)}
+
+
+def _counts(
+    objective: Objective, predicted: torch.Tensor, wanted: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Count by label [L] in evaluation passes: where it is predicted, where it is in the data, and where it is both.
+
+    *predicted* and *wanted* [B, L] are 1 where a text has the label. Empty in training.
+    """
+    if objective.evaluation is None:
+        return {}
+    return {
+        "num_correct": (predicted * wanted).sum(dim=0),
+        "num_predicted": predicted.sum(dim=0),
+        "num_labeled": wanted.sum(dim=0),
+    }
+
+
+OBJECTIVES: Mapping[str, type[SampleObjective]] = {
+    "single_label": SingleLabel,
+    "multi_label": MultiLabel,
+    "regression": Regression,
+}
+
+
+class SequenceClassification(LLMFinetune):
+    """Trains ``model`` to predict the labels of the texts of ``dataset``."""
+
+    auto_class: ClassVar[Any] = AutoModelForSequenceClassification
+    task_type: ClassVar[str | None] = SEQUENCE_CLASSIFICATION
+    shares_rows: ClassVar[bool] = False
+
+    labels: Labels
+    """The labels. As state, they are part of checkpoints, and a resume with others is an error."""
+
+    def __init__(self, config: RecipeConfig, *, config_yaml: str) -> None:
+        super().__init__(config, config_yaml=config_yaml)
+        self.section = config.classification or ClassificationConfig()
+        self.objective_class = OBJECTIVES[self.section.problem]
+
+    def build(self) -> None:
+        """Create the tokenizer, the data, the model, and what updates it."""
+        check_sections(self.config)
+        super().build()
+
+    def build_model_config(self) -> PreTrainedConfig | None:
+        """Read the configuration of the model, and give it the labels and the padding token."""
+        config = super().build_model_config()
+        assert config is not None  # check_sections rejects a model by _target_
+        names = self._label_names(config)
+        self.labels = Labels(tuple(names), self.section.problem)
+        set_labels(config, names, self.section.problem)
+        set_padding(config, padding_of(config, self.tokenizer))
+        return config
+
+    def _label_names(self, config: PreTrainedConfig) -> Sequence[str]:
+        """The names of the section, else those of the pretrained classifier."""
+        section = self.section
+        pretrained = pretrained_labels(config)
+        count = section.num_labels or (1 if section.problem == "regression" else None)
+        if section.labels:
+            names: Sequence[str] = section.labels
+        elif count is not None:
+            names = [f"LABEL_{index}" for index in range(count)]
+        elif pretrained:
+            names = pretrained
+        else:
+            raise RecipeError(
+                "the labels are not known",
+                where="classification.labels",
+                value="none, and the pretrained model has no classification head",
+                hint="list the names of the labels, in the order of the model's outputs",
+            )
+        if section.labels and len(pretrained) == len(names) and list(names) != list(pretrained):
+            log.warning(
+                "the head of the pretrained classifier is trained further with other labels: %s; it had %s",
+                ", ".join(names),
+                ", ".join(pretrained),
+            )
+        return names
+
+    def build_dataloader(self, section: Target, *, validation: bool = False) -> GlobalBatchLoader:
+        """Build a loader; ``seq_length`` null is the limit of the tokenizer, or else of the model's context."""
+        limit = getattr(self.tokenizer, "model_max_length", _LONGEST)
+        assert self.model_config is not None
+        context = getattr(self.model_config.get_text_config(), "max_position_embeddings", _LONGEST)
+        # RoBERTa's context is two tokens shorter than max_position_embeddings; its tokenizer has the right limit.
+        if section.kwargs.get("seq_length", 0) is None and limit < min(context, _LONGEST):
+            section = replace(section, kwargs=section.kwargs | {"seq_length": limit})
+        return super().build_dataloader(section, validation=validation)
+
+    def build_dataset(self, section: Target) -> Any:
+        """Build the data set that a section names; its builder gets the tokenizer and the labels."""
+        return build(section, tokenizer=self.tokenizer, labels=self.labels)
+
+    def build_collate_fn(self) -> Any:
+        """Build the ``dataloader.collate_fn`` section, else a collator for texts with labels."""
+        section = self.config.dataloader.collate_fn
+        if section is not None:
+            return build(section, tokenizer=self.tokenizer)
+        assert self.model_config is not None
+        pad_token_id: Any = self.model_config.get_text_config().pad_token_id
+        return LabelCollator(pad_token_id, self.labels, row_multiple(self.config, self.layout))
+
+    def labels_in_words(self, micro_batch: Tensors) -> list[str]:
+        """Describe the label of each sample of *micro_batch*, for ``--show-samples``."""
+        return [self.labels.describe(row) for row in micro_batch["targets"].tolist()]
+
+
+def check_sections(config: RecipeConfig) -> None:
+    """Raise :class:`RecipeError` for sections that have no meaning for a model with a classification head."""
+    ranks = config.distributed
+    cases = (
+        (
+            isinstance(config.model, Target),
+            "the model of this recipe is not given by _target_: its head depends on the labels",
+            "model._target_",
+            getattr(config.model, "_target_", None),
+            "set model.from_pretrained or model.from_config",
+        ),
+        (
+            config.packed_sequence is not None,
+            "packing is not defined for classification: a row has one label",
+            "packed_sequence",
+            "a section",
+            "remove packed_sequence",
+        ),
+        (
+            config.generation is not None,
+            "a model with a classification head generates no text",
+            "generation",
+            "a section",
+            "remove generation; name metrics of a validation_dataset instead",
+        ),
+        (
+            config.loss_fn is not None,
+            "the loss of this recipe is that of classification.problem",
+            "loss_fn",
+            getattr(config.loss_fn, "_target_", None),
+            "remove loss_fn, and set classification.problem",
+        ),
+        (
+            ranks.pp_size > 1,
+            "a model with a classification head cannot be divided into pipeline stages",
+            "distributed.pp_size",
+            ranks.pp_size,
+            "remove pp_size: fsdp2 shards the model over the same ranks",
+        ),
+        (
+            ranks.cp_size > 1,
+            "a model with a classification head needs complete rows, which context parallel ranks divide",
+            "distributed.cp_size",
+            ranks.cp_size,
+            "remove cp_size",
+        ),
+    )
+    problems = [Problem(*texts) for is_given, *texts in cases if is_given]
+    if problems:
+        raise RecipeError.all_of(problems)
