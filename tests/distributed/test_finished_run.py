@@ -19,6 +19,7 @@ from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.distributed.stop import stop_request
 from tests.support import ranks
+from tests.support.recipes import SMALLEST
 from tests.support.training import RECIPE, VALIDATION, train, write_recipe
 from tests.support.training_parts import SignalledInValidation
 
@@ -172,3 +173,13 @@ def test_a_run_without_its_last_validation_is_finished_only_after_it(tmp_path: P
 def test_max_time_does_not_finish_a_run(tmp_path: Path) -> None:
     run_in(tmp_path, "--step_scheduler.max_time=0.001")
     assert not (tmp_path / "run/.finished.json").exists()
+
+
+def test_the_code_of_another_recipe_may_do_more_than_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "automodel_ckpt.checkpoint.run.finished.reason_if_finished"
+    monkeypatch.setattr(name, lambda *_: (2, "max_steps 2 ended the run"))
+    (tmp_path / "recipe.yaml").write_text(SMALLEST)
+    assert text_of(tmp_path) == TEXT
+    assert text_of(tmp_path, "--recipe=mine.py:Mine") is None
