@@ -11,6 +11,9 @@ from torch import nn
 from automodel_ckpt.data.python_docs import language_modeling, train_tokenizer
 from automodel_ckpt.errors import RecipeError
 
+_LARGEST_VOCABULARY = 8192
+"""The table has 256 MB with so many entries."""
+
 
 def pair_counts(vocab_size: int = 1024, prior: float = 2.0) -> PairCounts:
     """Build a teacher that predicts a token by how often it follows the token before, in the training split of
@@ -18,8 +21,16 @@ def pair_counts(vocab_size: int = 1024, prior: float = 2.0) -> PairCounts:
     entries.
 
     Its logits are log-probabilities. They are smoothed: each token has *prior* further successors, which are
-    distributed by the frequencies of all tokens. Raises :class:`RecipeError` for a *prior* that is not positive.
+    distributed by the frequencies of all tokens. Raises :class:`RecipeError` for a *prior* that is not positive, and
+    for more than 8192 entries.
     """
+    if vocab_size > _LARGEST_VOCABULARY:
+        raise RecipeError(
+            "the table of pairs of so many tokens would be too large",
+            where="vocab_size",
+            value=vocab_size,
+            hint=f"give at most {_LARGEST_VOCABULARY}",
+        )
     if not 0 < prior < math.inf:
         raise RecipeError(
             "without a prior, pairs that the text does not have would be impossible",
