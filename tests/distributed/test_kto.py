@@ -13,9 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from automodel_ckpt.distributed.mesh_sizes import Sizes
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.evaluation import EvaluationTotals
 from automodel_ckpt.recipes.kto import KTO, KTOFinetune
+from automodel_ckpt.recipes.memory_estimate import plan
 from tests.fixtures.preference import tiny_policy
 from tests.support import ranks
 from tests.support.training import build, killed_after, steps_of, train
@@ -179,6 +181,15 @@ def test_a_named_reference_is_another_model(recipe: Path) -> None:
     train(recipe, *options, recipe_class=KTOFinetune)
     [step] = logged(recipe.parent / "run")
     assert step["loss"] != pytest.approx(0.5, abs=1e-3)
+
+
+def test_a_forecast_counts_the_reference_unless_it_is_the_base(recipe: Path) -> None:
+    weights = {}
+    for name, options in {"full": (), "lora": (LORA,)}.items():
+        made = build(recipe, directory(recipe, name), *options, recipe_class=KTOFinetune)
+        found = plan(made, Sizes())
+        weights[name] = found.memory.weights / (4 * found.num_parameters)
+    assert weights == {"full": 2, "lora": 1}
 
 
 def test_a_global_batch_of_one_sample_is_an_error(recipe: Path) -> None:
