@@ -33,16 +33,22 @@ class DPO(PairObjective):
         rows = self.pair_rows(micro_batch)
         # The reference first: with adapters, both passes use the same parameters.
         reference = self._reference_of(micro_batch, rows)
-        gains = self.log_probs(rows) - reference
-        losses = self.pair_losses(gains, self._on_device(label_counts(rows)))
+        log_probs = self.log_probs(rows)
+        gains = log_probs - reference
+        num_labels = self._on_device(label_counts(rows)).clamp(min=1)
+        losses = self.pair_losses(log_probs, gains, num_labels)
         return self.summed(losses, self.section.beta * gains, micro_batch)
 
-    def pair_losses(self, gains: torch.Tensor, num_labels: torch.Tensor) -> torch.Tensor:
-        """Compute the loss [P] of each pair from the *gains* [2 P] of its rows and their numbers of labels [2 P]."""
+    def pair_losses(
+        self, log_probs: torch.Tensor, gains: torch.Tensor, num_labels: torch.Tensor
+    ) -> torch.Tensor:
+        """Compute the loss [P] of each pair. The arguments [2 P] are those of its rows: the log-probabilities of their
+        labels, what these gained in comparison with the reference, and the numbers of labels, at least 1.
+        """
         section = self.section
         if section.loss == "ipo":
             # Of mean gains per token, as the authors of IPO compute it: sums would depend on the lengths.
-            gains = gains / num_labels.clamp(min=1)
+            gains = gains / num_labels
             return (_difference(gains) - 1 / (2 * section.beta)) ** 2
         margins = section.beta * _difference(gains)
         if section.loss == "hinge":

@@ -21,6 +21,7 @@ from automodel_ckpt.distributed.parallelize import reshard
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.adapter import without_adapters
 from automodel_ckpt.models.forward import logits_of
+from automodel_ckpt.models.position_losses import PositionLosses
 from automodel_ckpt.recipes.init_from import start_from
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.objective import Objective, Tensors
@@ -106,15 +107,16 @@ class PreferenceObjective(Objective):
         found = [labelled_positions(each) for each in labels]
         positions = torch.cat([each for each, _ in found if each is not None])
         targets = torch.cat([each for _, each in found])
-        # The output layer sums the losses of groups of positions: a group is a row.
+        # Not sums over rows: each would keep a gradient of the output layer's weight until the backward pass.
         sizes = [size for each in labels for size in _labels_per_row(each)]
         loss_pass = trainable.loss_head.computing_loss(
-            self._on_device(positions), self._on_device(targets), sizes
+            self._on_device(positions), self._on_device(targets), criterion=PositionLosses()
         )
         with loss_pass:
             output = trainable.forward(inputs)
         self._note(trainable, output, rows)
-        return -loss_pass.loss_in(output).view(len(labels), -1)
+        by_row = torch.split(loss_pass.loss_in(output), sizes)
+        return -torch.stack([losses.sum() for losses in by_row]).view(len(labels), -1)
 
     def _note(self, trainable: Trainable, output: Any, rows: Tensors) -> None:
         """Keep what the router's loss of the trained model needs."""

@@ -65,7 +65,8 @@ LinearLoss = Callable[
 
 
 class Criterion(Protocol):
-    """What a loss head computes from labeled hidden states in place of the cross-entropy: a 0-dim tensor."""
+    """What a loss head computes from labeled hidden states in place of the cross-entropy: a 0-dim tensor, or a vector
+    of one loss for each position."""
 
     def linear(
         self,
@@ -199,7 +200,7 @@ class LossPass(AbstractContextManager["LossPass"]):
     def loss_in(self, output: Any) -> torch.Tensor:
         """The summed loss in what the model returned inside the context, in float32 or float64.
 
-        It is 0-dim, or a vector with one loss per group.
+        It is 0-dim, or a vector with one loss per group or position.
         """
         returned = last_layer_output(output)
         if self._loss is None:

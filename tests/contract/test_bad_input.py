@@ -541,7 +541,7 @@ def test_on_a_terminal_the_title_of_a_recipe_stands_below_its_name(
     monkeypatch.setenv("COLUMNS", "60")
     assert main(["--list"]) == EXIT_DONE
     name, *lines = capsys.readouterr().out.splitlines()
-    assert "custom_recipe/dpo" in name
+    assert "custom_recipe/lookahead" in name
     assert lines[0].startswith("    A custom recipe")
     assert max(map(len, lines)) <= 60
 

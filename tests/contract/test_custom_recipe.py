@@ -90,30 +90,36 @@ def test_the_code_does_not_run_without_trust() -> None:
 
 def test_the_examples_are_short() -> None:
     assert len((EXAMPLE / "lookahead.py").read_text().splitlines()) < 80
-    assert len((EXAMPLE / "dpo.py").read_text().splitlines()) <= 76
+    assert len((EXAMPLE / "rpo.py").read_text().splitlines()) <= 38
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_dpo_counts_pairs_and_starts_from_its_reference(num_ranks: int, tmp_path: Path) -> None:
-    run = f"--checkpoint.checkpoint_dir={tmp_path / 'run'}"
-    ranks.run(partial(train_with_preferences, run, *SHORT), num_ranks, init=False)
+def test_a_changed_loss_of_dpo_counts_pairs_and_starts_from_its_reference(
+    num_ranks: int, tmp_path: Path
+) -> None:
+    rows = tmp_path / "pairs.jsonl"
+    pair = {"prompt": "Is it wet? ", "chosen": "It is wet.", "rejected": "Seven blue."}
+    rows.write_text("".join(json.dumps(pair) + "\n" for _ in range(16)))
+    data = f"{{_target_: automodel_ckpt.data.preference.pairs, path: {rows}}}"
+    options = (
+        f"--checkpoint.checkpoint_dir={tmp_path / 'run'}",
+        f"--dataset={data}",
+        f"--validation_dataset={data}",
+        "--step_scheduler={global_batch_size: 8, local_batch_size: 4, max_steps: 5}",
+        "--rpo.sft_weight=0.5",
+    )
+    ranks.run(partial(train_with_preferences, *options), num_ranks, init=False)
     steps = [
         json.loads(line) for line in (tmp_path / "run/training.jsonl").read_text().splitlines()
     ]
     first, *others = [step for step in steps if "event" not in step]
-    # Equal models: no margin, and log(2) for each pair.
-    assert first["loss"] == pytest.approx(math.log(2))
-    assert first["accuracy"] == 0.0
-    assert others[-1]["accuracy"] == 1.0
-    assert others[-1]["loss"] < 0.6
-    # Eight pairs of 32 tokens, of which all but the first of each row are predicted.
-    assert (first["tokens"], first["label_tokens"]) == (2 * 8 * 32, 2 * 8 * 31)
-    assert first["pairs"] == 8
+    # Equal models: log(2) for each pair, and half the loss of fine-tuning of a model with fresh weights.
+    assert first["loss"] == pytest.approx(math.log(2) + 0.5 * math.log(1024), rel=0.02)
+    assert (first["pairs"], first["margin"], others[-1]["accuracy"]) == (8, 0.0, 1.0)
+    assert others[-1]["reward_chosen"] > 0
     validations = (tmp_path / "run/validation.jsonl").read_text().splitlines()
     validation = json.loads(validations[-1])
-    assert validation["val_accuracy"] == 1.0 and validation["val_loss"] < 0.65
-    assert validation["label_tokens"] == 2 * 31 * validation["pairs"] > 0
-    assert "val_perplexity" not in validation
+    assert validation["val_accuracy"] == 1.0 and validation["pairs"] == 16
     manifest = json.loads((tmp_path / "run/LATEST/MANIFEST.json").read_text())
     assert manifest["progress"]["consumed_pairs"] == 8 * len([first, *others])
     saved = {path.name for path in (tmp_path / "run/LATEST").iterdir()}
@@ -121,7 +127,7 @@ def test_dpo_counts_pairs_and_starts_from_its_reference(num_ranks: int, tmp_path
 
 
 def train_with_preferences(*overrides: str) -> None:
-    recipe = made(*overrides, name="dpo")
+    recipe = made(*overrides, name="rpo")
     try:
         recipe.setup()
         recipe.run()
@@ -132,7 +138,8 @@ def train_with_preferences(*overrides: str) -> None:
 def test_the_guide_quotes_the_example_and_commands_that_exist() -> None:
     blocks = dict.fromkeys(re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL))
     assert len(blocks) == 7
-    files = [EXAMPLE / "lookahead.py", EXAMPLE / "dpo.py", ROOT / "tests/support/training_parts.py"]
+    files = [EXAMPLE / "lookahead.py", EXAMPLE / "rpo.py", ROOT / "tests/support/training_parts.py"]
+    files.append(ROOT / "recipes/preference.py")
     sources = "".join(path.read_text() for path in files)
     assert all(block.rstrip("\n") in sources for block in blocks)
     commands = [

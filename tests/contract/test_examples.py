@@ -15,7 +15,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 from automodel_ckpt.cli.ckpt import main as run_ckpt
 from automodel_ckpt.cli.train import examples, main
+from automodel_ckpt.recipes.dpo import DPOFinetune
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.recipes.recipe import Recipe
 from automodel_ckpt.recipes.vlm_finetune import VLMFinetune
 from tests.support import ranks
 from tests.support.stand_ins import (
@@ -44,6 +46,7 @@ SMALLER = {  # what a few steps on two cores ask to be changed
         "--step_scheduler.local_batch_size=4",
     ],
     TP: ["--step_scheduler.global_batch_size=4"],
+    "preference/qwen3_0_6b_dpo_peft": ["--step_scheduler.global_batch_size=4"],
     EP: ["--distributed.ep_size=2", "--step_scheduler.global_batch_size=4"],
     "llm_finetune/qwen3/qwen3_8b_chat_qlora_peft": [
         "--peft.quantize_base=null",  # needs CUDA
@@ -76,9 +79,22 @@ FAMILIES = {
 }
 
 
+KINDS: dict[str, type[Recipe]] = {
+    "llm_finetune": LLMFinetune,
+    "vlm_finetune": VLMFinetune,
+    "dpo": DPOFinetune,
+}
+
+
+def family_of(name: str) -> str:
+    """The model type of the model in a recipe of the Hub, by the beginning of the file's name."""
+    [family] = [FAMILIES[known] for known in FAMILIES if HUB[name].stem.startswith(known)]
+    return family
+
+
 def test_there_are_this_many_examples_and_each_is_looked_after() -> None:
-    assert len(SHIPPED) == 27
-    assert len(HUB) == 15
+    assert len(SHIPPED) == 28
+    assert len(HUB) == 16
     assert len(list(Path(next(iter(SHIPPED.values()))).parents[1].rglob("*.sbatch"))) == 1
     named = " ".join(path.read_text() for path in HUB.values()).split()
     assert (MODELS.keys() | VISION_MODELS.keys() | DATA.keys() | {IMAGES, MEDPIX}) <= set(named)
@@ -130,7 +146,8 @@ def test_a_recipe_for_a_model_of_the_hub_trains_one_of_its_family(
         "--checkpoint.checkpoint_dir=run",
         *SMALLER.get(name, ()),
     )
-    kind = VLMFinetune if name.startswith("vlm") else LLMFinetune
+    [recipe_name] = re.findall(r"^recipe: (\w+)$", HUB[name].read_text(), re.MULTILINE)
+    kind = KINDS[recipe_name]
     ranks.run(
         partial(train, HUB[name], *overrides, recipe_class=kind), RANKS.get(name, 1), init=False
     )
@@ -142,7 +159,7 @@ def test_a_recipe_for_a_model_of_the_hub_trains_one_of_its_family(
     export = Path("run/LATEST/model" if "peft" in name else "run/LATEST/model/consolidated")
     loader = AutoModelForImageTextToText if kind is VLMFinetune else AutoModelForCausalLM
     trained = loader.from_pretrained(export)
-    assert trained.config.model_type == FAMILIES[HUB[name].parent.name]
+    assert trained.config.model_type == family_of(name)
     assert (
         AutoTokenizer.from_pretrained(export).chat_template
         == AutoTokenizer.from_pretrained(model).chat_template

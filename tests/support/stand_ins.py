@@ -161,6 +161,16 @@ def _calls(number: int) -> dict[str, Any]:
     }
 
 
+def _preference(number: int) -> dict[str, Any]:
+    question = {"role": "user", "content": f"What is {number} plus one?"}
+    answers = {"chosen": f"It is {number + 1}.", "rejected": "I do not count."}
+    row: dict[str, Any] = {}
+    for name, answer in answers.items():
+        row[name] = [question, {"role": "assistant", "content": answer}]
+        row[f"score_{name}"] = 7.5 if name == "chosen" else 3.0
+    return row
+
+
 DATA: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
     "HuggingFaceH4/no_robots": (_conversation, "test"),
     "HuggingFaceTB/smol-smoltalk": (_talk, "test"),
@@ -169,6 +179,7 @@ DATA: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
     "roneneldan/TinyStories": (_story, "validation"),
     "Salesforce/xlam-function-calling-60k": (_calls, "validation"),
     "zai-org/LongAlign-10k": (_talk, "validation"),
+    "trl-lib/ultrafeedback_binarized": (_preference, "test"),
 }
 """Hub name -> what its row n is like, and how the split beside ``train`` is called."""
 

@@ -1,0 +1,124 @@
+"""The cross-entropy of each position in place of a sum, for losses that are no sums over positions.
+
+The weight of a position is known only in the backward pass, so the gradients cannot be computed together with the
+losses. The logits of each chunk are computed again in that pass, and never exist as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from automodel_ckpt.models.fused_cross_entropy import (
+    GradientSums,
+    LogitTransform,
+    VocabularyPart,
+    chunk_rows,
+    in_autocast_dtype,
+    losses_and_errors,
+    wide_logits,
+    widened,
+)
+from automodel_ckpt.models.token_hits import TokenHits
+
+
+class PositionLosses:
+    """A criterion of the loss head: the cross-entropy [N] of each labeled position, in float32 or float64."""
+
+    def linear(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        part: VocabularyPart | None,
+        transform: LogitTransform,
+        hits: TokenHits | None,
+    ) -> torch.Tensor:
+        """Compute the losses [N] for hidden states [N, H], *labels* [N], and a layer of *weight* [V, H], *bias* [V].
+
+        With *part*, these are this rank's rows of the layer, and this is collective. *hits* are not counted.
+        """
+        hidden, weight, bias = in_autocast_dtype(hidden, weight, bias)
+        losses: torch.Tensor = _PositionLosses.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, bias, labels, part, transform
+        )
+        return losses
+
+    def module(
+        self,
+        forward: Callable[[torch.Tensor], torch.Tensor],
+        parameters: Sequence[torch.Tensor],
+        num_columns: int,
+        hidden: torch.Tensor,
+        labels: torch.Tensor,
+        transform: LogitTransform,
+        hits: TokenHits | None,
+    ) -> torch.Tensor:
+        """Compute the losses [N] for a layer of any kind: *forward* returns its *num_columns* outputs per position."""
+
+        def losses_of(chunk: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            logits = transform(widened(forward(chunk)))
+            return F.cross_entropy(logits, targets, reduction="none")
+
+        size = chunk_rows(hidden.device.type, num_columns)
+        chunks = zip(torch.split(hidden, size), torch.split(labels, size), strict=True)
+        return torch.cat([checkpoint(losses_of, *chunk, use_reentrant=False) for chunk in chunks])
+
+
+class _PositionLosses(torch.autograd.Function):
+    """Keeps its inputs only; the logits of a chunk exist while its losses or its gradients are computed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        part: VocabularyPart | None,
+        transform: LogitTransform,
+    ) -> torch.Tensor:
+        ctx.part, ctx.transform = part, transform
+        ctx.save_for_backward(hidden, weight, bias, labels)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        losses = torch.empty(len(labels), dtype=dtype, device=hidden.device)
+        for rows in _chunks(hidden, weight, part):
+            logits = wide_logits(hidden[rows], weight, bias)
+            found, _ = losses_and_errors(
+                logits, labels[rows], part, transform, hidden.dtype, with_errors=False
+            )
+            losses[rows] = found
+            # The memory of this chunk becomes the next one's.
+            del logits
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, weights: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, labels = ctx.saved_tensors
+        sums = GradientSums(hidden, weight, bias, ctx.needs_input_grad[:3])
+        for rows in _chunks(hidden, weight, ctx.part):
+            logits = wide_logits(hidden[rows], weight, bias)
+            _, errors = losses_and_errors(
+                logits, labels[rows], ctx.part, ctx.transform, hidden.dtype, with_errors=True
+            )
+            # Multiplied in the dtype of the losses: a weight in bfloat16 would scale all errors of a row too much.
+            scaled = (errors * weights[rows].unsqueeze(1)).to(hidden.dtype)
+            sums.add(rows.start, hidden[rows], scaled)
+            del logits, errors, scaled
+        one = torch.ones((), dtype=weights.dtype, device=weights.device)
+        return *sums.scaled(one), None, None, None
+
+
+def _chunks(
+    hidden: torch.Tensor, weight: torch.Tensor, part: VocabularyPart | None
+) -> Iterator[slice]:
+    """The positions of each chunk of logits; with *part*, the same number of chunks on all ranks."""
+    num_columns = part.most if part is not None else weight.shape[0]
+    size = chunk_rows(hidden.device.type, num_columns)
+    for start in range(0, len(hidden), size):
+        yield slice(start, min(start + size, len(hidden)))

@@ -1,0 +1,41 @@
+"""Losses of single positions, computed in chunks whose logits are computed again in the backward pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from automodel_ckpt.models import fused_cross_entropy
+from automodel_ckpt.models.fused_cross_entropy import IDENTITY, LogitTransform
+from automodel_ckpt.models.position_losses import PositionLosses
+
+
+@pytest.mark.parametrize("transform", [IDENTITY, LogitTransform(0.5, 3.0)])
+@pytest.mark.parametrize("kind", ["linear", "module"])
+@pytest.mark.parametrize("num_positions", [0, 11])
+def test_losses_and_gradients_are_those_of_full_logits(
+    monkeypatch: pytest.MonkeyPatch, transform: LogitTransform, kind: str, num_positions: int
+) -> None:
+    # Four positions in a chunk.
+    monkeypatch.setitem(fused_cross_entropy.CHUNK_ELEMENTS, "cpu", 4 * 7)
+    torch.manual_seed(0)
+    layer = nn.Linear(5, 7)
+    hidden = torch.randn(num_positions, 5, requires_grad=True)
+    labels = torch.arange(num_positions) % 7
+    weights = torch.randn(num_positions)
+    expected = F.cross_entropy(transform(layer(hidden)), labels, reduction="none")
+    inputs = [hidden, *layer.parameters()]
+    gradients = torch.autograd.grad((expected * weights).sum(), inputs)
+    criterion = PositionLosses()
+    if kind == "linear":
+        found = criterion.linear(hidden, layer.weight, layer.bias, labels, None, transform, None)
+    else:
+        parameters = list(layer.parameters())
+        found = criterion.module(layer, parameters, 7, hidden, labels, transform, None)
+    torch.testing.assert_close(found, expected)
+    for gradient, other in zip(
+        torch.autograd.grad((found * weights).sum(), inputs), gradients, strict=True
+    ):
+        torch.testing.assert_close(gradient, other)
