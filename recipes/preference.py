@@ -173,6 +173,11 @@ class PreferenceFinetune(LLMFinetune):
         self._start_reference(reference)
         return reference
 
+    def other_models(self) -> Sequence[nn.Module]:
+        """List the reference model, unless the trained model computes it."""
+        model = self.reference.trainable.model
+        return () if model is self.model else (model,)
+
     def _start_reference(self, reference: Reference) -> None:
         """Give *reference* the weights that the trained model gets from ``init_from``."""
         section, model = self.config.init_from, self.config.model

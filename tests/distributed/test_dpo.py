@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from automodel_ckpt.cli.train import main
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.dpo import DPOFinetune
 from automodel_ckpt.recipes.orpo import ORPOFinetune
@@ -252,3 +254,19 @@ def test_what_the_recipe_cannot_train_on_is_an_error_before_training(
         train(recipe, *options, recipe_class=DPOFinetune)
     [problem] = caught.value.problems
     assert problem.where == where and problem.value and problem.hint
+
+
+def test_a_dry_run_counts_the_weights_of_the_reference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = write_run(tmp_path, "dpo")
+
+    def memory(*options: str) -> str:
+        assert main([str(recipe), "--dry-run", *options]) == 0
+        [line] = [text for text in capsys.readouterr().out.splitlines() if "memory:" in text]
+        return line
+
+    weights, others = re.findall(r"(?:weights|other models) ([\d.]+ \w+)", memory())
+    assert weights == others
+    assert "other models" not in memory("--dpo.precompute=true")
+    assert "other models" not in memory(LORA)
