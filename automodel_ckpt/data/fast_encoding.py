@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,6 +43,9 @@ def encode_one(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     )
     if backend is None or not is_prepared:
         return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    if os.environ.get("TOKENIZERS_PARALLELISM") == "false":
+        # In the processes that prepare data. It computes no offsets, which takes a quarter less time.
+        return list(backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
     # Not encode_batch_fast: it would pass a single text to other threads.
     return list(backend.encode(text, add_special_tokens=False).ids)
 

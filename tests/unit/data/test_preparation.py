@@ -205,7 +205,11 @@ def test_messages_are_recognized_after_many_rows_without_a_value(
     assert len(prompt_completion(chat_tokenizer, path)) == 130
 
 
-def test_a_batch_has_the_ids_of_a_call(tokenizer: Any, chat_tokenizer: Any) -> None:
+@pytest.mark.parametrize("parallelism", ["true", "false"])
+def test_a_batch_has_the_ids_of_a_call(
+    tokenizer: Any, chat_tokenizer: Any, parallelism: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", parallelism)
     truncating = train_tokenizer(400)
     truncating.backend_tokenizer.enable_truncation(4)
     truncating.backend_tokenizer.enable_padding(length=12)
