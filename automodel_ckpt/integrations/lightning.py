@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 
@@ -34,8 +35,18 @@ class _TrainerState:
             callback.state_key: callback for callback in trainer.callbacks if callback is not own
         }
 
+        self._metrics: Mapping[str, torch.Tensor] = {}
+
+    def restore_metrics(self) -> None:
+        """Give the Trainer the metrics that were loaded: EarlyStopping needs them where a resume ends an epoch."""
+        self._trainer.callback_metrics.update(self._metrics)
+        self._metrics = {}
+
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
+        metrics: dict[str, torch.Tensor] = {}
+        for name, value in trainer.callback_metrics.items():
+            metrics[name] = value.detach().cpu().clone()
         callbacks: dict[str, Any] = {}
         for key, callback in self._callbacks.items():
             callbacks[key] = callback.state_dict()
@@ -43,6 +54,7 @@ class _TrainerState:
             "loops": trainer.fit_loop.state_dict(),
             "callbacks": callbacks,
             "precision": trainer.precision_plugin.state_dict(),
+            "metrics": metrics,
         }
         if trainer.datamodule is not None:
             state["datamodule"] = trainer.datamodule.state_dict()
@@ -51,6 +63,8 @@ class _TrainerState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         trainer = self._trainer
         trainer.fit_loop.load_state_dict(state["loops"])
+        # Checkpoints written before 2026-11-23 have none.
+        self._metrics = state.get("metrics", {})
         for key, callback_state in state["callbacks"].items():
             if key in self._callbacks and callback_state:
                 self._callbacks[key].load_state_dict(callback_state)
@@ -70,7 +84,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc]
 
     A resume is exact with data loaders that have ``state_dict`` and draw no global random numbers.
     Other loaders begin an epoch again after a resume within it, and shuffle differently. After a resume at the end of
-    an epoch, Lightning's loop calls its last hooks again, without metrics: EarlyStopping raises an error there.
+    an epoch, Lightning's loop calls its last hooks again, with the metrics of the epoch.
     """
 
     def __init__(
@@ -84,6 +98,7 @@ class CheckpointCallback(Callback):  # type: ignore[misc]
         self._options = options or CheckpointOptions()
         self._checkpointer: Checkpointer | None = None
         self._random_state: DeferredRandomState | None = None
+        self._trainer_state: _TrainerState | None = None
         self._last_saved = 0
 
     # ---------------------------------------------------------------- events of the Trainer
@@ -105,13 +120,16 @@ class CheckpointCallback(Callback):  # type: ignore[misc]
         self._checkpointer.open()
         # The seed matters on another number of ranks only.
         self._random_state = DeferredRandomState(0, trainer.global_rank)
+        self._trainer_state = _TrainerState(trainer, self)
         self._checkpointer.load(self._state(trainer))
         self._last_saved = trainer.global_step
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Restore the random state, after the data loader of a resumed epoch has drawn its random numbers."""
+        """Restore the metrics, and the random state after the data loader of a resumed epoch has drawn numbers."""
         if self._random_state is not None:
             self._random_state.restore()
+        if self._trainer_state is not None:
+            self._trainer_state.restore_metrics()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Wait until the save in progress has copied the weights."""
@@ -179,5 +197,5 @@ class CheckpointCallback(Callback):  # type: ignore[misc]
             name = "lr_scheduler" if number == 0 else f"lr_scheduler_{number}"
             state[name] = config.scheduler
         state["random_state"] = self._random_state
-        state["trainer"] = _TrainerState(trainer, self)
+        state["trainer"] = self._trainer_state
         return state
