@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,8 @@ from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.schema import GenerationConfig
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.generation import Completion
+from automodel_ckpt.recipes import completions as recipe_completions
 from automodel_ckpt.recipes.completions import Completions
 from automodel_ckpt.recipes.trainable import Trainable
 from automodel_ckpt.training.rng import StatefulRNG
@@ -169,6 +172,40 @@ def test_every_key_of_generation_changes_the_completions(
     after = completions_with(model, **changed)
     assert after != before
     assert completions_with(model, **changed) == after
+
+
+def test_the_model_evaluates_in_its_dtype_and_continues_training_as_before(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(recipe.parent / "chat").train()
+    tokenizer = AutoTokenizer.from_pretrained(recipe.parent / "chat")
+    seen: list[Any] = []
+
+    def generate(model: Any, *_: Any, **options: Any) -> Completion:
+        is_cast = torch.is_autocast_enabled("cpu")
+        seen.append((model.training, is_cast, torch.initial_seed(), options["synced"]))
+        torch.randn(3)
+        return Completion("", 1, 1, "stop", 0.0)
+
+    def inputs_of(_: Any, messages: Any, device: torch.device) -> dict[str, torch.Tensor]:
+        seen.append([message["role"] for message in messages])
+        return {}
+
+    monkeypatch.setattr(recipe_completions, "generate", generate)
+    monkeypatch.setattr(recipe_completions, "inputs_of", inputs_of)
+    autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+    completions = Completions(
+        GenerationConfig(prompts=["Hello"], system="Be kind."),
+        Trainable(model, compute=autocast),
+        tokenizer,
+        SimpleNamespace(device=torch.device("cpu"), world_size=2),  # type: ignore[arg-type]
+        StatefulRNG(0, 0, (1,)),
+    )
+    before = torch.get_rng_state()
+    completions.at(3)
+    assert seen == [["system", "user"], (False, True, 3, True)]
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize(
