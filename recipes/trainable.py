@@ -666,6 +666,11 @@ class _TrainableBuilder:
             return None
         if not over or not self.is_trained:
             return None
+        if self._has_task_head:
+            log.info(
+                "no load balancing loss: models with a classification head return no router logits"
+            )
+            return None
         check_stages_with_routers(self.layout.sizes.pp)
         return settings
 

@@ -368,6 +368,9 @@ def _is_unchanged(tokenizer: Any, directory: Path) -> bool:
         read = type(inner).from_pretrained(directory)
         if read.get_vocab() != inner.get_vocab() or read.chat_template != inner.chat_template:
             return False
+        # A classifier's tokenizer can have got a pad token.
+        if read.pad_token != inner.pad_token:
+            return False
         if inner is tokenizer:
             return True
         processor = type(tokenizer).from_pretrained(directory)

@@ -30,6 +30,7 @@ RECIPES = {
     "TrainFinetuneRecipeForNextTokenPrediction": "llm_finetune",
     "FinetuneRecipeForVLM": "vlm_finetune",
     "KnowledgeDistillationRecipeForNextTokenPrediction": "distill",
+    "TrainFinetuneRecipeForSequenceClassification": "sequence_classification",
 }
 """AutoModel's recipe classes, and the recipes that replace them."""
 _PREFIXES = ("Train", "Finetune", "KnowledgeDistillation", "Benchmarking", "Pretrain", "Embedding")
@@ -99,6 +100,8 @@ def _class_for_model(root: Node) -> str | None:
         return None
     if "ForImageTextToText" in str(target.value):
         return "FinetuneRecipeForVLM"
+    if "ForSequenceClassification" in str(target.value):
+        return "TrainFinetuneRecipeForSequenceClassification"
     return "TrainFinetuneRecipeForNextTokenPrediction"
 
 

@@ -202,6 +202,15 @@ IMAGES = (
 )
 """Rows for all data sets of images. Their columns are those of our preset."""
 
+LABELED = (
+    SPLIT,
+    LIMIT,
+    Key("max_length", "seq_length", default="256"),
+    NoEffect("trust_remote_code"),
+    TOKENIZER,
+)
+"""Rows for the data sets of texts with labels, which AutoModel truncates to 256 tokens."""
+
 DATASETS: dict[str, Builder] = {
     "llm.squad.make_squad_dataset": Builder(
         "squad.squad",
@@ -261,6 +270,25 @@ DATASETS: dict[str, Builder] = {
             TOKENIZER,
         ),
         (("first_token", "2"), ("end_token", "1")),
+    ),
+    "llm.seq_cls.GLUE_MRPC": Builder(
+        "classification.texts",
+        LABELED,
+        (
+            ("path", "nyu-mll/glue"),
+            ("name", "mrpc"),
+            ("text_field", "sentence1"),
+            ("pair_field", "sentence2"),
+            ("truncation", "right"),
+        ),
+    ),
+    "llm.seq_cls.IMDB": Builder(
+        "classification.texts", LABELED, (("path", "stanfordnlp/imdb"), ("truncation", "right"))
+    ),
+    "llm.seq_cls.YelpReviewFull": Builder(
+        "classification.texts",
+        LABELED,
+        (("path", "Yelp/yelp_review_full"), ("truncation", "right")),
     ),
     "vlm.datasets.make_medpix_dataset": Builder(
         "vlm.image_answers", IMAGES, (("preset", "medpix"),)
@@ -342,6 +370,7 @@ def _discard(section: Section) -> None:
 
 COLLATORS = {
     "datasets.utils.default_collater",
+    "datasets.utils.seq_cls_collater",
     "datasets.utils.packed_sequence_thd_collater",
     "datasets.vlm.collate_fns.default_collate_fn",
     "datasets.vlm.collate_fns.qwen2_5_collate_fn",

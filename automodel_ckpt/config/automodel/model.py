@@ -34,7 +34,7 @@ DTYPES = {
 """AutoModel's names of data types -> ours. Others are the same."""
 AUTO_CLASS = re.compile(
     r"(nemo_automodel|transformers)\.([\w.]*\.)?(NeMo)?AutoModelFor"
-    r"(?P<task>CausalLM|ImageTextToText|MultimodalLM)\.(?P<method>from_pretrained|from_config)"
+    r"(?P<task>CausalLM|ImageTextToText|MultimodalLM|SequenceClassification)\.(?P<method>from_pretrained|from_config)"
 )
 _CONFIG_CLASS = re.compile(r"(nemo_automodel|transformers)\.[\w.]+\.from_pretrained")
 _ONE_MODEL = "use NeMoAutoModelForCausalLM or NeMoAutoModelForImageTextToText with from_pretrained"
@@ -44,6 +44,7 @@ _BACKENDS = ("te", "ffpa", "magi", "cudnn", "tilelang")
 
 MODEL = (
     Key("torch_dtype", "dtype", words=DTYPES),
+    Key("num_labels", where="classification.num_labels"),
     Degraded(
         "attn_implementation",
         "transformers does not have this attention; its default is used",

@@ -697,7 +697,6 @@ REJECTED = [
         6,
         "this divergence is not supported",
     ),
-    ("recipe: TrainFinetuneRecipeForSequenceClassification\n", 1, "unknown recipe"),
     ("recipe:\n  _target_: nemo_automodel.recipes.llm.benchmark.SomeRecipe\n", 1, "unknown recipe"),
     (
         "model:\n  _target_: nemo_automodel.NeMoAutoModelForSeq2SeqLM.from_pretrained\n",
@@ -1040,3 +1039,51 @@ def test_the_tool_counts_accepted_recipes_and_groups_rejections_by_cause(
     assert "   2 embedding_row_repair: repair of embedding rows is not supported" in printed
     assert "   1 unknown key dataset.unheard_of (1)" in printed
     assert "first.yaml:8: embedding_row_repair" in printed
+
+
+CLASSIFIER = """\
+model:
+  _target_: nemo_automodel.NeMoAutoModelForSequenceClassification.from_pretrained
+  pretrained_model_name_or_path: some/encoder
+  num_labels: 2
+checkpoint:
+  skip_task_head_prefixes_for_base_model: ["classifier."]
+dataset:
+  _target_: nemo_automodel.components.datasets.llm.seq_cls.GLUE_MRPC
+  split: train
+  num_samples_limit: 512
+dataloader:
+  collate_fn: nemo_automodel.components.datasets.utils.seq_cls_collater
+validation_dataset:
+  _target_: nemo_automodel.components.datasets.llm.seq_cls.IMDB
+  split: test
+  max_length: 128
+"""
+
+
+@pytest.mark.parametrize("first", ["", "recipe: TrainFinetuneRecipeForSequenceClassification\n"])
+def test_a_recipe_for_texts_with_labels_is_translated(tmp_path: Path, first: str) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(first + CLASSIFIER)
+    config = load_recipe(path).config
+    assert config.recipe == "sequence_classification"
+    assert config.classification.num_labels == 2
+    assert config.model.from_pretrained == "some/encoder"
+    builder = "automodel_ckpt.data.classification.texts"
+    assert config.dataset._target_ == config.validation_dataset._target_ == builder
+    assert config.dataset.kwargs == {
+        "path": "nyu-mll/glue",
+        "name": "mrpc",
+        "text_field": "sentence1",
+        "pair_field": "sentence2",
+        "truncation": "right",
+        "split": "train",
+        "max_samples": 512,
+        "seq_length": 256,
+    }
+    assert config.validation_dataset.kwargs == {
+        "path": "stanfordnlp/imdb",
+        "truncation": "right",
+        "split": "test",
+        "seq_length": 128,
+    }

@@ -1,0 +1,121 @@
+"""What users of recipe: sequence_classification see: errors, previews, and what its checkpoints are for."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    pipeline,
+)
+
+from automodel_ckpt.cli.ckpt import main as run_ckpt
+from automodel_ckpt.cli.train import main
+from automodel_ckpt.data.python_docs import train_tokenizer
+
+LABELS = ("json", "tarfile")
+RECIPE = """\
+recipe: sequence_classification
+model: {from_pretrained: base}
+classification: {labels: [json, tarfile]}
+dataset: {_target_: automodel_ckpt.data.classification.library_topics, seq_length: 24}
+step_scheduler: {global_batch_size: 4, local_batch_size: 4, max_steps: 2}
+"""
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny language model, whose tokenizer has no pad token."""
+    directory = tmp_path_factory.mktemp("base")
+    config = LlamaConfig(
+        vocab_size=300,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    tokenizer = train_tokenizer(300)
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture
+def recipe(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(base, "base")
+    Path("recipe.yaml").write_text(RECIPE)
+    return "recipe.yaml"
+
+
+@pytest.mark.parametrize(
+    ("override", "where", "what"),
+    [
+        ("--classification.labels=[a, a]", "--classification.labels", "different and not empty"),
+        ("--classification.labels=[a]", "--classification.labels", "a single label needs no model"),
+        ("--classification.num_labels=2", "--classification.num_labels", "cannot be combined"),
+        ("--classification.num_labels=0", "--classification.num_labels", "1 or more"),
+        ("--classification.problem=several", "--classification.problem", "multi_label"),
+        ("--recipe=llm_finetune", "recipe.yaml:3", "only the recipe sequence_classification"),
+        ("--classification=null", "classification.labels", "the labels are not known"),
+        ("--packed_sequence.size=64", "packed_sequence", "a row has one label"),
+    ],
+)
+def test_a_mistake_is_reported_with_its_place(
+    recipe: str, capsys: pytest.CaptureFixture[str], override: str, where: str, what: str
+) -> None:
+    assert main([recipe, override]) == 2
+    error = capsys.readouterr().err
+    assert what in error
+    assert where in error
+    assert "hint:" in error
+    assert not Path("checkpoints").exists()
+
+
+def test_samples_are_shown_with_their_labels(
+    recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([recipe, "--show-samples", "3"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count(", label json") + shown.count(", label tarfile") == 3
+    assert "trained" not in shown
+    assert main([recipe, "--dry-run"]) == 0
+    assert "LlamaForSequenceClassification" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft reads it
+def test_adapters_with_a_new_head_load_and_are_merged(
+    recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([recipe, "--peft.r=2"]) == 0
+    adapter = Path("checkpoints/LATEST/model")
+    config = AutoConfig.from_pretrained(adapter / "model_config.json")
+    assert config.id2label == dict(enumerate(LABELS))
+    adapted = AutoModelForSequenceClassification.from_pretrained(adapter, config=config)
+    texts = ["Open an archive.", "Decode a document."]
+    # The checkpoint's tokenizer has the end token as its pad token.
+    one = pipeline("text-classification", model=adapted, tokenizer=str(adapter))
+
+    assert run_ckpt(["export", "--merge", "checkpoints/LATEST", "-o", "merged"]) == 0
+    assert 'pipeline("text-classification"' in capsys.readouterr().err
+    weights = json.loads(Path("merged/model.safetensors.index.json").read_text())["weight_map"]
+    assert "score.weight" in weights
+    assert "lm_head.weight" not in weights
+    assert not Path("merged/generation_config.json").exists()
+    other = pipeline("text-classification", model="merged")
+    for a, b in zip(one(texts, batch_size=2), other(texts, batch_size=2), strict=True):
+        assert a["label"] == b["label"]
+        assert a["score"] == pytest.approx(b["score"], abs=1e-5)
+
+    for path in ("merged", "checkpoints/LATEST"):
+        assert run_ckpt(["generate", path, "-p", "hello"]) == 2
+        assert "generates none" in " ".join(capsys.readouterr().err.split())
