@@ -541,8 +541,11 @@ def test_on_a_terminal_the_title_of_a_recipe_stands_below_its_name(
     monkeypatch.setenv("COLUMNS", "60")
     assert main(["--list"]) == EXIT_DONE
     name, *lines = capsys.readouterr().out.splitlines()
-    assert "custom_recipe/lookahead" in name
-    assert lines[0].startswith("    A custom recipe")
+    first = next(iter(examples()))
+    assert first in name
+    title = examples()[first].read_text().splitlines()[1].removeprefix("# ")
+    assert title.startswith(lines[0].strip())
+    assert lines[0].startswith("    ")
     assert max(map(len, lines)) <= 60
 
 
