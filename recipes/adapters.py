@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,11 +129,13 @@ def adapter_assets(
     preprocessor: Any,
     reads_base: bool,
     has_own_config: bool = False,
+    further: Mapping[str, bytes] | None = None,
 ) -> AdapterAssets:
     """The files next to the adapters in a checkpoint.
 
     *revision* is that of a base with a Hub name. *reads_base*: compute the digest of the base, on rank 0.
     *has_own_config*: the config of *model* is one of these files, because that of the base has another head.
+    *further* are files of the recipe, by relative path.
     """
     directory = base_directory(base_name, revision)
     tensors: dict[str, TensorSpec] = tensor_specs(model)
@@ -159,4 +161,5 @@ def adapter_assets(
         tokenizer=preprocessor,
         base_dir=directory,
         model_config=config,
+        further=further,
     )

@@ -26,12 +26,17 @@ def model_layout(config: RecipeConfig) -> Literal["shards", "hf", "adapter"]:
 
 
 def export_assets(
-    config: RecipeConfig, trainable: Trainable, *, preprocessor: Any, reads_base: bool
+    config: RecipeConfig,
+    trainable: Trainable,
+    *,
+    preprocessor: Any,
+    reads_base: bool,
+    further: Mapping[str, bytes],
 ) -> dict[str, Assets]:
     """What an export of the module ``model`` needs besides its weights; empty for a model by ``_target_``.
 
-    *reads_base*: this rank computes the digest of the base that adapters belong to. Raises :class:`RecipeError` for
-    what transformers could not write.
+    *reads_base*: this rank computes the digest of the base that adapters belong to. *further* are files of the
+    recipe, by relative path. Raises :class:`RecipeError` for what transformers could not write.
     """
     section, peft = config.model, config.peft
     if isinstance(section, Target):
@@ -47,6 +52,7 @@ def export_assets(
             preprocessor=preprocessor,
             reads_base=reads_base,
             has_own_config=trainable.has_task_head,
+            further=further,
         )
         return {"model": adapters}
     base_dir = None
@@ -64,6 +70,7 @@ def export_assets(
         base_dir=base_dir,
         code_dir=code_directory(unwrap(trainable.model), section.revision),
         declared=declared,
+        further=further,
     )
     # Now, not at the first export: transformers rejects an invalid generation config when it saves.
     assets.validate()

@@ -310,9 +310,8 @@ class Recipe:
         """Build a loader of this rank's part of the global batches; for validation in order, without accumulation."""
         config, steps, layout = self.config.dataloader, self.config.step_scheduler, self.layout
         global_batch_size = steps.global_batch_size
-        if validation and not self.with_preceding:
-            # As many micro-batches as pipeline stages keep all stages busy.
-            global_batch_size = steps.local_batch_size * layout.dp_size * layout.sizes.pp
+        if validation:
+            global_batch_size = self.validation_batch_size()
         loader = GlobalBatchLoader(
             self.build_dataset(self.with_limit(section)),
             global_batch_size=global_batch_size,
@@ -333,6 +332,14 @@ class Recipe:
     def with_limit(self, section: Target) -> Target:
         """Return the section of a data set with ``seq_length`` null replaced by the model's context."""
         return within_context(section, self.model_config)
+
+    def validation_batch_size(self) -> int:
+        """The number of samples that all ranks together validate at a time."""
+        steps, sizes = self.config.step_scheduler, self.layout.sizes
+        if self.with_preceding:
+            return steps.global_batch_size
+        # As many micro-batches as pipeline stages keep all stages busy.
+        return steps.local_batch_size * sizes.dp * sizes.pp
 
     def build_validation(self) -> Callable[[], Iterator[GlobalBatch]] | None:
         """Build a function that reads the validation set from its start; its position is not state of the run."""
@@ -459,12 +466,17 @@ class Recipe:
             preprocessor=self.preprocessor,
             # The digest reads all bytes of the base, so only one rank computes it.
             reads_base=self.layout.is_rank0 and not self.is_dry_run,
+            further=self.export_files(),
         )
         if self.weight_average is not None and model_layout(self.config) != "shards":
             # The files of the average are a complete model, too.
             for model in list(assets.values()):
                 assets[AVERAGE] = model
         return assets
+
+    def export_files(self) -> Mapping[str, bytes]:
+        """Describe the files that exports have beside those of transformers and peft: content by relative path."""
+        return {}
 
     def build_objective(self) -> Objective:
         """Build the object that computes the loss of a micro-batch."""

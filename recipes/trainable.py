@@ -121,6 +121,9 @@ from automodel_ckpt.units import counted
 
 log = logging.getLogger("automodel_ckpt")
 
+_FEATURES = "FEATURE_EXTRACTION"
+"""peft's name of the task of a model without an output layer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Trainable:
@@ -724,7 +727,7 @@ class _TrainableBuilder:
             built = replace(built, row_layout=row_layout)
         if self.packs_images and self.config.packed_sequence is not None:
             built = replace(built, row_layout=self._image_rows(built, probe_model, router))
-        predicts_tokens = not self._has_task_head
+        predicts_tokens = not self._has_task_head and self.task_type != _FEATURES
         if predicts_tokens and self.config.loss_fn is None and self.layout.is_last_stage:
             head = install_loss_head(
                 probe_model,

@@ -16,7 +16,16 @@ DEFAULT_METRIC = "val_loss"
 """``checkpoint.best_metric_key`` of a recipe without the key."""
 TRAIN_LOSS = "train_loss"
 """The training loss of the last step, in ``losses.json``."""
-RISING = (ACCURACY, "margin", "reward_chosen", "reward_desirable", "f1", "pearson")
+RISING = (
+    ACCURACY,
+    "margin",
+    "reward_chosen",
+    "reward_desirable",
+    "f1",
+    "pearson",
+    "mrr",
+    "recall_at_10",
+)
 """Measures that a better model has a higher value of; of all others it has a lower one."""
 BENCHMARK = "eval_"
 """Metrics of the section ``evaluation.harness`` begin with this."""

@@ -70,7 +70,8 @@ class HFAssets:
     *base_dir* is the local directory that the model was loaded from. *tensors* are those that the model stores; *tied*
     maps each other name to the stored one it shares its memory with. *code_dir* has the Python files that define the
     model's class, if transformers does not define it. *declared* are names, or globs over them, of
-    tensors that differ from the base's intentionally: new, resized or omitted.
+    tensors that differ from the base's intentionally: new, resized or omitted. *further* are other files, by relative
+    path, that take precedence over those of the base.
     """
 
     def __init__(
@@ -85,7 +86,9 @@ class HFAssets:
         tensors: Mapping[str, TensorSpec] | None = None,
         tied: Mapping[str, str] | None = None,
         declared: Iterable[str] = (),
+        further: Mapping[str, bytes] | None = None,
     ) -> None:
+        self._further = dict(further or {})
         self._config, self._generation_config = config, generation_config
         self._tokenizer = tokenizer
         self._base_dir = Path(base_dir) if base_dir is not None else None
@@ -104,6 +107,7 @@ class HFAssets:
         base_dir: Path | str | None = None,
         code_dir: Path | None = None,
         declared: Iterable[str] = (),
+        further: Mapping[str, bytes] | None = None,
     ) -> HFAssets:
         """The assets of a transformers model, sharded or not; *base_dir* None: not from a local directory.
 
@@ -127,6 +131,7 @@ class HFAssets:
             tensors=tensor_specs(inner),
             tied=tied,
             declared=declared,
+            further=further,
         )
 
     def validate(self) -> None:
@@ -191,7 +196,7 @@ class HFAssets:
     @functools.cached_property
     def _files(self) -> dict[str, bytes]:
         # The base's own bytes take precedence, except for config.json, which describes this model.
-        files = self._generated() | self._copied()
+        files = self._generated() | self._copied() | self._further
         files["config.json"] = self.config_json()
         if self._tensors:
             files[FILE_INDEX_MAP] = _json_bytes(self.file_index_mapping)

@@ -157,6 +157,7 @@ _OWN_DATASETS = Group(
         for name in (
             "text.text",
             "text.prompt_completion",
+            "text_pairs.text_pairs",
             "chat.messages",
             "function_calls.xlam",
             "preference.pairs",
@@ -178,6 +179,7 @@ _OWN_DATASETS = Group(
             "python_docs.preferences",
             "python_docs.judged_docstrings",
             "python_docs.documents",
+            "python_docs.description_pairs",
             "digits.scans",
         )
     ),
@@ -211,6 +213,7 @@ _COLLATORS = Group(
     (
         Exact("automodel_ckpt.data.collate.PadCollator"),
         Exact("automodel_ckpt.data.image_collate.ImageTextCollator"),
+        Exact("automodel_ckpt.data.text_pairs.PairCollator"),
         Exact("transformers.DataCollatorForLanguageModeling"),
         Exact("transformers.DataCollatorForSeq2Seq"),
         Exact("transformers.DataCollatorForTokenClassification"),

@@ -1,8 +1,8 @@
 """Names that other trainers give to settings, and the keys of a recipe that mean the same.
 
 An unknown key with one of these names is reported with its counterpart. ``tools/make_reference.py`` writes them to
-docs/reference/names.md. The names are those of transformers' TrainingArguments and TRL, axolotl, LLaMA-Factory and
-torchtune.
+docs/reference/names.md. The names are those of transformers' TrainingArguments and TRL, axolotl, LLaMA-Factory,
+torchtune, sentence-transformers and FlagEmbedding.
 """
 
 from __future__ import annotations
@@ -208,6 +208,21 @@ _JUDGMENTS = {
     **_same("center_rewards_coefficient", "reward_model.center_coefficient"),
 }
 
+_EMBEDDINGS = {
+    **_same("scale", "embedding.temperature", note="its inverse: scale 20 is temperature 0.05"),
+    **_same("pooling_mode pooling_type sentence_pooling_method", "embedding.pooling"),
+    **_same("normalize_embeddings normlized normalized", "embedding.normalize"),
+    **_same(
+        "gather_across_devices negatives_cross_device mini_batch_size",
+        "embedding.negatives",
+        note="negatives are always those of all ranks; micro-batches are step_scheduler.local_batch_size",
+    ),
+    **_same("query_instruction_for_retrieval query_instruction", "embedding.query_prompt"),
+    **_same("passage_instruction_for_retrieval passage_prompt", "embedding.document_prompt"),
+    **_same("prompts", "embedding.query_prompt", "embedding.document_prompt"),
+    **_same("train_group_size", "dataset.max_negatives", note="train_group_size - 1"),
+}
+
 _RANKS = {
     **_same("fsdp fsdp_config fsdp_version deepspeed", "distributed.strategy", note="fsdp2"),
     **_same("tensor_parallel_size tensor_parallel_dim", "distributed.tp_size"),
@@ -261,6 +276,7 @@ OTHER_NAMES: dict[str, Counterpart] = {
     **_MODEL,
     **_ADAPTERS,
     **_DATA,
+    **_EMBEDDINGS,
     **_PREFERENCES,
     **_JUDGMENTS,
     **_RANKS,

@@ -9,6 +9,7 @@ GROUP = "automodel_ckpt.recipes"
 _OWN = {
     "sequence_classification": "automodel_ckpt.recipes.sequence_classification:SequenceClassification",
     "distill": "automodel_ckpt.recipes.distill:Distill",
+    "embedding": "automodel_ckpt.recipes.embedding:EmbeddingFinetune",
     "llm_finetune": "automodel_ckpt.recipes.llm_finetune:LLMFinetune",
     "kto": "automodel_ckpt.recipes.kto:KTOFinetune",
     "reward_model": "automodel_ckpt.recipes.reward_model:RewardModel",

@@ -17,6 +17,7 @@ from automodel_ckpt.config.evaluation import EvaluationConfig, has_benchmarks
 from automodel_ckpt.config.kinds.classification import ClassificationConfig
 from automodel_ckpt.config.kinds.distill import DistillConfig
 from automodel_ckpt.config.kinds.dpo import DPOConfig
+from automodel_ckpt.config.kinds.embedding import EmbeddingConfig
 from automodel_ckpt.config.kinds.kto import KTOConfig
 from automodel_ckpt.config.kinds.orpo import ORPOConfig
 from automodel_ckpt.config.kinds.pretrain import PretrainConfig
@@ -993,6 +994,7 @@ KIND_SECTIONS: dict[str, tuple[str, ...]] = {
     "pretrain": ("pretrain",),
     "dpo": ("dpo",),
     "orpo": ("orpo",),
+    "embedding": ("embedding",),
 }
 """Section -> the recipes of this package that read it. A recipe of a user may read any section."""
 
@@ -1052,6 +1054,7 @@ class RecipeConfig:
     orpo: ORPOConfig | None = None
     packed_sequence: PackedSequenceConfig | None = None
     pretrain: PretrainConfig | None = None
+    embedding: EmbeddingConfig | None = None
     optimizer: OptimizerConfig | OptimizerTarget = field(
         default_factory=OptimizerConfig, metadata={"supplied": ("params",)}
     )

@@ -53,6 +53,7 @@ from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.sources.model_files import (
     GENERATION_CONFIG,
     base_files,
+    is_embedding_file,
     is_tokenizer_file,
 )
 from automodel_ckpt.checkpoint.sources.source import Source
@@ -268,7 +269,7 @@ class MergedModel:
             self._replace_quantized(self._quantized)
         if adapter.model_config is not None:
             self._remove_other_heads()
-        changes = changes_by(adapter.tensors, adapter.where)
+        changes = self._in_base(changes_by(adapter.tensors, adapter.where))
         of_experts = self._expert_changes(changes)
         self.changes = self._by_file_name(changes) | of_experts
         self._factors: dict[tuple[str, str], Array] = {}
@@ -345,6 +346,22 @@ class MergedModel:
     def _file_name(self, name: str) -> str:
         """Return the name in files of the tensor *name* in memory."""
         return self._naming.files.get(name, name)
+
+    def _in_base(self, changes: Mapping[str, Change]) -> dict[str, Change]:
+        """Return *changes* by the names in memory of the base's model, which has a head.
+
+        An adapter of embeddings was trained on the model without its head, whose names lack the prefix of the backbone.
+        """
+        if self._adapter.config.get("task_type") != "FEATURE_EXTRACTION":
+            return dict(changes)
+        names = {*self._base, *self._naming.files}
+        prefixes: set[str] = set()
+        for name in changes:
+            if name in names:
+                return dict(changes)
+            prefixes |= {each.removesuffix(name) for each in names if each.endswith(f".{name}")}
+        prefix = prefixes.pop() if len(prefixes) == 1 else ""
+        return {f"{prefix}{name}": change for name, change in changes.items()}
 
     def _by_file_name(self, changes: Mapping[str, Change]) -> dict[str, tuple[str, Change]]:
         """Return {name in files: (name in memory, change)}."""
@@ -509,17 +526,24 @@ def _side_files(
 ) -> tuple[dict[str, bytes], list[str]]:
     """Return the side files of the merged model, and warnings.
 
-    They are the base's, but the tokenizer's are the checkpoint's if it has them. config.json matches the weights.
+    They are the base's, but the tokenizer's are the checkpoint's if it has them, and so are those that describe how
+    embeddings are computed. config.json matches the weights.
     """
     tokenizer: dict[str, bytes] = {}
+    of_embeddings: dict[str, bytes] = {}
     for path in adapter.directory.rglob("*"):
         name = path.relative_to(adapter.directory).as_posix()
         if path.is_file() and is_tokenizer_file(name):
             tokenizer[name] = path.read_bytes()
+        elif path.is_file() and is_embedding_file(name):
+            of_embeddings[name] = path.read_bytes()
     files: dict[str, bytes] = {}
     for name, data in base_files(base_dir).items():
-        if not tokenizer or not is_tokenizer_file(name):
-            files[name] = data
+        if tokenizer and is_tokenizer_file(name):
+            continue
+        if of_embeddings and is_embedding_file(name):
+            continue
+        files[name] = data
     path = base_dir / "config.json"
     if adapter.model_config is not None:
         path = adapter.model_config
@@ -527,7 +551,7 @@ def _side_files(
         # Of the base, which generates text.
         files.pop(GENERATION_CONFIG, None)
     config, warnings = agreeing_config(files["config.json"], plan, model.maps, path)
-    files |= tokenizer
+    files |= tokenizer | of_embeddings
     files["config.json"] = _changed_config(config, model)
     files[layout.HF_INDEX] = plan.index()
     return files, warnings

@@ -14,8 +14,10 @@ _CALLED = ("__call__", "_encode_plus", "_convert_encoding", "set_truncation_and_
 _MIN_BATCH = 8
 
 
-def encode_all(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """Return the token ids of each text, without special tokens, truncation and padding.
+def encode_all(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, add_special_tokens: bool = False
+) -> list[list[int]]:
+    """Return the token ids of each text without truncation and padding, and by default without special tokens.
 
     The result is that of a call of *tokenizer*. A few texts are passed to it. More go to its backend directly, which
     then computes no offsets and no masks, unless a subclass has changed how texts are encoded.
@@ -24,11 +26,11 @@ def encode_all(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list
         return []
     backend = _plain_backend(tokenizer)
     if backend is None or len(texts) < _MIN_BATCH:
-        encoded: Any = tokenizer(list(texts), add_special_tokens=False, verbose=False)
+        encoded: Any = tokenizer(list(texts), add_special_tokens=add_special_tokens, verbose=False)
         return [list(ids) for ids in encoded["input_ids"]]
     # A call disables the backend's truncation and padding, which tokenizer.json or another call may have enabled.
     tokenizer(["a"], add_special_tokens=False, verbose=False)
-    encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
+    encodings = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
     return [encoding.ids for encoding in encodings]
 
 

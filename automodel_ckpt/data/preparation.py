@@ -131,7 +131,7 @@ def _encode_range(
     stop: int,
 ) -> Part:
     samples = encode(RowRange(rows, start, stop, known))
-    truncation = Truncation(policy.policy, policy.seq_length)
+    truncation = policy.anew()
     rejects = policy.policy == "error"
     remaining = []
     used, lengths = [], []

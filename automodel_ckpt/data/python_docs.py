@@ -1,10 +1,11 @@
 """Real text that is part of every Python installation, and a tokenizer trained on it: nothing is downloaded.
 
 :func:`language_modeling` is the language reference as shown by ``help()``; :func:`docstring_pairs` asks for the
-docstring of a function or class of the standard library; :func:`preferences` prefers its first paragraph to the same
-words in another order; :func:`documents` writes both kinds of text to files. All of them depend on the version of the
-interpreter. About a tenth of the documents (topics of the reference, modules of the library), chosen by a hash of their
-names, is the validation split. Prepared data is kept in ``$AUTOMODEL_CKPT_CACHE``, else ``~/.cache/automodel_ckpt``.
+docstring of a function or class of the standard library, and :func:`description_pairs` for the function or class that a
+docstring describes; :func:`preferences` prefers its first paragraph to the same words in another order;
+:func:`documents` writes both kinds of text to files. All of them depend on the version of the interpreter. About a
+tenth of the documents (topics of the reference, modules of the library), chosen by a hash of their names, is the
+validation split. Prepared data is kept in ``$AUTOMODEL_CKPT_CACHE``, else ``~/.cache/automodel_ckpt``.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from automodel_ckpt.data.preference import PreferenceDataset
 from automodel_ckpt.data.row_stream import DEFAULT_BLOCK, RowStream
 from automodel_ckpt.data.samples import identity, prepared
 from automodel_ckpt.data.text import text
+from automodel_ckpt.data.text_pairs import TextEncoder, TextTruncation
 from automodel_ckpt.data.token_arrays import TokenDocuments, TokenWindows
 from automodel_ckpt.data.token_files import nanogpt
 from automodel_ckpt.data.tokenized import TokenizedDataset
@@ -268,6 +270,41 @@ def documents(
         streaming=form == "stream",
         shuffle_block=shuffle_block,
     )
+
+
+def description_pairs(
+    tokenizer: PreTrainedTokenizerBase,
+    seq_length: int = 64,
+    split: str = "train",
+    query_prompt: str = "",
+    document_prompt: str = "",
+    max_samples: int | None = None,
+) -> TokenizedDataset:
+    """Make a pair of texts of each docstring in the standard library, for the recipe ``embedding``.
+
+    The query is the first paragraph of the docstring, and its document the signature of the function or class. A text
+    of more than *seq_length* tokens is truncated. The recipe supplies the prompts from its section ``embedding``.
+    """
+
+    def build() -> TokenizedDataset:
+        pairs = list(_library_pairs(split))
+        texts = []
+        for pair in pairs:
+            description = pair.docstring.split("\n\n", 1)[0]
+            texts.append([query_prompt + description, document_prompt + pair.prompt.rstrip()])
+        encoder = TextEncoder(tokenizer, seq_length)
+        samples = encoder.samples(texts, lambda number: pairs[number].where)
+        policy = TextTruncation("right", seq_length)
+        return policy.apply_to_all(samples, lambda number: pairs[number].where)
+
+    require_choice("split", split, ("train", "validation"))
+    key = (library_digest(), seq_length, split, query_prompt, document_prompt)
+    dataset = prepared("python_docs-description_pairs", key, tokenizer, build)
+    what = f"description_pairs ({split})"
+    dataset.report_truncation(what, seq_length)
+    dataset = dataset.first(max_samples)
+    dataset.report_lengths(what)
+    return dataset
 
 
 def _train(vocab_size: int) -> PreTrainedTokenizerFast:

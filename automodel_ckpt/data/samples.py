@@ -173,6 +173,9 @@ def _fingerprint(tokenizer: PreTrainedTokenizerBase) -> str | None:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if not isinstance(backend, tokenizers.Tokenizer):
         return None
+    # A call disables truncation and padding, which tokenizer.json or an earlier call may have enabled. They are not
+    # part of the samples, and would differ between the rank that prepares these and the others.
+    tokenizer(["a"], add_special_tokens=False, verbose=False)
     # The serialized backend does not contain which tokens are bos and eos.
     special = f"{tokenizer.bos_token_id} {tokenizer.eos_token_id}"
     content = special + backend.to_str()

@@ -26,13 +26,15 @@ _NUMBERS = "numbers.npy"
 class TokenizedSample(NamedTuple):
     """The tokens of a sample, whether each token has a label, and whether an answer in the sample has no text.
 
-    *number* is a number that the row has beside its text, such as a margin; NaN: it has none.
+    *number* is a number that the row has beside its text, such as a margin; NaN: it has none. *is_cut*: the builder has
+    already truncated a part of it.
     """
 
     tokens: list[int]
     labelled: list[bool]
     is_empty: bool = False
     number: float = math.nan
+    is_cut: bool = False
 
     @classmethod
     def whole(cls, tokens: list[int]) -> TokenizedSample:

@@ -49,6 +49,10 @@ class Truncation:
                 hint="give at least 2 (a token and the one it predicts)",
             )
 
+    def anew(self) -> Truncation:
+        """Return the same policy with counts of zero."""
+        return type(self)(self.policy, self.seq_length)
+
     def apply(self, sample: TokenizedSample, where: Callable[[], str]) -> TokenizedSample | None:
         """Return the sample, truncated if needed; None if no label remains or if it is to be skipped.
 

@@ -46,6 +46,7 @@ from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.config.schema import RecipeConfig, Target
 from automodel_ckpt.config.targets import check_targets, resolve_recipe
 from automodel_ckpt.config.trust import Trust
+from automodel_ckpt.data.text_pairs import PairCollator
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.mesh_sizes import Sizes, choose_strategy
 from automodel_ckpt.distributed.pipeline import Pipeline, StageTensorSpec
@@ -54,6 +55,8 @@ from automodel_ckpt.models.fake_quantization import FakeQuantization
 from automodel_ckpt.recipes.adapters import adapt, quantization
 from automodel_ckpt.recipes.deferred_model import DeferredModel
 from automodel_ckpt.recipes.distill import check_distillation, weights_of
+from automodel_ckpt.recipes.embedding import Contrastive, EmbeddingFinetune
+from automodel_ckpt.recipes.embedding_pairs import PairsOverRanks
 from automodel_ckpt.recipes.exports import check_export
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.loop import TrainingLoop
@@ -66,6 +69,7 @@ from automodel_ckpt.recipes.run_log import RunLog, build_profiler
 from automodel_ckpt.recipes.sequence_classification import SequenceClassification
 from automodel_ckpt.recipes.teacher import teacher_model
 from automodel_ckpt.recipes.trainable import Trainable, read_model_config, row_multiple, shard
+from automodel_ckpt.training.rng import StatefulRNG
 from automodel_ckpt.training.step_scheduler import StepScheduler, total_steps
 from tests.support import ranks, tiny
 from tests.unit.checkpoint.test_background import AdapterFiles
@@ -205,6 +209,32 @@ def rows(it: Subject) -> Any:
     it.recipe.loss_fn = it.recipe.build_loss_fn()
     rows_of = it.recipe.build_objective().rows_of
     return {name: tuple(tensor.shape) for name, tensor in rows_of(micro_batch).items()}
+
+
+def pairs(query_prompt: str = "", document_prompt: str = "") -> list[dict[str, list[int]]]:
+    """Four pairs of texts, two of which have the same document; their first tokens tell the lengths of the prompts."""
+    query, document = 1 + len(query_prompt), 1 + len(document_prompt)
+    made = []
+    for number in (5, 7, 9, 9):
+        tokens = [query, number, 3, document, 10, number // 9, 4]
+        made.append({"input_ids": tokens, "labels": [-100, *tokens[1:3], -100, *tokens[4:]]})
+    return made
+
+
+def contrastive(it: Subject) -> list[float]:
+    """The losses of two micro-batches of a global batch of pairs."""
+    recipe = EmbeddingFinetune(it.config, config_yaml="")
+    recipe.layout, recipe.tokenizer = it.recipe.layout, None
+    samples_of_pairs = recipe.build_dataset(it.config.dataset)
+    batches_of_pairs = [PairCollator(0)(samples_of_pairs[part : part + 2]) for part in (0, 2)]
+    torch.manual_seed(1)
+    model = EmbeddingFinetune.auto_class.from_config(read_config(it)).train()
+    unused: Any = None
+    objective = Contrastive(Trainable(model), recipe.layout, unused)
+    objective.section, objective.rng = recipe.section, StatefulRNG(0, 0, (1, 1, 1, 1))
+    objective.over_ranks = PairsOverRanks(recipe.layout)
+    objective.start_batch(batches_of_pairs)
+    return [objective.loss(batch).loss.item() for batch in batches_of_pairs]
 
 
 def rounding(it: Subject) -> Any:
@@ -649,6 +679,7 @@ DPO_RUN = DPO + "test_losses_and_rewards_are_those_of_trl"
 HARNESS = "tests/contract/test_benchmarks.py::"
 HARNESS_RUN = HARNESS + "test_they_select_the_best_checkpoint_and_end_the_run"
 HARNESS_KEYS = HARNESS + "test_each_key_reaches_the_library"
+EMBEDDING = ("--recipe=embedding", f"--dataset={{_target_: {__name__}.pairs}}")
 EMA = "tests/distributed/test_weight_average.py::"
 EMA_STEPS = (
     EMA + "test_steps_that_change_no_weight_do_not_count_and_a_norm_on_the_device_is_not_read"
@@ -784,6 +815,15 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "orpo.learn_prompt": Proven(
         DPO + "test_orpo_learns_the_prompt_unless_learn_prompt_is_false", "false"
     ),
+    "embedding": Observed(contrastive, "{temperature: 0.5}", EMBEDDING),
+    "embedding.pooling": Observed(contrastive, "last", EMBEDDING),
+    "embedding.normalize": Observed(contrastive, "false", EMBEDDING),
+    "embedding.temperature": Observed(contrastive, "0.5", EMBEDDING),
+    "embedding.symmetric": Observed(contrastive, "true", EMBEDDING),
+    "embedding.negatives": Observed(contrastive, "micro_batch", EMBEDDING),
+    "embedding.hide_equal_texts": Observed(contrastive, "false", EMBEDDING),
+    "embedding.query_prompt": Observed(contrastive, "find", EMBEDDING),
+    "embedding.document_prompt": Observed(contrastive, "see", EMBEDDING),
     "ema": Proven(EMA_RUN, "{}"),
     "ema.decay": Proven(EMA_STEPS, "0.75"),
     "ema.start_step": Proven(EMA_STEPS, "2"),

@@ -15,14 +15,22 @@ _TOKENIZER_CONFIG = "tokenizer_config.json"
 def try_command(directory: Path) -> str:
     """The command that tries the Hugging Face files in *directory*: a conversation if there is a chat template.
 
-    For a model that gives labels to texts, it is a call of transformers' pipeline.
+    For a model that gives labels to texts, it is a call of transformers' pipeline; for a model of text embeddings, the
+    call that loads them.
     """
     if _is_classifier(directory):
         return f'transformers.pipeline("text-classification", model={str(directory)!r})'
     path = shlex.quote(str(directory))
+    if _computes_embeddings(directory):
+        return f"sentence_transformers.SentenceTransformer({str(directory)!r}).encode(['a text'])"
     if _has_chat_template(directory):
         return f"ckpt chat {path}"
     return f'ckpt generate {path} -p "Once upon a time"'
+
+
+def _computes_embeddings(directory: Path) -> bool:
+    """Whether the files describe how sentence-transformers computes embeddings with the model."""
+    return (directory / "modules.json").is_file()
 
 
 def hf_lines(directory: Path) -> list[str]:
@@ -30,6 +38,11 @@ def hf_lines(directory: Path) -> list[str]:
     if _is_classifier(directory):
         return [f"try it:       {try_command(directory)}"]
     path = shlex.quote(str(directory))
+    if _computes_embeddings(directory):
+        return [
+            f"try it:       {try_command(directory)}",
+            f"transformers: AutoModel.from_pretrained({str(directory)!r})",
+        ]
     return [
         f"try it:       {try_command(directory)}",
         f"vLLM:         vllm serve {path}",

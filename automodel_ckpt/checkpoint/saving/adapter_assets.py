@@ -31,7 +31,8 @@ class AdapterAssets:
     *peft_config* is the content of adapter_config.json without the base's name, *description* the recipe's settings,
     *tensors* those of the adapter file by peft's keys, *base* the identity of the base (None on ranks that write
     nothing), *tokenizer* a tokenizer or processor, *base_dir* the directory of the base's files. *model_config* is the
-    content of config.json of the model with the adapters; None: that of the base.
+    content of config.json of the model with the adapters; None: that of the base. *further* are other files, by
+    relative path.
     """
 
     def __init__(
@@ -44,8 +45,10 @@ class AdapterAssets:
         tokenizer: Any = None,
         base_dir: Path | str | None = None,
         model_config: bytes | None = None,
+        further: Mapping[str, bytes] | None = None,
     ) -> None:
         self._model_config = model_config
+        self._further = dict(further or {})
         self._peft_config, self._description = dict(peft_config), dict(description)
         self._tensors, self._base = dict(tensors), base
         self._tokenizer_files = HFAssets(
@@ -85,6 +88,7 @@ class AdapterAssets:
         return {
             **self._tokenizer_files,
             **of_model,
+            **self._further,
             layout.ADAPTER_CONFIG: _json(peft_config, sort_keys=True),
             layout.AUTOMODEL_PEFT_CONFIG: _json(description),
             EXPECTED_TENSORS: _json(expected),
@@ -94,7 +98,8 @@ class AdapterAssets:
     def nbytes(self) -> int:
         """Approximate bytes of the side files; available also where the base was not read."""
         records = (_json(self._peft_config), _json(self._description))
-        return sum(map(len, (*self._tokenizer_files.values(), *records)))
+        files = (*self._tokenizer_files.values(), *self._further.values(), *records)
+        return sum(map(len, files))
 
     def check_base(self, checkpoint: Path, directory: str) -> None:
         """Check on rank 0 that the adapters in *directory* of *checkpoint* belong to this base and configuration.

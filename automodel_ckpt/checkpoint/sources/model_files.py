@@ -1,4 +1,4 @@
-"""Which files belong beside the weights of a Hugging Face model: config, tokenizer or processor, code, licence."""
+"""Which files belong beside the weights of a Hugging Face model: config, tokenizer, code, licence, pooling."""
 
 from __future__ import annotations
 
@@ -18,12 +18,26 @@ TOKENIZER_FILES = (
     "additional_chat_templates/*",
     "*processor_config.json",
 )
+EMBEDDING_FILES = (
+    "modules.json",
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
+    "[0-9]_*/config.json",
+)
+"""The files with which sentence-transformers computes embeddings."""
 CODE_FILES = ("*.py",)
 MODEL_FILES = (*CODE_FILES, "LICENSE*", "NOTICE*", "USE_POLICY*")
 GENERATION_CONFIG = "generation_config.json"
 
 
-_SIDE_FILES = ("config.json", GENERATION_CONFIG, *MODEL_FILES, *TOKENIZER_FILES)
+_SIDE_FILES = (
+    "config.json",
+    GENERATION_CONFIG,
+    *MODEL_FILES,
+    *TOKENIZER_FILES,
+    *EMBEDDING_FILES,
+)
+_FOLDERS = ("additional_chat_templates/*", "[0-9]_*/config.json")
 
 
 def base_files(directory: Path) -> dict[str, bytes]:
@@ -41,10 +55,17 @@ def is_tokenizer_file(name: str) -> bool:
     return any(fnmatch(name, pattern) for pattern in TOKENIZER_FILES)
 
 
+def is_embedding_file(name: str) -> bool:
+    """Whether a file of that name, relative to the model's directory, describes how embeddings are computed."""
+    return any(fnmatch(name, pattern) for pattern in EMBEDDING_FILES)
+
+
 def read_files(directory: Path, patterns: Iterable[str]) -> dict[str, bytes]:
     """The files at the top of *directory*, or in a folder that a pattern names, whose relative name fits a pattern."""
     wanted = tuple(patterns)
-    candidates = [*directory.glob("*"), *directory.glob("additional_chat_templates/*")]
+    candidates = list(directory.glob("*"))
+    for folder in _FOLDERS:
+        candidates += directory.glob(folder)
     # Links are followed: in the Hub's cache, every file is a link.
     names = {
         path.relative_to(directory).as_posix(): path

@@ -1,0 +1,284 @@
+"""Builder for pairs of texts that belong together, such as questions and passages, and its collator.
+
+A sample is the tokens of its texts one after another: the query, the positive document, and any number of negative
+documents. Its labels are the tokens, with -100 for the first token of each text, so that data sets, mixtures and
+streams treat it like every other sample.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from automodel_ckpt.data.arguments import require_choice, require_tokenizer
+from automodel_ckpt.data.collate import IGNORE_INDEX, PadCollator
+from automodel_ckpt.data.fast_encoding import encode_all
+from automodel_ckpt.data.fields import names_in
+from automodel_ckpt.data.row_stream import DEFAULT_BLOCK, RowStream
+from automodel_ckpt.data.rows import Rows
+from automodel_ckpt.data.samples import samples_of
+from automodel_ckpt.data.source import Source
+from automodel_ckpt.data.tokenized import TokenizedDataset, TokenizedSample
+from automodel_ckpt.data.truncation import Truncation
+from automodel_ckpt.errors import RecipeError
+
+_POLICIES = ("error", "right")
+_NEGATIVES = re.compile(r"negatives?(_\d+)?")
+_NEGATIVES_IN_WORDS = "negative, negatives or negative_N"
+
+
+def text_pairs(
+    tokenizer: PreTrainedTokenizerBase,
+    path: str | list[str],
+    seq_length: int | None = 512,
+    query_field: str = "query",
+    positive_field: str = "positive",
+    negative_fields: list[str] | None = None,
+    max_negatives: int | None = None,
+    query_prompt: str = "",
+    document_prompt: str = "",
+    truncation: Literal["error", "right"] = "right",
+    max_samples: int | None = None,
+    name: str | None = None,
+    split: str = "train",
+    revision: str | None = None,
+    streaming: bool = False,
+    shuffle_block: int = DEFAULT_BLOCK,
+) -> TokenizedDataset | RowStream:
+    """Make one sample per row for the recipe ``embedding``: a query, its document, and any negative documents.
+
+    *query_field* and *positive_field* are fields, or templates of several, such as ``"{{ title }}: {{ body }}"``.
+    *negative_fields* contain a text, a list of texts, or null; by default, they are the fields that are named
+    ``negative``, ``negatives`` or ``negative_N``. At most *max_negatives* of a row are used. The recipe supplies the
+    prompts, which are written before each query and each document, from its section ``embedding``.
+
+    The tokenizer adds the special tokens that it adds to any text. With *truncation* ``right``, a text of more than
+    *seq_length* tokens is truncated as the tokenizer does it, with its special tokens, and the number of rows with such
+    texts is logged. ``error`` rejects such rows with their location.
+    """
+    if max_negatives is not None and max_negatives < 0:
+        raise RecipeError(
+            "max_negatives must be at least 0",
+            where="dataset.max_negatives",
+            value=max_negatives,
+            hint="omit it to use all negatives, or set 0 to use none",
+        )
+    encoder = TextEncoder(require_tokenizer(tokenizer), seq_length, truncation)
+    pairs = _PairReader(
+        encoder,
+        query_field,
+        positive_field,
+        negative_fields,
+        max_negatives,
+        query_prompt,
+        document_prompt,
+    )
+    key = (query_field, positive_field, negative_fields, max_negatives)
+    return samples_of(
+        Source.of(path, name, split, revision),
+        tokenizer,
+        pairs.encode,
+        TextTruncation.of("right", seq_length),
+        fields=pairs.names,
+        key=("text_pairs", *key, query_prompt, document_prompt, truncation, seq_length),
+        max_samples=max_samples,
+        streaming=streaming,
+        shuffle_block=shuffle_block,
+    )
+
+
+class TextTruncation(Truncation):
+    """Counts the samples of which :class:`TextEncoder` has truncated a text. It changes and skips none."""
+
+    def apply_to_group(
+        self, samples: Sequence[TokenizedSample], where: Callable[[], str]
+    ) -> list[TokenizedSample]:
+        self.num_cut += sum(sample.is_cut for sample in samples)
+        return list(samples)
+
+
+class TextEncoder:
+    """Tokenizes texts as libraries that compute embeddings do: with the special tokens that the tokenizer adds.
+
+    Texts of more than *seq_length* tokens (None: no limit) are truncated, or rejected with *truncation* ``error``.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, seq_length: int | None, truncation: str = "right"
+    ) -> None:
+        require_choice("truncation", truncation, _POLICIES)
+        self._tokenizer = tokenizer
+        self._limit = seq_length
+        self._rejects = truncation == "error"
+
+    def samples(
+        self, rows: Sequence[Sequence[str]], where: Callable[[int], str]
+    ) -> list[TokenizedSample]:
+        """Make a sample of each row of texts: the query, the positive document, and negative documents.
+
+        ``where(n)`` is the location of row n. Raises :class:`RecipeError` for a text without tokens, and for one that
+        is too long.
+        """
+        texts = list(chain.from_iterable(rows))
+        encoded = iter(encode_all(self._tokenizer, texts, add_special_tokens=True))
+        samples = []
+        for number, row in enumerate(rows):
+            tokens: list[int] = []
+            labelled: list[bool] = []
+            is_cut = False
+            for text in row:
+                ids = next(encoded)
+                if not ids:
+                    raise _no_text("a text of a pair has no tokens", where(number))
+                if self._limit is not None and len(ids) > self._limit:
+                    ids = self._shortened(text, len(ids), self._limit, partial(where, number))
+                    is_cut = True
+                tokens += ids
+                labelled += [False] + [True] * (len(ids) - 1)
+            samples.append(TokenizedSample(tokens, labelled, is_cut=is_cut))
+        return samples
+
+    def _shortened(
+        self, text: str, num_tokens: int, limit: int, where: Callable[[], str]
+    ) -> list[int]:
+        if self._rejects:
+            raise RecipeError(
+                "a text of a pair is longer than seq_length",
+                where=where(),
+                value=f"{num_tokens} tokens, seq_length {limit}",
+                hint="increase dataset.seq_length, set dataset.truncation: right, or remove this row",
+            )
+        # The tokenizer keeps its special tokens at the end.
+        return list(self._tokenizer(text, truncation=True, max_length=limit)["input_ids"])
+
+
+@dataclass(frozen=True, slots=True)
+class _PairReader:
+    """Reads the texts of rows. The fields are the arguments of :func:`text_pairs`."""
+
+    encoder: TextEncoder
+    query_field: str
+    positive_field: str
+    negative_fields: list[str] | None
+    max_negatives: int | None
+    query_prompt: str
+    document_prompt: str
+
+    @property
+    def names(self) -> list[str]:
+        """The fields that are used, if the data has them."""
+        names = [*names_in(self.query_field), *names_in(self.positive_field)]
+        if self.negative_fields is None:
+            return [*names, "negative", "negatives", *(f"negative_{n}" for n in range(100))]
+        return [*names, *self.negative_fields]
+
+    def encode(self, rows: Rows) -> list[TokenizedSample]:
+        """Make a sample of each row. Raises :class:`RecipeError` with the row's location for a text that is empty."""
+        queries, positives = rows.texts([self.query_field, self.positive_field])
+        negatives = self._negatives(rows)
+        texts = []
+        for number, (query, positive) in enumerate(zip(queries, positives, strict=True)):
+            documents = [positive, *negatives[number]]
+            if not query.strip() or not all(document.strip() for document in documents):
+                raise _no_text("a text of a pair is empty", rows.place(number))
+            written = [self.document_prompt + document for document in documents]
+            texts.append([self.query_prompt + query, *written])
+        return self.encoder.samples(texts, rows.place)
+
+    def _negatives(self, rows: Rows) -> list[list[str]]:
+        """The negative documents of each row."""
+        fields = self.negative_fields
+        if fields is None:
+            fields = [field for field in rows.fields if _NEGATIVES.fullmatch(field)]
+        elif fields:
+            rows.require(fields)
+        found: list[list[str]] = [[] for _ in range(rows.num_rows)]
+        for field, values in zip(fields, rows.read(fields), strict=True):
+            for number, value in enumerate(values):
+                found[number] += _texts_in(value, field, rows, number)
+        return [texts[: self.max_negatives] for texts in found]
+
+
+def _texts_in(value: Any, field: str, rows: Rows, number: int) -> list[str]:
+    """The texts in a field of negatives: one, several, or none for null."""
+    if value is None:
+        return []
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise RecipeError(
+            f"field {field} of a sample is not text, a list of texts or null",
+            where=rows.place(number),
+            value=str(value)[:80],
+            hint="correct this row, or list the fields with negatives in dataset.negative_fields "
+            f"(by default: {_NEGATIVES_IN_WORDS})",
+        )
+    return texts
+
+
+def _no_text(what: str, where: str) -> RecipeError:
+    return RecipeError(
+        what, where=where, value="an empty text", hint="remove this row, or complete its texts"
+    )
+
+
+def _starts(labelled: Sequence[bool]) -> list[int]:
+    return [position for position, has_label in enumerate(labelled) if not has_label]
+
+
+class PairCollator:
+    """Pads the texts of pairs to rows of one length: query and document of each pair in turn, then all negatives.
+
+    The argument is a non-empty list of samples of :func:`text_pairs`. Returns int64 tensors ``input_ids``,
+    ``attention_mask`` and ``labels`` of shape [texts, length], where the labels are the tokens and -100 for padding;
+    ``num_negatives`` [pairs]; and ``digests`` [texts], which are equal for equal texts. Padding is on the right. Raises
+    :class:`RecipeError` for other samples.
+    """
+
+    draws_nothing = True
+
+    def __init__(self, pad_token_id: int, pad_to_multiple_of: int | None = None) -> None:
+        self._pad = PadCollator(pad_token_id, pad_to_multiple_of)
+
+    def __call__(self, samples: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, torch.Tensor]:
+        by_sample = [_texts_of(sample) for sample in samples]
+        pairs = chain.from_iterable(texts[:2] for texts in by_sample)
+        negatives = chain.from_iterable(texts[2:] for texts in by_sample)
+        rows = []
+        for ids in chain(pairs, negatives):
+            rows.append({"input_ids": ids, "labels": ids})
+        batch = self._pad(rows)
+        batch["num_negatives"] = torch.tensor([len(texts) - 2 for texts in by_sample])
+        batch["digests"] = torch.tensor([_digest(row["input_ids"]) for row in rows])
+        return batch
+
+
+def _texts_of(sample: Mapping[str, Sequence[int]]) -> list[list[int]]:
+    """The tokens of each text of a sample."""
+    is_sample = isinstance(sample, Mapping) and {"input_ids", "labels"} <= sample.keys()
+    starts: list[int] = []
+    if is_sample:
+        ids, labels = list(sample["input_ids"]), sample["labels"]
+        starts = _starts([label != IGNORE_INDEX for label in labels])
+    if len(starts) < 2 or starts[0] != 0:
+        raise RecipeError(
+            "a sample is no pair of texts",
+            where="dataset",
+            value=sorted(sample) if isinstance(sample, Mapping) else type(sample).__name__,
+            hint="read pairs with automodel_ckpt.data.text_pairs.text_pairs, or set dataloader.collate_fn",
+        )
+    ends = [*starts[1:], len(ids)]
+    return [ids[start:end] for start, end in zip(starts, ends, strict=True)]
+
+
+def _digest(ids: Sequence[int]) -> int:
+    content = np.asarray(ids, dtype=np.int64).tobytes()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), signed=True)

@@ -1,0 +1,231 @@
+"""Contrastive training of text embeddings: each query has to find its document among those of the other pairs.
+
+The model is one of transformers' ``AutoModel``, an encoder or a decoder, without an output layer. The embedding of a
+text is pooled from its hidden states (section ``embedding``), and only the model has weights to save. Exports also have
+the files with which sentence-transformers computes the same embeddings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from transformers import AutoModel
+
+from automodel_ckpt.config.kinds.embedding import EmbeddingConfig
+from automodel_ckpt.config.schema import Target
+from automodel_ckpt.config.targets import build
+from automodel_ckpt.data.text_pairs import PairCollator
+from automodel_ckpt.models.pooling import hidden_states_of, pool
+from automodel_ckpt.recipes.embedding_checks import (
+    check_architecture,
+    check_embedding,
+    warn_of_other_pooling,
+    with_backbone,
+)
+from automodel_ckpt.recipes.embedding_files import sentence_transformers_files
+from automodel_ckpt.recipes.embedding_pairs import PairsOverRanks, Parts, num_pairs_of, parts_of
+from automodel_ckpt.recipes.evaluation import EvaluationSums
+from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.recipes.objective import Objective, Tensors
+from automodel_ckpt.recipes.records import BatchSize, LossSum
+from automodel_ckpt.training.contrastive import contrastive_losses, ranks_of
+from automodel_ckpt.training.rng import StatefulRNG
+
+_PAIRS_AT_ONCE = 512
+"""The number of queries of this rank that are ranked together among all documents of a validation set."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What is known of a micro-batch before its backward pass: the gradient of its embeddings, and its loss."""
+
+    gradient: torch.Tensor
+    result: LossSum
+
+
+class Contrastive(Objective):
+    """The contrastive loss of pairs, whose negatives are the texts of all ranks.
+
+    With ``embedding.negatives: global_batch``, these are the texts of all micro-batches, too: their embeddings are
+    computed twice, first without gradients for the loss, then for the backward pass (arXiv:2101.06983).
+    """
+
+    terms: ClassVar[str] = "pairs"
+    measures: ClassVar[tuple[str, ...] | None] = ("accuracy", "mrr", "recall_at_10")
+    section: EmbeddingConfig
+    over_ranks: PairsOverRanks
+    rng: StatefulRNG
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._known: list[_Known] = []
+        """Those of the micro-batches of a step that :meth:`loss` has not had yet."""
+        self._seen: list[tuple[Parts, Parts]] = []
+        """The digests and embeddings of the texts of a validation set, on the host."""
+
+    def size_of(self, micro_batch: Tensors) -> BatchSize:
+        num_pairs = num_pairs_of(micro_batch)
+        num_tokens = int(micro_batch["attention_mask"].sum()) if num_pairs else 0
+        return BatchSize(num_pairs, num_tokens, num_tokens)
+
+    def embed(self, micro_batch: Tensors) -> torch.Tensor:
+        """The embeddings [N, H] of all texts of *micro_batch*, in float32."""
+        rows = self.rows_of(micro_batch)
+        inputs = {name: self._on_device(rows[name]) for name in ("input_ids", "attention_mask")}
+        hidden = hidden_states_of(self.trainable.forward(inputs))
+        section = self.section
+        return pool(hidden, inputs["attention_mask"], section.pooling, normalize=section.normalize)
+
+    # ---------------------------------------------------------------- training
+
+    def start_batch(self, micro_batches: Sequence[Tensors]) -> None:
+        """Compute the loss of all *micro_batches* of a step, and its gradient by their embeddings."""
+        self._known = []
+        needs_others = self.section.negatives == "global_batch" and len(micro_batches) > 1
+        if not needs_others or not self.model.training:
+            return
+        # The backward passes must draw the same random numbers: dropout would change the embeddings.
+        with torch.no_grad(), self.rng.preserved():
+            embeddings = [self.embed(micro_batch) for micro_batch in micro_batches]
+        for each in embeddings:
+            each.requires_grad_()
+        losses, ranks = self._losses(micro_batches, embeddings)
+        gradients = torch.autograd.grad(losses.sum(), embeddings)
+        sizes = [num_pairs_of(micro_batch) for micro_batch in micro_batches]
+        own_losses, own_ranks = torch.split(losses.detach(), sizes), torch.split(ranks, sizes)
+        for gradient, *values in zip(gradients, own_losses, own_ranks, strict=True):
+            self._known.append(_Known(gradient, _summed(*values)))
+
+    def loss(self, micro_batch: Tensors) -> LossSum:
+        embeddings = self.embed(micro_batch)
+        if not self._known:
+            return _summed(*self._losses([micro_batch], [embeddings]))
+        known, *self._known = self._known
+        product = (embeddings * known.gradient).sum()
+        # The value of the loss, with the gradient of the product.
+        loss = known.result.loss + (product - product.detach())
+        return LossSum(loss, known.result.metrics)
+
+    def _losses(
+        self, micro_batches: Sequence[Tensors], embeddings: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss [B] and the rank [B] of each pair of *micro_batches* among the texts of all ranks. A collective."""
+        section = self.section
+        digests, values = _own_parts(micro_batches, embeddings)
+        exchanged = self.over_ranks.exchange(digests)
+        embedded = self.over_ranks.gather(values, exchanged)
+        candidates = embedded.candidates(exchanged.own, hides_equal=section.hide_equal_texts)
+        return contrastive_losses(
+            candidates, temperature=section.temperature, symmetric=section.symmetric
+        )
+
+    # ---------------------------------------------------------------- validation
+
+    def losses(self, micro_batches: Sequence[Tensors]) -> Iterable[torch.Tensor]:
+        """Compute the summed loss of *micro_batches*, which are a global batch, whatever ``embedding.negatives`` is.
+
+        So the metrics of a validation do not depend on the number of ranks.
+        """
+        # The loop ends a set with a batch without micro-batches.
+        if not micro_batches:
+            return []
+        embeddings = [self.embed(micro_batch) for micro_batch in micro_batches]
+        result = _summed(*self._losses(micro_batches, embeddings))
+        assert self.evaluation is not None
+        for name, value in result.metrics.items():
+            self.evaluation.add(name, value)
+        self._seen.append(_own_parts(micro_batches, [each.cpu() for each in embeddings]))
+        return [result.loss]
+
+    @contextmanager
+    def evaluating(self) -> Iterator[EvaluationSums]:
+        """Add up the metrics of a validation set; at its end, rank each document among those of the complete set."""
+        self._seen = []
+        with super().evaluating() as sums:
+            yield sums
+            if self._seen:
+                self._rank_whole_set(sums)
+        self._seen = []
+
+    def _rank_whole_set(self, sums: EvaluationSums) -> None:
+        digests, embeddings = map(Parts.joined, zip(*self._seen, strict=True))
+        exchanged = self.over_ranks.exchange(digests)
+        embedded = self.over_ranks.gather(embeddings.to(self.layout.device), exchanged)
+        for own in torch.split(exchanged.own, _PAIRS_AT_ONCE):
+            ranks = ranks_of(embedded.candidates(own, hides_equal=True)).double()
+            sums.add("mrr", ranks.reciprocal().sum())
+            sums.add("recall_at_10", (ranks <= 10).sum())
+
+
+def _own_parts(
+    micro_batches: Sequence[Tensors], embeddings: Sequence[torch.Tensor]
+) -> tuple[Parts, Parts]:
+    """The digests and the *embeddings* of the texts of this rank's *micro_batches*."""
+    digests, values = [], []
+    for micro_batch, each in zip(micro_batches, embeddings, strict=True):
+        digests.append(parts_of(micro_batch["digests"], micro_batch))
+        values.append(parts_of(each, micro_batch))
+    return Parts.joined(digests), Parts.joined(values)
+
+
+def _summed(losses: torch.Tensor, ranks: torch.Tensor) -> LossSum:
+    return LossSum(losses.sum(), {"accuracy": (ranks == 1).sum()})
+
+
+class EmbeddingFinetune(LLMFinetune):
+    """Trains the embeddings of a model on the pairs of ``dataset``."""
+
+    auto_class: ClassVar[Any] = AutoModel
+    task_type: ClassVar[str | None] = "FEATURE_EXTRACTION"
+    shares_rows: ClassVar[bool] = False
+    sample_noun: ClassVar[str] = "pair"
+    rows_per_sample: ClassVar[int] = 2
+    objective_class: type[Objective] = Contrastive
+
+    @property
+    def section(self) -> EmbeddingConfig:
+        """The section ``embedding``, or its defaults."""
+        return self.config.embedding or EmbeddingConfig()
+
+    def build(self) -> None:
+        check_embedding(self.config, self.layout)
+        super().build()
+
+    def build_dataset(self, section: Target) -> Any:
+        return build(
+            section,
+            tokenizer=self.tokenizer,
+            query_prompt=self.section.query_prompt,
+            document_prompt=self.section.document_prompt,
+        )
+
+    def build_collate_fn(self) -> Any:
+        """Build the ``dataloader.collate_fn`` section, else a collator of pairs that pads to the longest text."""
+        default = super().build_collate_fn()
+        if self.config.dataloader.collate_fn is not None:
+            return default
+        return PairCollator(default.pad_token_id, default.multiple)
+
+    def validation_batch_size(self) -> int:
+        """That of training, so that each validation ranks the same documents on any number of ranks."""
+        return self.config.step_scheduler.global_batch_size
+
+    def build_trainable(self, *arguments: Any, **keywords: Any) -> Any:
+        check_architecture(self.model_config)
+        warn_of_other_pooling(self.section, self.config.model)
+        self.config = with_backbone(self.config, self.model_config)
+        return super().build_trainable(*arguments, **keywords)
+
+    def build_objective(self) -> Objective:
+        objective = super().build_objective()
+        assert isinstance(objective, Contrastive)
+        objective.section, objective.rng = self.section, self.rng
+        objective.over_ranks = PairsOverRanks(self.layout)
+        return objective
+
+    def export_files(self) -> Mapping[str, bytes]:
+        return sentence_transformers_files(self.section, self.config.dataset, self.model_config)

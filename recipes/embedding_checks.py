@@ -1,0 +1,143 @@
+"""What the recipe ``embedding`` does not support, and how it uses files of models with a head."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from transformers import AutoModel, PreTrainedConfig
+
+from automodel_ckpt.checkpoint.sources.model_files import EMBEDDING_FILES, read_files
+from automodel_ckpt.config.kinds.embedding import EmbeddingConfig
+from automodel_ckpt.config.schema import ModelConfig, RecipeConfig, Target
+from automodel_ckpt.distributed.mesh import RankLayout
+from automodel_ckpt.errors import Problem, RecipeError
+from automodel_ckpt.models.build import fetched_directory
+from automodel_ckpt.models.hf_names import tensor_names_in
+from automodel_ckpt.models.repository import base_directory
+
+log = logging.getLogger("automodel_ckpt")
+
+_POOLER = "pooler.*"
+_PROMPTS = ("query_prompt", "document_prompt")
+
+
+def check_embedding(config: RecipeConfig, layout: RankLayout) -> None:
+    """Raise :class:`RecipeError` with all sections and sizes of the mesh that the recipe does not support."""
+    problems = []
+    absent = {
+        "packed_sequence": "each text has a row, from which its embedding is pooled",
+        "loss_fn": "the section embedding describes the loss",
+        "generation": "a model without an output layer generates no text",
+    }
+    for name, reason in absent.items():
+        if getattr(config, name) is not None:
+            what = f"the recipe embedding does not support {name}: {reason}"
+            problems.append(Problem(what, name, "a section", "remove the section"))
+    if isinstance(config.model, ModelConfig) and config.model.mtp is not None:
+        what = "the recipe embedding does not support model.mtp: no further token is predicted"
+        problems.append(Problem(what, "model.mtp", "a section", "remove the section"))
+    for name, size in (("pp_size", layout.sizes.pp), ("cp_size", layout.sizes.cp)):
+        if size > 1:
+            what = "embeddings are pooled from complete texts, which these ranks would divide"
+            hint = f"remove {name}; tp_size and fsdp2 are supported"
+            problems.append(Problem(what, f"distributed.{name}", str(size), hint))
+    problems += _prompts_in_data(config)
+    if problems:
+        raise RecipeError.all_of(problems)
+
+
+def _prompts_in_data(config: RecipeConfig) -> list[Problem]:
+    """Prompts in sections of data, which exports would not have."""
+    sections = {"dataset": config.dataset, "validation_dataset": config.validation_dataset}
+    for name, section in config.validation_datasets.items():
+        sections[f"validation_datasets.{name}"] = section
+    problems = []
+    for key, each in sections.items():
+        for name in _PROMPTS:
+            if each is not None and name in each.kwargs:
+                what = "prompts are part of the model, and all of its data have the same"
+                hint = f"set embedding.{name} instead"
+                value = str(each.kwargs[name])
+                problems.append(Problem(what, f"{key}.{name}", value, hint))
+    return problems
+
+
+def warn_of_other_pooling(section: EmbeddingConfig, model: ModelConfig | Target) -> None:
+    """Log a warning for each setting of *section* that differs from the files of the base, if it has such files."""
+    if not isinstance(model, ModelConfig) or model.from_pretrained is None:
+        return
+    directory = base_directory(os.path.expanduser(model.from_pretrained), model.revision)
+    files = read_files(directory, EMBEDDING_FILES) if directory is not None else {}
+    if "modules.json" not in files:
+        return
+    kinds = [str(module["type"]).rpartition(".")[2] for module in json.loads(files["modules.json"])]
+    found = {}
+    others = [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]
+    if others:
+        found["further modules, which are not used"] = ", ".join(others)
+    if ("Normalize" in kinds) != section.normalize:
+        found["embedding.normalize"] = str("Normalize" in kinds).lower()
+    pooling = json.loads(files.get("1_Pooling/config.json", b"{}"))
+    modes = [pooling.get("pooling_mode", "")]
+    modes += [name for name, value in pooling.items() if value is True]
+    if not any(section.pooling in str(mode) for mode in modes):
+        found["embedding.pooling"] = ", ".join(str(mode) for mode in modes if mode)
+    for what, value in found.items():
+        log.warning(
+            "the base computes embeddings with another setting than this recipe: %s: %s",
+            what,
+            value,
+        )
+
+
+def check_architecture(model_config: PreTrainedConfig | None) -> None:
+    """Raise :class:`RecipeError` for an encoder-decoder, whose decoder would need texts as well."""
+    if model_config is not None and getattr(model_config, "is_encoder_decoder", False):
+        raise RecipeError(
+            "the recipe embedding supports encoders and decoders, not both in one model",
+            where="model",
+            value=f"a {model_config.model_type} model",
+            hint="use an encoder such as BERT, or a decoder such as Llama",
+        )
+
+
+def with_backbone(config: RecipeConfig, model_config: PreTrainedConfig | None) -> RecipeConfig:
+    """Return *config* with the settings for a model without a head, whatever the files of the base contain.
+
+    * Tensors of a head are not used: those without the prefix of the backbone, if other tensors have it.
+    * A pooler, a layer that BERT has after the encoder, is not part of an embedding. It is frozen, because it gets no
+      gradient, for which ddp would wait. Files may lack it, and exports contain it unchanged.
+    """
+    section = config.model
+    if not isinstance(section, ModelConfig) or model_config is None:
+        return config
+    # Private in transformers 5.17 to 5.23.
+    found = AutoModel._model_mapping.get(type(model_config), ())
+    classes: tuple[Any, ...] = found if isinstance(found, tuple) else (found,)
+    section = replace(
+        section, allow_unexpected=[*section.allow_unexpected, *_head_tensors(section, classes)]
+    )
+    if any("add_pooling_layer" in inspect.signature(each).parameters for each in classes):
+        section = replace(
+            section,
+            freeze_if_present=[*section.freeze_if_present, _POOLER],
+            allow_missing=[*section.allow_missing, _POOLER],
+        )
+    return replace(config, model=section)
+
+
+def _head_tensors(section: ModelConfig, classes: Sequence[Any]) -> list[str]:
+    """The names of tensors in the files of a pretrained model that are not of its backbone."""
+    if section.from_pretrained is None:
+        return []
+    directory = fetched_directory(os.path.expanduser(section.from_pretrained), section.revision)
+    names = tensor_names_in(directory) if directory is not None else []
+    prefixes = tuple(f"{each.base_model_prefix}." for each in classes if each.base_model_prefix)
+    heads = [name for name in names if not name.startswith(prefixes)]
+    return heads if len(heads) < len(names) else []

@@ -1,0 +1,143 @@
+"""The recipe ``embedding``: any ranks compute the gradient of one process; runs are resumed exactly."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from automodel_ckpt.recipes.embedding import EmbeddingFinetune
+from automodel_ckpt.recipes.embedding_pairs import PairsOverRanks, Parts
+from automodel_ckpt.training.contrastive import contrastive_losses
+from tests.support import embeddings, ranks
+from tests.support.parallel import layout_here
+from tests.support.training import killed_after, steps_of, train
+
+LORA = ("--peft.r=4", "--peft.dropout=0.0", "--optimizer.lr=0.01")
+METRICS = ("val_loss", "val_accuracy", "val_mrr", "val_recall_at_10")
+BATCH = ("--step_scheduler.global_batch_size=12", "--step_scheduler.max_steps=4")
+WAYS: dict[str, tuple[str, ...]] = {
+    "fsdp2": ("--step_scheduler.local_batch_size=3",),
+    "ddp": ("--step_scheduler.local_batch_size=6", "--distributed.strategy=ddp"),
+    "ddp_accumulated": ("--step_scheduler.local_batch_size=2", "--distributed.strategy=ddp"),
+    "tp": ("--step_scheduler.local_batch_size=4", "--distributed.tp_size=2"),
+}
+
+
+def run(recipe: Path, name: str, num_ranks: int, *overrides: str) -> list[float]:
+    """Train in the directory *name*; the loss and the norm of the gradient of each step, and the last validation."""
+    directory = recipe.parent / name
+    options = (f"--checkpoint.checkpoint_dir={directory}", *overrides)
+    work = partial(train, recipe, *options, recipe_class=EmbeddingFinetune)
+    ranks.run(work, num_ranks, init=False)
+    values = []
+    for step in steps_of(directory):
+        values += [float.fromhex(step["loss"]), float.fromhex(step["grad_norm"])]
+    *_, last = (directory / "validation.jsonl").read_text().splitlines()
+    validation = json.loads(last)
+    assert validation["pairs"] == 17
+    return values + [validation[name] for name in METRICS]
+
+
+@pytest.mark.parametrize(
+    ("kind", "common", "ways"),
+    [
+        ("bert", (), ("fsdp2", "ddp", "ddp_accumulated")),
+        ("llama", (), ("tp",)),
+        ("llama", LORA, ("fsdp2", "tp")),
+    ],
+)
+def test_ranks_train_like_one_process(
+    tmp_path: Path, kind: str, common: tuple[str, ...], ways: tuple[str, ...]
+) -> None:
+    # The third global batch has one pair, so that a rank has none of it.
+    common = (*BATCH, "--dataset.max_samples=25", *common)
+    recipe = embeddings.write(tmp_path, kind, 1)
+    whole = "--step_scheduler.local_batch_size=12"
+    expected = run(recipe, "one", 1, whole, *common)
+    assert len(expected) == 8 + len(METRICS)
+    for name in ways:
+        found = run(recipe, name, 2, *common, *WAYS[name])
+        assert found == pytest.approx(expected, rel=1e-4), name
+
+
+INTERRUPTED = (
+    *BATCH,
+    "--step_scheduler.local_batch_size=3",
+    "--step_scheduler.max_steps=6",
+    "--step_scheduler.ckpt_every_steps=2",
+    "--model.config_overrides={hidden_dropout_prob: 0.2, attention_probs_dropout_prob: 0.1}",
+)
+
+
+def test_a_killed_run_continues_exactly_with_asynchronous_saves(tmp_path: Path) -> None:
+    recipe = embeddings.write(tmp_path, "bert", 1)
+    # Accumulated, so that each step draws the numbers of its dropout twice.
+    arguments = (*INTERRUPTED, "--checkpoint.is_async")
+    whole = (*arguments, f"--checkpoint.checkpoint_dir={tmp_path / 'whole'}")
+    killed = (*arguments, f"--checkpoint.checkpoint_dir={tmp_path / 'killed'}")
+    work = partial(train, recipe, recipe_class=EmbeddingFinetune)
+    expected = ranks.run(work, 2, *whole, init=False)
+    dying = partial(train, recipe, recipe_class=killed_after(5, recipe_class=EmbeddingFinetune))
+    ended = ranks.outcomes(dying, 2, *killed, init=False)
+    assert -9 in [outcome.exitcode for outcome in ended]
+    assert ranks.run(work, 2, *killed, init=False) == expected
+    assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "whole")
+
+
+def test_a_run_continues_on_another_number_of_ranks(tmp_path: Path) -> None:
+    recipe = embeddings.write(tmp_path, "bert")
+    two = ("--step_scheduler.local_batch_size=3", "--step_scheduler.max_steps=2")
+    run(recipe, "run", 2, *BATCH, *two)
+    resharded = run(recipe, "run", 1, *BATCH, "--step_scheduler.local_batch_size=2")
+    assert resharded == pytest.approx(
+        run(recipe, "one", 1, *BATCH, "--step_scheduler.local_batch_size=12"), rel=1e-5
+    )
+
+
+def gradient_on_this_rank(num_pairs: tuple[int, ...], num_negatives: tuple[int, ...]) -> Any:
+    """The summed loss over all ranks, and the gradient of this rank's embeddings [texts, 4]."""
+    layout = layout_here()
+    own = parts_here(num_pairs, num_negatives, layout.dp_rank)
+    values = [
+        part.double().requires_grad_() for part in (own.queries, own.documents, own.negatives)
+    ]
+    over_ranks = PairsOverRanks(layout)
+    digests = Parts(
+        *[(part[:, 0] * 1e6).long() for part in (own.queries, own.documents, own.negatives)]
+    )
+    exchanged = over_ranks.exchange(digests)
+    embedded = over_ranks.gather(Parts(*values), exchanged)
+    candidates = embedded.candidates(exchanged.own, hides_equal=True)
+    losses, found = contrastive_losses(candidates, temperature=0.3, symmetric=True)
+    gradients = torch.autograd.grad(losses.sum(), values)
+    return losses.tolist(), found.tolist(), [gradient.tolist() for gradient in gradients]
+
+
+def parts_here(num_pairs: tuple[int, ...], num_negatives: tuple[int, ...], rank: int) -> Parts:
+    """The rows of *rank* of the same rows for any division; the second pair has the query of the first."""
+    rows = torch.randn(3, 8, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    rows[0, 1] = rows[0, 0]
+    rows[1, 4] = rows[1, 2]
+    first, last = sum(num_pairs[:rank]), sum(num_pairs[: rank + 1])
+    start, end = sum(num_negatives[:rank]), sum(num_negatives[: rank + 1])
+    return Parts(rows[0, first:last], rows[1, first:last], rows[2, start:end])
+
+
+@pytest.mark.parametrize(("num_pairs", "num_negatives"), [((4, 2), (1, 3)), ((6, 0), (4, 0))])
+def test_the_gradient_of_two_ranks_is_that_of_one_process(
+    num_pairs: tuple[int, ...], num_negatives: tuple[int, ...]
+) -> None:
+    ((losses, found, gradients),) = ranks.run(gradient_on_this_rank, 1, (6,), (4,))
+    two = ranks.run(gradient_on_this_rank, 2, num_pairs, num_negatives)
+    assert [loss for part in two for loss in part[0]] == pytest.approx(losses, rel=1e-12)
+    assert [rank for part in two for rank in part[1]] == found
+    for index in range(3):
+        whole = [row for part in two for row in part[2][index]]
+        torch.testing.assert_close(
+            torch.tensor(whole), torch.tensor(gradients[index]), rtol=1e-12, atol=1e-12
+        )

@@ -1,0 +1,317 @@
+"""The recipe ``embedding``: its losses are those of sentence-transformers, and its exports compute its embeddings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModel, AutoTokenizer
+
+from automodel_ckpt.cli.ckpt import main as run_ckpt
+from automodel_ckpt.data.collate import IGNORE_INDEX
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.pooling import pool
+from automodel_ckpt.recipes.embedding import Contrastive, EmbeddingFinetune
+from automodel_ckpt.recipes.embedding_pairs import num_pairs_of
+from automodel_ckpt.training.contrastive import (
+    Candidates,
+    Texts,
+    contrastive_losses,
+    hidden_rows,
+    ranks_of,
+)
+from tests.fixtures.embedding import tiny_pairs as tiny
+from tests.support import embeddings
+from tests.support.training import build
+
+RECORDED = Path(tiny.__file__).with_name("sentence_transformers_losses.json")
+POOLING = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
+FILES = {
+    "modules.json",
+    "sentence_bert_config.json",
+    "1_Pooling/config.json",
+    "2_Normalize/config.json",
+    "config_sentence_transformers.json",
+}
+TEXTS = ["find ba deing", "find ku", "rei so ting pa la fu go ku deing bing mo ra"]
+
+
+def trained(recipe_file: Path, *overrides: str) -> EmbeddingFinetune:
+    """Train a recipe, and return it before it is closed."""
+    recipe = build(recipe_file, *overrides, recipe_class=EmbeddingFinetune)
+    assert isinstance(recipe, EmbeddingFinetune)
+    try:
+        recipe.setup()
+        recipe.run()
+    except BaseException:
+        recipe.close()
+        raise
+    return recipe
+
+
+def losses_in(run: Path) -> list[float]:
+    lines = (run / "training.jsonl").read_text().splitlines()
+    return [record["loss"] for record in map(json.loads, lines) if "event" not in record]
+
+
+@pytest.mark.parametrize("case", json.loads(RECORDED.read_text()))
+def test_losses_are_those_of_sentence_transformers(tmp_path: Path, case: str) -> None:
+    recorded = json.loads(RECORDED.read_text())[case]
+    recipe = embeddings.write(tmp_path, recorded["kind"], recorded.get("num_negatives", 0))
+    trained(
+        recipe,
+        f"--embedding.pooling={POOLING[recorded['pooling']]}",
+        f"--embedding.symmetric={str(recorded.get('symmetric', False)).lower()}",
+        f"--embedding.temperature={1 / tiny.SCALE}",
+        "--dataloader.shuffle=false",
+        "--validation_dataset=null",
+        # In two micro-batches, whose texts are each other's negatives.
+        f"--step_scheduler.local_batch_size={tiny.BATCH // 2}",
+    ).close()
+    assert losses_in(tmp_path / "run") == pytest.approx(recorded["losses"], rel=1e-5)
+
+
+def test_negatives_of_one_micro_batch_are_those_of_a_smaller_batch(tmp_path: Path) -> None:
+    recipe = embeddings.write(tmp_path)
+    sizes = ("--step_scheduler.max_steps=1", "--dataloader.shuffle=false")
+    accumulated = ("--embedding.negatives=micro_batch", "--step_scheduler.local_batch_size=3")
+    trained(recipe, *sizes, *accumulated).close()
+    halves = []
+    for step in (1, 2):
+        run = f"--checkpoint.checkpoint_dir={tmp_path / 'half'}"
+        half = ("--step_scheduler.global_batch_size=3", "--step_scheduler.local_batch_size=3")
+        rate = ("--optimizer.lr=0.0", f"--step_scheduler.max_steps={step}")
+        trained(recipe, *sizes, *half, *rate, run).close()
+        halves.append(losses_in(tmp_path / "half")[-1])
+    assert losses_in(tmp_path / "run")[0] == pytest.approx(sum(halves) / 2, rel=1e-6)
+
+
+# ---------------------------------------------------------------- exports
+
+
+def embedded(model: Any, export: Path, texts: list[str]) -> torch.Tensor:
+    """The embeddings of *texts*, by the files of an export and transformers alone."""
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    limit = json.loads((export / "sentence_bert_config.json").read_text())["max_seq_length"]
+    tokens = tokenizer(texts, padding=True, truncation=True, max_length=limit, return_tensors="pt")
+    inputs = {name: tokens[name] for name in ("input_ids", "attention_mask")}
+    with torch.no_grad():
+        hidden = model.eval()(**inputs).last_hidden_state
+    pooling = json.loads((export / "1_Pooling" / "config.json").read_text())
+    assert hidden.shape[-1] == pooling["word_embedding_dimension"]
+    [mode] = [name for name, value in pooling.items() if name.startswith("pooling_mode") and value]
+    how = {"mean_tokens": "mean", "cls_token": "cls", "lasttoken": "last"}
+    paths = [each["path"] for each in json.loads((export / "modules.json").read_text())]
+    return pool(
+        hidden,
+        inputs["attention_mask"],
+        how[mode.removeprefix("pooling_mode_")],  # type: ignore[arg-type]
+        normalize="2_Normalize" in paths,
+    )
+
+
+def embedded_in_training(recipe: EmbeddingFinetune, texts: list[str]) -> torch.Tensor:
+    """The embeddings of *texts* as the recipe computes them."""
+    samples = []
+    for text in texts:
+        ids = recipe.tokenizer(text, truncation=True, max_length=12)["input_ids"]
+        labels = [IGNORE_INDEX, *ids[1:]]
+        samples.append({"input_ids": ids * 2, "labels": labels * 2})
+    batch = recipe.build_collate_fn()(samples)
+    recipe.model.eval()
+    assert isinstance(recipe.objective, Contrastive)
+    with torch.no_grad():
+        return recipe.objective.embed(batch)[0 : 2 * len(texts) : 2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "with_head", "pooling"), [("bert", True, "cls"), ("llama", True, "last")]
+)
+def test_an_export_computes_the_embeddings_of_training(
+    tmp_path: Path, kind: str, with_head: bool, pooling: str
+) -> None:
+    recipe_file = embeddings.write(tmp_path, kind, with_head=with_head)
+    recipe = trained(
+        recipe_file,
+        "--step_scheduler.max_steps=2",
+        f"--embedding.pooling={pooling}",
+        "--embedding.document_prompt=ba ",
+        "--checkpoint.save_consolidated=final",
+    )
+    expected = embedded_in_training(recipe, TEXTS)
+    recipe.close()
+    export = tmp_path / "run" / "LATEST" / "model" / "consolidated"
+    found = embedded(AutoModel.from_pretrained(export), export, TEXTS)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    prompts = json.loads((export / "config_sentence_transformers.json").read_text())["prompts"]
+    assert prompts == {"query": "find ", "document": "ba "}
+    assert run_ckpt(["export", str(tmp_path / "run"), "--output", str(tmp_path / "again")]) == 0
+    for name in FILES:
+        assert (tmp_path / "again" / name).read_bytes() == (export / name).read_bytes(), name
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft reads it
+def test_adapters_have_the_files_too_and_are_merged_with_them(tmp_path: Path) -> None:
+    recipe_file = embeddings.write(tmp_path, "llama", with_head=True)
+    recipe = trained(
+        recipe_file,
+        "--step_scheduler.max_steps=2",
+        "--peft.r=4",
+        "--embedding.normalize=false",
+        "--embedding.temperature=5.0",
+    )
+    expected = embedded_in_training(recipe, TEXTS)
+    recipe.close()
+    export = tmp_path / "run" / "LATEST" / "model"
+    model = PeftModel.from_pretrained(AutoModel.from_pretrained(tmp_path / "base"), export)
+    torch.testing.assert_close(embedded(model, export, TEXTS), expected, rtol=1e-5, atol=1e-5)
+    assert not (export / "2_Normalize").exists()
+    assert json.loads((export / "adapter_config.json").read_text())["task_type"] == (
+        "FEATURE_EXTRACTION"
+    )
+    # The base has a head, which the model with the adapters lacks.
+    merged = tmp_path / "merged"
+    assert run_ckpt(["export", str(tmp_path / "run"), "--merge", "--output", str(merged)]) == 0
+    found = embedded(AutoModel.from_pretrained(merged), merged, TEXTS)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    for name in FILES - {"2_Normalize/config.json"}:
+        assert (merged / name).read_bytes() == (export / name).read_bytes(), name
+
+
+# ---------------------------------------------------------------- what is not supported
+
+
+@pytest.mark.parametrize(
+    ("override", "where", "hint"),
+    [
+        ("--packed_sequence.size=32", "packed_sequence", "remove the section"),
+        ("--loss_fn._target_=torch.nn.CrossEntropyLoss", "loss_fn", "remove the section"),
+        ("--generation.prompts=[a]", "generation", "remove the section"),
+        ("--dataset.query_prompt=x", "dataset.query_prompt", "set embedding.query_prompt instead"),
+    ],
+)
+def test_sections_without_a_meaning_are_rejected(
+    tmp_path: Path, override: str, where: str, hint: str
+) -> None:
+    recipe = embeddings.write(tmp_path)
+    with pytest.raises(RecipeError) as caught:
+        trained(recipe, override)
+    (problem,) = caught.value.problems
+    assert (problem.where, problem.hint) == (where, hint)
+
+
+def test_an_encoder_decoder_is_rejected(tmp_path: Path) -> None:
+    recipe = embeddings.write(tmp_path)
+    text = recipe.read_text().replace(
+        f"from_pretrained: {tmp_path / 'base'}",
+        "from_config: {model_type: bart, d_model: 8}",
+    )
+    text += f"tokenizer: {{from_pretrained: {tmp_path / 'base'}}}\n"
+    recipe.write_text(text)
+    with pytest.raises(RecipeError, match="not both in one model") as caught:
+        trained(recipe)
+    assert "bart" in str(caught.value)
+
+
+def test_a_base_with_other_pooling_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = embeddings.write(tmp_path)
+    modules = [{"type": f"sentence_transformers.models.{kind}"} for kind in ("Pooling", "Dense")]
+    (tmp_path / "base" / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "base" / "1_Pooling").mkdir()
+    pooling = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
+    (tmp_path / "base" / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    trained(recipe, "--step_scheduler.max_steps=1").close()
+    for text in ("not used: Dense", "normalize: false", "pooling: pooling_mode_cls_token"):
+        assert f"embedding.{text}" in caplog.text or text in caplog.text
+    caplog.clear()
+    pooling = {"pooling_mode": "mean"}
+    (tmp_path / "base" / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    again = f"--checkpoint.checkpoint_dir={tmp_path / 'again'}"
+    trained(recipe, "--step_scheduler.max_steps=1", again).close()
+    assert "embedding.pooling" not in caplog.text
+
+
+# ---------------------------------------------------------------- formulas
+
+
+def candidates(hides_equal: bool) -> Candidates:
+    """Four pairs, of which the second has the query of the first and the fourth the document of the third."""
+    draw = torch.Generator().manual_seed(0)
+    queries, documents = torch.randn(4, 3, generator=draw), torch.randn(6, 3, generator=draw)
+    texts = Texts(
+        torch.tensor([1, 1, 2, 3]),
+        torch.tensor([5, 6, 7, 7, 8, 0]),
+        torch.ones(4, dtype=torch.bool),
+        # The last row is padding.
+        torch.tensor([True] * 5 + [False]),
+    )
+    own = torch.arange(4)
+    return Candidates(queries, documents, own, *hidden_rows(texts, own, hides_equal=hides_equal))
+
+
+def test_equal_texts_are_no_negatives() -> None:
+    found = candidates(hides_equal=True)
+    assert found.hides_documents.int().tolist() == [
+        [0, 1, 0, 0, 0, 1],
+        [1, 0, 0, 0, 0, 1],
+        [0, 0, 0, 1, 0, 1],
+        [0, 0, 1, 0, 0, 1],
+    ]
+    assert found.hides_queries.int().tolist() == [
+        [0, 1, 0, 0],
+        [1, 0, 0, 0],
+        [0, 0, 0, 1],
+        [0, 0, 1, 0],
+    ]
+    found = candidates(hides_equal=False)
+    assert found.hides_documents.int().tolist() == [[0, 0, 0, 0, 0, 1]] * 4
+    assert not found.hides_queries.any()
+
+
+def test_the_loss_is_the_cross_entropy_of_the_own_document() -> None:
+    found = candidates(hides_equal=False)
+    scores = found.queries @ found.documents[:5].T / 0.5
+    reverse = found.documents[:4] @ found.queries.T / 0.5
+    right = torch.arange(4)
+    forward = torch.nn.functional.cross_entropy(scores, right, reduction="none")
+    backward = torch.nn.functional.cross_entropy(reverse, right, reduction="none")
+    losses, ranks = contrastive_losses(found, temperature=0.5)
+    torch.testing.assert_close(losses, forward)
+    losses, _ = contrastive_losses(found, temperature=0.5, symmetric=True)
+    torch.testing.assert_close(losses, (forward + backward) / 2)
+    expected = [(row >= row[number]).sum() for number, row in enumerate(scores)]
+    assert ranks.tolist() == ranks_of(found).tolist() == expected
+
+
+def test_equal_embeddings_are_never_right() -> None:
+    found = candidates(hides_equal=True)
+    same = Candidates(
+        torch.ones(4, 3), torch.ones(6, 3), found.own, found.hides_documents, found.hides_queries
+    )
+    assert ranks_of(same).tolist() == [4, 4, 4, 4]
+
+
+@pytest.mark.parametrize("how", ["mean", "cls", "last"])
+def test_pooling_ignores_padding_on_either_side(how: Any) -> None:
+    tokens = torch.randn(1, 3, 4, generator=torch.Generator().manual_seed(0))
+    expected = {"mean": tokens[0].mean(0), "cls": tokens[0, 0], "last": tokens[0, 2]}[how]
+    noise = torch.full((1, 2, 4), 9.0)
+    right, left = torch.cat([tokens, noise], dim=1), torch.cat([noise, tokens], dim=1)
+    mask = torch.tensor([[1, 1, 1, 0, 0]])
+    torch.testing.assert_close(pool(right, mask, how, normalize=False)[0], expected)
+    torch.testing.assert_close(pool(left, mask.flip(1), how, normalize=False)[0], expected)
+    whole = pool(tokens.half(), torch.ones(1, 3), how, normalize=True)
+    assert whole.dtype == torch.float32
+    torch.testing.assert_close(whole.norm(dim=-1), torch.ones(1))
+
+
+def test_a_batch_without_labels_has_no_pairs() -> None:
+    batch = {"num_negatives": torch.tensor([0, 2]), "labels": torch.ones(6, 3)}
+    assert num_pairs_of(batch) == 2
+    assert num_pairs_of({**batch, "labels": torch.full((6, 3), IGNORE_INDEX)}) == 0
