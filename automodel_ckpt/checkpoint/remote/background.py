@@ -163,15 +163,22 @@ class Uploads:
             is_stalled = time.monotonic() - last_progress > _STALLED_SECONDS
             if is_stalled and not self._settings.required:
                 break
-        status = Status.read(self.root)
         missing = pending(self.root)
-        if missing or (self._newest is not None and status.uploaded != self._newest):
+        if missing or not self._newest_is_stored():
             raise SaveFailed(
                 "the newest checkpoint is not in the store; it is complete on the local disk",
                 where=str(self._run.store),
-                value=status.error or ", ".join(missing) or str(self._newest),
+                value=Status.read(self.root).error or ", ".join(missing) or str(self._newest),
                 hint=f"upload it with `ckpt push {self.root} {self._run.store}`",
             )
+
+    def _newest_is_stored(self) -> bool:
+        """Read from the store whether it has the newest checkpoint that was published, if there is one.
+
+        The status has the checkpoint that was uploaded last. That may be an older one: the newest is uploaded first.
+        """
+        name = layout.parse_checkpoint_name(self._newest) if self._newest is not None else None
+        return name is None or self._run.checkpoint(name) is not None
 
     def close(self) -> None:
         """Let the process finish what is pending, without waiting for it."""

@@ -73,7 +73,7 @@ class Job:
 class Status:
     """How far the uploads are, as the process writes it for the trainer.
 
-    *uploaded* is the newest checkpoint in the store, *sent_bytes* grows while something is sent, *failures* counts
+    *uploaded* is the checkpoint that was uploaded last, *sent_bytes* grows while something is sent, *failures* counts
     failed attempts since the last success, and *error* is the message of the last one. *is_over*: the process does not
     upload any more, because another run took over.
     """

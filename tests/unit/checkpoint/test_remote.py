@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -278,6 +279,22 @@ def test_the_end_of_a_run_waits_for_a_store_that_is_required(
     checkpointer.close()
     thread.join(1)
     assert RemoteRun(Store(URL)).pointed("LATEST") == FIRST
+
+
+def test_the_end_of_a_run_accepts_that_an_older_checkpoint_was_uploaded_last(
+    local: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "run"
+    shutil.copytree(local, root)
+    settings = RemoteStorage(url=f"file://{tmp_path}/store")
+    uploads = background.Uploads(root, settings, "val_loss", "min")
+    # Two checkpoints are published before the process begins: it uploads the newer one first.
+    os.symlink(FIRST, root / f"{uploader.LINK}{FIRST}")
+    uploads.note_published(SECOND)
+    uploads.finish()
+    uploads.close()
+    assert uploader.Status.read(root).uploaded == FIRST
+    is_sound(RemoteRun(Store(settings.url)), root)
 
 
 def test_an_empty_disk_gets_the_newest_checkpoint(s3: ObjectStore, tmp_path: Path) -> None:
