@@ -43,7 +43,7 @@ from automodel_ckpt.recipes.memory_advice import (
 from automodel_ckpt.recipes.precision import resolve_precision
 from automodel_ckpt.recipes.recipe import Recipe
 from automodel_ckpt.recipes.step_trace import HeadMemory, StepTrace, checkpointing, traced_step
-from automodel_ckpt.recipes.trainable import Trainable, activation_mode, compute_dtype
+from automodel_ckpt.recipes.trainable import activation_mode, compute_dtype
 from automodel_ckpt.recipes.weight_average import average_bytes
 from automodel_ckpt.training.metrics import PeakMemory
 from automodel_ckpt.training.rng import StatefulRNG
@@ -227,9 +227,8 @@ def memory_of(recipe: Recipe, sizes: Sizes, device_type: str) -> Memory:
     parameters = _largest_stage(recipe.model, sizes.pp, recipe.config.distributed.stages_per_rank)
     num_shards = _num_shards(recipe, sizes)
     trained = [p for p in parameters if p.requires_grad]
-    frozen = nbytes(_frozen_beside(recipe)) // num_shards
     memory = Memory(
-        nbytes(parameters) // num_shards + frozen,
+        nbytes(parameters) // num_shards,
         _gradient_bytes(recipe, trained, sizes),
         _optimizer_bytes(recipe, trained) // num_shards,
         _gathered_bytes(recipe, parameters, sizes),
@@ -244,19 +243,6 @@ def memory_of(recipe: Recipe, sizes: Sizes, device_type: str) -> Memory:
     if recipe.config.distributed.cpu_offload:
         memory = replace(memory, weights=0, gradients=0, optimizer=0, average=0, others=0)
     return memory
-
-
-def _frozen_beside(recipe: Recipe) -> list[nn.Parameter]:
-    """The parameters of models beside the trained one, such as a reference or a teacher that is on the device."""
-    distill = recipe.config.distill
-    if distill is not None and distill.offload_teacher:
-        return []
-    found: list[nn.Parameter] = []
-    for value in vars(recipe).values():
-        other = value if isinstance(value, Trainable) else getattr(value, "trainable", None)
-        if isinstance(other, Trainable) and other.model is not recipe.model:
-            found += other.model.parameters()
-    return found
 
 
 def _process_bytes(sizes: Sizes, device_type: str) -> int:

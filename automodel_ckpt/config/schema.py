@@ -864,6 +864,7 @@ class CheckpointConfig:
     on_incompatible: Literal["error", "sibling"] = "error"
     """If existing checkpoints are of another model: raise an error, or start a new run in a sibling directory."""
     remote: RemoteConfig | None = None
+    """Copies of the checkpoints in an object store; null: none."""
 
     relations: ClassVar[tuple[Relation, ...]] = (
         Relation(

@@ -203,6 +203,12 @@ def _recipes(add: Add) -> None:
 
 LATE, NOTES, TRACKERS = "late_validations.json", ".verified.json", ".trackers.json"
 JSONL = ("training.jsonl", "validation.jsonl")
+OF_UPLOADS = (
+    ".remote.json",
+    ".remote.lock",
+    ".upload-epoch_0_step_20",
+    ".upload-epoch_0_step_20.json",
+)
 # Who reads which of the run's own files.
 READ_BY = {
     LATE: frozenset({"resume", "plot", *LISTS, *PRUNES}),
@@ -211,6 +217,7 @@ READ_BY = {
     ".finished.json": frozenset({"finished"}),
     "log.txt": frozenset({"text_log"}),
     ".run.lock": frozenset({"resume", "drop_optimizer"}),
+    **dict.fromkeys(OF_UPLOADS, frozenset({"uploads"})),
     **dict.fromkeys(JSONL, LOGS),
     **{f"{name}.tmp": LOGS for name in (*JSONL, TRACKERS)},
     ".trackers.log": LOGS,

@@ -106,6 +106,7 @@ def documented(text: str) -> set[str]:
     example = {
         "epoch_E_step_S": "epoch_0_step_20",
         "pin-NAME": "pin-epoch_0_step_20",
+        "upload-NAME": "upload-epoch_0_step_20",
         "-N": "-1",
         "-U": f"-{'0' * 32}",
         ".U": f".{'0' * 32}",

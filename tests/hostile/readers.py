@@ -13,6 +13,8 @@ from typing import Any
 
 from automodel_ckpt.checkpoint import discover, layout
 from automodel_ckpt.checkpoint.commit import point
+from automodel_ckpt.checkpoint.remote import uploader
+from automodel_ckpt.checkpoint.remote.transfer import UploadMemory
 from automodel_ckpt.checkpoint.run.finished import reason_if_finished
 from automodel_ckpt.cli import ckpt
 from automodel_ckpt.cli.terminal import print_error
@@ -105,6 +107,21 @@ def _follow(run: Path) -> int:
         return 4
 
 
+def _uploads(run: Path) -> int:
+    """Read what the process that uploads checkpoints keeps in the run directory."""
+    memory = UploadMemory.read(run / f"{uploader.LINK}epoch_0_step_20.json", "xxh3_128:0")
+    uploader.Status.read(run)
+    try:
+        uploader.pending(run)
+        with uploader.only_one(run):
+            memory.note_done("model/file")
+        memory.forget()
+        return 0
+    except OSError as error:
+        print_error(str(error))
+        return 4
+
+
 def _merge(run: Path) -> int:
     before = tempfile.tempdir, os.environ.get("AUTOMODEL_CKPT_CACHE")
     tempfile.tempdir = os.environ["AUTOMODEL_CKPT_CACHE"] = str(run)
@@ -157,6 +174,7 @@ READERS: dict[str, Callable[[Path], int]] = {
     "finished": _finished,
     "text_log": _text_log,
     "follow": _follow,
+    "uploads": _uploads,
 }
 
 # Readers of what a checkpoint's files hold, beside those that read its manifest only.
@@ -174,7 +192,7 @@ VALUES = frozenset({"show_stats", "diff"})
 # They read the logs of a run, and what trackers have got of them.
 LOGS = frozenset({"plot", "cut_back", "follow"})
 # One reads the manifest only after the note of a finished run, the other only writes.
-NOTES = frozenset({"finished", "text_log"})
+NOTES = frozenset({"finished", "text_log", "uploads"})
 # It needs a Llama with a tokenizer.
 GGUF = frozenset({"gguf"})
 # It needs an adapter and its base.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.durable_io import replace_file
 
 _MAX_MEMORY_BYTES = 64 << 20
@@ -64,9 +65,7 @@ class UploadMemory:
         """Read the memory of the upload with the manifest *digest*; empty if there is none, or if it is damaged."""
         memory = cls(path, digest)
         try:
-            if path.stat().st_size > _MAX_MEMORY_BYTES:
-                return memory
-            found = parse_json(path.read_bytes())
+            found = parse_json(read_safely(path.parent, path.name, limit=_MAX_MEMORY_BYTES))
             if found["digest"] == digest:
                 memory.done = {str(name) for name in found["done"]}
                 memory.parts = {str(name): dict(entry) for name, entry in found["parts"].items()}

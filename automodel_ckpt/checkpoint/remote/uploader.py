@@ -27,6 +27,7 @@ from typing import Any
 
 from automodel_ckpt.checkpoint import layout, policy
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.remote.store import Store
@@ -37,6 +38,8 @@ from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, LeaseLost,
 
 LINK = ".upload-"
 STATUS = ".remote.json"
+LOCK = ".remote.lock"
+_STATUS_BYTES = 1 << 20
 FINISH = b"finish\n"
 POLL_SECONDS = 0.5
 LAST_SECONDS = 60.0
@@ -88,7 +91,7 @@ class Status:
     def read(cls, root: Path) -> Status:
         """Read the status of the process of a run; that of one that has not begun if there is none."""
         try:
-            return cls(**parse_json((root / STATUS).read_bytes()))
+            return cls(**parse_json(read_safely(root, STATUS, limit=_STATUS_BYTES)))
         except (OSError, ValueError, TypeError):
             return cls()
 
@@ -121,6 +124,8 @@ class Uploader:
         self._finishing = threading.Event()
         self._stopping = threading.Event()
         self._has_begun = False
+        # After a run went back, the status of an earlier process may name a later step.
+        self._is_first = True
         self._status = Status.read(root)
         self._note(error="", failures=0, is_over=False)
 
@@ -199,11 +204,16 @@ class Uploader:
             return
         for log in _LOGS:
             with contextlib.suppress(FileNotFoundError):
+                data = read_safely(self._root, log)
                 self._run.check_owner()
-                self._store.write(log, (self._root / log).read_bytes())
+                self._store.write(log, data)
         self._run.point(job.metric_key, job.mode)
         _unlink(self._root, name)
-        self._note(uploaded=name, failures=0, error="")
+        newest = self._status.uploaded
+        if newest is None or step_of(newest) < step_of(name) or self._is_first:
+            newest = name
+        self._is_first = False
+        self._note(uploaded=newest, failures=0, error="")
         seconds = max(time.monotonic() - started, 1e-3)
         _print(f"uploaded {name} to {self._store}: {nbytes / 1e6:.1f} MB in {seconds:.1f} s")
         for removed in self._run.prune(job.keep, job.metric_key):
@@ -214,6 +224,12 @@ class Uploader:
         self._status = Status(**fields)
         with contextlib.suppress(OSError):
             replace_file(self._root / STATUS, json.dumps(fields).encode())
+
+
+def step_of(name: str) -> int:
+    """The step in the name of a checkpoint; -1 for any other name."""
+    parsed = layout.parse_checkpoint_name(name)
+    return parsed.step if parsed else -1
 
 
 def _unlink(root: Path, name: str) -> None:
@@ -230,9 +246,11 @@ def _print(text: str) -> None:
 
 
 @contextlib.contextmanager
-def _only_one(root: Path) -> Iterator[None]:
+def only_one(root: Path) -> Iterator[None]:
     """Wait until no other process uploads the checkpoints of this run."""
-    descriptor = os.open(root / ".remote.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    # Not through a link, which could create a file anywhere.
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = os.open(root / LOCK, flags, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
@@ -246,7 +264,7 @@ def main(arguments: list[str]) -> int:
     # Unbuffered, so that select() sees what is left.
     commands = os.fdopen(0, "rb", buffering=0)
     job = Job(**json.loads(_line(commands)))
-    with _only_one(root):
+    with only_one(root):
         uploader = Uploader(root, job)
         thread = threading.Thread(target=uploader.run, name="upload")
         thread.start()

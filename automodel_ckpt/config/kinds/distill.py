@@ -42,6 +42,7 @@ class DistillConfig:
     """
 
     teacher: TeacherConfig | Target = field(default_factory=TeacherConfig)
+    """The model whose predictions are learned: a directory or Hub name, or a plug-in with _target_."""
     divergence: Literal["forward_kl", "reverse_kl", "mixed"] = "forward_kl"
     """What the student minimizes: forward_kl is KL(teacher || student), reverse_kl is KL(student || teacher), mixed is
     a weighted mean of both."""

@@ -249,7 +249,7 @@ def test_training_goes_on_without_a_store_and_the_end_reports_it(
     while uploader.pending(root) and time.monotonic() < deadline:
         time.sleep(0.1)
     run = RemoteRun(Store(URL))
-    assert run.pointed("LATEST") == SECOND
+    assert run.pointed("LATEST") == SECOND == uploader.Status.read(root).uploaded
     is_sound(run, root)
     shown = capfd.readouterr()
     assert "an upload failed, and is repeated" in shown.err
