@@ -13,13 +13,17 @@ ASCII_BARS = "_.-=+*%#"
 
 def curve_lines(run: History, width: int, bars: str = BARS) -> Iterator[str]:
     """Yield a line for each curve that has a text title and values: title, sparkline, first and last value."""
+    shown = []
     for panel in panels_of([run]):
         for curve in panel.curves_of(run):
             series = run.series.get(curve.field, Series())
             if curve.text_title and len(series):
-                line = sparkline(series, width, bars)
-                first, last = series.values[0], series.values[-1]
-                yield f"  {curve.text_title:<10}  {line}  {first:.4g} .. {last:.4g}"
+                shown.append((curve.text_title, series))
+    title_width = max([10, *(len(title) for title, _ in shown)])
+    for title, series in shown:
+        line = sparkline(series, width, bars)
+        first, last = series.values[0], series.values[-1]
+        yield f"  {title:<{title_width}}  {line}  {first:.4g} .. {last:.4g}"
 
 
 def sparkline(series: Series, width: int = 60, bars: str = BARS) -> str:

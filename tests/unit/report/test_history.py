@@ -11,7 +11,7 @@ from automodel_ckpt.report.charts import charts_of
 from automodel_ckpt.report.follow import values_of
 from automodel_ckpt.report.history import Series, read_history
 from automodel_ckpt.report.scale import Scale, padded_range, short
-from automodel_ckpt.report.sparkline import curve_lines, sparkline
+from automodel_ckpt.report.sparkline import BARS, curve_lines, sparkline
 from tests.support.history import write_run
 
 
@@ -80,7 +80,10 @@ def test_metrics_of_an_objective_have_charts_with_those_of_its_validation_sets(
         (f"{name}, validation, few", (1.0,)),
     ]
     assert drawn["F1 micro"] == [(f"{name}, validation", (0.25,))]
-    assert any("val margin" in line for line in curve_lines(run, 20))
+    # All curves begin in one column, after the longest title.
+    starts = [line[:18] for line in curve_lines(run, 20)]
+    assert starts[-1].startswith("  val f1 micro  ") and starts[-1][16] in BARS
+    assert all(line[14:16] == "  " and line[16] in BARS for line in starts)
     assert values_of(steps[0]) == {"train/loss": 1.0, "train/pairs": 8, "train/margin": 0.5}
 
 
