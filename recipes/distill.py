@@ -272,7 +272,7 @@ def check_distillation(config: RecipeConfig) -> None:
             )
     if config.loss_fn is not None:
         raise RecipeError(
-            "a distillation has a loss of its own: cross-entropy and a divergence",
+            "a distillation has its own loss: cross-entropy and a divergence",
             where="loss_fn",
             value=config.loss_fn._target_,
             hint="remove loss_fn; distill.divergence and distill.kd_ratio choose the loss",

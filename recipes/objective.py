@@ -68,7 +68,7 @@ class Objective:
     evaluation: EvaluationSums | None = None
     """Adds up what a validation set measures; None in training."""
     z_loss: ZLoss | None = None
-    """A loss beside the cross-entropy in training passes. It has a gradient, and is a metric of its own in the log; the
+    """A loss beside the cross-entropy in training passes. It has a gradient, and is a separate metric in the log; the
     loss that :meth:`row_loss` returns has the gradient of both, and the value of the cross-entropy."""
 
     def __init__(

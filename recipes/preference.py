@@ -207,7 +207,7 @@ def check_rows(config: RecipeConfig) -> None:
     found: list[tuple[str, Any, str]] = []
     if config.packed_sequence is not None:
         found.append(
-            ("packed_sequence", config.packed_sequence.size, "each answer needs a row of its own")
+            ("packed_sequence", config.packed_sequence.size, "each answer needs a separate row")
         )
     if config.distributed.cp_size not in (None, 1):
         found.append(

@@ -25,7 +25,7 @@ ADAPTER_MODEL = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 AUTOMODEL_PEFT_CONFIG = "automodel_peft_config.json"
 ADAPTER_MODEL_CONFIG = "model_config.json"
-"""The config of a model with adapters and a head of its own. peft would take a config.json for that of a complete
+"""The config of a model with adapters and its own head. peft would take a config.json for that of a complete
 model in the same directory."""
 DCP_METADATA = ".metadata"
 LATEST, LOWEST_VAL = "LATEST", "LOWEST_VAL"

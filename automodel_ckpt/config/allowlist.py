@@ -263,7 +263,7 @@ _MODELS = Group(
     ),
 )
 _TEACHERS = Group(
-    "teachers of this package: counts of its own text",
+    "teachers of this package: counts of tokens in its text",
     (Exact("automodel_ckpt.data.pair_counts.pair_counts"),),
 )
 _CONFIGS = Group(

@@ -1323,7 +1323,7 @@ class RecipeConfig:
             ("pretrain.split_documents", "pretrain.attend_across_documents"),
             ("packed_sequence",),
             lambda recipe: recipe.packed_sequence is not None,
-            "without packed_sequence, each document has a row of its own",
+            "without packed_sequence, no row has two documents",
             "add a packed_sequence section with the size of a row, or remove the key",
         ),
         Condition(

@@ -128,11 +128,7 @@ def docstring_pairs(
     require_choice("split", split, ("train", "validation"))
     key = (library_digest(), seq_length, split, truncation)
     dataset = prepared("python_docs-docstring_pairs", key, tokenizer, build)
-    what = f"docstring_pairs ({split})"
-    dataset.report_truncation(what, seq_length)
-    dataset = dataset.first(max_samples)
-    dataset.report_lengths(what)
-    return dataset
+    return dataset.reported(f"docstring_pairs ({split})", seq_length, max_samples)
 
 
 def preferences(
@@ -147,7 +143,8 @@ def preferences(
 
     The prompt is the signature. The rejected answer has the words of the preferred one in another order, which depends
     on the text alone; with *keep_ends*, its first and its last word keep their places, so that the pairs are harder to
-    tell apart. Paragraphs of fewer than 6 words are not used."""
+    distinguish. Paragraphs of fewer than 6 different words are not used.
+    """
     policy = Truncation(truncation, seq_length)
 
     def build() -> TokenizedDataset:
@@ -165,11 +162,8 @@ def preferences(
     prepared_pairs = prepared(
         "python_docs-preferences", key, tokenizer, build, kind=PreferenceDataset
     )
-    dataset = cast("PreferenceDataset", prepared_pairs)
-    what = f"preferences ({split})"
-    dataset.report_truncation(what, seq_length)
-    dataset = dataset.first(max_samples)
-    dataset.report_lengths(what)
+    reported = prepared_pairs.reported(f"preferences ({split})", seq_length, max_samples)
+    dataset = cast("PreferenceDataset", reported)
     dataset.identity = identity(("python_docs-preferences", *key), tokenizer)
     return dataset
 
@@ -300,11 +294,7 @@ def description_pairs(
     require_choice("split", split, ("train", "validation"))
     key = (library_digest(), seq_length, split, query_prompt, document_prompt)
     dataset = prepared("python_docs-description_pairs", key, tokenizer, build)
-    what = f"description_pairs ({split})"
-    dataset.report_truncation(what, seq_length)
-    dataset = dataset.first(max_samples)
-    dataset.report_lengths(what)
-    return dataset
+    return dataset.reported(f"description_pairs ({split})", seq_length, max_samples)
 
 
 def _train(vocab_size: int) -> PreTrainedTokenizerFast:

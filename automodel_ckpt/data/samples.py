@@ -72,9 +72,7 @@ def samples_of(
     # Without max_samples: the cache has all samples, of which first() takes some.
     whole_key = (source.fingerprint(), *policy_key)
     dataset = _prepared(str(key[0]), whole_key, tokenizer, build, kind)
-    dataset.report_truncation(source.path, policy.seq_length)
-    dataset = dataset.first(max_samples)
-    dataset.report_lengths(source.path)
+    dataset = dataset.reported(source.path, policy.seq_length, max_samples)
     dataset.template = template
     dataset.identity = identity(whole_key, tokenizer)
     return dataset

@@ -160,6 +160,16 @@ class TokenizedDataset:
         labels = np.where(self.labelled[start:end], tokens, IGNORE_INDEX)
         return {"input_ids": tokens.tolist(), "labels": labels.tolist()}
 
+    def reported(self, what: str, seq_length: int, max_samples: int | None) -> Self:
+        """Return a data set of the first *max_samples* items (None: all), and log their lengths.
+
+        The numbers of truncated and skipped samples are those of all. *what* is the name of the data in the log.
+        """
+        self.report_truncation(what, seq_length)
+        dataset = self.first(max_samples)
+        dataset.report_lengths(what)
+        return dataset
+
     def report_truncation(self, what: str, seq_length: int) -> None:
         """Log how many samples were longer than *seq_length* tokens, and how many have an empty completion.
 

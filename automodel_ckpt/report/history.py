@@ -179,15 +179,10 @@ def read_history(path: Path, name: str | None = None) -> History:
         series["tps_per_gpu"] = Series()
     set_names = _set_names(validations)
     measures = _measures(steps, validations, set_names)
+    benchmarks = _benchmarks(validations)
     for measure in measures:
         series[measure] = _series(steps, measure)
-        series[f"{VALIDATED}{measure}"] = _series(validations, f"{VALIDATED}{measure}")
-    for measure in ("loss", *measures):
-        for set_name in set_names:
-            field_name = f"{VALIDATED}{measure}_{set_name}"
-            series[field_name] = _series(validations, field_name)
-    benchmarks = _benchmarks(validations)
-    for field_name in benchmarks:
+    for field_name in (*_validation_fields(measures, set_names), *benchmarks):
         series[field_name] = _series(validations, field_name)
     num_tokens = 0
     for record in steps:
@@ -264,6 +259,15 @@ def _series(records: list[dict[str, Any]], name: str) -> Series:
             found[record["step"]] = value
     steps = sorted(found)
     return Series(tuple(steps), tuple(found[step] for step in steps))
+
+
+def _validation_fields(measures: tuple[str, ...], set_names: tuple[str, ...]) -> list[str]:
+    """List the fields of *measures* for the main validation set, and of them and the loss for the named sets."""
+    fields = [f"{VALIDATED}{measure}" for measure in measures]
+    for measure in ("loss", *measures):
+        for set_name in set_names:
+            fields.append(f"{VALIDATED}{measure}_{set_name}")
+    return fields
 
 
 def _set_names(validations: list[dict[str, Any]]) -> tuple[str, ...]:

@@ -69,7 +69,7 @@ class RemoteRun:
                 "another run writes its checkpoints to this URL now",
                 where=str(self.store),
                 value=f"a run on {host}" if host else f"no valid {OWNER}",
-                hint="give each run a URL of its own",
+                hint="give each run its own URL",
             )
 
     # ---------------------------------------------------------------- reading

@@ -463,7 +463,7 @@ def _report_outcome(
     is_common = len(records) > 1 and len(messages) == 1 and all_failed
     several_ranks = num_ranks * num_nodes > 1 and not is_common
     if any(record.follows_log for record in records):
-        # A rank that was killed has no record of its own.
+        # A rank that was killed has no failure record.
         cause = dataclasses.replace(cause, follows_log=True)
     print_message(printed_failure(cause, several_ranks=several_ranks))
     return cause.code or EXIT_INTERNAL
