@@ -398,8 +398,10 @@ class Checkpointer:
         if self._options.remote is not None:
             self._fetch()
         resumed = self._loader.load(state, before_loading)
-        if self._uploads is not None:
-            self._start_uploads(self._uploads, resumed)
+        if self._options.remote is not None:
+            with self._raise_on_all_ranks("starting the uploads"):
+                if self._uploads is not None:
+                    self._start_uploads(self._uploads, resumed)
         return resumed
 
     def _fetch(self) -> None:
@@ -427,7 +429,12 @@ class Checkpointer:
             self._uploads = None
             return
         self._run.on_published = uploads.note_published
-        uploads.start(resumed.step if resumed is not None else None)
+        if resumed is None:
+            uploads.start(None)
+            return
+        name = resumed.path.name
+        is_here = (uploads.root / name).is_dir()
+        uploads.start(resumed.step, name if is_here else None)
 
     # ---------------------------------------------------------------- end
 
@@ -439,14 +446,14 @@ class Checkpointer:
         """
         if self._options.remote is None:
             return
-        failure: SaveFailed | None = None
+        failure: Exception | None = None
 
         def finish() -> None:
             nonlocal failure
             try:
                 if self._uploads is not None:
                     self._uploads.finish()
-            except SaveFailed as error:
+            except (SaveFailed, OSError) as error:
                 failure = error
 
         agree.while_working(self._group, finish)

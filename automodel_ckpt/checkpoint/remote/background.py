@@ -17,7 +17,15 @@ from automodel_ckpt.checkpoint.options import RemoteOptions
 from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint
 from automodel_ckpt.checkpoint.remote.run import RemoteCheckpoint, RemoteRun
 from automodel_ckpt.checkpoint.remote.store import Store, StoreError
-from automodel_ckpt.checkpoint.remote.uploader import FINISH, LINK, Job, Status, pending
+from automodel_ckpt.checkpoint.remote.uploader import (
+    FINISH,
+    LINK,
+    Job,
+    Status,
+    pending,
+    step_of,
+    unlink,
+)
 from automodel_ckpt.checkpoint.remote.url import check_options, check_url
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.errors import SaveFailed
@@ -117,12 +125,25 @@ class Uploads:
             return None
         return newest
 
-    def start(self, resumed_step: int | None) -> None:
-        """Start the uploading process. The run continues from *resumed_step*; None if it begins."""
+    def start(self, resumed_step: int | None, resumed_name: str | None = None) -> None:
+        """Start the uploading process. The run continues from *resumed_step*; None if it begins.
+
+        Checkpoints after this step that were to be uploaded are not: the run went back to a step before them.
+        *resumed_name* is the checkpoint of this step in the run directory, if it is there. It is uploaded unless the
+        store has it: a kill may have prevented its link.
+        """
         if self._process is not None:
             return
+        for name in pending(self.root):
+            if step_of(name) > (resumed_step or 0):
+                unlink(self.root, name)
+        if resumed_name is not None:
+            self._link(resumed_name)
+        self._launch(resumed_step or 0)
+
+    def _launch(self, went_back_to: int) -> None:
         # The process writes the owner's object: here, a slow store would delay training.
-        job = replace(self.job, went_back_to=resumed_step or 0)
+        job = replace(self.job, went_back_to=went_back_to)
         command = [
             sys.executable,
             "-m",
@@ -135,11 +156,22 @@ class Uploads:
 
     def note_published(self, name: str) -> None:
         """Have a published checkpoint uploaded. Until it is, it is not removed from the local disk."""
-        link = self.root / f"{LINK}{name}"
-        with contextlib.suppress(FileExistsError):
-            os.symlink(name, link)
         self._newest = name
-        self.start(None)
+        process = self._process
+        has_ended = process is None or process.poll() is not None
+        if has_ended and Status.read(self.root).is_over:
+            # Another run took over the URL: a link would keep the checkpoint on the local disk forever.
+            log.warning("%s is not uploaded: %s", name, Status.read(self.root).error)
+            return
+        self._link(name)
+        if has_ended:
+            if process is not None:
+                log.warning("the uploading process ended unexpectedly; it is started again")
+            self._launch(step_of(name))
+
+    def _link(self, name: str) -> None:
+        with contextlib.suppress(FileExistsError):
+            os.symlink(name, self.root / f"{LINK}{name}")
 
     # ---------------------------------------------------------------- the end
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.checkpoint.remote.store import Store, StoreError
+from automodel_ckpt.checkpoint.remote.store import Store
 from automodel_ckpt.checkpoint.remote.transfer import Throttle, UploadMemory
 
 PART_BYTES = 32 << 20
@@ -43,7 +42,7 @@ def upload_in_parts(
     nbytes = path.stat().st_size
     bucket, key, _ = store.fs.split_path(store.key(name))
     target = {"Bucket": bucket, "Key": key}
-    with _reporting(store, name):
+    with store.reporting("written in parts", name):
         entry, sent = _continued(store, target, memory.parts.get(name), nbytes)
         if entry is None:
             part_bytes = max(PART_BYTES, math.ceil(nbytes / _MAX_PARTS))
@@ -57,7 +56,7 @@ def upload_in_parts(
         with path.open("rb") as file:
             data = os.pread(file.fileno(), min(part_bytes, nbytes - start), start)
         throttle.take(len(data))
-        with _reporting(store, name):
+        with store.reporting("written in parts", name):
             reply = store.fs.call_s3(
                 "upload_part", **target, UploadId=entry["id"], PartNumber=number, Body=data
             )
@@ -68,7 +67,7 @@ def upload_in_parts(
     for number, tag in zip(missing, pool.map(send, missing), strict=True):
         sent[number] = tag
     parts = [{"PartNumber": number, "ETag": sent[number]} for number in sorted(sent)]
-    with _reporting(store, name):
+    with store.reporting("written in parts", name):
         store.fs.call_s3(
             "complete_multipart_upload",
             **target,
@@ -109,7 +108,7 @@ def abort_uploads(store: Store, name: str) -> None:
     if "s3" not in store.fs.protocol:
         return
     bucket, prefix, _ = store.fs.split_path(store.key(name))
-    with _reporting(store, name):
+    with store.reporting("written in parts", name):
         reply = store.fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/")
         for upload in reply.get("Uploads", []):
             with contextlib.suppress(FileNotFoundError):
@@ -119,18 +118,3 @@ def abort_uploads(store: Store, name: str) -> None:
                     Key=upload["Key"],
                     UploadId=upload["UploadId"],
                 )
-
-
-@contextlib.contextmanager
-def _reporting(store: Store, name: str) -> Iterator[None]:
-    try:
-        yield
-    except (StoreError, FileNotFoundError):
-        raise
-    except Exception as error:  # botocore's, aiohttp's and s3fs's own
-        raise StoreError(
-            "an object could not be written in parts",
-            where=f"{store}/{name}",
-            value=(str(error).strip() or type(error).__name__).splitlines()[0][:300],
-            hint="check the bucket, the network, and the credentials in the environment",
-        ) from error

@@ -161,16 +161,18 @@ class RemoteRun:
                 self.store.write(pointer, f"{target}\n".encode())
 
     def supersede_after(self, step: int, metric_key: str, mode: policy.Mode) -> list[str]:
-        """Mark the checkpoints after *step*, to which the run went back, and return their names."""
+        """Mark the checkpoints after *step*, to which the run went back, and return the names of those newly marked."""
         marked = []
-        for name in self.names():
-            if name.step > step and not self.is_superseded(str(name)):
-                self.check_owner()
-                self.store.write(
-                    f"{name}/{SUPERSEDED}", f"the run went back to step {step}\n".encode()
-                )
-                marked.append(str(name))
-        if marked:
+        later = [str(name) for name in self.names() if name.step > step]
+        for name in later:
+            if self.is_superseded(name):
+                continue
+            self.check_owner()
+            text = f"the run went back to step {step}\n"
+            self.store.write(f"{name}/{SUPERSEDED}", text.encode())
+            marked.append(name)
+        if later:
+            # Also if an earlier start marked them: a kill may have left a pointer to one.
             self.point(metric_key, mode)
         return marked
 

@@ -6,12 +6,14 @@ Nothing here retries: the libraries of the stores repeat single requests, and :m
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from automodel_ckpt.checkpoint.remote.url import check_options, check_url, public
 from automodel_ckpt.errors import AutomodelError, SaveFailed
 
+_QUERY = re.compile(r"(\w://[^\s?'\"]*)\?[^\s'\"]*")
 BLOCK_BYTES = 8 << 20
 """Bytes that are read, digested and sent at once."""
 
@@ -39,7 +41,7 @@ class Store:
         self.url = check_url(url, f"{where}.url" if "." in where else where)
         check_options(options or {}, f"{where}.options")
         protocol = self.url.partition("://")[0]
-        with self._reporting("opened"):
+        with self.reporting("opened"):
             # Without a cache of listings, the objects of another process are visible.
             options = {**_library_options(protocol, options or {}), "use_listings_cache": False}
             opened: tuple[Any, str] = fsspec.url_to_fs(self.url, **options)
@@ -57,19 +59,19 @@ class Store:
 
     def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
         """Read an object, or its bytes from *start* to before *end*. Raises FileNotFoundError."""
-        with self._reporting("read", name):
+        with self.reporting("read", name):
             found: bytes = self.fs.cat_file(self.key(name), start=start, end=end)
             return found
 
     def size(self, name: str) -> int:
         """The size of an object in bytes. Raises FileNotFoundError."""
-        with self._reporting("read", name):
+        with self.reporting("read", name):
             return int(self.fs.info(self.key(name))["size"])
 
     def sizes(self, name: str = "") -> dict[str, int]:
         """List all objects below *name* with their sizes in bytes, by names relative to it; empty if there are none."""
         prefix = f"{self.key(name)}/"
-        with self._reporting("listed", name):
+        with self.reporting("listed", name):
             try:
                 found = self.fs.find(prefix.rstrip("/"), detail=True)
             except FileNotFoundError:
@@ -84,7 +86,7 @@ class Store:
     def directories(self) -> list[str]:
         """List the names directly below the URL that have objects below them."""
         prefix = f"{self._root}/"
-        with self._reporting("listed"):
+        with self.reporting("listed"):
             try:
                 entries = self.fs.ls(self._root, detail=True)
             except FileNotFoundError:
@@ -97,13 +99,13 @@ class Store:
 
     def stream(self, name: str, write: Callable[[bytes], Any]) -> None:
         """Pass the content of an object to *write*, block by block. Raises FileNotFoundError."""
-        with self._reporting("read", name):
+        with self.reporting("read", name):
             source = self.fs.open(
                 self.key(name), "rb", block_size=BLOCK_BYTES, cache_type="readahead"
             )
         with source:
             while True:
-                with self._reporting("read", name):
+                with self.reporting("read", name):
                     block = source.read(BLOCK_BYTES)
                 if not block:
                     return
@@ -113,7 +115,7 @@ class Store:
 
     def write(self, name: str, data: bytes) -> None:
         """Write a small object in one request. It replaces an object of this name."""
-        with self._reporting("written", name):
+        with self.reporting("written", name):
             self._make_parent(name)
             self.fs.pipe_file(self.key(name), data)
 
@@ -122,7 +124,7 @@ class Store:
 
         Of several writers, one succeeds where the store supports conditional writes.
         """
-        with self._reporting("written", name):
+        with self.reporting("written", name):
             self._make_parent(name)
             try:
                 self.fs.pipe_file(self.key(name), data, mode="create")
@@ -136,7 +138,7 @@ class Store:
 
     def upload(self, name: str, blocks: Iterable[bytes]) -> None:
         """Write an object from *blocks*. If they raise, there is no new object, or as on a disk an incomplete one."""
-        with self._reporting("written", name):
+        with self.reporting("written", name):
             self._make_parent(name)
             with self.fs.open(self.key(name), "wb", block_size=BLOCK_BYTES) as target:
                 try:
@@ -146,19 +148,21 @@ class Store:
                     # Closing would complete the object.
                     with contextlib.suppress(Exception):
                         target.discard()
-                    target.closed = True
+                    # A local file is closed as any other, and stays incomplete.
+                    with contextlib.suppress(AttributeError):
+                        target.closed = True
                     raise
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete objects. Names without an object are ignored."""
         for name in names:
-            with self._reporting("deleted", name), contextlib.suppress(FileNotFoundError):
+            with self.reporting("deleted", name), contextlib.suppress(FileNotFoundError):
                 self.fs.rm_file(self.key(name))
 
     def delete_directory(self, name: str) -> None:
         """Remove what is left of a directory whose objects are deleted; object stores have no directories."""
         if self._has_directories and name:
-            with self._reporting("deleted", name), contextlib.suppress(FileNotFoundError):
+            with self.reporting("deleted", name), contextlib.suppress(FileNotFoundError):
                 self.fs.rm(self.key(name), recursive=True)
 
     @property
@@ -170,7 +174,7 @@ class Store:
             self.fs.makedirs(self.key(name).rpartition("/")[0], exist_ok=True)
 
     @contextlib.contextmanager
-    def _reporting(self, done: str, name: str = "") -> Iterator[None]:
+    def reporting(self, done: str, name: str = "") -> Iterator[None]:
         """Raise :class:`StoreError` for what the library of the store raises in the context."""
         try:
             yield
@@ -178,10 +182,12 @@ class Store:
             raise
         except Exception as error:  # each library has its own exceptions
             text = str(error).strip() or type(error).__name__
+            # A query may be a signature: with it, others could read or write the object.
+            text = _QUERY.sub(r"\1", text.splitlines()[0])
             raise StoreError(
                 f"an object could not be {done}" if name else f"the store could not be {done}",
                 where=f"{self}/{name}" if name else str(self),
-                value=text.splitlines()[0][:300],
+                value=text[:300],
                 hint="check the bucket, the network, and the credentials in the environment",
             ) from error
 

@@ -32,9 +32,16 @@ class Throttle:
         self._clock, self._sleep = clock, sleep
         self._lock = threading.Lock()
         self._free_at = clock()
+        self._is_stopped = False
+
+    def stop(self) -> None:
+        """Make :meth:`take` raise from here on, so that uploads end after the requests in progress."""
+        self._is_stopped = True
 
     def take(self, nbytes: int) -> None:
-        """Wait until *nbytes* more may be sent."""
+        """Wait until *nbytes* more may be sent. Raises InterruptedError after :meth:`stop`."""
+        if self._is_stopped:
+            raise InterruptedError("the upload was stopped")
         with self._lock:
             self.nbytes += nbytes
             if self.bytes_per_second is None:

@@ -44,6 +44,8 @@ FINISH = b"finish\n"
 POLL_SECONDS = 0.5
 LAST_SECONDS = 60.0
 """How long uploads go on after the trainer has ended without asking for the rest."""
+_NOTE_SECONDS = 5.0
+"""How often the status shows the bytes that were sent of a file."""
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 60.0
 _LOGS = (layout.TRAINING_LOG, layout.VALIDATION_LOG)
 
@@ -102,7 +104,11 @@ def pending(root: Path) -> list[str]:
     for entry in list(os.scandir(root)):
         if not entry.name.startswith(LINK) or not entry.is_symlink():
             continue
-        target = os.readlink(entry.path)
+        try:
+            target = os.readlink(entry.path)
+        except FileNotFoundError:
+            # The trainer and the uploading process both call this, and the latter removes links.
+            continue
         parsed = layout.parse_checkpoint_name(target)
         if parsed is None or not (root / target).is_dir():
             # Superseded, or removed by hand.
@@ -123,10 +129,11 @@ class Uploader:
         self._throttle = Throttle(job.bytes_per_second)
         self._finishing = threading.Event()
         self._stopping = threading.Event()
-        self._has_begun = False
+        self._has_taken_over = self._has_begun = False
         # After a run went back, the status of an earlier process may name a later step.
         self._is_first = True
         self._status = Status.read(root)
+        self._status_lock = threading.Lock()
         self._note(error="", failures=0, is_over=False)
 
     def finish(self) -> None:
@@ -136,6 +143,12 @@ class Uploader:
     def stop(self) -> None:
         """Make :meth:`run` return after the request in progress, however much is pending."""
         self._stopping.set()
+        self._throttle.stop()
+
+    def note_progress(self) -> None:
+        """Update the bytes in the status, if more were sent. A large file takes minutes."""
+        if self._throttle.nbytes != self._status.sent_bytes:
+            self._note()
 
     def run(self) -> None:
         """Upload what is pending, and what becomes pending."""
@@ -152,6 +165,8 @@ class Uploader:
                 _print(f"error: {error}")
                 return
             except (AutomodelError, OSError) as error:
+                if self._stopping.is_set():
+                    return
                 self._note(error=str(error), failures=self._status.failures + 1)
                 # The 1st, 2nd, 4th, 8th, ... failure in a row.
                 if self._status.failures & (self._status.failures - 1) == 0:
@@ -163,7 +178,10 @@ class Uploader:
         """Upload all pending checkpoints. Raises what an upload raises."""
         job = self._job
         if not self._has_begun:
-            self._run.take_over()
+            # Once: a repetition would take the URL back from a run that started meanwhile.
+            if not self._has_taken_over:
+                self._run.take_over()
+                self._has_taken_over = True
             for name in self._run.supersede_after(job.went_back_to, job.metric_key, job.mode):
                 _print(f"marked {self._store}/{name} as superseded")
             self._has_begun = True
@@ -181,7 +199,7 @@ class Uploader:
             if found is not None:
                 records[name] = found
         for record in self._job.keep.removable(list(records.values()), {names[0]}):
-            _unlink(self._root, record.name)
+            unlink(self._root, record.name)
         return [name for name in names if (self._root / f"{LINK}{name}").is_symlink()]
 
     def _upload(self, name: str) -> None:
@@ -200,7 +218,7 @@ class Uploader:
             # Repeating cannot help: the checkpoint is damaged, or something else has its name.
             _print(f"warning: {name} is not uploaded: {error}")
             self._note(error=str(error))
-            _unlink(self._root, name)
+            unlink(self._root, name)
             return
         for log in _LOGS:
             with contextlib.suppress(FileNotFoundError):
@@ -208,7 +226,7 @@ class Uploader:
                 self._run.check_owner()
                 self._store.write(log, data)
         self._run.point(job.metric_key, job.mode)
-        _unlink(self._root, name)
+        unlink(self._root, name)
         newest = self._status.uploaded
         if newest is None or step_of(newest) < step_of(name) or self._is_first:
             newest = name
@@ -220,10 +238,12 @@ class Uploader:
             _print(f"removed {self._store}/{removed}")
 
     def _note(self, **changes: Any) -> None:
-        fields = {**asdict(self._status), "sent_bytes": self._throttle.nbytes, **changes}
-        self._status = Status(**fields)
-        with contextlib.suppress(OSError):
-            replace_file(self._root / STATUS, json.dumps(fields).encode())
+        # Called by several threads: none may undo what another one has noted.
+        with self._status_lock:
+            fields = {**asdict(self._status), "sent_bytes": self._throttle.nbytes, **changes}
+            self._status = Status(**fields)
+            with contextlib.suppress(OSError):
+                replace_file(self._root / STATUS, json.dumps(fields).encode())
 
 
 def step_of(name: str) -> int:
@@ -232,7 +252,8 @@ def step_of(name: str) -> int:
     return parsed.step if parsed else -1
 
 
-def _unlink(root: Path, name: str) -> None:
+def unlink(root: Path, name: str) -> None:
+    """Remove the link of a checkpoint that has to be uploaded, and the record of how far its upload is."""
     (root / f"{LINK}{name}").unlink(missing_ok=True)
     (root / f"{LINK}{name}.json").unlink(missing_ok=True)
 
@@ -269,6 +290,7 @@ def main(arguments: list[str]) -> int:
         thread = threading.Thread(target=uploader.run, name="upload")
         thread.start()
         deadline = math.inf
+        noted = time.monotonic()
         while thread.is_alive():
             if deadline < math.inf:
                 thread.join(POLL_SECONDS)
@@ -278,8 +300,12 @@ def main(arguments: list[str]) -> int:
                 if is_over:
                     # The trainer has ended.
                     deadline = time.monotonic() + LAST_SECONDS
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if now > deadline:
                 uploader.stop()
+            if now - noted > _NOTE_SECONDS:
+                uploader.note_progress()
+                noted = now
     return 0
 
 

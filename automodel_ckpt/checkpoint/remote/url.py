@@ -55,7 +55,7 @@ def check_url(url: str, where: str) -> str:
         raise RecipeError(
             "this is not the URL of a store",
             where=where,
-            value=public(url) if match else url,
+            value=public(url) if "://" in url else url,
             hint=f"use BUCKET/PATH after one of {', '.join(f'{name}://' for name in _LIBRARIES)}",
         )
     if public(url).rstrip("/") != url.rstrip("/"):

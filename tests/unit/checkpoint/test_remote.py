@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -206,6 +207,10 @@ def test_a_run_that_went_back_supersedes_what_it_left(
     assert newest is not None and str(newest.name) == FIRST
     with pytest.raises(LeaseLost, match="another run writes"):
         run.publish(SECOND, b"")
+    # A kill after the marks and before the pointers.
+    later.store.write("LATEST", f"{SECOND}\n".encode())
+    assert later.supersede_after(10, "val_loss", "min") == []
+    assert later.pointed("LATEST") == FIRST
     # The new timeline reaches the step again.
     push_checkpoint(later, local / SECOND, tmp_path / "memory")
     later.point("val_loss", "min")
@@ -326,12 +331,90 @@ def test_uploads_obey_a_limit_of_the_rate() -> None:
         throttle.take(50)
     # The first is free, the others wait for those before them.
     assert now[1:] == [0.5, 1.0]
+    throttle.stop()
+    with pytest.raises(InterruptedError):
+        throttle.take(1)
+
+
+def test_an_upload_that_fails_on_a_disk_reports_why(tmp_path: Path) -> None:
+    store = Store(f"file://{tmp_path}/store")
+
+    def blocks() -> Iterator[bytes]:
+        yield b"1"
+        raise OSError("unreadable https://host/object?signature=secret-word 'quoted'")
+
+    with pytest.raises(StoreError, match="unreadable https://host/object 'quoted'") as failure:
+        store.upload("object", blocks())
+    assert "secret-word" not in str(failure.value)
+
+
+def test_an_uploader_does_not_take_a_url_back(local: Path, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store"
+    push_checkpoint(RemoteRun(Store(url)), local / FIRST, tmp_path / "memory")
+    (tmp_path / "run").mkdir()
+    job = uploader.Job(url, {}, "first", "val_loss", "min")
+    uploading = uploader.Uploader(tmp_path / "run", job)
+    listed = uploading._run.names
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uploading._run, "names", failing_store)
+        with pytest.raises(StoreError):
+            uploading._catch_up()
+    assert uploading._run.names == listed
+    later = RemoteRun(Store(url))
+    later.take_over()
+    # The repetition after the failure.
+    with pytest.raises(LeaseLost):
+        uploading._catch_up()
+    later.check_owner()
+
+
+def failing_store() -> None:
+    raise StoreError("it does not answer", where="", value="", hint="")
+
+
+def test_the_status_has_the_bytes_of_an_unfinished_file(tmp_path: Path) -> None:
+    job = uploader.Job(f"file://{tmp_path}/store", {}, "first", "val_loss", "min")
+    uploading = uploader.Uploader(tmp_path, job)
+    uploading._throttle.take(5)
+    uploading.note_progress()
+    assert uploader.Status.read(tmp_path).sent_bytes == 5
+
+
+def test_only_checkpoints_of_the_present_run_are_uploaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[int] = []
+    settings = RemoteStorage(f"file://{tmp_path}/store")
+    uploads = background.Uploads(tmp_path, settings, "val_loss", "min")
+
+    def launch(went_back_to: int) -> None:
+        launched.append(went_back_to)
+        uploads._process = subprocess.Popen(["true"])
+        uploads._process.wait()
+
+    monkeypatch.setattr(uploads, "_launch", launch)
+    for name in (FIRST, SECOND):
+        (tmp_path / name).mkdir()
+    (tmp_path / f"{uploader.LINK}{SECOND}").symlink_to(SECOND)
+    # The run goes back to the first: the second, which was not uploaded yet, would become the newest there. A kill
+    # prevented the link of the first.
+    uploads.start(10, FIRST)
+    assert uploader.pending(tmp_path) == [FIRST]
+    # The process died: it is started again, and does not supersede the new checkpoint.
+    uploads.note_published(SECOND)
+    assert launched == [10, 20]
+    # It ended because another run took over: a link would keep the checkpoint forever.
+    (tmp_path / uploader.STATUS).write_text(json.dumps({"is_over": True}))
+    uploads.note_published("epoch_0_step_30")
+    assert launched == [10, 20]
+    assert uploader.pending(tmp_path) == [SECOND, FIRST]
 
 
 @pytest.mark.parametrize(
     ("url", "what"),
     [
         ("s4://bucket/run", "not the URL of a store"),
+        ("S3://key:secret-word@bucket/run", "not the URL of a store"),
         ("s3://key:secret-word@bucket/run", "must not contain credentials"),
         ("s3://bucket/run?token=secret-word", "must not contain credentials"),
         ("s3:///run", "names no directory"),
