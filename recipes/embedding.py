@@ -63,7 +63,7 @@ class Contrastive(Objective):
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self._known: list[_Known] = []
-        """Those of the micro-batches of a step that :meth:`loss` has not had yet."""
+        """One for each micro-batch of a step, in order, without those that :meth:`loss` has computed."""
         self._seen: list[tuple[Parts, Parts]] = []
         """The digests and embeddings of the texts of a validation set, on the host."""
 
@@ -211,7 +211,7 @@ class EmbeddingFinetune(LLMFinetune):
         return PairCollator(default.pad_token_id, default.multiple)
 
     def validation_batch_size(self) -> int:
-        """That of training, so that each validation ranks the same documents on any number of ranks."""
+        """The global batch size of training: each validation then ranks the same documents on any number of ranks."""
         return self.config.step_scheduler.global_batch_size
 
     def build_trainable(self, *arguments: Any, **keywords: Any) -> Any:

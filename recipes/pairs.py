@@ -1,4 +1,4 @@
-"""What recipes share that learn from pairs of a preferred and a rejected answer."""
+"""Shared code of recipes that train on pairs of a preferred and a rejected answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What recipes that learn from preferences share: log-probabilities of answers, and the reference model.
+"""Shared code of recipes that train on preferences: log-probabilities of answers, and the reference model.
 
 The reference is the model that the trained one is compared with: by default the one that training starts from. It is a
 second :class:`~automodel_ckpt.recipes.trainable.Trainable`. With adapters, it is the base with the adapters disabled.

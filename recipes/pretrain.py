@@ -93,7 +93,7 @@ class Pretrain(LLMFinetune):
         config = config or self.config
         factor = self.width_factor()
         if self.section.attend_across_documents:
-            # A row is one sequence, so the model need not keep the documents of a row apart.
+            # A row is one sequence, so attention is not limited to the tokens of a document.
             config = replace(config, packed_sequence=None)
         trainable = super().build_trainable(config, is_trained=is_trained)
         if factor != 1:

@@ -402,20 +402,7 @@ class _TrainableBuilder:
         if router is None and router_settings(model) is not None:
             # Otherwise the model would compute router logits that nothing uses.
             options["output_router_logits"] = False
-        if self.layout.in_stages:
-            section = self.config.distributed
-            if self._has_task_head:
-                raise RecipeError(
-                    "a model with a classification head cannot be divided into pipeline stages",
-                    where="distributed.pp_size",
-                    value=self.layout.sizes.pp,
-                    hint="remove pp_size: fsdp2 shards the model over the same ranks",
-                )
-            check_stages(model, self.layout.sizes.pp * section.stages_per_rank)
-        if self.layout.sizes.cp > 1:
-            check_context_parallel(model)
-        if self.layout.sizes.ep > 1:
-            check_experts(model, self.layout)
+        self._check_mesh(model)
         built = Trainable(
             model,
             options,
@@ -456,6 +443,23 @@ class _TrainableBuilder:
         probed = self._probed(built, model, router)
         noise = self._embedding_noise(model, probed.stage)
         return replace(probed, embedding_noise=noise, mtp=self._installed_mtp(model, probed))
+
+    def _check_mesh(self, model: nn.Module) -> None:
+        """Raise :class:`RecipeError` if *model* cannot be divided over the dimensions of the device mesh."""
+        if self.layout.in_stages:
+            section = self.config.distributed
+            if self._has_task_head:
+                raise RecipeError(
+                    "a model with a classification head cannot be divided into pipeline stages",
+                    where="distributed.pp_size",
+                    value=self.layout.sizes.pp,
+                    hint="remove pp_size: fsdp2 shards the model over the same ranks",
+                )
+            check_stages(model, self.layout.sizes.pp * section.stages_per_rank)
+        if self.layout.sizes.cp > 1:
+            check_context_parallel(model)
+        if self.layout.sizes.ep > 1:
+            check_experts(model, self.layout)
 
     # ---------------------------------------------------------------- the unsharded model
 

@@ -207,7 +207,7 @@ class Uploads:
     def _newest_is_stored(self) -> bool:
         """Read from the store whether it has the newest checkpoint that was published, if there is one.
 
-        The status has the checkpoint that was uploaded last. That may be an older one: the newest is uploaded first.
+        The status is not enough: the process of an earlier start may have written it.
         """
         name = layout.parse_checkpoint_name(self._newest) if self._newest is not None else None
         return name is None or self._run.checkpoint(name) is not None

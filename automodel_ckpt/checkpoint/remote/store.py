@@ -1,4 +1,4 @@
-"""A directory in an object store, through fsspec: objects are written at once, read by byte ranges, and listed.
+"""A directory in an object store, through fsspec: objects are written in one request, read by byte ranges, and listed.
 
 Nothing here retries: the libraries of the stores repeat single requests, and :mod:`.uploader` repeats whole uploads.
 """
@@ -15,7 +15,7 @@ from automodel_ckpt.errors import AutomodelError, SaveFailed
 
 _QUERY = re.compile(r"(\w://[^\s?'\"]*)\?[^\s'\"]*")
 BLOCK_BYTES = 8 << 20
-"""Bytes that are read, digested and sent at once."""
+"""Bytes that are read and sent in one operation."""
 
 
 class StoreError(SaveFailed):

@@ -97,7 +97,7 @@ class UploadMemory:
             self._write()
 
     def forget(self) -> None:
-        """Remove the file: the upload is complete, or must begin anew."""
+        """Remove the file: the upload is complete, or must start from the beginning."""
         self.path.unlink(missing_ok=True)
 
     def _write(self) -> None:

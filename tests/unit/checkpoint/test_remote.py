@@ -298,7 +298,7 @@ def test_the_end_of_a_run_accepts_that_an_older_checkpoint_was_uploaded_last(
     uploads.note_published(SECOND)
     uploads.finish()
     uploads.close()
-    assert uploader.Status.read(root).uploaded == FIRST
+    assert uploader.Status.read(root).uploaded == SECOND
     is_sound(RemoteRun(Store(settings.url)), root)
 
 
