@@ -34,8 +34,9 @@ class ORPO(PairObjective):
         prompts = {**rows, "labels": _prompt_labels(rows)}
         answers, prompt = self.log_probs_of(rows, [rows["labels"], prompts["labels"]])
         counts = self._on_device(label_counts(rows))
-        # Rows without labels would have log-probability 0, and infinite odds.
-        means = torch.where(answers < 0, answers / counts.clamp(min=1), -1.0)
+        # A probability of 1 would have infinite odds, and so would rows without labels.
+        means = (answers / counts.clamp(min=1)).clamp(max=-torch.finfo(answers.dtype).tiny)
+        means = torch.where(counts > 0, means, -1.0)
         odds = means - log1mexp(means)
         ratios = F.logsigmoid(odds[::2] - odds[1::2])
         total, num_tokens = answers, counts

@@ -179,12 +179,14 @@ class RemoteRun:
     def withdraw(self, name: str) -> None:
         """Remove a checkpoint that no pointer names: its manifest first, then all its objects.
 
-        Raises ValueError if a pointer names it, and :class:`LeaseLost`.
+        It is marked before as one that is never loaded, so that :meth:`prune` completes an interrupted removal. Raises
+        ValueError if a pointer names it, and :class:`LeaseLost`.
         """
         if name in [self.pointed(pointer) for pointer in layout.POINTERS]:
             raise ValueError(f"{name} is referenced")
         self.check_owner()
         self._known.pop(name, None)
+        self.store.write(f"{name}/{SUPERSEDED}", b"being removed\n")
         self.store.delete([f"{name}/{layout.MANIFEST}"])
         abort_uploads(self.store, name)
         files = self.store.sizes(name)
@@ -212,6 +214,10 @@ class RemoteRun:
     def prune(self, keep: policy.KeepPolicy, metric_key: str) -> list[str]:
         """Remove the checkpoints that *keep* does not keep, and return their names."""
         removable = self.removable(keep, metric_key)
+        for name in self.superseded():
+            if self.manifest(name) is None:
+                # Its removal was interrupted.
+                removable.append(name)
         for name in removable:
             self.withdraw(name)
         return removable

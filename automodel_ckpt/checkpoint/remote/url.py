@@ -38,7 +38,11 @@ def is_url(text: str) -> bool:
 
 def public(url: str) -> str:
     """Return *url* without user name, password, query and fragment, for logs and errors."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        # Such as an unclosed bracket: what follows may be anything, also a secret.
+        return f"{url.partition('://')[0]}://(malformed)"
     host = parts.netloc.rpartition("@")[2]
     return f"{parts.scheme}://{host}{parts.path}"
 

@@ -324,6 +324,28 @@ def test_an_empty_disk_gets_the_newest_checkpoint(s3: ObjectStore, tmp_path: Pat
     tiny.assert_equal_state(made, other)
 
 
+def test_an_interrupted_removal_is_completed(s3: ObjectStore, local: Path, tmp_path: Path) -> None:
+    run = RemoteRun(Store(URL))
+    for name in (FIRST, SECOND):
+        push_checkpoint(run, local / name, tmp_path / "memory")
+    run.point("val_loss", "min")
+    deleted: list[str] = []
+
+    def fault(request: Request) -> Response | None:
+        if request.method == "DELETE":
+            deleted.append(request.path)
+        # The manifest is deleted, and then the store dies.
+        return Response("<Error><Code>Dead</Code></Error>", 400) if len(deleted) > 1 else None
+
+    s3.fault = fault
+    with pytest.raises(StoreError):
+        run.prune(policy.KeepPolicy(last=1), "val_loss")
+    s3.fault = None
+    assert run.manifest(FIRST) is None and run.store.sizes(FIRST)
+    assert run.prune(policy.KeepPolicy(last=5), "val_loss") == [FIRST]
+    assert not run.store.sizes(FIRST)
+
+
 def test_uploads_obey_a_limit_of_the_rate() -> None:
     now = [0.0]
     throttle = Throttle(100.0, clock=lambda: now[0], sleep=lambda seconds: now.append(seconds))
@@ -417,6 +439,7 @@ def test_only_checkpoints_of_the_present_run_are_uploaded(
         ("S3://key:secret-word@bucket/run", "not the URL of a store"),
         ("s3://key:secret-word@bucket/run", "must not contain credentials"),
         ("s3://bucket/run?token=secret-word", "must not contain credentials"),
+        ("s3://[secret-word", "must not contain credentials"),
         ("s3:///run", "names no directory"),
         ("s3://bucket/../other", "names no directory"),
         ("gs://bucket/run", r"gs:// needs the library gcsfs[\s\S]*automodel_ckpt\[gcs\]"),
