@@ -2,8 +2,8 @@
 
 The loss of a label is ``(1 - kd_ratio) * cross_entropy + kd_ratio * temperature**2 * divergence`` (section
 ``distill``). It is computed in chunks of positions (:mod:`automodel_ckpt.models.fused_distillation`), so that neither
-the student's nor the teacher's logits of a micro-batch are in memory at once. With ``top_k``, the teacher's logits are
-computed before training and read from a cache, and later starts do not load the teacher.
+the student's nor the teacher's logits of a micro-batch are in memory at the same time. With ``top_k``, the teacher's
+logits are computed before training and read from a cache, and later starts do not load the teacher.
 """
 
 from __future__ import annotations

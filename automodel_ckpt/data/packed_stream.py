@@ -2,8 +2,8 @@
 
 A stream is divided into *lanes*: lane i of n has every n-th document, and packs its documents independently of the
 others. Each position in the global batch takes its row from one lane. So a rank, and each of its worker processes,
-tokenizes only the documents of its own positions, and which rows a global batch has does not depend on the number of
-ranks or workers. With several sources, the next row comes from the source that is furthest behind its share.
+tokenizes only the documents of the positions that it fills, and which rows a global batch has does not depend on the
+number of ranks or workers. With several sources, the next row comes from the source that is furthest behind its share.
 """
 
 from __future__ import annotations

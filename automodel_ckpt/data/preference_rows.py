@@ -167,7 +167,7 @@ def common_text(first: str, second: str) -> str:
     """Return the common beginning of two texts up to their last common space or line break, without this one."""
     pairs = zip(first, second, strict=False)
     length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    # A word that begins alike is part of the answers.
+    # A word with the same beginning is part of the answers.
     while length > 0 and not first[length - 1].isspace():
         length -= 1
     return first[: max(length - 1, 0)]

@@ -153,7 +153,7 @@ class Publication:
         self.directory = final.parent / f".{final.name}.{uuid.uuid4().hex}"
         self.directory.mkdir()
         self._lock = (self.directory / _LOCK).open("w")
-        # It ends with the process, which shows others that nobody writes here any more.
+        # It ends with the process, which shows others that no process writes here any more.
         fcntl.flock(self._lock, fcntl.LOCK_EX)
 
     def publish(self, key: str, parts: Sequence[Mapping[str, Any]]) -> None:

@@ -32,7 +32,7 @@ from automodel_ckpt.models.fused_cross_entropy import (
 from automodel_ckpt.models.token_hits import TokenHits
 
 _TENSORS_OF_A_CHUNK = 4
-"""Tensors of the size of a chunk of logits that are in memory at once; the loss of a label alone needs one."""
+"""Tensors of the size of a chunk of logits that are in memory at the same time; the loss of a label alone needs one."""
 _LOWEST = -1e4
 """The lowest log-probability of a teacher, whose probability is 0: minus infinity times 0 would be NaN."""
 _SMALLEST = 1e-30
@@ -116,7 +116,13 @@ class LogitTargets:
         weights: DistillationWeights,
         part: VocabularyPart | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`TeacherTargets`. Raises :class:`RecipeError` for a teacher with another vocabulary."""
+        """Compare the *student* with the teacher at the positions from *start*, by all columns of both.
+
+        *student* are log-probabilities [n, V] at the temperature, which are overwritten. Returns the divergence [n]
+        without the factor temperature**2, and its gradient [n, V] with respect to the logits / temperature. With
+        *part*, V are the columns of this rank, and this is collective. Raises :class:`RecipeError` for a teacher with
+        another vocabulary.
+        """
         logits = self.logits(start, start + len(student))
         if part is not None and logits.shape[1] > student.shape[1]:
             # The teacher's output layer is not shared by the tensor parallel ranks.
@@ -161,7 +167,12 @@ class TopTargets:
         weights: DistillationWeights,
         part: VocabularyPart | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`TeacherTargets`."""
+        """Compare the *student* with the teacher at the positions from *start*, by the teacher's k tokens and the rest.
+
+        *student* are log-probabilities [n, V] at the temperature, which are overwritten. Returns the divergence [n]
+        without the factor temperature**2, and its gradient [n, V] with respect to the logits / temperature. With
+        *part*, V are the columns of this rank, and this is collective.
+        """
         end = start + len(student)
         where = _Columns.of(self.tokens[start:end], student.shape[1], part)
         teacher = self.log_probs[start:end].to(student.dtype)

@@ -290,7 +290,8 @@ class LossHead(ComputesLoss, nn.Linear):
         return loss_pass.output_for(loss_pass.summed(loss_of, hidden))
 
     def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See :meth:`ComputesLoss.logits_of`."""
+        """Logits [n, V] of *hidden* [n, H] in a new tensor, with what the model does to them, outside of its forward
+        pass. With tensor parallelism, V are the columns of this rank. The weights have to be gathered."""
         bias = None if self.bias is None else _local(self.bias)
         return self.transform(wide_logits(*in_autocast_dtype(hidden, _local(self.weight), bias)))
 
@@ -383,7 +384,8 @@ class ModuleLossHead(ComputesLoss):
         return loss_pass.output_for(loss_pass.summed(by, hidden))
 
     def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See :meth:`ComputesLoss.logits_of`."""
+        """Logits [n, V] of *hidden* [n, H] in a new tensor, with what the model does to them, outside of its forward
+        pass. The weights have to be gathered."""
         layer: Any = super()
         return self.transform(widened(layer.forward(hidden)))
 

@@ -150,7 +150,7 @@ def padding_of(config: PreTrainedConfig, tokenizer: Any) -> int:
     chosen = of_model if isinstance(of_model, int) else end
     if not isinstance(chosen, int):
         raise RecipeError(
-            "there is no token for padding, which tells decoders where a text ends",
+            "there is no token for padding, with which decoders find the end of a text",
             where="tokenizer",
             value="neither the tokenizer nor the model's config has a pad_token_id or an eos_token",
             hint="set model.config_overrides.pad_token_id",

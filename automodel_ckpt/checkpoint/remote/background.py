@@ -37,7 +37,7 @@ _STALLED_SECONDS = 60.0
 _POLL_SECONDS = 0.2
 _KEY = "checkpoint.remote"
 _finishing: list[subprocess.Popen[bytes]] = []
-"""Processes that nobody waits for; without a reference, Python would warn about each."""
+"""Processes that go on without the trainer; without a reference, Python would warn about each."""
 _LOGS = (layout.TRAINING_LOG, layout.VALIDATION_LOG)
 
 
