@@ -154,11 +154,11 @@ def _stopping_after_a_step() -> Iterator[None]:
             raise KeyboardInterrupt
         request.note(number)
 
+    # An earlier run of this process may have been stopped.
+    request.reset()
     previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-        # A later call of train() in this process is another run.
-        request.reset()

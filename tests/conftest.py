@@ -95,10 +95,13 @@ def _own_environment() -> Iterator[None]:
     """Undo what a command that ran inside a test leaves in this process.
 
     These are the variables that it sets for torch, and the values of ``${oc.env:NAME}`` that messages must not show: a
-    later test's message with the same word would be changed.
+    later test's message with the same word would be changed. Signal handlers cannot be undone.
     """
     before = dict(os.environ)
     yield
+    stop = sys.modules.get("automodel_ckpt.distributed.stop")
+    installed = stop is not None and stop.stop_request()._installed
+    assert not installed, "a test that starts a training in this process runs it with commands.run"
     errors = sys.modules.get("automodel_ckpt.errors")
     if errors is not None:
         errors._references.clear()

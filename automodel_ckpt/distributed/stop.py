@@ -99,9 +99,9 @@ class StopRequest:
         self.requested = self.requested or number
 
     def reset(self) -> None:
-        """Forget the request, for another run in this process."""
+        """Forget an earlier run of this process, at the start of another: its request, and that its work is done."""
         self.requested = 0
-        self.elsewhere = self.interrupted = False
+        self.elsewhere = self.interrupted = self.finished = False
         self._first_at = 0.0
         self._is_acknowledged = False
 

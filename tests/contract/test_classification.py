@@ -18,6 +18,7 @@ from transformers import (
 from automodel_ckpt.cli.ckpt import main as run_ckpt
 from automodel_ckpt.cli.train import main
 from automodel_ckpt.data.python_docs import train_tokenizer
+from tests.support.command_server import CommandServer
 
 LABELS = ("json", "tarfile")
 RECIPE = """\
@@ -71,13 +72,13 @@ def recipe(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     ],
 )
 def test_a_mistake_is_reported_with_its_place(
-    recipe: str, capsys: pytest.CaptureFixture[str], override: str, where: str, what: str
+    recipe: str, commands: CommandServer, override: str, where: str, what: str
 ) -> None:
-    assert main([recipe, override]) == 2
-    error = capsys.readouterr().err
-    assert what in error
-    assert where in error
-    assert "hint:" in error
+    done = commands.run("ckpt-train", recipe, override)
+    assert done.returncode == 2
+    assert what in done.stderr
+    assert where in done.stderr
+    assert "hint:" in done.stderr
     assert not Path("checkpoints").exists()
 
 
@@ -94,9 +95,10 @@ def test_samples_are_shown_with_their_labels(
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft reads it
 def test_adapters_with_a_new_head_load_and_are_merged(
-    recipe: str, capsys: pytest.CaptureFixture[str]
+    recipe: str, commands: CommandServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([recipe, "--peft.r=2"]) == 0
+    done = commands.run("ckpt-train", recipe, "--peft.r=2")
+    assert done.returncode == 0, done.stderr
     adapter = Path("checkpoints/LATEST/model")
     config = AutoConfig.from_pretrained(adapter / "model_config.json")
     assert config.id2label == dict(enumerate(LABELS))

@@ -114,7 +114,10 @@ def launch(loaded: Loaded, flags: LaunchFlags, prepare: Prepare) -> int:
 
 def _launch(loaded: Loaded, flags: LaunchFlags, prepare: Prepare) -> int:
     try:
-        stop_request().signals = _stop_signals(loaded)
+        request = stop_request()
+        # A program may call main() several times. Otherwise, ranks would ignore signals after a finished run.
+        request.reset()
+        request.signals = _stop_signals(loaded)
         program = started_by(os.environ, flags)
         if program == "srun":
             os.environ.update(slurm_environment(os.environ, flags))
