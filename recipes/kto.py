@@ -101,20 +101,25 @@ class KTO(PreferenceObjective):
         # The reference first: its pass may leave other parameters gathered than the backward pass needs.
         reference = self.reference_log_probs(rows)
         reward = self.section.beta * (self.log_probs(rows) - reference)
+        # Selected before the sigmoid, so that a value of a masked row that is not finite has no gradient either.
+        reward = torch.where(is_sample, reward, 0.0)
         above = reward - self.section.beta * self._state.kl
         utility = torch.sigmoid(torch.where(is_desirable, above, -above))
         weight = torch.where(
             is_desirable, self.section.desirable_weight, self.section.undesirable_weight
         )
-        losses = (weight * (1 - utility)) * is_sample
+        losses = torch.where(is_sample, weight * (1 - utility), 0.0)
         reward = reward.detach()
         is_right = torch.where(is_desirable, above > 0, above < 0)
+        right = is_right & is_sample
+        desirable = is_desirable & is_sample
+        undesirable = ~is_desirable & is_sample
         metrics = {
-            "accuracy": (is_right & is_sample).sum(),
+            "accuracy": right.sum(),
             "kl": self._state.kl * is_sample.sum(),
-            "reward_desirable": (reward * (is_desirable & is_sample)).sum(),
-            "reward_undesirable": (reward * (~is_desirable & is_sample)).sum(),
-            "desirable": (is_desirable & is_sample).sum(),
+            "reward_desirable": torch.where(desirable, reward, 0.0).sum(),
+            "reward_undesirable": torch.where(undesirable, reward, 0.0).sum(),
+            "desirable": desirable.sum(),
         }
         if self.model.training:
             metrics |= self._means_of_batch(metrics)

@@ -173,6 +173,51 @@ def test_the_means_of_a_validation_set_are_over_the_samples_with_the_judgment() 
     assert math.isnan(without["reward_undesirable"])
 
 
+class GivenLogProbs(KTO):
+    """The loss for log-probabilities that a test gives."""
+
+    given: torch.Tensor
+    of_reference: torch.Tensor
+
+    def log_probs(self, rows: Any, trainable: Any = None) -> torch.Tensor:
+        return self.given
+
+    def reference_log_probs(self, rows: Any) -> torch.Tensor:
+        return self.of_reference
+
+
+class GivenFinetune(KTOFinetune):
+    objective_class = GivenLogProbs
+
+
+def test_values_that_are_not_finite_stay_where_they_are(recipe: Path) -> None:
+    made = build(recipe, recipe_class=GivenFinetune)
+    try:
+        made.setup()
+        objective = made.objective
+        assert isinstance(objective, GivenLogProbs)
+        # The first row has no label, and the reward of the second one is infinite, but not its loss.
+        labels = torch.full((3, 2), -100)
+        labels[1:] = 1
+        rows = {"input_ids": torch.ones(3, 2).long(), "labels": labels}
+        rows |= {
+            "attention_mask": torch.ones(3, 2),
+            "is_desirable": torch.tensor([True] * 2 + [False]),
+        }
+        objective.given = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
+        objective.of_reference = torch.tensor([math.nan, -math.inf, -2.0])
+        made.model.eval()
+        result = objective.loss(rows)
+        result.loss.backward()  # type: ignore[no-untyped-call]
+    finally:
+        made.close()
+    assert result.loss.item() == pytest.approx(torch.tensor(0.1).sigmoid().item())
+    assert objective.given.grad is not None
+    assert objective.given.grad.isfinite().all() and objective.given.grad[0] == 0
+    assert result.metrics["reward_desirable"] == math.inf
+    assert result.metrics["reward_undesirable"] == pytest.approx(0.1)
+
+
 def test_a_named_reference_is_another_model(recipe: Path) -> None:
     other = AutoModelForCausalLM.from_config(tiny_policy.config())
     torch.manual_seed(1)
