@@ -11,6 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from automodel_ckpt.checkpoint.collective_errors import raise_on_all_ranks
 from automodel_ckpt.checkpoint.module_tensors import unwrap
 from automodel_ckpt.checkpoint.state.fill_modules import local_part
 from automodel_ckpt.data.loader import GlobalBatchLoader
@@ -30,7 +32,7 @@ from automodel_ckpt.data.reference_scores import (
     write_scores,
 )
 from automodel_ckpt.data.sampler import rank_part
-from automodel_ckpt.distributed.agree import broadcast_object, gather_objects, raise_on_all_ranks
+from automodel_ckpt.distributed.agree import broadcast_object, gather_objects
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.pairs import PairObjective
 from automodel_ckpt.recipes.preference import PreferenceFinetune, Reference
@@ -38,6 +40,10 @@ from automodel_ckpt.units import counted
 
 log = logging.getLogger("automodel_ckpt")
 
+_HINT = (
+    "set the environment variable AUTOMODEL_CKPT_CACHE to a directory with enough free space, or "
+    "dpo.precompute: false"
+)
 _CHUNK = 2**24
 """Elements of a parameter whose digest is computed at a time."""
 _MODULUS = 2**64
@@ -52,20 +58,26 @@ def score_all(recipe: PreferenceFinetune, datasets: Sequence[ScoredPairs]) -> No
     for dataset in datasets:
         key: dict[str, Any] = {}
         found: Scores | None = None
-        with raise_on_all_ranks(group):
+        with _raising_on_all_ranks(recipe):
             if recipe.layout.is_rank0:
                 key = _key(recipe, dataset, model)
                 found = read_scores(scores_file(key), key, len(dataset))
         found = broadcast_object(group, found)
         if found is None:
             found = _computed(recipe, dataset)
-            with raise_on_all_ranks(group):
+            with _raising_on_all_ranks(recipe):
                 if recipe.layout.is_rank0:
                     write_scores(scores_file(key), key, found)
         elif recipe.layout.is_rank0:
             shown = counted(len(dataset), "pair")
             log.info("the reference's log-probabilities of %s are read from the cache", shown)
         dataset.scores = found
+
+
+def _raising_on_all_ranks(recipe: PreferenceFinetune) -> AbstractContextManager[None]:
+    """Return a context manager that raises on all ranks what its block raises on one rank."""
+    doing = "computing the reference's log-probabilities"
+    return raise_on_all_ranks(recipe.layout.gloo_group, doing, "dpo.precompute", RecipeError, _HINT)
 
 
 def _key(recipe: PreferenceFinetune, dataset: ScoredPairs, model: str) -> dict[str, Any]:
@@ -94,7 +106,13 @@ def _computed(recipe: PreferenceFinetune, dataset: ScoredPairs) -> Scores:
     )
     # The largest value of all ranks: below any that a rank computes.
     scores = torch.full((len(dataset), 2), -torch.inf)
-    for batch in loader:
+    batches = iter(loader)
+    while True:
+        # The forward passes below may be collective, so all ranks have to begin them, or none.
+        with _raising_on_all_ranks(recipe):
+            batch = next(batches, None)
+        if batch is None:
+            break
         parts = rank_part(batch.sample_ids, layout.dp_rank, layout.dp_size, batch_size)
         for micro_batch, numbers in zip(batch.micro_batches, parts, strict=True):
             log_probs = objective.reference_log_probs(objective.pair_rows(micro_batch))

@@ -5,14 +5,17 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from automodel_ckpt.checkpoint.collective_errors import raise_on_all_ranks
 from automodel_ckpt.data.cache import cache_directory
-from automodel_ckpt.data.micro_batches import isolated_rng
+from automodel_ckpt.data.micro_batches import collate, isolated_rng, read_sample
 from automodel_ckpt.data.teacher_targets import (
     PartWriter,
     Publication,
@@ -29,11 +32,10 @@ from automodel_ckpt.distributed.agree import (
     broadcast_object,
     gather_objects,
     on_all_ranks,
-    raise_on_all_ranks,
     while_working,
 )
 from automodel_ckpt.distributed.mesh import RankLayout
-from automodel_ckpt.errors import AutomodelError, RecipeError, os_problem
+from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.fused_distillation import rows_of_chunk, top_of
 from automodel_ckpt.recipes.teacher import Teacher, with_numbered_labels
 from automodel_ckpt.units import counted
@@ -42,6 +44,33 @@ log = logging.getLogger("automodel_ckpt")
 
 _LOG_SECONDS = 30.0
 _HINT = "set distill.cache_dir to a directory with enough free space that all nodes can write"
+
+
+Top = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""What :func:`top_of` returns, on the CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Predicted:
+    """The samples of a micro-batch, and what the teacher predicts at their labels."""
+
+    samples: Sequence[Any]
+    top: Top
+
+    def by_sample(self) -> Iterator[SampleTargets]:
+        """Yield the targets of each sample. Raises :class:`RecipeError` if there are other labels than the samples'."""
+        counts = [num_labels(sample) for sample in self.samples]
+        num_predicted = len(self.top[2])
+        if sum(counts) != num_predicted:
+            raise RecipeError(
+                "the collate function changes the labels of samples, so the teacher's logits cannot be cached",
+                where="dataloader.collate_fn",
+                value=f"{num_predicted} labels in a micro-batch of samples with {sum(counts)}",
+                hint="remove collate_fn, or distill.top_k",
+            )
+        parts = zip(*(torch.split(each, counts) for each in self.top), strict=True)
+        for sample, (tokens, log_probs, rest) in zip(self.samples, parts, strict=True):
+            yield SampleTargets(tokens.numpy(), log_probs.numpy(), rest.numpy(), checksum(sample))
 
 
 class TeacherCaches:
@@ -101,7 +130,7 @@ class TeacherCaches:
             directory,
         )
         publication = None
-        with raise_on_all_ranks(group, _as_recipe_error):
+        with self._raising_on_all_ranks():
             if self._layout.is_rank0:
                 publication = Publication(directory)
         partial = broadcast_object(group, publication.directory if publication else Path())
@@ -132,35 +161,26 @@ class TeacherCaches:
     ) -> None:
         """Write the part of this rank, and on rank 0 the manifest. A collective."""
         layout = self._layout
-        # Ranks of a tensor parallel group compute the same; one of them writes.
-        writes = layout.reports
-        entry = None
         writer = None
-        with raise_on_all_ranks(layout.gloo_group, _as_recipe_error):
-            if writes:
+        with self._raising_on_all_ranks():
+            # Ranks of a tensor parallel group compute the same; one of them writes.
+            if layout.reports:
                 writer = PartWriter(directory, layout.dp_rank)
-        failure: Exception | None = None
-        for targets in self._targets(dataset, teacher):
-            if writer is None or failure is not None:
-                continue
-            try:
-                writer.add(targets)
-            except OSError as error:
-                # The other ranks wait for this one in the next forward pass.
-                failure = error
-        with raise_on_all_ranks(layout.gloo_group, _as_recipe_error):
-            if failure is not None:
-                raise failure
-            if writer is not None:
-                entry = {"number": layout.dp_rank, **writer.close()}
+        entry = self._compute_part(dataset, teacher, writer)
         entries = [each for each in gather_objects(layout.gloo_group, entry) if each is not None]
         entries.sort(key=lambda each: int(each["number"]))
-        with raise_on_all_ranks(layout.gloo_group, _as_recipe_error):
+        with self._raising_on_all_ranks():
             if publication is not None:
                 publication.publish(key, entries)
 
-    def _targets(self, dataset: TargetedDataset, teacher: Teacher) -> Iterator[SampleTargets]:
-        """Yield the targets of this rank's samples in order. A collective: all ranks make as many forward passes."""
+    def _compute_part(
+        self, dataset: TargetedDataset, teacher: Teacher, writer: PartWriter | None
+    ) -> dict[str, Any] | None:
+        """Compute the targets of this rank's samples in order, and write them; returns the entry of the manifest.
+
+        A collective: all ranks make as many forward passes. An error of a rank between two of them, when it reads
+        samples or writes their targets, is raised on all ranks.
+        """
         layout, size = self._layout, self._batch_size
         num_samples = len(dataset)
         mine = share_of(num_samples, layout.dp_rank, layout.dp_size)
@@ -168,35 +188,36 @@ class TeacherCaches:
         num_batches = -(-largest // size)
         report = _progress(num_batches)
         batches = batches_of(mine, size, num_batches, num_samples)
+        computed: _Predicted | None = None
         for number, indices in enumerate(batches):
-            with isolated_rng():
-                samples = [dataset.dataset[index] for index in indices]
-                micro_batch = self._collate(samples)
-            found = self._top_of(micro_batch, teacher)
-            counts = [num_labels(sample) for sample in samples]
-            if sum(counts) != len(found[2]):
-                raise RecipeError(
-                    "the collate function changes the labels of samples, so the teacher's logits cannot be cached",
-                    where="dataloader.collate_fn",
-                    value=f"{len(found[2])} labels in a micro-batch of samples with {sum(counts)}",
-                    hint="remove collate_fn, or distill.top_k",
-                )
+            with self._raising_on_all_ranks():
+                # Those of the batch before: the ranks agree once per forward pass.
+                _write(computed, writer)
+                samples, micro_batch = self._read(dataset, indices)
+            top = self._top_of(micro_batch, teacher)
+            is_mine = number * size < len(mine)
+            computed = _Predicted(samples, top) if is_mine else None
             report(number)
-            if number * size >= len(mine):
-                continue
-            start = 0
-            for sample, count in zip(samples, counts, strict=True):
-                tokens, log_probs, rest = (each[start : start + count].numpy() for each in found)
-                yield SampleTargets(tokens, log_probs, rest, checksum(sample))
-                start += count
+        entry = None
+        with self._raising_on_all_ranks():
+            _write(computed, writer)
+            if writer is not None:
+                entry = {"number": layout.dp_rank, **writer.close()}
+        return entry
 
-    def _top_of(
-        self, micro_batch: dict[str, torch.Tensor], teacher: Teacher
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _read(
+        self, dataset: TargetedDataset, indices: Sequence[int]
+    ) -> tuple[list[Any], dict[str, torch.Tensor]]:
+        """Read the samples with these *indices*, without targets, and collate them."""
+        with isolated_rng():
+            samples = [read_sample(dataset.dataset, index) for index in indices]
+            return samples, collate(self._collate, samples, indices, empty=False)
+
+    def _top_of(self, micro_batch: dict[str, torch.Tensor], teacher: Teacher) -> Top:
         """The most probable tokens at the labels of *micro_batch*, on the CPU: see :func:`top_of`."""
         top_k, temperature, _ = self._settings
         numbered, labels = with_numbered_labels(micro_batch)
-        found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        found: list[Top] = []
         with torch.no_grad(), teacher.predicting(numbered, None) as targets:
             end = size = 0
             while end < len(labels):
@@ -213,16 +234,31 @@ class TeacherCaches:
 
     def _place(self, dataset: TargetedDataset) -> tuple[Path, str]:
         """The directory and the key of the cache of *dataset*; the same on all ranks. A collective."""
-        group = self._layout.gloo_group
         digest = None
-        with raise_on_all_ranks(group, _as_recipe_error):
+        with self._raising_on_all_ranks():
+            directory = self._directory or cache_directory()
             if self._layout.is_rank0:
                 with isolated_rng():
                     digest = data_digest(dataset.dataset)
-        digest = broadcast_object(group, digest)
+        digest = broadcast_object(self._layout.gloo_group, digest)
         key = repr((digest, len(dataset), self._teacher, *self._settings))
         name = hashlib.blake2b(key.encode(), digest_size=12).hexdigest()
-        return (self._directory or cache_directory()) / f"teacher-{name}", key
+        return directory / f"teacher-{name}", key
+
+    def _raising_on_all_ranks(self) -> AbstractContextManager[None]:
+        """Return a context manager that raises on all ranks what its block raises on one rank."""
+        group = self._layout.gloo_group
+        return raise_on_all_ranks(
+            group, "caching the teacher's logits", "distill.top_k", RecipeError, _HINT
+        )
+
+
+def _write(predicted: _Predicted | None, writer: PartWriter | None) -> None:
+    """Write the targets of a micro-batch, if there is one."""
+    if predicted is None or writer is None:
+        return
+    for targets in predicted.by_sample():
+        writer.add(targets)
 
 
 def check_countable(dataset: Any) -> None:
@@ -235,15 +271,6 @@ def check_countable(dataset: Any) -> None:
         value=type(dataset).__name__,
         hint="remove distill.top_k, or use a data set with a length (dataset.streaming: false)",
     )
-
-
-def _as_recipe_error(error: Exception) -> AutomodelError:
-    if isinstance(error, AutomodelError):
-        return error
-    if not isinstance(error, OSError):
-        raise error
-    problem = os_problem(error, "the teacher's logits cannot be cached", hint=_HINT)
-    return RecipeError.all_of([problem])
 
 
 def _size(dataset: TargetedDataset) -> str:

@@ -23,26 +23,28 @@ _NAME_ANOTHER = "set checkpoint.checkpoint_dir to a writable directory with enou
 _EXPORT_AGAIN = (
     "free disk space or repair the directory, then run `ckpt consolidate` to export the checkpoint"
 )
+_HINTS = {RecipeError: _NAME_ANOTHER, ExportFailed: _EXPORT_AGAIN}
 _DEFECT = "this is a defect, not a mistake of yours: please report it (logging.level: debug shows the traceback)"
 
 
 def as_failure(
-    error: Exception, doing: str, where: Path, kind: type[AutomodelError] = SaveFailed
+    error: Exception,
+    doing: str,
+    where: Path | str,
+    kind: type[AutomodelError] = SaveFailed,
+    hint: str | None = None,
 ) -> AutomodelError:
     """Convert *error* to an error for the user; an :class:`AutomodelError` is returned unchanged.
 
-    Others become *kind*, with a message of what was being done (*doing*) and *where*.
+    Others become *kind*, with a message of what was being done (*doing*) and *where*. *hint* is what to do about a
+    failed system call; None: the hint for checkpoints.
     """
     if isinstance(error, AutomodelError):
         return error
     if isinstance(error, OSError):
         # Errors of a descriptor's system calls do not contain a path.
         error.filename = error.filename or str(where)
-        hint = RETRY
-        if kind is RecipeError:
-            hint = _NAME_ANOTHER
-        elif kind is ExportFailed:
-            hint = _EXPORT_AGAIN
+        hint = hint or _HINTS.get(kind, RETRY)
         return kind.all_of([os_problem(error, f"{doing} failed", hint=hint)])
     log.debug("unexpected", exc_info=error)
     limit = limit_error(error)

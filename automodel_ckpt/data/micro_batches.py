@@ -77,10 +77,15 @@ class SampleReader(Dataset[Any]):
             seed = derive_seed(request.seed, request.epoch, sample_id)
             # CPU generators only: a forked worker must not initialize CUDA.
             seed_everything(seed, devices=False)
-        try:
-            return self.dataset[sample_id]
-        except Exception as error:
-            raise with_location(error, f"dataset[{sample_id}]", "could not be read") from error
+        return read_sample(self.dataset, sample_id)
+
+
+def read_sample(dataset: Any, sample_id: int) -> Any:
+    """Read a sample of a map-style data set. Raises :class:`AutomodelError` with the location of one that fails."""
+    try:
+        return dataset[sample_id]
+    except Exception as error:
+        raise with_location(error, f"dataset[{sample_id}]", "could not be read") from error
 
 
 def _draws_nothing(part: Any) -> bool:

@@ -28,6 +28,7 @@ import numpy.typing as npt
 import torch
 
 from automodel_ckpt.data.collate import IGNORE_INDEX
+from automodel_ckpt.data.micro_batches import read_sample
 from automodel_ckpt.durable_io import fsync_directory, fsync_file, replace_file
 from automodel_ckpt.errors import RecipeError
 
@@ -73,7 +74,10 @@ def num_labels(sample: Mapping[str, Any]) -> int:
 
 
 def data_digest(dataset: Any) -> str:
-    """Return a digest of a data set and the tokenizer that made it: of its ``identity``, else of all its tokens."""
+    """Return a digest of a data set and the tokenizer that made it: of its ``identity``, else of all its tokens.
+
+    Raises :class:`AutomodelError` with the location of a sample that cannot be read.
+    """
     size = len(dataset)
     digest = hashlib.blake2b(digest_size=12)
     known = getattr(dataset, "identity", None)
@@ -82,7 +86,7 @@ def data_digest(dataset: Any) -> str:
         digest.update(f"{known} {size} {getattr(dataset, 'size', None)}".encode())
         return digest.hexdigest()
     for index in range(size):
-        digest.update(checksum(dataset[index]).to_bytes(4, "little"))
+        digest.update(checksum(read_sample(dataset, index)).to_bytes(4, "little"))
     return digest.hexdigest()
 
 
@@ -229,10 +233,18 @@ class TargetCache:
         return self._ends[-1] if self._ends else 0
 
     def damaged_file(self, number: int = 0, num_ranks: int = 1) -> str | None:
-        """Read the files of every *num_ranks*-th part from *number*; return one whose digest differs, None if none."""
+        """Read the files of every *num_ranks*-th part from *number*; None if they are as they were written.
+
+        Otherwise, returns the name of one whose digest differs or that cannot be read.
+        """
         for part in self.parts[number::num_ranks]:
             for name, entry in part["files"].items():
-                if _digest_of(self.directory / name) != entry["blake2b"]:
+                try:
+                    found = _digest_of(self.directory / name)
+                except OSError as error:
+                    log.warning("the cache of the teacher's logits cannot be read: %s", error)
+                    return str(name)
+                if found != entry["blake2b"]:
                     return str(name)
         return None
 

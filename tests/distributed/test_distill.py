@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from automodel_ckpt.cli.train import examples
 from automodel_ckpt.data.python_docs import train_tokenizer
 from automodel_ckpt.distributed.mesh_sizes import Sizes
-from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.errors import AutomodelError, RecipeError
 from automodel_ckpt.recipes.distill import Distill, check_distillation
 from automodel_ckpt.recipes.memory_estimate import plan
 from automodel_ckpt.recipes.teacher import Teacher
@@ -155,6 +155,35 @@ def test_all_tokens_of_a_cache_give_the_same_losses_and_later_starts_need_no_tea
     (cache / "00000.rest").write_bytes(content)
     with pytest.raises(AssertionError, match="was built"):
         run(path)
+
+
+class Unreadable(Samples):
+    """Samples of which the last one cannot be read."""
+
+    # Otherwise, rank 0 would read them all for a digest.
+    identity = "unreadable"
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        if index == len(self) - 1:
+            raise KeyError("text")
+        return super().__getitem__(index)
+
+
+def unreadable(tokenizer: Any = None) -> Unreadable:
+    return Unreadable()
+
+
+def test_a_sample_that_one_rank_cannot_read_ends_all_ranks_before_training(
+    models: Path, tmp_path: Path
+) -> None:
+    more = f"\ndistributed: {{strategy: fsdp2}}\ndataset: {{_target_: {HERE}.unreadable}}"
+    path = write_mixed(tmp_path, models, more, top_k=4, cache_dir=str(tmp_path / "logits"))
+    ended = ranks.outcomes(run, 2, path, init=False, timeout=20)
+    for outcome in ended:
+        assert isinstance(outcome.error, AutomodelError)
+        assert str(outcome.error).startswith("rank 1: dataset[39] could not be read")
+        assert "KeyError: 'text'" in str(outcome.error)
+    assert not list((tmp_path / "logits").iterdir())
 
 
 SOURCES = f"""
