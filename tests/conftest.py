@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ import pytest
 from tests.support.command_server import CommandServer
 
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
+"""The signals for which a training installs handlers."""
 
 # Set before any test module imports torch or transformers; pytest-xdist's workers inherit the directory.
 os.environ.update(
@@ -94,17 +97,21 @@ def commands() -> CommandServer:
 def _own_environment() -> Iterator[None]:
     """Undo what a command that ran inside a test leaves in this process.
 
-    These are the variables that it sets for torch, and the values of ``${oc.env:NAME}`` that messages must not show: a
-    later test's message with the same word would be changed. Signal handlers cannot be undone.
+    These are the variables that it sets for torch, its signal handlers, and the values of ``${oc.env:NAME}`` that
+    messages must not show: a later test's message with the same word would be changed.
     """
     before = dict(os.environ)
+    handlers = {number: signal.getsignal(number) for number in HANDLED}
     yield
-    stop = sys.modules.get("automodel_ckpt.distributed.stop")
-    installed = stop is not None and stop.stop_request()._installed
-    assert not installed, "a test that starts a training in this process runs it with commands.run"
     errors = sys.modules.get("automodel_ckpt.errors")
     if errors is not None:
         errors._references.clear()
+    stop = sys.modules.get("automodel_ckpt.distributed.stop")
+    if stop is not None and stop.stop_request()._installed:
+        stop.stop_request()._installed = False
+        signal.set_wakeup_fd(-1)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)
