@@ -20,6 +20,7 @@ from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.data.mixture import for_each_source
 from automodel_ckpt.data.packing import PackedDataset
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.hub_access import explained
 from automodel_ckpt.models.build import first_line
 from automodel_ckpt.models.repository import asks_for_code, code_not_trusted, from_library_first
 from automodel_ckpt.recipes.preprocessors import find_preprocessor
@@ -70,6 +71,8 @@ class LLMFinetune(Recipe):
         except Exception as error:  # for some files, the tokenizers library raises Exception itself
             if asks_for_code(error):
                 raise code_not_trusted("tokenizer", name, where, repository) from error
+            if known := explained(error, name, where):
+                raise known from error
             raise RecipeError(
                 "the tokenizer cannot be read",
                 where=where,

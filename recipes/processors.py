@@ -10,6 +10,7 @@ from typing import Any
 from automodel_ckpt.config.schema import PROCESSOR_SETTINGS, Target
 from automodel_ckpt.config.trust import trusts_remote_code
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.hub_access import explained
 from automodel_ckpt.models.build import first_line, require_local
 from automodel_ckpt.models.processor import read_processor, unknown_settings
 from automodel_ckpt.models.repository import RepositoryOptions, asks_for_code, code_not_trusted
@@ -50,6 +51,8 @@ def read_from(source: ProcessorSource) -> Any:
     except Exception as error:  # damaged files make transformers raise anything
         if asks_for_code(error):
             raise code_not_trusted("processor", name, source.where, source.repository) from error
+        if known := explained(error, name, source.where):
+            raise known from error
         raise RecipeError(
             "the processor cannot be read",
             where=source.where,

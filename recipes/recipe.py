@@ -40,7 +40,9 @@ from automodel_ckpt.distributed.mesh import RankLayout, close_distributed, init_
 from automodel_ckpt.distributed.parallelize import check_parallelism
 from automodel_ckpt.distributed.stop import PeerStop, StopRequest, stop_request
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.hub_access import quiet_retries
 from automodel_ckpt.models.harness import check_data, check_tasks, require_harness
+from automodel_ckpt.recipes.base_commit import pin_base
 from automodel_ckpt.recipes.benchmarks import SECTION, Benchmarks, tasks_of
 from automodel_ckpt.recipes.completions import Completions
 from automodel_ckpt.recipes.exports import check_export, export_assets, model_layout
@@ -196,6 +198,7 @@ class Recipe:
         self.check_benchmarks()
         # It takes the lease: a second run of this directory fails before it reads data or weights.
         self.checkpointer = self.build_checkpointer()
+        self.config = pin_base(self.config, self.checkpointer, self.layout.gloo_group)
         self.build()
         self._check_model()
         self.build_weight_average()
@@ -242,6 +245,7 @@ class Recipe:
             # torch has no public function for the default store.
             peer_stop = PeerStop(self.stop_request, dist.distributed_c10d._get_default_store())
             self._resources.callback(peer_stop.close)
+        quiet_retries()
         self.run_log = RunLog(config.logging, layout)
         self._resources.callback(self.run_log.close)
         if unused := unused_without_checkpoints(config):

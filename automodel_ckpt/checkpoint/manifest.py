@@ -112,6 +112,7 @@ class Summary:
     nbytes: int
     losses: Mapping[str, Any]
     validated: bool
+    environment: Mapping[str, Any]
     lineage: Mapping[str, Any]
     has_optimizer: bool
     digest: str
@@ -138,6 +139,7 @@ class Summary:
                 nbytes=sum(sizes),
                 losses=_mapping(raw["losses"]),
                 validated=_flag(raw["validated"]),
+                environment=_mapping(raw["environment"]),
                 lineage=_mapping(raw["lineage"]),
                 has_optimizer=any(_is_saved_optimizer(record) for record in raw["state"].values()),
                 digest=_text(raw["digest"]),

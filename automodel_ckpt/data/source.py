@@ -35,6 +35,7 @@ from automodel_ckpt.data.messages import without_nulls
 from automodel_ckpt.data.row_files import KINDS, Lane, RecordStream, RecordTable
 from automodel_ckpt.data.rows import RecordRows, Rows, empty_data
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.hub_access import check_access, explained, is_hub_name
 
 log = logging.getLogger(__name__)
 
@@ -384,6 +385,8 @@ class Source(Rows):
         """The arguments of ``load_dataset`` for a directory or a Hub data set."""
         path = Path(self.path).expanduser()
         if not path.is_dir():
+            if is_hub_name(self.path):
+                check_access(self.path, self.revision, kind="dataset", where="dataset.path")
             return {"path": str(path), "name": self.name, "revision": self.revision}
         if self.revision is not None:
             raise self._has_no_revision()
@@ -465,6 +468,8 @@ class Source(Rows):
                 value=self.path,
                 hint=f"put files named {patterns} there, or use another directory",
             )
+        if known := explained(error, self.path, "dataset.path", "dataset"):
+            return known
         reason: BaseException = error
         if type(error).__name__ == "DatasetGenerationError" and error.__cause__ is not None:
             reason = error.__cause__

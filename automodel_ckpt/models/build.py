@@ -29,6 +29,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from automodel_ckpt.errors import Problem, RecipeError
+from automodel_ckpt.hub_access import explained
 from automodel_ckpt.models.config_overrides import merged_config
 from automodel_ckpt.models.forward import attention_of
 from automodel_ckpt.models.quantize import cast_to, dequantized
@@ -172,6 +173,8 @@ def _config_of(
     except RecipeError:
         raise
     except Exception as error:  # transformers raises many classes for damaged files
+        if known := explained(error, name, where):
+            raise known from error
         raise RecipeError(
             "the model's configuration cannot be read",
             where=where,
@@ -397,6 +400,8 @@ def _build_errors(from_pretrained: str | None, attn_implementation: str | None) 
             hint="download or copy it again, and compare its size with the original",
         ) from error
     except (OSError, ValueError, ImportError, RuntimeError) as error:
+        if known := explained(error, from_pretrained or "", "model.from_pretrained"):
+            raise known from error
         hint = "correct the model section; weights are read from *.safetensors beside config.json"
         if attn_implementation is not None and "flash" in str(error).lower():
             hint = "install what it needs, or set model.attn_implementation to sdpa or eager, or leave it out"

@@ -12,6 +12,7 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
+from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.cli.ckpt import main
 from tests.support import ranks
 from tests.support.hub_cache import write_repository
@@ -100,3 +101,27 @@ def test_a_revision_that_is_no_name_is_rejected(
     error = capsys.readouterr().err
     assert "not a branch, tag or commit" in error and str(path) in error
     assert not (tmp_path / "run").exists()
+
+
+def test_a_resumed_run_continues_with_the_commit_of_the_base_that_it_started_with(
+    tmp_path: Path, bases: dict[str, Path]
+) -> None:
+    run = tmp_path / "run"
+    text = RECIPE.replace("RUN", str(run)).replace(", revision: v2", "")
+    recipe = write_recipe(tmp_path, text)
+    ranks.run(partial(train, recipe), 1, init=False)
+    commit = bases["main"].name
+    environment = Manifest.read(run / "LATEST").environment
+    assert environment["base_commit"] == f"{NAME}@{commit}"
+    adapter = json.loads((run / "LATEST/model/adapter_config.json").read_text())
+    assert adapter["revision"] == commit
+
+    # The branch gets other weights: a run with them would be refused, since their digest differs.
+    reference = bases["main"].parents[1] / "refs/main"
+    reference.write_text(bases["v2"].name)
+    ranks.run(partial(train, recipe, "--step_scheduler.max_steps=2"), 1, init=False)
+    assert Manifest.read(run / "LATEST").step == 2
+    # Another revision is another base.
+    other = ("--model.revision=v2", "--step_scheduler.max_steps=3")
+    with pytest.raises(Exception, match="on another base model"):
+        ranks.run(partial(train, recipe, *other), 1, init=False)

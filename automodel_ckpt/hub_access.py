@@ -1,0 +1,409 @@
+"""Access to repositories of the Hugging Face Hub: which commit a name is, and what to do if it cannot be read.
+
+huggingface_hub repeats requests for half a minute before it reports that there is no network, and transformers makes
+several such requests. :func:`resolve_commit` makes one request before them. If that fails, its error states what to do.
+After it, the library is called with the commit: it then needs no request for files in the cache, and the files of a
+model are those of one commit. Imports huggingface_hub only when it is called, and never torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import shlex
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from automodel_ckpt.errors import RecipeError
+
+log = logging.getLogger("automodel_ckpt")
+
+Kind = Literal["model", "dataset"]
+
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
+_REVISION = re.compile(r"[\w.+-]+(/[\w.+-]+)*", re.ASCII)
+_MAIN = "main"
+_PROBES = {"model": "config.json", "dataset": "README.md"}
+"""The file that the request of :func:`resolve_commit` asks for. It may be missing: the reply has the commit anyway."""
+_TIMEOUT_SECONDS = 10.0
+_PAUSES = (1.0, 2.0)
+"""Seconds between attempts after a reply that another attempt may improve (500, 503, a reset connection)."""
+_LONGEST_WAIT_SECONDS = 5.0
+"""A rate limit that ends sooner is waited for."""
+_NOTICE_SECONDS = 60.0
+_unreachable = threading.Event()
+"""Set if this process is offline because a request failed, and not because the user wants it."""
+_RETRY_LOGGERS = ("huggingface_hub.utils._http", "datasets.utils.file_utils")
+
+
+@dataclass(frozen=True, slots=True)
+class HubProblem:
+    """Why a repository cannot be read or written, in one line, and what to do. *is_temporary*: another attempt may
+    succeed, without a change by the user."""
+
+    what: str
+    hint: str
+    is_temporary: bool = False
+    cause: str = ""
+    """What happened, if *what* also states its consequence."""
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether *name* can be that of a repository, and no local file or directory has it."""
+    return _HUB_NAME.fullmatch(name) is not None and not os.path.exists(os.path.expanduser(name))
+
+
+def check_revision_name(revision: str) -> bool:
+    """Whether *revision* can be a branch, tag or commit. The cache has a file of this name for each branch."""
+    return _REVISION.fullmatch(revision) is not None and ".." not in revision
+
+
+# ---------------------------------------------------------------- which commit a name is
+
+
+def resolve_commit(
+    name: str, revision: str | None = None, *, kind: Kind = "model", where: str
+) -> str | None:
+    """Return the commit that *revision* of a repository is now; None: the main branch.
+
+    One request, without the retries of the library. Without a network, the commit is the one in the cache, and the
+    process is offline from then on. None if the repository has no commit that could be determined.
+
+    Raises :class:`RecipeError`, for the key *where*, if the repository cannot be read, and is not in the cache.
+    """
+    from huggingface_hub import constants
+
+    if revision is not None and not check_revision_name(revision):
+        raise RecipeError(
+            "this is not a branch, tag or commit", where=where, value=revision, hint="correct it"
+        )
+    cached = cached_commit(name, revision, kind)
+    if constants.HF_HUB_OFFLINE:
+        if cached is None:
+            raise _error(_not_cached(name, kind, is_offline=True), name, revision, where)
+        return cached
+    if cached is not None and cached == revision:
+        return cached
+    try:
+        return _requested_commit(name, revision or _MAIN, kind)
+    except Exception as error:  # each version of the library has its own exceptions
+        problem = explain(error, name, kind)
+        if problem is None:
+            raise
+        if not problem.is_temporary or cached is None:
+            raise _error(problem, name, revision, where) from error
+        cause = problem.cause or problem.what
+        message = "%s: %s; using commit %s in the cache, and no network from now on"
+        log.warning(message, name, cause, cached[:12])
+        go_offline()
+        return cached
+
+
+def check_access(name: str, revision: str | None = None, *, kind: Kind, where: str) -> None:
+    """Check by one request that a repository can be read, for a library with its own cache.
+
+    Without a network, the process is offline from then on. Raises :class:`RecipeError`, for the key *where*.
+    """
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return
+    try:
+        _requested_commit(name, revision or _MAIN, kind)
+    except Exception as error:  # each version of the library has its own exceptions
+        problem = explain(error, name, kind)
+        if problem is None:
+            raise
+        if not problem.is_temporary:
+            raise _error(problem, name, revision, where) from error
+        cause = problem.cause or problem.what
+        log.warning("%s: %s; using caches, and no network from now on", name, cause)
+        go_offline()
+
+
+def cached_commit(name: str, revision: str | None = None, kind: Kind = "model") -> str | None:
+    """Return the commit of a repository in the library's cache; None if it is not there."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    revision = revision or _MAIN
+    if not check_revision_name(revision):
+        return None
+    directory = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type=kind))
+    if _COMMIT.fullmatch(revision) is None:
+        try:
+            revision = (directory / "refs" / revision).read_text().strip()
+        except (OSError, UnicodeDecodeError):
+            return None
+    has_files = _COMMIT.fullmatch(revision) and (directory / "snapshots" / revision).is_dir()
+    return revision if has_files else None
+
+
+def go_offline() -> None:
+    """Let the libraries of the Hub make no requests in this process and those that it starts."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return
+    _unreachable.set()
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    # The library reads the variable when it is imported, and this value at each request.
+    constants.HF_HUB_OFFLINE = True
+    datasets = sys.modules.get("datasets")
+    if datasets is not None:
+        datasets.config.HF_HUB_OFFLINE = True
+
+
+def _requested_commit(name: str, revision: str, kind: Kind) -> str | None:
+    from huggingface_hub import constants, hf_hub_url, utils
+
+    library: Any = utils
+    # The endpoint is given, because the library's template of URLs has the one of its import.
+    url = hf_hub_url(
+        name, _PROBES[kind], repo_type=kind, revision=revision, endpoint=constants.ENDPOINT
+    )
+    _check_address(constants.ENDPOINT)
+    pauses = list(_PAUSES)
+    while True:
+        try:
+            reply = library.get_session().head(
+                url,
+                headers=library.build_hf_headers(),
+                timeout=_TIMEOUT_SECONDS,
+                follow_redirects=False,
+            )
+            is_missing_file = reply.headers.get("X-Error-Code") == "EntryNotFound"
+            if not is_missing_file:
+                library.hf_raise_for_status(reply)
+            commit: str | None = reply.headers.get("X-Repo-Commit")
+            return commit
+        except Exception as error:
+            pause = _pause_before_retry(error, pauses)
+            if pause is None:
+                raise
+            time.sleep(pause)
+
+
+def _check_address(endpoint: str) -> None:
+    """Raise OSError if the host has no address, so that it fails without the retries of any library."""
+    from urllib.parse import urlsplit
+
+    if any(
+        os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+    ):
+        # The proxy looks up the address.
+        return
+    host = urlsplit(endpoint).hostname
+    if host is not None:
+        socket.getaddrinfo(host, None)
+
+
+def _pause_before_retry(error: Exception, pauses: list[float]) -> float | None:
+    """Return the seconds until another attempt; None if it cannot help. Takes a pause from *pauses*."""
+    status = _status_of(error)
+    is_refused = any(
+        isinstance(each, ConnectionRefusedError | socket.gaierror) for each in _chain(error)
+    )
+    is_connection = _is_connection_error(error) and not is_refused
+    if not pauses or not (is_connection or status == 429 or (status or 0) >= 500):
+        return None
+    if status == 429:
+        seconds = _retry_after(error)
+        if seconds is None or seconds > _LONGEST_WAIT_SECONDS:
+            return None
+        pauses.pop(0)
+        return seconds
+    return pauses.pop(0)
+
+
+# ---------------------------------------------------------------- what to do about an error
+
+
+def explain(error: BaseException, name: str, kind: Kind = "model") -> HubProblem | None:
+    """Return what an exception about a repository means; None if the Hub has nothing to do with it.
+
+    The library's exceptions can be the cause of the exception, as those of transformers and datasets have them.
+    """
+    from huggingface_hub import constants, errors, get_token
+
+    chain = list(_chain(error))
+    if any(getattr(each, "errno", None) in (errno.ENOSPC, errno.EDQUOT) for each in chain):
+        return _disk_full()
+    page = f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{name}"
+    has_token = get_token() is not None
+    login = "" if has_token else ", then `hf auth login`"
+    for each in chain:
+        if isinstance(each, errors.GatedRepoError):
+            return HubProblem(
+                f"access to this {kind} is restricted (gated)", f"request access at {page}{login}"
+            )
+    for each in chain:
+        if isinstance(each, errors.RevisionNotFoundError):
+            return HubProblem("there is no such branch, tag or commit", f"see {page}/tree/main")
+        is_hidden = _status_of(each) == 401 and not has_token
+        if isinstance(each, errors.RepositoryNotFoundError) or is_hidden:
+            hint = "check the name; for a private one, `hf auth login`"
+            if has_token:
+                hint = (
+                    "check the name; if it is private, the token of `hf auth whoami` has no access"
+                )
+            return HubProblem(f"there is no such {kind}, or it is private", hint)
+        problem = _of_status(each, has_token)
+        if problem is not None:
+            return problem
+    if constants.HF_HUB_OFFLINE and any(_is_absence(each) for each in chain):
+        return _not_cached(name, kind, is_offline=True)
+    if any(_is_connection_error(each) for each in chain):
+        return _not_cached(name, kind, is_offline=False)
+    return None
+
+
+def _of_status(error: BaseException, has_token: bool) -> HubProblem | None:
+    status = _status_of(error)
+    if status is None or status < 400:
+        return None
+    if status == 401:
+        hint = "`hf auth login` with a valid token, or correct HF_TOKEN"
+        return HubProblem(
+            "the Hub rejects the token" if has_token else "the Hub needs a login", hint
+        )
+    if status == 403:
+        return HubProblem(
+            "the token does not have this right",
+            "use a token with access (write access to upload) from https://huggingface.co/settings/tokens",
+        )
+    if status == 429:
+        seconds = _retry_after(error)
+        when = "later" if seconds is None else f"in {seconds:.0f} s"
+        hint = f"try again {when}; requests with a token (`hf auth login`) have higher limits"
+        return HubProblem("the Hub limits the rate of requests (429)", hint, is_temporary=True)
+    if status >= 500:
+        hint = "try again later; https://status.huggingface.co shows its state"
+        return HubProblem(f"the Hub has a failure ({status})", hint, is_temporary=True)
+    return HubProblem(f"the Hub rejects the request ({status}): {_message(error)}", "correct it")
+
+
+def _not_cached(name: str, kind: Kind, *, is_offline: bool) -> HubProblem:
+    option = "" if kind == "model" else "--repo-type dataset "
+    command = f"`hf download {option}{shlex.quote(name)}`"
+    if is_offline and not _unreachable.is_set():
+        return HubProblem(
+            f"this {kind} is not in the cache, and HF_HUB_OFFLINE is set",
+            f"download it with {command} where there is a network, or give a local path",
+        )
+    return HubProblem(
+        f"the Hub cannot be reached, and this {kind} is not in the cache",
+        f"check the network, download it with {command} elsewhere (HF_HOME is the cache), or give a local path",
+        is_temporary=True,
+        cause="the Hub cannot be reached",
+    )
+
+
+def _disk_full() -> HubProblem:
+    from huggingface_hub import constants
+
+    return HubProblem(
+        "the disk of the Hub's cache is full",
+        f"free space in {constants.HF_HUB_CACHE} (`hf cache ls`), or set HF_HOME to another disk",
+    )
+
+
+def _error(problem: HubProblem, name: str, revision: str | None, where: str) -> RecipeError:
+    value = name if revision is None else f"{name}@{revision}"
+    return RecipeError(problem.what, where=where, value=value, hint=problem.hint)
+
+
+def explained(
+    error: BaseException, name: str, where: str, kind: Kind = "model"
+) -> RecipeError | None:
+    """Return the error to raise for an exception about a repository *name* that the key *where* gives; None if the Hub
+    has nothing to do with it, or *name* is a local path."""
+    if not is_hub_name(name):
+        return None
+    problem = explain(error, name, kind)
+    return None if problem is None else _error(problem, name, None, where)
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception and those that it follows from."""
+    seen: set[int] = set()
+    following: BaseException | None = error
+    while following is not None and id(following) not in seen:
+        seen.add(id(following))
+        yield following
+        following = following.__cause__ or following.__context__
+
+
+def _status_of(error: BaseException) -> int | None:
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return status if isinstance(status, int) else None
+
+
+def _retry_after(error: BaseException) -> float | None:
+    headers: Any = getattr(getattr(error, "response", None), "headers", {})
+    text = str(headers.get("Retry-After", ""))
+    return float(text) if text.isascii() and text.isdigit() else None
+
+
+def _message(error: BaseException) -> str:
+    message = getattr(error, "server_message", None) or str(error)
+    return " ".join(str(message).split())[:200]
+
+
+def _is_connection_error(error: BaseException) -> bool:
+    if isinstance(error, ConnectionError | TimeoutError | socket.gaierror):
+        return True
+    # httpx, or its successor in later versions of the library: neither is a dependency of this package.
+    bases = {each.__name__ for each in type(error).__mro__ if each.__module__.startswith("httpx")}
+    return bool(bases & {"NetworkError", "TimeoutException", "RemoteProtocolError", "ProxyError"})
+
+
+def _is_absence(error: BaseException) -> bool:
+    from huggingface_hub import errors
+
+    return isinstance(
+        error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled | FileNotFoundError
+    )
+
+
+# ---------------------------------------------------------------- the library's messages
+
+
+class _RetryFilter(logging.Filter):
+    """Lets one message about retries pass per minute, in one line, instead of two for each attempt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+        self._last = -_NOTICE_SECONDS
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        if text.startswith(("Retrying in", "Rate limited. Waiting")):
+            return False
+        if "thrown while requesting" not in text:
+            return True
+        with self._lock:
+            now = time.monotonic()
+            if now - self._last < _NOTICE_SECONDS:
+                return False
+            self._last = now
+        log.warning("a request to the Hub failed and is repeated: %s", text.splitlines()[0][:200])
+        return False
+
+
+def quiet_retries() -> None:
+    """Report the retries of the Hub's libraries in one line per minute. Imports none of them."""
+    for name in _RETRY_LOGGERS:
+        logger = logging.getLogger(name)
+        if not any(isinstance(each, _RetryFilter) for each in logger.filters):
+            logger.addFilter(_RetryFilter())
