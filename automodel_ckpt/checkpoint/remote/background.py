@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -220,7 +221,8 @@ class Uploads:
         with contextlib.suppress(OSError):
             assert self._process.stdin is not None
             self._process.stdin.close()
-        _finishing.append(self._process)
+        # It may outlive this process: without a thread that waits, Python would warn about that.
+        threading.Thread(target=self._process.wait, name="uploader", daemon=True).start()
         self._process = None
 
     def _send(self, line: bytes) -> None:

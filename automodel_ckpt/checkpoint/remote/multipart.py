@@ -1,8 +1,8 @@
-"""Uploads of large files to S3 in parts: parallel, and continued after an interruption.
+"""Uploads of files to S3: in one request, or in parts that are sent in parallel and continued after an interruption.
 
-The object appears when the last request completes the upload, so it is complete or absent. The client library sends a
-checksum with each part, which the store verifies. Parts of uploads that no run continues are removed by
-:func:`abort_uploads`, and by a lifecycle rule of the bucket.
+The object appears when the last request completes the upload, so it is complete or absent. It never replaces another
+object, and has the digest of its file as metadata: a repetition finds it. The client library sends a checksum with each
+request, which the store verifies.
 """
 
 from __future__ import annotations
@@ -10,43 +10,76 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
+from automodel_ckpt.checkpoint.remote.conditional import NotSupported, s3_call
 from automodel_ckpt.checkpoint.remote.store import Store
 from automodel_ckpt.checkpoint.remote.transfer import Throttle, UploadMemory
 
 PART_BYTES = 32 << 20
 """Bytes of a part. S3 accepts parts from 5 MiB, and at most 10,000 of them."""
 _MAX_PARTS = 10_000
+_DIGEST = "xxh3"
+"""Name of the metadata with a file's digest."""
+_DONE = "written in parts"
 
 
-def has_parts(store: Store, nbytes: int) -> bool:
-    """Whether a file of *nbytes* is uploaded in parts: to S3, if it is larger than one part."""
-    return nbytes > PART_BYTES and "s3" in store.fs.protocol
+def has_parts(store: Store) -> bool:
+    """Whether large files are uploaded to the store in parts, and objects have metadata: S3."""
+    return "s3" in store.fs.protocol
+
+
+def has_digest(store: Store, name: str, digest: str) -> bool:
+    """Whether there is an object that was uploaded from a file with this *digest*."""
+    with store.reporting("read", name):
+        try:
+            found = store.fs.metadata(store.key(name))
+        except FileNotFoundError:
+            return False
+    return bool(found.get(_DIGEST) == digest)
+
+
+def upload_in_one_request(
+    store: Store, name: str, path: Path, digest: str, throttle: Throttle
+) -> bool:
+    """Upload the file *path* as the object *name*, unless there is one. Return whether it was written.
+
+    Raises :class:`StoreError`, and OSError for the local file.
+    """
+    data = path.read_bytes()
+    throttle.take(len(data))
+    return _call_exclusively(store, "put_object", name, Body=data, Metadata={_DIGEST: digest})
 
 
 def upload_in_parts(
     store: Store,
     name: str,
     path: Path,
+    digest: str,
     memory: UploadMemory,
     throttle: Throttle,
-    pool: ThreadPoolExecutor,
-) -> None:
-    """Upload the file *path* as the object *name*; *memory* has its upload from an earlier attempt, if any.
+    pool: Executor,
+) -> bool:
+    """Upload the file *path* as the object *name*, unless there is one. Return whether it was written.
 
-    Raises :class:`StoreError`, and OSError for the local file.
+    *memory* has its upload from an earlier attempt, if any. Parts are sent by the threads of *pool*. Raises
+    :class:`StoreError`, and OSError for the local file.
     """
     nbytes = path.stat().st_size
     bucket, key, _ = store.fs.split_path(store.key(name))
     target = {"Bucket": bucket, "Key": key}
-    with store.reporting("written in parts", name):
+    with store.reporting(_DONE, name):
         entry, sent = _continued(store, target, memory.parts.get(name), nbytes)
         if entry is None:
+            # Before anything is sent: the last request of an earlier attempt may have completed it.
+            if store.version(name) is not None:
+                return False
             part_bytes = max(PART_BYTES, math.ceil(nbytes / _MAX_PARTS))
-            created = store.fs.call_s3("create_multipart_upload", **target)
+            created = store.fs.call_s3(
+                "create_multipart_upload", **target, Metadata={_DIGEST: digest}
+            )
             entry = {"id": created["UploadId"], "part_bytes": part_bytes}
             memory.note_parts(name, entry)
     part_bytes = int(entry["part_bytes"])
@@ -56,7 +89,7 @@ def upload_in_parts(
         with path.open("rb") as file:
             data = os.pread(file.fileno(), min(part_bytes, nbytes - start), start)
         throttle.take(len(data))
-        with store.reporting("written in parts", name):
+        with store.reporting(_DONE, name):
             reply = store.fs.call_s3(
                 "upload_part", **target, UploadId=entry["id"], PartNumber=number, Body=data
             )
@@ -67,13 +100,28 @@ def upload_in_parts(
     for number, tag in zip(missing, pool.map(send, missing), strict=True):
         sent[number] = tag
     parts = [{"PartNumber": number, "ETag": sent[number]} for number in sorted(sent)]
-    with store.reporting("written in parts", name):
-        store.fs.call_s3(
-            "complete_multipart_upload",
-            **target,
-            UploadId=entry["id"],
-            MultipartUpload={"Parts": parts},
-        )
+    is_written = _call_exclusively(
+        store,
+        "complete_multipart_upload",
+        name,
+        UploadId=entry["id"],
+        MultipartUpload={"Parts": parts},
+    )
+    # A store may have removed the parts also if there was an object.
+    memory.note_parts(name, None)
+    return is_written
+
+
+def _call_exclusively(store: Store, method: str, name: str, **arguments: Any) -> bool:
+    """Call a method of the S3 client that writes an object unless there is one. Return whether it was written."""
+    key = store.key(name)
+    with store.reporting("written", name):
+        if store.is_conditional:
+            try:
+                return s3_call(store.fs, method, key, **arguments, IfNoneMatch="*")
+            except NotSupported:
+                store.ignore_conditions()
+        return s3_call(store.fs, method, key, **arguments)
 
 
 def _continued(
@@ -91,7 +139,7 @@ def _continued(
                 "list_parts", **target, UploadId=entry["id"], PartNumberMarker=after
             )
         except FileNotFoundError:
-            # The store or a lifecycle rule removed the upload.
+            # It was completed, or the store or a lifecycle rule removed it.
             return None, {}
         for part in reply.get("Parts", []):
             number = int(part["PartNumber"])
@@ -103,18 +151,40 @@ def _continued(
         after = int(reply["NextPartNumberMarker"])
 
 
-def abort_uploads(store: Store, name: str) -> None:
-    """Remove the parts of all unfinished uploads below *name*, for which a bucket is charged."""
-    if "s3" not in store.fs.protocol:
-        return
+def abort_uploads(store: Store, name: str) -> int:
+    """Remove the parts of all unfinished uploads below the directory *name*, for which a bucket is charged.
+
+    Return how many uploads there were. Uploads of other directories of the bucket are not changed.
+    """
+    if not has_parts(store):
+        return 0
+    count = 0
+    for target in _unfinished(store, name):
+        with store.reporting(_DONE, name), contextlib.suppress(FileNotFoundError):
+            store.fs.call_s3("abort_multipart_upload", **target)
+            count += 1
+    return count
+
+
+def _unfinished(store: Store, name: str) -> list[dict[str, str]]:
+    """List the unfinished uploads below the directory *name*, as arguments of requests to the S3 client."""
     bucket, prefix, _ = store.fs.split_path(store.key(name))
-    with store.reporting("written in parts", name):
-        reply = store.fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/")
-        for upload in reply.get("Uploads", []):
-            with contextlib.suppress(FileNotFoundError):
-                store.fs.call_s3(
-                    "abort_multipart_upload",
-                    Bucket=bucket,
-                    Key=upload["Key"],
-                    UploadId=upload["UploadId"],
-                )
+    found = []
+    after: dict[str, str] = {}
+    with store.reporting("listed", name):
+        while True:
+            reply = store.fs.call_s3(
+                "list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/", **after
+            )
+            for upload in reply.get("Uploads", []):
+                # Some stores ignore the prefix.
+                if upload["Key"].startswith(f"{prefix}/"):
+                    found.append(
+                        {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
+                    )
+            if not reply.get("IsTruncated"):
+                return found
+            after = {
+                "KeyMarker": reply["NextKeyMarker"],
+                "UploadIdMarker": reply["NextUploadIdMarker"],
+            }

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.manifest import MAX_BYTES, Manifest
-from automodel_ckpt.checkpoint.remote.multipart import has_parts, upload_in_parts
+from automodel_ckpt.checkpoint.remote.multipart import (
+    PART_BYTES,
+    abort_uploads,
+    has_digest,
+    has_parts,
+    upload_in_one_request,
+    upload_in_parts,
+)
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.remote.store import BLOCK_BYTES, StoreError
 from automodel_ckpt.checkpoint.remote.transfer import Throttle, UploadMemory
@@ -18,6 +26,7 @@ from automodel_ckpt.errors import CheckpointUnusable
 
 NUM_THREADS = 8
 """Files, and parts of large files, that are sent at the same time by default."""
+_MAX_CONFLICTS = 5
 
 
 def push_checkpoint(
@@ -62,13 +71,10 @@ def push_checkpoint(
         ThreadPoolExecutor(num_threads, "push") as files,
         ThreadPoolExecutor(num_threads, "parts") as parts,
     ):
+        uploads = _Uploads(run, checkpoint, manifest, memory, throttle, parts)
 
         def send(file: str) -> None:
-            path = checkpoint / file
-            if has_parts(run.store, manifest.files[file].size):
-                upload_in_parts(run.store, f"{name}/{file}", path, memory, throttle, parts)
-            else:
-                run.store.upload(f"{name}/{file}", _blocks(path, throttle))
+            uploads.send(file)
             memory.note_done(file)
             on_file(file)
 
@@ -76,6 +82,8 @@ def push_checkpoint(
         list(files.map(send, missing))
     _check_sizes(run, name, manifest, memory)
     run.publish(name, data)
+    # Of attempts whose memory was lost: no run continues them.
+    abort_uploads(run.store, name)
     memory.forget()
     return throttle.nbytes - sent_before
 
@@ -90,6 +98,56 @@ def _make_way(run: RemoteRun, name: str) -> None:
             value=str(error),
             hint="push to another URL, or remove it there with `ckpt prune`",
         ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Uploads:
+    """Uploads the files of a checkpoint. None replaces an object of a later start of the run."""
+
+    run: RemoteRun
+    checkpoint: Path
+    manifest: Manifest
+    memory: UploadMemory
+    throttle: Throttle
+    pool: Executor
+
+    def send(self, file: str) -> None:
+        """Upload a file of the checkpoint. Raises as :func:`push_checkpoint`."""
+        store = self.run.store
+        name = f"{self.checkpoint.name}/{file}"
+        for _ in range(_MAX_CONFLICTS):
+            if self._try(name, file):
+                return
+            if has_parts(store) and has_digest(store, name, self.manifest.files[file].digest):
+                # An earlier attempt sent it, and was interrupted before it noted that.
+                return
+            # An interrupted attempt, or an earlier start of the run, left it.
+            version = store.version(name)
+            self.run.check_owner()
+            if version is not None:
+                store.delete_version(name, version)
+        raise StoreError(
+            "an object is being changed by another writer",
+            where=f"{store}/{name}",
+            value="",
+            hint="it is tried again; give each run its own URL",
+        )
+
+    def _try(self, name: str, file: str) -> bool:
+        """Upload a file unless there is an object of this name. Return whether it was written."""
+        store, throttle = self.run.store, self.throttle
+        path, record = self.checkpoint / file, self.manifest.files[file]
+        if not has_parts(store):
+            return store.upload(name, _blocks(path, throttle), exclusive=store.is_conditional)
+        if record.size > PART_BYTES:
+            return upload_in_parts(
+                store, name, path, record.digest, self.memory, throttle, self.pool
+            )
+        # In the pool of the parts, which limits how much memory and how many requests there are.
+        request = self.pool.submit(
+            upload_in_one_request, store, name, path, record.digest, throttle
+        )
+        return request.result()
 
 
 def _blocks(path: Path, throttle: Throttle) -> Iterator[bytes]:

@@ -2,14 +2,18 @@
 
 ``URL/epoch_E_step_S/`` has the files of a checkpoint under their names. Its ``MANIFEST.json`` is written last and
 deleted first, so a checkpoint with a manifest is complete. ``LATEST`` and ``LOWEST_VAL`` are objects with the name of a
-checkpoint; they are written after its manifest, and a checkpoint that one of them names is not removed. An object
-``SUPERSEDED`` in a checkpoint marks that its run went back to an earlier step; it is never loaded automatically.
-``run.json`` names the start of a run that writes here: a later start replaces it, and the earlier one then stops
-writing.
+checkpoint, and in a second line the start that wrote them; they are written after its manifest, and a checkpoint that
+one of them names is not removed. An object ``SUPERSEDED`` in a checkpoint marks that its run went back to an earlier
+step; it is never loaded automatically. ``run.json`` names the start of a run that writes here: a later start replaces
+it, and the earlier one then stops writing.
+
+Changes are conditional (:mod:`.conditional`). Versions are read before what the change depends on, and the owner is
+read after them: a request of a start that was overtaken names a version that the later start has replaced.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import time
@@ -19,14 +23,19 @@ from dataclasses import dataclass
 
 from automodel_ckpt.checkpoint import layout, policy
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
-from automodel_ckpt.checkpoint.manifest import Summary
+from automodel_ckpt.checkpoint.manifest import Manifest, Summary
 from automodel_ckpt.checkpoint.remote.multipart import abort_uploads
-from automodel_ckpt.checkpoint.remote.store import Store
+from automodel_ckpt.checkpoint.remote.store import Store, StoreError
 from automodel_ckpt.errors import CheckpointUnusable, LeaseLost
 
 SUPERSEDED = "SUPERSEDED"
 OWNER = "run.json"
 _NAME_BYTES = 256
+_POINTERS = (layout.LOWEST_VAL, layout.LATEST)
+_MAX_CONFLICTS = 20
+_REMOVING = b"being removed\n"
+_NO_VERSION = "1"
+"""A version that no object has: ETags are longer, and generations are times in microseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +58,31 @@ class RemoteRun:
 
     # ---------------------------------------------------------------- the owner
 
-    def take_over(self) -> None:
-        """Become the only writer: from here on, an earlier start of a run that writes here stops."""
-        self._is_owner = True
+    def take_over(self) -> bool:
+        """Become the only writer: from here on, an earlier start of a run that writes here stops.
+
+        Return whether the store supports conditional writes. Raises :class:`LeaseLost` if another start takes over at
+        the same time.
+        """
         owner = {"start": self.token, "host": socket.gethostname(), "time": time.time()}
-        self.store.write(OWNER, json.dumps(owner).encode())
+        data = json.dumps(owner).encode()
+        version = self.store.version(OWNER)
+        is_written = self.store.replace(OWNER, data, version)
+        if not is_written and self.store.version(OWNER) == version:
+            raise _conflict(self.store, OWNER)
+        self._is_owner = True
+        if not is_written:
+            # By another start; or by an attempt of this one whose reply was lost.
+            self.check_owner()
+        if self.store.is_conditional and self.store.replace(OWNER, data, _NO_VERSION):
+            # It has written although the version is another one.
+            self.store.ignore_conditions()
+        return self.store.is_conditional
+
+    def continue_ownership(self) -> None:
+        """Write as the owner that an earlier process with this token became. Raises :class:`LeaseLost`."""
+        self._is_owner = True
+        self.check_owner()
 
     def check_owner(self) -> None:
         """Raise :class:`LeaseLost` if a later start took over. Called before each change that others can see."""
@@ -120,10 +149,11 @@ class RemoteRun:
     def pointed(self, pointer: str) -> str | None:
         """Return the name of the checkpoint that a pointer names; None without a valid pointer."""
         try:
-            text = self.store.read(pointer)[:_NAME_BYTES].decode("ascii", "replace").strip()
+            text = self.store.read(pointer)[:_NAME_BYTES].decode("ascii", "replace")
         except FileNotFoundError:
             return None
-        return text if layout.parse_checkpoint_name(text) else None
+        target = text.partition("\n")[0].strip()
+        return target if layout.parse_checkpoint_name(target) else None
 
     def is_superseded(self, name: str) -> bool:
         """Whether the run went back to a step before this checkpoint."""
@@ -136,29 +166,63 @@ class RemoteRun:
     # ---------------------------------------------------------------- writing
 
     def publish(self, name: str, manifest: bytes) -> None:
-        """Complete a checkpoint whose files are all in the store. Raises :class:`LeaseLost`."""
+        """Complete a checkpoint whose files are all in the store.
+
+        Raises :class:`LeaseLost`, and :class:`CheckpointUnusable` if another writer published one of this name.
+        """
         self.check_owner()
         self._known.pop(name, None)
-        self.store.write(f"{name}/{layout.MANIFEST}", manifest)
+        if self.store.create(f"{name}/{layout.MANIFEST}", manifest):
+            return
+        found = self.manifest(name)
+        if found is None:
+            raise _conflict(self.store, f"{name}/{layout.MANIFEST}")
+        # An earlier attempt may have written it.
+        if found != manifest:
+            raise CheckpointUnusable(
+                "another writer published a checkpoint of this name",
+                where=f"{self.store}/{name}",
+                value="",
+                hint="give each run its own URL",
+            )
 
     def point(self, metric_key: str, mode: policy.Mode) -> None:
-        """Write LOWEST_VAL, then LATEST, from the complete checkpoints. Raises :class:`LeaseLost`."""
-        found = list(self.checkpoints())
-        records = [_record(each, metric_key) for each in found]
+        """Write LOWEST_VAL, then LATEST, from the complete checkpoints. Raises :class:`LeaseLost`.
+
+        The owner also writes pointers that are right already, once: a request of an earlier start then comes too late.
+        """
+        for _ in range(_MAX_CONFLICTS):
+            versions = {pointer: self.store.version(pointer) for pointer in _POINTERS}
+            targets = self._targets(metric_key, mode)
+            if all(self._set(each, targets[each], versions[each]) for each in _POINTERS):
+                return
+        raise _conflict(self.store, layout.LATEST)
+
+    def _targets(self, metric_key: str, mode: policy.Mode) -> dict[str, str | None]:
+        records = [_record(each, metric_key) for each in self.checkpoints()]
         best = policy.best(records, mode)
-        targets = {
+        return {
             layout.LOWEST_VAL: best.name if best else None,
             layout.LATEST: records[0].name if records else None,
         }
-        for pointer, target in targets.items():
-            before = self.pointed(pointer)
-            if target == before:
-                continue
+
+    def _set(self, pointer: str, target: str | None, version: str | None) -> bool:
+        """Set a pointer if it still has *version*. Return whether it is set, and its target is not being removed."""
+        if target is None:
             self.check_owner()
-            if target is None:
-                self.store.delete([pointer])
-            else:
-                self.store.write(pointer, f"{target}\n".encode())
+            return version is None or self.store.delete_version(pointer, version)
+        data = f"{target}\n{self.token}\n".encode()
+        if version is not None:
+            try:
+                found = self.store.read(pointer)
+            except FileNotFoundError:
+                return False
+            is_set = found == data or (not self._is_owner and self.pointed(pointer) == target)
+            if is_set:
+                return True
+        self.check_owner()
+        # A removal marks a checkpoint, and then reads the pointers: one of the two sees the other.
+        return self.store.replace(pointer, data, version) and not self.is_superseded(target)
 
     def supersede_after(self, step: int, metric_key: str, mode: policy.Mode) -> list[str]:
         """Mark the checkpoints after *step*, to which the run went back, and return the names of those newly marked."""
@@ -171,9 +235,8 @@ class RemoteRun:
             text = f"the run went back to step {step}\n"
             self.store.write(f"{name}/{SUPERSEDED}", text.encode())
             marked.append(name)
-        if later:
-            # Also if an earlier start marked them: a kill may have left a pointer to one.
-            self.point(metric_key, mode)
+        # Also if an earlier start marked them: a kill may have left a pointer to one.
+        self.point(metric_key, mode)
         return marked
 
     def withdraw(self, name: str) -> None:
@@ -182,18 +245,51 @@ class RemoteRun:
         It is marked before as one that is never loaded, so that :meth:`prune` completes an interrupted removal. Raises
         ValueError if a pointer names it, and :class:`LeaseLost`.
         """
-        if name in [self.pointed(pointer) for pointer in layout.POINTERS]:
+        if self._is_referenced(name):
             raise ValueError(f"{name} is referenced")
-        self.check_owner()
         self._known.pop(name, None)
-        self.store.write(f"{name}/{SUPERSEDED}", b"being removed\n")
-        self.store.delete([f"{name}/{layout.MANIFEST}"])
+        manifest = f"{name}/{layout.MANIFEST}"
+        versions = self._versions(name)
+        self.check_owner()
+        is_marked = self.store.create(f"{name}/{SUPERSEDED}", _REMOVING)
+        if self._is_referenced(name):
+            # A pointer was written at the same time.
+            if is_marked:
+                self.store.delete([f"{name}/{SUPERSEDED}"])
+            raise ValueError(f"{name} is referenced")
+        self._remove(manifest, versions.pop(manifest, None))
         abort_uploads(self.store, name)
-        files = self.store.sizes(name)
         # The marker last: a kill between must not make the rest look like another upload in progress.
-        self.store.delete(f"{name}/{file}" for file in files if file != SUPERSEDED)
+        versions.pop(f"{name}/{SUPERSEDED}", None)
+        for file, version in versions.items():
+            self._remove(file, version)
         self.store.delete([f"{name}/{SUPERSEDED}"])
         self.store.delete_directory(name)
+
+    def _versions(self, name: str) -> dict[str, str]:
+        """Return the versions of all objects of a checkpoint. The listing may be behind, the manifest is not."""
+        versions = self.store.versions(name)
+        data = self.manifest(name)
+        files = [layout.MANIFEST]
+        if data is not None:
+            with contextlib.suppress(CheckpointUnusable):
+                files += Manifest.parse(data, f"{self.store}/{name}/{layout.MANIFEST}").files
+        for file in files:
+            path = f"{name}/{file}"
+            version = None if path in versions else self.store.version(path)
+            if version is not None:
+                versions[path] = version
+        return versions
+
+    def _is_referenced(self, name: str) -> bool:
+        return name in [self.pointed(pointer) for pointer in layout.POINTERS]
+
+    def _remove(self, name: str, version: str | None) -> None:
+        """Delete an object unless a later start wrote it anew. Raises :class:`LeaseLost`."""
+        # ETags of S3 depend on the content only: a later start may have written the same.
+        self.check_owner()
+        if version is not None:
+            self.store.delete_version(name, version)
 
     def removable(self, keep: policy.KeepPolicy, metric_key: str) -> list[str]:
         """List the complete checkpoints that *keep* does not keep and no pointer names."""
@@ -218,9 +314,22 @@ class RemoteRun:
             if self.manifest(name) is None:
                 # Its removal was interrupted.
                 removable.append(name)
+        removed = []
         for name in removable:
-            self.withdraw(name)
-        return removable
+            # A pointer may have been set to it meanwhile.
+            with contextlib.suppress(ValueError):
+                self.withdraw(name)
+                removed.append(name)
+        return removed
+
+
+def _conflict(store: Store, name: str) -> StoreError:
+    return StoreError(
+        "an object is being changed by another writer",
+        where=f"{store}/{name}",
+        value="",
+        hint="it is tried again; give each run its own URL",
+    )
 
 
 def _record(checkpoint: RemoteCheckpoint, metric_key: str) -> policy.Record:

@@ -10,6 +10,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from automodel_ckpt.checkpoint.remote.conditional import (
+    Conditions,
+    NotSupported,
+    conditions_of,
+)
 from automodel_ckpt.checkpoint.remote.url import check_options, check_url, public
 from automodel_ckpt.errors import AutomodelError, SaveFailed
 
@@ -47,6 +52,7 @@ class Store:
             opened: tuple[Any, str] = fsspec.url_to_fs(self.url, **options)
         self.fs, root = opened
         self._root = root.rstrip("/")
+        self._conditions = conditions_of(self.fs)
 
     def __str__(self) -> str:
         return public(self.url)
@@ -71,17 +77,26 @@ class Store:
     def sizes(self, name: str = "") -> dict[str, int]:
         """List all objects below *name* with their sizes in bytes, by names relative to it; empty if there are none."""
         prefix = f"{self.key(name)}/"
+        found = self._find(name)
+        return {path.removeprefix(prefix): int(info["size"]) for path, info in found.items()}
+
+    def versions(self, name: str) -> dict[str, str]:
+        """List all objects below *name* with their versions, by names relative to the URL."""
+        prefix = f"{self._root}/"
+        versions = {}
+        for path, info in self._find(name).items():
+            versions[path.removeprefix(prefix)] = self._conditions.listed(info)
+        return versions
+
+    def _find(self, name: str) -> dict[str, dict[str, Any]]:
+        prefix = f"{self.key(name)}/"
         with self.reporting("listed", name):
             try:
                 found = self.fs.find(prefix.rstrip("/"), detail=True)
             except FileNotFoundError:
                 return {}
-        sizes = {}
-        for path, info in found.items():
-            # find() of a path that is an object returns that object.
-            if path.startswith(prefix):
-                sizes[path.removeprefix(prefix)] = int(info["size"])
-        return sizes
+        # find() of a path that is an object returns that object.
+        return {path: info for path, info in found.items() if path.startswith(prefix)}
 
     def directories(self) -> list[str]:
         """List the names directly below the URL that have objects below them."""
@@ -124,34 +139,75 @@ class Store:
 
         Of several writers, one succeeds where the store supports conditional writes.
         """
+        return self.replace(name, data, None)
+
+    def upload(self, name: str, blocks: Iterable[bytes], *, exclusive: bool = False) -> bool:
+        """Write an object from *blocks*; return whether it was written.
+
+        With *exclusive*, it is not written if there is an object of this name. If *blocks* raise, there is no new
+        object, or as on a disk an incomplete one.
+        """
+        try:
+            with self.reporting("written", name):
+                self._make_parent(name)
+                mode = "xb" if exclusive else "wb"
+                with self.fs.open(self.key(name), mode, block_size=BLOCK_BYTES) as target:
+                    _write_blocks(target, blocks)
+        except StoreError as error:
+            if exclusive and isinstance(error.__cause__, FileExistsError):
+                return False
+            raise
+        return True
+
+    # ---------------------------------------------------------------- conditional writing
+
+    @property
+    def is_conditional(self) -> bool:
+        """Whether the store compares versions itself, so that no other writer can come between."""
+        return self._conditions.is_supported
+
+    def ignore_conditions(self) -> None:
+        """Compare versions before each write instead: the store does not, although its API has such requests."""
+        self._conditions = Conditions(self.fs, creates=False)
+
+    def version(self, name: str) -> str | None:
+        """Return the version of an object, which changes when it is replaced; None if there is no object."""
+        with self.reporting("read", name):
+            return self._conditions.version(self.key(name))
+
+    def replace(self, name: str, data: bytes, version: str | None) -> bool:
+        """Write a small object if it still has *version*; None: if there is none. Return whether it was written.
+
+        False may also mean that an earlier attempt wrote it, whose reply was lost.
+        """
         with self.reporting("written", name):
             self._make_parent(name)
             try:
-                self.fs.pipe_file(self.key(name), data, mode="create")
-            except FileExistsError:
-                return False
-            except NotImplementedError:
-                if self.fs.exists(self.key(name)):
-                    return False
-                self.fs.pipe_file(self.key(name), data)
-        return True
+                return self._conditions.put(self.key(name), data, version)
+            except NotSupported:
+                self.ignore_conditions()
+            # Versions of the store are not those of the comparison.
+            if version is None:
+                return self._conditions.put(self.key(name), data, None)
+            self.fs.pipe_file(self.key(name), data)
+            return True
 
-    def upload(self, name: str, blocks: Iterable[bytes]) -> None:
-        """Write an object from *blocks*. If they raise, there is no new object, or as on a disk an incomplete one."""
-        with self.reporting("written", name):
-            self._make_parent(name)
-            with self.fs.open(self.key(name), "wb", block_size=BLOCK_BYTES) as target:
-                try:
-                    for block in blocks:
-                        target.write(block)
-                except BaseException:
-                    # Closing would complete the object.
-                    with contextlib.suppress(Exception):
-                        target.discard()
-                    # A local file is closed as any other, and stays incomplete.
-                    with contextlib.suppress(AttributeError):
-                        target.closed = True
-                    raise
+    def delete_version(self, name: str, version: str) -> bool:
+        """Delete an object if it still has *version* (empty: any). Return whether it was deleted."""
+        if not version:
+            self.delete([name])
+            return True
+        with self.reporting("deleted", name):
+            try:
+                return self._conditions.delete(self.key(name), version)
+            except FileNotFoundError:
+                return False
+            except NotSupported:
+                # Some stores have conditional writes, but no conditional deletions.
+                self.fs.rm_file(self.key(name))
+                return True
+
+    # ---------------------------------------------------------------- removing
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete objects. Names without an object are ignored."""
@@ -190,6 +246,20 @@ class Store:
                 value=text[:300],
                 hint="check the bucket, the network, and the credentials in the environment",
             ) from error
+
+
+def _write_blocks(target: Any, blocks: Iterable[bytes]) -> None:
+    try:
+        for block in blocks:
+            target.write(block)
+    except BaseException:
+        # Closing would complete the object.
+        with contextlib.suppress(Exception):
+            target.discard()
+        # A local file is closed as any other, and stays incomplete.
+        with contextlib.suppress(AttributeError):
+            target.closed = True
+        raise
 
 
 def _library_options(protocol: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -80,7 +80,7 @@ class Status:
 
     *uploaded* is the checkpoint that was uploaded last, *sent_bytes* grows while something is sent, *failures* counts
     failed attempts since the last success, and *error* is the message of the last one. *is_over*: the process does not
-    upload any more, because another run took over.
+    upload any more, because another run took over. *owner* is the token of the start that took over the URL.
     """
 
     uploaded: str | None = None
@@ -88,6 +88,7 @@ class Status:
     failures: int = 0
     error: str = ""
     is_over: bool = False
+    owner: str = ""
 
     @classmethod
     def read(cls, root: Path) -> Status:
@@ -129,7 +130,7 @@ class Uploader:
         self._throttle = Throttle(job.bytes_per_second)
         self._finishing = threading.Event()
         self._stopping = threading.Event()
-        self._has_taken_over = self._has_begun = False
+        self._has_begun = False
         # After a run went back, the status of an earlier process may name a later step.
         self._is_first = True
         self._status = Status.read(root)
@@ -178,15 +179,25 @@ class Uploader:
         """Upload all pending checkpoints. Raises what an upload raises."""
         job = self._job
         if not self._has_begun:
-            # Once: a repetition would take the URL back from a run that started meanwhile.
-            if not self._has_taken_over:
-                self._run.take_over()
-                self._has_taken_over = True
+            self._become_owner()
             for name in self._run.supersede_after(job.went_back_to, job.metric_key, job.mode):
                 _print(f"marked {self._store}/{name} as superseded")
             self._has_begun = True
         while (names := self._worth_uploading()) and not self._stopping.is_set():
             self._upload(names[0])
+
+    def _become_owner(self) -> None:
+        """Take over the URL, once: a repetition would take it back from a run that started meanwhile."""
+        token = self._job.token
+        if self._status.owner == token:
+            # Also in an earlier process of this start, which ended unexpectedly.
+            self._run.continue_ownership()
+            return
+        if not self._run.take_over():
+            _print(
+                f"{self._store} has no conditional writes: two runs with this URL could overwrite each other's objects"
+            )
+        self._note(owner=token)
 
     def _worth_uploading(self) -> list[str]:
         """The pending checkpoints, newest first, without those that the keep policy of the store would remove."""
@@ -199,6 +210,10 @@ class Uploader:
             if found is not None:
                 records[name] = found
         for record in self._job.keep.removable(list(records.values()), {names[0]}):
+            if (self._root / f"{LINK}{record.name}.json").exists():
+                # What an interrupted upload has sent. Pointers name it if only its link was left.
+                with contextlib.suppress(ValueError):
+                    self._run.withdraw(record.name)
             unlink(self._root, record.name)
         return [name for name in names if (self._root / f"{LINK}{name}").is_symlink()]
 

@@ -157,9 +157,10 @@ def test_the_parts_of_a_large_file_are_sent_once_unless_the_store_lost_them(
     large.write_bytes(os.urandom(17 << 20))
     store = Store(URL)
     memory = UploadMemory(tmp_path / "memory", "digest")
-    s3.fault = failing_after(3)
+    # HEAD, the creation of the upload, and two parts.
+    s3.fault = failing_after(4)
     with ThreadPoolExecutor(1) as pool, pytest.raises(StoreError):
-        multipart.upload_in_parts(store, "large", large, memory, Throttle(), pool)
+        multipart.upload_in_parts(store, "large", large, "xxh3", memory, Throttle(), pool)
     s3.fault = None
     with pytest.raises(FileNotFoundError):
         store.size("large")
@@ -168,7 +169,7 @@ def test_the_parts_of_a_large_file_are_sent_once_unless_the_store_lost_them(
     memory = UploadMemory.read(tmp_path / "memory", "digest")
     throttle = Throttle()
     with ThreadPoolExecutor(1) as pool:
-        multipart.upload_in_parts(store, "large", large, memory, throttle, pool)
+        multipart.upload_in_parts(store, "large", large, "xxh3", memory, throttle, pool)
     assert throttle.nbytes == (17 << 20 if is_lost else 7 << 20)
     assert store.read("large") == large.read_bytes()
 
