@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
@@ -199,17 +199,37 @@ def _check_known(backend: str) -> None:
             )
 
 
+_stores: dict[tuple[str | None, ...], Store] = {}
+"""The stores that this process has used, by address and ranks. Rank 0 may serve one: it must not end before the others
+have left their groups, or when they have already joined the next one."""
+
+
+def _store_of_ranks(rank: int, world_size: int, timeout: timedelta) -> Store:
+    """Return the store at MASTER_ADDR and MASTER_PORT; the same object each time."""
+    address = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
+    key = (*address, str(rank), str(world_size))
+    store = _stores.get(key)
+    if store is None:
+        store = _stores[key] = next(rendezvous("env://", rank, world_size, timeout=timeout))[0]
+    store.set_timeout(timeout)
+    return store
+
+
 def _init_process_group(backend: str, rank: int, world_size: int, timeout: timedelta) -> None:
     if world_size == 1:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         return
-    store = next(rendezvous("env://", rank, world_size, timeout=timeout))[0]
+    store = _store_of_ranks(rank, world_size, timeout)
     if _environment_int("LOCAL_WORLD_SIZE", world_size) == world_size:
         # torchrun's store outlives a restart, and so do the addresses of the previous ranks and their request to stop.
         # On several nodes, the nodes count restarts separately, so the number cannot be a prefix; there, the launcher
         # creates a new store.
         attempt = _environment_int("TORCHELASTIC_RESTART_COUNT", 0)
         store = PrefixStore(f"attempt_{attempt}", store)
+    # A process can join again after it has left. The store still has the addresses of the first time, and a rank that
+    # read those of a group that another rank has left would wait for it.
+    number = store.add(f"joined_by_{rank}", 1)
+    store = PrefixStore(f"group_{number}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 

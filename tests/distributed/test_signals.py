@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from automodel_ckpt.cli.launch import failures, worker
-from automodel_ckpt.distributed.mesh import init_distributed
+from automodel_ckpt.distributed.mesh import close_distributed, init_distributed
 from automodel_ckpt.distributed.stop import PeerStop
 from tests.support import ranks
 from tools.crash import endurance, signals
@@ -101,6 +101,25 @@ def test_machines_that_were_restarted_another_number_of_times_meet() -> None:
 def met(timeout_minutes: float) -> int:
     os.environ |= {"TORCHELASTIC_RESTART_COUNT": os.environ["RANK"], "LOCAL_WORLD_SIZE": "1"}
     return init_distributed(backend="gloo", timeout_minutes=timeout_minutes).world_size
+
+
+def test_ranks_leave_their_group_and_join_again() -> None:
+    """As two recipes in one program do: nothing of the first group is left in the second one."""
+    assert ranks.run(joined_again, 2, init=False, timeout=20) == [[2, 2, 2]] * 2
+
+
+def joined_again() -> list[int]:
+    """How many ranks there are each time. Rank 1 joins again before rank 0 has left."""
+    sizes = []
+    for _ in range(3):
+        init_distributed(backend="gloo", timeout_minutes=0.25)
+        count = torch.ones(1)
+        dist.all_reduce(count)
+        sizes.append(int(count))
+        if dist.get_rank() == 0:
+            time.sleep(0.2)
+        close_distributed()
+    return sizes
 
 
 def joined(port: int, attempt: int) -> tuple[int, bool]:
