@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from automodel_ckpt.config.kinds.distill import DistillConfig
-from automodel_ckpt.config.schema import RecipeConfig, Target, predicts_further
+from automodel_ckpt.config.schema import Target
 from automodel_ckpt.data.mixture import for_each_source
 from automodel_ckpt.data.teacher_targets import (
     LOG_PROBS,
@@ -26,7 +26,7 @@ from automodel_ckpt.data.teacher_targets import (
     TargetCollator,
     TargetedDataset,
 )
-from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.errors import Problem, RecipeError
 from automodel_ckpt.models.fused_distillation import (
     Distillation,
     DistillationWeights,
@@ -48,6 +48,7 @@ from automodel_ckpt.recipes.teacher import (
     with_numbered_labels,
 )
 from automodel_ckpt.recipes.teacher_cache import TeacherCaches, check_countable
+from automodel_ckpt.recipes.unsupported import Unsupported
 from automodel_ckpt.training.loss import labelled_positions
 from automodel_ckpt.units import counted
 
@@ -61,7 +62,7 @@ class DistillationObjective(Objective):
     """The cross-entropy and the divergence from the teacher, wherever there is a label."""
 
     measures: ClassVar[tuple[str, ...] | None] = ("kd_loss", "ce_loss", "accuracy")
-    weights: DistillationWeights
+    section: DistillConfig
     teacher: Teacher | None
     """None: the micro-batches have the teacher's most probable tokens."""
     num_columns: int | None
@@ -81,7 +82,7 @@ class DistillationObjective(Objective):
         head = self.trainable.loss_head
         assert head is not None
         with self._teacher_targets(cached, numbered, order) as of_teacher:
-            criterion = Distillation(of_teacher, self.weights)
+            criterion = Distillation(of_teacher, weights_of(self.section))
             loss_pass = head.computing_loss(
                 self._on_device(positions), targets, hits=hits, criterion=criterion
             )
@@ -119,11 +120,39 @@ class Distill(LLMFinetune):
     """Trains ``model`` to predict what the teacher of the section ``distill`` predicts on ``dataset``."""
 
     objective_class = DistillationObjective
+    unsupported: ClassVar[Sequence[Unsupported]] = (
+        Unsupported(
+            "distributed.pp_size",
+            "the logits of teacher and student are compared on one rank, which has all stages",
+            "remove pp_size; fsdp2 and tp_size share the models over ranks",
+        ),
+        Unsupported(
+            "distributed.cp_size",
+            "the logits of teacher and student are compared in complete rows",
+            "remove cp_size; fsdp2 and tp_size share the models over ranks",
+        ),
+        Unsupported(
+            "loss_fn",
+            "the loss is the cross-entropy and a divergence",
+            "remove loss_fn; distill.divergence and distill.kd_ratio choose the loss",
+        ),
+        Unsupported("model.mtp", "layers that predict further tokens are not trained"),
+    )
+
+    @property
+    def section(self) -> DistillConfig:
+        """The section ``distill``; its defaults without one."""
+        return self.config.distill or DistillConfig()
+
+    def config_problems(self) -> list[Problem]:
+        problems = super().config_problems()
+        if self.config.distill is None:
+            hint = "add distill: {teacher: {from_pretrained: ...}}"
+            problems.append(Problem("a distillation needs a teacher", "distill", "null", hint))
+        return problems
 
     def build(self) -> None:
         """Create what a fine-tuning has, then the teacher, or the caches of its logits."""
-        check_distillation(self.config)
-        self.distill = self.config.distill or DistillConfig()
         self._targeted: list[TargetedDataset] = []
         self._num_columns: int | None = None
         self._has_compared = False
@@ -138,7 +167,7 @@ class Distill(LLMFinetune):
         identity = identity_of(self.config)
         if self.checkpointer is not None:
             self.checkpointer.notes[_NOTE] = identity
-        if self.distill.top_k is None or self.is_dry_run:
+        if self.section.top_k is None or self.is_dry_run:
             self._teacher: Teacher | None = self._build_teacher()
         else:
             self._read_or_compute(identity)
@@ -149,29 +178,28 @@ class Distill(LLMFinetune):
         """Build the data set that a section names; with ``top_k``, its samples have what the teacher predicts."""
         self._compare_vocabularies()
         dataset = super().build_dataset(section)
-        if self.distill.top_k is None:
+        if self.section.top_k is None:
             return dataset
         return for_each_source(dataset, self._with_targets)
 
     def build_collate_fn(self) -> Any:
         """Build the collate function of a fine-tuning; with ``top_k``, it collates what the teacher predicts too."""
         collate_fn = super().build_collate_fn()
-        return collate_fn if self.distill.top_k is None else TargetCollator(collate_fn)
+        return collate_fn if self.section.top_k is None else TargetCollator(collate_fn)
 
     def build_objective(self) -> Objective:
         """Build the object that computes the loss of a micro-batch."""
         objective = super().build_objective()
         assert isinstance(objective, DistillationObjective)
-        objective.weights = weights_of(self.distill)
         objective.teacher = self._teacher
         objective.num_columns = self._num_columns
         return objective
 
     def other_models(self) -> Sequence[nn.Module]:
         """List the teacher, unless its weights are elsewhere while the student trains."""
-        if self._teacher is None or self.distill.top_k is not None:
+        if self._teacher is None or self.section.top_k is not None:
             return ()
-        offloads = self.distill.offload_teacher and self.layout.device.type != "cpu"
+        offloads = self.section.offload_teacher and self.layout.device.type != "cpu"
         return () if offloads else (self._teacher.trainable.model,)
 
     def resume(self) -> None:
@@ -218,15 +246,15 @@ class Distill(LLMFinetune):
 
     def _read_or_compute(self, identity: str) -> None:
         """Give each data set the cache of what the teacher predicts; the teacher is built if one has to be computed."""
-        assert self.distill.top_k is not None
+        assert self.section.top_k is not None
         collate_fn = super().build_collate_fn()
         caches = TeacherCaches(
             self.layout,
             teacher=identity,
-            top_k=self.distill.top_k,
-            temperature=self.distill.temperature,
+            top_k=self.section.top_k,
+            temperature=self.section.temperature,
             num_columns=self._num_columns,
-            directory=self.distill.cache_dir,
+            directory=self.section.cache_dir,
             batch_size=self.config.step_scheduler.local_batch_size,
             collate_fn=collate_fn,
         )
@@ -237,7 +265,7 @@ class Distill(LLMFinetune):
                 missing.append(dataset)
         if not missing:
             log.info(
-                "the teacher is not loaded: its %s are cached", counted(self.distill.top_k, "token")
+                "the teacher is not loaded: its %s are cached", counted(self.section.top_k, "token")
             )
             return
         teacher = self._build_teacher()
@@ -250,37 +278,3 @@ def weights_of(section: DistillConfig) -> DistillationWeights:
     reverse = {"forward_kl": 0.0, "reverse_kl": 1.0, "mixed": section.reverse_weight}
     share = reverse[section.divergence]
     return DistillationWeights(section.kd_ratio, section.temperature, 1 - share, share)
-
-
-def check_distillation(config: RecipeConfig) -> None:
-    """Raise :class:`RecipeError` for a recipe without a teacher, and for keys that a distillation does not support."""
-    if config.distill is None:
-        raise RecipeError(
-            "a distillation needs a teacher",
-            where="distill",
-            value="null",
-            hint="add distill: {teacher: {from_pretrained: ...}}",
-        )
-    distributed = config.distributed
-    for key, size in (("pp_size", distributed.pp_size), ("cp_size", distributed.cp_size)):
-        if size > 1:
-            raise RecipeError(
-                "a distillation does not support ranks that have different stages of the model or parts of a row",
-                where=f"distributed.{key}",
-                value=size,
-                hint=f"remove {key}; fsdp2 and tp_size share the models over ranks",
-            )
-    if config.loss_fn is not None:
-        raise RecipeError(
-            "a distillation has its own loss: cross-entropy and a divergence",
-            where="loss_fn",
-            value=config.loss_fn._target_,
-            hint="remove loss_fn; distill.divergence and distill.kd_ratio choose the loss",
-        )
-    if predicts_further(config):
-        raise RecipeError(
-            "a distillation does not train layers that predict further tokens",
-            where="model.mtp",
-            value="a section",
-            hint="remove model.mtp",
-        )

@@ -117,9 +117,3 @@ class DPOFinetune(PairFinetune, PreferenceFinetune):
 
     def _start_as_reference(self) -> Reference:
         return Reference(self.trainable, self.trainable.model)
-
-    def build_objective(self) -> Objective:
-        objective = super().build_objective()
-        assert isinstance(objective, DPO)
-        objective.section = self.section
-        return objective

@@ -19,10 +19,12 @@ from automodel_ckpt.config.kinds.embedding import EmbeddingConfig
 from automodel_ckpt.config.schema import Target
 from automodel_ckpt.config.targets import build
 from automodel_ckpt.data.text_pairs import PairCollator
+from automodel_ckpt.errors import Problem
 from automodel_ckpt.models.pooling import hidden_states_of, pool
 from automodel_ckpt.recipes.embedding_checks import (
+    UNSUPPORTED,
     check_architecture,
-    check_embedding,
+    prompts_in_data,
     warn_of_other_pooling,
     with_backbone,
 )
@@ -32,6 +34,7 @@ from automodel_ckpt.recipes.evaluation import EvaluationSums
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.objective import Objective, Tensors
 from automodel_ckpt.recipes.records import BatchSize, LossSum
+from automodel_ckpt.recipes.unsupported import Unsupported
 from automodel_ckpt.training.contrastive import contrastive_losses, ranks_of
 from automodel_ckpt.training.rng import StatefulRNG
 
@@ -184,6 +187,7 @@ class EmbeddingFinetune(LLMFinetune):
     shares_rows: ClassVar[bool] = False
     sample_noun: ClassVar[str] = "pair"
     rows_per_sample: ClassVar[int] = 2
+    unsupported: ClassVar[Sequence[Unsupported]] = UNSUPPORTED
     objective_class: type[Objective] = Contrastive
 
     @property
@@ -191,9 +195,8 @@ class EmbeddingFinetune(LLMFinetune):
         """The section ``embedding``, or its defaults."""
         return self.config.embedding or EmbeddingConfig()
 
-    def build(self) -> None:
-        check_embedding(self.config, self.layout)
-        super().build()
+    def config_problems(self) -> list[Problem]:
+        return [*super().config_problems(), *prompts_in_data(self.config)]
 
     def build_dataset(self, section: Target) -> Any:
         return build(
@@ -223,7 +226,7 @@ class EmbeddingFinetune(LLMFinetune):
     def build_objective(self) -> Objective:
         objective = super().build_objective()
         assert isinstance(objective, Contrastive)
-        objective.section, objective.rng = self.section, self.rng
+        objective.rng = self.rng
         objective.over_ranks = PairsOverRanks(self.layout)
         return objective
 

@@ -15,45 +15,30 @@ from transformers import AutoModel, PreTrainedConfig
 from automodel_ckpt.checkpoint.sources.model_files import EMBEDDING_FILES, read_files
 from automodel_ckpt.config.kinds.embedding import EmbeddingConfig
 from automodel_ckpt.config.schema import ModelConfig, RecipeConfig, Target
-from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.errors import Problem, RecipeError
 from automodel_ckpt.models.build import fetched_directory
 from automodel_ckpt.models.hf_names import tensor_names_in
 from automodel_ckpt.models.repository import base_directory
+from automodel_ckpt.recipes.unsupported import Unsupported
 
 log = logging.getLogger("automodel_ckpt")
 
+_DIVIDED = "embeddings are pooled from complete texts, which these ranks would divide"
+UNSUPPORTED = (
+    Unsupported("packed_sequence", "each text has a row, from which its embedding is pooled"),
+    Unsupported("loss_fn", "the section embedding describes the loss"),
+    Unsupported("generation", "a model without an output layer generates no text"),
+    Unsupported("model.mtp", "no further token is predicted"),
+    Unsupported("distributed.pp_size", _DIVIDED, "remove pp_size; tp_size and fsdp2 are supported"),
+    Unsupported("distributed.cp_size", _DIVIDED, "remove cp_size; tp_size and fsdp2 are supported"),
+)
+"""The keys that the recipe does not support."""
 _POOLER = "pooler.*"
 _PROMPTS = ("query_prompt", "document_prompt")
 
 
-def check_embedding(config: RecipeConfig, layout: RankLayout) -> None:
-    """Raise :class:`RecipeError` with all sections and sizes of the mesh that the recipe does not support."""
-    problems = []
-    absent = {
-        "packed_sequence": "each text has a row, from which its embedding is pooled",
-        "loss_fn": "the section embedding describes the loss",
-        "generation": "a model without an output layer generates no text",
-    }
-    for name, reason in absent.items():
-        if getattr(config, name) is not None:
-            what = f"the recipe embedding does not support {name}: {reason}"
-            problems.append(Problem(what, name, "a section", "remove the section"))
-    if isinstance(config.model, ModelConfig) and config.model.mtp is not None:
-        what = "the recipe embedding does not support model.mtp: no further token is predicted"
-        problems.append(Problem(what, "model.mtp", "a section", "remove the section"))
-    for name, size in (("pp_size", layout.sizes.pp), ("cp_size", layout.sizes.cp)):
-        if size > 1:
-            what = "embeddings are pooled from complete texts, which these ranks would divide"
-            hint = f"remove {name}; tp_size and fsdp2 are supported"
-            problems.append(Problem(what, f"distributed.{name}", str(size), hint))
-    problems += _prompts_in_data(config)
-    if problems:
-        raise RecipeError.all_of(problems)
-
-
-def _prompts_in_data(config: RecipeConfig) -> list[Problem]:
-    """Prompts in sections of data, which exports would not have."""
+def prompts_in_data(config: RecipeConfig) -> list[Problem]:
+    """Describe the prompts in sections of data, which exports would not have."""
     sections = {"dataset": config.dataset, "validation_dataset": config.validation_dataset}
     for name, section in config.validation_datasets.items():
         sections[f"validation_datasets.{name}"] = section

@@ -17,7 +17,7 @@ import torch
 from automodel_ckpt.config.kinds.kto import KTOConfig
 from automodel_ckpt.data.kto import DESIRABLE, MISMATCHED, KTOCollator
 from automodel_ckpt.distributed.agree import sum_over_ranks
-from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.errors import Problem
 from automodel_ckpt.recipes.evaluation import EvaluationTotals
 from automodel_ckpt.recipes.objective import Objective, Tensors
 from automodel_ckpt.recipes.preference import (
@@ -165,23 +165,20 @@ class KTOFinetune(PreferenceFinetune):
     def reference_name(self) -> str | None:
         return self.section.reference
 
-    def build(self) -> None:
-        """Create what training needs. Raises :class:`RecipeError` if a global batch has only one sample."""
-        if self.config.step_scheduler.global_batch_size < 2:
-            raise RecipeError(
-                "the KL estimate needs the completion of another sample in the global batch",
-                where="step_scheduler.global_batch_size",
-                value=self.config.step_scheduler.global_batch_size,
-                hint="set at least 2; its estimate is better with 16 or more",
+    def config_problems(self) -> list[Problem]:
+        problems = super().config_problems()
+        size = self.config.step_scheduler.global_batch_size
+        if size < 2:
+            problems.append(
+                Problem(
+                    "the KL estimate needs the completion of another sample in the global batch",
+                    "step_scheduler.global_batch_size",
+                    size,
+                    "set at least 2; its estimate is better with 16 or more",
+                )
             )
-        super().build()
+        return problems
 
     def build_collate_fn(self) -> Any:
         """Build the collator of judged completions; ``dataloader.collate_fn`` makes the tensors of its rows."""
         return KTOCollator(super().build_collate_fn())
-
-    def build_objective(self) -> Objective:
-        objective = super().build_objective()
-        assert isinstance(objective, KTO)
-        objective.section = self.section
-        return objective

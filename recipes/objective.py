@@ -78,8 +78,13 @@ class Objective:
         loss_fn: LossFn,
         *,
         sequence_parallel: bool = False,
+        section: Any = None,
     ) -> None:
-        """*loss_fn* is the loss of full logits, if the output layer does not compute it."""
+        """*loss_fn* is the loss of full logits, if the output layer does not compute it.
+
+        *section* is the section of the recipe's kind of training, such as ``dpo``; None if there is none.
+        """
+        self.section = section
         self.trainable, self.layout, self.loss_fn = trainable, layout, loss_fn
         self.model, self.router_loss = trainable.model, trainable.router_loss
         self._num_row_parts = layout.num_row_parts(sequence_parallel=sequence_parallel)

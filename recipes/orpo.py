@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from automodel_ckpt.config.kinds.orpo import ORPOConfig
 from automodel_ckpt.recipes.objective import Objective, Tensors
 from automodel_ckpt.recipes.pairs import PairFinetune, PairObjective, label_counts
-from automodel_ckpt.recipes.preference import check_rows
 from automodel_ckpt.recipes.records import LossSum
 from automodel_ckpt.training.loss import IGNORE_INDEX
 
@@ -79,14 +78,3 @@ class ORPOFinetune(PairFinetune):
     def section(self) -> ORPOConfig:
         """The section ``orpo``; its defaults without one."""
         return self.config.orpo or ORPOConfig()
-
-    def build(self) -> None:
-        """Create the data, the model, and what updates it."""
-        check_rows(self.config)
-        super().build()
-
-    def build_objective(self) -> Objective:
-        objective = super().build_objective()
-        assert isinstance(objective, ORPO)
-        objective.section = self.section
-        return objective

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -11,8 +12,9 @@ from automodel_ckpt.config.schema import Target
 from automodel_ckpt.data.preference import NUMBERS, PreferenceCollator, require_pairs
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.objective import Tensors
-from automodel_ckpt.recipes.preference import PreferenceObjective, has_labels
+from automodel_ckpt.recipes.preference import OF_ANSWERS, PreferenceObjective, has_labels
 from automodel_ckpt.recipes.records import BatchSize, LossSum
+from automodel_ckpt.recipes.unsupported import Unsupported
 from automodel_ckpt.training.loss import IGNORE_INDEX
 
 
@@ -80,6 +82,7 @@ class PairFinetune(LLMFinetune):
     rows_per_sample: ClassVar[int] = 2
     # Each answer has a separate row: the loss needs the probability of each one.
     shares_rows: ClassVar[bool] = False
+    unsupported: ClassVar[Sequence[Unsupported]] = OF_ANSWERS
 
     def build_dataset(self, section: Target) -> Any:
         """Build the data set that a section names. Raises :class:`RecipeError` if its first sample is not a pair."""

@@ -18,7 +18,7 @@ from torch import nn
 
 from automodel_ckpt.config.schema import ModelConfig, RecipeConfig, Target
 from automodel_ckpt.distributed.parallelize import reshard
-from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.errors import Problem
 from automodel_ckpt.models.adapter import without_adapters
 from automodel_ckpt.models.forward import logits_of
 from automodel_ckpt.models.position_losses import PositionLosses
@@ -26,6 +26,7 @@ from automodel_ckpt.recipes.init_from import start_from
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.objective import Objective, Tensors
 from automodel_ckpt.recipes.trainable import Trainable
+from automodel_ckpt.recipes.unsupported import Unsupported
 from automodel_ckpt.training.loss import (
     IGNORE_INDEX,
     WHOLE,
@@ -33,6 +34,14 @@ from automodel_ckpt.training.loss import (
     labelled_positions,
     shift_labels,
 )
+
+OF_ANSWERS = (
+    Unsupported("packed_sequence", "each answer needs a separate row"),
+    Unsupported("distributed.cp_size", "the loss needs complete rows"),
+    Unsupported("loss_fn", "its section describes the loss"),
+    Unsupported("model.mtp", "the loss is that of complete answers"),
+)
+"""What recipes do not support whose loss is that of complete answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,16 +153,21 @@ class PreferenceFinetune(LLMFinetune):
     """Trains a language model in comparison with a frozen reference model. A subclass defines the loss."""
 
     shares_rows: ClassVar[bool] = False
+    unsupported: ClassVar[Sequence[Unsupported]] = OF_ANSWERS
     reference: Reference
 
     def reference_name(self) -> str | None:
         """The directory or Hub name of the reference model; None: the model that training starts from."""
         raise NotImplementedError
 
+    def config_problems(self) -> list[Problem]:
+        return [
+            *super().config_problems(),
+            *reference_problems(self.config, self.reference_name()),
+        ]
+
     def build(self) -> None:
         """Create what the fine-tuning of a language model needs, and the reference model."""
-        check_rows(self.config)
-        check_base(self.config, self.reference_name())
         super().build()
         self.reference = self.build_reference()
 
@@ -201,44 +215,25 @@ class PreferenceFinetune(LLMFinetune):
         return objective
 
 
-def check_rows(config: RecipeConfig) -> None:
-    """Raise :class:`RecipeError` for sections that the loss of complete answers does not support."""
-    model = config.model
-    found: list[tuple[str, Any, str]] = []
-    if config.packed_sequence is not None:
-        found.append(
-            ("packed_sequence", config.packed_sequence.size, "each answer needs a separate row")
-        )
-    if config.distributed.cp_size not in (None, 1):
-        found.append(
-            ("distributed.cp_size", config.distributed.cp_size, "the loss needs complete rows")
-        )
-    if config.loss_fn is not None:
-        found.append(("loss_fn", config.loss_fn._target_, "this recipe has its own loss"))
-    if isinstance(model, ModelConfig) and model.mtp is not None:
-        found.append(("model.mtp", "a section", "the loss is that of complete answers"))
-    for key, value, reason in found:
-        raise RecipeError(
-            f"this recipe does not support this key: {reason}",
-            where=key,
-            value=value,
-            hint=f"remove {key}",
-        )
-
-
-def check_base(config: RecipeConfig, reference: str | None) -> None:
-    """Raise :class:`RecipeError` if the *reference* (a name, or None for the start of training) cannot be built."""
+def reference_problems(config: RecipeConfig, reference: str | None) -> list[Problem]:
+    """List why the *reference* (a name, or None for the start of training) cannot be built."""
+    problems = []
     if reference is not None and isinstance(config.model, Target):
-        raise RecipeError(
-            "the reference of a model by _target_ is the model that training starts from",
-            where=f"{config.recipe}.reference",
-            value=reference,
-            hint="remove the key",
+        problems.append(
+            Problem(
+                "the reference of a model by _target_ is the model that training starts from",
+                f"{config.recipe}.reference",
+                reference,
+                "remove the key",
+            )
         )
     if reference is None and config.peft is not None and config.peft.bias != "none":
-        raise RecipeError(
-            "the reference is the base of the adapters, and this option trains biases of the base",
-            where="peft.bias",
-            value=config.peft.bias,
-            hint=f"remove peft.bias, or name the reference model in {config.recipe}.reference",
+        problems.append(
+            Problem(
+                "the reference is the base of the adapters, and this option trains biases of the base",
+                "peft.bias",
+                config.peft.bias,
+                f"remove peft.bias, or name the reference model in {config.recipe}.reference",
+            )
         )
+    return problems

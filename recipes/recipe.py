@@ -482,6 +482,11 @@ class Recipe:
         """Describe the files that exports have beside those of transformers and peft: content by relative path."""
         return {}
 
+    @property
+    def section(self) -> Any:
+        """The section of the recipe's kind of training, such as ``dpo``, for its objective; None if there is none."""
+        return None
+
     def build_objective(self) -> Objective:
         """Build the object that computes the loss of a micro-batch."""
         objective = self.objective_class(
@@ -489,6 +494,7 @@ class Recipe:
             self.layout,
             self.loss_fn,
             sequence_parallel=self.config.distributed.sequence_parallel,
+            section=self.section,
         )
         if self.model_config is not None:
             objective.check_length = ContextCheck(self.model_config, self.step_scheduler)

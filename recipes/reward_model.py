@@ -7,6 +7,7 @@ label. Its head gets random values if the pretrained files have none, and is tra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -14,9 +15,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 
 from automodel_ckpt.config.kinds.reward_model import RewardModelConfig
-from automodel_ckpt.config.schema import RecipeConfig, Target
 from automodel_ckpt.data.preference import MARGIN
-from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.task_head import (
     SEQUENCE_CLASSIFICATION,
     padding_of,
@@ -26,8 +25,9 @@ from automodel_ckpt.models.task_head import (
 )
 from automodel_ckpt.recipes.objective import Objective, Tensors
 from automodel_ckpt.recipes.pairs import PairFinetune, PairObjective
-from automodel_ckpt.recipes.preference import check_rows
+from automodel_ckpt.recipes.preference import OF_ANSWERS
 from automodel_ckpt.recipes.records import LossSum
+from automodel_ckpt.recipes.unsupported import Unsupported
 
 _LABEL = "LABEL_0"
 """The name that transformers gives to a single label."""
@@ -61,6 +61,19 @@ class RewardModel(PairFinetune):
 
     auto_class: ClassVar[Any] = AutoModelForSequenceClassification
     task_type: ClassVar[str | None] = SEQUENCE_CLASSIFICATION
+    unsupported: ClassVar[Sequence[Unsupported]] = (
+        *OF_ANSWERS,
+        Unsupported(
+            "model._target_",
+            "the model needs a head with one score",
+            "set model.from_pretrained or model.from_config",
+        ),
+        Unsupported(
+            "generation",
+            "a model with a score generates no text",
+            "remove generation; name metrics of a validation_dataset instead",
+        ),
+    )
     objective_class: type[Objective] = BradleyTerry
 
     @property
@@ -68,16 +81,10 @@ class RewardModel(PairFinetune):
         """The section ``reward_model``; its defaults without one."""
         return self.config.reward_model or RewardModelConfig()
 
-    def build(self) -> None:
-        """Create the tokenizer, the data, the model, and what updates it."""
-        check_rows(self.config)
-        check_model(self.config)
-        super().build()
-
     def build_model_config(self) -> PreTrainedConfig | None:
         """Read the configuration of the model, and give it one label and the padding token."""
         config = super().build_model_config()
-        assert config is not None  # check_model rejects a model by _target_
+        assert config is not None  # a model by _target_ is not supported
         names = pretrained_labels(config)
         # A head with several labels does not fit, which is reported when the weights are read.
         name = names[0] if len(names) == 1 else _LABEL
@@ -85,27 +92,3 @@ class RewardModel(PairFinetune):
         set_labels(config, [name], "regression")
         set_padding(config, padding_of(config, self.tokenizer))
         return config
-
-    def build_objective(self) -> Objective:
-        objective = super().build_objective()
-        assert isinstance(objective, BradleyTerry)
-        objective.section = self.section
-        return objective
-
-
-def check_model(config: RecipeConfig) -> None:
-    """Raise :class:`RecipeError` for sections that have no meaning for a model with a score."""
-    if isinstance(config.model, Target):
-        raise RecipeError(
-            "the model of this recipe is not given by _target_: it needs a head with one score",
-            where="model._target_",
-            value=config.model._target_,
-            hint="set model.from_pretrained or model.from_config",
-        )
-    if config.generation is not None:
-        raise RecipeError(
-            "a model with a score generates no text",
-            where="generation",
-            value="a section",
-            hint="remove generation; name metrics of a validation_dataset instead",
-        )

@@ -24,7 +24,7 @@ from automodel_ckpt.config.targets import build
 from automodel_ckpt.data.classification import LabelCollator
 from automodel_ckpt.data.labels import Labels
 from automodel_ckpt.data.loader import GlobalBatchLoader
-from automodel_ckpt.errors import Problem, RecipeError
+from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.forward import forward_parameters
 from automodel_ckpt.models.task_head import (
     SEQUENCE_CLASSIFICATION,
@@ -38,6 +38,7 @@ from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.objective import Objective, Tensors
 from automodel_ckpt.recipes.records import BatchSize, LossSum
 from automodel_ckpt.recipes.trainable import row_multiple
+from automodel_ckpt.recipes.unsupported import Unsupported
 from automodel_ckpt.training.label_measures import f1_scores, pearson
 from automodel_ckpt.training.loss import IGNORE_INDEX, in_numpy
 
@@ -193,24 +194,50 @@ class SequenceClassification(LLMFinetune):
     auto_class: ClassVar[Any] = AutoModelForSequenceClassification
     task_type: ClassVar[str | None] = SEQUENCE_CLASSIFICATION
     shares_rows: ClassVar[bool] = False
+    unsupported: ClassVar[Sequence[Unsupported]] = (
+        Unsupported(
+            "model._target_",
+            "the head of the model depends on the labels",
+            "set model.from_pretrained or model.from_config",
+        ),
+        Unsupported("packed_sequence", "a row has one label"),
+        Unsupported(
+            "generation",
+            "a model with a classification head generates no text",
+            "remove generation; name metrics of a validation_dataset instead",
+        ),
+        Unsupported(
+            "loss_fn",
+            "the loss is that of classification.problem",
+            "remove loss_fn, and set classification.problem",
+        ),
+        Unsupported(
+            "distributed.pp_size",
+            "a model with a classification head cannot be divided into pipeline stages",
+            "remove pp_size: fsdp2 shards the model over the same ranks",
+        ),
+        Unsupported(
+            "distributed.cp_size",
+            "the head needs complete rows, which context parallel ranks divide",
+        ),
+    )
 
     labels: Labels
     """The labels. As state, they are part of checkpoints, and a resume with others is an error."""
 
     def __init__(self, config: RecipeConfig, *, config_yaml: str) -> None:
         super().__init__(config, config_yaml=config_yaml)
-        self.section = config.classification or ClassificationConfig()
         self.objective_class = OBJECTIVES[self.section.problem]
 
-    def build(self) -> None:
-        """Create the tokenizer, the data, the model, and what updates it."""
-        check_sections(self.config)
-        super().build()
+    @property
+    def section(self) -> ClassificationConfig:
+        """The section ``classification``; its defaults without one."""
+        return self.config.classification or ClassificationConfig()
 
     def build_model_config(self) -> PreTrainedConfig | None:
         """Read the configuration of the model, and give it the labels and the padding token."""
         config = super().build_model_config()
-        assert config is not None  # check_sections rejects a model by _target_
+        assert config is not None  # a model by _target_ is not supported
         names = self._label_names(config)
         self.labels = Labels(tuple(names), self.section.problem)
         set_labels(config, names, self.section.problem)
@@ -269,55 +296,3 @@ class SequenceClassification(LLMFinetune):
     def labels_in_words(self, micro_batch: Tensors) -> list[str]:
         """Describe the label of each sample of *micro_batch*, for ``--show-samples``."""
         return [self.labels.describe(row) for row in micro_batch["targets"].tolist()]
-
-
-def check_sections(config: RecipeConfig) -> None:
-    """Raise :class:`RecipeError` for sections that have no meaning for a model with a classification head."""
-    ranks = config.distributed
-    cases = (
-        (
-            isinstance(config.model, Target),
-            "the model of this recipe is not given by _target_: its head depends on the labels",
-            "model._target_",
-            getattr(config.model, "_target_", None),
-            "set model.from_pretrained or model.from_config",
-        ),
-        (
-            config.packed_sequence is not None,
-            "packing is not defined for classification: a row has one label",
-            "packed_sequence",
-            "a section",
-            "remove packed_sequence",
-        ),
-        (
-            config.generation is not None,
-            "a model with a classification head generates no text",
-            "generation",
-            "a section",
-            "remove generation; name metrics of a validation_dataset instead",
-        ),
-        (
-            config.loss_fn is not None,
-            "the loss of this recipe is that of classification.problem",
-            "loss_fn",
-            getattr(config.loss_fn, "_target_", None),
-            "remove loss_fn, and set classification.problem",
-        ),
-        (
-            ranks.pp_size > 1,
-            "a model with a classification head cannot be divided into pipeline stages",
-            "distributed.pp_size",
-            ranks.pp_size,
-            "remove pp_size: fsdp2 shards the model over the same ranks",
-        ),
-        (
-            ranks.cp_size > 1,
-            "a model with a classification head needs complete rows, which context parallel ranks divide",
-            "distributed.cp_size",
-            ranks.cp_size,
-            "remove cp_size",
-        ),
-    )
-    problems = [Problem(*texts) for is_given, *texts in cases if is_given]
-    if problems:
-        raise RecipeError.all_of(problems)

@@ -54,7 +54,7 @@ from automodel_ckpt.errors import AutomodelError, RecipeError
 from automodel_ckpt.models.fake_quantization import FakeQuantization
 from automodel_ckpt.recipes.adapters import adapt, quantization
 from automodel_ckpt.recipes.deferred_model import DeferredModel
-from automodel_ckpt.recipes.distill import check_distillation, weights_of
+from automodel_ckpt.recipes.distill import Distill, weights_of
 from automodel_ckpt.recipes.embedding import Contrastive, EmbeddingFinetune
 from automodel_ckpt.recipes.embedding_pairs import PairsOverRanks
 from automodel_ckpt.recipes.exports import check_export
@@ -328,7 +328,7 @@ def rates(it: Subject) -> list[float]:
 
 def distillation(it: Subject) -> Any:
     """The parts of the loss of a distillation, and its teacher."""
-    check_distillation(it.config)
+    Distill(it.config, config_yaml=it.loaded.to_yaml()).check_config()
     assert it.config.distill is not None
     return weights_of(it.config.distill), teacher_model(it.config)
 

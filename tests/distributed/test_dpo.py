@@ -243,7 +243,7 @@ def test_validations_measure_accuracies_and_rewards_of_each_set(tmp_path: Path) 
             "is not a pair",
             "dataset",
         ),
-        (("--packed_sequence={size: 32}",), "does not support this key", "packed_sequence"),
+        (("--packed_sequence={size: 32}",), "does not support packed_sequence", "packed_sequence"),
     ],
 )
 def test_what_the_recipe_cannot_train_on_is_an_error_before_training(
