@@ -15,6 +15,8 @@ from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_ba
 from werkzeug.serving import make_server
 from werkzeug.wrappers import Request, Response
 
+from tests.support.fault_proxy import FaultProxy, fault_proxy
+
 BUCKET = "bucket"
 
 Fault = Callable[[Request], Response | None]
@@ -54,6 +56,18 @@ class ObjectStore:
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
+
+
+@contextlib.contextmanager
+def faulty_store() -> Iterator[tuple[ObjectStore, FaultProxy]]:
+    """Run a store, and a proxy that breaks connections to it, whose address is in the environment."""
+    with (
+        object_store() as store,
+        fault_proxy(store.endpoint) as proxy,
+        mock.patch.dict(os.environ, {"AWS_ENDPOINT_URL": proxy.endpoint}),
+    ):
+        s3fs.S3FileSystem.clear_instance_cache()
+        yield store, proxy
 
 
 @contextlib.contextmanager

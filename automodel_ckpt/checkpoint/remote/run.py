@@ -55,6 +55,7 @@ class RemoteRun:
         self.token = token or uuid.uuid4().hex
         self._is_owner = False
         self._known: dict[str, RemoteCheckpoint] = {}
+        self._published: set[str] = set()
 
     # ---------------------------------------------------------------- the owner
 
@@ -106,7 +107,8 @@ class RemoteRun:
     def names(self) -> list[layout.CheckpointName]:
         """List the names of checkpoints that have objects, newest first. They may be incomplete."""
         found = [layout.parse_checkpoint_name(name) for name in self.store.directories()]
-        # The listing may be behind the objects; the pointers are not.
+        # The listing may be behind the objects; the pointers, and what was published here, are not.
+        found += [layout.parse_checkpoint_name(name) for name in self._published]
         for pointer in layout.POINTERS:
             target = self.pointed(pointer)
             found.append(layout.parse_checkpoint_name(target) if target else None)
@@ -172,6 +174,7 @@ class RemoteRun:
         """
         self.check_owner()
         self._known.pop(name, None)
+        self._published.add(name)
         if self.store.create(f"{name}/{layout.MANIFEST}", manifest):
             return
         found = self.manifest(name)
@@ -248,6 +251,7 @@ class RemoteRun:
         if self._is_referenced(name):
             raise ValueError(f"{name} is referenced")
         self._known.pop(name, None)
+        self._published.discard(name)
         manifest = f"{name}/{layout.MANIFEST}"
         versions = self._versions(name)
         self.check_owner()

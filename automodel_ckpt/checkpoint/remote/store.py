@@ -1,6 +1,7 @@
 """A directory in an object store, through fsspec: objects are written in one request, read by byte ranges, and listed.
 
-Nothing here retries: the libraries of the stores repeat single requests, and :mod:`.uploader` repeats whole uploads.
+The libraries of the stores repeat single requests for some seconds. Here, only reads of byte ranges are repeated for
+longer; :mod:`.uploader` repeats whole uploads.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from automodel_ckpt.checkpoint.remote.conditional import (
     NotSupported,
     conditions_of,
 )
+from automodel_ckpt.checkpoint.remote.transient import patiently
 from automodel_ckpt.checkpoint.remote.url import check_options, check_url, public
 from automodel_ckpt.errors import AutomodelError, SaveFailed
 
@@ -69,6 +71,25 @@ class Store:
             found: bytes = self.fs.cat_file(self.key(name), start=start, end=end)
             return found
 
+    def read_patiently(self, name: str, start: int, end: int) -> bytes:
+        """Read the bytes of an object from *start* to before *end*, also if the store fails for a while.
+
+        Raises FileNotFoundError.
+        """
+        key = self.key(name)
+        with self.reporting("read", name):
+            found: bytes = patiently(
+                lambda: self.fs.cat_file(key, start=start, end=end), f"{self}/{name}"
+            )
+        if len(found) != end - start:
+            raise StoreError(
+                "an object ended before the range that was read",
+                where=f"{self}/{name}",
+                value=f"{len(found)} bytes instead of {end - start}",
+                hint="verify the checkpoint in the store with `ckpt verify`",
+            )
+        return found
+
     def size(self, name: str) -> int:
         """The size of an object in bytes. Raises FileNotFoundError."""
         with self.reporting("read", name):
@@ -113,18 +134,15 @@ class Store:
         return sorted(names)
 
     def stream(self, name: str, write: Callable[[bytes], Any]) -> None:
-        """Pass the content of an object to *write*, block by block. Raises FileNotFoundError."""
+        """Pass the content of an object to *write*, block by block, also if the store fails for a while.
+
+        Raises FileNotFoundError.
+        """
         with self.reporting("read", name):
-            source = self.fs.open(
-                self.key(name), "rb", block_size=BLOCK_BYTES, cache_type="readahead"
-            )
-        with source:
-            while True:
-                with self.reporting("read", name):
-                    block = source.read(BLOCK_BYTES)
-                if not block:
-                    return
-                write(block)
+            info = patiently(lambda: self.fs.info(self.key(name)), f"{self}/{name}")
+        nbytes = int(info["size"])
+        for start in range(0, nbytes, BLOCK_BYTES):
+            write(self.read_patiently(name, start, min(start + BLOCK_BYTES, nbytes)))
 
     # ---------------------------------------------------------------- writing
 
