@@ -211,7 +211,7 @@ def _pause_before_retry(error: Exception, pauses: list[float]) -> float | None:
     """Return the seconds until another attempt; None if it cannot help. Takes a pause from *pauses*."""
     status = _status_of(error)
     is_refused = any(
-        isinstance(each, ConnectionRefusedError | socket.gaierror) for each in _chain(error)
+        isinstance(each, ConnectionRefusedError | socket.gaierror) for each in chain_of(error)
     )
     is_connection = _is_connection_error(error) and not is_refused
     if not pauses or not (is_connection or status == 429 or (status or 0) >= 500):
@@ -235,7 +235,7 @@ def explain(error: BaseException, name: str, kind: Kind = "model") -> HubProblem
     """
     from huggingface_hub import constants, errors, get_token
 
-    chain = list(_chain(error))
+    chain = list(chain_of(error))
     if any(getattr(each, "errno", None) in (errno.ENOSPC, errno.EDQUOT) for each in chain):
         return _disk_full()
     page = f"{constants.ENDPOINT}/{'datasets/' if kind == 'dataset' else ''}{name}"
@@ -333,8 +333,8 @@ def explained(
     return None if problem is None else _error(problem, name, None, where)
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception and those that it follows from."""
+def chain_of(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception, and then those that it follows from, the first cause last."""
     seen: set[int] = set()
     following: BaseException | None = error
     while following is not None and id(following) not in seen:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
 
 from automodel_ckpt.report.charts import Chart, Line
@@ -24,9 +24,47 @@ _MAX_CIRCLES = 60
 _STEM_DISTANCE = 3.0
 _STEMS_WIDTH = 24.0
 
+_TITLE_HEIGHT = 26
+_STYLE = """
+svg{font-family:system-ui,sans-serif}.paper{fill:#fff}.title{font-size:14px;font-weight:600;fill:#1d1d1b}
+.grid{stroke:#e7e6e1}.tick{fill:#66655f;font-size:11px}.up{text-anchor:end}
+.line,.faint{fill:none;stroke:#2468c9;stroke-width:1.8}.faint{opacity:.28;stroke-width:1}
+.dashed{stroke:#c8590a;stroke-dasharray:5 4}.dot{fill:#c8590a}.stem{stroke:#2468c9;stroke-width:2}
+.saved{fill:#2468c9;opacity:.75}.best{fill:none;stroke:#c8590a;stroke-width:2}
+.resumed{stroke:#66655f;stroke-dasharray:4 4}.cursor{display:none}
+"""
+"""The style of :func:`document`, for the charts of one run: validations differ from training by their color."""
+
+
+def document(charts: Sequence[Chart]) -> str:
+    """Draw the charts of one run as a file, one below the other, with its own style sheet."""
+    height = len(charts) * (HEIGHT + _TITLE_HEIGHT)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}">',
+        f"<style>{_STYLE}</style>",
+        f'<rect class="paper" width="{WIDTH}" height="{height}"/>',
+    ]
+    for number, chart in enumerate(charts):
+        top = number * (HEIGHT + _TITLE_HEIGHT)
+        title = f'<text class="title" x="{LEFT}" y="{top + 18}">{escape(chart.title)}</text>'
+        shifted = f'<g transform="translate(0 {top + _TITLE_HEIGHT})">{_content(chart)}</g>'
+        parts += [title, shifted]
+    return "\n".join([*parts, "</svg>"])
+
 
 def svg(chart: Chart) -> str:
     """Draw a chart; its width follows the width of the page."""
+    x_scale = Scale(*chart.step_range, LEFT, RIGHT)
+    opening = (
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" tabindex="0" '
+        f'aria-label="{escape(chart.title)}" '
+        f'data-low="{x_scale.low!r}" data-high="{x_scale.high!r}">'
+    )
+    cursor = f'<line class="cursor" y1="{TOP}" y2="{BOTTOM}" x1="-9" x2="-9"/>'
+    return "\n".join([opening, _content(chart), cursor, "</svg>"])
+
+
+def _content(chart: Chart) -> str:
     x_scale = Scale(*chart.step_range, LEFT, RIGHT)
     y_scale = Scale(*chart.value_range, BOTTOM, TOP)
     num_runs = 1 + max((line.run for line in chart.lines), default=0)
@@ -34,13 +72,7 @@ def svg(chart: Chart) -> str:
     for line in chart.lines:
         elements += _line(line, x_scale, y_scale, num_runs)
     elements += _value_marks(chart, x_scale, y_scale)
-    opening = (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" tabindex="0" '
-        f'aria-label="{escape(chart.title)}" '
-        f'data-low="{x_scale.low!r}" data-high="{x_scale.high!r}">'
-    )
-    cursor = f'<line class="cursor" y1="{TOP}" y2="{BOTTOM}" x1="-9" x2="-9"/>'
-    return "\n".join([opening, *elements, cursor, "</svg>"])
+    return "\n".join(elements)
 
 
 def more_colors(num_runs: int) -> str:

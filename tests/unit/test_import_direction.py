@@ -58,6 +58,7 @@ MAY_IMPORT = {
         "checkpoint",
         "convert",
     },
+    "hub": {"errors", "durable_io", "hub_access", "config", "checkpoint", "report"},
     "integrations": {"errors", "training", "checkpoint"},
     "api": {"errors", "config", "distributed", "checkpoint", "recipes"},
     "cli": {
@@ -73,6 +74,8 @@ MAY_IMPORT = {
         "convert",
         "report",
         "recipes",
+        "hub",
+        "hub_access",
     },
     "consolidate": {"errors", "cli"},
 }
@@ -141,6 +144,7 @@ LIGHT = [
     "cli.checks",
     "cli.launch",
     "config",
+    "hub",
     "report",
 ]
 """Modules, or packages with all their modules, that load none of HEAVY; relative to the package."""

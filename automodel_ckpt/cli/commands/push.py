@@ -1,4 +1,4 @@
-"""``ckpt push`` and ``ckpt pull``: copy checkpoints to and from an object store."""
+"""``ckpt push`` and ``ckpt pull``: copy checkpoints to and from an object store, and models to and from the Hub."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from automodel_ckpt.cli.arguments import number_at_least
+from automodel_ckpt.cli.commands import hub
 from automodel_ckpt.cli.paths import find_checkpoint
 from automodel_ckpt.cli.remote import open_checkpoint, open_run, read_manifest
 from automodel_ckpt.cli.terminal import printable, size_text
@@ -19,13 +20,17 @@ _URL = "URL of a run in a store, such as s3://BUCKET/RUN (s3, gs, az, hf, file)"
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Describe the command ``ckpt push``."""
     command.description = (
-        "Upload a checkpoint to an object store, where it is complete or absent. An interrupted upload is continued. "
-        "Credentials are those of the environment."
+        "Upload a checkpoint to an object store, or its model to the Hugging Face Hub, where it is complete or absent. "
+        "An interrupted upload is continued. Credentials are those of the environment (for the Hub, `hf auth login`)."
     )
     command.add_argument(
         "path", metavar="PATH", help="a checkpoint, a pointer, or a run (its newest checkpoint)"
     )
-    command.add_argument("url", metavar="URL", help=_URL)
+    command.add_argument(
+        "url",
+        metavar="URL",
+        help=f"{_URL}; or hub:ORG/NAME for an export or adapter with its model card",
+    )
     command.add_argument(
         "--metric",
         default="val_loss",
@@ -39,20 +44,25 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         help="maximum rate, in 10^6 bytes per second",
     )
     _add_threads(command)
+    hub.add_push_options(command)
 
 
 def add_pull_arguments(command: argparse.ArgumentParser) -> None:
     """Describe the command ``ckpt pull``."""
     command.description = (
-        "Download a checkpoint from an object store into a run directory, and verify it. It appears there when it is "
-        "complete."
+        "Download a checkpoint from an object store into a run directory, or a model from the Hugging Face Hub, and "
+        "verify it. It appears there when it is complete. An interrupted download is continued."
     )
-    command.add_argument("url", metavar="URL", help=f"{_URL}, or a checkpoint or pointer in it")
+    command.add_argument(
+        "url",
+        metavar="URL",
+        help=f"{_URL}, or a checkpoint or pointer in it; or hub:ORG/NAME@REVISION",
+    )
     command.add_argument(
         "directory",
         nargs="?",
         metavar="DIR",
-        help="run directory (default: the last name in the URL of the run)",
+        help="run directory, or directory of the model (default: the last name in the URL)",
     )
     _add_threads(command)
 
@@ -72,7 +82,11 @@ def run(arguments: argparse.Namespace) -> int:
     from automodel_ckpt.checkpoint import layout
     from automodel_ckpt.checkpoint.remote.push import push_checkpoint
     from automodel_ckpt.checkpoint.remote.transfer import Throttle
+    from automodel_ckpt.hub.address import is_hub
 
+    if is_hub(arguments.url):
+        return hub.run_push(arguments)
+    hub.reject_hub_options(arguments)
     checkpoint = find_checkpoint(Path(arguments.path))
     if not layout.parse_checkpoint_name(checkpoint.name):
         raise CheckpointUnusable(
@@ -113,7 +127,10 @@ def run_pull(arguments: argparse.Namespace) -> int:
     from automodel_ckpt.checkpoint.commit import make_run_directory
     from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint
     from automodel_ckpt.checkpoint.run.lease import Lease
+    from automodel_ckpt.hub.address import is_hub
 
+    if is_hub(arguments.url):
+        return hub.run_pull(arguments)
     remote, name = open_checkpoint(arguments.url)
     manifest = read_manifest(remote, name)
     directory = Path(arguments.directory or str(remote.store).rpartition("/")[2]).absolute()

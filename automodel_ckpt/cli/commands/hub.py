@@ -1,0 +1,261 @@
+"""``ckpt card``, and ``ckpt push`` and ``ckpt pull`` for repositories of the Hugging Face Hub (``hub:ORG/NAME``)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from automodel_ckpt.cli.arguments import WHERE
+from automodel_ckpt.cli.paths import find_checkpoint
+from automodel_ckpt.cli.terminal import print_error, printable, size_text
+from automodel_ckpt.errors import EXIT_DONE, RecipeError
+
+if TYPE_CHECKING:
+    from automodel_ckpt.hub.card import Metric
+
+_MAX_CARD_BYTES = 4 << 20
+
+
+def add_card_arguments(command: argparse.ArgumentParser) -> None:
+    """Describe the command ``ckpt card``."""
+    command.description = (
+        "Print the model card (README.md) that `ckpt push` uploads to the Hugging Face Hub with a model, to review it. "
+        "It contains no paths, users or hosts."
+    )
+    command.add_argument("path", metavar="PATH", help=f"{WHERE}, or an export")
+    command.add_argument(
+        "repo", nargs="?", metavar="hub:ORG/NAME", help="repository that the card is for"
+    )
+    command.add_argument(
+        "--output", "-o", metavar="DIR", help="write README.md and its picture there instead"
+    )
+    _add_facts(command)
+
+
+def add_push_options(command: argparse.ArgumentParser) -> None:
+    """Add the options of ``ckpt push`` that apply to the Hub."""
+    group = command.add_argument_group("with hub:ORG/NAME[@BRANCH]")
+    group.add_argument(
+        "--public",
+        action="store_true",
+        help="publish the model; otherwise a new repository is private, and a public one is an error",
+    )
+    group.add_argument("--revision", metavar="BRANCH", help="branch (default: main)")
+    group.add_argument(
+        "--card", metavar="FILE", help="README.md to upload instead of a written one"
+    )
+    _add_facts(group)
+
+
+def _add_facts(command: argparse._ActionsContainer) -> None:
+    command.add_argument(
+        "--base-model",
+        metavar="ORG/NAME",
+        help="name of the base model on the Hub, if it was in a local directory",
+    )
+    command.add_argument("--license", metavar="ID", help="license, instead of that of the base")
+    command.add_argument(
+        "--eval",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="results of `ckpt eval --json` for the card; can be repeated",
+    )
+
+
+def run_push(arguments: argparse.Namespace) -> int:
+    """Upload the model of a checkpoint or an export to the Hub."""
+    from automodel_ckpt.hub.address import HubAddress, check_revision
+    from automodel_ckpt.hub.bundle import opened
+    from automodel_ckpt.hub.card import card_files
+    from automodel_ckpt.hub.push import push
+
+    address = HubAddress.parse(arguments.url, "ckpt push")
+    if arguments.max_mb_per_second is not None:
+        raise RecipeError(
+            "uploads to the Hub have no maximum rate",
+            where="ckpt push --max-mb-per-second",
+            value=arguments.max_mb_per_second,
+            hint="remove it",
+        )
+    if arguments.revision is not None:
+        check_revision(arguments.revision, "--revision")
+        if address.revision not in (None, arguments.revision):
+            raise RecipeError(
+                "two branches are given",
+                where="ckpt push",
+                value=f"{address.revision}, --revision {arguments.revision}",
+                hint="remove one of them",
+            )
+        address = HubAddress(address.repo, arguments.revision)
+    _check_given(arguments)
+    started = time.monotonic()
+    readme, evaluation = _readme(arguments.card), _metrics(arguments.eval)
+    source = find_checkpoint(Path(arguments.path))
+    with opened(source, print_error, base_model=arguments.base_model) as bundle:
+        card = card_files(
+            bundle,
+            address.repo,
+            revision=address.revision,
+            base_model=arguments.base_model,
+            license_name=arguments.license,
+            evaluation=evaluation,
+            readme=readme,
+            is_online=True,
+        )
+        if bundle.base is not None and arguments.base_model is None:
+            print_error(
+                "note: the base of this adapter is a local directory, which others do not have; "
+                "--base-model gives its name on the Hub"
+            )
+        name = bundle.checkpoint.name if bundle.checkpoint is not None else source.name
+        done = push(
+            {**bundle.files, **card},
+            address,
+            message=f"Upload {name}",
+            private=not arguments.public,
+            num_threads=arguments.num_threads,
+        )
+    seconds = time.monotonic() - started
+    _report_push(arguments, done, seconds)
+    return EXIT_DONE
+
+
+def _report_push(arguments: argparse.Namespace, done: Any, seconds: float) -> None:
+    from automodel_ckpt.hub.client import web_page
+
+    page = web_page(done.address)
+    if arguments.json:
+        document = {
+            "url": page,
+            "commit": done.commit,
+            "nbytes": done.nbytes,
+            "seconds": seconds,
+            "was_there": done.was_there,
+        }
+        print(json.dumps(document))
+    elif done.was_there:
+        print(f"{printable(page)} has it already, at commit {done.commit[:12]}")
+    else:
+        size = size_text(done.nbytes)
+        print(
+            f"uploaded {printable(page)}: commit {done.commit[:12]}, {size} in {seconds:.1f} s, verified"
+        )
+
+
+def run_pull(arguments: argparse.Namespace) -> int:
+    """Download a repository of the Hub into a directory."""
+    from automodel_ckpt.hub.address import HubAddress
+    from automodel_ckpt.hub.pull import pull
+
+    address = HubAddress.parse(arguments.url, "ckpt pull")
+    directory = Path(arguments.directory or address.repo.rpartition("/")[2]).absolute()
+    started = time.monotonic()
+    done = pull(address, directory, print_error, num_threads=arguments.num_threads)
+    seconds = time.monotonic() - started
+    if arguments.json:
+        document = {
+            "path": str(done.directory),
+            "commit": done.commit,
+            "nbytes": done.nbytes,
+            "seconds": seconds,
+            "has_manifest": done.has_manifest,
+        }
+        print(json.dumps(document))
+        return EXIT_DONE
+    size = size_text(done.nbytes)
+    checked = (
+        "verified" if not done.has_manifest else "verified, also by the manifest of the export"
+    )
+    print(
+        f"downloaded {printable(str(done.directory))}: commit {done.commit[:12]}, {size} in {seconds:.1f} s, {checked}"
+    )
+    return EXIT_DONE
+
+
+def run_card(arguments: argparse.Namespace) -> int:
+    """Run ``ckpt card``. Makes no request to the Hub."""
+    from automodel_ckpt.hub.address import HubAddress
+    from automodel_ckpt.hub.bundle import README, described
+    from automodel_ckpt.hub.card import card_files
+
+    _check_given(arguments)
+    source = find_checkpoint(Path(arguments.path))
+    address = HubAddress("my-org/my-model")
+    if arguments.repo is not None:
+        address = HubAddress.parse(arguments.repo, "ckpt card")
+    files = card_files(
+        described(source, base_model=arguments.base_model),
+        address.repo,
+        revision=address.revision,
+        base_model=arguments.base_model,
+        license_name=arguments.license,
+        evaluation=_metrics(arguments.eval),
+    )
+    if arguments.output:
+        directory = Path(arguments.output)
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            (directory / name).write_bytes(content)
+    if arguments.json:
+        print(json.dumps({"card": files[README].decode(), "files": sorted(files)}))
+    elif arguments.output:
+        print(printable(str(Path(arguments.output) / README)))
+    else:
+        sys.stdout.write(files[README].decode())
+    return EXIT_DONE
+
+
+def reject_hub_options(arguments: argparse.Namespace) -> None:
+    """Raise :class:`RecipeError` for options that apply to the Hub, if the target is a store."""
+    for option in ("public", "revision", "card", "base_model", "license", "eval"):
+        if getattr(arguments, option):
+            flag = f"--{option.replace('_', '-')}"
+            raise RecipeError(
+                "this option has no effect without hub:ORG/NAME",
+                where=f"ckpt push {flag}",
+                value=arguments.url,
+                hint=f"remove {flag}",
+            )
+
+
+def _check_given(arguments: argparse.Namespace) -> None:
+    from automodel_ckpt.hub.address import check_repo
+
+    if arguments.base_model is not None:
+        check_repo(arguments.base_model, "--base-model")
+
+
+def _readme(path: str | None) -> str | None:
+    if path is None:
+        return None
+    return Path(path).read_text("utf-8")
+
+
+def _metrics(paths: Sequence[str]) -> list[Metric]:
+    """Read the results in files of ``ckpt eval --json``. Raises :class:`RecipeError` for other files."""
+    from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+    from automodel_ckpt.hub.card import Metric
+
+    found = []
+    for path in paths:
+        try:
+            for each in parse_json(Path(path).read_bytes())["metrics"]:
+                stderr = each.get("stderr")
+                error = None if stderr is None else float(stderr)
+                found.append(
+                    Metric(str(each["task"]), str(each["metric"]), float(each["value"]), error)
+                )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RecipeError(
+                "this is not the output of `ckpt eval --json`",
+                where="--eval",
+                value=f"{path} ({type(error).__name__})",
+                hint="`ckpt eval ... --json > results.json` writes such a file",
+            ) from error
+    return found

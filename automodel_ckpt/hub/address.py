@@ -1,0 +1,74 @@
+"""``hub:ORG/NAME@REVISION``: how commands name a repository of the Hub."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.hub_access import check_revision_name
+
+PREFIX = "hub:"
+_NAME = re.compile(r"[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?", re.ASCII)
+_LONGEST_NAME = 96
+MAIN = "main"
+
+
+@dataclass(frozen=True, slots=True)
+class HubAddress:
+    """A repository ``ORG/NAME``, and a branch, tag or commit of it; None: not given."""
+
+    repo: str
+    revision: str | None = None
+
+    def __str__(self) -> str:
+        return f"{PREFIX}{self.repo}" + (f"@{self.revision}" if self.revision else "")
+
+    @property
+    def branch(self) -> str:
+        """The revision, by default the main branch."""
+        return self.revision or MAIN
+
+    @classmethod
+    def parse(cls, text: str, where: str) -> HubAddress:
+        """Parse ``hub:ORG/NAME`` or ``hub:ORG/NAME@REVISION``. Raises :class:`RecipeError` for anything else."""
+        repo, at, revision = text.removeprefix(PREFIX).removeprefix("//").partition("@")
+        check_repo(repo, where)
+        if at:
+            check_revision(revision, where)
+        return cls(repo, revision or None)
+
+
+def is_hub(text: str) -> bool:
+    """Whether *text* names a repository of the Hub rather than the URL of a store or a path."""
+    return text.startswith(PREFIX)
+
+
+def check_repo(repo: str, where: str) -> None:
+    """Raise :class:`RecipeError` unless *repo* is ``ORG/NAME``, as the Hub accepts it."""
+    parts = repo.split("/")
+    is_valid = len(parts) == 2 and all(
+        _NAME.fullmatch(part)
+        and ".." not in part
+        and "--" not in part
+        and len(part) <= _LONGEST_NAME
+        for part in parts
+    )
+    if not is_valid or repo.endswith(".git"):
+        raise RecipeError(
+            "this is not the name of a repository",
+            where=where,
+            value=repo,
+            hint="use ORG/NAME (letters, digits, -, _ and .), such as hub:my-org/my-model",
+        )
+
+
+def check_revision(revision: str, where: str) -> None:
+    """Raise :class:`RecipeError` unless *revision* can be the name of a branch, tag or commit."""
+    if not check_revision_name(revision):
+        raise RecipeError(
+            "this is not the name of a branch, tag or commit",
+            where=where,
+            value=revision,
+            hint="use letters, digits, -, _, . and /",
+        )

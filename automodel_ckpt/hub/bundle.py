@@ -1,0 +1,265 @@
+"""What is uploaded of a model: the files of an export or an adapter, verified, without paths of this machine.
+
+Everything that is uploaded has an export manifest, from which ``ckpt pull`` and a start from the model verify it. An
+adapter and the layout ``hf`` have none on the local disk, because the manifest of their checkpoint covers them: theirs
+is made here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.checkpoint import commit, layout
+from automodel_ckpt.checkpoint.digests import digest_of
+from automodel_ckpt.checkpoint.export_manifest import ExportManifest
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.durable_file import file_record, part_digests
+from automodel_ckpt.checkpoint.files.ownership import owned, owner_digits
+from automodel_ckpt.checkpoint.files.safe_open import read_safely
+from automodel_ckpt.checkpoint.files.safetensors_header import read_header
+from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.verify import verify
+from automodel_ckpt.errors import CheckpointUnusable
+
+README = "README.md"
+STAGING = "hub"
+"""The name of the directory of an export that is made to be uploaded, as a staging directory in the run."""
+_MODEL = "model"
+_NOT_UPLOADED = frozenset({layout.CONSOLIDATE_SCRIPT, README, ".gitattributes"})
+Log = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """The files of a model, by their path in the repository: a local file, or the content.
+
+    *checkpoint* is the one that the model is from, None if that is unknown. *readme* is the text of a README.md beside
+    the files. *base* is the local path of an adapter's base that a name of the Hub has to replace.
+    """
+
+    directory: Path
+    files: Mapping[str, Path | bytes]
+    checkpoint: Path | None
+    is_adapter: bool
+    readme: str | None = None
+    base: str | None = None
+
+    def read(self, name: str) -> Any:
+        """The content of a JSON file; an empty mapping if there is none."""
+        content = self.files.get(name)
+        if content is None:
+            return {}
+        return parse_json(content if isinstance(content, bytes) else content.read_bytes())
+
+
+@contextlib.contextmanager
+def opened(path: Path, log: Log, *, base_model: str | None = None) -> Iterator[Bundle]:
+    """Yield the files to upload of a checkpoint, an export, or another directory with a model.
+
+    A checkpoint without an export is exported into a staging directory in its run, which is removed afterwards.
+    *base_model* is the name on the Hub of an adapter's base, if the base is a local directory. Raises
+    :class:`CheckpointUnusable` for damaged files, and for a directory without a model.
+    """
+    if os.path.lexists(path / layout.EXPORT_MANIFEST):
+        yield _of_export(path, _checkpoint_of(path), base_model)
+        return
+    if not os.path.lexists(path / layout.MANIFEST):
+        yield _of_directory(path, base_model)
+        return
+    model = path / _MODEL
+    if os.path.lexists(model / layout.CONSOLIDATED / layout.EXPORT_MANIFEST):
+        yield _of_export(model / layout.CONSOLIDATED, path, base_model)
+    elif os.path.lexists(model / layout.ADAPTER_MODEL) or os.path.lexists(model / layout.HF_INDEX):
+        yield _of_checkpoint(path, base_model)
+    else:
+        with _exported(path, log) as export:
+            yield _of_export(export, path, base_model)
+
+
+def described(path: Path, *, base_model: str | None = None) -> Bundle:
+    """Return what :func:`opened` yields, without verifying or exporting anything: only for the model card.
+
+    Weights that an export would have are missing. Raises :class:`CheckpointUnusable` for a directory without a model.
+    """
+    directory, checkpoint = path, None
+    if os.path.lexists(path / layout.EXPORT_MANIFEST):
+        checkpoint = _checkpoint_of(path)
+    elif os.path.lexists(path / layout.MANIFEST):
+        checkpoint = path
+        directory = path / _MODEL
+        for place in (layout.CONSOLIDATED, layout.HF_METADATA):
+            if os.path.isdir(directory / place):
+                directory /= place
+                break
+    names = _names_in(directory)
+    files: dict[str, Path | bytes] = {name: directory / name for name in names}
+    is_adapter = layout.ADAPTER_CONFIG in files
+    base = _replace_local_base(files, directory, base_model) if is_adapter else None
+    return Bundle(directory, files, checkpoint, is_adapter, _readme(directory), base)
+
+
+def _checkpoint_of(export: Path) -> Path | None:
+    """The checkpoint that an export is in; None if it is elsewhere."""
+    checkpoint = export.parent.parent
+    return checkpoint if os.path.lexists(checkpoint / layout.MANIFEST) else None
+
+
+@contextlib.contextmanager
+def _exported(checkpoint: Path, log: Log) -> Iterator[Path]:
+    from automodel_ckpt.checkpoint.export.consolidate import consolidate
+
+    run = checkpoint.parent
+    # A start of the run removes such a directory that a killed process left.
+    staging = run / layout.staging_name(STAGING, owner_digits(run))
+    os.mkdir(staging)
+    try:
+        with owned(staging):
+            log(f"exporting {checkpoint.name} in {staging}, which is removed after the upload")
+            yield Path(consolidate(checkpoint / _MODEL, staging / _MODEL, log=log).output)
+    finally:
+        commit.discard(staging)
+
+
+def _of_export(directory: Path, checkpoint: Path | None, base_model: str | None) -> Bundle:
+    manifest = ExportManifest.read(directory)
+    problems = manifest.problems()
+    if problems:
+        raise CheckpointUnusable.all_of(problems)
+    if layout.ADAPTER_CONFIG in manifest.files:
+        names = [name for name in manifest.files if _is_uploaded(name)]
+        return _with_manifest(directory, names, checkpoint, base_model)
+    names = [*manifest.files, layout.EXPORT_MANIFEST]
+    files: dict[str, Path | bytes] = {name: directory / name for name in names if name != README}
+    return Bundle(directory, files, checkpoint, False, readme=_readme(directory))
+
+
+def _of_checkpoint(checkpoint: Path, base_model: str | None) -> Bundle:
+    """The files of the model's directory in a checkpoint, in which they are the export."""
+    manifest = Manifest.read(checkpoint)
+    prefix = f"{_MODEL}/"
+    records = {}
+    for name, record in manifest.files.items():
+        if name.startswith(prefix) and _is_uploaded(name.removeprefix(prefix)):
+            records[name] = record
+    problems = verify(checkpoint, replace(manifest, files=records), "digest")
+    if problems:
+        raise CheckpointUnusable.all_of(problems)
+    names = [name.removeprefix(prefix) for name in records]
+    return _with_manifest(checkpoint / _MODEL, names, checkpoint, base_model)
+
+
+def _of_directory(directory: Path, base_model: str | None) -> Bundle:
+    """The files of a model that another program wrote, or of a trained adapter without its checkpoint."""
+    return _with_manifest(directory, _names_in(directory), None, base_model)
+
+
+def _names_in(directory: Path) -> list[str]:
+    """The files of a model in a directory. Raises :class:`CheckpointUnusable` if there is no model."""
+    names = []
+    for parent, directories, files in os.walk(directory):
+        directories[:] = [name for name in directories if not name.startswith(".")]
+        names += [os.path.relpath(os.path.join(parent, name), directory) for name in files]
+    names = sorted(name for name in names if _is_uploaded(name))
+    if not {"config.json", layout.ADAPTER_CONFIG} & set(names):
+        raise CheckpointUnusable(
+            "there is no model to upload",
+            where=str(directory),
+            value="neither config.json nor adapter_config.json",
+            hint="name a run, a checkpoint, an export (model/consolidated), or an adapter",
+        )
+    return names
+
+
+def _is_uploaded(name: str) -> bool:
+    parts = name.split("/")
+    is_hidden = any(part.startswith(".") for part in parts)
+    return not is_hidden and name not in _NOT_UPLOADED and parts[0] not in layout.EXPORTS
+
+
+def _with_manifest(
+    directory: Path, names: list[str], checkpoint: Path | None, base_model: str | None
+) -> Bundle:
+    files: dict[str, Path | bytes] = {name: directory / name for name in names}
+    is_adapter = layout.ADAPTER_CONFIG in files
+    base = None
+    if is_adapter:
+        base = _replace_local_base(files, directory, base_model)
+    entries = {}
+    for name, content in files.items():
+        entries[name] = _entry(content)
+    document = {
+        "format": "automodel_ckpt.export",
+        "format_version": 1,
+        "checked": checkpoint is not None,
+        "files": entries,
+    }
+    if checkpoint is not None:
+        document["checkpoint"] = checkpoint.name
+    files[layout.EXPORT_MANIFEST] = json.dumps(document).encode() + b"\n"
+    return Bundle(directory, files, checkpoint, is_adapter, readme=_readme(directory), base=base)
+
+
+def _entry(content: Path | bytes) -> dict[str, Any]:
+    """The entry of a file in an export manifest: its size and digest, for weights the digests of its tensors."""
+    if isinstance(content, bytes):
+        return {"size": len(content), "digest": digest_of(content)}
+    if content.suffix != ".safetensors":
+        record = file_record(content)
+        return {"size": record.size, "digest": record.digest}
+    spans = sorted((entry.start, entry.end) for entry in read_header(content).tensors.values())
+    size = content.stat().st_size
+    sizes = [spans[0][0] if spans else size]
+    sizes += [end - start for start, end in spans]
+    digests = part_digests(content, sizes)
+    return {"size": size, "parts": [list(pair) for pair in zip(sizes, digests, strict=True)]}
+
+
+def _replace_local_base(
+    files: dict[str, Path | bytes], directory: Path, base_model: str | None
+) -> str | None:
+    """Replace the local path of an adapter's base in its files by a name. Returns the path; None for a Hub name."""
+    settings = _json(directory, layout.ADAPTER_CONFIG)
+    base = str(settings.get("base_model_name_or_path") or "")
+    is_local = os.path.isabs(base) or os.path.exists(base)
+    if not is_local and base_model is None:
+        return None
+    name = base_model or os.path.basename(base.rstrip("/"))
+    settings["base_model_name_or_path"] = name
+    files[layout.ADAPTER_CONFIG] = json.dumps(settings, indent=2, sort_keys=True).encode() + b"\n"
+    if layout.AUTOMODEL_PEFT_CONFIG in files:
+        record = _json(directory, layout.AUTOMODEL_PEFT_CONFIG)
+        if isinstance(record.get("base"), dict):
+            record["base"] |= {"name": name, "relative_to_run": None}
+        content = json.dumps(record, indent=2).encode() + b"\n"
+        files[layout.AUTOMODEL_PEFT_CONFIG] = content
+    return base if is_local else None
+
+
+def _json(directory: Path, name: str) -> dict[str, Any]:
+    try:
+        found = parse_json(read_safely(directory, name))
+    except (OSError, ValueError) as error:
+        raise _malformed(directory / name, repr(error)[:200]) from error
+    if not isinstance(found, dict):
+        raise _malformed(directory / name, "no mapping")
+    return found
+
+
+def _malformed(path: Path, value: str) -> CheckpointUnusable:
+    hint = "restore the file from another copy, or use another checkpoint"
+    return CheckpointUnusable(
+        "a file of the model cannot be read", where=str(path), value=value, hint=hint
+    )
+
+
+def _readme(directory: Path) -> str | None:
+    try:
+        return read_safely(directory, README).decode("utf-8", "replace")
+    except OSError:
+        return None

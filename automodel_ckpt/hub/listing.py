@@ -1,0 +1,72 @@
+"""The files of a repository as the Hub lists them, and their comparison with local files."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_BLOCK_BYTES = 8 << 20
+Content = Path | bytes
+"""A local file, or what is to be its content."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A file of a repository: the SHA-256 of a large file (LFS, Xet), and git's id of its entry."""
+
+    size: int
+    sha256: str | None
+    git_id: str
+
+
+def listed(api: Any, repo: str, revision: str) -> dict[str, Listed]:
+    """Return the files of a revision by their paths. *api* is the library's client, whose exceptions it raises."""
+    found = {}
+    for entry in api.list_repo_tree(repo, recursive=True, revision=revision):
+        git_id = getattr(entry, "blob_id", None)
+        # Directories have none.
+        if git_id is not None:
+            sha256 = entry.lfs.sha256 if entry.lfs is not None else None
+            found[entry.path] = Listed(entry.size, sha256, git_id)
+    return found
+
+
+def differences(files: Mapping[str, Content], found: Mapping[str, Listed]) -> list[str]:
+    """Describe those of *files* that a repository does not have with the same content."""
+    problems = []
+    for name, content in files.items():
+        remote = found.get(name)
+        if remote is None:
+            problems.append(f"{name} is missing")
+        elif differs(content, remote):
+            problems.append(f"{name} differs")
+    return problems
+
+
+def differs(content: Content, remote: Listed) -> bool:
+    """Whether a local file or content is not that of a file of the repository."""
+    if size_of(content) != remote.size:
+        return True
+    if remote.sha256 is not None:
+        return _digest(hashlib.sha256(), content) != remote.sha256
+    # SHA-1 is git's name of a content here, not a protection.
+    digest = hashlib.sha1(b"blob %d\0" % remote.size, usedforsecurity=False)
+    return _digest(digest, content) != remote.git_id
+
+
+def size_of(content: Content) -> int:
+    """The size of a local file or content in bytes."""
+    return len(content) if isinstance(content, bytes) else content.stat().st_size
+
+
+def _digest(digest: Any, content: Content) -> str:
+    if isinstance(content, bytes):
+        digest.update(content)
+        return str(digest.hexdigest())
+    with content.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return str(digest.hexdigest())

@@ -1,0 +1,101 @@
+"""Download a model of the Hub into a directory, which appears when it is complete and verified."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.export_manifest import find_export_manifest
+from automodel_ckpt.checkpoint.files.ownership import owned
+from automodel_ckpt.durable_io import fsync_directory
+from automodel_ckpt.errors import CheckpointUnusable, Problem, RecipeError
+from automodel_ckpt.hub.address import HubAddress
+from automodel_ckpt.hub.client import client, reporting
+from automodel_ckpt.hub.listing import Listed, differs, listed
+
+Log = Callable[[str], None]
+_LIBRARY_CACHE = ".cache"
+
+
+@dataclass(frozen=True, slots=True)
+class Pulled:
+    """A finished download. *has_manifest*: the files are an export of this program, and match its manifest."""
+
+    directory: Path
+    commit: str
+    nbytes: int
+    has_manifest: bool
+
+
+def pull(address: HubAddress, directory: Path, log: Log, *, num_threads: int = 8) -> Pulled:
+    """Download all files of a revision into *directory*, which must not exist or be empty.
+
+    They are compared with the digests of the Hub and, if there is one, with the manifest of the export. An interrupted
+    download is continued by the same call. Raises :class:`HubError` if the Hub fails, :class:`CheckpointUnusable` for
+    damaged files, and :class:`RecipeError` if *directory* has files.
+    """
+    check_destination(directory)
+    api = client()
+    with reporting(address, "the download"):
+        commit = str(api.repo_info(address.repo, revision=address.branch).sha)
+        files = listed(api, address.repo, commit)
+    staging = directory.with_name(f".{directory.name}.pull-{commit[:12]}")
+    staging.mkdir(parents=True, exist_ok=True)
+    with owned(staging):
+        with reporting(address, "the download"):
+            _download(address.repo, commit, staging, num_threads)
+        _check(staging, files, log)
+        manifest = find_export_manifest(staging)
+        problems = manifest.problems() if manifest is not None else []
+        if problems:
+            raise CheckpointUnusable.all_of(problems)
+        shutil.rmtree(staging / _LIBRARY_CACHE, ignore_errors=True)
+        for parent, _, _ in os.walk(staging, topdown=False):
+            fsync_directory(Path(parent))
+        check_destination(directory)
+        if directory.exists():
+            directory.rmdir()
+        staging.rename(directory)
+    fsync_directory(directory.parent)
+    nbytes = sum(each.size for each in files.values())
+    return Pulled(directory, commit, nbytes, manifest is not None)
+
+
+def check_destination(directory: Path) -> None:
+    """Raise :class:`RecipeError` if *directory* exists and is not an empty directory."""
+    is_empty = directory.is_dir() and not any(directory.iterdir())
+    if os.path.lexists(directory) and not is_empty:
+        raise RecipeError(
+            "the directory exists and is not empty",
+            where=str(directory),
+            value="",
+            hint="choose another one, or remove it",
+        )
+
+
+def _download(repo: str, commit: str, staging: Path, num_threads: int) -> None:
+    from huggingface_hub import snapshot_download
+
+    snapshot_download(repo, revision=commit, local_dir=staging, max_workers=num_threads)
+
+
+def _check(staging: Path, files: Mapping[str, Listed], log: Log) -> None:
+    """Compare the files with the Hub's list. A damaged one is removed, so that another call downloads it again."""
+    problems = []
+    for name, remote in files.items():
+        if reason := layout.unsafe_path(name):
+            raise CheckpointUnusable(
+                "the repository has a file outside of it", where=name, value=reason, hint=""
+            )
+        path = staging / name
+        if not path.is_file() or path.is_symlink() or differs(path, remote):
+            path.unlink(missing_ok=True)
+            what = "a downloaded file does not have the digest of the Hub"
+            problems.append(Problem(what, name, "", "run the same command again"))
+    if problems:
+        raise CheckpointUnusable.all_of(problems)
+    log(f"verified {len(files)} files by the digests of the Hub")

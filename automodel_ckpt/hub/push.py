@@ -1,0 +1,134 @@
+"""Upload a model to a repository of the Hub: one commit, so that a branch has all of its files or none.
+
+``upload_folder`` of huggingface_hub makes several commits since its version 2. ``create_commit`` makes one: it first
+uploads the contents of large files, and the commit then names them by their SHA-256. Contents that an interrupted
+upload transferred are not transferred again.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.hub.address import MAIN, HubAddress
+from automodel_ckpt.hub.client import HubError, client, has_token, missing_token, reporting
+from automodel_ckpt.hub.listing import Content, Listed, differences, listed, size_of
+
+NUM_THREADS = 5
+"""Large files that are uploaded at the same time by default."""
+CURVES = "training_curves.svg"
+"""The picture of the model card."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """A finished upload: the commit that has the files, and the bytes of files that the repository did not have. With
+    *was_there*, the branch had them already, and no commit was made."""
+
+    address: HubAddress
+    commit: str
+    nbytes: int
+    was_there: bool
+
+
+def push(
+    files: Mapping[str, Content],
+    address: HubAddress,
+    *,
+    message: str,
+    private: bool = True,
+    num_threads: int = NUM_THREADS,
+) -> Pushed:
+    """Upload *files* (local files or contents, by path in the repository) to a branch, and check them there.
+
+    A repository or branch that does not exist is created, the repository *private*. Files of the model that the branch
+    had before are removed by the same commit; others are kept.
+
+    Raises:
+        HubError: if the Hub fails or rejects the upload, or has other files than those that were uploaded.
+        RecipeError: if the repository is public and *private* is set.
+    """
+    if not has_token():
+        raise missing_token(str(address))
+    api = client()
+    with reporting(address, "creating the repository"):
+        api.create_repo(address.repo, private=private, exist_ok=True)
+        info = api.repo_info(address.repo)
+    if private and info.private is False:
+        raise RecipeError(
+            "the repository is public, and the upload was to be private",
+            where=str(address),
+            value="",
+            hint="to publish the model: --public (in a recipe, hub.private: false)",
+        )
+    with reporting(address, "the upload"):
+        if address.branch != MAIN:
+            api.create_branch(address.repo, branch=address.branch, exist_ok=True)
+        before = listed(api, address.repo, address.branch)
+        head = str(api.repo_info(address.repo, revision=address.branch).sha)
+        if not differences(files, before):
+            return Pushed(address, head, 0, True)
+        obsolete = _obsolete(api, address.repo, head, before, files)
+        commit = _commit(api, address, files, obsolete, message, head, num_threads)
+        problems = differences(files, listed(api, address.repo, commit))
+    if problems:
+        raise HubError(
+            "the repository does not have what was uploaded",
+            where=f"{address.repo}@{commit[:12]}",
+            value="; ".join(problems[:3]),
+            hint="push again",
+        )
+    nbytes = sum(size_of(each) for name, each in files.items() if name not in before)
+    return Pushed(address, commit, nbytes, False)
+
+
+def _commit(
+    api: Any,
+    address: HubAddress,
+    files: Mapping[str, Content],
+    obsolete: list[str],
+    message: str,
+    head: str,
+    num_threads: int,
+) -> str:
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+    operations: list[Any] = [CommitOperationDelete(name) for name in obsolete]
+    for name, content in files.items():
+        operations.append(CommitOperationAdd(name, content))
+    done = api.create_commit(
+        address.repo,
+        operations,
+        commit_message=message,
+        revision=address.branch,
+        num_threads=num_threads,
+        # Another commit meanwhile is an error: it may have removed or replaced some of the files.
+        parent_commit=head,
+    )
+    return str(done.oid)
+
+
+def _obsolete(
+    api: Any,
+    repo: str,
+    head: str,
+    before: Mapping[str, Listed],
+    files: Mapping[str, Content],
+) -> list[str]:
+    """List the files of the model that the branch has now, and that are not uploaded again."""
+    if layout.EXPORT_MANIFEST not in before:
+        return []
+    with tempfile.TemporaryDirectory(prefix="ckpt-") as directory:
+        path = api.hf_hub_download(repo, layout.EXPORT_MANIFEST, revision=head, local_dir=directory)
+        try:
+            listed = list(parse_json(Path(path).read_bytes())["files"])
+        except (OSError, ValueError, KeyError, TypeError):
+            # Somebody else's: then nothing is removed.
+            return []
+    return sorted(({*listed, CURVES} & before.keys()) - files.keys())
