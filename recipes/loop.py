@@ -191,6 +191,14 @@ class TrainingLoop:
                 self.validate_and_save(validate=due.validate, save=save, last=due.last)
             if due.last or self.step_scheduler.has_stopped_improving:
                 return
+            if self.saves.memory is not None:
+                self.saves.memory.save_if_due(self.step_scheduler, self._save_in_memory)
+
+    def _save_in_memory(self, checkpointer: Checkpointer) -> None:
+        """Save the present step with the *checkpointer* of memory checkpoints. A collective."""
+        # The log must have the line of the step before its checkpoint is published.
+        self.finish_pending()
+        self.saves.save_in_memory(checkpointer, self.losses(None))
 
     def _postpones_save(self, due: Due) -> bool:
         """Whether a save that is due waits for a finite step: it could replace the last good checkpoint."""
@@ -359,9 +367,8 @@ class TrainingLoop:
             self._warn_of_skipped_update(step, grad_norm)
             # step() below skips parameters without a gradient.
             self.optimizer.zero_grad(set_to_none=True)
-        if self.checkpointer is not None:
-            # An asynchronous save may still be copying the weights that the optimizer changes now.
-            self.checkpointer.await_copies()
+        # The optimizer changes the weights now.
+        self.saves.await_copies()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return loss_sum if self.runs_ahead else loss_sum.item(), grad_norm
@@ -697,9 +704,7 @@ class TrainingLoop:
         if self.weight_average is None or section is None or not section.validate:
             yield
             return
-        if self.checkpointer is not None:
-            # An asynchronous save may still be copying the weights.
-            self.checkpointer.await_copies()
+        self.saves.await_copies()
         with self.weight_average.in_model():
             yield
 
@@ -812,6 +817,10 @@ class TrainingLoop:
         """Log that the run was complete when it was started, and make exports that a kill or a signal prevented."""
         scheduler = self.step_scheduler
         log.info("already complete at step %d: %s", scheduler.step, scheduler.reason_of_end())
+        if scheduler.unsaved:
+            # Its checkpoint was in memory only, and the recipe now ends before the next one on disk.
+            self.saves.save(self.losses(None), validated=False, started=time.monotonic(), last=True)
+            self.saves.wait()
         self.saves.export_finished()
         if self.layout.rank == 0:
             self.saves.note_finished()

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedConfig
 
-from automodel_ckpt.checkpoint import Checkpointer, discover
+from automodel_ckpt.checkpoint import Checkpointer, Resumed, discover
 from automodel_ckpt.checkpoint.layout import AVERAGE
 from automodel_ckpt.checkpoint.saving.side_files import Assets
 from automodel_ckpt.config.bind import unused_without_checkpoints
@@ -39,7 +39,7 @@ from automodel_ckpt.distributed.agree import gather_objects, raise_on_all_ranks
 from automodel_ckpt.distributed.mesh import RankLayout, close_distributed, init_distributed
 from automodel_ckpt.distributed.parallelize import check_parallelism
 from automodel_ckpt.distributed.stop import PeerStop, StopRequest, stop_request
-from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.errors import RecipeError, Stopped
 from automodel_ckpt.hub_access import quiet_retries
 from automodel_ckpt.models.harness import check_data, check_tasks, require_harness
 from automodel_ckpt.recipes.base_commit import pin_base
@@ -54,6 +54,7 @@ from automodel_ckpt.recipes.extension_checks import (
 from automodel_ckpt.recipes.imported_run import continue_imported_run
 from automodel_ckpt.recipes.init_from import start_from
 from automodel_ckpt.recipes.loop import TrainingLoop, steps_per_epoch
+from automodel_ckpt.recipes.memory_saves import MemorySaves
 from automodel_ckpt.recipes.objective import ContextCheck, Objective, build_loss_fn
 from automodel_ckpt.recipes.optimizers import build_optimizer, log_groups
 from automodel_ckpt.recipes.out_of_memory import Situation, reporting_out_of_memory
@@ -167,6 +168,7 @@ class Recipe:
         self.config_yaml = config_yaml
         self.untracked: set[str] = set(self.untracked)
         self.checkpointer: Checkpointer | None = None
+        self.memory: MemorySaves | None = None
         self.is_dry_run = False
         """Whether the model is only counted, for ``--dry-run``: its weights have no values."""
         self.origins: Mapping[str, str] = {}
@@ -211,6 +213,8 @@ class Recipe:
         if self.checkpointer is not None:
             self.checkpointer.assets.update(self.build_assets())
             self.checkpointer.notes["precision"] = self.trainable.precision
+            if self.memory is not None:
+                self.memory.share_notes(self.checkpointer)
             check_export(self.config.checkpoint, self.checkpointer.assets)
         self.objective = self.build_objective()
         self.run_log.terms = self.objective.terms
@@ -220,7 +224,17 @@ class Recipe:
 
     def run(self) -> None:
         """Train until the end of the run. Raises :class:`Stopped` after a stop request. Call :meth:`setup` before."""
-        self.loop.run()
+        try:
+            self.loop.run()
+        except Stopped:
+            self._remove_memory()
+            raise
+        self._remove_memory()
+
+    def _remove_memory(self) -> None:
+        """Remove the memory checkpoints of a run that has saved its last step on disk."""
+        if self.memory is not None:
+            self.memory.remove()
 
     def close(self) -> None:
         """Close the logs, the checkpointer and the process groups; safe after a failed or missing ``setup``."""
@@ -446,7 +460,24 @@ class Recipe:
         self._resources.callback(checkpointer.close)
         # Registered after it, and so called before it: the last log lines must be written while this run has the lease.
         self._resources.callback(self._close_log_files, checkpointer)
+        self.memory = self.build_memory(checkpointer)
         return checkpointer
+
+    def build_memory(self, checkpointer: Checkpointer) -> MemorySaves | None:
+        """Build the section ``checkpoint.memory``; None without it. *checkpointer* is that of the run directory."""
+        options = self.config.checkpoint
+        if options.memory is None:
+            return None
+        memory = MemorySaves(
+            options.memory,
+            replace(options, model_layout=model_layout(self.config)),
+            checkpointer,
+            self.layout,
+            self.layout.gloo_group,
+            timeout_seconds=60 * self.config.distributed.timeout_minutes,
+        )
+        self._resources.callback(memory.close)
+        return memory
 
     def build_weight_average(self) -> None:
         """Create the average of the section ``ema``, if there is one. A collective."""
@@ -626,6 +657,8 @@ class Recipe:
         )
         resumed = checkpointer.load(state, before_loading=report_changes)
         self.saves.resumed = resumed
+        if self.memory is not None:
+            self._start_memory(self.memory, resumed)
         self.run_log.open(checkpointer.directory, checkpointer.check_lease)
         if resumed is not None:
             # Wall-clock time: the checkpoint may be from another process or node.
@@ -646,6 +679,14 @@ class Recipe:
         # Only now is the step known to which the logs are truncated.
         self.run_log.resume(self.step_scheduler, resumed.path.name if resumed is not None else None)
         self.saves.make_missing_export()
+
+    def _start_memory(self, memory: MemorySaves, resumed: Resumed | None) -> None:
+        if resumed is not None and resumed.in_memory:
+            # A stop must save this step on disk.
+            self.step_scheduler.note_lost_save()
+            log.info("step %d was loaded from memory, where every rank's state was", resumed.step)
+        memory.start(resumed, self.step_scheduler.step)
+        self.saves.memory = memory
 
     def _check_model(self) -> None:
         """Raise :class:`RecipeError` if ``build`` replaced ``model`` alone: the loop would train the former one."""

@@ -20,6 +20,7 @@ from automodel_ckpt.data.loader import GlobalBatchLoader
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, ExportFailed, SaveFailed
 from automodel_ckpt.recipes.averages import average_last
 from automodel_ckpt.recipes.disk_use import still_to_come
+from automodel_ckpt.recipes.memory_saves import MemorySaves
 from automodel_ckpt.recipes.run_log import RunLog
 from automodel_ckpt.training.progress import SavingView
 from automodel_ckpt.training.step_scheduler import StepScheduler
@@ -41,6 +42,8 @@ class Saves:
     """The newest checkpoint of this process."""
     resumed: Resumed | None
     """The checkpoint that this process resumed from."""
+    memory: MemorySaves | None
+    """The section ``checkpoint.memory``; None without it."""
 
     def __init__(
         self,
@@ -64,6 +67,7 @@ class Saves:
         self.failure = None
         self.last_save = None
         self.resumed = None
+        self.memory = None
         self._config = config
         self._section = config.checkpoint
         self._config_yaml = config_yaml
@@ -124,12 +128,22 @@ class Saves:
         """Export the checkpoint that the run continues from, where each checkpoint is to have an export."""
         if self.checkpointer is None or self.resumed is None or self._scheduler.is_finished():
             return
+        # A checkpoint in memory has no export: the next one on disk will.
+        if self.resumed.in_memory:
+            return
         try:
             self.checkpointer.exports.export_if_missing(self.resumed.path, last=False)
         except SaveFailed as failure:
             self._handle(failure)
 
     # ---------------------------------------------------------------- during training
+
+    def await_copies(self) -> None:
+        """Call this before state on the device is changed: an asynchronous save may still be copying it."""
+        if self.checkpointer is not None:
+            self.checkpointer.await_copies()
+        if self.memory is not None and self.memory.checkpointer is not None:
+            self.memory.checkpointer.await_copies()
 
     def note_if_best(self, losses: Mapping[str, Any]) -> bool:
         """Whether *losses* of the present step are the best so far, by ``best_metric_key`` and ``best_mode``, and a
@@ -186,6 +200,24 @@ class Saves:
         # Now: when an asynchronous save is published, training is at a later step.
         self._figures = {scheduler.step: self._run_log.figures(losses)}
         self._run_log.progress.follow(lambda: saving_view(checkpointer.saving(), self._num_ranks))
+        return self._save_with(
+            checkpointer, losses, validated=validated, last=last, on_saved=self.note_saved
+        )
+
+    def save_in_memory(self, checkpointer: Checkpointer, losses: Mapping[str, Any]) -> None:
+        """Save the present step with the *checkpointer* of memory checkpoints. Raises :class:`SaveFailed`."""
+        self._save_with(checkpointer, losses)
+
+    def _save_with(
+        self,
+        checkpointer: Checkpointer,
+        losses: Mapping[str, Any],
+        *,
+        validated: bool = False,
+        last: bool = False,
+        on_saved: Callable[[SaveReport], None] | None = None,
+    ) -> SaveReport:
+        scheduler = self._scheduler
         # Discovered for each save: a recipe may have replaced an attribute.
         state = self._state()
         for value in state.values():
@@ -206,7 +238,7 @@ class Saves:
             last=last,
             # A resume truncates the logs to the checkpoint's step; it cannot restore lines.
             before_publishing=self._run_log.flush,
-            on_saved=self.note_saved,
+            on_saved=on_saved,
         )
 
     def _warn_of_unknown_metric(self, losses: Mapping[str, Any]) -> None:

@@ -79,7 +79,8 @@ class Checkpointer:
 
     *assets* gives, by the attribute name of a module, what its export needs (entries may be added to :attr:`assets`
     before the first save). A background save whose writer makes no progress for *timeout_seconds*, while all ranks wait
-    for it, has failed. Raises :class:`RecipeError` for options that exclude each other.
+    for it, has failed. With *is_quiet*, saves are logged at the level debug. Raises :class:`RecipeError` for options
+    that exclude each other.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Checkpointer:
         *,
         assets: Mapping[str, Assets] | None = None,
         timeout_seconds: float = 1800.0,
+        is_quiet: bool = False,
     ) -> None:
         options = CheckpointOptions() if options is None else options
         _validate_format(options)
@@ -121,7 +123,8 @@ class Checkpointer:
             self._uploads = Uploads(
                 run.root, options.remote, options.best_metric_key, options.best_mode
             )
-        self._items_are_logged = False
+        self._items_are_logged = is_quiet
+        self._save_level = logging.DEBUG if is_quiet else logging.INFO
         self._is_async = options.is_async
         self._async: AsyncSaves | None = None
         self._sync_save: Save | None = None
@@ -188,6 +191,10 @@ class Checkpointer:
     def lease_is_lost(self) -> bool:
         """Whether this rank knows that another run took over the directory. Reads no file."""
         return self._run.is_lost
+
+    def use_memory(self, directory: Path) -> None:
+        """Let :meth:`load` also find the memory checkpoints in *directory*, which belong to this run."""
+        self._run.memory = directory
 
     def forecast(self, state: Mapping[str, Any]) -> Forecast:
         """The expected bytes of one save, and the free bytes. Raises :class:`RecipeError` for state that cannot be
@@ -291,7 +298,7 @@ class Checkpointer:
             started=started,
         )
         if self.is_rank0:
-            log.info("Saving checkpoint to %s", self.directory / str(save.name))
+            log.log(self._save_level, "Saving checkpoint to %s", self.directory / str(save.name))
         with save.staging.removed_on_failure():
             if self._async is not None:
                 report = self._async.save_with_previous_plan(save, state)
@@ -339,6 +346,11 @@ class Checkpointer:
         if progress is None:
             return None
         return Saving(*progress)
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank has a background save in progress."""
+        return self._async is not None and self._async.is_writing
 
     @property
     def upload_failed(self) -> bool:

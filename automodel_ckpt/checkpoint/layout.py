@@ -35,6 +35,7 @@ POINTERS = (LATEST, LOWEST_VAL)
 LATE_VALIDATIONS = "late_validations.json"
 VERIFIED = ".verified.json"
 FINISHED = ".finished.json"
+MEMORY = ".memory.json"
 AVERAGED = "averaged"
 AVERAGE = "ema"
 """The attribute with the average of the weights of ``model``, and its directory in a checkpoint."""
@@ -178,7 +179,7 @@ def is_temporary(name: str) -> bool:
         return False
     stem = match[1].removesuffix(".txt")
     # Leftovers are removed: any other name that begins with a dot belongs to the user.
-    files = (LATE_VALIDATIONS, VERIFIED, FINISHED, TRAINING_LOG, VALIDATION_LOG)
+    files = (LATE_VALIDATIONS, VERIFIED, FINISHED, MEMORY, TRAINING_LOG, VALIDATION_LOG)
     return stem in (*POINTERS, *files) or f".{stem}" == LOCK_FILE or is_pin(stem)
 
 

@@ -34,12 +34,13 @@ log = logging.getLogger("automodel_ckpt")
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """What was loaded: the checkpoint's path, its step and epoch, and its manifest."""
+    """What was loaded: the checkpoint's path, its step and epoch, and its manifest; whether it was one in memory."""
 
     path: Path
     step: int
     epoch: int
     manifest: Manifest
+    in_memory: bool = False
 
 
 class CheckpointLoader:
@@ -89,7 +90,8 @@ class CheckpointLoader:
         # Without restore_from, too: checkpoints that were skipped as damaged may have later names.
         self._run.went_back_to = manifest.step
         self._planner.resumed_from = path.name
-        return Resumed(path, manifest.step, manifest.epoch, manifest)
+        in_memory = path.parent == self._run.memory
+        return Resumed(path, manifest.step, manifest.epoch, manifest, in_memory)
 
     def _load(self, path: Path, manifest: Manifest, state: Mapping[str, Any]) -> None:
         """Load the checkpoint into this rank's *state*. Raises :class:`CheckpointUnusable` where it does not match."""

@@ -808,6 +808,17 @@ class RemoteConfig:
 
 
 @dataclass
+class MemoryConfig:
+    """Checkpoints in memory between those on disk. After a failure, a restart continues from the newest one."""
+
+    every_steps: int | Literal["auto"] = setting(1, AT_LEAST_1_OR_AUTO)
+    """Copy the state to memory every N steps, which a failure loses at most. auto: as often as training waits for
+    copies for about 1% of its time, and never for a copy that is still being written."""
+    directory: str = setting("/dev/shm", NOT_EMPTY)  # noqa: S108 - the directory made in it is private
+    """Directory on a tmpfs (a file system in memory), with space for two copies of the state of all ranks of a node."""
+
+
+@dataclass
 class CheckpointConfig:
     """How checkpoints are saved and loaded."""
 
@@ -865,6 +876,8 @@ class CheckpointConfig:
     """If existing checkpoints are of another model: raise an error, or start a new run in a sibling directory."""
     remote: RemoteConfig | None = None
     """Copies of the checkpoints in an object store; null: none."""
+    memory: MemoryConfig | None = None
+    """Checkpoints in memory between those on disk; null: none."""
 
     relations: ClassVar[tuple[Relation, ...]] = (
         Relation(

@@ -537,6 +537,24 @@ def loaded_into_another_model(it: Subject) -> Any:
 REMOTE = "--checkpoint.remote={url: 'file:///tmp/a'}"
 
 
+MEMORY = "--checkpoint.memory={every_steps: 2}"
+
+
+def copied_to_memory(it: Subject) -> Any:
+    """Where checkpoints in memory are, and the first step that is saved there."""
+    it.recipe.layout = it.recipe.join_ranks()
+    try:
+        it.recipe.checkpointer = it.recipe.build_checkpointer()
+        memory = it.recipe.memory
+        if memory is None:
+            return None
+        memory.start(None, 0)
+        memory.remove()
+        return memory.directory.parent, memory._next_step
+    finally:
+        it.recipe.close()
+
+
 def uploads(it: Subject) -> Any:
     """The job of the process that uploads checkpoints, but for the token of this start."""
     it.recipe.layout = it.recipe.join_ranks()
@@ -1128,6 +1146,9 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "checkpoint.remote.keep_every_steps": Observed(uploads, "2", (REMOTE,)),
     "checkpoint.remote.max_mb_per_second": Observed(uploads, "2", (REMOTE,)),
     "checkpoint.remote.num_threads": Observed(uploads, "2", (REMOTE,)),
+    "checkpoint.memory": Observed(copied_to_memory, MEMORY.partition("=")[2]),
+    "checkpoint.memory.every_steps": Observed(copied_to_memory, "7", (MEMORY,)),
+    "checkpoint.memory.directory": Observed(copied_to_memory, "/tmp", (MEMORY,)),
     "checkpoint.on_incompatible": Observed(
         loaded_into_another_model, "sibling", default_is_rejected=True
     ),

@@ -218,6 +218,7 @@ READ_BY = {
     "log.txt": frozenset({"text_log"}),
     ".run.lock": frozenset({"resume", "drop_optimizer"}),
     **dict.fromkeys(OF_UPLOADS, frozenset({"uploads"})),
+    ".memory.json": frozenset({"memory"}),
     **dict.fromkeys(JSONL, LOGS),
     **{f"{name}.tmp": LOGS for name in (*JSONL, TRACKERS)},
     ".trackers.log": LOGS,

@@ -16,6 +16,7 @@ from automodel_ckpt.checkpoint.commit import point
 from automodel_ckpt.checkpoint.remote import uploader
 from automodel_ckpt.checkpoint.remote.transfer import UploadMemory
 from automodel_ckpt.checkpoint.run.finished import reason_if_finished
+from automodel_ckpt.checkpoint.run.memory_directory import open_memory
 from automodel_ckpt.cli import ckpt
 from automodel_ckpt.cli.terminal import print_error
 from automodel_ckpt.errors import describe
@@ -122,6 +123,20 @@ def _uploads(run: Path) -> int:
         return 4
 
 
+def _memory(run: Path) -> int:
+    """Open the memory checkpoints of the run."""
+    parent = run / "memory"
+    parent.mkdir(exist_ok=True)
+    try:
+        open_memory(run, parent)
+        return 0
+    except OSError as error:
+        print_error(str(error))
+        return 4
+    finally:
+        shutil.rmtree(parent)
+
+
 def _merge(run: Path) -> int:
     before = tempfile.tempdir, os.environ.get("AUTOMODEL_CKPT_CACHE")
     tempfile.tempdir = os.environ["AUTOMODEL_CKPT_CACHE"] = str(run)
@@ -175,6 +190,7 @@ READERS: dict[str, Callable[[Path], int]] = {
     "text_log": _text_log,
     "follow": _follow,
     "uploads": _uploads,
+    "memory": _memory,
 }
 
 # Readers of what a checkpoint's files hold, beside those that read its manifest only.
@@ -192,7 +208,7 @@ VALUES = frozenset({"show_stats", "diff"})
 # They read the logs of a run, and what trackers have got of them.
 LOGS = frozenset({"plot", "cut_back", "follow"})
 # One reads the manifest only after the note of a finished run, the other only writes.
-NOTES = frozenset({"finished", "text_log", "uploads"})
+NOTES = frozenset({"finished", "text_log", "uploads", "memory"})
 # It needs a Llama with a tokenizer.
 GGUF = frozenset({"gguf"})
 # It needs an adapter and its base.

@@ -39,6 +39,8 @@ class RunDirectory:
         self._pointers_are_behind = False
         self.on_published: Callable[[str], None] = lambda name: None
         """Called with the name of each published checkpoint, before others are removed."""
+        self.memory: Path | None = None
+        """The directory of the memory checkpoints of this run."""
         self.went_back_to: int | None = None
         """The step of the checkpoint that the run resumed from, until the next checkpoint is published."""
 
@@ -120,7 +122,7 @@ class RunDirectory:
                     clear_checkpoint(self.root / entry.name, log.info)
             links.repair_links(self.root)
             self._repair_pointers()
-        return resume.candidates(self.root, restore_from)
+        return resume.candidates(self.root, restore_from, self.memory)
 
     def best(self) -> str | None:
         """The name of the checkpoint that LOWEST_VAL points to."""

@@ -118,14 +118,15 @@ class Request:
     note: str | None = None
 
 
-def candidates(root: Path, restore_from: str | None) -> Request:
-    """List the checkpoints to try, in order. Raises :class:`CheckpointUnusable` if the named one does not exist.
+def candidates(root: Path, restore_from: str | None, memory: Path | None = None) -> Request:
+    """List the checkpoints to try, in order. *memory* is the directory of the run's memory checkpoints.
+
+    Raises :class:`CheckpointUnusable` if the named one does not exist.
 
     ``restore_from`` (a pointer, a checkpoint's name, or a path) applies until the run has published a newer checkpoint
     under the same request, so that a requeued command resumes instead of rewinding.
     """
-    names = checkpoint_names(root)
-    newest = [root / str(name) for name in names]
+    newest = _newest_first(root, memory)
     if restore_from is None:
         return Request(newest, by_name=False)
     continued = _published_under(newest, root, restore_from)
@@ -133,6 +134,15 @@ def candidates(root: Path, restore_from: str | None) -> Request:
         note = f"restore_from {restore_from} was applied before {continued.name} was saved: continuing from there"
         return Request(newest[newest.index(continued) :], by_name=False, note=note)
     return Request([named_checkpoint(root, restore_from)], by_name=True)
+
+
+def _newest_first(root: Path, memory: Path | None) -> list[Path]:
+    """List the checkpoints on disk and in *memory*, newest first. Of the same step, that on disk comes first."""
+    found = [(name, root) for name in checkpoint_names(root)]
+    if memory is not None:
+        found += [(name, memory) for name in checkpoint_names(memory)]
+    found.sort(key=lambda item: (item[0], item[1] == root), reverse=True)
+    return [directory / str(name) for name, directory in found]
 
 
 def request_text(root: Path, restore_from: str | None) -> str | None:

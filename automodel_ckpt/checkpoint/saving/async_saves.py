@@ -324,6 +324,11 @@ class AsyncSaves:
         return save.name.step, *self._background.progress
 
     @property
+    def is_writing(self) -> bool:
+        """Whether this rank has a save in progress."""
+        return self._background.state == "busy"
+
+    @property
     def has_failed(self) -> bool:
         """Whether this rank knows of a failure: all ranks should then call :meth:`wait_for_save`."""
         return self._background.state == "failed"

@@ -18,6 +18,7 @@ from automodel_ckpt.config.changes import (
 )
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.load import LoadedRecipe
+from automodel_ckpt.config.schema import MemoryConfig
 from automodel_ckpt.config.yaml_tree import DEFAULT, leaves
 from automodel_ckpt.distributed.mesh_sizes import Sizes
 from automodel_ckpt.errors import CheckpointUnusable
@@ -112,6 +113,8 @@ def _resource_rows(loaded: LoadedRecipe, plan: Plan) -> Rows:
         yield "checkpoints", text
         return
     yield "checkpoints", _checkpoints_text(loaded, plan, plan.checkpoint_bytes)
+    if loaded.config.checkpoint.memory is not None:
+        yield "in memory", _memory_copies_text(loaded.config.checkpoint.memory, plan)
     directory = Path(loaded.config.checkpoint.checkpoint_dir).expanduser()
     warning = overlay_warning(directory)
     if warning is not None:
@@ -177,15 +180,33 @@ def _checkpoints_text(loaded: LoadedRecipe, plan: Plan, nbytes: int) -> str:
     return text
 
 
+def _memory_copies_text(section: MemoryConfig, plan: Plan) -> str:
+    """Describe the memory that ``checkpoint.memory`` takes, and whether its file system has enough space."""
+    from automodel_ckpt.checkpoint.saving.forecast import free_bytes
+
+    nbytes = plan.checkpoint_bytes or 0
+    free = free_bytes(Path(section.directory))
+    # The newest checkpoint is removed only when the next one is complete.
+    needed = 2 * nbytes
+    text = f"{size_text(needed)} for two checkpoints in {section.directory}; {size_text(free)} free"
+    if needed > free:
+        text += ", NOT ENOUGH"
+    return f"{text}; and {size_text(nbytes)} for the copies of all ranks"
+
+
 def _resume_rows(loaded: LoadedRecipe, sizes: Sizes | None, config_json: bytes | None) -> Rows:
     """Describe the checkpoint that the run would resume from, the ones it would skip, and what has changed since."""
     from automodel_ckpt.checkpoint.manifest import Manifest
     from automodel_ckpt.checkpoint.run import resume
+    from automodel_ckpt.checkpoint.run.memory_directory import memory_of
     from automodel_ckpt.checkpoint.verify import verify
 
     section = loaded.config.checkpoint
     root = Path(section.checkpoint_dir).expanduser().absolute()
-    request = resume.candidates(root, section.restore_from)
+    memory = None
+    if section.memory is not None:
+        memory = memory_of(root, Path(section.memory.directory))
+    request = resume.candidates(root, section.restore_from, memory)
     if request.note:
         yield "resume", request.note
     why = "the newest usable"
@@ -204,7 +225,8 @@ def _resume_rows(loaded: LoadedRecipe, sizes: Sizes | None, config_json: bytes |
             yield "skip", f"{path.name}: {first_line}"
             continue
         checked = "file sizes verified; digests are verified at the start"
-        yield "resume", f"from {path.name}, {why} ({checked})"
+        where = " in memory" if path.parent == memory else ""
+        yield "resume", f"from {path.name}{where}, {why} ({checked})"
         yield from _recipe_change_rows(loaded, path, manifest, sizes)
         yield from _model_change_rows(path, config_json, allowed=section.allow_changed_model)
         return

@@ -41,6 +41,7 @@ from automodel_ckpt.cli.launch.failures import (
     printed_failure,
     root_cause,
 )
+from automodel_ckpt.cli.launch.memory import keep_memory
 from automodel_ckpt.cli.launch.nodes import RendezvousHost, RendezvousInterrupted
 from automodel_ckpt.cli.launch.shared_directory import scratch_directory
 from automodel_ckpt.cli.launch.topology import (
@@ -191,7 +192,9 @@ def _run_in_this_process(prepare: Prepare) -> int:
     def on_failure(record: FailureRecord) -> None:
         print_message(printed_failure(record, several_ranks=False))
 
-    return run_rank(loaded, recipe_class, on_failure)
+    code = run_rank(loaded, recipe_class, on_failure)
+    keep_memory(loaded, code)
+    return code
 
 
 def _run_joined(prepare: Prepare, *, serve: bool) -> int:
@@ -302,9 +305,11 @@ def _run_forked(flags: LaunchFlags, rendezvous: Rendezvous, prepare: Prepare) ->
             if not (may_repeat and _never_connected(failure_dir)):
                 break
             print_message("the ranks could not connect to each other: starting them again")
-        return _report_outcome(
+        code = _report_outcome(
             failure_dir, codes, deaths, num_ranks=num_ranks, num_nodes=rendezvous.max_nodes
         )
+        keep_memory(loaded, code)
+        return code
 
 
 def _estimated_ranks(requested: str) -> int:

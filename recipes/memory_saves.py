@@ -1,0 +1,198 @@
+"""Checkpoints in memory, between those on disk: a restart after a failure loses a step instead of many."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from torch.distributed import ProcessGroup
+
+from automodel_ckpt.checkpoint import Checkpointer, commit
+from automodel_ckpt.checkpoint.checkpointer import Resumed
+from automodel_ckpt.checkpoint.layout import RankLayout
+from automodel_ckpt.checkpoint.run.memory_directory import open_memory, remove_memory
+from automodel_ckpt.checkpoint.run.resume import checkpoint_names
+from automodel_ckpt.config.schema import CheckpointConfig, MemoryConfig
+from automodel_ckpt.distributed import agree
+from automodel_ckpt.errors import AutomodelError, LeaseLost, RecipeError, SaveFailed
+from automodel_ckpt.training.step_scheduler import StepScheduler
+
+log = logging.getLogger("automodel_ckpt")
+
+_STALL_SHARE = 0.01
+"""With ``every_steps: auto``, training waits for copies for at most about this share of its time."""
+
+SaveState = Callable[[Checkpointer], object]
+"""Saves the present step with a checkpointer."""
+
+
+class MemorySaves:
+    """Saves the state of a run to memory after every few steps, asynchronously, and removes it when the run ends.
+
+    *disk* is the checkpointer of the run directory, which finds the memory checkpoints of an earlier start from the
+    construction on. All ranks must run on one node. All methods are collective unless they state otherwise. Raises
+    :class:`RecipeError` on all ranks if the directory cannot be used.
+    """
+
+    def __init__(
+        self,
+        section: MemoryConfig,
+        options: CheckpointConfig,
+        disk: Checkpointer,
+        ranks: RankLayout,
+        group: ProcessGroup | None,
+        timeout_seconds: float,
+    ) -> None:
+        """*section* is ``checkpoint.memory``, and *options* the section that contains it."""
+        self._group = group
+        self._is_rank0 = ranks.rank == 0
+        self._is_auto = section.every_steps == "auto"
+        self._every_steps = 1 if section.every_steps == "auto" else section.every_steps
+        self._next_step = 0
+        self._last_saved = (0, time.monotonic())
+        """The step of the last save, and when it began."""
+        self.directory = self._open(section, disk)
+        """The directory of this run's memory checkpoints."""
+        disk.use_memory(self.directory)
+        self._checkpointer: Checkpointer | None = Checkpointer(
+            self.directory,
+            ranks,
+            group,
+            memory_options(options),
+            timeout_seconds=timeout_seconds,
+            is_quiet=True,
+        )
+        self._checkpointer.open()
+
+    def _open(self, section: MemoryConfig, disk: Checkpointer) -> Path:
+        """Create the directory on rank 0; return its path on all ranks."""
+        directory: Path | None = None
+        with agree.raise_on_all_ranks(self._group, _as_recipe_error):
+            if self._is_rank0:
+                directory = open_memory(disk.directory.absolute(), Path(section.directory))
+        directory = agree.broadcast_object(self._group, directory)
+        assert directory is not None
+        return directory
+
+    @property
+    def checkpointer(self) -> Checkpointer | None:
+        """What saves to memory; None after a failure."""
+        return self._checkpointer
+
+    def share_notes(self, disk: Checkpointer) -> None:
+        """Give memory checkpoints the files beside the weights, and the notes, of those of *disk*. Local."""
+        if self._checkpointer is not None:
+            self._checkpointer.assets.update(disk.assets)
+            self._checkpointer.notes.update(disk.notes)
+
+    def start(self, resumed: Resumed | None, step: int) -> None:
+        """Remove what an earlier start left, except the checkpoint that was *resumed*. The run is at *step*."""
+        self._next_step = step + self._every_steps
+        self._last_saved = (step, time.monotonic())
+        if not self._is_rank0:
+            return
+        commit.recover(self.directory)
+        kept = resumed.path.name if resumed is not None and resumed.in_memory else None
+        for name in checkpoint_names(self.directory):
+            if str(name) != kept:
+                commit.discard(commit.withdraw(self.directory / str(name)))
+
+    def save_if_due(self, scheduler: StepScheduler, save: SaveState) -> None:
+        """Save the present step if it is due. It first waits for an earlier save that is still in progress.
+
+        With ``every_steps: auto`` the step is skipped instead. A failure ends the saves to memory with a warning;
+        training continues.
+        """
+        checkpointer = self._checkpointer
+        # A checkpoint with a loss that is not finite could replace the last good one.
+        if checkpointer is None or scheduler.step < self._next_step or scheduler.nonfinite_steps:
+            return
+        if self._is_auto and self._is_busy(checkpointer):
+            return
+        started = time.monotonic()
+        try:
+            save(checkpointer)
+        except (SaveFailed, LeaseLost) as failure:
+            self._give_up(failure)
+            return
+        if self._is_auto:
+            self._adapt(scheduler.step, started, time.monotonic() - started)
+        self._next_step = scheduler.step + self._every_steps
+
+    def _is_busy(self, checkpointer: Checkpointer) -> bool:
+        """Whether a save is in progress on a rank. All ranks get the interval that rank 0 has chosen."""
+        num_writing, num_failed, every_steps = agree.sum_over_ranks(
+            self._group,
+            checkpointer.is_writing,
+            checkpointer.upload_failed,
+            self._every_steps if self._is_rank0 else 0,
+        )
+        self._every_steps = int(every_steps)
+        return num_writing > 0 and num_failed == 0
+
+    def _adapt(self, step: int, started: float, stall_seconds: float) -> None:
+        """Choose the interval with which training waits for copies for _STALL_SHARE of its time. Local."""
+        step_before, started_before = self._last_saved
+        self._last_saved = (step, started)
+        step_seconds = (started - started_before) / (step - step_before)
+        self._every_steps = max(1, math.ceil(stall_seconds / (_STALL_SHARE * step_seconds)))
+
+    def _give_up(self, failure: AutomodelError) -> None:
+        checkpointer, self._checkpointer = self._checkpointer, None
+        assert checkpointer is not None
+        if self._is_rank0:
+            log.warning(
+                "no more checkpoints in memory: %s; the run continues with those on disk", failure
+            )
+        checkpointer.close()
+        # After a lost lease, the directory belongs to another run.
+        if self._is_rank0 and not isinstance(failure, LeaseLost):
+            remove_memory(self.directory)
+
+    def wait(self) -> None:
+        """Wait until this rank has no save in progress. Local."""
+        if self._checkpointer is not None:
+            self._checkpointer.wait()
+
+    def close(self) -> None:
+        """Release the directory, and keep its checkpoints for the next start. Local."""
+        checkpointer, self._checkpointer = self._checkpointer, None
+        if checkpointer is not None:
+            checkpointer.close()
+
+    def remove(self) -> None:
+        """Remove the checkpoints in memory, because the run directory has all that the run needs. Local."""
+        self.close()
+        if self._is_rank0:
+            remove_memory(self.directory)
+
+
+def memory_options(section: CheckpointConfig) -> CheckpointConfig:
+    """Return the options of saves to memory: asynchronous, only the newest is kept, nothing is exported."""
+    return replace(
+        section,
+        is_async=True,
+        incremental=False,
+        save_consolidated=False,
+        keep_last=1,
+        keep_best=0,
+        keep_every_steps=None,
+        keep_steps=[],
+        remote=None,
+        memory=None,
+    )
+
+
+def _as_recipe_error(error: Exception) -> AutomodelError:
+    if isinstance(error, AutomodelError):
+        return error
+    return RecipeError(
+        "checkpoints in memory are not possible",
+        where="checkpoint.memory.directory",
+        value=str(error),
+        hint="name a directory on a tmpfs that this user can write, or remove checkpoint.memory",
+    )

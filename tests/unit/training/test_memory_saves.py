@@ -1,0 +1,118 @@
+"""When the state is copied to memory, and what a failure of that changes."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+from automodel_ckpt.checkpoint import Checkpointer
+from automodel_ckpt.checkpoint.layout import DataParallelRanks
+from automodel_ckpt.checkpoint.run.resume import checkpoint_names
+from automodel_ckpt.config.schema import CheckpointConfig, MemoryConfig
+from automodel_ckpt.recipes import memory_saves
+from automodel_ckpt.recipes.memory_saves import MemorySaves
+from tests.support import tiny
+
+
+class Run:
+    """Saves a module to memory after steps that do nothing."""
+
+    def __init__(self, base: Path, every_steps: Any) -> None:
+        (base / "tmpfs").mkdir(exist_ok=True)
+        section = MemoryConfig(every_steps=every_steps, directory=str(base / "tmpfs"))
+        self.disk = tiny.checkpointer(base / "run")
+        self.disk.open()
+        self.saves = MemorySaves(
+            section, CheckpointConfig(memory=section), self.disk, DataParallelRanks(), None, 60.0
+        )
+        self.saves.start(None, 0)
+        self.saved: list[int] = []
+
+    def step(self, step: int, nonfinite_steps: int = 0) -> None:
+        def save(checkpointer: Checkpointer) -> None:
+            checkpointer.save({"model": nn.Linear(2, 2)}, step=step, epoch=0)
+            self.saved.append(step)
+
+        scheduler: Any = SimpleNamespace(step=step, nonfinite_steps=nonfinite_steps)
+        self.saves.save_if_due(scheduler, save)
+
+    @property
+    def in_memory(self) -> list[int]:
+        self.saves.wait()
+        return [name.step for name in checkpoint_names(self.saves.directory)]
+
+    def close(self) -> None:
+        self.saves.close()
+        self.disk.close()
+
+
+@pytest.fixture
+def every_third(tmp_path: Path) -> Iterator[Run]:
+    run = Run(tmp_path, every_steps=3)
+    yield run
+    run.close()
+
+
+def test_every_third_step_is_saved_and_only_the_newest_is_kept(every_third: Run) -> None:
+    for step in range(1, 8):
+        every_third.step(step)
+    assert every_third.saved == [3, 6] and every_third.in_memory == [6]
+
+
+def test_a_step_whose_loss_is_not_finite_is_not_saved(every_third: Run) -> None:
+    every_third.step(3)
+    every_third.step(6, nonfinite_steps=1)
+    every_third.step(7)
+    assert every_third.saved == [3, 7]
+
+
+def test_the_next_start_removes_what_it_did_not_resume_from(tmp_path: Path) -> None:
+    before = Run(tmp_path, every_steps=1)
+    before.step(1)
+    assert before.in_memory == [1]
+    before.close()
+    after = Run(tmp_path, every_steps=1)
+    assert after.in_memory == []
+    after.close()
+
+
+def test_a_failure_ends_the_copies_with_a_warning(
+    every_third: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    every_third.step(3)
+    every_third.saves.wait()
+    # As systemd does when the last session of a user ends.
+    shutil.rmtree(every_third.saves.directory)
+    with caplog.at_level(logging.WARNING):
+        for step in (6, 9, 12):
+            every_third.step(step)
+    assert caplog.text.count("no more checkpoints in memory") == 1
+    assert not every_third.saves.directory.exists() and every_third.saves.checkpointer is None
+
+
+def test_auto_saves_as_rarely_as_its_stalls_require(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock that advances by a second per step, and by a tenth in each save: ten steps are between two saves."""
+    run = Run(tmp_path, every_steps="auto")
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(memory_saves.time, "monotonic", lambda: clock.now)
+    run.saves.start(None, 0)
+    for step in range(1, 25):
+        clock.now += 1.0
+
+        def save(checkpointer: Checkpointer, step: int = step) -> None:
+            clock.now += 0.1
+            run.saved.append(step)
+
+        scheduler: Any = SimpleNamespace(step=step, nonfinite_steps=0)
+        run.saves.save_if_due(scheduler, save)
+    run.close()
+    assert run.saved == [1, 11, 21]
