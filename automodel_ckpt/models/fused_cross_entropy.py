@@ -12,14 +12,13 @@ import functools
 import importlib.util
 import logging
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from automodel_ckpt.models.forward import class_and_message
+from automodel_ckpt.models.loss_inputs import IDENTITY, LogitTransform, VocabularyPart
 from automodel_ckpt.models.token_hits import TokenHits
 from automodel_ckpt.models.z_loss import ZLoss
 
@@ -39,65 +38,6 @@ _FEW = 8
 """On a CPU, torch's own functions are used up to an eighth of a chunk. They have less overhead in Python."""
 _WIDE_PRODUCTS = (torch.bfloat16, torch.float16)
 """Dtypes whose matrix products CUDA can return and accumulate in float32 (``out_dtype``, torch 2.10 and later)."""
-
-
-@dataclass(frozen=True, slots=True)
-class VocabularyPart:
-    """This rank's rows of the output layer, from row *first*. Each rank of *group* has at most *most* rows."""
-
-    group: dist.ProcessGroup
-    first: int
-    most: int
-
-    def largest(self, values: torch.Tensor) -> None:
-        """Replace *values* by their maximum over all ranks."""
-        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
-
-    def smallest(self, values: torch.Tensor) -> None:
-        """Replace *values* by their minimum over all ranks."""
-        dist.all_reduce(values, dist.ReduceOp.MIN, group=self.group)
-
-    def sum(self, values: torch.Tensor) -> None:
-        """Replace *values* by their sum over all ranks."""
-        dist.all_reduce(values, group=self.group)
-
-    def gather(self, columns: torch.Tensor) -> torch.Tensor:
-        """The *columns* [n, most] of all ranks in their order, [n, most * ranks]."""
-        found = [torch.empty_like(columns) for _ in range(self.group.size())]
-        dist.all_gather(found, columns.contiguous(), group=self.group)
-        return torch.cat(found, dim=1)
-
-
-@dataclass(frozen=True, slots=True)
-class LogitTransform:
-    """What a model does to the output of its last layer: multiply it by *scale*, then cap it at *cap* with tanh.
-
-    The logits are ``cap * tanh(scale * output / cap)``; without a cap, ``scale * output``.
-    """
-
-    scale: float = 1.0
-    cap: float | None = None
-
-    @property
-    def is_identity(self) -> bool:
-        """Whether the logits are the output itself."""
-        return self.scale == 1 and self.cap is None
-
-    def __call__(self, output: torch.Tensor) -> torch.Tensor:
-        """The logits for the *output* of the layer; the same tensor if nothing changes."""
-        logits = output if self.scale == 1 else output * self.scale
-        if self.cap is None:
-            return logits
-        return torch.tanh(logits / self.cap) * self.cap
-
-    def slope(self, logits: torch.Tensor) -> torch.Tensor | float:
-        """The derivative of *logits* with respect to the output of the layer."""
-        if self.cap is None:
-            return self.scale
-        return (logits / self.cap).square_().neg_().add_(1).mul_(self.scale)
-
-
-IDENTITY = LogitTransform()
 
 
 def chunk_rows(device_type: str, num_columns: int) -> int:

@@ -12,7 +12,7 @@ and the factor temperature**2); Y. Gu et al., "MiniLLM", arXiv:2306.08543 (rever
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,14 +22,12 @@ import torch.nn.functional as F
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.fused_cross_entropy import (
     GradientSums,
-    LogitTransform,
-    VocabularyPart,
     chunk_rows,
     in_autocast_dtype,
     wide_logits,
     widened,
 )
-from automodel_ckpt.models.token_hits import TokenHits
+from automodel_ckpt.models.loss_inputs import Labeled, LayerCall, VocabularyPart
 
 _TENSORS_OF_A_CHUNK = 4
 """Tensors of the size of a chunk of logits that are in memory at the same time; the loss of a label alone needs one."""
@@ -270,50 +268,23 @@ class Distillation:
         """The summed cross-entropy and the summed divergence (with its factor temperature**2), [2]; set by a pass."""
 
     def linear(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        labels: torch.Tensor,
-        part: VocabularyPart | None,
-        transform: LogitTransform,
-        hits: TokenHits | None,
+        self, labeled: Labeled, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """Compute the loss of ``transform(hidden [N, H] @ weight [V, H].T + bias [V])`` for *labels* [N]; 0-dim.
+        """Compute the loss for a layer of *weight* [V, H] and *bias* [V]; 0-dim.
 
-        With *part*, *weight* and *bias* are this rank's rows of the vocabulary. This is collective.
+        With ``labeled.part``, these are this rank's rows of the layer, and this is collective.
         """
-        hidden, weight, bias = in_autocast_dtype(hidden, weight, bias)
+        hidden, weight, bias = in_autocast_dtype(labeled.hidden, weight, bias)
         loss, self.sums = _LinearDistillation.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, bias, labels, part, transform, torch.is_grad_enabled(), hits, self
+            hidden, weight, bias, labeled, self, torch.is_grad_enabled()
         )
         return loss  # type: ignore[no-any-return]
 
-    def module(
-        self,
-        forward: Callable[[torch.Tensor], torch.Tensor],
-        parameters: Sequence[torch.Tensor],
-        num_columns: int,
-        hidden: torch.Tensor,
-        labels: torch.Tensor,
-        transform: LogitTransform,
-        hits: TokenHits | None,
-    ) -> torch.Tensor:
-        """Compute the loss of ``transform(forward(hidden [N, H]))`` for *labels* [N]; 0-dim.
-
-        *parameters* are those of *forward*, which returns *num_columns* logits per position.
-        """
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
+    def module(self, labeled: Labeled, layer: LayerCall) -> torch.Tensor:
+        """Compute the loss for a layer of any kind; 0-dim."""
+        trained = [parameter for parameter in layer.parameters if parameter.requires_grad]
         loss, self.sums = _ModuleDistillation.apply(  # type: ignore[no-untyped-call]
-            hidden,
-            labels,
-            forward,
-            num_columns,
-            transform,
-            torch.is_grad_enabled(),
-            hits,
-            self,
-            *trained,
+            labeled.hidden, labeled, layer, self, torch.is_grad_enabled(), *trained
         )
         return loss  # type: ignore[no-any-return]
 
@@ -321,16 +292,17 @@ class Distillation:
         self,
         start: int,
         logits: torch.Tensor,
-        labels: torch.Tensor,
-        part: VocabularyPart | None,
-        transform: LogitTransform,
+        labeled: Labeled,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the sums [2] of a chunk, and the gradient of its loss with respect to *logits* [n, V].
 
-        *logits* are the output of the layer in at least float32, and are overwritten. The chunk begins at position
-        *start* of the micro-batch.
+        *logits* are the output of the layer for the positions from *start*, in at least float32. They are overwritten,
+        and counted as hits before.
         """
-        weights = self.weights
+        weights, transform, part = self.weights, labeled.transform, labeled.part
+        labels = labeled.labels[start : start + len(logits)]
+        if labeled.hits is not None:
+            labeled.hits.add(logits, labels, part)
         slope: torch.Tensor | float = 1.0
         if not transform.is_identity:
             logits = transform(logits)
@@ -385,28 +357,21 @@ class _LinearDistillation(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        labels: torch.Tensor,
-        part: VocabularyPart | None,
-        transform: LogitTransform,
-        with_gradients: bool,
-        hits: TokenHits | None,
+        labeled: Labeled,
         criterion: Distillation,
+        with_gradients: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         needed = ctx.needs_input_grad[:3] if with_gradients else (False, False, False)
         gradients = ctx.gradients = GradientSums(hidden, weight, bias, needed)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         sums = torch.zeros(2, dtype=wide, device=hidden.device)
         # All ranks need the same number of chunks, because each chunk is a collective.
-        num_columns = part.most if part is not None else weight.shape[0]
+        num_columns = labeled.part.most if labeled.part is not None else weight.shape[0]
         size = rows_of_chunk(hidden.device.type, num_columns)
-        for start in range(0, len(labels), size):
-            chunk, chunk_labels = hidden[start : start + size], labels[start : start + size]
+        for start in range(0, len(hidden), size):
+            chunk = hidden[start : start + size]
             logits = wide_logits(chunk, weight, bias)
-            if hits is not None:
-                hits.add(logits, chunk_labels, part)
-            added, errors = criterion.losses_and_errors(
-                start, logits, chunk_labels, part, transform
-            )
+            added, errors = criterion.losses_and_errors(start, logits, labeled)
             sums += added
             if any(needed):
                 gradients.add(start, chunk, errors.to(hidden.dtype))
@@ -421,7 +386,7 @@ class _LinearDistillation(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         # Scaling changes the sums in place: a second backward pass must fail, not scale them twice.
         gradients, ctx.gradients = ctx.gradients, None
-        return *gradients.scaled(loss_weight), None, None, None, None, None, None
+        return *gradients.scaled(loss_weight), None, None, None
 
 
 class _ModuleDistillation(torch.autograd.Function):
@@ -434,13 +399,10 @@ class _ModuleDistillation(torch.autograd.Function):
     def forward(
         ctx: Any,
         hidden: torch.Tensor,
-        labels: torch.Tensor,
-        forward: Callable[[torch.Tensor], torch.Tensor],
-        num_columns: int,
-        transform: LogitTransform,
-        with_gradients: bool,
-        hits: TokenHits | None,
+        labeled: Labeled,
+        layer: LayerCall,
         criterion: Distillation,
+        with_gradients: bool,
         *parameters: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with_gradients = with_gradients and (hidden.requires_grad or bool(parameters))
@@ -449,18 +411,13 @@ class _ModuleDistillation(torch.autograd.Function):
             found = [torch.zeros_like(each) for each in (hidden, *parameters)]
         wide = torch.promote_types(hidden.dtype, torch.float32)
         sums = torch.zeros(2, dtype=wide, device=hidden.device)
-        size = rows_of_chunk(hidden.device.type, num_columns)
-        for start in range(0, len(labels), size):
+        size = rows_of_chunk(hidden.device.type, layer.num_columns)
+        for start in range(0, len(hidden), size):
             chunk = hidden[start : start + size].detach().requires_grad_(with_gradients)
-            chunk_labels = labels[start : start + size]
             with torch.set_grad_enabled(with_gradients):
-                output = forward(chunk)
+                output = layer.forward(chunk)
             logits = output.detach().to(wide, copy=True)
-            if hits is not None:
-                hits.add(logits, chunk_labels)
-            added, errors = criterion.losses_and_errors(
-                start, logits, chunk_labels, None, transform
-            )
+            added, errors = criterion.losses_and_errors(start, logits, labeled)
             sums += added
             if with_gradients:
                 of_hidden, *others = torch.autograd.grad(
@@ -479,8 +436,12 @@ class _ModuleDistillation(torch.autograd.Function):
         ctx: Any, loss_weight: torch.Tensor, _: torch.Tensor
     ) -> tuple[torch.Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None
-        scaled = [(gradient * loss_weight).to(gradient.dtype) for gradient in gradients]
-        return scaled[0], None, None, None, None, None, None, None, *scaled[1:]
+        scaled = []
+        for gradient in gradients:
+            product = gradient * loss_weight
+            scaled.append(product.to(gradient.dtype))
+        of_hidden, *of_parameters = scaled
+        return of_hidden, None, None, None, None, *of_parameters
 
 
 class CapturedHidden:
@@ -493,29 +454,18 @@ class CapturedHidden:
         """This rank's rows of the layer; None: all of them."""
 
     def linear(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        labels: torch.Tensor,
-        part: VocabularyPart | None,
-        *_: Any,
+        self, labeled: Labeled, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """Keep *hidden* and *part*; returns 0."""
-        self.hidden, self.part = hidden, part
-        return hidden.new_zeros((), dtype=torch.float32)
+        """Keep the hidden states and the part; returns 0."""
+        return self._keep(labeled)
 
-    def module(
-        self,
-        forward: Callable[[torch.Tensor], torch.Tensor],
-        parameters: Sequence[torch.Tensor],
-        num_columns: int,
-        hidden: torch.Tensor,
-        *_: Any,
-    ) -> torch.Tensor:
-        """Keep *hidden*; returns 0."""
-        self.hidden = hidden
-        return hidden.new_zeros((), dtype=torch.float32)
+    def module(self, labeled: Labeled, layer: LayerCall) -> torch.Tensor:
+        """Keep the hidden states; returns 0."""
+        return self._keep(labeled)
+
+    def _keep(self, labeled: Labeled) -> torch.Tensor:
+        self.hidden, self.part = labeled.hidden, labeled.part
+        return labeled.hidden.new_zeros((), dtype=torch.float32)
 
 
 def top_of(

@@ -31,14 +31,18 @@ from automodel_ckpt.models.forward import (
     side_effect_free,
 )
 from automodel_ckpt.models.fused_cross_entropy import (
-    IDENTITY,
-    LogitTransform,
-    VocabularyPart,
     chunk_rows,
     in_autocast_dtype,
     linear_cross_entropy,
     wide_logits,
     widened,
+)
+from automodel_ckpt.models.loss_inputs import (
+    IDENTITY,
+    Labeled,
+    LayerCall,
+    LogitTransform,
+    VocabularyPart,
 )
 from automodel_ckpt.models.token_hits import TokenHits
 from automodel_ckpt.models.z_loss import ZLoss
@@ -49,18 +53,7 @@ _SMALL = 2**18
 """Up to this number, all logits are computed, because selecting labeled positions takes longer."""
 
 
-LinearLoss = Callable[
-    [
-        torch.Tensor,
-        torch.Tensor,
-        torch.Tensor | None,
-        torch.Tensor,
-        VocabularyPart | None,
-        LogitTransform,
-        TokenHits | None,
-    ],
-    torch.Tensor,
-]
+LinearLoss = Callable[[Labeled, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """A function with the arguments of :meth:`Criterion.linear`."""
 
 
@@ -69,31 +62,12 @@ class Criterion(Protocol):
     of one loss for each position."""
 
     def linear(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        labels: torch.Tensor,
-        part: VocabularyPart | None,
-        transform: LogitTransform,
-        hits: TokenHits | None,
+        self, labeled: Labeled, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """Compute it for hidden states [N, H], *labels* [N], and a layer of *weight* [V, H] and *bias* [V].
+        """Compute it for a layer of *weight* [V, H] and *bias* [V]: all of its rows, or those of ``labeled.part``."""
 
-        With *part*, these are this rank's rows of the layer, and this is collective.
-        """
-
-    def module(
-        self,
-        forward: Callable[[torch.Tensor], torch.Tensor],
-        parameters: Sequence[torch.Tensor],
-        num_columns: int,
-        hidden: torch.Tensor,
-        labels: torch.Tensor,
-        transform: LogitTransform,
-        hits: TokenHits | None,
-    ) -> torch.Tensor:
-        """Compute it for a layer of any kind: *forward* returns its *num_columns* outputs per position."""
+    def module(self, labeled: Labeled, layer: LayerCall) -> torch.Tensor:
+        """Compute it for a layer of any kind."""
 
 
 class ComputesLoss:
@@ -171,9 +145,15 @@ class LossPass(AbstractContextManager["LossPass"]):
     @property
     def linear_loss(self) -> LinearLoss:
         """What computes the loss of a layer that is one matrix."""
-        if self.criterion is not None:
-            return self.criterion.linear
-        return functools.partial(linear_cross_entropy, z_loss=self.z_loss)
+        return self._cross_entropy if self.criterion is None else self.criterion.linear
+
+    def _cross_entropy(
+        self, labeled: Labeled, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        hidden, labels, transform, hits, part = labeled
+        return linear_cross_entropy(
+            hidden, weight, bias, labels, part, transform, hits, self.z_loss
+        )
 
     def summed(
         self, loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], hidden: torch.Tensor
@@ -273,19 +253,22 @@ class LossHead(ComputesLoss, nn.Linear):
         hidden = input.flatten(0, -2)
         if positions is not None:
             hidden = hidden.index_select(0, positions)
+        return self._loss(loss_pass, hidden, self.weight, self.bias)
 
+    def _loss(
+        self,
+        loss_pass: LossPass,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        part: VocabularyPart | None = None,
+    ) -> torch.Tensor:
+        """What the layer returns for the loss of labeled states *hidden* [N, H], by *weight* [V, H] and *bias* [V]."""
         compute = loss_pass.linear_loss
 
-        def loss_of(part: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            return compute(
-                part,
-                self.weight,
-                self.bias,
-                labels,
-                None,
-                self.transform,
-                loss_pass.hits,
-            )
+        def loss_of(states: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            labeled = Labeled(states, labels, self.transform, loss_pass.hits, part)
+            return compute(labeled, weight, bias)
 
         return loss_pass.output_for(loss_pass.summed(loss_of, hidden))
 
@@ -308,20 +291,7 @@ class LossHead(ComputesLoss, nn.Linear):
         )
         largest_part = math.ceil(len(weight) / mesh.size())
         vocabulary = VocabularyPart(mesh.get_group(), first, largest_part)
-        compute = loss_pass.linear_loss
-
-        def loss_of(part: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            return compute(
-                part,
-                weight.to_local(),
-                bias,
-                labels,
-                vocabulary,
-                self.transform,
-                loss_pass.hits,
-            )
-
-        output = loss_pass.output_for(loss_pass.summed(loss_of, hidden))
+        output = self._loss(loss_pass, hidden, weight.to_local(), bias, vocabulary)
         return DTensor.from_local(output, mesh, [Replicate()], run_check=False)
 
 
@@ -356,9 +326,8 @@ class ModuleLossHead(ComputesLoss):
                 return logits
 
             parameters = list(self.parameters())  # type: ignore[attr-defined]
-            return criterion.module(
-                logits_of_chunk, parameters, self._vocabulary, part, labels, self.transform, hits
-            )
+            call = LayerCall(logits_of_chunk, parameters, self._vocabulary)
+            return criterion.module(Labeled(part, labels, self.transform, hits), call)
 
         # Recomputed in the backward pass, when the context has ended and `_loss_pass` is None. So it
         # must call the layer's own forward and not this one.

@@ -6,7 +6,7 @@ losses. The logits of each chunk are computed again in that pass, and never exis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,59 +15,45 @@ from torch.utils.checkpoint import checkpoint
 
 from automodel_ckpt.models.fused_cross_entropy import (
     GradientSums,
-    LogitTransform,
-    VocabularyPart,
     chunk_rows,
     in_autocast_dtype,
     losses_and_errors,
     wide_logits,
     widened,
 )
-from automodel_ckpt.models.token_hits import TokenHits
+from automodel_ckpt.models.loss_inputs import Labeled, LayerCall, LogitTransform, VocabularyPart
 
 
 class PositionLosses:
     """A criterion of the loss head: the cross-entropy [N] of each labeled position, in float32 or float64."""
 
     def linear(
-        self,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        labels: torch.Tensor,
-        part: VocabularyPart | None,
-        transform: LogitTransform,
-        hits: TokenHits | None,
+        self, labeled: Labeled, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """Compute the losses [N] for hidden states [N, H], *labels* [N], and a layer of *weight* [V, H], *bias* [V].
+        """Compute the losses [N] for a layer of *weight* [V, H] and *bias* [V]. Hits are not counted.
 
-        With *part*, these are this rank's rows of the layer, and this is collective. *hits* are not counted.
+        With ``labeled.part``, these are this rank's rows of the layer, and this is collective.
         """
-        hidden, weight, bias = in_autocast_dtype(hidden, weight, bias)
+        hidden, weight, bias = in_autocast_dtype(labeled.hidden, weight, bias)
         losses: torch.Tensor = _PositionLosses.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, bias, labels, part, transform
+            hidden, weight, bias, labeled.labels, labeled.part, labeled.transform
         )
         return losses
 
-    def module(
-        self,
-        forward: Callable[[torch.Tensor], torch.Tensor],
-        parameters: Sequence[torch.Tensor],
-        num_columns: int,
-        hidden: torch.Tensor,
-        labels: torch.Tensor,
-        transform: LogitTransform,
-        hits: TokenHits | None,
-    ) -> torch.Tensor:
-        """Compute the losses [N] for a layer of any kind: *forward* returns its *num_columns* outputs per position."""
+    def module(self, labeled: Labeled, layer: LayerCall) -> torch.Tensor:
+        """Compute the losses [N] for a layer of any kind. Hits are not counted."""
 
         def losses_of(chunk: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            logits = transform(widened(forward(chunk)))
+            logits = labeled.transform(widened(layer.forward(chunk)))
             return F.cross_entropy(logits, targets, reduction="none")
 
-        size = chunk_rows(hidden.device.type, num_columns)
-        chunks = zip(torch.split(hidden, size), torch.split(labels, size), strict=True)
-        return torch.cat([checkpoint(losses_of, *chunk, use_reentrant=False) for chunk in chunks])
+        size = chunk_rows(labeled.hidden.device.type, layer.num_columns)
+        states = torch.split(labeled.hidden, size)
+        targets = torch.split(labeled.labels, size)
+        losses = []
+        for chunk in zip(states, targets, strict=True):
+            losses.append(checkpoint(losses_of, *chunk, use_reentrant=False))
+        return torch.cat(losses)
 
 
 class _PositionLosses(torch.autograd.Function):

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
-    from automodel_ckpt.models.fused_cross_entropy import VocabularyPart
+    from automodel_ckpt.models.loss_inputs import VocabularyPart
 
 _NO_COLUMN = 2**62
 """Greater than any index of a token."""

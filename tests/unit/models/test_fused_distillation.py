@@ -12,7 +12,6 @@ import torch.nn.functional as F
 
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models import fused_cross_entropy
-from automodel_ckpt.models.fused_cross_entropy import LogitTransform, VocabularyPart
 from automodel_ckpt.models.fused_distillation import (
     Distillation,
     DistillationWeights,
@@ -22,6 +21,7 @@ from automodel_ckpt.models.fused_distillation import (
     rows_of_chunk,
     top_of,
 )
+from automodel_ckpt.models.loss_inputs import Labeled, LayerCall, LogitTransform, VocabularyPart
 from automodel_ckpt.models.token_hits import TokenHits
 from tests.support import ranks
 
@@ -91,18 +91,13 @@ def test_loss_and_gradients_are_those_of_full_logits(num_columns: int | None) ->
         targets = LogitTargets(lambda start, end: teacher[start:end].clone(), num_columns)
         hits = TokenHits(torch.device("cpu"))
         criterion = Distillation(targets, weights)
-        loss = criterion.linear(leaves[0], weight, bias, labels, None, TRANSFORM, hits)
+        loss = criterion.linear(Labeled(leaves[0], labels, TRANSFORM, hits), weight, bias)
         assert_same(loss, wanted, leaves)
         torch.testing.assert_close(criterion.sums, sums)
         assert hits.read() == (F.linear(*leaves).argmax(1) == labels).sum()
         loss = Distillation(targets, weights).module(
-            lambda hidden: F.linear(hidden, weight, bias),
-            [weight, bias],
-            V,
-            leaves[0],
-            labels,
-            TRANSFORM,
-            None,
+            Labeled(leaves[0], labels, TRANSFORM),
+            LayerCall(lambda hidden: F.linear(hidden, weight, bias), [weight, bias], V),
         )
         wanted, _ = expected(leaves, teacher, labels, weights, num_columns)
         assert_same(loss, wanted, leaves)
@@ -117,7 +112,7 @@ def test_a_cache_of_all_tokens_is_the_complete_divergence_and_of_some_a_part_of_
             tokens, log_probs, rest = top_of(teacher.clone(), k, weights.temperature)
             assert tokens.shape == (N, min(k, V))
             criterion = Distillation(TopTargets(tokens.long(), log_probs, rest), weights)
-            loss = criterion.linear(*leaves, labels, None, TRANSFORM, None)
+            loss = criterion.linear(Labeled(leaves[0], labels, TRANSFORM), *leaves[1:])
             assert criterion.sums is not None
             found.append(criterion.sums[1])
             wanted = coarse(leaves, tokens.long(), log_probs, rest, labels, weights)
@@ -159,7 +154,7 @@ def test_ranks_with_different_rows_of_the_vocabulary_have_the_loss_of_all_rows()
             hidden, weight, bias = (leaf.detach().requires_grad_() for leaf in leaves)
             own = [hidden, weight, bias]
             whole = Distillation(case(teacher, weights.temperature), weights)
-            wanted = whole.linear(*own, labels, None, TRANSFORM, None)
+            wanted = whole.linear(Labeled(own[0], labels, TRANSFORM), *own[1:])
             expected_gradients = torch.autograd.grad(wanted, own)
             targets = case(teacher, weights.temperature)
             if isinstance(targets, LogitTargets):
@@ -168,9 +163,8 @@ def test_ranks_with_different_rows_of_the_vocabulary_have_the_loss_of_all_rows()
                 )
                 torch.testing.assert_close(targets.complete_logits(2, 5)[:, :V], teacher[2:5])
             local = [weight[rows].detach().requires_grad_(), bias[rows].detach().requires_grad_()]
-            loss = Distillation(targets, weights).linear(
-                hidden, *local, labels, part, TRANSFORM, None
-            )
+            labeled = Labeled(hidden, labels, TRANSFORM, part=part)
+            loss = Distillation(targets, weights).linear(labeled, *local)
             torch.testing.assert_close(loss, wanted)
             found = list(torch.autograd.grad(loss, [hidden, *local]))
             dist.all_reduce(found[0])
@@ -198,7 +192,7 @@ def test_tokens_that_a_teacher_excludes_have_no_part_in_the_forward_divergence()
         criterion = Distillation(
             LogitTargets(lambda start, end: teacher[start:end].clone()), weights
         )
-        loss = criterion.linear(*leaves, labels, None, TRANSFORM, None)
+        loss = criterion.linear(Labeled(leaves[0], labels, TRANSFORM), *leaves[1:])
         assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(loss, leaves))
         assert loss.isfinite()
 
@@ -206,7 +200,7 @@ def test_tokens_that_a_teacher_excludes_have_no_part_in_the_forward_divergence()
 def test_without_labels_the_loss_is_zero_and_has_gradients() -> None:
     leaves, teacher, labels = inputs()
     criterion = Distillation(LogitTargets(lambda start, end: teacher[start:end]), WEIGHTS[3])
-    loss = criterion.linear(leaves[0][:0], *leaves[1:], labels[:0], None, TRANSFORM, None)
+    loss = criterion.linear(Labeled(leaves[0][:0], labels[:0], TRANSFORM), *leaves[1:])
     assert loss == 0
     assert all(not gradient.any() for gradient in torch.autograd.grad(loss, leaves))
 
@@ -215,7 +209,7 @@ def test_a_teacher_with_another_number_of_logits_is_an_error() -> None:
     leaves, teacher, labels = inputs()
     targets = LogitTargets(lambda start, end: teacher[start:end, 1:].clone())
     with pytest.raises(RecipeError, match="different sizes") as raised:
-        Distillation(targets, WEIGHTS[3]).linear(*leaves, labels, None, TRANSFORM, None)
+        Distillation(targets, WEIGHTS[3]).linear(Labeled(leaves[0], labels, TRANSFORM), *leaves[1:])
     assert raised.value.problems[0].where == "distill.teacher"
     assert raised.value.problems[0].value == "36 and 37 logits per position"
 

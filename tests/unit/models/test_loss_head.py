@@ -16,8 +16,6 @@ from automodel_ckpt.models import fused_cross_entropy
 from automodel_ckpt.models.adapter import Lora, add_adapters
 from automodel_ckpt.models.fused_cross_entropy import (
     CHUNK_ELEMENTS,
-    IDENTITY,
-    LogitTransform,
     chunk_rows,
     linear_cross_entropy,
     peak_bytes,
@@ -28,6 +26,7 @@ from automodel_ckpt.models.loss_head import (
     ModuleLossHead,
     install_loss_head,
 )
+from automodel_ckpt.models.loss_inputs import IDENTITY, LogitTransform
 from automodel_ckpt.models.token_hits import TokenHits
 from automodel_ckpt.models.z_loss import ZLoss
 from automodel_ckpt.training.loss import labelled_positions, next_token_loss

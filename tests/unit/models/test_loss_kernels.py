@@ -15,13 +15,11 @@ import torch.nn.functional as F
 from automodel_ckpt.models import fused_cross_entropy
 from automodel_ckpt.models.fused_cross_entropy import (
     CHUNK_ELEMENTS,
-    IDENTITY,
     KERNELS,
-    LogitTransform,
-    VocabularyPart,
     linear_cross_entropy,
     losses_and_errors,
 )
+from automodel_ckpt.models.loss_inputs import IDENTITY, LogitTransform, VocabularyPart
 from automodel_ckpt.models.z_loss import ZLoss
 from tests.support import ranks
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from automodel_ckpt.models import fused_cross_entropy
-from automodel_ckpt.models.fused_cross_entropy import IDENTITY, LogitTransform
+from automodel_ckpt.models.loss_inputs import IDENTITY, Labeled, LayerCall, LogitTransform
 from automodel_ckpt.models.position_losses import PositionLosses
 
 
@@ -29,11 +29,11 @@ def test_losses_and_gradients_are_those_of_full_logits(
     inputs = [hidden, *layer.parameters()]
     gradients = torch.autograd.grad((expected * weights).sum(), inputs)
     criterion = PositionLosses()
+    labeled = Labeled(hidden, labels, transform)
     if kind == "linear":
-        found = criterion.linear(hidden, layer.weight, layer.bias, labels, None, transform, None)
+        found = criterion.linear(labeled, layer.weight, layer.bias)
     else:
-        parameters = list(layer.parameters())
-        found = criterion.module(layer, parameters, 7, hidden, labels, transform, None)
+        found = criterion.module(labeled, LayerCall(layer, list(layer.parameters()), 7))
     torch.testing.assert_close(found, expected)
     for gradient, other in zip(
         torch.autograd.grad((found * weights).sum(), inputs), gradients, strict=True
