@@ -9,16 +9,12 @@ docs/performance.md.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import subprocess
-import sys
-import time
 
-from tools.bench_memory import reset_peak, status_megabytes
 from tools.bench_report import write_block
-from tools.bench_rounds import ROOT, machine
+from tools.bench_rounds import machine
+from tools.bench_steps import Figures, arguments, figures_of, in_a_process
 
 WAYS = {
     "full": "full logits of both",
@@ -27,9 +23,11 @@ WAYS = {
 }
 TOP_K = 64
 
+DEFAULTS = {"vocabulary": 128_000, "hidden": 512, "teacher": 1024, "tokens": 2048, "rounds": 3}
 
-def measure(way: str, vocabulary: int, hidden: int, teacher: int, tokens: int) -> dict[str, float]:
-    """Seconds of one step after a small one to warm up, and the peak of memory (MB) above what stood before it."""
+
+def measure(way: str, vocabulary: int, hidden: int, teacher: int, tokens: int) -> Figures:
+    """Seconds of one step after a small one to warm up, and the peak of memory (MB) above that before it."""
     import torch
     import torch.nn.functional as F
 
@@ -75,58 +73,31 @@ def measure(way: str, vocabulary: int, hidden: int, teacher: int, tokens: int) -
                 loss = loss_pass.loss_in(head(states))
         loss.backward()  # type: ignore[no-untyped-call]
 
-    step(4)
-    head.weight.grad = None
-    reset_peak()
-    before, started = status_megabytes("VmRSS"), time.perf_counter()
-    step(tokens)
-    return {
-        "seconds": time.perf_counter() - started,
-        "megabytes": status_megabytes("VmHWM") - before,
-    }
+    def reset() -> None:
+        head.weight.grad = None
+
+    return figures_of(step, tokens, reset=reset)
 
 
 def main() -> None:
     """Measure and print the figures as a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    for name, default in (
-        ("vocabulary", 128_000),
-        ("hidden", 512),
-        ("teacher", 1024),
-        ("tokens", 2048),
-        ("rounds", 3),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument(
-        "--docs", action="store_true", help="write the figures to docs/performance.md"
-    )
-    parser.add_argument("--one", help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    given = arguments(__doc__, DEFAULTS)
     sizes = (given.vocabulary, given.hidden, given.teacher, given.tokens)
     if given.one:
-        print(json.dumps(measure(given.one, *sizes)))
+        print(json.dumps(measure(given.one[0], *sizes)))
         return
-    found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    found: dict[str, list[Figures]] = {way: [] for way in WAYS}
     for _ in range(given.rounds):
         for way, runs in found.items():
-            runs.append(_in_a_process(way))
+            runs.append(in_a_process("tools.bench_distillation", way))
     block = as_markdown(found, *sizes)
     print(block)
     if given.docs:
         write_block("bench-distillation", block)
 
 
-def _in_a_process(way: str) -> dict[str, float]:
-    command = [sys.executable, "-m", "tools.bench_distillation", *sys.argv[1:], "--one", way]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=ROOT)
-    answer: dict[str, float] = json.loads(done.stdout)
-    return answer
-
-
 def as_markdown(
-    found: dict[str, list[dict[str, float]]],
+    found: dict[str, list[Figures]],
     vocabulary: int,
     hidden: int,
     teacher: int,

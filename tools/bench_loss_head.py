@@ -9,26 +9,22 @@ a round.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import subprocess
-import sys
-import time
 
-from tools.bench_memory import reset_peak, status_megabytes
 from tools.bench_report import write_block
-from tools.bench_rounds import ROOT, machine
+from tools.bench_rounds import machine
+from tools.bench_steps import Figures, arguments, figures_of, in_a_process
 
 WAYS = ("full", "chunks")
 PARTS = (1.0, 0.2)
-Found = dict[tuple[str, float], list[dict[str, float]]]
+Found = dict[tuple[str, float], list[Figures]]
 """(way, part of the positions with a label) -> the figures of each round."""
 
+DEFAULTS = {"vocabulary": 128_000, "hidden": 512, "tokens": 2048, "rounds": 3}
 
-def measure(
-    way: str, labelled: float, vocabulary: int, hidden: int, tokens: int
-) -> dict[str, float]:
+
+def measure(way: str, labelled: float, vocabulary: int, hidden: int, tokens: int) -> Figures:
     """Seconds of one step after a small one to warm up, and the peak of memory (MB) above that before it."""
     import torch
 
@@ -50,34 +46,15 @@ def measure(
                 loss = loss_pass.loss_in(head(states))
         loss.backward()  # type: ignore[no-untyped-call]
 
-    step(4)
-    head.weight.grad = None
-    reset_peak()
-    before, started = status_megabytes("VmRSS"), time.perf_counter()
-    step(tokens)
-    return {
-        "seconds": time.perf_counter() - started,
-        "megabytes": status_megabytes("VmHWM") - before,
-    }
+    def reset() -> None:
+        head.weight.grad = None
+
+    return figures_of(step, tokens, reset=reset)
 
 
 def main() -> None:
     """Measure and print the figures as a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    for name, default in (
-        ("vocabulary", 128_000),
-        ("hidden", 512),
-        ("tokens", 2048),
-        ("rounds", 3),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument(
-        "--docs", action="store_true", help="write the figures to docs/performance.md"
-    )
-    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    given = arguments(__doc__, DEFAULTS)
     sizes = (given.vocabulary, given.hidden, given.tokens)
     if given.one:
         print(json.dumps(measure(given.one[0], float(given.one[1]), *sizes)))
@@ -85,26 +62,11 @@ def main() -> None:
     found: Found = {(way, part): [] for part in PARTS for way in WAYS}
     for _ in range(given.rounds):
         for way, part in found:
-            found[way, part].append(_in_a_process(way, part))
+            found[way, part].append(in_a_process("tools.bench_loss_head", way, part))
     block = as_markdown(found, *sizes)
     print(block)
     if given.docs:
         write_block("bench-loss-head", block)
-
-
-def _in_a_process(way: str, part: float) -> dict[str, float]:
-    command = [
-        sys.executable,
-        "-m",
-        "tools.bench_loss_head",
-        *sys.argv[1:],
-        "--one",
-        way,
-        str(part),
-    ]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=ROOT)
-    answer: dict[str, float] = json.loads(done.stdout)
-    return answer
 
 
 def as_markdown(found: Found, vocabulary: int, hidden: int, tokens: int) -> str:
@@ -129,7 +91,7 @@ def as_markdown(found: Found, vocabulary: int, hidden: int, tokens: int) -> str:
     return "\n".join([head, "", *table])
 
 
-def _ratios(runs: list[dict[str, float]], base: list[dict[str, float]], name: str) -> list[float]:
+def _ratios(runs: list[Figures], base: list[Figures], name: str) -> list[float]:
     return [run[name] / other[name] for run, other in zip(runs, base, strict=True)]
 
 

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -28,6 +27,7 @@ from automodel_ckpt.data.length_summary import LengthSummary
 from automodel_ckpt.data.messages import UnusableSample, turns_of
 from automodel_ckpt.data.python_docs import library_digest, library_docstrings
 from automodel_ckpt.data.rows import RowRange, Rows
+from automodel_ckpt.data.sample_arrays import SampleArrays
 from automodel_ckpt.data.samples import identity, stored
 from automodel_ckpt.data.source import Source
 from automodel_ckpt.data.truncation import Truncation
@@ -37,14 +37,13 @@ log = logging.getLogger(__name__)
 
 _FORMAT = 1
 """Part of the cache's keys. Increase it when the samples of the same data change."""
-_ARRAYS = ("tokens", "types", "ends", "targets", "num_cut")
 _ROWS_PER_CALL = 1000
 
 Encoded = dict[str, list[int]]
 """The ``input_ids`` of a text, and its ``token_type_ids`` if the tokenizer makes them."""
 
 
-class LabeledTexts:
+class LabeledTexts(SampleArrays):
     """A map-style data set of texts with labels.
 
     A sample is ``{"input_ids": list[int], "targets": list[float]}``, for pairs of texts of some encoders with
@@ -54,6 +53,7 @@ class LabeledTexts:
     """
 
     draws_nothing = True
+    array_names = ("tokens", "types", "ends", "targets", "num_cut")
     identity: str | None = None
     """A digest that changes with the samples; None if unknown."""
 
@@ -71,39 +71,20 @@ class LabeledTexts:
         self.targets = targets
         self.num_cut = num_cut
 
-    @classmethod
-    def load(cls, directory: Path) -> LabeledTexts:
-        """Load a data set that :meth:`save` wrote; its arrays are memory-mapped."""
-        arrays = []
-        for name in _ARRAYS:
-            mapped = np.load(directory / f"{name}.npy", mmap_mode="r")
-            arrays.append(np.asarray(mapped))
-        return cls(*arrays)
-
-    def save(self, directory: Path) -> None:
-        """Write the arrays as ``.npy`` files into an existing directory."""
-        for name in _ARRAYS:
-            np.save(directory / f"{name}.npy", getattr(self, name))
-
     def first(self, max_samples: int | None) -> LabeledTexts:
         """Return a data set of the first *max_samples* samples (None: all), which shares the arrays."""
         num_samples = at_most(max_samples, len(self))
-        ends, targets = self.ends[:num_samples], self.targets[:num_samples]
+        ends = self.ends[:num_samples]
+        targets = self.targets[:num_samples]
         return LabeledTexts(self.tokens, self.types, ends, targets, self.num_cut)
 
     @property
     def summary(self) -> LengthSummary:
         """The lengths of the samples."""
-        return LengthSummary.of(np.diff(self.ends, prepend=0), None)
-
-    def __len__(self) -> int:
-        return len(self.ends)
+        return LengthSummary.of(self.lengths, None)
 
     def __getitem__(self, index: int) -> dict[str, list[Any]]:
-        # IndexError also ends an iteration over this class, which has no __iter__.
-        if not 0 <= index < len(self.ends):
-            raise IndexError(index)
-        span = slice(int(self.ends[index - 1]) if index else 0, int(self.ends[index]))
+        span = self.span(index)
         sample: dict[str, list[Any]] = {
             "input_ids": self.tokens[span].tolist(),
             "targets": self.targets[index].tolist(),

@@ -34,7 +34,7 @@ from automodel_ckpt.data.preference import PreferenceDataset
 from automodel_ckpt.data.row_stream import DEFAULT_BLOCK, RowStream
 from automodel_ckpt.data.samples import identity, prepared
 from automodel_ckpt.data.text import text
-from automodel_ckpt.data.text_pairs import TextEncoder, TextTruncation
+from automodel_ckpt.data.text_pairs import EmbeddingEncoder, TextTruncation
 from automodel_ckpt.data.token_arrays import TokenDocuments, TokenWindows
 from automodel_ckpt.data.token_files import nanogpt
 from automodel_ckpt.data.tokenized import TokenizedDataset
@@ -286,7 +286,7 @@ def description_pairs(
         for pair in pairs:
             description = pair.docstring.split("\n\n", 1)[0]
             texts.append([query_prompt + description, document_prompt + pair.prompt.rstrip()])
-        encoder = TextEncoder(tokenizer, seq_length)
+        encoder = EmbeddingEncoder(tokenizer, seq_length)
         samples = encoder.samples(texts, lambda number: pairs[number].where)
         policy = TextTruncation("right", seq_length)
         return policy.apply_to_all(samples, lambda number: pairs[number].where)

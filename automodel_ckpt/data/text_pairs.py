@@ -72,7 +72,7 @@ def text_pairs(
             value=max_negatives,
             hint="omit it to use all negatives, or set 0 to use none",
         )
-    encoder = TextEncoder(require_tokenizer(tokenizer), seq_length, truncation)
+    encoder = EmbeddingEncoder(require_tokenizer(tokenizer), seq_length, truncation)
     pairs = _PairReader(
         encoder,
         query_field,
@@ -97,7 +97,7 @@ def text_pairs(
 
 
 class TextTruncation(Truncation):
-    """Counts the samples of which :class:`TextEncoder` has truncated a text. It changes and skips none."""
+    """Counts the samples of which :class:`EmbeddingEncoder` has truncated a text. It changes and skips none."""
 
     def apply_to_group(
         self, samples: Sequence[TokenizedSample], where: Callable[[], str]
@@ -106,7 +106,7 @@ class TextTruncation(Truncation):
         return list(samples)
 
 
-class TextEncoder:
+class EmbeddingEncoder:
     """Tokenizes texts as libraries that compute embeddings do: with the special tokens that the tokenizer adds.
 
     Texts of more than *seq_length* tokens (None: no limit) are truncated, or rejected with *truncation* ``error``.
@@ -165,7 +165,7 @@ class TextEncoder:
 class _PairReader:
     """Reads the texts of rows. The fields are the arguments of :func:`text_pairs`."""
 
-    encoder: TextEncoder
+    encoder: EmbeddingEncoder
     query_field: str
     positive_field: str
     negative_fields: list[str] | None

@@ -15,11 +15,11 @@ import numpy.typing as npt
 from automodel_ckpt.data.arguments import at_most
 from automodel_ckpt.data.collate import IGNORE_INDEX
 from automodel_ckpt.data.length_summary import LengthSummary
+from automodel_ckpt.data.sample_arrays import SampleArrays
 from automodel_ckpt.units import counted
 
 log = logging.getLogger(__name__)
 
-_FILES = ("tokens", "ends", "labelled", "counts")
 _NUMBERS = "numbers.npy"
 
 
@@ -50,13 +50,14 @@ class TokenizedSample(NamedTuple):
         return cls(prompt + completion, labelled, is_empty)
 
 
-class TokenizedDataset:
+class TokenizedDataset(SampleArrays):
     """A map-style data set of ``{"input_ids": list[int], "labels": list[int]}``, with the label -100 for no label.
 
     The samples are concatenated: sample i is ``tokens[ends[i - 1]:ends[i]]``.
     """
 
     draws_nothing = True
+    array_names = ("tokens", "ends", "labelled", "counts")
     group_size: ClassVar[int] = 1
     """Number of tokenized samples of a row; those of a row are skipped together."""
     noun: ClassVar[str] = "sample"
@@ -106,23 +107,15 @@ class TokenizedDataset:
     @classmethod
     def load(cls, directory: Path) -> Self:
         """Load a data set that :meth:`save` wrote; its arrays are memory-mapped."""
-        arrays: list[npt.NDArray[Any]] = []
-        for name in _FILES:
-            # np.load rejects pickled objects by default: a cache that others can write must not run
-            # code.
-            mapped = np.load(directory / f"{name}.npy", mmap_mode="r")
-            # A plain array over the mapping: numpy's memmap class takes ten times as long to slice.
-            arrays.append(np.asarray(mapped))
         numbers = None
         if (directory / _NUMBERS).exists():
             numbers = np.load(directory / _NUMBERS)
-        tokens, ends, labelled, counts = arrays
+        tokens, ends, labelled, counts = cls.mapped_arrays(directory)
         return cls(tokens, ends, labelled, counts, numbers)
 
     def save(self, directory: Path) -> None:
         """Write the arrays as ``.npy`` files into an existing directory."""
-        for name in _FILES:
-            np.save(directory / f"{name}.npy", getattr(self, name))
+        super().save(directory)
         save_numbers(directory, self.numbers)
 
     def first(self, max_samples: int | None) -> Self:
@@ -133,31 +126,19 @@ class TokenizedDataset:
         return type(self)(self.tokens, ends, self.labelled, self.counts, self.numbers)
 
     @property
-    def lengths(self) -> npt.NDArray[np.int64]:
-        """The number of tokens of each sample."""
-        return np.diff(self.ends, prepend=0)
-
-    @property
     def summary(self) -> LengthSummary:
         """The lengths of the samples, and how many of their tokens have a label."""
         num_tokens = int(self.ends[-1]) if len(self.ends) else 0
         return LengthSummary.of(self.lengths, int(self.labelled[:num_tokens].sum()))
-
-    def __len__(self) -> int:
-        return len(self.ends)
 
     def __getitem__(self, index: int) -> Any:
         return self.sample(index)
 
     def sample(self, index: int) -> dict[str, list[int]]:
         """Return a tokenized sample. Raises IndexError if there is none with this index."""
-        # IndexError also ends an iteration over this class, which has no __iter__.
-        if not 0 <= index < len(self.ends):
-            raise IndexError(index)
-        start = int(self.ends[index - 1]) if index else 0
-        end = int(self.ends[index])
-        tokens = self.tokens[start:end]
-        labels = np.where(self.labelled[start:end], tokens, IGNORE_INDEX)
+        span = self.span(index)
+        tokens = self.tokens[span]
+        labels = np.where(self.labelled[span], tokens, IGNORE_INDEX)
         return {"input_ids": tokens.tolist(), "labels": labels.tolist()}
 
     def reported(self, what: str, seq_length: int, max_samples: int | None) -> Self:
