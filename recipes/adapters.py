@@ -17,7 +17,6 @@ from automodel_ckpt.checkpoint.hf_assets import HFAssets, TensorSpec, tensor_spe
 from automodel_ckpt.checkpoint.module_tensors import StoredLayout, set_stored_layout, unwrap
 from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets
 from automodel_ckpt.config.schema import PeftConfig, RecipeConfig
-from automodel_ckpt.data.cache import cache_directory
 from automodel_ckpt.distributed.agree import raise_on_all_ranks
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.mesh_sizes import choose_strategy
@@ -29,6 +28,7 @@ from automodel_ckpt.models.repository import base_directory
 from automodel_ckpt.recipes.deferred_model import DeferredModel
 from automodel_ckpt.recipes.repository import repository_options
 from automodel_ckpt.units import size_text
+from automodel_ckpt.user_cache import cache_directory
 
 log = logging.getLogger("automodel_ckpt")
 

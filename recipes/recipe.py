@@ -34,6 +34,7 @@ from automodel_ckpt.config.schema import (
     has_metrics,
     has_validation,
 )
+from automodel_ckpt.config.urls import with_local_directory
 from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
 from automodel_ckpt.distributed.agree import gather_objects, raise_on_all_ranks
 from automodel_ckpt.distributed.mesh import RankLayout, close_distributed, init_distributed
@@ -164,7 +165,8 @@ class Recipe:
 
     def __init__(self, config: RecipeConfig, *, config_yaml: str) -> None:
         """*config_yaml* is the text of the resolved recipe, which each checkpoint contains."""
-        self.config = config
+        # With a URL as checkpoint_dir, everything below works in a local directory, from which it is uploaded.
+        self.config = with_local_directory(config)
         self.config_yaml = config_yaml
         self.untracked: set[str] = set(self.untracked)
         self.checkpointer: Checkpointer | None = None

@@ -304,7 +304,8 @@ class Saves:
 
     def _log_how_to_export(self) -> None:
         newest = self.last_save or self.resumed
-        if self.checkpointer is None or newest is None:
+        if self.checkpointer is None or newest is None or not newest.path.is_dir():
+            # One that was loaded from a store is not on the disk.
             return
         command = self.checkpointer.exports.command(newest.path)
         if command is not None and not self.checkpointer.exports.is_exported(newest.path):

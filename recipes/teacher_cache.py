@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from automodel_ckpt.checkpoint.collective_errors import raise_on_all_ranks
-from automodel_ckpt.data.cache import cache_directory
 from automodel_ckpt.data.micro_batches import collate, isolated_rng, read_sample
 from automodel_ckpt.data.teacher_targets import (
     PartWriter,
@@ -39,6 +38,7 @@ from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.fused_distillation import rows_of_chunk, top_of
 from automodel_ckpt.recipes.teacher import Teacher, with_numbered_labels
 from automodel_ckpt.units import counted
+from automodel_ckpt.user_cache import cache_directory
 
 log = logging.getLogger("automodel_ckpt")
 

@@ -18,7 +18,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,9 @@ from automodel_ckpt.checkpoint.files.direct import METER
 from automodel_ckpt.checkpoint.files.file_system import overlay_warning
 from automodel_ckpt.checkpoint.loader import CheckpointLoader, Resumed
 from automodel_ckpt.checkpoint.manifest import Manifest
-from automodel_ckpt.checkpoint.options import CheckpointOptions, Options
+from automodel_ckpt.checkpoint.options import CheckpointOptions, Options, RemoteStorage
 from automodel_ckpt.checkpoint.remote.background import Uploads, check_remote, clear_links
+from automodel_ckpt.checkpoint.remote.fetch import Fetched, Fetcher, own_name, remove_fetched
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.run.shared_storage import check_shared_storage
 from automodel_ckpt.checkpoint.saving.async_saves import AsyncSaves, on_cuda
@@ -50,6 +51,7 @@ from automodel_ckpt.errors import (
     RecipeError,
     SaveFailed,
 )
+from automodel_ckpt.store_url import check_url, is_url, scratch_directory, with_remote
 from automodel_ckpt.units import size_text
 
 __all__ = ["Checkpointer", "Resumed", "Saving"]
@@ -71,6 +73,9 @@ class Saving:
 
 class Checkpointer:
     """Saves and loads the state of a run in *directory*.
+
+    A URL of an object store as *directory* stands for a local directory (``scratch_dir`` of *options*), from which
+    checkpoints are uploaded.
 
     *group* is a gloo process group of all ranks, used by nothing else meanwhile, and *ranks* is this process's position
     in it. Without *ranks*, all ranks are data-parallel, and *group* is by default that of all ranks of
@@ -94,7 +99,9 @@ class Checkpointer:
         timeout_seconds: float = 1800.0,
         is_quiet: bool = False,
     ) -> None:
-        options = CheckpointOptions() if options is None else options
+        directory, options = _resolved(
+            directory, CheckpointOptions() if options is None else options
+        )
         _validate_format(options)
         if ranks is None:
             if group is None and dist.is_initialized():
@@ -111,18 +118,16 @@ class Checkpointer:
             frozenset(options.keep_steps),
             options.best_mode,
         )
-        run = RunDirectory(Path(directory), keep, options.best_metric_key)
+        run = RunDirectory(directory, keep, options.best_metric_key)
         self._planner = Planner(run, ranks, self.assets, options)
         self._loader = CheckpointLoader(self._planner, options, group)
         self.exports = Exports(self._planner, group, self.wait_for_save)
         """The exports of this run's checkpoints as Hugging Face files."""
         self._uploads: Uploads | None = None
+        self._fetcher: Fetcher | None = None
+        self._remote_is_open = False
         if options.remote is not None:
             check_remote(options.remote)
-        if options.remote is not None and ranks.rank == 0:
-            self._uploads = Uploads(
-                run.root, options.remote, options.best_metric_key, options.best_mode
-            )
         self._items_are_logged = is_quiet
         self._save_level = logging.DEBUG if is_quiet else logging.INFO
         self._is_async = options.is_async
@@ -159,13 +164,27 @@ class Checkpointer:
         with self._raise_on_all_ranks("opening checkpoint.checkpoint_dir", RecipeError):
             if self.is_rank0:
                 self._run.hold()
-                clear_links(self._run.root, keep=self._uploads is not None)
+                self._open_remote()
                 warning = overlay_warning(self.directory)
                 if warning is not None:
                     log.warning("%s", warning)
         # A separate block: it has collectives, which rank 0 would miss if hold() failed in it.
         with self._raise_on_all_ranks("checking for shared storage", RecipeError):
             check_shared_storage(self._run.root, self._ranks.rank, self._group)
+
+    def _open_remote(self) -> None:
+        """Prepare uploads and downloads. Raises :class:`RecipeError` and :class:`StoreError` where a store cannot."""
+        if self._remote_is_open:
+            return
+        options, root = self._options, self._run.root
+        remove_fetched(root)
+        clear_links(root, keep=options.remote is not None)
+        if options.remote is not None:
+            mode = options.best_mode
+            self._uploads = Uploads(root, options.remote, options.best_metric_key, mode)
+        if options.remote is not None or is_url(options.restore_from or ""):
+            self._fetcher = Fetcher(root, options.remote)
+        self._remote_is_open = True
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Validate *state* before training. Raises :class:`RecipeError` for state that clashes or cannot be stored
@@ -407,24 +426,40 @@ class Checkpointer:
         Raises :class:`CheckpointUnusable` on all ranks where no checkpoint can be used or the chosen one does not
         match.
         """
-        if self._options.remote is not None:
-            self._fetch()
-        resumed = self._loader.load(state, before_loading)
+        fetched = self._fetch()
+        try:
+            resumed = self._loader.load(state, before_loading, fetched)
+        finally:
+            # Collective calls in load() end after the last read of all ranks.
+            if fetched is not None and self.is_rank0:
+                with contextlib.suppress(OSError):
+                    remove_fetched(self._run.root)
         if self._options.remote is not None:
             with self._raise_on_all_ranks("starting the uploads"):
                 if self._uploads is not None:
                     self._start_uploads(self._uploads, resumed)
         return resumed
 
-    def _fetch(self) -> None:
-        """Download the checkpoint to resume from on rank 0, if the store has a newer one. Collective."""
+    def _fetch(self) -> Fetched | None:
+        """Fetch the checkpoint to resume from on rank 0, if a store has it and this machine does not. Collective.
+
+        Returns None if it is in the run directory.
+        """
+        restore_from = self._options.restore_from
+        if self._options.remote is None and not is_url(restore_from or ""):
+            return None
         failure: Exception | None = None
+        fetched: Fetched | None = None
 
         def fetch() -> None:
-            nonlocal failure
+            nonlocal failure, fetched
             try:
-                if self._uploads is not None:
-                    self._uploads.fetch(self._options.restore_from)
+                if self.is_rank0:
+                    # Programs that use a checkpointer without open() have created neither.
+                    self._run.hold()
+                    self._open_remote()
+                if self._fetcher is not None:
+                    fetched = self._fetcher.fetch(restore_from, self._run.memory)
             except (AutomodelError, OSError) as error:
                 failure = error
 
@@ -433,6 +468,7 @@ class Checkpointer:
         with self._raise_on_all_ranks("downloading a checkpoint", CheckpointUnusable):
             if failure is not None:
                 raise failure
+        return agree.broadcast_object(self._group, fetched)
 
     def _start_uploads(self, uploads: Uploads, resumed: Resumed | None) -> None:
         if self._run.root != uploads.root:
@@ -472,6 +508,9 @@ class Checkpointer:
         with self._raise_on_all_ranks("uploading the last checkpoint"):
             if failure is not None:
                 raise failure
+            if self.is_rank0:
+                # They were kept for their upload.
+                self._run.prune("")
 
     def wait(self) -> None:
         """Wait until this rank has no save or removal in progress. Not collective."""
@@ -520,6 +559,23 @@ def _validate_format(options: Options) -> None:
         hint="remove this key, or set checkpoint.model_layout to shards "
         f"(now {options.model_layout})",
     )
+
+
+def _resolved(directory: str | os.PathLike[str], options: Options) -> tuple[Path, Options]:
+    """Replace a URL as *directory*, and the URL of a checkpoint of the same run as ``restore_from``.
+
+    Raises :class:`RecipeError` for a URL that cannot be used.
+    """
+    url = os.fspath(directory)
+    resolved: Any = options
+    if is_url(url):
+        check_url(url, "directory")
+        directory = scratch_directory(url, options.scratch_dir)
+        resolved = with_remote(resolved, url, RemoteStorage)
+    name = own_name(options.restore_from, resolved.remote)
+    if name != options.restore_from:
+        resolved = replace(resolved, restore_from=name)
+    return Path(directory), resolved
 
 
 def _ranks_in(group: ProcessGroup | None) -> layout.DataParallelRanks:

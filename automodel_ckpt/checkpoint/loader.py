@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -16,6 +17,8 @@ from automodel_ckpt.checkpoint.collective_errors import raise_on_all_ranks
 from automodel_ckpt.checkpoint.discovery import classify
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.options import Options
+from automodel_ckpt.checkpoint.remote.fetch import Fetched
+from automodel_ckpt.checkpoint.remote.ranges import VerifiedRanges
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.run.selection import Chooser
 from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets
@@ -65,39 +68,46 @@ class CheckpointLoader:
         self,
         state: Mapping[str, Any],
         before_loading: Callable[[Path, Manifest], None] | None,
+        fetched: Fetched | None = None,
     ) -> Resumed | None:
         """Load the newest usable checkpoint, or the one that ``restore_from`` names, into *state*. Collective.
 
+        *fetched* is the checkpoint to load, if it was fetched from a store and is not one of the run directory.
         Returns None in a new run. Rank 0 calls *before_loading* with the chosen checkpoint before anything is loaded.
         Raises :class:`CheckpointUnusable` on all ranks where no checkpoint can be used or the chosen one does not
         match.
         """
         restore_from = self._options.restore_from
-        found = self._chooser.choose(self._run, restore_from)
+        found = self._chooser.choose(self._run, restore_from, fetched)
         # choose() is collective, so all ranks must compute the same differences.
         while found is not None and (differences := self._incompatible(*found, state)):
             self._move_to_sibling(found[0], differences)
+            fetched = None
             found = self._chooser.choose(self._run, restore_from)
         if found is None:
             return None
         path, manifest = found
         if self._is_rank0:
-            log.info("Loading checkpoint from %s", self._run.display_path(path))
+            shown = self._run.display_path(path) if fetched is None else fetched.name
+            log.info("Loading checkpoint from %s", shown)
         with self._raise_on_all_ranks(f"loading {path.name}", CheckpointUnusable):
             if before_loading is not None and self._is_rank0:
                 before_loading(path, manifest)
-            self._load(path, manifest, state)
+            self._load(path, manifest, state, fetched)
         # Without restore_from, too: checkpoints that were skipped as damaged may have later names.
         self._run.went_back_to = manifest.step
         self._planner.resumed_from = path.name
         in_memory = path.parent == self._run.memory
         return Resumed(path, manifest.step, manifest.epoch, manifest, in_memory)
 
-    def _load(self, path: Path, manifest: Manifest, state: Mapping[str, Any]) -> None:
+    def _load(
+        self, path: Path, manifest: Manifest, state: Mapping[str, Any], fetched: Fetched | None
+    ) -> None:
         """Load the checkpoint into this rank's *state*. Raises :class:`CheckpointUnusable` where it does not match."""
         self._check_base(path, manifest)
         items = classify(state)
-        loader = self._loader(path, manifest)
+        remote = None if fetched is None else fetched.ranges(manifest)
+        loader = self._loader(path, manifest, remote)
         is_expected = self._planner.save_optimizer or manifest.is_imported_run
         if manifest.left_out and not is_expected and self._is_rank0:
             message = "checkpoint.save_optimizer is false: %s was saved without %s, which start with new state"
@@ -105,9 +115,12 @@ class CheckpointLoader:
         # Where tensors do not fit, load() raises with their names, which says more than the model's config.
         if not loader.incompatibilities(items):
             self._check_same_model(path)
-        loader.load(items)
+        with contextlib.closing(remote) if remote is not None else contextlib.nullcontext():
+            loader.load(items)
 
-    def _loader(self, path: Path, manifest: Manifest) -> Loader:
+    def _loader(
+        self, path: Path, manifest: Manifest, remote: VerifiedRanges | None = None
+    ) -> Loader:
         """A loader that allows the state to be missing which the checkpoint was saved without.
 
         Applies with ``save_optimizer: false``: otherwise the same command could not resume. Also applies to imported
@@ -121,7 +134,7 @@ class CheckpointLoader:
             for name, record in manifest.state.items():
                 if record.kind == "lr_scheduler":
                     allowed.add(name)
-        return Loader(path, manifest, self._planner.ranks, frozenset(allowed))
+        return Loader(path, manifest, self._planner.ranks, frozenset(allowed), remote)
 
     # ---------------------------------------------------------------- another model
 

@@ -30,6 +30,8 @@ class RemoteOptions(Protocol):
     @property
     def keep_every_steps(self) -> int | None: ...
     @property
+    def keep_steps(self) -> Iterable[int]: ...
+    @property
     def max_mb_per_second(self) -> float | None: ...
     @property
     def num_threads(self) -> int: ...
@@ -51,6 +53,8 @@ class Options(Protocol):
     def is_async(self) -> bool: ...
     @property
     def incremental(self) -> bool | Literal["auto"]: ...
+    @property
+    def scratch_dir(self) -> str | None: ...
     @property
     def restore_from(self) -> str | None: ...
     @property
@@ -89,6 +93,7 @@ class RemoteStorage:
     keep_last: int | None = None
     keep_best: int = 0
     keep_every_steps: int | None = None
+    keep_steps: Iterable[int] = ()
     max_mb_per_second: float | None = None
     num_threads: int = 8
 
@@ -110,8 +115,10 @@ class CheckpointOptions:
     incremental: bool | Literal["auto"] = "auto"
     """Share files of tensors that do not train with an earlier checkpoint by hard links. ``auto``: if they take 16 MiB
     or more, and never with the checkpoint just before, so that two checkpoints stay independent; True: always."""
+    scratch_dir: str | None = None
+    """If the directory is a URL: the local directory in which the run gets its own; None: the user's cache."""
     restore_from: str | None = None
-    """Checkpoint to load: LATEST, LOWEST_VAL, a name or a path; None: the newest usable one."""
+    """Checkpoint to load: LATEST, LOWEST_VAL, a name, a path or a URL; None: the newest usable one."""
     save_optimizer: bool = True
     """Save the optimizer state; False: only weights, so that a resume is not exact."""
     best_metric_key: str = "val_loss"

@@ -69,7 +69,7 @@ def read_manifest(run: RemoteRun, name: str) -> Manifest:
 
 def reject_url(path: str, command: str) -> None:
     """Raise :class:`RecipeError` if *path* is a URL: *command* needs a local checkpoint."""
-    from automodel_ckpt.checkpoint.remote.url import is_url
+    from automodel_ckpt.store_url import is_url
 
     if is_url(path):
         raise RecipeError(

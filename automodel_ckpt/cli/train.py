@@ -178,8 +178,14 @@ def _early_check(line: CommandLine) -> Callable[[Node], list[Problem]]:
         from automodel_ckpt.cli.checks.data_files import missing_data_files
         from automodel_ckpt.config.targets import untrusted_names
         from automodel_ckpt.config.trust import Trust
+        from automodel_ckpt.config.urls import missing_libraries
 
-        return [*untrusted_names(root, Trust(line.flags.trust)), *missing_data_files(root)]
+        trust = Trust(line.flags.trust)
+        return [
+            *untrusted_names(root, trust),
+            *missing_data_files(root),
+            *missing_libraries(root),
+        ]
 
     return check
 

@@ -21,6 +21,7 @@ from automodel_ckpt.config.overrides import Override, graft
 from automodel_ckpt.config.references import is_reference
 from automodel_ckpt.config.registry import is_name, registered
 from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.urls import url_problems
 from automodel_ckpt.config.yaml_tree import Node, is_stream, lines
 from automodel_ckpt.errors import Problem, RecipeError
 
@@ -167,6 +168,8 @@ def bind_recipe(
             raise RecipeError.all_of([*found, *translation.problems])
     translated = root.copy() if translation is not None else None
     root = resolve_keys(root, schema or RecipeConfig, found)
+    # Before other problems, whose messages could show a URL with a password.
+    found += url_problems(root)
     is_custom = _check_recipe_name(root, found)
     binder = Binder(schema or RecipeConfig, found, open_top=schema is None and is_custom)
     config = binder.section(binder.schema, root, "")

@@ -43,6 +43,7 @@ from automodel_ckpt.config.rules import (
     setting,
 )
 from automodel_ckpt.config.rules import Target as Target
+from automodel_ckpt.store_url import is_url
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 KNOWN_TRACKERS = Rule(
@@ -787,10 +788,11 @@ class GenerationConfig:
 @dataclass
 class RemoteConfig:
     """Copies of the checkpoints in an object store. Published checkpoints are uploaded in the background. A start
-    downloads the newest one, unless the local disk has it. Credentials come from the environment."""
+    loads the newest one, unless the local disk has it. Credentials come from the environment."""
 
-    url: str = setting(MISSING, NOT_EMPTY)
-    """URL of the run's directory in the store: s3://BUCKET/PATH, gs://, az://, hf://, or file:// of a mounted disk."""
+    url: str = ""
+    """URL of the run's directory in the store: s3://BUCKET/PATH, gs://, az://, hf://, or file:// of a mounted disk.
+    Without it, checkpoint_dir must be such a URL."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of the store, such as endpoint_url and region_name; no secrets."""
     required: bool = False
@@ -801,10 +803,22 @@ class RemoteConfig:
     """In addition to keep_last, keep the N best checkpoints in the store."""
     keep_every_steps: int | None = setting(None, AT_LEAST_1)
     """In addition to keep_last, keep checkpoints in the store whose step is a multiple of N."""
+    keep_steps: list[int] = field(default_factory=list)
+    """In addition to keep_last, keep the checkpoints of these steps in the store."""
     max_mb_per_second: float | None = setting(None, POSITIVE)
     """Maximum rate of uploads, in 10^6 bytes per second; null: no limit."""
     num_threads: int = setting(8, AT_LEAST_1)
     """Files, and parts of large files, that are transferred at the same time."""
+
+    conditions: ClassVar[tuple[Condition, ...]] = (
+        Condition(
+            ("keep_best", "keep_every_steps", "keep_steps"),
+            ("keep_last",),
+            lambda section: section.keep_last is not None,
+            "the store keeps all checkpoints, because keep_last is not set",
+            "set checkpoint.remote.keep_last, or remove the key",
+        ),
+    )
 
 
 @dataclass
@@ -825,7 +839,11 @@ class CheckpointConfig:
     enabled: bool = True
     """Save checkpoints and resume from them."""
     checkpoint_dir: str = setting("checkpoints/", NOT_EMPTY)
-    """Run directory, for checkpoints, training.jsonl and validation.jsonl."""
+    """Run directory, for checkpoints, training.jsonl and validation.jsonl; or a URL, as remote.url."""
+    scratch_dir: str | None = setting(None, NOT_EMPTY)
+    """If checkpoint_dir is a URL: the local directory in which this run gets its own directory, where checkpoints are
+    written and wait for their upload; null: runs/ in $AUTOMODEL_CKPT_CACHE or ~/.cache/automodel_ckpt. On several nodes
+    it must be on storage that they share."""
     model_save_format: Literal["safetensors", "torch_save"] = "safetensors"
     """Format of the model's shards; torch_save is the format of torch.distributed.checkpoint (DCP)."""
     model_layout: Literal["shards", "hf", "adapter"] | None = None
@@ -848,7 +866,7 @@ class CheckpointConfig:
     """At the end, average the weights of the newest N checkpoints. The result is a checkpoint of Hugging Face files in
     averaged/ in the run directory; a resume does not use it."""
     restore_from: str | None = None
-    """Checkpoint to resume from: LATEST, LOWEST_VAL, a name or a path; null: the newest usable one."""
+    """Checkpoint to resume from: LATEST, LOWEST_VAL, a name, a path or a URL; null: the newest usable one."""
     save_optimizer: bool = True
     """Save the optimizer state; false: only weights, so that a resume is not exact."""
     best_metric_key: str = setting("val_loss", NOT_EMPTY)
@@ -908,6 +926,14 @@ class CheckpointConfig:
             "average_last needs more checkpoints than keep_last keeps",
             "set keep_last to at least average_last",
         ),
+        Relation(
+            ("remote.url", "checkpoint_dir"),
+            lambda section: (
+                section.remote is None or bool(section.remote.url) != is_url(section.checkpoint_dir)
+            ),
+            "exactly one of remote.url and checkpoint_dir must be the URL of the store",
+            "set remote.url to a URL and checkpoint_dir to a local directory, or only checkpoint_dir to a URL",
+        ),
     )
     conditions: ClassVar[tuple[Condition, ...]] = (
         Condition(
@@ -923,6 +949,13 @@ class CheckpointConfig:
             lambda section: section.restore_from is None,
             "restore_from selects the checkpoint",
             "remove restore_from or on_incompatible",
+        ),
+        Condition(
+            ("scratch_dir",),
+            ("checkpoint_dir",),
+            lambda section: is_url(section.checkpoint_dir),
+            "checkpoint_dir is a local directory",
+            "remove it, or set checkpoint_dir to a URL",
         ),
     )
 

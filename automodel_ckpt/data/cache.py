@@ -2,51 +2,16 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
-import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from automodel_ckpt.durable_io import fsync_file
 from automodel_ckpt.errors import RecipeError, os_problem
-
-
-def cache_directory() -> Path:
-    """The directory of prepared data: ``$AUTOMODEL_CKPT_CACHE`` if set, otherwise ``~/.cache/automodel_ckpt``.
-
-    For a user without a writable home, as in containers, it is a directory in the temporary directory.
-    Raises PermissionError if that directory belongs to another user.
-    """
-    named = os.environ.get("AUTOMODEL_CKPT_CACHE")
-    if named:
-        return Path(named).expanduser()
-    home = Path(os.path.expanduser("~/.cache/automodel_ckpt"))
-    # expanduser() returns the text unchanged for a user without a home.
-    if home.is_absolute() and _can_be_written(home):
-        return home
-    return _temporary()
-
-
-def _can_be_written(directory: Path) -> bool:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return False
-    return os.access(directory, os.W_OK | os.X_OK)
-
-
-def _temporary() -> Path:
-    directory = Path(tempfile.gettempdir()) / f"automodel_ckpt-{os.getuid()}"
-    directory.mkdir(mode=0o700, exist_ok=True)
-    # Another user may have created the directory, or a link with its name, to control the data that is trained on.
-    if directory.lstat().st_uid != os.getuid():
-        raise PermissionError(errno.EPERM, "it belongs to another user", str(directory))
-    return directory
+from automodel_ckpt.user_cache import cache_directory
 
 
 def cached(name: str, key: tuple[object, ...], build: Callable[[Path], None]) -> Path:

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from automodel_ckpt.data.cache import cache_directory
 from automodel_ckpt.data.preference import REFERENCE_CHOSEN, REFERENCE_REJECTED
 from automodel_ckpt.data.preference_rows import CHOSEN, REJECTED
 from automodel_ckpt.data.tokenized import TokenizedDataset
 from automodel_ckpt.durable_io import replace_file
 from automodel_ckpt.errors import AutomodelError, RecipeError
+from automodel_ckpt.user_cache import cache_directory
 
 log = logging.getLogger(__name__)
 

@@ -534,6 +534,10 @@ def loaded_into_another_model(it: Subject) -> Any:
     return loaded_again(it, now=SimpleNamespace(model=other))
 
 
+def run_directory(it: Subject) -> Any:
+    return it.recipe.config.checkpoint.checkpoint_dir
+
+
 REMOTE = "--checkpoint.remote={url: 'file:///tmp/a'}"
 
 
@@ -1142,8 +1146,18 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
         "true",
     ),
     "checkpoint.remote.keep_last": Observed(uploads, "2", (REMOTE,)),
-    "checkpoint.remote.keep_best": Observed(uploads, "2", (REMOTE,)),
-    "checkpoint.remote.keep_every_steps": Observed(uploads, "2", (REMOTE,)),
+    "checkpoint.remote.keep_best": Observed(
+        uploads, "2", (REMOTE, "--checkpoint.remote.keep_last=1")
+    ),
+    "checkpoint.remote.keep_every_steps": Observed(
+        uploads, "2", (REMOTE, "--checkpoint.remote.keep_last=1")
+    ),
+    "checkpoint.remote.keep_steps": Observed(
+        uploads, "[3]", (REMOTE, "--checkpoint.remote.keep_last=1")
+    ),
+    "checkpoint.scratch_dir": Observed(
+        run_directory, "/tmp/scratch", ("--checkpoint.checkpoint_dir=file:///tmp/a",)
+    ),
     "checkpoint.remote.max_mb_per_second": Observed(uploads, "2", (REMOTE,)),
     "checkpoint.remote.num_threads": Observed(uploads, "2", (REMOTE,)),
     "checkpoint.memory": Observed(copied_to_memory, MEMORY.partition("=")[2]),

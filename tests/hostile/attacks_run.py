@@ -137,6 +137,7 @@ def _leftovers(add: Add) -> None:
         "pin": f".pin-{NAME}.{unique}",
         "followed": f".link-{unique}",
         "superseded": f"{NAME}.superseded-1",
+        "fetched": ".fetched",
         "strange": "epoch_0_step_7\x1b[2J",
         "new_line": "epoch_0_step_7\nx",
         "bytes": b"epoch_0_step_\xff\xfe",
@@ -206,6 +207,7 @@ JSONL = ("training.jsonl", "validation.jsonl")
 OF_UPLOADS = (
     ".remote.json",
     ".remote.lock",
+    ".remote-start.json",
     ".upload-epoch_0_step_20",
     ".upload-epoch_0_step_20.json",
 )

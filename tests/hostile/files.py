@@ -55,6 +55,7 @@ _RUN = {
     "epoch_*.superseded-*": "leftover",
     ".epoch_*.staging-*": "leftover",
     ".trash-*": "leftover",
+    ".fetched": "leftover",
     ".LATEST.*": "leftover",
     ".pin-*": "leftover",
     ".link-*": "leftover",

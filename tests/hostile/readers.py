@@ -13,7 +13,7 @@ from typing import Any
 
 from automodel_ckpt.checkpoint import discover, layout
 from automodel_ckpt.checkpoint.commit import point
-from automodel_ckpt.checkpoint.remote import uploader
+from automodel_ckpt.checkpoint.remote import gone_back, uploader
 from automodel_ckpt.checkpoint.remote.transfer import UploadMemory
 from automodel_ckpt.checkpoint.run.finished import reason_if_finished
 from automodel_ckpt.checkpoint.run.memory_directory import open_memory
@@ -112,11 +112,14 @@ def _uploads(run: Path) -> int:
     """Read what the process that uploads checkpoints keeps in the run directory."""
     memory = UploadMemory.read(run / f"{uploader.LINK}epoch_0_step_20.json", "xxh3_128:0")
     uploader.Status.read(run)
+    gone_back.GoneBack.read(run)
     try:
         uploader.pending(run)
         with uploader.only_one(run):
             memory.note_done("model/file")
         memory.forget()
+        gone_back.note(run, 20, "token")
+        gone_back.forget(run)
         return 0
     except OSError as error:
         print_error(str(error))

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -40,6 +40,16 @@ SliceIndex = tuple[str, tuple[int, ...]]
 """The FQN of a slice's tensor, and its offsets."""
 
 
+class ByteRanges(Protocol):
+    """Reads the files of a checkpoint that are not on this machine."""
+
+    def expect(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+        """Prepare to read these byte ranges, (file, start, end), in this order."""
+
+    def read(self, file: str, memory: memoryview, start: int) -> None:
+        """Fill *memory* with the bytes of *file* from *start*. Raises :class:`CheckpointUnusable`."""
+
+
 class _Planner(DefaultLoadPlanner):
     """DCP's planner, except that values that are not tensors are unpickled by a reader that runs no code."""
 
@@ -65,9 +75,12 @@ def read_value(checkpoint: Path, file: str) -> Any:
     return pickle_reader.load(read_safely(checkpoint, file), str(checkpoint / file))
 
 
-def read_object(checkpoint: Path, tree: Tree, name: str) -> Any:
-    """The plain value that a tree has under *name*. Raises :class:`CheckpointUnusable` naming the file."""
-    with _Files(checkpoint) as files:
+def read_object(checkpoint: Path, tree: Tree, name: str, remote: ByteRanges | None = None) -> Any:
+    """The plain value that a tree has under *name*. Raises :class:`CheckpointUnusable` naming the file.
+
+    With *remote*, it is read from there, and *checkpoint* is only for messages.
+    """
+    with _Files(checkpoint, remote) as files:
         return pickle_reader.load(files.read_blob(tree.objects[name]), name)
 
 
@@ -86,11 +99,14 @@ def metadata_of(tree: Tree) -> Metadata:
     return Metadata(state)
 
 
-def read_tree(checkpoint: Path, tree: Tree, state_dict: dict[str, Any]) -> None:
+def read_tree(
+    checkpoint: Path, tree: Tree, state_dict: dict[str, Any], remote: ByteRanges | None = None
+) -> None:
     """Fill a (flat) *state_dict* with the values of the tree under its keys: tensors in place, other values replaced.
 
-    Keys that the tree lacks are not changed: compare first (:func:`differences`). Not collective. Raises
-    :class:`CheckpointUnusable` naming the file.
+    Keys that the tree lacks are not changed: compare first (:func:`differences`). Not collective. With *remote*, the
+    bytes are read from there, and *checkpoint* is only for messages. Raises :class:`CheckpointUnusable` naming the
+    file.
     """
     planner = _Planner()
     planner.set_up_planner(state_dict, metadata_of(tree))
@@ -100,7 +116,9 @@ def read_tree(checkpoint: Path, tree: Tree, state_dict: dict[str, Any]) -> None:
         for stored in contiguous_slices(tensor):
             slices[stored.fqn, stored.offsets] = stored
     items = sorted(plan.items, key=lambda item: _position(item, slices, tree))
-    with _Files(checkpoint) as files:
+    if remote is not None:
+        remote.expect(_ranges(items, slices, tree))
+    with _Files(checkpoint, remote) as files:
         for item in items:
             if item.type == LoadItemType.BYTE_IO:
                 data = files.read_blob(tree.objects[item.storage_index.fqn])
@@ -122,11 +140,28 @@ def _position(item: ReadItem, slices: Mapping[SliceIndex, Slice], tree: Tree) ->
     return stored.file, stored.start
 
 
-class _Files:
-    """The files of a checkpoint, each opened once."""
+def _ranges(
+    items: Iterable[ReadItem], slices: Mapping[SliceIndex, Slice], tree: Tree
+) -> Iterator[tuple[str, int, int]]:
+    """Yield (file, start, end) of the bytes that each item needs. Gaps in them are included."""
+    for item in items:
+        file, start = _position(item, slices, tree)
+        if item.type == LoadItemType.BYTE_IO:
+            yield file, start, start + tree.objects[item.storage_index.fqn].nbytes
+            continue
+        stored = slices[_index(item)]
+        wanted = Box(tuple(item.storage_offsets), tuple(item.lengths))
+        whole_slice = Box((0,) * len(stored.sizes), stored.sizes)
+        runs = list(overlap(whole_slice, wanted, nbytes_of(stored.dtype, ())))
+        if runs:
+            yield file, start + runs[0].source, start + runs[-1].source + runs[-1].nbytes
 
-    def __init__(self, checkpoint: Path) -> None:
-        self._checkpoint = checkpoint
+
+class _Files:
+    """The files of a checkpoint, each opened once, or read from *remote*."""
+
+    def __init__(self, checkpoint: Path, remote: ByteRanges | None = None) -> None:
+        self._checkpoint, self._remote = checkpoint, remote
         self._open: dict[str, int] = {}
 
     def __enter__(self) -> _Files:
@@ -175,6 +210,9 @@ class _Files:
         np.frombuffer(memory, dtype).reshape(wanted.sizes)[...] = values[index]
 
     def _read(self, file: str, memory: memoryview, start: int) -> None:
+        if self._remote is not None:
+            self._remote.read(file, memory, start)
+            return
         while memory:
             count = os.preadv(self._descriptor(file), [memory], start)
             if count == 0:

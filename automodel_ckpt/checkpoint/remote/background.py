@@ -1,4 +1,4 @@
-"""The uploads of a run, seen from rank 0 of the trainer: what is fetched at the start, and the uploading process."""
+"""The uploads of a run, seen from rank 0 of the trainer, which starts the uploading process and waits for it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pathlib import Path
 
 from automodel_ckpt.checkpoint import layout, policy
 from automodel_ckpt.checkpoint.options import RemoteOptions
-from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint
-from automodel_ckpt.checkpoint.remote.run import RemoteCheckpoint, RemoteRun
-from automodel_ckpt.checkpoint.remote.store import Store, StoreError
+from automodel_ckpt.checkpoint.remote import gone_back
+from automodel_ckpt.checkpoint.remote.run import RemoteRun
+from automodel_ckpt.checkpoint.remote.store import Store
 from automodel_ckpt.checkpoint.remote.uploader import (
     FINISH,
     LINK,
@@ -27,9 +27,8 @@ from automodel_ckpt.checkpoint.remote.uploader import (
     step_of,
     unlink,
 )
-from automodel_ckpt.checkpoint.remote.url import check_options, check_url
-from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.errors import SaveFailed
+from automodel_ckpt.store_url import check_library, check_options, check_url
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -39,19 +38,18 @@ _POLL_SECONDS = 0.2
 _KEY = "checkpoint.remote"
 _finishing: list[subprocess.Popen[bytes]] = []
 """Processes that go on without the trainer; without a reference, Python would warn about each."""
-_LOGS = (layout.TRAINING_LOG, layout.VALIDATION_LOG)
 
 
 def check_remote(settings: RemoteOptions) -> None:
     """Raise :class:`RecipeError` for a URL or options that cannot be used. Makes no request."""
-    check_url(settings.url, f"{_KEY}.url")
+    check_library(check_url(settings.url, f"{_KEY}.url"), f"{_KEY}.url")
     check_options(settings.options, f"{_KEY}.options")
 
 
 class Uploads:
-    """Fetches the newest checkpoint of *root*'s run from a store, and uploads those that the run publishes.
+    """Uploads the checkpoints that the run in *root* publishes.
 
-    Only rank 0 uses it. Nothing but :meth:`fetch` and :meth:`finish` waits for the network.
+    Only rank 0 uses it. Nothing but :meth:`finish` waits for the network.
     """
 
     def __init__(
@@ -71,6 +69,7 @@ class Uploads:
             keep_last=settings.keep_last,
             keep_best=settings.keep_best,
             keep_every_steps=settings.keep_every_steps,
+            keep_steps=list(settings.keep_steps),
             bytes_per_second=None if rate is None else 1e6 * rate,
             num_threads=settings.num_threads,
         )
@@ -78,53 +77,6 @@ class Uploads:
         self._newest: str | None = None
 
     # ---------------------------------------------------------------- the start
-
-    def fetch(self, restore_from: str | None) -> None:
-        """Download the checkpoint to resume from, if the store has a newer one than the local disk.
-
-        With *restore_from*, that is the checkpoint of this name, if it is not on the local disk. A store that cannot be
-        read is a warning if there is a local checkpoint. Raises :class:`StoreError` otherwise, and what
-        :func:`~.pull.pull_checkpoint` raises.
-        """
-        local = resume.newest(self.root)
-        try:
-            found = self._wanted(restore_from, local)
-        except StoreError as error:
-            if local is None:
-                raise
-            log.warning("the store cannot be read, resuming from the local disk: %s", error)
-            return
-        if found is None:
-            return
-        name = str(found.name)
-        log.info("downloading %s from %s", name, self._run.store)
-        started = time.monotonic()
-        pull_checkpoint(self._run, name, self.root, num_threads=self._settings.num_threads)
-        seconds = time.monotonic() - started
-        log.info("downloaded %s: %.1f MB in %.1f s", name, found.summary.nbytes / 1e6, seconds)
-        for file in _LOGS:
-            path = self.root / file
-            if not path.exists():
-                with contextlib.suppress(FileNotFoundError):
-                    path.write_bytes(self._run.store.read(file))
-
-    def _wanted(
-        self, restore_from: str | None, local: policy.Record | None
-    ) -> RemoteCheckpoint | None:
-        name = restore_from
-        if name == layout.LOWEST_VAL:
-            name = None if local is not None else self._run.pointed(layout.LOWEST_VAL)
-            if name is None:
-                return None
-        if name is not None and name != layout.LATEST:
-            parsed = layout.parse_checkpoint_name(name)
-            if parsed is None or (self.root / name).exists():
-                return None
-            return self._run.checkpoint(parsed)
-        newest = self._run.newest()
-        if newest is None or (local is not None and local.step >= newest.name.step):
-            return None
-        return newest
 
     def start(self, resumed_step: int | None, resumed_name: str | None = None) -> None:
         """Start the uploading process. The run continues from *resumed_step*; None if it begins.
@@ -140,7 +92,7 @@ class Uploads:
                 unlink(self.root, name)
         if resumed_name is not None:
             self._link(resumed_name)
-        self._launch(resumed_step or 0)
+        self._launch(gone_back.note(self.root, resumed_step or 0, self.job.token))
 
     def _launch(self, went_back_to: int) -> None:
         # The process writes the owner's object: here, a slow store would delay training.

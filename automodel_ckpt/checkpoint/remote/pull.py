@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from automodel_ckpt.checkpoint import commit, layout
@@ -37,36 +38,72 @@ def pull_checkpoint(
     """
     data = run.manifest(name)
     if data is None:
-        raise CheckpointUnusable(
-            "the store has no complete checkpoint of this name",
-            where=str(run.store),
-            value=name,
-            hint="`ckpt ls URL` lists the checkpoints",
-        )
+        raise _absent(run, name)
     where = f"{run.store}/{name}/{layout.MANIFEST}"
     manifest = Manifest.parse(data, where)
     _check_space(root, manifest)
     staging = commit.reserve(root, name)
     try:
-        for directory in {(staging / file).parent for file in manifest.files}:
-            directory.mkdir(parents=True, exist_ok=True)
-
-        def fetch(file: str) -> None:
-            _fetch(run, f"{name}/{file}", staging / file, manifest.files[file].size)
-            on_file(file)
-
-        with ThreadPoolExecutor(num_threads, "pull") as pool:
-            # list() raises the first failure.
-            list(pool.map(fetch, manifest.files))
-        problems = verify(staging, manifest, "digest")
-        if problems:
-            raise CheckpointUnusable.all_of(problems)
+        _download(run, name, manifest, staging, num_threads, on_file)
         commit.finalize(staging, data)
         return commit.publish(staging, name)
     except BaseException:
         with contextlib.suppress(OSError):
             commit.discard(staging)
         raise
+
+
+def pull_files(
+    run: RemoteRun, name: str, files: Iterable[str], target: Path, *, num_threads: int = 8
+) -> Path:
+    """Download some *files* of the checkpoint *name*, and its manifest, into a new directory of this name in *target*.
+
+    Return the directory, which is not a complete checkpoint. Raises as :func:`pull_checkpoint`.
+    """
+    data = run.manifest(name)
+    if data is None:
+        raise _absent(run, name)
+    manifest = Manifest.parse(data, f"{run.store}/{name}/{layout.MANIFEST}")
+    chosen = {file: manifest.files[file] for file in files}
+    path = target / name
+    path.mkdir()
+    only = replace(manifest, files=chosen, trees={}, state={})
+    _download(run, name, only, path, num_threads, lambda file: None)
+    (path / layout.MANIFEST).write_bytes(data)
+    return path
+
+
+def _download(
+    run: RemoteRun,
+    name: str,
+    manifest: Manifest,
+    target: Path,
+    num_threads: int,
+    on_file: Callable[[str], None],
+) -> None:
+    """Download the files of *manifest* into *target*, and verify them. Raises :class:`CheckpointUnusable`."""
+    for directory in {(target / file).parent for file in manifest.files}:
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def fetch(file: str) -> None:
+        _fetch(run, f"{name}/{file}", target / file, manifest.files[file].size)
+        on_file(file)
+
+    with ThreadPoolExecutor(num_threads, "pull") as pool:
+        # list() raises the first failure.
+        list(pool.map(fetch, manifest.files))
+    problems = verify(target, manifest, "digest")
+    if problems:
+        raise CheckpointUnusable.all_of(problems)
+
+
+def _absent(run: RemoteRun, name: str) -> CheckpointUnusable:
+    return CheckpointUnusable(
+        "the store has no complete checkpoint of this name",
+        where=str(run.store),
+        value=name,
+        hint="`ckpt ls URL` lists the checkpoints",
+    )
 
 
 def _fetch(run: RemoteRun, name: str, path: Path, size: int) -> None:

@@ -20,6 +20,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from automodel_ckpt.checkpoint import layout, policy
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
@@ -89,18 +90,23 @@ class RemoteRun:
         """Raise :class:`LeaseLost` if a later start took over. Called before each change that others can see."""
         if not self._is_owner:
             return
-        try:
-            owner = parse_json(self.store.read(OWNER))
-        except (FileNotFoundError, ValueError):
-            owner = None
-        if not isinstance(owner, dict) or owner.get("start") != self.token:
-            host = owner.get("host") if isinstance(owner, dict) else None
+        owner = self.owner()
+        if owner is None or owner.get("start") != self.token:
+            host = owner.get("host") if owner is not None else None
             raise LeaseLost(
                 "another run writes its checkpoints to this URL now",
                 where=str(self.store),
                 value=f"a run on {host}" if host else f"no valid {OWNER}",
                 hint="give each run its own URL",
             )
+
+    def owner(self) -> dict[str, Any] | None:
+        """Read the start that writes here: ``start``, ``host`` and ``time``; None if there is none."""
+        try:
+            owner = parse_json(self.store.read(OWNER))
+        except (FileNotFoundError, ValueError):
+            return None
+        return owner if isinstance(owner, dict) else None
 
     # ---------------------------------------------------------------- reading
 

@@ -17,8 +17,8 @@ from automodel_ckpt.checkpoint.remote.conditional import (
     conditions_of,
 )
 from automodel_ckpt.checkpoint.remote.transient import patiently
-from automodel_ckpt.checkpoint.remote.url import check_options, check_url, public
 from automodel_ckpt.errors import AutomodelError, SaveFailed
+from automodel_ckpt.store_url import check_library, check_options, check_url, public
 
 _QUERY = re.compile(r"(\w://[^\s?'\"]*)\?[^\s'\"]*")
 BLOCK_BYTES = 8 << 20
@@ -45,7 +45,9 @@ class Store:
         """
         import fsspec  # type: ignore[import-untyped]
 
-        self.url = check_url(url, f"{where}.url" if "." in where else where)
+        key = f"{where}.url" if "." in where else where
+        self.url = check_url(url, key)
+        check_library(self.url, key)
         check_options(options or {}, f"{where}.options")
         protocol = self.url.partition("://")[0]
         with self.reporting("opened"):
@@ -281,7 +283,7 @@ def _write_blocks(target: Any, blocks: Iterable[bytes]) -> None:
 
 
 def _library_options(protocol: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Translate :data:`~automodel_ckpt.checkpoint.remote.url.OPTIONS` to arguments of a file system of fsspec."""
+    """Translate :data:`~automodel_ckpt.store_url.OPTIONS` to arguments of a file system of fsspec."""
     given = dict(options)
     if protocol in ("s3", "s3a"):
         client = {}

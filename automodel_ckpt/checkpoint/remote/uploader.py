@@ -20,7 +20,7 @@ import select
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from typing import Any
 from automodel_ckpt.checkpoint import layout, policy
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
+from automodel_ckpt.checkpoint.remote import gone_back
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.remote.store import Store
@@ -62,6 +63,7 @@ class Job:
     keep_last: int | None = None
     keep_best: int = 0
     keep_every_steps: int | None = None
+    keep_steps: Sequence[int] = ()
     bytes_per_second: float | None = None
     num_threads: int = 8
     went_back_to: int = 0
@@ -70,7 +72,11 @@ class Job:
     def keep(self) -> policy.KeepPolicy:
         """The keep policy of the store."""
         return policy.KeepPolicy(
-            self.keep_last, self.keep_best, self.keep_every_steps, mode=self.mode
+            self.keep_last,
+            self.keep_best,
+            self.keep_every_steps,
+            frozenset(self.keep_steps),
+            self.mode,
         )
 
 
@@ -182,6 +188,7 @@ class Uploader:
             self._become_owner()
             for name in self._run.supersede_after(job.went_back_to, job.metric_key, job.mode):
                 _print(f"marked {self._store}/{name} as superseded")
+            gone_back.forget(self._root)
             self._has_begun = True
         while (names := self._worth_uploading()) and not self._stopping.is_set():
             self._upload(names[0])

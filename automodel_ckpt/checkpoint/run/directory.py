@@ -110,8 +110,11 @@ class RunDirectory:
 
     # ---------------------------------------------------------------- pointers
 
-    def candidates(self, restore_from: str | None) -> resume.Request:
-        """Remove leftovers, repair the pointers, and list the checkpoints to resume from, in order."""
+    def candidates(self, restore_from: str | None, fetched: Path | None = None) -> resume.Request:
+        """Remove leftovers, repair the pointers, and list the checkpoints to resume from, in order.
+
+        *fetched* is a checkpoint that was fetched from a store to be loaded, and the only one then.
+        """
         if self.root.is_dir():
             # The lease comes first: a staging directory may belong to a live save of another run.
             self.hold()
@@ -122,6 +125,8 @@ class RunDirectory:
                     clear_checkpoint(self.root / entry.name, log.info)
             links.repair_links(self.root)
             self._repair_pointers()
+        if fetched is not None:
+            return resume.Request([fetched], by_name=True)
         return resume.candidates(self.root, restore_from, self.memory)
 
     def best(self) -> str | None:

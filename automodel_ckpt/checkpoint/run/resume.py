@@ -14,6 +14,7 @@ from automodel_ckpt.checkpoint import commit, layout, policy
 from automodel_ckpt.checkpoint.manifest import Summary
 from automodel_ckpt.checkpoint.run import late_validations
 from automodel_ckpt.errors import CheckpointUnusable, Problem
+from automodel_ckpt.store_url import is_url
 
 Known = dict[str, tuple[tuple[int, int, int], policy.Record]]
 """A cache of records by name, each with the :func:`stamp` that the checkpoint had when it was read."""
@@ -145,16 +146,24 @@ def _newest_first(root: Path, memory: Path | None) -> list[Path]:
     return [directory / str(name) for name, directory in found]
 
 
+def is_continued(root: Path, restore_from: str) -> bool:
+    """Whether the run has published a checkpoint under *restore_from*, so that it continues from there."""
+    newest = [root / str(name) for name in checkpoint_names(root)]
+    return _published_under(newest, root, restore_from) is not None
+
+
 def request_text(root: Path, restore_from: str | None) -> str | None:
     """Return the text with which a checkpoint records the ``restore_from`` of the run that saved it.
 
     A pointer or a checkpoint of this run is recorded by name, because the run directory may be moved or mounted
-    elsewhere. Any other path is recorded as an absolute path.
+    elsewhere. Any other path is recorded as an absolute path, and a URL without the slash at its end.
     """
     if restore_from is None or restore_from in layout.POINTERS:
         return restore_from
     if layout.parse_checkpoint_name(restore_from):
         return restore_from
+    if is_url(restore_from):
+        return restore_from.rstrip("/")
     path = Path(os.path.abspath(restore_from))
     if layout.parse_checkpoint_name(path.name) and path.parent.resolve() == root.resolve():
         return path.name

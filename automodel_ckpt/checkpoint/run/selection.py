@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Protocol
 
 from torch.distributed import ProcessGroup
 
@@ -19,6 +20,17 @@ from automodel_ckpt.errors import CheckpointUnusable, Problem
 log = logging.getLogger("automodel_ckpt")
 
 
+class FetchedCheckpoint(Protocol):
+    """A checkpoint from a store, with all or some of its files in a local directory."""
+
+    @property
+    def path(self) -> Path:
+        """The local directory."""
+
+    def stored_locally(self, manifest: Manifest) -> Manifest:
+        """Restrict *manifest* to the files in the local directory."""
+
+
 class Chooser:
     """Chooses a checkpoint of a run on all ranks of *group*. *level* is how its files are verified."""
 
@@ -27,9 +39,12 @@ class Chooser:
         self._ranks = ranks
         self._group = group
 
-    def choose(self, run: RunDirectory, restore_from: str | None) -> tuple[Path, Manifest] | None:
+    def choose(
+        self, run: RunDirectory, restore_from: str | None, fetched: FetchedCheckpoint | None = None
+    ) -> tuple[Path, Manifest] | None:
         """Choose and verify the newest usable checkpoint of *run*, or the one that *restore_from* names. Collective.
 
+        *fetched* is a checkpoint that was fetched from a store to be loaded, and the only one to choose from then.
         Returns None if the run has no checkpoint. Rank 0 logs each skipped checkpoint with the reason. Raises
         :class:`CheckpointUnusable` on all ranks if no checkpoint can be used.
         """
@@ -39,21 +54,21 @@ class Chooser:
             self._group, "looking for a checkpoint", run.path, CheckpointUnusable
         ):
             if is_rank_0:
-                request = run.candidates(restore_from)
+                request = run.candidates(restore_from, None if fetched is None else fetched.path)
         # _examine() is collective, so all ranks must try the same checkpoints in the same order.
         request = agree.broadcast_object(self._group, request)
         assert request is not None
-        chosen = self._first_usable(run, request)
+        chosen = self._first_usable(run, request, fetched)
         if chosen is not None and request.note and is_rank_0:
             log.info("%s", request.note)
         return chosen
 
     def _first_usable(
-        self, run: RunDirectory, request: resume.Request
+        self, run: RunDirectory, request: resume.Request, fetched: FetchedCheckpoint | None
     ) -> tuple[Path, Manifest] | None:
         skipped: list[resume.Rejected] = []
         for path in request.candidates:
-            manifest, problems = self._examine(path)
+            manifest, problems = self._examine(path, fetched)
             # *problems* are those of all ranks: a rank that could read everything must skip the
             # checkpoint, too.
             if manifest is not None and not problems:
@@ -85,7 +100,9 @@ class Chooser:
             "or start a new run in another checkpoint.checkpoint_dir",
         )
 
-    def _examine(self, path: Path) -> tuple[Manifest | None, list[Problem]]:
+    def _examine(
+        self, path: Path, fetched: FetchedCheckpoint | None
+    ) -> tuple[Manifest | None, list[Problem]]:
         """Verify a checkpoint; each rank reads a part of its files. Collective.
 
         Returns the manifest (None if it cannot be read) and the problems found by all ranks.
@@ -94,8 +111,9 @@ class Chooser:
         problems: list[Problem] = []
         try:
             manifest = Manifest.read(path)
+            local = manifest if fetched is None else fetched.stored_locally(manifest)
             problems = verify(
-                path, manifest, self._level, rank=self._ranks.rank, num_ranks=self._ranks.world_size
+                path, local, self._level, rank=self._ranks.rank, num_ranks=self._ranks.world_size
             )
         except CheckpointUnusable as error:
             problems = list(error.problems)

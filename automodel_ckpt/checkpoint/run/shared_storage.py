@@ -49,7 +49,8 @@ def check_shared_storage(directory: Path, rank: int, group: ProcessGroup | None)
             "the ranks do not share storage: some do not see a file that rank 0 created",
             where=f"checkpoint.checkpoint_dir: {directory}",
             value=f"not seen by rank {', '.join(without)}",
-            hint="use a directory on storage that all nodes mount at the same path",
+            hint="use a directory on storage that all nodes mount at the same path; "
+            "if checkpoint_dir is a URL, set checkpoint.scratch_dir to it",
         )
 
 

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.discovery import Item
 from automodel_ckpt.checkpoint.formats.reading import (
+    ByteRanges,
     differences,
     read_object,
     read_tree,
@@ -58,8 +59,10 @@ class Loader:
         manifest: Manifest,
         ranks: layout.RankLayout,
         allow_missing: frozenset[str],
+        remote: ByteRanges | None = None,
     ) -> None:
-        self._path, self._manifest = path, manifest
+        """With *remote*, tensors and values of trees are read from there, and other files from *path*."""
+        self._path, self._manifest, self._remote = path, manifest, remote
         self._ranks, self._allow_missing = ranks, allow_missing
         self._absent: dict[str, str] = {}
 
@@ -161,7 +164,7 @@ class Loader:
 
     def _load_module(self, item: Item, tree: Tree) -> None:
         state, tied = module_state(item.value)
-        read_tree(self._path, tree, state)
+        read_tree(self._path, tree, state, self._remote)
         set_module_state(item.value, state, tied, strict=True)
 
     def _load_optimizer(
@@ -197,7 +200,7 @@ class Loader:
                 values[key] = container[index]
         compared = _without_other_ranks(item, tree, owners)
         self._check_differences(item, compared, values, match.mismatched)
-        read_tree(self._path, tree, values)
+        read_tree(self._path, tree, values, self._remote)
         # Tensors were read in place; other values were replaced in the mapping only.
         for key in tree.objects.keys() & values.keys():
             container, index = here[key]
@@ -238,7 +241,7 @@ class Loader:
         key = f"{name}.{FORMS}"
         if key not in tree.objects:
             return {}, tree
-        forms = forms_in(read_object(self._path, tree, key))
+        forms = forms_in(read_object(self._path, tree, key, self._remote))
         return forms, _select(tree, lambda entry: entry != key)
 
     def _groups(self, name: str, tree: Tree) -> list[list[str]]:
@@ -247,7 +250,7 @@ class Loader:
         keys = [key for key in tree.objects if key.startswith(prefix) and key.endswith(".params")]
         # By number: as text, group 10 would come before group 2.
         keys.sort(key=lambda key: int(key.split(".")[-2]))
-        return [read_object(self._path, tree, key) for key in keys]
+        return [read_object(self._path, tree, key, self._remote) for key in keys]
 
     def _without_state(self, name: str, tree: Tree, groups: list[list[str]]) -> set[str]:
         """The parameters that the optimizer *name* was to train, and that no step had updated when it was saved."""

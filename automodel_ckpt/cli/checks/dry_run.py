@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from automodel_ckpt.config.changes import (
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.load import LoadedRecipe
 from automodel_ckpt.config.schema import MemoryConfig
+from automodel_ckpt.config.urls import with_local_directory
 from automodel_ckpt.config.yaml_tree import DEFAULT, leaves
 from automodel_ckpt.distributed.mesh_sizes import Sizes
 from automodel_ckpt.errors import CheckpointUnusable
@@ -26,6 +28,7 @@ from automodel_ckpt.units import counted
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.manifest import Manifest
+    from automodel_ckpt.config.schema import CheckpointConfig
     from automodel_ckpt.recipes.memory_estimate import Memory, Plan
     from automodel_ckpt.recipes.recipe import Recipe
 
@@ -50,6 +53,7 @@ def report(
     from automodel_ckpt.recipes.memory_estimate import ForecastDevice, plan
     from automodel_ckpt.recipes.recipe import Recipe
 
+    loaded = replace(loaded, config=with_local_directory(loaded.config))
     rows = list(_run_rows(loaded, recipe_class, flags, sizes))
     recipe: Recipe | None = None
     config_json: bytes | None = None
@@ -197,6 +201,7 @@ def _memory_copies_text(section: MemoryConfig, plan: Plan) -> str:
 def _resume_rows(loaded: LoadedRecipe, sizes: Sizes | None, config_json: bytes | None) -> Rows:
     """Describe the checkpoint that the run would resume from, the ones it would skip, and what has changed since."""
     from automodel_ckpt.checkpoint.manifest import Manifest
+    from automodel_ckpt.checkpoint.remote.fetch import own_name
     from automodel_ckpt.checkpoint.run import resume
     from automodel_ckpt.checkpoint.run.memory_directory import memory_of
     from automodel_ckpt.checkpoint.verify import verify
@@ -206,7 +211,11 @@ def _resume_rows(loaded: LoadedRecipe, sizes: Sizes | None, config_json: bytes |
     memory = None
     if section.memory is not None:
         memory = memory_of(root, Path(section.memory.directory))
-    request = resume.candidates(root, section.restore_from, memory)
+    restored, is_remote = _restored(section, root, memory)
+    yield from restored
+    if is_remote:
+        return
+    request = resume.candidates(root, own_name(section.restore_from, section.remote), memory)
     if request.note:
         yield "resume", request.note
     why = "the newest usable"
@@ -231,6 +240,32 @@ def _resume_rows(loaded: LoadedRecipe, sizes: Sizes | None, config_json: bytes |
         yield from _model_change_rows(path, config_json, allowed=section.allow_changed_model)
         return
     yield "resume", "no: this is a new run"
+
+
+def _restored(
+    section: CheckpointConfig, root: Path, memory: Path | None
+) -> tuple[list[tuple[str, str]], bool]:
+    """Describe the stores of the run, and whether the run would resume from a checkpoint that a store has."""
+    from automodel_ckpt.checkpoint.remote.fetch import Fetcher
+    from automodel_ckpt.checkpoint.remote.store import StoreError
+    from automodel_ckpt.store_url import is_url
+
+    rows = []
+    if section.remote is not None:
+        rows.append(("store", f"{section.remote.url}; local directory {root}"))
+    if section.remote is None and not is_url(section.restore_from or ""):
+        return rows, False
+    try:
+        found = Fetcher(root, section.remote).find(section.restore_from, memory)
+    except StoreError as error:
+        problem = error.problems[0]
+        rows.append(("warning", f"the store cannot be read: {problem.value}"))
+        return rows, False
+    if found is None:
+        return rows, False
+    run, name, _ = found
+    rows.append(("resume", f"from {run.store}/{name} (verified at the start)"))
+    return rows, True
 
 
 def _init_from_rows(loaded: LoadedRecipe, recipe: Recipe | None) -> Rows:

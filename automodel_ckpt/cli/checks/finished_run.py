@@ -9,6 +9,7 @@ from automodel_ckpt.cli.launch.topology import started_by
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.load import LoadedRecipe
 from automodel_ckpt.config.registry import is_own
+from automodel_ckpt.config.urls import with_local_directory
 
 
 def finished_text(loaded: LoadedRecipe, flags: LaunchFlags) -> str | None:
@@ -16,15 +17,20 @@ def finished_text(loaded: LoadedRecipe, flags: LaunchFlags) -> str | None:
 
     Ranks that torchrun, srun or several nodes start must act together, so each of them builds the run.
     """
-    section = loaded.config.checkpoint
+    section = with_local_directory(loaded.config).checkpoint
     # The code of another recipe may have changed, or may do more than train.
     if not section.enabled or section.restore_from is not None or not is_own(loaded.config.recipe):
         return None
     if flags.nnodes != "1" or started_by(os.environ, flags) is not None:
         return None
+    from automodel_ckpt.checkpoint.remote.uploader import pending
     from automodel_ckpt.checkpoint.run.finished import reason_if_finished
 
-    found = reason_if_finished(Path(section.checkpoint_dir), loaded.to_yaml(), section.verify)
+    root = Path(section.checkpoint_dir)
+    if section.remote is not None and root.is_dir() and pending(root):
+        # The run ended before its last checkpoint was uploaded.
+        return None
+    found = reason_if_finished(root, loaded.to_yaml(), section.verify)
     if found is None:
         return None
     step, reason = found

@@ -44,6 +44,8 @@ _ALWAYS = (
     "--checkpoint.save_consolidated=false",
     "--checkpoint.export_best=false",
     "--checkpoint.restore_from=null",
+    "--checkpoint.remote=null",
+    "--checkpoint.scratch_dir=null",
     "--logging.trackers={}",
 )
 

@@ -11,13 +11,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from automodel_ckpt.checkpoint.remote.url import is_url
 from automodel_ckpt.cli import external_checkpoints
 from automodel_ckpt.cli.arguments import add_path
 from automodel_ckpt.cli.paths import run_directory, runs_below, whole_checkpoint
 from automodel_ckpt.cli.remote import open_run
 from automodel_ckpt.cli.terminal import age_text, coloured, fitted, json_text, printable, size_text
 from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable
+from automodel_ckpt.store_url import is_url
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.manifest import Summary

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from automodel_ckpt.checkpoint.remote.url import is_url
 from automodel_ckpt.cli.arguments import add_run, number_at_least
 from automodel_ckpt.cli.paths import run_around
 from automodel_ckpt.cli.remote import open_run, reject_url
 from automodel_ckpt.cli.terminal import printable, size_text, table
 from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, RecipeError
+from automodel_ckpt.store_url import is_url
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.policy import KeepPolicy

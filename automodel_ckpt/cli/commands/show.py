@@ -10,7 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from automodel_ckpt.checkpoint.remote.url import is_url
 from automodel_ckpt.cli import external_checkpoints
 from automodel_ckpt.cli.arguments import add_path
 from automodel_ckpt.cli.checkpoint_tables import (
@@ -33,6 +32,7 @@ from automodel_ckpt.cli.terminal import (
     size_text,
 )
 from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, describe
+from automodel_ckpt.store_url import is_url
 from automodel_ckpt.units import counted
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from automodel_ckpt.checkpoint.remote.url import is_url
 from automodel_ckpt.cli.arguments import add_path, number_at_least
 from automodel_ckpt.cli.checkpoint_tables import count
 from automodel_ckpt.cli.paths import run_directory, whole_checkpoint
@@ -24,6 +23,7 @@ from automodel_ckpt.cli.terminal import (
     size_text,
 )
 from automodel_ckpt.errors import EXIT_DONE, EXIT_UNUSABLE, CheckpointUnusable, Problem
+from automodel_ckpt.store_url import is_url
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.run.shared_files import SharedFile

@@ -86,9 +86,9 @@ def _run_merge(arguments: argparse.Namespace, source: Path) -> dict[str, Any]:
         raise _unused(arguments, NPROC, "hf --merge")
     from automodel_ckpt.checkpoint.export.next_steps import hf_lines
     from automodel_ckpt.convert.merge import merge
-    from automodel_ckpt.data.cache import cache_directory
     from automodel_ckpt.models.repository import base_directory
     from automodel_ckpt.models.signature import read_signature
+    from automodel_ckpt.user_cache import cache_directory
 
     report = merge(
         source,

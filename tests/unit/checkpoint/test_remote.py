@@ -25,10 +25,10 @@ from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.remote.store import Store, StoreError
 from automodel_ckpt.checkpoint.remote.transfer import Throttle, UploadMemory
-from automodel_ckpt.checkpoint.remote.url import check_options, check_url
 from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.cli.ckpt import main as ckpt
 from automodel_ckpt.errors import CheckpointUnusable, LeaseLost, RecipeError, SaveFailed
+from automodel_ckpt.store_url import check_library, check_options, check_url
 from tests.support import tiny
 from tests.support.object_store import ObjectStore, object_store
 
@@ -448,7 +448,7 @@ def test_only_checkpoints_of_the_present_run_are_uploaded(
 )
 def test_urls_that_cannot_be_used_are_errors_without_their_secrets(url: str, what: str) -> None:
     with pytest.raises(RecipeError, match=what) as failure:
-        check_url(url, "checkpoint.remote.url")
+        check_library(check_url(url, "checkpoint.remote.url"), "checkpoint.remote.url")
     assert "secret-word" not in str(failure.value)
     assert "checkpoint.remote.url" in str(failure.value)
 

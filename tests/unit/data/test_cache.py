@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from automodel_ckpt.data.cache import cache_directory, cached
+from automodel_ckpt.data.cache import cached
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.user_cache import cache_directory
 
 
 @pytest.fixture(autouse=True)

@@ -1,14 +1,24 @@
-"""URLs of object stores: which ones are accepted, what they need, and how they are shown without credentials."""
+"""URLs of object stores: which ones are accepted, what they need, and how they are shown without credentials.
+
+A run whose directory is a URL writes to a local directory, from which its checkpoints are uploaded
+(:func:`scratch_directory`).
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import importlib.util
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.user_cache import cache_directory
+
+T = TypeVar("T")
 
 _LIBRARIES = {
     "s3": ("s3fs", "s3"),
@@ -23,7 +33,9 @@ _LIBRARIES = {
     "memory": ("fsspec", ""),
 }
 """Scheme of a URL -> the library that reads and writes it, and the extra of this package that installs the library."""
-_URL = re.compile(r"([a-z0-9]+)://", re.ASCII)
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://", re.ASCII)
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._=-]+", re.ASCII)
+_KEEP = ("keep_last", "keep_best", "keep_every_steps", "keep_steps")
 _SECRET = re.compile(r"key|secret|token|password|credential|connection_string|sas", re.IGNORECASE)
 OPTIONS = frozenset(
     {"endpoint_url", "region_name", "profile", "anon", "requester_pays", "project", "account_name"}
@@ -47,11 +59,15 @@ def public(url: str) -> str:
     return f"{parts.scheme}://{host}{parts.path}"
 
 
+def has_credentials(url: str) -> bool:
+    """Whether *url* has a user name, a password or a query, or is malformed and may have them."""
+    return public(url).rstrip("/") != url.rstrip("/")
+
+
 def check_url(url: str, where: str) -> str:
     """Return *url* without a slash at its end. *where* is the key or argument that has it.
 
-    Raises :class:`RecipeError` for an unknown scheme, for credentials in the URL, for a URL without a bucket, and if
-    the library of the store is not installed.
+    Raises :class:`RecipeError` for an unknown scheme, for credentials in the URL, and for a URL without a bucket.
     """
     match = _URL.match(url)
     scheme = match[1] if match else ""
@@ -62,7 +78,7 @@ def check_url(url: str, where: str) -> str:
             value=public(url) if "://" in url else url,
             hint=f"use BUCKET/PATH after one of {', '.join(f'{name}://' for name in _LIBRARIES)}",
         )
-    if public(url).rstrip("/") != url.rstrip("/"):
+    if has_credentials(url):
         raise RecipeError(
             "the URL of a store must not contain credentials or options",
             where=where,
@@ -77,6 +93,12 @@ def check_url(url: str, where: str) -> str:
             value=url,
             hint=f"use {scheme}://BUCKET/PATH",
         )
+    return url.rstrip("/")
+
+
+def check_library(url: str, where: str) -> None:
+    """Raise :class:`RecipeError` if the library that reads and writes the store of a valid *url* is not installed."""
+    scheme = url.partition("://")[0]
     library, extra = _LIBRARIES[scheme]
     if importlib.util.find_spec(library) is None:
         raise RecipeError(
@@ -85,7 +107,6 @@ def check_url(url: str, where: str) -> str:
             value=url,
             hint=f"pip install 'automodel_ckpt[{extra}]'",
         )
-    return url.rstrip("/")
 
 
 def check_options(options: Mapping[str, Any], where: str) -> None:
@@ -105,3 +126,43 @@ def check_options(options: Mapping[str, Any], where: str) -> None:
             value="(not shown)" if is_secret else value,
             hint=hint,
         )
+
+
+def scratch_directory(url: str, parent: str | None) -> Path:
+    """Return the local directory of a run whose checkpoints are in the store at *url*.
+
+    It is in *parent*, by default in the user's cache (:func:`~automodel_ckpt.user_cache.cache_directory`). Its name
+    depends on the URL alone, so that a restart finds it, and two runs never share it. Raises PermissionError if there
+    is no directory for the cache.
+    """
+    runs = cache_directory() / "runs" if parent is None else Path(parent).expanduser()
+    url = url.rstrip("/")
+    readable = _NOT_IN_NAMES.sub("-", url.partition("://")[2]).strip("-.")[-60:]
+    digest = hashlib.blake2b(url.encode(), digest_size=4).hexdigest()
+    return runs / f"{readable}-{digest}"
+
+
+def with_remote(options: T, url: str, storage: Callable[..., Any]) -> T:
+    """Return the checkpoint options of a run whose directory is the store at *url*, with that store as ``remote``.
+
+    *options* is a dataclass with the keys of the section ``checkpoint``, and *storage* makes the value of ``remote``.
+    The rules of what to keep apply to the store, unless ``remote`` has its own. On the local disk, the newest
+    checkpoint is kept, and what is not uploaded yet.
+    """
+    current: Any = options
+    settings = {}
+    if current.remote is not None:
+        for field in dataclasses.fields(current.remote):
+            settings[field.name] = getattr(current.remote, field.name)
+    settings["url"] = url.rstrip("/")
+    if settings.get("keep_last") is None:
+        settings |= {key: getattr(current, key) for key in _KEEP}
+    staged: T = dataclasses.replace(
+        current,
+        remote=storage(**settings),
+        keep_last=max(1, getattr(current, "average_last", None) or 0),
+        keep_best=0,
+        keep_every_steps=None,
+        keep_steps=[],
+    )
+    return staged

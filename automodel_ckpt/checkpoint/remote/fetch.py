@@ -1,0 +1,264 @@
+"""What a start of a run gets from a store: the checkpoint to resume from, and the logs."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.checkpoint import layout, policy
+from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.options import RemoteOptions
+from automodel_ckpt.checkpoint.remote.gone_back import GoneBack
+from automodel_ckpt.checkpoint.remote.locate import locate_checkpoint, read_manifest
+from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint, pull_files
+from automodel_ckpt.checkpoint.remote.ranges import VerifiedRanges
+from automodel_ckpt.checkpoint.remote.run import RemoteCheckpoint, RemoteRun
+from automodel_ckpt.checkpoint.remote.store import Store, StoreError
+from automodel_ckpt.checkpoint.run import links, resume
+from automodel_ckpt.durable_io import replace_file
+from automodel_ckpt.store_url import is_url, public
+from automodel_ckpt.units import size_text
+
+log = logging.getLogger("automodel_ckpt")
+
+DIRECTORY = ".fetched"
+"""The directory in a run directory with a checkpoint that is only loaded, and then removed."""
+_LOGS = (layout.TRAINING_LOG, layout.VALIDATION_LOG)
+_NUM_THREADS = 8
+_KEY = "checkpoint.remote"
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """A checkpoint of a store that is loaded once, from the local directory *path*.
+
+    If it *is_streamed*, the directory has only the files without tensors, and each rank reads what it needs of the
+    others from the run at *url*, which is opened with *options*.
+    """
+
+    path: Path
+    url: str
+    is_streamed: bool
+    options: Mapping[str, Any] = field(default_factory=dict)
+    num_threads: int = _NUM_THREADS
+
+    @property
+    def name(self) -> str:
+        """Where the checkpoint is, for logs."""
+        return f"{public(self.url)}/{self.path.name}"
+
+    def stored_locally(self, manifest: Manifest) -> Manifest:
+        """Restrict the *manifest* of the checkpoint to the files that are in the local directory."""
+        if not self.is_streamed:
+            return manifest
+        remote = _files_with_tensors(manifest)
+        files = {name: each for name, each in manifest.files.items() if name not in remote}
+        return replace(manifest, files=files, trees={}, state={})
+
+    def ranges(self, manifest: Manifest) -> VerifiedRanges | None:
+        """Open the other files, to read them by byte ranges; None if there are none."""
+        if not self.is_streamed:
+            return None
+        run = RemoteRun(Store(self.url, self.options, where=_KEY))
+        return VerifiedRanges(run, self.path.name, manifest, num_threads=self.num_threads)
+
+
+class Fetcher:
+    """Fetches the checkpoint to resume from, and the logs, for the run in *root*. Only rank 0 uses it.
+
+    *settings* is the section ``checkpoint.remote``; without it, only ``restore_from`` can name a store.
+    """
+
+    def __init__(self, root: Path, settings: RemoteOptions | None) -> None:
+        self._root, self._settings = root, settings
+        self._run: RemoteRun | None = None
+        if settings is not None:
+            self._run = RemoteRun(Store(settings.url, settings.options, where=_KEY))
+
+    def fetch(self, restore_from: str | None, memory: Path | None = None) -> Fetched | None:
+        """Fetch the checkpoint to resume from, if a store has it and the run directory does not.
+
+        Without *restore_from*, that is the newest one, if it is newer than those of the run directory; otherwise the
+        one that it names. It is downloaded into the run directory if the disk has the space, and else returned. A
+        checkpoint of another run is returned, too. *memory* is the directory of the run's memory checkpoints.
+
+        A store of the run that cannot be read is a warning if there is a local checkpoint. Raises :class:`StoreError`
+        otherwise, and what :func:`~.pull.pull_checkpoint` raises.
+        """
+        remove_fetched(self._root)
+        try:
+            found = self.find(restore_from, memory)
+        except StoreError as error:
+            if not self._can_do_without(restore_from, memory):
+                raise
+            message = "the store cannot be read, resuming from the local disk: %s"
+            log.warning(message, error)
+            return None
+        if found is None:
+            return None
+        run, name, is_own = found
+        fetched = self._bring(run, name, is_own=is_own)
+        if is_own:
+            self._fetch_logs(run)
+        return fetched
+
+    def _can_do_without(self, restore_from: str | None, memory: Path | None) -> bool:
+        """Whether a local checkpoint is the one to resume from, as far as this can be known without the store."""
+        name = own_name(restore_from, self._settings)
+        if name is not None and is_url(name):
+            return resume.is_continued(self._root, name)
+        return self._newest(memory) is not None
+
+    def _newest(self, memory: Path | None) -> policy.Record | None:
+        """The newest complete checkpoint on this machine."""
+        found = [resume.newest(self._root)]
+        if memory is not None:
+            found.append(resume.newest(memory))
+        records = [record for record in found if record is not None]
+        return max(records, key=lambda record: record.step, default=None)
+
+    def find(
+        self, restore_from: str | None, memory: Path | None = None
+    ) -> tuple[RemoteRun, str, bool] | None:
+        """Find the checkpoint that :meth:`fetch` fetches: its run, its name, and whether the run is this one.
+
+        Returns None if it is in the run directory, or in no store. Raises :class:`StoreError`, and
+        :class:`CheckpointUnusable` if *restore_from* is the URL of no checkpoint.
+        """
+        name = own_name(restore_from, self._settings)
+        if self._run is not None:
+            found = wanted(self._run, self._root, name, self._newest(memory))
+            if found is not None:
+                return self._run, str(found.name), True
+        if name is None or not is_url(name) or resume.is_continued(self._root, name):
+            return None
+        options = options_for(name, self._settings)
+        run, checkpoint = locate_checkpoint(name, options, where="checkpoint.restore_from")
+        return run, checkpoint, False
+
+    def _bring(self, run: RemoteRun, name: str, *, is_own: bool) -> Fetched | None:
+        """Download the checkpoint *name*, or the files of it without tensors if the disk lacks the space."""
+        num_threads = _NUM_THREADS if self._settings is None else self._settings.num_threads
+        manifest = read_manifest(run, name)
+        is_streamed = not _has_space(self._root, manifest)
+        started = time.monotonic()
+        target = self._root
+        if is_streamed:
+            free = size_text(shutil.disk_usage(self._root).free)
+            message = "%s/%s is not downloaded: %s, %s free in %s; each rank reads what it needs"
+            size = size_text(manifest.nbytes)
+            log.info(message, run.store, name, size, free, self._root)
+        elif is_own and os.path.lexists(self._root / name):
+            aside = links.set_aside(self._root, name)
+            log.warning("%s in %s is incomplete; renamed to %s", name, self._root, aside)
+        if is_streamed or not is_own:
+            target = self._root / DIRECTORY
+            target.mkdir()
+        if is_streamed:
+            files = manifest.files.keys() - _files_with_tensors(manifest)
+            path = pull_files(run, name, files, target, num_threads=num_threads)
+        else:
+            log.info("downloading %s from %s", name, run.store)
+            path = pull_checkpoint(run, name, target, num_threads=num_threads)
+            seconds = max(time.monotonic() - started, 1e-3)
+            log.info("downloaded %s: %.1f MB in %.1f s", name, manifest.nbytes / 1e6, seconds)
+        if target == self._root:
+            return None
+        options = options_for(run.store.url, self._settings)
+        return Fetched(path, run.store.url, is_streamed, options, num_threads)
+
+    def _fetch_logs(self, run: RemoteRun) -> None:
+        for file in _LOGS:
+            path = self._root / file
+            if not path.exists():
+                with contextlib.suppress(FileNotFoundError):
+                    # By a rename: a crash leaves no torn log.
+                    replace_file(path, run.store.read(file))
+
+
+def wanted(
+    run: RemoteRun, root: Path, restore_from: str | None, local: policy.Record | None
+) -> RemoteCheckpoint | None:
+    """Return the checkpoint of *run* to resume from; None if it is in the run directory *root*, or in no store.
+
+    *local* is the newest checkpoint there. As in a run directory, *restore_from* applies until the run has saved a
+    newer checkpoint under the same request.
+    """
+    newest = _newest(run, root)
+    if newest is not None and local is not None and local.step >= newest.name.step:
+        newest = None
+    if restore_from is None or restore_from == layout.LATEST:
+        return newest
+    if newest is not None:
+        noted = newest.summary.lineage.get("restore_from")
+        if noted is not None and noted == resume.request_text(root, restore_from):
+            return newest
+    name: str | None = restore_from
+    if restore_from == layout.LOWEST_VAL:
+        name = None if local is not None else run.pointed(layout.LOWEST_VAL)
+    parsed = None if name is None else layout.parse_checkpoint_name(name)
+    if parsed is None or os.path.lexists(root / str(parsed)):
+        return None
+    return run.checkpoint(parsed)
+
+
+def _newest(run: RemoteRun, root: Path) -> RemoteCheckpoint | None:
+    """Return the newest checkpoint of *run*, without those that the run in *root* abandoned."""
+    gone_back = GoneBack.read(root)
+    owner = run.owner() if gone_back is not None else None
+    if gone_back is not None and owner is not None and gone_back.is_outdated(owner):
+        gone_back = None
+    for found in run.checkpoints():
+        if gone_back is None or found.name.step <= gone_back.step:
+            return found
+    return None
+
+
+def own_name(restore_from: str | None, settings: RemoteOptions | None) -> str | None:
+    """Return *restore_from*, without the URL of the run's store if it begins with it."""
+    if restore_from is None or settings is None or not is_url(restore_from):
+        return restore_from
+    url = settings.url.rstrip("/")
+    name = restore_from.rstrip("/").removeprefix(f"{url}/")
+    if restore_from.rstrip("/") == url:
+        return layout.LATEST
+    is_name = name in layout.POINTERS or layout.parse_checkpoint_name(name) is not None
+    return name if is_name else restore_from
+
+
+def options_for(url: str, settings: RemoteOptions | None) -> Mapping[str, Any]:
+    """Return the options of the run's store for another *url*, if it is in a store of the same kind."""
+    if settings is None or settings.url.partition("://")[0] != url.partition("://")[0]:
+        return {}
+    return settings.options
+
+
+def remove_fetched(root: Path) -> None:
+    """Remove what a start has fetched only to load it. Raises OSError."""
+    path = root / DIRECTORY
+    if path.is_symlink():
+        # What it names is not ours.
+        path.unlink()
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(path)
+
+
+def _files_with_tensors(manifest: Manifest) -> set[str]:
+    files: set[str] = set()
+    for tree in manifest.trees.values():
+        for tensor in tree.stored:
+            files.update(piece.file for piece in tensor.slices)
+        files.update(blob.file for blob in tree.objects.values())
+    return files
+
+
+def _has_space(root: Path, manifest: Manifest) -> bool:
+    """Whether the disk has the space for a checkpoint, and for the next one, which is saved before it is removed."""
+    return shutil.disk_usage(root).free >= 2 * manifest.nbytes

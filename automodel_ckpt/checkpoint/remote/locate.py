@@ -1,0 +1,66 @@
+"""Find the run and the checkpoint that a URL names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.remote.run import RemoteRun
+from automodel_ckpt.checkpoint.remote.store import Store
+from automodel_ckpt.errors import CheckpointUnusable
+
+_NONE: Mapping[str, Any] = {}
+
+
+def locate_run(
+    url: str, options: Mapping[str, Any] = _NONE, *, where: str = "URL"
+) -> tuple[RemoteRun, str | None]:
+    """Open the run that *url* is, or is inside of, and return the name of the checkpoint that it names, if any.
+
+    A pointer, such as ``s3://bucket/run/LATEST``, names its target. *options* are those of the store, and *where* is
+    the key or argument that has the URL. Raises :class:`RecipeError` for a URL that cannot be used, and
+    :class:`CheckpointUnusable` for a pointer without a target.
+    """
+    parent, _, last = url.rstrip("/").rpartition("/")
+    if last in layout.POINTERS:
+        run = RemoteRun(Store(parent, options, where=where))
+        target = run.pointed(last)
+        if target is None:
+            raise _missing(str(run.store), f"no valid {last}")
+        return run, target
+    if layout.parse_checkpoint_name(last):
+        return RemoteRun(Store(parent, options, where=where)), last
+    return RemoteRun(Store(url, options, where=where)), None
+
+
+def locate_checkpoint(
+    url: str, options: Mapping[str, Any] = _NONE, *, where: str = "URL"
+) -> tuple[RemoteRun, str]:
+    """Open the checkpoint that *url* names; of a run, its newest one. Arguments and errors as of :func:`locate_run`.
+
+    Raises :class:`CheckpointUnusable` if a run has no complete checkpoint.
+    """
+    run, name = locate_run(url, options, where=where)
+    if name is None:
+        newest = run.newest()
+        if newest is None:
+            raise _missing(str(run.store), "no complete checkpoint")
+        name = str(newest.name)
+    return run, name
+
+
+def read_manifest(run: RemoteRun, name: str) -> Manifest:
+    """Read the manifest of a checkpoint. Raises :class:`CheckpointUnusable` if it is absent or damaged."""
+    data = run.manifest(name)
+    where = f"{run.store}/{name}"
+    if data is None:
+        raise _missing(where, f"no {layout.MANIFEST}: absent or incomplete")
+    return Manifest.parse(data, f"{where}/{layout.MANIFEST}")
+
+
+def _missing(where: str, value: str) -> CheckpointUnusable:
+    return CheckpointUnusable(
+        "checkpoint not found", where=where, value=value, hint="`ckpt ls URL` lists the checkpoints"
+    )

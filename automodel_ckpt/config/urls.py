@@ -1,0 +1,109 @@
+"""URLs of object stores in a recipe: they are checked before anything else can show them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+from automodel_ckpt.config.references import ReferenceFailed, resolve
+from automodel_ckpt.config.schema import RecipeConfig, RemoteConfig
+from automodel_ckpt.config.yaml_tree import Node
+from automodel_ckpt.errors import Problem, RecipeError, hide
+from automodel_ckpt.store_url import (
+    check_library,
+    check_options,
+    check_url,
+    has_credentials,
+    is_url,
+    public,
+    scratch_directory,
+    with_remote,
+)
+
+Config = TypeVar("Config", bound=RecipeConfig)
+_OPTIONS = "checkpoint.remote.options"
+
+
+def url_problems(root: Node) -> Iterator[Problem]:
+    """Yield the problems of the URLs in a recipe's tree, and of ``checkpoint.remote.options``.
+
+    From here on, no error and no log shows the secrets that they contain.
+    """
+    for key, node, url in _urls(root):
+        if has_credentials(url):
+            _hide_secrets(url)
+        try:
+            check_url(url, key)
+        except RecipeError as error:
+            yield _located(error, key, node)
+    options = root.at(_OPTIONS)
+    for name, node in options.children() if options is not None else ():
+        try:
+            check_options({name: node.value}, _OPTIONS)
+        except RecipeError as error:
+            if isinstance(node.value, str):
+                hide(node.value, "(not shown)")
+            yield _located(error, f"{_OPTIONS}.{name}", node)
+
+
+def missing_libraries(root: Node) -> Iterator[Problem]:
+    """Yield a problem for each store in a recipe whose library is not installed. The URLs must be valid."""
+    for key, node, url in _urls(root):
+        try:
+            check_library(check_url(url, key), key)
+        except RecipeError as error:
+            yield _located(error, key, node)
+
+
+def with_local_directory(config: Config) -> Config:
+    """Return *config* with a local ``checkpoint.checkpoint_dir``. A URL in its place becomes ``checkpoint.remote.url``.
+
+    Raises PermissionError if there is no directory for the user's cache.
+    """
+    section = config.checkpoint
+    url = section.checkpoint_dir
+    if not is_url(url):
+        return config
+    directory = scratch_directory(url, section.scratch_dir)
+    local = replace(with_remote(section, url, RemoteConfig), checkpoint_dir=str(directory))
+    return replace(config, checkpoint=local)
+
+
+def _urls(root: Node) -> Iterator[tuple[str, Node, str]]:
+    """Yield the key, the node and the text of each value that may be a URL, and is one."""
+    keys = ["checkpoint.checkpoint_dir", "checkpoint.remote.url", "checkpoint.restore_from"]
+    keys.append("init_from.path")
+    sources = root.at("init_from")
+    if sources is not None and isinstance(sources.value, list):
+        keys += [f"init_from.{number}.path" for number in range(len(sources.value))]
+    for key in keys:
+        node = root.at(key)
+        if node is None or not isinstance(node.value, str):
+            continue
+        try:
+            text = resolve(node.value)
+        except ReferenceFailed:
+            # Reported with the type of the key.
+            continue
+        is_store = key == "checkpoint.remote.url" and text
+        if text is not None and (is_url(text) or is_store):
+            yield key, node, text
+
+
+def _hide_secrets(url: str) -> None:
+    hide(url, public(url))
+    try:
+        parts = urlsplit(url)
+        secrets = [parts.username, parts.password, parts.query, parts.fragment]
+    except ValueError:
+        secrets = []
+    for secret in secrets:
+        if secret:
+            hide(secret, "(not shown)")
+
+
+def _located(error: RecipeError, key: str, node: Node) -> Problem:
+    problem = error.problems[0]
+    return Problem(f"{key}: {problem.what}", node.origin, problem.value, problem.hint)
