@@ -52,6 +52,8 @@ class MemorySaves:
         self._is_rank0 = ranks.rank == 0
         self._is_auto = section.every_steps == "auto"
         self._every_steps = 1 if section.every_steps == "auto" else section.every_steps
+        self.check: Callable[[int], None] = lambda step: None
+        """Called with the step before it is saved. What it raises ends the run with the newest checkpoint before."""
         self._next_step = 0
         self._last_saved = (0, time.monotonic())
         """The step of the last save, and when it began."""
@@ -113,6 +115,7 @@ class MemorySaves:
             return
         if self._is_auto and self._is_busy(checkpointer):
             return
+        self.check(scheduler.step)
         started = time.monotonic()
         try:
             save(checkpointer)

@@ -38,6 +38,7 @@ from automodel_ckpt.config.urls import with_local_directory
 from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
 from automodel_ckpt.distributed.agree import gather_objects, raise_on_all_ranks
 from automodel_ckpt.distributed.mesh import RankLayout, close_distributed, init_distributed
+from automodel_ckpt.distributed.mesh_sizes import choose_strategy
 from automodel_ckpt.distributed.parallelize import check_parallelism
 from automodel_ckpt.distributed.stop import PeerStop, StopRequest, stop_request
 from automodel_ckpt.errors import RecipeError, Stopped
@@ -69,6 +70,7 @@ from automodel_ckpt.recipes.rank_consistency import (
     validate_equal_lengths,
     validate_equal_on_all_ranks,
 )
+from automodel_ckpt.recipes.replica_check import ReplicaCheck
 from automodel_ckpt.recipes.resume_overrides import (
     RecipeOptions,
     compare_recipes,
@@ -217,6 +219,7 @@ class Recipe:
             self.checkpointer.notes["precision"] = self.trainable.precision
             if self.memory is not None:
                 self.memory.share_notes(self.checkpointer)
+                self._check_replicas(self.memory)
             check_export(self.config.checkpoint, self.checkpointer.assets)
         self.objective = self.build_objective()
         self.run_log.terms = self.objective.terms
@@ -480,6 +483,14 @@ class Recipe:
         )
         self._resources.callback(memory.close)
         return memory
+
+    def _check_replicas(self, memory: MemorySaves) -> None:
+        """Compare the replicas of the model before each save to memory, with ``checkpoint.verify_replicas``."""
+        if not self.config.checkpoint.verify_replicas:
+            return
+        strategy = choose_strategy(self.config.distributed.strategy, self.layout.sizes)
+        check = ReplicaCheck(self.model, self.layout, is_replicated=strategy == "ddp")
+        memory.check = check.check
 
     def build_weight_average(self) -> None:
         """Create the average of the section ``ema``, if there is one. A collective."""

@@ -896,6 +896,9 @@ class CheckpointConfig:
     """Copies of the checkpoints in an object store; null: none."""
     memory: MemoryConfig | None = None
     """Checkpoints in memory between those on disk; null: none."""
+    verify_replicas: bool = False
+    """Before each save to memory, compare the replicas of the model (DDP, HSDP) bit by bit. If they differ, the run
+    names the ranks and ends, or restarts."""
 
     relations: ClassVar[tuple[Relation, ...]] = (
         Relation(
@@ -942,6 +945,13 @@ class CheckpointConfig:
             lambda section: section.keep_last is not None,
             "all checkpoints are kept, because keep_last is not set",
             "set checkpoint.keep_last, or remove the key",
+        ),
+        Condition(
+            ("verify_replicas",),
+            ("memory",),
+            lambda section: section.memory is not None,
+            "replicas are compared before saves to memory, and there are none",
+            "add checkpoint.memory, or remove verify_replicas",
         ),
         Condition(
             ("on_incompatible",),

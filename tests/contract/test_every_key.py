@@ -1160,6 +1160,11 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     ),
     "checkpoint.remote.max_mb_per_second": Observed(uploads, "2", (REMOTE,)),
     "checkpoint.remote.num_threads": Observed(uploads, "2", (REMOTE,)),
+    "checkpoint.verify_replicas": Proven(
+        "tests/distributed/test_replica_check.py::"
+        "test_a_run_ends_before_it_saves_replicas_that_differ",
+        "true",
+    ),
     "checkpoint.memory": Observed(copied_to_memory, MEMORY.partition("=")[2]),
     "checkpoint.memory.every_steps": Observed(copied_to_memory, "7", (MEMORY,)),
     "checkpoint.memory.directory": Observed(copied_to_memory, "/tmp", (MEMORY,)),
