@@ -33,8 +33,10 @@ from automodel_ckpt.checkpoint.files.file_system import overlay_warning
 from automodel_ckpt.checkpoint.loader import CheckpointLoader, Resumed
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.options import CheckpointOptions, Options, RemoteStorage
-from automodel_ckpt.checkpoint.remote.background import Uploads, check_remote, clear_links
+from automodel_ckpt.checkpoint.remote.background import Uploads, check_remote
 from automodel_ckpt.checkpoint.remote.fetch import Fetched, Fetcher, own_name, remove_fetched
+from automodel_ckpt.checkpoint.remote.pending import clear_links
+from automodel_ckpt.checkpoint.remote.uploader import LINK
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.run.shared_storage import check_shared_storage
 from automodel_ckpt.checkpoint.saving.async_saves import AsyncSaves, on_cuda
@@ -178,8 +180,9 @@ class Checkpointer:
             return
         options, root = self._options, self._run.root
         remove_fetched(root)
-        clear_links(root, keep=options.remote is not None)
-        if options.remote is not None:
+        if options.remote is None:
+            clear_links(root, LINK)
+        else:
             mode = options.best_mode
             self._uploads = Uploads(root, options.remote, options.best_metric_key, mode)
         if options.remote is not None or is_url(options.restore_from or ""):

@@ -14,6 +14,8 @@ from typing import Any
 from automodel_ckpt.checkpoint import discover, layout
 from automodel_ckpt.checkpoint.commit import point
 from automodel_ckpt.checkpoint.remote import gone_back, uploader
+from automodel_ckpt.checkpoint.remote.child_process import Status, only_one
+from automodel_ckpt.checkpoint.remote.pending import pending
 from automodel_ckpt.checkpoint.remote.transfer import UploadMemory
 from automodel_ckpt.checkpoint.run.finished import reason_if_finished
 from automodel_ckpt.checkpoint.run.memory_directory import open_memory
@@ -111,11 +113,11 @@ def _follow(run: Path) -> int:
 def _uploads(run: Path) -> int:
     """Read what the process that uploads checkpoints keeps in the run directory."""
     memory = UploadMemory.read(run / f"{uploader.LINK}epoch_0_step_20.json", "xxh3_128:0")
-    uploader.Status.read(run)
+    Status.read(run, uploader.STATUS)
     gone_back.GoneBack.read(run)
     try:
-        uploader.pending(run)
-        with uploader.only_one(run):
+        pending(run, uploader.LINK)
+        with only_one(run, uploader.LOCK):
             memory.note_done("model/file")
         memory.forget()
         gone_back.note(run, 20, "token")

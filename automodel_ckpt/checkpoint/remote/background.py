@@ -2,42 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
-import os
-import subprocess
-import sys
-import threading
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from automodel_ckpt.checkpoint import layout, policy
 from automodel_ckpt.checkpoint.options import RemoteOptions
 from automodel_ckpt.checkpoint.remote import gone_back
+from automodel_ckpt.checkpoint.remote.child_process import Child, Status
+from automodel_ckpt.checkpoint.remote.pending import link, pending, step_of, unlink
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.remote.store import Store
-from automodel_ckpt.checkpoint.remote.uploader import (
-    FINISH,
-    LINK,
-    Job,
-    Status,
-    pending,
-    step_of,
-    unlink,
-)
+from automodel_ckpt.checkpoint.remote.uploader import LINK, STATUS, Job
 from automodel_ckpt.errors import SaveFailed
 from automodel_ckpt.store_url import check_library, check_options, check_url
 
 log = logging.getLogger("automodel_ckpt")
 
-_STALLED_SECONDS = 60.0
-"""Without progress for so long, the end of a run does not wait for uploads that are not required."""
-_POLL_SECONDS = 0.2
 _KEY = "checkpoint.remote"
-_finishing: list[subprocess.Popen[bytes]] = []
-"""Processes that go on without the trainer; without a reference, Python would warn about each."""
+_MODULE = "automodel_ckpt.checkpoint.remote.uploader"
 
 
 def check_remote(settings: RemoteOptions) -> None:
@@ -73,7 +56,7 @@ class Uploads:
             bytes_per_second=None if rate is None else 1e6 * rate,
             num_threads=settings.num_threads,
         )
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Child | None = None
         self._newest: str | None = None
 
     # ---------------------------------------------------------------- the start
@@ -87,44 +70,35 @@ class Uploads:
         """
         if self._process is not None:
             return
-        for name in pending(self.root):
+        for name in pending(self.root, LINK):
             if step_of(name) > (resumed_step or 0):
-                unlink(self.root, name)
+                unlink(self.root, LINK, name)
         if resumed_name is not None:
-            self._link(resumed_name)
+            link(self.root, LINK, resumed_name)
         self._launch(gone_back.note(self.root, resumed_step or 0, self.job.token))
 
     def _launch(self, went_back_to: int) -> None:
         # The process writes the owner's object: here, a slow store would delay training.
         job = replace(self.job, went_back_to=went_back_to)
-        command = [
-            sys.executable,
-            "-m",
-            "automodel_ckpt.checkpoint.remote.uploader",
-            str(self.root),
-        ]
-        # In a separate session, a signal to the trainer's process group leaves it time to finish.
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-        self._send(json.dumps(asdict(job)).encode() + b"\n")
+        self._process = Child(_MODULE, self.root, asdict(job))
 
     def note_published(self, name: str) -> None:
         """Have a published checkpoint uploaded. Until it is, it is not removed from the local disk."""
         self._newest = name
         process = self._process
-        has_ended = process is None or process.poll() is not None
-        if has_ended and Status.read(self.root).is_over:
+        has_ended = process is None or process.has_ended
+        if has_ended and self._status().is_over:
             # Another run took over the URL: a link would keep the checkpoint on the local disk forever.
-            log.warning("%s is not uploaded: %s", name, Status.read(self.root).error)
+            log.warning("%s is not uploaded: %s", name, self._status().error)
             return
-        self._link(name)
+        link(self.root, LINK, name)
         if has_ended:
             if process is not None:
                 log.warning("the uploading process ended unexpectedly; it is started again")
             self._launch(step_of(name))
 
-    def _link(self, name: str) -> None:
-        with contextlib.suppress(FileExistsError):
-            os.symlink(name, self.root / f"{LINK}{name}")
+    def _status(self) -> Status:
+        return Status.read(self.root, STATUS)
 
     # ---------------------------------------------------------------- the end
 
@@ -137,23 +111,13 @@ class Uploads:
         process = self._process
         if process is None:
             return
-        self._send(FINISH)
-        last_progress = time.monotonic()
-        before = Status.read(self.root)
-        while process.poll() is None:
-            time.sleep(_POLL_SECONDS)
-            status = Status.read(self.root)
-            if (status.sent_bytes, status.uploaded) != (before.sent_bytes, before.uploaded):
-                before, last_progress = status, time.monotonic()
-            is_stalled = time.monotonic() - last_progress > _STALLED_SECONDS
-            if is_stalled and not self._settings.required:
-                break
-        missing = pending(self.root)
+        process.finish(self._status, waits=self._settings.required)
+        missing = pending(self.root, LINK)
         if missing or not self._newest_is_stored():
             raise SaveFailed(
                 "the newest checkpoint is not in the store; it is complete on the local disk",
                 where=str(self._run.store),
-                value=Status.read(self.root).error or ", ".join(missing) or str(self._newest),
+                value=self._status().error or ", ".join(missing) or str(self._newest),
                 hint=f"upload it with `ckpt push {self.root} {self._run.store}`",
             )
 
@@ -167,30 +131,6 @@ class Uploads:
 
     def close(self) -> None:
         """Let the process finish what is pending, without waiting for it."""
-        if self._process is None:
-            return
-        self._send(FINISH)
-        with contextlib.suppress(OSError):
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-        # It may outlive this process: without a thread that waits, Python would warn about that.
-        threading.Thread(target=self._process.wait, name="uploader", daemon=True).start()
-        self._process = None
-
-    def _send(self, line: bytes) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError, ValueError):
-            self._process.stdin.write(line)
-            self._process.stdin.flush()
-
-
-def clear_links(root: Path, *, keep: bool) -> None:
-    """Remove the links of uploads, unless *keep*: a run without a store must not keep its checkpoints for them."""
-    if keep:
-        return
-    for entry in list(os.scandir(root)):
-        is_link = entry.name.startswith(LINK) and entry.is_symlink()
-        if is_link:
-            with contextlib.suppress(OSError):
-                os.unlink(entry.path)
+        if self._process is not None:
+            self._process.leave()
+            self._process = None

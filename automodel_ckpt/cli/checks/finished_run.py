@@ -23,11 +23,12 @@ def finished_text(loaded: LoadedRecipe, flags: LaunchFlags) -> str | None:
         return None
     if flags.nnodes != "1" or started_by(os.environ, flags) is not None:
         return None
-    from automodel_ckpt.checkpoint.remote.uploader import pending
+    from automodel_ckpt.checkpoint.remote.pending import pending
+    from automodel_ckpt.checkpoint.remote.uploader import LINK
     from automodel_ckpt.checkpoint.run.finished import reason_if_finished
 
     root = Path(section.checkpoint_dir)
-    if section.remote is not None and root.is_dir() and pending(root):
+    if section.remote is not None and root.is_dir() and pending(root, LINK):
         # The run ended before its last checkpoint was uploaded.
         return None
     found = reason_if_finished(root, loaded.to_yaml(), section.verify)

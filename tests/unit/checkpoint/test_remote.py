@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +18,9 @@ from werkzeug.wrappers import Request, Response
 from automodel_ckpt.checkpoint import layout, policy
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.options import RemoteStorage
-from automodel_ckpt.checkpoint.remote import background, multipart, uploader
+from automodel_ckpt.checkpoint.remote import background, child_process, multipart, uploader
+from automodel_ckpt.checkpoint.remote.child_process import Status
+from automodel_ckpt.checkpoint.remote.pending import pending
 from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
@@ -225,7 +226,7 @@ def test_training_goes_on_without_a_store_and_the_end_reports_it(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(background, "_STALLED_SECONDS", 1.0)
+    monkeypatch.setattr(child_process, "STALLED_SECONDS", 1.0)
     root = tmp_path / "run"
     options = {"remote": RemoteStorage(URL), "keep_last": 1}
     made = tiny.recipe()
@@ -242,7 +243,7 @@ def test_training_goes_on_without_a_store_and_the_end_reports_it(
         tiny.train(made)
         checkpointer.save(vars(made), step=step, epoch=0)
     deadline = time.monotonic() + 60
-    while not uploader.Status.read(root).failures and time.monotonic() < deadline:
+    while not Status.read(root, uploader.STATUS).failures and time.monotonic() < deadline:
         time.sleep(0.05)
     # Both wait for the store, although only the newest is kept.
     assert {FIRST, SECOND} <= {path.name for path in root.iterdir()}
@@ -252,10 +253,10 @@ def test_training_goes_on_without_a_store_and_the_end_reports_it(
     s3.fault = None
     checkpointer.close()
     deadline = time.monotonic() + 60
-    while uploader.pending(root) and time.monotonic() < deadline:
+    while pending(root, uploader.LINK) and time.monotonic() < deadline:
         time.sleep(0.1)
     run = RemoteRun(Store(URL))
-    assert run.pointed("LATEST") == SECOND == uploader.Status.read(root).uploaded
+    assert run.pointed("LATEST") == SECOND == Status.read(root, uploader.STATUS).uploaded
     is_sound(run, root)
     shown = capfd.readouterr()
     assert "an upload failed, and is repeated" in shown.err
@@ -265,7 +266,7 @@ def test_training_goes_on_without_a_store_and_the_end_reports_it(
 def test_the_end_of_a_run_waits_for_a_store_that_is_required(
     s3: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "_STALLED_SECONDS", 0.0)
+    monkeypatch.setattr(child_process, "STALLED_SECONDS", 0.0)
     root = tmp_path / "run"
     made = tiny.recipe()
     checkpointer = tiny.checkpointer(root, remote=RemoteStorage(URL, required=True))
@@ -275,7 +276,7 @@ def test_the_end_of_a_run_waits_for_a_store_that_is_required(
     checkpointer.save(vars(made), step=10, epoch=0)
 
     def revive() -> None:
-        while not uploader.Status.read(root).failures:
+        while not Status.read(root, uploader.STATUS).failures:
             time.sleep(0.05)
         s3.fault = None
 
@@ -299,7 +300,7 @@ def test_the_end_of_a_run_accepts_that_an_older_checkpoint_was_uploaded_last(
     uploads.note_published(SECOND)
     uploads.finish()
     uploads.close()
-    assert uploader.Status.read(root).uploaded == SECOND
+    assert Status.read(root, uploader.STATUS).uploaded == SECOND
     is_sound(RemoteRun(Store(settings.url)), root)
 
 
@@ -381,13 +382,13 @@ def test_an_uploader_does_not_take_a_url_back(local: Path, tmp_path: Path) -> No
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(uploading._run, "names", failing_store)
         with pytest.raises(StoreError):
-            uploading._catch_up()
+            uploading.catch_up()
     assert uploading._run.names == listed
     later = RemoteRun(Store(url))
     later.take_over()
     # The repetition after the failure.
     with pytest.raises(LeaseLost):
-        uploading._catch_up()
+        uploading.catch_up()
     later.check_owner()
 
 
@@ -400,7 +401,18 @@ def test_the_status_has_the_bytes_of_an_unfinished_file(tmp_path: Path) -> None:
     uploading = uploader.Uploader(tmp_path, job)
     uploading._throttle.take(5)
     uploading.note_progress()
-    assert uploader.Status.read(tmp_path).sent_bytes == 5
+    assert Status.read(tmp_path, uploader.STATUS).sent_bytes == 5
+
+
+class EndedProcess(child_process.Child):
+    """An uploading process that has ended."""
+
+    def __init__(self) -> None:
+        pass
+
+    @property
+    def has_ended(self) -> bool:
+        return True
 
 
 def test_only_checkpoints_of_the_present_run_are_uploaded(
@@ -412,8 +424,7 @@ def test_only_checkpoints_of_the_present_run_are_uploaded(
 
     def launch(went_back_to: int) -> None:
         launched.append(went_back_to)
-        uploads._process = subprocess.Popen(["true"])
-        uploads._process.wait()
+        uploads._process = EndedProcess()
 
     monkeypatch.setattr(uploads, "_launch", launch)
     for name in (FIRST, SECOND):
@@ -422,7 +433,7 @@ def test_only_checkpoints_of_the_present_run_are_uploaded(
     # The run goes back to the first: the second, which was not uploaded yet, would become the newest there. A kill
     # prevented the link of the first.
     uploads.start(10, FIRST)
-    assert uploader.pending(tmp_path) == [FIRST]
+    assert pending(tmp_path, uploader.LINK) == [FIRST]
     # The process died: it is started again, and does not supersede the new checkpoint.
     uploads.note_published(SECOND)
     assert launched == [10, 20]
@@ -430,7 +441,7 @@ def test_only_checkpoints_of_the_present_run_are_uploaded(
     (tmp_path / uploader.STATUS).write_text(json.dumps({"is_over": True}))
     uploads.note_published("epoch_0_step_30")
     assert launched == [10, 20]
-    assert uploader.pending(tmp_path) == [SECOND, FIRST]
+    assert pending(tmp_path, uploader.LINK) == [SECOND, FIRST]
 
 
 @pytest.mark.parametrize(

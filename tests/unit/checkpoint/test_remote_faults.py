@@ -11,7 +11,9 @@ import pytest
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.manifest import Manifest
-from automodel_ckpt.checkpoint.remote import multipart, transient, uploader
+from automodel_ckpt.checkpoint.remote import child_process, multipart, transient, uploader
+from automodel_ckpt.checkpoint.remote.child_process import Status
+from automodel_ckpt.checkpoint.remote.pending import pending
 from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
@@ -90,7 +92,7 @@ def test_faults_of_uploads_and_downloads_pass(
     caplog: pytest.LogCaptureFixture,
     fault: Fault,
 ) -> None:
-    monkeypatch.setattr(uploader, "_FIRST_PAUSE_SECONDS", 0.02)
+    monkeypatch.setattr(child_process, "_FIRST_PAUSE_SECONDS", 0.02)
     root = tmp_path / "run"
     root.mkdir()
     (root / FIRST).symlink_to(local / FIRST)
@@ -117,7 +119,7 @@ def test_faults_of_uploads_and_downloads_pass(
 def test_a_lost_connection_and_stale_listings_pass(
     proxy: FaultProxy, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(uploader, "_FIRST_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(child_process, "_FIRST_PAUSE_SECONDS", 0.05)
     run = RemoteRun(Store(URL))
     push_checkpoint(run, local / FIRST, tmp_path / "memory")
     run.point("val_loss", "min")
@@ -133,11 +135,11 @@ def test_a_lost_connection_and_stale_listings_pass(
     uploading.finish()
     thread = threading.Thread(target=uploading.run)
     thread.start()
-    while not uploader.Status.read(root).failures:
+    while not Status.read(root, uploader.STATUS).failures:
         time.sleep(0.01)
     proxy.is_down = False
     thread.join(60)
-    assert not uploader.pending(root)
+    assert not pending(root, uploader.LINK)
     assert run.pointed(layout.LATEST) == SECOND
     newest = run.newest()
     assert newest is not None and str(newest.name) == SECOND

@@ -14,6 +14,7 @@ from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, discover,
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.options import RemoteStorage
 from automodel_ckpt.checkpoint.remote import background, fetch, gone_back, uploader
+from automodel_ckpt.checkpoint.remote.pending import pending
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.remote.store import Store, StoreError
@@ -166,7 +167,7 @@ def test_the_mark_of_going_back_ends_with_the_marks_in_the_store(tmp_path: Path)
     run = in_store(url, tmp_path)
     gone_back.note(tmp_path, 10, "token")
     job = uploader.Job(url, {}, "token", "val_loss", "min", went_back_to=10)
-    uploader.Uploader(tmp_path, job)._catch_up()
+    uploader.Uploader(tmp_path, job).catch_up()
     assert run.is_superseded(SECOND)
     assert gone_back.GoneBack.read(tmp_path) is None
 
@@ -204,7 +205,7 @@ def test_a_url_is_a_directory_of_a_checkpointer(
     assert checkpointer._uploads.job.keep_last == 3
     assert checkpointer._options.keep_last == 1
     checkpointer.save(discover(made), step=10, epoch=0)
-    assert uploader.pending(local) == [FIRST]
+    assert pending(local, uploader.LINK) == [FIRST]
     checkpointer._uploads = None
     checkpointer.close()
 

@@ -1,0 +1,249 @@
+"""A process that uploads while the run trains: its start and end in the trainer, and its loop.
+
+The trainer starts it with ``python -m MODULE RUN``, and writes a job to its standard input. It is a separate process,
+so that no network slows down, blocks or crashes training. Failed uploads are repeated, with longer and longer pauses.
+It ends when the trainer asks for it and all is uploaded, or some time after the trainer has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.safe_open import read_safely
+from automodel_ckpt.checkpoint.remote.pending import pending
+from automodel_ckpt.durable_io import replace_file
+from automodel_ckpt.errors import AutomodelError, LeaseLost, without_hidden
+
+FINISH = b"finish\n"
+POLL_SECONDS = 0.5
+LAST_SECONDS = 60.0
+"""How long uploads go on after the trainer has ended without asking for the rest."""
+STALLED_SECONDS = 60.0
+"""Without progress for so long, the end of a run does not wait for uploads that are not required."""
+_NOTE_SECONDS = 5.0
+"""How often the status shows the bytes that were sent of a file."""
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 60.0
+_END_POLL_SECONDS = 0.2
+_STATUS_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How far the uploads are, as the process writes it for the trainer.
+
+    *uploaded* is the checkpoint that was uploaded last, *sent_bytes* grows while something is sent, *failures* counts
+    failed attempts since the last success, and *error* is the message of the last one. *is_over*: the process does not
+    upload any more, because another run took over. *owner* is the token of the start that took over the URL.
+    """
+
+    uploaded: str | None = None
+    sent_bytes: int = 0
+    failures: int = 0
+    error: str = ""
+    is_over: bool = False
+    owner: str = ""
+
+    @classmethod
+    def read(cls, root: Path, file: str) -> Status:
+        """Read the status of the process of a run; that of one that has not begun if there is none."""
+        try:
+            return cls(**parse_json(read_safely(root, file, limit=_STATUS_BYTES)))
+        except (OSError, ValueError, TypeError):
+            return cls()
+
+
+class UploadLoop:
+    """Uploads the pending checkpoints of the run in *root* until :meth:`finish` or :meth:`stop` is called.
+
+    *prefix* is that of the links of what is pending, and *status_file* the name of the file with the :class:`Status`.
+    """
+
+    def __init__(self, root: Path, prefix: str, status_file: str) -> None:
+        self.root = root
+        self.finishing = threading.Event()
+        self.stopping = threading.Event()
+        self.status = Status.read(root, status_file)
+        self._prefix, self._status_file = prefix, status_file
+        self._status_lock = threading.Lock()
+
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes that were sent."""
+        return 0
+
+    def catch_up(self) -> None:
+        """Upload all pending checkpoints. Raises what an upload raises; then it is called again."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Make :meth:`run` return when nothing is pending."""
+        self.finishing.set()
+
+    def stop(self) -> None:
+        """Make :meth:`run` return after the request in progress, however much is pending."""
+        self.stopping.set()
+
+    def note_progress(self) -> None:
+        """Update the bytes in the status, if more were sent. A large file takes minutes."""
+        if self.sent_bytes != self.status.sent_bytes:
+            self.note()
+
+    def run(self) -> None:
+        """Upload what is pending, and what becomes pending."""
+        pause = _FIRST_PAUSE_SECONDS
+        while not self.stopping.is_set():
+            try:
+                self.catch_up()
+                pause = _FIRST_PAUSE_SECONDS
+                if self.finishing.is_set() and not pending(self.root, self._prefix):
+                    return
+                self.finishing.wait(POLL_SECONDS)
+            except LeaseLost as error:
+                self.note(error=str(error), is_over=True)
+                print_line(f"error: {error}")
+                return
+            except (AutomodelError, OSError) as error:
+                if self.stopping.is_set():
+                    return
+                self.note(error=str(error), failures=self.status.failures + 1)
+                # The 1st, 2nd, 4th, 8th, ... failure in a row.
+                if self.status.failures & (self.status.failures - 1) == 0:
+                    print_line(
+                        f"warning: an upload failed, and is repeated in {pause:.0f} s: {error}"
+                    )
+                self.stopping.wait(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+    def note(self, **changes: Any) -> None:
+        """Change fields of the status, and write it."""
+        # Called by several threads: none may undo what another one has noted.
+        with self._status_lock:
+            fields = {**asdict(self.status), "sent_bytes": self.sent_bytes, **changes}
+            self.status = Status(**fields)
+            with contextlib.suppress(OSError):
+                replace_file(self.root / self._status_file, json.dumps(fields).encode())
+
+
+def print_line(text: str) -> None:
+    """Report to the terminal of the run, in a line that looks as those of the trainer."""
+    stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"{stamp} {without_hidden(text)}\n")
+        sys.stderr.flush()
+
+
+@contextlib.contextmanager
+def only_one(root: Path, lock_file: str) -> Iterator[None]:
+    """Wait until no other process uploads the checkpoints of this run."""
+    # Not through a link, which could create a file anywhere.
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    descriptor = os.open(root / lock_file, flags, 0o666)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def serve(root: Path, lock_file: str, make: Callable[[Mapping[str, Any]], UploadLoop]) -> int:
+    """Upload until the trainer asks to finish, or for :data:`LAST_SECONDS` after it has ended otherwise.
+
+    *make* returns the uploads of the job that the trainer wrote to the standard input. Returns the exit code.
+    """
+    # Unbuffered, so that select() sees what is left.
+    commands = os.fdopen(0, "rb", buffering=0)
+    job = json.loads(_line(commands))
+    with only_one(root, lock_file):
+        uploads = make(job)
+        thread = threading.Thread(target=uploads.run, name="upload")
+        thread.start()
+        deadline = math.inf
+        noted = time.monotonic()
+        while thread.is_alive():
+            if deadline < math.inf:
+                thread.join(POLL_SECONDS)
+            elif select.select([commands], [], [], POLL_SECONDS)[0]:
+                is_over = _line(commands) != FINISH
+                uploads.finish()
+                if is_over:
+                    # The trainer has ended.
+                    deadline = time.monotonic() + LAST_SECONDS
+            now = time.monotonic()
+            if now > deadline:
+                uploads.stop()
+            if now - noted > _NOTE_SECONDS:
+                uploads.note_progress()
+                noted = now
+    return 0
+
+
+def _line(commands: Any) -> bytes:
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = commands.read(1)
+        if not byte:
+            return line
+        line += byte
+    return line
+
+
+# ---------------------------------------------------------------- in the trainer
+
+
+class Child:
+    """The process from the trainer's side."""
+
+    def __init__(self, module: str, root: Path, job: Mapping[str, Any]) -> None:
+        """Start ``python -m MODULE ROOT`` with the *job*."""
+        command = [sys.executable, "-m", module, str(root)]
+        # In a separate session, a signal to the trainer's process group leaves it time to finish.
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        self._send(json.dumps(job).encode() + b"\n")
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended."""
+        return self._process.poll() is not None
+
+    def finish(self, status: Callable[[], Status], *, waits: bool) -> None:
+        """Let the process finish what is pending, and wait for it; unless it *waits*, only while it makes progress."""
+        self._send(FINISH)
+        last_progress = time.monotonic()
+        before = status()
+        while not self.has_ended:
+            time.sleep(_END_POLL_SECONDS)
+            now = status()
+            if (now.sent_bytes, now.uploaded) != (before.sent_bytes, before.uploaded):
+                before, last_progress = now, time.monotonic()
+            is_stalled = time.monotonic() - last_progress > STALLED_SECONDS
+            if is_stalled and not waits:
+                return
+
+    def leave(self) -> None:
+        """Let the process finish what is pending, without waiting for it."""
+        self._send(FINISH)
+        with contextlib.suppress(OSError):
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+        # It may outlive this process: without a thread that waits, Python would warn about that.
+        threading.Thread(target=self._process.wait, name="uploader", daemon=True).start()
+
+    def _send(self, line: bytes) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
