@@ -13,6 +13,7 @@ QUICK := .venv-oldest-quick
 TRITON := .venv-triton
 TORCHAO := .venv-torchao
 HARNESS := .venv-harness
+LAUNCHERS := .venv-launchers
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 AUTOMODEL_TOOL ?=
@@ -62,8 +63,16 @@ test-oldest: $(OLDEST)/.ready  ## every test with the lowest versions that pypro
 test-oldest-quick: $(QUICK)/.ready  ## unit tests with the lowest versions of all but torch: three minutes
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(QUICK)/bin/python -m pytest -q -n 3 --dist worksteal $(QUICK_TESTS)
 
-slurm: $(STAMP)  ## a batch script on a temporary Slurm: signal, requeue, node failure, array; root and slurm-wlm, ten minutes
+slurm: $(STAMP)  ## batch scripts on a temporary Slurm: signal, time limit, requeue, node failure, array; root and slurm-wlm, 15 minutes
 	@$(BIN)/python -m tools.slurm
+
+$(LAUNCHERS)/.ready:
+	@$(if $(PYTHON),$(PYTHON),python3) -m venv $(LAUNCHERS)
+	@$(LAUNCHERS)/bin/pip install --quiet skypilot kubernetes-validate kubeflow-trainer-api jsonschema pyyaml
+	@touch $@
+
+launchers: $(STAMP) $(LAUNCHERS)/.ready  ## manifests for Kubernetes and SkyPilot: their schemas, and their pods as processes; root, ten minutes
+	@$(BIN)/python -m tools.launchers --python $(LAUNCHERS)/bin/python
 
 check: $(STAMP)  ## formatting, lint and strict types
 	@$(BIN)/ruff format --check .

@@ -24,6 +24,7 @@ from automodel_ckpt.cli.terminal import (
     print_error,
     table,
 )
+from automodel_ckpt.cli.write_launcher.options import LauncherOptions, launcher_options
 from automodel_ckpt.config.automodel.notices import report_lines
 from automodel_ckpt.config.bind import closest
 from automodel_ckpt.config.flags import LaunchFlags
@@ -35,6 +36,8 @@ from automodel_ckpt.errors import EXIT_DONE, AutomodelError, Problem, RecipeErro
 from automodel_ckpt.user_code import reporting_user_failures
 
 EXAMPLES = Path(automodel_ckpt.__file__).parent / "examples"
+CLUSTERS = ("kubernetes", "skypilot")
+"""Directories of examples with files that ``--write-launcher`` wrote."""
 SUFFIXES = (".yaml", ".yml")
 PRINTING_MODES = {
     "help",
@@ -45,6 +48,7 @@ PRINTING_MODES = {
     "convert_recipe",
     "dry_run",
     "show_samples",
+    "write_launcher",
 }
 """Modes whose output may be cut off by a reader such as head(1)."""
 
@@ -104,8 +108,10 @@ def run(line: CommandLine) -> int:
 def _run_recipe(line: CommandLine) -> int:
     _check_working_directory()
     path = _recipe_path(line)
+    launcher = launcher_options(line)
     only_prints = not line.modes.keys().isdisjoint({"print_config", "convert_recipe"})
-    check = None if only_prints else _early_check(line)
+    # The data of a launcher's run may be on the cluster only.
+    check = None if only_prints or launcher is not None else _early_check(line)
     loaded = load_recipe(path, line.overrides, problems=line.problems, check=check)
     check_selftest_options(line)
     device_bytes = device_memory(line)
@@ -120,6 +126,8 @@ def _run_recipe(line: CommandLine) -> int:
     if only_prints:
         print(loaded.explain(), end="")
         return EXIT_DONE
+    if launcher is not None:
+        return _write_launcher(loaded, line, launcher)
     raise_file_limit()
     if "show_samples" in line.modes:
         return _show_samples(loaded, line)
@@ -148,6 +156,17 @@ def _run_recipe(line: CommandLine) -> int:
     from automodel_ckpt.cli.launch.launcher import launch
 
     return launch(loaded, line.flags, lambda: prepare(loaded, trust))
+
+
+def _write_launcher(loaded: LoadedRecipe, line: CommandLine, options: LauncherOptions) -> int:
+    """Write the script or manifest of ``--write-launcher``. Raises :class:`RecipeError`."""
+    from automodel_ckpt.cli.write_launcher.write import check_flags, write_launcher
+
+    check_flags(line.flags)
+    num_ranks = int(line.flags.nnodes) * int(line.flags.nproc_per_node)
+    check_batches(loaded, num_ranks)
+    write_launcher(loaded, line, options, mesh_sizes(loaded, num_ranks))
+    return EXIT_DONE
 
 
 def _show_samples(loaded: LoadedRecipe, line: CommandLine) -> int:
@@ -316,7 +335,7 @@ def mesh_sizes(loaded: LoadedRecipe, ranks: int) -> Sizes:
 
 def examples() -> dict[str, Path]:
     """Map the name of each example recipe to its path."""
-    paths = sorted(EXAMPLES.rglob("*.yaml"))
+    paths = [path for path in sorted(EXAMPLES.rglob("*.yaml")) if path.parent.name not in CLUSTERS]
     return {path.relative_to(EXAMPLES).with_suffix("").as_posix(): path for path in paths}
 
 

@@ -33,6 +33,12 @@ class ReferenceFailed(Exception):
         self.hint = hint
 
 
+def referenced_variables(text: str) -> dict[str, bool]:
+    """Map the names of the environment variables that *text* refers to, to whether they have no default."""
+    required = {name.strip() for name in _VARIABLE.findall(text)}
+    return {name: name in required for name in sorted(set(map(str.strip, _NAME.findall(text))))}
+
+
 def is_reference(text: str) -> bool:
     return _OPENING.search(text) is not None
 

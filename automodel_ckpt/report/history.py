@@ -150,8 +150,8 @@ class History:
 
 def read_history(path: Path, name: str | None = None) -> History:
     """Read the history of the run in *path*. Raises :class:`CheckpointUnusable` if the directory contains no run."""
-    records = list(_records(path / layout.TRAINING_LOG))
-    validations = list(_records(path / layout.VALIDATION_LOG))
+    records = list(read_records(path / layout.TRAINING_LOG))
+    validations = list(read_records(path / layout.VALIDATION_LOG))
     checkpoints = tuple(_checkpoints(path)) if path.is_dir() else ()
     if not (records or checkpoints):
         raise CheckpointUnusable(
@@ -224,7 +224,7 @@ def _completions(records: list[dict[str, Any]]) -> list[Completion]:
     return result
 
 
-def _records(path: Path) -> Iterator[dict[str, Any]]:
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of a log that have a valid step. Raises :class:`CheckpointUnusable` if it cannot be read."""
     try:
         with os.fdopen(open_regular(path), "rb") as file:

@@ -1,8 +1,10 @@
-"""Run examples/slurm/train.sbatch through what happens to jobs: python -m tools.slurm [--keep]
+"""Run examples/slurm/train.sbatch and scripts of --write-launcher on Slurm: python -m tools.slurm [--keep] [SCENE ...]
 
 1. A job is signaled, as two minutes before its time limit: it saves, is requeued, resumes and completes.
 2. The node fails: the job is requeued by Slurm and resumes from the newest checkpoint.
 3. An array: each task has its own run, one is signaled.
+4. The script of `ckpt-train --write-launcher slurm`: an array of it; one with --max-restarts, of which a rank is
+   killed; and one that Slurm signals before its time limit.
 
 Slurm's KillOnBadExit is set, so that srun sends SIGTERM to all ranks when the first one has exited with 75; srun's own
 flag is tested in both positions. Exit code 0 if all is as described, 1 if not, 3 if Slurm is not installed.
@@ -11,111 +13,18 @@ flag is tested in both positions. Exit code 0 if all is as described, 1 if not, 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterable
 from pathlib import Path
 
 from tools.slurm.cluster import Cluster, missing_programs, wait_until
+from tools.slurm.jobs import SCRIPT, Job, say, submit
+from tools.slurm.written import at_time_limit, written_array, written_with_restarts
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "examples" / "slurm" / "train.sbatch"
-RECIPE = ROOT / "examples" / "llm_finetune" / "tiny_llama_python_docs.yaml"
-STEPS = 150
-OVERRIDES = (
-    f"--step_scheduler.max_steps={STEPS}",
-    "--step_scheduler.num_epochs=100",
-    "--step_scheduler.ckpt_every_steps=25",
-    "--validation_dataset=null",
-)
-RESOURCES = (
-    "--nodes=1",
-    "--ntasks-per-node=2",
-    "--gpus-per-node=0",
-    "--cpus-per-task=1",
-    "--time=20",
-)
-JOB_SECONDS = 300.0
 NOT_INSTALLED = 3
-
-
-def say(text: str) -> None:
-    print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
-
-
-class Job:
-    """A submitted job, or one task of an array, and the directory of its run."""
-
-    def __init__(self, cluster: Cluster, number: str, run: Path) -> None:
-        self.cluster, self.number, self.run = cluster, number, run
-
-    @property
-    def log(self) -> str:
-        """What the job has printed: each task of an array in a separate file."""
-        identity = self.cluster.job(self.number)["JobId"]
-        path = self.run.parent / f"ckpt-train-{identity}.log"
-        return path.read_text() if path.exists() else ""
-
-    def steps(self) -> list[int]:
-        """The steps in training.jsonl, in the order of its lines."""
-        path = self.run / "training.jsonl"
-        if not path.exists():
-            return []
-        lines = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-        return [line["step"] for line in lines if "event" not in line]
-
-    def wait_for_step(self, step: int) -> None:
-        wait_until(
-            lambda: max(self.steps(), default=0) >= step,
-            f"step {step} of job {self.number}",
-            JOB_SECONDS,
-        )
-
-    def wait_for_end(self) -> None:
-        ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-        wait_until(
-            lambda: self.cluster.job(self.number)["JobState"] in ended,
-            f"the end of job {self.number}",
-            JOB_SECONDS,
-        )
-
-    def check(self, *, restarts: int, texts: Iterable[str] = ()) -> None:
-        """Wait for the end. Raises AssertionError unless the job completed, with each step once."""
-        self.wait_for_end()
-        fields, log = self.cluster.job(self.number), self.log
-        state = {name: fields[name] for name in ("JobState", "ExitCode", "Restarts")}
-        assert state == {"JobState": "COMPLETED", "ExitCode": "0:0", "Restarts": str(restarts)}, (
-            f"{state}\n{log}"
-        )
-        assert self.steps() == list(range(1, STEPS + 1)), f"{self.steps()}\n{log}"
-        for text in texts:
-            assert log.count(text) == 1, f"{text!r} is printed {log.count(text)} times\n{log}"
-        assert (self.run / "LATEST" / "model" / "consolidated" / "config.json").is_file(), log
-        say(f"job {self.number}: completed, {STEPS} steps, each once; restarted {restarts} times")
-
-
-def submit(
-    cluster: Cluster, directory: Path, *flags: str, run: str = "run", script: Path = SCRIPT
-) -> str:
-    """Submit the batch script for a recipe; returns the job's number."""
-    words = [
-        "sbatch",
-        "--parsable",
-        f"--chdir={directory}",
-        *RESOURCES,
-        *flags,
-        str(script),
-        str(RECIPE),
-        *OVERRIDES,
-    ]
-    number = cluster.run(*words, f"--checkpoint.checkpoint_dir={run}").strip()
-    say(f"job {number} is submitted")
-    return number
 
 
 def signaled(cluster: Cluster, directory: Path) -> None:
@@ -175,10 +84,19 @@ def array(cluster: Cluster, directory: Path) -> None:
     tasks[1].check(restarts=0)
 
 
+SCENES = (signaled, failed, array, written_array, written_with_restarts, at_time_limit)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--keep", action="store_true", help="keep the directory with all logs")
-    keep = parser.parse_args().keep
+    names = [scene.__name__ for scene in SCENES]
+    parser.add_argument("scenes", nargs="*", help=f"of {', '.join(names)}; all by default")
+    given = parser.parse_args()
+    keep = given.keep
+    scenes = [scene for scene in SCENES if not given.scenes or scene.__name__ in given.scenes]
+    if unknown := set(given.scenes) - set(names):
+        parser.error(f"unknown scenes: {', '.join(sorted(unknown))}")
     if absent := missing_programs():
         print(
             f"Slurm is not installed: {', '.join(absent)} not found; apt-get install slurm-wlm munge",
@@ -197,7 +115,7 @@ def main() -> int:
     try:
         with Cluster(directory / "cluster") as cluster:
             print(cluster.run("sinfo", "--long"), end="")
-            for scene in (signaled, failed, array):
+            for scene in scenes:
                 scene(cluster, directory)
     except (AssertionError, TimeoutError, subprocess.CalledProcessError) as error:
         details = error.stderr if isinstance(error, subprocess.CalledProcessError) else ""

@@ -1,0 +1,98 @@
+"""The options of ``ckpt-train --write-launcher``."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from automodel_ckpt.config.bind import closest
+from automodel_ckpt.config.overrides import CommandLine
+from automodel_ckpt.errors import Problem, RecipeError
+
+FLAG = "--write-launcher"
+SLURM, K8S, K8S_JOB, SKYPILOT = "slurm", "k8s", "k8s-job", "skypilot"
+KINDS = (SLURM, K8S, K8S_JOB, SKYPILOT)
+USERS = {
+    "output": KINDS,
+    "time_limit": (SLURM,),
+    "image": (K8S, K8S_JOB, SKYPILOT),
+    "volume_claim": (K8S, K8S_JOB),
+}
+"""The options, and the kinds of launchers that use each."""
+DEFAULT_TIME_LIMIT = "08:00:00"
+_TIME = re.compile(r"(?:(\d{1,3})-)?(\d{1,3}):([0-5]\d):([0-5]\d)")
+_IMAGE = re.compile(r"[A-Za-z0-9][\w./:@-]*")
+_CLAIM = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+
+
+@dataclass(frozen=True, slots=True)
+class LauncherOptions:
+    """*kind* of the launcher, and the options that it may use; None: not given.
+
+    *output* is the file to write, *time_limit* has the format ``[DAYS-]HH:MM:SS``, *image* is a container image, and
+    *volume_claim* the name of a PersistentVolumeClaim.
+    """
+
+    kind: str
+    output: str | None = None
+    time_limit: str = DEFAULT_TIME_LIMIT
+    image: str | None = None
+    volume_claim: str = "training"
+
+    @property
+    def time_limit_seconds(self) -> int:
+        found = _TIME.fullmatch(self.time_limit)
+        assert found is not None
+        days, hours, minutes, seconds = (int(text or 0) for text in found.groups())
+        return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def launcher_options(line: CommandLine) -> LauncherOptions | None:
+    """Return the options of a command line with ``--write-launcher``, None without it.
+
+    Raises :class:`RecipeError` with all problems: an unknown kind, options without ``--write-launcher`` or of another
+    kind, and malformed values.
+    """
+    given = {name: line.modes[name][0] for name in USERS if name in line.modes}
+    (kind,) = line.modes.get("write_launcher", [None])
+    problems = []
+    if kind is None:
+        for name in given:
+            flag = flag_of(name)
+            problems.append(Problem(f"{flag} requires {FLAG}", flag, "", f"add {FLAG} slurm"))
+    elif kind not in KINDS:
+        meant = closest(kind, KINDS)
+        hint = f"did you mean {meant}?" if meant else f"use {', '.join(KINDS)}"
+        problems.append(Problem("unknown kind of launcher", FLAG, kind, hint))
+    else:
+        problems += _problems(kind, given)
+    if problems:
+        raise RecipeError.all_of(problems)
+    return LauncherOptions(kind, **given) if kind is not None else None
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of an option: ``--time-limit`` for ``time_limit``."""
+    return f"--{name.replace('_', '-')}"
+
+
+def _problems(kind: str, given: dict[str, str]) -> list[Problem]:
+    rules = {
+        "time_limit": (_TIME, "use [DAYS-]HH:MM:SS, such as 08:00:00 or 2-00:00:00"),
+        "image": (
+            _IMAGE,
+            "use the name of an image, such as registry.example.com/automodel_ckpt:1",
+        ),
+        "volume_claim": (_CLAIM, "use lowercase letters, digits, - and ."),
+    }
+    problems = []
+    for name, text in given.items():
+        flag = flag_of(name)
+        if kind not in USERS[name]:
+            what = f"{flag} is not used with {FLAG} {kind}"
+            problems.append(
+                Problem(what, flag, text, f"remove it; used with {', '.join(USERS[name])}")
+            )
+        elif name in rules and not rules[name][0].fullmatch(text):
+            problems.append(Problem(f"invalid value of {flag}", flag, text, rules[name][1]))
+    return problems

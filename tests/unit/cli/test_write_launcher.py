@@ -1,0 +1,355 @@
+"""``ckpt-train --write-launcher``: what the scripts and manifests contain of a recipe, and what the scripts do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from automodel_ckpt.cli.train import EXAMPLES, main
+from automodel_ckpt.cli.write_launcher import stop_time
+from automodel_ckpt.errors import EXIT_DONE, EXIT_USAGE
+
+RECIPE = """\
+# A recipe with a comment.
+model:
+  from_pretrained: my-llama
+dataset:
+  _target_: automodel_ckpt.data.text.prompt_completion
+  path: not-on-this-machine.jsonl
+  seq_length: 64
+step_scheduler:
+  global_batch_size: 16
+  local_batch_size: 1
+  max_steps: 2
+"""
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No forecast by default: it imports torch."""
+    monkeypatch.setattr(stop_time, "_checkpoint_bytes", lambda *_: None)
+    for name in ("HF_HUB_OFFLINE", "HF_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "My recipe.yaml").write_text(RECIPE)
+
+
+def written(capsys: pytest.CaptureFixture[str], kind: str, *words: str) -> str:
+    """What is printed for the recipe on two nodes with two ranks."""
+    flags = ["--nnodes=2", "--nproc-per-node=2", f"--write-launcher={kind}"]
+    assert main(["My recipe.yaml", *flags, *words]) == EXIT_DONE
+    return capsys.readouterr().out
+
+
+def documents(text: str) -> dict[str, Any]:
+    """The objects of a manifest by kind."""
+    return {document["kind"]: document for document in yaml.safe_load_all(text)}
+
+
+def run_script(directory: Path, text: str, code: int, **environment: str) -> tuple[int, list[str]]:
+    """Run a batch script next to an `srun` that ends with *code*; its exit code, and the commands it called."""
+    (directory / "train.sbatch").write_text(text)
+    (directory / "bin").mkdir(exist_ok=True)
+    answers = {"srun": f"exit {code}", "scontrol": '[ "$1" = requeue ] || echo node7'}
+    for name, answer in answers.items():
+        command = directory / "bin" / name
+        command.write_text(
+            f'#!/bin/bash\nprintf "<%s>" {name} "$@" >> calls\necho >> calls\n{answer}\n'
+        )
+        command.chmod(0o755)
+    calls = directory / "calls"
+    calls.unlink(missing_ok=True)
+    done = subprocess.run(
+        ["bash", "train.sbatch"],
+        cwd=directory,
+        env={
+            "PATH": f"{directory}/bin:/usr/bin:/bin",
+            "HOME": "/home/me",
+            "VENV": "/my env",
+            "SLURM_JOB_ID": "12345",
+            "SLURM_JOB_NODELIST": "node[7-8]",
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, calls.read_text().splitlines() if calls.exists() else []
+
+
+# Slurm
+
+
+def test_a_script_for_slurm_requeues_a_job_that_saved_and_no_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = written(
+        capsys, "slurm", "--trust=my_pkg", "--checkpoint.restore_from=a 'b' $c", "--seed", "3"
+    )
+    start = "<srun><--kill-on-bad-exit=0></my env/bin/ckpt-train><My recipe.yaml>"
+    start += "<--trust=my_pkg><--checkpoint.restore_from=a 'b' $c><--seed=3>"
+    assert run_script(tmp_path, text, 75) == (75, [start, "<scontrol><requeue><12345>"])
+    for code in (0, 1, 2, 4):
+        assert run_script(tmp_path, text, code) == (code, [start])
+    task = run_script(tmp_path, text, 0, SLURM_ARRAY_TASK_ID="3")[1]
+    assert task == [f"{start}<--run-name=task_3>"]
+
+
+def test_a_script_for_slurm_gives_the_signal_the_time_of_a_save(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = written(capsys, "slurm", "--time-limit=1-02:00:00")
+    lines = {line for line in text.splitlines() if line.startswith("#SBATCH")}
+    assert {
+        "#SBATCH --job-name=my-recipe",
+        "#SBATCH --nodes=2",
+        "#SBATCH --ntasks-per-node=2",
+        "#SBATCH --gpus-per-node=2",
+        "#SBATCH --time=1-02:00:00",
+        f"#SBATCH --signal=USR1@{stop_time.UNKNOWN_SECONDS}",
+        "#SBATCH --requeue",
+        "#SBATCH --open-mode=append",
+    } < lines
+    on_cpu = written(
+        capsys, "slurm", "--distributed.backend=gloo", "--step_scheduler.stop_signals=[SIGTERM]"
+    )
+    assert "#SBATCH --signal=TERM@" in on_cpu
+    assert "gpu" not in on_cpu
+
+
+def test_a_script_with_restarts_starts_a_launcher_on_each_node(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = written(capsys, "slurm", "--max-restarts=3", "--run-name=a")
+    assert "#SBATCH --ntasks-per-node=1" in text
+    _, calls = run_script(tmp_path, text, 0, SLURM_RESTART_COUNT="2", SLURM_ARRAY_TASK_ID="1")
+    scontrol, srun = calls
+    assert scontrol == "<scontrol><show><hostnames><node[7-8]>"
+    words = srun.strip("<>").split("><")
+    assert words[3:8] == [
+        "--nproc-per-node=2",
+        "--max-restarts=3",
+        "--nnodes=2",
+        "--rdzv-endpoint=node7:22345",
+        "--rdzv-id=12345-2",
+    ]
+    assert words[-1] == "--run-name=a_task_1", "the last one applies"
+
+
+def test_variables_are_required_by_name_and_their_values_are_in_no_launcher(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STORE_TOKEN", "hunter2hunter2")
+    words = [
+        "--checkpoint.remote.url=s3://b/${oc.env:STORE_TOKEN}",
+        "--seed=${oc.env:SEED,1}",
+        "--logging.trackers={wandb: {}}",
+    ]
+    texts = {
+        kind: written(capsys, kind, *words) for kind in ("slurm", "k8s", "k8s-job", "skypilot")
+    }
+    assert not any("hunter2" in text for text in texts.values())
+    assert run_script(tmp_path, texts["slurm"], 0)[0] != 0
+    assert run_script(tmp_path, texts["slurm"], 0, STORE_TOKEN="x")[0] == 0
+    for name in ("k8s", "k8s-job"):
+        references = {
+            variable["name"]: variable["valueFrom"]["secretKeyRef"]["optional"]
+            for variable in container_of(documents(texts[name]))["env"]
+            if "secretKeyRef" in variable.get("valueFrom", {})
+        }
+        assert references == {
+            "STORE_TOKEN": False,
+            "SEED": True,
+            "HF_TOKEN": True,
+            "WANDB_API_KEY": True,
+            "AWS_ACCESS_KEY_ID": True,
+            "AWS_SECRET_ACCESS_KEY": True,
+            "AWS_SESSION_TOKEN": True,
+        }
+    task = yaml.safe_load(texts["skypilot"])
+    assert task["secrets"] == {"STORE_TOKEN": None}
+    assert "CHECKPOINT_URL" not in task["envs"]
+    assert "pip install '.[s3,wandb]'" in task["setup"]
+
+
+# Kubernetes
+
+
+def container_of(objects: dict[str, Any]) -> dict[str, Any]:
+    """The fields of the container: of a Job, or of a TrainJob and its runtime."""
+    if "Job" in objects:
+        [container] = objects["Job"]["spec"]["template"]["spec"]["containers"]
+        return dict(container)
+    [replicated] = objects["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"]
+    [container] = replicated["template"]["spec"]["template"]["spec"]["containers"]
+    return container | objects["TrainJob"]["spec"]["trainer"]
+
+
+@pytest.mark.parametrize("kind", ["k8s", "k8s-job"])
+def test_pods_have_the_time_of_a_save_and_are_replaced_after_it(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--image=r.io/x:1", "--volume-claim=mine", "--checkpoint.checkpoint_dir=/data/runs"]
+    objects = documents(written(capsys, kind, *words, "--checkpoint.restore_from=$(A)$$"))
+    assert objects["ConfigMap"]["data"] == {"recipe.yaml": RECIPE}
+    container = container_of(objects)
+    if kind == "k8s":
+        [replicated] = objects["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"]
+        job, rank = replicated["template"]["spec"], "$(PET_NODE_RANK)"
+        trainer = objects["TrainJob"]["spec"]["trainer"]
+        assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 2)
+        gpus = trainer["resourcesPerNode"]["limits"]
+    else:
+        job, rank = objects["Job"]["spec"], "$(NODE_RANK)"
+        assert (job["completions"], job["parallelism"]) == (2, 2)
+        assert objects["Service"]["spec"]["selector"].items() <= (
+            job["template"]["metadata"]["labels"].items()
+        )
+        assert (
+            f"--master-addr={objects['Job']['metadata']['name']}-0.my-recipe" in container["args"]
+        )
+        gpus = container["resources"]["limits"]
+    pod = job["template"]["spec"]
+    assert gpus == {"nvidia.com/gpu": 2}
+    assert pod["terminationGracePeriodSeconds"] == stop_time.UNKNOWN_SECONDS
+    assert pod["restartPolicy"] == "Never", "a failure policy requires it"
+    fail, ignore, evicted = job["podFailurePolicy"]["rules"]
+    assert (fail["action"], fail["onExitCodes"]["values"]) == ("FailJob", [2, 3, 4])
+    assert (ignore["action"], ignore["onExitCodes"]["values"]) == ("Ignore", [75])
+    assert (evicted["action"], evicted["onPodConditions"][0]["type"]) == (
+        "Ignore",
+        "DisruptionTarget",
+    )
+    assert container["image"] == "r.io/x:1"
+    assert f"--node-rank={rank}" in container["args"]
+    # Kubernetes reads this as $(A)$$.
+    assert "--checkpoint.restore_from=$$(A)$$$" in container["args"]
+    mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
+    assert mounts["/data/runs"] == {
+        "name": "work",
+        "mountPath": "/data/runs",
+        "subPath": "data-runs",
+    }
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert volumes["work"]["persistentVolumeClaim"] == {"claimName": "mine"}
+    assert volumes["shared-memory"]["emptyDir"]["medium"] == "Memory"
+    assert mounts["/dev/shm"]["name"] == "shared-memory"
+
+
+def test_a_recipe_of_several_files_is_on_the_volume(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "base.yaml").write_text(RECIPE)
+    (tmp_path / "My recipe.yaml").write_text("extends: base.yaml\nseed: 2\n")
+    objects = documents(written(capsys, "k8s-job", "--max-restarts=2"))
+    assert "ConfigMap" not in objects
+    arguments = container_of(objects)["args"]
+    assert "My recipe.yaml" in arguments
+    assert {"--max-restarts=2", "--rdzv-endpoint=my-recipe-0.my-recipe:29500"} < set(arguments)
+    assert objects["Job"]["spec"]["backoffLimit"] == 4
+
+
+# SkyPilot
+
+
+def test_a_task_for_skypilot_needs_a_store_and_recovers_after_a_save(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = yaml.safe_load(written(capsys, "skypilot"))
+    assert task["num_nodes"] == 2
+    assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [75]
+    assert task["resources"]["accelerators"].keys() >= {"H100"}
+    assert task["envs"]["CHECKPOINT_URL"] is None, "SkyPilot then refuses to start without it"
+    assert "file_mounts" not in task
+    (tmp_path / "bin").mkdir()
+    command = tmp_path / "bin" / "ckpt-train"
+    command.write_text('#!/bin/bash\nprintf "<%s>" "$@"\n')
+    command.chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path}/bin:/usr/bin:/bin",
+        "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+        "SKYPILOT_NODE_RANK": "1",
+        "CHECKPOINT_URL": "s3://b/my run",
+    }
+    done = subprocess.run(
+        ["bash", "-c", task["run"]], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == (
+        "<--nproc-per-node=2><--nnodes=2><--node-rank=1><--master-addr=10.0.0.1><--master-port=29500>"
+        "<My recipe.yaml><--checkpoint.remote.url=s3://b/my run>"
+    )
+
+
+# The time of a save
+
+
+def test_the_time_of_a_save_is_measured_or_estimated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "checkpoints" / "training.jsonl"
+    log.parent.mkdir()
+    records: list[dict[str, Any]] = []
+    for step in range(1, 6):
+        records.append({"step": step, "timestamp": 100.0 + 2 * step})
+        records.append({"event": "save", "step": step, "total_seconds": 80.0 if step == 2 else 5.0})
+    log.write_text("".join(f"{json.dumps(record)}\n" for record in records) + '{"step": 6, "ti')
+    text = written(capsys, "slurm")
+    assert "--signal=USR1@210" in text  # 2 x (2 + 80) + 30, rounded up to 30
+    assert "measured: a step takes 2 s, and the longest save took 80 s" in text
+    log.unlink()
+    monkeypatch.setattr(stop_time, "_checkpoint_bytes", lambda *_: 200 * 10**9)
+    text = written(capsys, "slurm")
+    assert "--signal=USR1@510" in text  # 2 x (30 + 200 s) + 30: two nodes write 1 GB/s
+    assert "estimated from a checkpoint of 200.0 GB" in text
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--write-launcher=slrum"], "did you mean slurm?"),
+        (["--output=x"], "--output requires --write-launcher"),
+        (["--write-launcher=k8s", "--time-limit=1:0:0"], "--time-limit is not used with"),
+        (["--write-launcher=slurm", "--time-limit=soon"], "invalid value of --time-limit"),
+        (["--write-launcher=slurm", "--time-limit=00:09:59"], "the time limit is too short"),
+        (["--write-launcher=k8s", "--volume-claim=A b"], "invalid value of --volume-claim"),
+        (["--write-launcher=slurm", "--nproc-per-node=auto"], "needs a number"),
+        (["--write-launcher=slurm", "--nnodes=2:4"], "needs a number"),
+        (["--write-launcher=slurm", "--rdzv-id=a"], "determines --rdzv-id"),
+        (["--write-launcher=slurm", "--nnodes=3"], "must be a multiple of"),
+        (["--write-launcher=slurm", "--output=My recipe.yaml"], "the launcher cannot be written"),
+    ],
+)
+def test_mistakes_are_reported(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["My recipe.yaml", *words]) == EXIT_USAGE
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+    assert (tmp_path / "My recipe.yaml").read_text() == RECIPE
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("k8s", "kubernetes/trainjob.yaml"),
+        ("k8s-job", "kubernetes/job.yaml"),
+        ("skypilot", "skypilot/train.yaml"),
+    ],
+)
+def test_the_examples_are_what_the_command_writes(
+    kind: str, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(EXAMPLES.resolve().parent)
+    recipe = "examples/llm_finetune/qwen3/qwen3_8b_chat_fsdp2_tp.yaml"
+    words = ["--nnodes=2", "--nproc-per-node=8", f"--write-launcher={kind}"]
+    assert main([recipe, *words]) == EXIT_DONE
+    assert capsys.readouterr().out == (EXAMPLES / name).read_text()

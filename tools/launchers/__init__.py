@@ -1,0 +1,1 @@
+"""Check what `ckpt-train --write-launcher` writes for Kubernetes and SkyPilot: `make launchers`."""
