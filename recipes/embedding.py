@@ -38,7 +38,7 @@ from automodel_ckpt.recipes.unsupported import Unsupported
 from automodel_ckpt.training.contrastive import contrastive_losses, ranks_of
 from automodel_ckpt.training.rng import StatefulRNG
 
-_PAIRS_AT_ONCE = 512
+_RANKED_TOGETHER = 512
 """The number of queries of this rank that are ranked together among all documents of a validation set."""
 
 
@@ -157,9 +157,11 @@ class Contrastive(Objective):
     def _rank_whole_set(self, sums: EvaluationSums) -> None:
         digests, embeddings = map(Parts.joined, zip(*self._seen, strict=True))
         exchanged = self.over_ranks.exchange(digests)
-        embedded = self.over_ranks.gather(embeddings.to(self.layout.device), exchanged)
-        for own in torch.split(exchanged.own, _PAIRS_AT_ONCE):
-            ranks = ranks_of(embedded.candidates(own, hides_equal=True)).double()
+        on_device = embeddings.to(self.layout.device)
+        embedded = self.over_ranks.gather(on_device, exchanged)
+        for own in torch.split(exchanged.own, _RANKED_TOGETHER):
+            candidates = embedded.candidates(own, hides_equal=True)
+            ranks = ranks_of(candidates).double()
             sums.add("mrr", ranks.reciprocal().sum())
             sums.add("recall_at_10", (ranks <= 10).sum())
 

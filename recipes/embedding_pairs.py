@@ -31,9 +31,12 @@ class Parts:
     def padded(self, num_pairs: int, num_negatives: int) -> torch.Tensor:
         """One tensor [2 x num_pairs + num_negatives, ...], in which zeros pad each part."""
         sizes = (num_pairs, num_pairs, num_negatives)
+        parts = (self.queries, self.documents, self.negatives)
         padded = []
-        for part, size in zip((self.queries, self.documents, self.negatives), sizes, strict=True):
-            padded += [part, part.new_zeros(size - len(part), *part.shape[1:])]
+        for part, size in zip(parts, sizes, strict=True):
+            num_missing = size - len(part)
+            filler = part.new_zeros(num_missing, *part.shape[1:])
+            padded += [part, filler]
         return torch.cat(padded)
 
     def to(self, device: torch.device) -> Parts:
@@ -107,7 +110,8 @@ class PairsOverRanks:
 
     def exchange(self, digests: Parts) -> Exchanged:
         """Gather the *digests* of all ranks' texts, on the host. A collective."""
-        counts = self._on_host(torch.tensor([digests.num_pairs, len(digests.negatives)]))
+        sizes = torch.tensor([digests.num_pairs, len(digests.negatives)])
+        counts = self._on_host(sizes)
         num_pairs, num_negatives = counts.amax(dim=0).tolist()
         gathered = self._on_host(digests.padded(num_pairs, num_negatives))
         queries, documents = _divided(gathered, num_pairs)
@@ -122,8 +126,10 @@ class PairsOverRanks:
 
     def gather(self, embeddings: Parts, exchanged: Exchanged) -> Embedded:
         """Gather the *embeddings* [n, H] of the texts of :meth:`exchange`, with gradients. A collective."""
-        part = embeddings.padded(exchanged.num_pairs, exchanged.num_negatives)
-        queries, documents = _divided(gather_parts(part, self._group), exchanged.num_pairs)
+        num_pairs = exchanged.num_pairs
+        part = embeddings.padded(num_pairs, exchanged.num_negatives)
+        gathered = gather_parts(part, self._group)
+        queries, documents = _divided(gathered, num_pairs)
         return Embedded(exchanged.texts, queries, documents)
 
     def _on_host(self, values: torch.Tensor) -> torch.Tensor:
@@ -139,6 +145,7 @@ class PairsOverRanks:
 
 def _divided(gathered: torch.Tensor, num_pairs: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The queries [Q, ...] and the documents [D, ...] in padded parts [ranks, n, ...]: document i < Q is of query i."""
-    documents = gathered[:, num_pairs : 2 * num_pairs].flatten(0, 1)
-    negatives = gathered[:, 2 * num_pairs :].flatten(0, 1)
-    return gathered[:, :num_pairs].flatten(0, 1), torch.cat([documents, negatives])
+    num_negatives = gathered.shape[1] - 2 * num_pairs
+    parts = torch.split(gathered, [num_pairs, num_pairs, num_negatives], dim=1)
+    queries, documents, negatives = (part.flatten(0, 1) for part in parts)
+    return queries, torch.cat([documents, negatives])

@@ -33,11 +33,13 @@ class ORPO(PairObjective):
         prompts = {**rows, "labels": _prompt_labels(rows)}
         answers, prompt = self.log_probs_of(rows, [rows["labels"], prompts["labels"]])
         counts = self._on_device(label_counts(rows))
+        means = answers / counts.clamp(min=1)
         # A probability of 1 would have infinite odds, and so would rows without labels.
-        means = (answers / counts.clamp(min=1)).clamp(max=-torch.finfo(answers.dtype).tiny)
-        means = torch.where(counts > 0, means, -1.0)
+        highest = -torch.finfo(answers.dtype).tiny
+        means = torch.where(counts > 0, means.clamp(max=highest), -1.0)
         odds = means - log1mexp(means)
-        ratios = F.logsigmoid(odds[::2] - odds[1::2])
+        chosen, rejected = odds.view(-1, 2).unbind(1)
+        ratios = F.logsigmoid(chosen - rejected)
         total, num_tokens = answers, counts
         if self.section.learn_prompt:
             total = answers + prompt
@@ -64,8 +66,10 @@ def log1mexp(log_probs: torch.Tensor) -> torch.Tensor:
     """
     is_large = log_probs > _LOG_HALF
     # Each form gets arguments at which its gradient is finite, also where the other one is used.
-    near = torch.log(-torch.expm1(torch.where(is_large, log_probs, -1.0)))
-    far = torch.log1p(-torch.exp(torch.where(is_large, -1.0, log_probs)))
+    large = torch.where(is_large, log_probs, -1.0)
+    small = torch.where(is_large, -1.0, log_probs)
+    near = torch.log(-torch.expm1(large))
+    far = torch.log1p(-torch.exp(small))
     return torch.where(is_large, near, far)
 
 

@@ -155,14 +155,16 @@ def weights_digest(reference: Reference, group: dist.ProcessGroup | None) -> str
         # Ranks with the same part compute the same, and it counts once.
         place = json.dumps([name, str(parameter.dtype), list(parameter.shape), box.offsets])
         parts[place] = _bit_sums(local)
-    by_parameter: dict[str, list[int]] = {}
     merged: dict[str, tuple[int, ...]] = {}
     for found in gather_objects(group, parts):
         merged.update(found)
+    by_parameter: dict[str, list[int]] = {}
     for place, sums in merged.items():
+        # Without the offsets.
         name = json.dumps(json.loads(place)[:3])
-        before = by_parameter.setdefault(name, [0, 0])
-        by_parameter[name] = [(a + b) % _MODULUS for a, b in zip(before, sums, strict=True)]
+        total = by_parameter.setdefault(name, [0, 0])
+        for number, value in enumerate(sums):
+            total[number] = (total[number] + value) % _MODULUS
     text = json.dumps(sorted(by_parameter.items()))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

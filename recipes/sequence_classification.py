@@ -61,8 +61,11 @@ class SampleObjective(Objective):
 
     def size_of(self, micro_batch: Tensors) -> BatchSize:
         """Count the samples of *micro_batch* with a label, and its tokens."""
-        num_samples = int((in_numpy(micro_batch["labels"]) != IGNORE_INDEX).sum())
-        num_tokens = int(in_numpy(micro_batch["attention_mask"]).sum()) if num_samples else 0
+        has_label = in_numpy(micro_batch["labels"]) != IGNORE_INDEX
+        num_samples = int(has_label.sum())
+        num_tokens = 0
+        if num_samples:
+            num_tokens = int(in_numpy(micro_batch["attention_mask"]).sum())
         return BatchSize(num_samples, 0, num_tokens)
 
     def loss(self, micro_batch: Tensors) -> LossSum:
@@ -102,7 +105,8 @@ class SingleLabel(SampleObjective):
         num_labels = logits.shape[1]
         predicted = F.one_hot(logits.argmax(dim=1), num_labels)
         wanted = F.one_hot(targets[:, 0].long(), num_labels)
-        return {"accuracy": (predicted * wanted).sum(), **_counts(self, predicted, wanted)}
+        num_correct = (predicted * wanted).sum()
+        return {"accuracy": num_correct, **_counts(self, predicted, wanted)}
 
     def summarize(self, totals: EvaluationTotals) -> dict[str, float]:
         """Compute the accuracy, and the mean F1 score of the labels that occur in the data or in predictions."""
@@ -125,9 +129,10 @@ class MultiLabel(SampleObjective):
     def measured(self, logits: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
         """Count the texts whose labels are all correct, and in evaluation passes the predictions of each label."""
         # A probability above one half.
-        predicted, wanted = (logits > 0).long(), targets.long()
-        exact = (predicted == wanted).all(dim=1).sum()
-        return {"accuracy": exact, **_counts(self, predicted, wanted)}
+        predicted = (logits > 0).long()
+        wanted = targets.long()
+        is_exact = (predicted == wanted).all(dim=1)
+        return {"accuracy": is_exact.sum(), **_counts(self, predicted, wanted)}
 
     def summarize(self, totals: EvaluationTotals) -> dict[str, float]:
         """Compute the share of texts whose labels are all correct, and F1 scores; that of a label without any is 0."""
@@ -152,7 +157,7 @@ class Regression(SampleObjective):
 
     def measured(self, logits: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
         """Sum the squared errors, and in evaluation passes what a correlation needs."""
-        squared_error = (logits - targets).square().mean(dim=1).sum()
+        squared_error = self.sample_losses(logits, targets).sum()
         if self.evaluation is None:
             return {"mse": squared_error}
         x, y = logits.double(), targets.double()

@@ -219,13 +219,16 @@ class TeacherCaches:
         numbered, labels = with_numbered_labels(micro_batch)
         found: list[Top] = []
         with torch.no_grad(), teacher.predicting(numbered, None) as targets:
-            end = size = 0
-            while end < len(labels):
-                start, end = end, min(end + max(size, 1), len(labels))
+            start = 0
+            # The number of columns, and with it the size of a chunk, is known after the first one.
+            size = 1
+            while start < len(labels):
+                end = min(start + size, len(labels))
                 logits = targets.complete_logits(start, end)
-                size = rows_of_chunk(logits.device.type, logits.shape[1])
                 tokens, log_probs, rest = top_of(logits, top_k, temperature)
                 found.append((tokens.cpu(), log_probs.cpu(), rest.cpu()))
+                start = end
+                size = rows_of_chunk(logits.device.type, logits.shape[1])
         if not found:
             empty = torch.empty(0, top_k)
             return empty.int(), empty, torch.empty(0)

@@ -247,9 +247,13 @@ class KTOCollator:
 
 def _mismatched(sample: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, list[int]]:
     """Join the prompt of *sample* with the completion of *other*, which begins with its first label."""
-    start, other_start = _num_prompt_tokens(sample), _num_prompt_tokens(other)
-    tokens = [*sample["input_ids"][:start], *other["input_ids"][other_start:]]
-    labels = [IGNORE_INDEX] * start + list(other["labels"][other_start:])
+    num_prompt = _num_prompt_tokens(sample)
+    prompt = sample["input_ids"][:num_prompt]
+    other_num_prompt = _num_prompt_tokens(other)
+    completion = other["input_ids"][other_num_prompt:]
+    completion_labels = other["labels"][other_num_prompt:]
+    tokens = [*prompt, *completion]
+    labels = [*[IGNORE_INDEX] * num_prompt, *completion_labels]
     limit = sample.get(_LIMIT)
     return {"input_ids": tokens[:limit], "labels": labels[:limit]}
 

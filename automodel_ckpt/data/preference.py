@@ -118,8 +118,11 @@ class PreferenceDataset(TokenizedDataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        margin = math.nan if self.numbers is None else float(self.numbers[2 * index])
-        return _pair(self.sample(2 * index), self.sample(2 * index + 1), margin)
+        first = 2 * index
+        chosen = self.sample(first)
+        rejected = self.sample(first + 1)
+        margin = math.nan if self.numbers is None else float(self.numbers[first])
+        return _pair(chosen, rejected, margin)
 
 
 class PreferenceStream(RowStream):

@@ -111,12 +111,16 @@ class PartWriter:
 
     def add(self, targets: SampleTargets) -> None:
         """Append the *targets* of the next sample."""
-        self._files["tokens"].write(targets.tokens.astype("<i4").tobytes())
-        self._files["log_probs"].write(targets.log_probs.astype("<f4").tobytes())
-        self._files["rest"].write(targets.rest.astype("<f4").tobytes())
+        self._append("tokens", targets.tokens, "<i4")
+        self._append("log_probs", targets.log_probs, "<f4")
+        self._append("rest", targets.rest, "<f4")
         self._sizes.append(len(targets.rest))
         self._checksums.append(targets.checksum)
         self._num_tokens = targets.tokens.shape[1]
+
+    def _append(self, name: str, values: npt.NDArray[Any], dtype: str) -> None:
+        content = values.astype(dtype).tobytes()
+        self._files[name].write(content)
 
     def close(self) -> dict[str, Any]:
         """Flush the files to disk, and return the entry of this part for the manifest."""
@@ -251,11 +255,13 @@ class TargetCache:
     def of(self, index: int) -> SampleTargets:
         """The targets of sample *index*, as arrays in mapped files."""
         number = bisect_right(self._ends, index)
-        start = self._ends[number] - int(self.parts[number]["samples"])
-        if number not in self._opened:
-            k = int(self.parts[number]["k"])
-            self._opened[number] = _Part(self.directory, number, k)
-        return self._opened[number].of(index - start)
+        entry = self.parts[number]
+        start = self._ends[number] - int(entry["samples"])
+        part = self._opened.get(number)
+        if part is None:
+            part = _Part(self.directory, number, int(entry["k"]))
+            self._opened[number] = part
+        return part.of(index - start)
 
 
 def _require_sizes(directory: Path, part: Mapping[str, Any]) -> None:
@@ -269,12 +275,15 @@ class _Part:
     """The mapped files of one part."""
 
     def __init__(self, directory: Path, number: int, k: int) -> None:
-        index = np.fromfile(directory / f"{number:05d}.index", dtype="<i8").reshape(2, -1)
-        self._ends = index[0].cumsum()
-        self._checksums = index[1]
-        self._tokens = _mapped(directory / f"{number:05d}.tokens", "<i4", k)
-        self._log_probs = _mapped(directory / f"{number:05d}.log_probs", "<f4", k)
-        self._rest = _mapped(directory / f"{number:05d}.rest", "<f4", 1)[:, 0]
+        def path_of(kind: str) -> Path:
+            return directory / f"{number:05d}.{kind}"
+
+        index = np.fromfile(path_of("index"), dtype="<i8")
+        sizes, self._checksums = index.reshape(2, -1)
+        self._ends = sizes.cumsum()
+        self._tokens = _mapped(path_of("tokens"), "<i4", k)
+        self._log_probs = _mapped(path_of("log_probs"), "<f4", k)
+        self._rest = _mapped(path_of("rest"), "<f4", 1)[:, 0]
 
     def of(self, index: int) -> SampleTargets:
         end = int(self._ends[index])
@@ -375,5 +384,6 @@ def batches_of(samples: range, size: int, count: int, num_samples: int) -> Itera
     All ranks need the same number of forward passes. The filler is the last sample of *num_samples*.
     """
     for number in range(count):
-        part = samples[number * size : (number + 1) * size]
+        start = number * size
+        part = samples[start : start + size]
         yield list(part) if part else [num_samples - 1]

@@ -177,9 +177,11 @@ class _PairReader:
     def names(self) -> list[str]:
         """The fields that are used, if the data has them."""
         names = [*names_in(self.query_field), *names_in(self.positive_field)]
-        if self.negative_fields is None:
-            return [*names, "negative", "negatives", *(f"negative_{n}" for n in range(100))]
-        return [*names, *self.negative_fields]
+        if self.negative_fields is not None:
+            return [*names, *self.negative_fields]
+        names += ["negative", "negatives"]
+        names += [f"negative_{number}" for number in range(100)]
+        return names
 
     def encode(self, rows: Rows) -> list[TokenizedSample]:
         """Make a sample of each row. Raises :class:`RecipeError` with the row's location for a text that is empty."""

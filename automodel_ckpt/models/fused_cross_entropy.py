@@ -396,7 +396,8 @@ class GradientSums:
     def add(self, start: int, part: torch.Tensor, errors: torch.Tensor) -> None:
         """Add a chunk: *errors* [n, V] are the gradient of its logits, *part* [n, H] its hidden states."""
         if self.hidden is not None:
-            torch.mm(errors, self.factor, out=self.hidden[start : start + len(part)])
+            rows = self.hidden[start : start + len(part)]
+            torch.mm(errors, self.factor, out=rows)
         if self.weight is not None:
             _add_product(self.weight, errors.t(), part, is_first=start == 0)
         if self.bias is not None:
@@ -443,4 +444,5 @@ def _scaled(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) ->
     """*gradient* times *factor* in *dtype*; in one pass over the memory on a GPU. Can change *gradient*."""
     if gradient.dtype == dtype or not gradient.is_cuda:
         return gradient.mul_(factor).to(dtype)
-    return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
+    scaled = torch.empty_like(gradient, dtype=dtype)
+    return torch.mul(gradient, factor, out=scaled)

@@ -104,8 +104,9 @@ class LogitTargets:
         logits, part = self.logits(start, end), self._part
         if part is None:
             return logits
-        missing = part.most - logits.shape[1]
-        return part.gather(F.pad(logits, (0, missing), value=-math.inf))
+        num_missing = part.most - logits.shape[1]
+        columns = F.pad(logits, (0, num_missing), value=-math.inf)
+        return part.gather(columns)
 
     def compare(
         self,
@@ -126,9 +127,11 @@ class LogitTargets:
             # The teacher's output layer is not shared by the tensor parallel ranks.
             logits = logits[:, part.first : part.first + student.shape[1]]
         _require_columns(logits, student)
-        teacher = log_softmax_(logits.div_(weights.temperature), part).clamp_(min=_LOWEST)
+        teacher = log_softmax_(logits.div_(weights.temperature), part)
+        teacher.clamp_(min=_LOWEST)
         ratio = student - teacher
-        in_teacher, in_student = teacher.exp_(), student.exp_()
+        in_teacher = teacher.exp_()
+        in_student = student.exp_()
         forward = torch.linalg.vecdot(in_teacher, ratio).neg_()
         reverse = torch.linalg.vecdot(in_student, ratio)
         if part is not None:
@@ -136,7 +139,8 @@ class LogitTargets:
             part.sum(sums)
             forward, reverse = sums.unbind()
         # forward: student - teacher; reverse: student * (ratio - reverse).
-        errors = ratio.sub_(reverse.unsqueeze(1)).mul_(weights.reverse).add_(weights.forward)
+        errors = ratio.sub_(reverse.unsqueeze(1))
+        errors.mul_(weights.reverse).add_(weights.forward)
         errors.mul_(in_student).sub_(in_teacher, alpha=weights.forward)
         return _weighted(forward, reverse, weights), errors
 
@@ -178,15 +182,19 @@ class TopTargets:
         top = where.read(student)
         probs = student.exp_()
         where.write(probs, torch.zeros_like(top))
-        sums = torch.cat([top, probs.sum(1, keepdim=True)], dim=1)
+        others = probs.sum(1, keepdim=True)
+        # One tensor for both, so that ranks exchange them in one collective.
+        sums = torch.cat([top, others], dim=1)
         if part is not None:
             part.sum(sums)
-        top, student_rest = sums[:, :-1], sums[:, -1].clamp(min=_SMALLEST)
+        top = sums[:, :-1]
+        student_rest = sums[:, -1].clamp(min=_SMALLEST)
         ratio = top - teacher
         rest_ratio = student_rest.log() - teacher_rest
-        in_teacher, in_student, in_rest = teacher.exp(), top.exp(), teacher_rest.exp()
-        forward = -(in_teacher * ratio).sum(1) - in_rest * rest_ratio
-        reverse = (in_student * ratio).sum(1) + student_rest * rest_ratio
+        in_teacher, in_rest = teacher.exp(), teacher_rest.exp()
+        in_student = top.exp()
+        forward = -torch.linalg.vecdot(in_teacher, ratio) - in_rest * rest_ratio
+        reverse = torch.linalg.vecdot(in_student, ratio) + student_rest * rest_ratio
         # All other tokens have the same ratio.
         slope = weights.forward * (1 - in_rest / student_rest)
         slope += weights.reverse * (rest_ratio - reverse)
@@ -345,7 +353,8 @@ def peak_bytes(num_positions: int, num_columns: int, dtype: torch.dtype, device_
     gradients that it returns."""
     rows = min(num_positions, rows_of_chunk(device_type, num_columns))
     wide = torch.promote_types(dtype, torch.float32)
-    return math.ceil((_TENSORS_OF_A_CHUNK + 1) * rows * num_columns * wide.itemsize)
+    bytes_of_tensor = rows * num_columns * wide.itemsize
+    return (_TENSORS_OF_A_CHUNK + 1) * bytes_of_tensor
 
 
 class _LinearDistillation(torch.autograd.Function):
@@ -477,6 +486,8 @@ def top_of(
     other tokens float32 [n]. *logits* are overwritten.
     """
     log_probs = log_softmax_(logits.div_(temperature))
-    values, tokens = log_probs.topk(min(k, log_probs.shape[1]), dim=1)
-    rest = log_probs.scatter_(1, tokens, -math.inf).logsumexp(1)
-    return tokens.int(), values.float(), rest.float().clamp(min=_LOWEST)
+    num_tokens = log_probs.shape[1]
+    values, tokens = log_probs.topk(min(k, num_tokens), dim=1)
+    others = log_probs.scatter_(1, tokens, -math.inf)
+    rest = others.logsumexp(1).float()
+    return tokens.int(), values.float(), rest.clamp(min=_LOWEST)

@@ -162,8 +162,12 @@ class LossPass(AbstractContextManager["LossPass"]):
         if self._sizes is None:
             return loss_of(hidden, self.targets)
         sizes = list(self._sizes)
-        groups = zip(torch.split(hidden, sizes), torch.split(self.targets, sizes), strict=True)
-        return torch.stack([loss_of(*group) for group in groups])
+        states = torch.split(hidden, sizes)
+        targets = torch.split(self.targets, sizes)
+        losses = []
+        for group in zip(states, targets, strict=True):
+            losses.append(loss_of(*group))
+        return torch.stack(losses)
 
     def output_for(self, loss: torch.Tensor) -> torch.Tensor:
         """What the layer returns for a *loss*, 0-dim or one per group.
@@ -341,8 +345,11 @@ class ModuleLossHead(ComputesLoss):
 
         def loss_of(part: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             size = chunk_rows(part.device.type, self._vocabulary)
-            chunks = zip(torch.split(part, size), torch.split(labels, size), strict=True)
-            losses = [checkpoint(loss_of_chunk, *chunk, use_reentrant=False) for chunk in chunks]
+            states = torch.split(part, size)
+            targets = torch.split(labels, size)
+            losses = []
+            for chunk in zip(states, targets, strict=True):
+                losses.append(checkpoint(loss_of_chunk, *chunk, use_reentrant=False))
             found = torch.stack(losses)
             if z_loss is not None:
                 z_loss.note(found[:, 1].sum())
@@ -505,10 +512,14 @@ def _probe_logits(
 def _test_logits(shape: torch.Size, device: torch.device) -> torch.Tensor:
     """Logits of both signs and very different sizes, all different. The first and the last are 2^-8 and 2^16."""
     generator = torch.Generator().manual_seed(0)
-    exponents = torch.rand(shape, generator=generator).mul_(24).sub_(8)
-    signs = torch.rand(shape, generator=generator).sub_(0.5).sign_()
+    exponents = torch.rand(shape, generator=generator)
+    exponents.mul_(24).sub_(8)
+    signs = torch.rand(shape, generator=generator)
+    signs.sub_(0.5).sign_()
     logits = torch.exp2(exponents).mul_(signs)
-    logits.view(-1)[0], logits.view(-1)[-1] = 2**-8, 2**16
+    flat = logits.view(-1)
+    flat[0] = 2**-8
+    flat[-1] = 2**16
     return logits.to(device)
 
 

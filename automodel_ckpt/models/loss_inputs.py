@@ -34,8 +34,9 @@ class VocabularyPart:
 
     def gather(self, columns: torch.Tensor) -> torch.Tensor:
         """The *columns* [n, most] of all ranks in their order, [n, most * ranks]."""
+        columns = columns.contiguous()
         found = [torch.empty_like(columns) for _ in range(self.group.size())]
-        dist.all_gather(found, columns.contiguous(), group=self.group)
+        dist.all_gather(found, columns, group=self.group)
         return torch.cat(found, dim=1)
 
 

@@ -86,9 +86,11 @@ class AdamW8bit(torch.optim.Optimizer):
         num_steps = state["step"].item()
         settings = _settings(group, num_steps, shard.device)
         if not block:
-            average, square = _local(state["exp_avg"]), _local(state["exp_avg_sq"])
-            average.lerp_(gradient.float(), 1 - beta1)
-            square.lerp_(gradient.float().square(), 1 - beta2)
+            wide = gradient.float()
+            average = _local(state["exp_avg"])
+            average.lerp_(wide, 1 - beta1)
+            square = _local(state["exp_avg_sq"])
+            square.lerp_(wide.square(), 1 - beta2)
             shard.copy_(_updated(shard, average, square, settings))
             return
         update = _kernel_for(shard.device.type)
@@ -99,7 +101,8 @@ class AdamW8bit(torch.optim.Optimizer):
         tables = [_table(is_signed, shard.device) for is_signed in (True, False)]
         num_rows = max(_CHUNK // block, 1)
         for start in range(0, len(rows[0]), num_rows):
-            update(*(each[start : start + num_rows] for each in rows), *tables, settings)
+            chunk = [each[start : start + num_rows] for each in rows]
+            update(*chunk, *tables, settings)
 
 
 def _new_state(parameter: torch.Tensor, block: int) -> dict[str, torch.Tensor]:
@@ -180,7 +183,8 @@ def _updated(
     """The new values of a parameter in float32, by the moments in float32."""
     _, _, decay, size, correction, eps = settings.unbind()
     denominator = square.sqrt() / correction + eps
-    return parameter.float() * decay - average / denominator * size
+    change = average / denominator * size
+    return parameter.float() * decay - change
 
 
 def update_blocks(

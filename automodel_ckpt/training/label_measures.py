@@ -35,9 +35,12 @@ def pearson(count: float, sums: Sums) -> float:
     if not count or "x" not in sums:
         return math.nan
     values = []
-    columns = zip(*(sums[name] for name in ("x", "y", "xx", "yy", "xy")), strict=True)
-    for x, y, xx, yy, xy in columns:
-        spread = (xx - x * x / count) * (yy - y * y / count)
+    names = ("x", "y", "xx", "yy", "xy")
+    for x, y, xx, yy, xy in zip(*(sums[name] for name in names), strict=True):
+        # The variances and the covariance, all times count.
+        variance_x = xx - x * x / count
+        variance_y = yy - y * y / count
         covariance = xy - x * y / count
+        spread = variance_x * variance_y
         values.append(covariance / math.sqrt(spread) if spread > 0 else math.nan)
     return sum(values) / len(values)

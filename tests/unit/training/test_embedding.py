@@ -188,9 +188,9 @@ def test_adapters_have_the_files_too_and_are_merged_with_them(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("override", "where", "hint"),
     [
-        ("--packed_sequence.size=32", "packed_sequence", "remove the section"),
-        ("--loss_fn._target_=torch.nn.CrossEntropyLoss", "loss_fn", "remove the section"),
-        ("--generation.prompts=[a]", "generation", "remove the section"),
+        ("--packed_sequence.size=32", "packed_sequence", "remove packed_sequence"),
+        ("--loss_fn._target_=torch.nn.CrossEntropyLoss", "loss_fn", "remove loss_fn"),
+        ("--generation.prompts=[a]", "generation", "remove generation"),
         ("--dataset.query_prompt=x", "dataset.query_prompt", "set embedding.query_prompt instead"),
     ],
 )
