@@ -37,6 +37,7 @@ from automodel_ckpt.recipes.evaluation import EvaluationTotals, sum_by_name
 from automodel_ckpt.recipes.gradients import GradientAccumulation
 from automodel_ckpt.recipes.objective import Objective
 from automodel_ckpt.recipes.out_of_memory import Situation, reporting_out_of_memory
+from automodel_ckpt.recipes.pending_steps import PendingSteps
 from automodel_ckpt.recipes.readback import LaunchedStep, Mark, Number, Readback, runs_ahead
 from automodel_ckpt.recipes.records import (
     BatchSize,
@@ -63,7 +64,12 @@ from automodel_ckpt.training.optim import (
     skips_by_flag,
 )
 from automodel_ckpt.training.rng import StatefulRNG
-from automodel_ckpt.training.step_scheduler import Due, StepScheduler, planned_end
+from automodel_ckpt.training.step_scheduler import (
+    ClockReading,
+    Due,
+    StepScheduler,
+    planned_end,
+)
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -72,6 +78,7 @@ _DIVERGED_HINT = (
     "of these steps (logging.sample_ids)"
 )
 _NO_BATCH = GlobalBatch(0, 0, 0, [], [], last_of_epoch=True)
+_NOTHING = BatchSize(0, 0, 0)
 
 
 class TrainingLoop:
@@ -85,7 +92,7 @@ class TrainingLoop:
     last_step: StepResult | None
     """The newest step of this process whose numbers are known; None before there is one.
 
-    On a GPU, that is the step before the newest one: :meth:`finish_pending` waits for the newest.
+    With several ranks or on a GPU, that is the step before the newest one: :meth:`finish_pending` waits for the newest.
     """
 
     def __init__(
@@ -138,7 +145,11 @@ class TrainingLoop:
             objective, layout, rng, keeps_on_device=self.runs_ahead
         )
         self.last_step = None
-        self._launched: LaunchedStep | None = None
+        self._pending = PendingSteps(
+            runs_ahead=self.runs_ahead,
+            # Tensor and context parallel ranks compute the same loss, which counts once.
+            counts_loss=layout.reports_loss,
+        )
 
     def queues_work(self) -> bool:
         """Whether the host continues while the device computes a step, and reads its numbers a step later."""
@@ -175,6 +186,13 @@ class TrainingLoop:
                 self._end_early()
                 return
             control = self.agree_on(batch)
+            due = self._settled(control)
+            if due is not None and due.anything and not due.stop:
+                # By the clock: what is due by counters has been done after the step.
+                self.finish_pending()
+                if self._is_over_after(due):
+                    return
+                control = self.agree_on(batch)
             if control.save_failed or control.stop:
                 self.finish_pending()
             # The flag is summed over the ranks, so that all enter wait(), a collective.
@@ -183,13 +201,7 @@ class TrainingLoop:
             # This batch was not counted as consumed: the resumed run trains on it.
             if control.stop or batch is None:
                 self.stop()
-            due = self._step_with_reports(batch, control)
-            if due.stop:
-                self.stop()
-            if due.validate or due.benchmarks or due.save:
-                save = due.save and not self._postpones_save(due)
-                self.validate_and_save(validate=due.validate, save=save, last=due.last)
-            if due.last or self.step_scheduler.has_stopped_improving:
+            if self._is_over_after(self._step_with_reports(batch, control)):
                 return
             if self.saves.memory is not None:
                 self.saves.memory.save_if_due(self.step_scheduler, self._save_in_memory)
@@ -199,6 +211,21 @@ class TrainingLoop:
         # The log must have the line of the step before its checkpoint is published.
         self.finish_pending()
         self.saves.save_in_memory(checkpointer, self.losses(None))
+
+    def _settled(self, control: Control) -> Due | None:
+        """What is due after the newest step, now that its clock is known; None if it was known before."""
+        if self.step_scheduler.is_settled:
+            return None
+        return self.step_scheduler.settle(control.clock, stop=control.stop)
+
+    def _is_over_after(self, due: Due) -> bool:
+        """Do what is due after a step. Returns whether the run is over; raises :class:`Stopped` for a stop request."""
+        if due.stop:
+            self.stop()
+        if due.validate or due.benchmarks or due.save:
+            save = due.save and not self._postpones_save(due)
+            self.validate_and_save(validate=due.validate, save=save, last=due.last)
+        return due.last or self.step_scheduler.has_stopped_improving
 
     def _postpones_save(self, due: Due) -> bool:
         """Whether a save that is due waits for a finite step: it could replace the last good checkpoint."""
@@ -219,7 +246,7 @@ class TrainingLoop:
             with self._reporting_memory(doing, batch):
                 with self.profiler.step(self.step_scheduler.step + 1):
                     due = self.step(batch, control)
-                if due.stop or due.validate or due.benchmarks or due.save or due.last:
+                if due.anything:
                     self.finish_pending()
         except (IndexError, RuntimeError) as error:
             self.explain(error, batch)
@@ -261,17 +288,49 @@ class TrainingLoop:
     def agree_on(self, batch: GlobalBatch | None) -> Control:
         """Sum the sizes of *batch* over the ranks, with the flags to stop and of failed saves. One small reduction.
 
-        None means that this rank received a stop request while it waited for the batch.
+        It also sums the numbers of the oldest step that is done but not logged, and logs that step. None means that
+        this rank received a stop request while it waited for the batch.
         """
         size = self._size_here(batch or _NO_BATCH)
-        save_failed = self.checkpointer is not None and self.checkpointer.upload_failed
         # Before the flag is read: a signal from here on may be too late to prevent this step, and is logged as such.
         self.step_scheduler.enter_step()
-        stop = batch is None or self.stop_request.wanted
-        control = Control(
-            size.count, size.num_label_tokens, size.num_tokens, stop, save_failed, size.flops
+        return self._exchange(size, stop=batch is None)
+
+    def _exchange(self, size: BatchSize, *, stop: bool, wait: bool = False) -> Control:
+        """The exchange of all ranks between two steps, with the numbers of a step that is done, which is logged.
+
+        *stop*: whether this rank stops for another reason than a request. *wait*: wait for a step that the device may
+        still compute.
+        """
+        finished = self._pending.oldest(wait=wait)
+        numbers = self._numbers_of(finished) if finished is not None else {}
+        save_failed = self.checkpointer is not None and self.checkpointer.upload_failed
+        # Only rank 0's clock counts, so that all ranks save and end at the same step.
+        is_rank0 = self.layout.is_rank0
+        here = Control(
+            size.count,
+            size.num_label_tokens,
+            size.num_tokens,
+            stop or self.stop_request.wanted,
+            save_failed,
+            size.flops,
+            self.step_scheduler.read_clock() if is_rank0 else ClockReading(),
         )
-        return control.summed(self.layout.gloo_group)
+        control, sums = here.summed(
+            self.layout.gloo_group, self._pending.sums_here(finished, numbers)
+        )
+        if finished is not None:
+            self._pending.remove_oldest()
+            self._report(finished, numbers["grad_norm"], sums)
+        return control
+
+    def _numbers_of(self, step: LaunchedStep) -> dict[str, float]:
+        """Wait for the numbers of *step* on this rank. Raises what the device reports of it only now."""
+        try:
+            return step.numbers.read()
+        except (IndexError, RuntimeError) as error:
+            self.explain(error, step.batch)
+            raise
 
     def _size_here(self, batch: GlobalBatch) -> BatchSize:
         """The size of this rank's part of *batch*; zero if another rank reports the same rows.
@@ -294,7 +353,7 @@ class TrainingLoop:
     def step(self, batch: GlobalBatch, control: Control) -> Due:
         """Train on one global batch and count it; returns what is due after it.
 
-        Logs the step, or if the host runs ahead of the device, the step before.
+        With several ranks, what is due by the clock or because of a signal is known only before the next step.
         """
         start = Mark(self.layout.device)
         self.step_scheduler.start_step()
@@ -397,30 +456,13 @@ class TrainingLoop:
         )
 
     def finish_step(self, batch: GlobalBatch, launched: LaunchedStep) -> Due:
-        """Count a step and return what is due. Logs it, or if the host runs ahead of the device, the step before.
+        """Count a step, and return what is due after it.
 
-        Only rank 0's clock counts, so that all ranks save and end at the same step. The stop request is read here too,
-        because the next chance is after what is due, which may be a long export.
+        If something is due by the counters, the ranks exchange their flags now: the next exchange is after what is due,
+        which may be a long export. One rank always does, since its exchange costs nothing.
         """
         scheduler = self.step_scheduler
-        is_rank0 = self.layout.is_rank0
-        # The device computes the launched step while the host waits for the one before.
-        finished = self._launched if self.runs_ahead else launched
-        known = finished.numbers.read() if finished is not None else {}
-        if self.runs_ahead:
-            # After the wait, which may fail: explain() needs the batch of the step that failed.
-            self._launched = launched
-        loss, aux_loss, *metrics = self._sums_here(finished, known)
-        loss, aux_loss, elapsed, save, end, stop, *metrics = sum_over_ranks(
-            self.layout.gloo_group,
-            loss,
-            aux_loss,
-            scheduler.measured_seconds() if is_rank0 else 0.0,
-            is_rank0 and scheduler.save_is_wanted(),
-            is_rank0 and scheduler.time_is_up(),
-            self.stop_request.wanted,
-            *metrics,
-        )
+        self._pending.add(launched)
         # The loader's position counts finished steps only, not what its workers have prefetched.
         self.dataloader.mark_consumed(batch)
         due = scheduler.finish_step(
@@ -428,44 +470,22 @@ class TrainingLoop:
             epochs_done=self.dataloader.epoch,
             num_samples=len(batch.sample_ids),
             num_tokens=launched.control.num_tokens,
-            elapsed_seconds=elapsed,
-            save_is_wanted=save > 0,
-            time_is_up=end > 0,
-            stop=stop > 0,
         )
-        if finished is not None:
-            self._report(finished, known["grad_norm"], [loss, aux_loss, *metrics])
+        if due.anything or self.layout.world_size == 1:
+            control = self._exchange(_NOTHING, stop=False)
+            due = scheduler.settle(control.clock, stop=control.stop)
         return due
 
     def finish_pending(self) -> None:
-        """Wait until the device has done all steps, and log the newest. A collective if there is a step to wait for.
+        """Wait until all steps are done, and log them. A collective if there is a step to wait for.
 
         The loop calls it before it validates, saves or ends, so that :attr:`last_step` and the logs are complete.
         """
-        finished = self._launched
-        if finished is None:
-            return
-        known = finished.numbers.read()
-        self._launched = None
-        sums = sum_over_ranks(self.layout.gloo_group, *self._sums_here(finished, known))
-        self._report(finished, known["grad_norm"], sums)
-
-    def _sums_here(self, finished: LaunchedStep | None, known: Mapping[str, float]) -> list[float]:
-        """What this rank adds to the sums of a step over the ranks: loss, router's loss, and the objective's metrics.
-
-        *known* are the numbers of the step. Zeros if no step is finished.
-        """
-        if finished is None:
-            return [0.0, 0.0]
-        # Tensor and context parallel ranks compute the same loss, which counts once.
-        counts_here = self.layout.reports_loss
-        sums = [known["loss"] if counts_here else 0.0, known["aux_loss"]]
-        for name in finished.metrics:
-            sums.append(known[f"metric {name}"] if counts_here else 0.0)
-        return sums
+        while self._pending:
+            self._settled(self._exchange(_NOTHING, stop=False, wait=True))
 
     def _report(self, finished: LaunchedStep, grad_norm: float, sums: Sequence[float]) -> None:
-        """Log a step. *sums* are those of :meth:`_sums_here`, over all ranks."""
+        """Log a step. *sums* are those of :meth:`PendingSteps.sums_here`, over all ranks."""
         total, aux_loss, *metrics = sums
         count = finished.control.count
         means = {}
@@ -481,13 +501,12 @@ class TrainingLoop:
             aux_loss if has_router_loss else None,
             means,
         )
-        end = finished.numbers.end if self.runs_ahead else Mark(self.layout.device)
         self.run_log.log_step(
             finished.position,
             finished.batch.sample_ids,
             finished.control,
             self.last_step,
-            end.seconds_since(finished.start),
+            finished.numbers.end.seconds_since(finished.start),
         )
         # The sum, not the mean: without labels, the mean of a batch is NaN.
         is_finite = math.isfinite(total) and math.isfinite(grad_norm)
@@ -520,11 +539,8 @@ class TrainingLoop:
         nothing in other steps.
         """
         check_sharding_support(self.optimizer, error)
-        batches = [batch]
-        if self._launched is not None:
-            # A GPU reports the failure of a step while the host queues the next one.
-            batches.insert(0, self._launched.batch)
-        for each in batches:
+        # A GPU reports the failure of a step while the host queues the next one.
+        for each in [*self._pending.batches, batch]:
             where = f"the global batch of samples {each.sample_ids[:16]}"
             check_token_ids(each.micro_batches, num_embeddings(unwrap(self.model)), where)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -10,6 +10,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from automodel_ckpt.distributed.agree import sum_over_ranks
+from automodel_ckpt.training.step_scheduler import ClockReading
 
 Z_LOSS = "z_loss"
 """The metric of a micro-batch that is its z-loss, times its coefficient."""
@@ -48,7 +49,8 @@ class LossSum:
 class Control:
     """What all ranks agreed on before a step: the size of the global batch, whether to stop, and whether a save in the
     background has failed. The loss of the global batch is a mean over *count* terms; *flops* are the floating-point
-    operations of training on it, 0 if they are unknown or not logged."""
+    operations of training on it, 0 if they are unknown or not logged. *clock* is that of rank 0 after the step before.
+    """
 
     count: int
     num_label_tokens: int
@@ -56,11 +58,18 @@ class Control:
     stop: bool
     save_failed: bool = False
     flops: float = 0.0
+    clock: ClockReading = field(default_factory=ClockReading)
 
-    def summed(self, group: ProcessGroup | None) -> Control:
-        """Combine the values of all ranks: tokens are summed, and a flag is set if any rank sets it. A collective."""
+    def summed(
+        self, group: ProcessGroup | None, further: Sequence[float] = ()
+    ) -> tuple[Control, list[float]]:
+        """Combine the values of all ranks. A collective; returns the control, and the sums of *further* numbers.
+
+        Counts are summed, and a flag is set if any rank sets it. Only one rank may pass a clock. All ranks pass equally
+        many further numbers.
+        """
         # The sums are float64, exact for counts below 2**53.
-        count, num_label_tokens, num_tokens, stop, save_failed, flops = sum_over_ranks(
+        count, num_label_tokens, num_tokens, stop, save_failed, flops, *sums = sum_over_ranks(
             group,
             self.count,
             self.num_label_tokens,
@@ -68,10 +77,22 @@ class Control:
             self.stop,
             self.save_failed,
             self.flops,
+            self.clock.elapsed_seconds,
+            self.clock.save_is_wanted,
+            self.clock.time_is_up,
+            *further,
         )
-        return Control(
-            int(count), int(num_label_tokens), int(num_tokens), stop > 0, save_failed > 0, flops
+        elapsed_seconds, save_is_wanted, time_is_up, *further_sums = sums
+        control = Control(
+            int(count),
+            int(num_label_tokens),
+            int(num_tokens),
+            stop > 0,
+            save_failed > 0,
+            flops,
+            ClockReading(elapsed_seconds, save_is_wanted > 0, time_is_up > 0),
         )
+        return control, further_sums
 
 
 class Position(Protocol):

@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,48 +54,41 @@ Found = list[dict[str, Any]]
 
 
 def measure(ways: list[str], size: str, *options: str) -> dict[str, Any]:
-    """The steps of all *ways*, taking turns in fresh processes; ``first_step`` in seconds from their start."""
-    ranks = WAYS[ways[0]][0]
+    """The steps of all *ways*, taking turns in fresh processes; ``first_step`` in seconds from their start.
+
+    Ways of several ranks are a bare loop and ours, in the ranks that ``ckpt-train`` starts.
+    """
     with tempfile.TemporaryDirectory(prefix="bench-loop-") as directory:
         output = Path(directory) / "figures"
         environment = os.environ | {
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
+            "BENCH_LOOP_DIRECTORY": directory,
         }
-        places: list[dict[str, str]] = [
-            {}
-        ]  # one process without them: Trainer and accelerate would take DDP
-        if ranks > 1:
-            environment |= {
-                "WORLD_SIZE": str(ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": _free_port(),
-            }
-            places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-        environment["BENCH_LOOP_DIRECTORY"] = directory
-        command = [
-            sys.executable,
-            "-m",
-            "tools.bench_loop",
-            "--sizes",
-            size,
-            *options,
-            "--one",
-            str(output),
-            *ways,
-        ]
+        if WAYS[ways[0]][0] > 1:
+            command, more = _launched(ways, size, Path(directory), output)
+            environment |= more
+        else:
+            command = [
+                "tools.bench_loop",
+                "--sizes",
+                size,
+                *options,
+                "--one",
+                str(output),
+                *ways,
+            ]
         started = time.time()
-        ran = [subprocess.Popen(command, cwd=ROOT, env=environment | place) for place in places]
+        process = subprocess.Popen([sys.executable, "-m", *command], cwd=ROOT, env=environment)
         try:
-            codes = [process.wait(LONGEST_SECONDS) for process in ran]
+            code = process.wait(LONGEST_SECONDS)
         except subprocess.TimeoutExpired as error:
             raise RuntimeError(f"no end after {LONGEST_SECONDS} s") from error
         finally:
-            for process in ran:
-                process.kill()
-        if any(codes):
-            raise RuntimeError(f"a process ended with {max(codes, key=abs)}, see above")
+            process.kill()
+        if code:
+            raise RuntimeError(f"a process ended with {code}, see above")
         figures: dict[str, Any] = json.loads(output.read_text())
         return {
             name: {**way, "first_step": way["first_step"] - started}
@@ -103,12 +96,24 @@ def measure(ways: list[str], size: str, *options: str) -> dict[str, Any]:
         }
 
 
-def _free_port() -> str:
-    import socket
+def _launched(
+    ways: list[str], size: str, directory: Path, output: Path
+) -> tuple[list[str], dict[str, str]]:
+    """The words of ``ckpt-train`` that trains *ways* in turns, and variables of its environment."""
+    from tools.launched_ways import PLAN, Plan
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
+    bare, ours = ways
+    plan = Plan(ours, bare, size, WAYS[bare][0], str(output))
+    recipe = directory / "recipe.yaml"
+    recipe.write_text(json.dumps(plan.recipe()))
+    words = [
+        "automodel_ckpt.cli.train",
+        f"--nproc-per-node={plan.num_ranks}",
+        "--trust=tools",
+        f"--checkpoint.checkpoint_dir={directory / 'run'}",
+        str(recipe),
+    ]
+    return words, {PLAN: json.dumps(asdict(plan))}
 
 
 def waste(size: str) -> float:
@@ -347,7 +352,8 @@ def run_and_tell(sizes: list[str], num_rounds: int | None, only: str | None, *, 
     results: dict[str, Any] = {"machine": machine(), "tables": {}, "also": {}, "failed": []}
     try:
         if only is not None:
-            results = json.loads(KEPT.read_text())
+            if KEPT.exists():
+                results = json.loads(KEPT.read_text())
             run_tables([table for table in plan(sizes, num_rounds) if only in table[0]], results)
         else:
             run_all(sizes, num_rounds, results)

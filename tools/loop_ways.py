@@ -227,15 +227,37 @@ def _shard(model: Any) -> None:
     fully_shard(model)
 
 
-def ours(
-    steps: Steps, size: Size, data: str = "blocks", num_ranks: int = 1, packed: bool = False
-) -> None:
-    """The recipe, its log on disk, without checkpoints. It is closed at the end of the process."""
+def ours(steps: Steps, size: Size, data: str = "blocks", packed: bool = False) -> None:
+    """The recipe in one process, its log on disk, without checkpoints. It is closed at the end of the process."""
     import torch.distributed as dist
 
     from automodel_ckpt.config.load import load_recipe
     from automodel_ckpt.config.overrides import parse
     from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+
+    class Timed(LLMFinetune):
+        loop_class = timed_loop(steps)
+
+        def setup(self) -> None:
+            super().setup()
+            # So that another recipe can make its own; nothing is saved here.
+            dist.destroy_process_group()
+
+    # As the command does after its imports: collections search the modules' objects no more.
+    gc.freeze()
+    directory = Path(os.environ["BENCH_LOOP_DIRECTORY"])
+    path = directory / f"recipe-{packed}.yaml"
+    path.write_text(json.dumps(recipe_of(size, steps.limit, data, 1, packed)))
+    line = parse([f"--checkpoint.checkpoint_dir={directory / f'run-{packed}'}"])
+    loaded = load_recipe(path, line.overrides, problems=line.problems)
+    recipe = Timed(loaded.config, config_yaml=loaded.to_yaml())
+    at_end.callback(recipe.close)
+    recipe.setup()
+    recipe.run()
+
+
+def timed_loop(steps: Steps) -> Any:
+    """The class of a loop that notes its *steps*, and neither validates nor saves."""
     from automodel_ckpt.recipes.loop import TrainingLoop
 
     class TimedLoop(TrainingLoop):
@@ -248,24 +270,7 @@ def ours(
 
         def validate_and_save(self, **due: Any) -> None: ...
 
-    class Timed(LLMFinetune):
-        loop_class = TimedLoop
-
-        def setup(self) -> None:
-            super().setup()
-            if num_ranks == 1:  # so that another recipe can make its own; nothing is saved here
-                dist.destroy_process_group()
-
-    gc.freeze()  # as the command does after its imports: collections search the modules' objects no more
-    directory = Path(os.environ["BENCH_LOOP_DIRECTORY"])  # shared by the ranks
-    path = directory / f"recipe-{packed}-{os.environ.get('RANK', '0')}.yaml"
-    path.write_text(json.dumps(recipe_of(size, steps.limit, data, num_ranks, packed)))
-    line = parse([f"--checkpoint.checkpoint_dir={directory / f'run-{packed}'}"])
-    loaded = load_recipe(path, line.overrides, problems=line.problems)
-    recipe = Timed(loaded.config, config_yaml=loaded.to_yaml())
-    at_end.callback(recipe.close)
-    recipe.setup()
-    recipe.run()
+    return TimedLoop
 
 
 at_end = ExitStack()
@@ -375,7 +380,7 @@ WAYS: dict[str, tuple[int, Callable[..., None]]] = {
     "Trainer": (1, trainer),
     "ours": (1, ours),
     "bare, 2 ranks": (2, partial(bare, num_ranks=2)),
-    "ours, 2 ranks": (2, partial(ours, num_ranks=2)),
+    "ours, 2 ranks": (2, ours),
     "bare, padded docstrings": (1, partial(bare, data="docstrings")),
     "ours, docstrings": (1, partial(ours, data="docstrings")),
     "ours, packed docstrings": (1, partial(ours, data="docstrings", packed=True)),

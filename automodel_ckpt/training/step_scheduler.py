@@ -51,6 +51,21 @@ class Due:
     stop: bool
     benchmarks: bool = False
 
+    @property
+    def anything(self) -> bool:
+        """Whether there is anything to do before the next step."""
+        return self.stop or self.validate or self.benchmarks or self.save or self.last
+
+
+@dataclass(frozen=True, slots=True)
+class ClockReading:
+    """What rank 0's clock decides after a step: *elapsed_seconds* of training so far, whether a save is due by time,
+    and whether ``max_time`` ends the run."""
+
+    elapsed_seconds: float = 0.0
+    save_is_wanted: bool = False
+    time_is_up: bool = False
+
 
 def run_is_over(cadence: Cadence, step: int, epochs_done: int) -> bool:
     """Whether the run is complete after *step* steps and *epochs_done* complete epochs."""
@@ -146,8 +161,8 @@ def _check_plausible(state: Mapping[str, Any]) -> None:
 class StepScheduler:
     """The counters of a run, which each checkpoint contains, and the decisions that depend on them.
 
-    Clocks differ between ranks. :meth:`save_is_wanted`, :meth:`time_is_up` and :meth:`measured_seconds` return this
-    rank's view; the caller uses the view of rank 0 on all ranks, so that all have the same state.
+    Clocks differ between ranks. After a step, :meth:`finish_step` decides what follows from counters. :meth:`settle`
+    decides what follows from :meth:`read_clock` of rank 0, which all ranks pass to it, so that all have the same state.
     """
 
     def __init__(
@@ -185,6 +200,9 @@ class StepScheduler:
         self._attempt_time = self._session_start
         self._step_start: float | None = None
         self._is_in_step = False
+        self._epoch_ended = False
+        self.is_settled = True
+        """Whether the clock of rank 0 after the newest step is known: false from finish_step() to settle()."""
         self._longest_step_seconds = 0.0
         self._longest_save_seconds = 0.0
         self._auto = (
@@ -245,43 +263,53 @@ class StepScheduler:
         return self.step + 1 if self._is_in_step else self.step
 
     def finish_step(
-        self,
-        *,
-        epoch: int,
-        epochs_done: int,
-        num_samples: int,
-        num_tokens: int,
-        elapsed_seconds: float,
-        save_is_wanted: bool = False,
-        time_is_up: bool = False,
-        stop: bool = False,
+        self, *, epoch: int, epochs_done: int, num_samples: int, num_tokens: int
     ) -> Due:
-        """Count one optimizer step on a global batch of *epoch*, and return what is due.
+        """Count one optimizer step on a global batch of *epoch*, and return what is due by the counters.
 
-        *epochs_done* is the number of complete epochs. *elapsed_seconds*, *save_is_wanted* and *time_is_up* are the
-        views of rank 0, which all ranks have received. *stop* is whether a signal requested a stop.
+        *epochs_done* is the number of complete epochs. :meth:`settle` adds what is due by the clock.
         """
-        epoch_ended = epochs_done > self.epochs_done
+        self._epoch_ended = epochs_done > self.epochs_done
         self._is_in_step = False
+        self.is_settled = False
         self.step += 1
         self.epoch = epoch
         self.epochs_done = epochs_done
         self.consumed_samples += num_samples
         self.consumed_tokens += num_tokens
-        self.elapsed_seconds = elapsed_seconds
-        self.ended_early = self.ran_out_of_time = time_is_up
         if self._step_start is not None:
             seconds = self._clock() - self._step_start
             self._longest_step_seconds = max(self._longest_step_seconds, seconds)
             if self._auto is not None:
                 self._auto.note_step(seconds)
+        return self._due(ClockReading(), stop=False)
+
+    def read_clock(self) -> ClockReading:
+        """This rank's clock after the newest step."""
+        return ClockReading(self.measured_seconds(), self.save_is_wanted(), self.time_is_up())
+
+    def settle(self, clock: ClockReading, *, stop: bool) -> Due:
+        """Return what is due after the newest step, by counters and by the *clock* of rank 0.
+
+        *stop* is whether a signal requested a stop.
+        """
+        self.is_settled = True
+        self.elapsed_seconds = clock.elapsed_seconds
+        self.ended_early = self.ran_out_of_time = clock.time_is_up
+        due = self._due(clock, stop=stop)
+        if due.anything:
+            # Also if the ranks had begun to agree on the next step: they agree again after what is due.
+            self._is_in_step = False
+        return due
+
+    def _due(self, clock: ClockReading, *, stop: bool) -> Due:
         due = due_after(
             self.cadence,
             self.step,
             self.epochs_done,
-            epoch_ended=epoch_ended,
-            save_is_wanted=save_is_wanted,
-            time_is_up=time_is_up,
+            epoch_ended=self._epoch_ended,
+            save_is_wanted=clock.save_is_wanted,
+            time_is_up=clock.time_is_up,
             stop=stop,
         )
         self.validation_is_due, self.save_was_due = due.validate, due.save
@@ -373,14 +401,14 @@ class StepScheduler:
         self._saved_step = -1
 
     def save_is_wanted(self) -> bool:
-        """Whether a save is due by time, or by the interval that the run has chosen, after the step in progress.
+        """Whether a save is due by time, or by the interval that the run has chosen, after the newest step.
 
         By this rank's clock, ``ckpt_every_minutes`` after the last save. Failed saves count like successful ones.
         """
         minutes = self.cadence.ckpt_every_minutes
         if minutes is not None and self._clock() - self._attempt_time >= 60 * minutes:
             return True
-        return self._auto is not None and self.step + 1 - self._attempted_step >= self._auto.steps
+        return self._auto is not None and self.step - self._attempted_step >= self._auto.steps
 
     def time_is_up(self) -> bool:
         """Whether ``max_time`` may not suffice for one more step and two saves, by this rank's clock."""

@@ -352,15 +352,13 @@ def timeline(it: Subject) -> list[Any]:
     while not scheduler.is_finished() and scheduler.step < 40:
         scheduler.start_step()
         now[0] += 60
-        due = scheduler.finish_step(
+        scheduler.finish_step(
             epoch=scheduler.step // 5,
             epochs_done=(scheduler.step + 1) // 5,
             num_samples=4,
             num_tokens=9,
-            elapsed_seconds=now[0],
-            save_is_wanted=scheduler.save_is_wanted(),
-            time_is_up=scheduler.time_is_up(),
         )
+        due = scheduler.settle(scheduler.read_clock(), stop=False)
         if due.validate:
             scheduler.note_metrics({"val_loss": 1 / scheduler.step, "val_accuracy": 0.5})
         better = (

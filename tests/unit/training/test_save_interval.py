@@ -48,16 +48,8 @@ def test_the_leader_wants_a_save_after_its_own_number_of_steps_also_after_a_resu
     def step(scheduler: StepScheduler) -> bool:
         scheduler.start_step()
         now[0] += 1.0
-        wanted = scheduler.save_is_wanted()
-        due = scheduler.finish_step(
-            epoch=0,
-            epochs_done=0,
-            num_samples=1,
-            num_tokens=1,
-            elapsed_seconds=now[0],
-            save_is_wanted=wanted,
-        )
-        return due.save
+        scheduler.finish_step(epoch=0, epochs_done=0, num_samples=1, num_tokens=1)
+        return scheduler.settle(scheduler.read_clock(), stop=False).save
 
     scheduler = StepScheduler(Cadence(max_steps=1000, mtbf_seconds=50.0), clock=lambda: now[0])
     assert [step(scheduler) for _ in range(FIRST_STEPS)] == [False] * (FIRST_STEPS - 1) + [True]

@@ -65,15 +65,13 @@ def drive(
         scheduler.start_step()
         clock.now += step_seconds
         epoch, index = divmod(scheduler.step, steps_per_epoch)
-        due = scheduler.finish_step(
+        scheduler.finish_step(
             epoch=epoch,
             epochs_done=epoch + (index == steps_per_epoch - 1),
             num_samples=4,
             num_tokens=100,
-            elapsed_seconds=scheduler.measured_seconds(),
-            save_is_wanted=scheduler.save_is_wanted(),
-            time_is_up=scheduler.time_is_up(),
         )
+        due = scheduler.settle(scheduler.read_clock(), stop=False)
         if due.validate:
             done["validated"].append(scheduler.step)
         if due.save:
@@ -167,12 +165,28 @@ def test_max_time_reserves_one_step_and_two_saves() -> None:
     scheduler = StepScheduler(Cadence(max_time_seconds=100.0), clock=clock)
     scheduler.start_step()
     clock.now = 5.0
-    scheduler.finish_step(epoch=0, epochs_done=0, num_samples=1, num_tokens=1, elapsed_seconds=5.0)
+    scheduler.finish_step(epoch=0, epochs_done=0, num_samples=1, num_tokens=1)
     scheduler.note_save(10.0)
     clock.now = 74.9
     assert not scheduler.time_is_up()
     clock.now = 75.0
     assert scheduler.time_is_up()
+
+
+def test_what_is_due_by_the_clock_is_known_when_the_step_is_settled() -> None:
+    clock = Clock()
+    scheduler = StepScheduler(
+        Cadence(max_steps=9, ckpt_every_steps=2, ckpt_every_minutes=1.0), clock=clock
+    )
+    assert scheduler.is_settled
+    clock.now = 60.0
+    due = scheduler.finish_step(epoch=0, epochs_done=0, num_samples=1, num_tokens=1)
+    assert not due.anything and not scheduler.is_settled
+    # The ranks begin to agree on the next step, and find that the first one is to be saved.
+    scheduler.enter_step()
+    assert scheduler.settle(scheduler.read_clock(), stop=False).save
+    assert scheduler.is_settled and scheduler.stops_after == 1
+    assert scheduler.finish_step(epoch=0, epochs_done=0, num_samples=1, num_tokens=1).save
 
 
 def test_a_resumed_run_has_nothing_to_save_before_its_first_step() -> None:
@@ -220,15 +234,8 @@ class FullDisk(Saves):
     def train(self) -> list[int]:
         while not self.step_scheduler.is_finished():
             self.clock.now += 5.0
-            wanted = self.step_scheduler.save_is_wanted()
-            due = self.step_scheduler.finish_step(
-                epoch=0,
-                epochs_done=0,
-                num_samples=1,
-                num_tokens=1,
-                elapsed_seconds=1.0,
-                save_is_wanted=wanted,
-            )
+            self.step_scheduler.finish_step(epoch=0, epochs_done=0, num_samples=1, num_tokens=1)
+            due = self.step_scheduler.settle(self.step_scheduler.read_clock(), stop=False)
             self.wait()
             if due.save:
                 self.save({}, validated=False, started=0.0, last=due.last)
