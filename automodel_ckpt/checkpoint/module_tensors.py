@@ -132,9 +132,14 @@ def without_memory(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def complete_state(module: nn.Module) -> tuple[Mapping[str, Any], Mapping[str, str]]:
-    """(state, tied names) of a module on all ranks, as in :func:`module_state`; other ranks' tensors have no memory."""
-    state, tied = module_state(module)
+def complete_state(
+    module: nn.Module, here: tuple[Mapping[str, Any], Mapping[str, str]] | None = None
+) -> tuple[Mapping[str, Any], Mapping[str, str]]:
+    """(state, tied names) of a module on all ranks, as in :func:`module_state`; other ranks' tensors have no memory.
+
+    *here* is the result of :func:`module_state`, if the caller has it.
+    """
+    state, tied = here or module_state(module)
     complete = stored_layout(module).complete
     if complete is None:
         return state, tied
@@ -291,8 +296,13 @@ def set_module_state(
     strict: bool,
     layout: StoredLayout | None = None,
 ) -> None:
-    """Load a state that :func:`module_state` returned, with the same *layout*, into the module."""
+    """Load a state that :func:`module_state` returned, with the same *layout*, into the module.
+
+    Nothing is left to do where the module's own tensors have the values already, because they were read in place.
+    """
     layout = layout or stored_layout(module)
+    if _was_read_in_place(unwrap(module), state, tied, layout):
+        return
     loaded = dict(state)
     for name, kept in tied.items():
         if kept in state and name not in layout.copies:
@@ -312,3 +322,74 @@ def set_module_state(
         }
         own.update((fqn, present[fqn]) for fqn in layout.rows if fqn in present)
     set_model_state_dict(module, own, options=StateDictOptions(strict=strict))
+
+
+def _was_read_in_place(
+    module: nn.Module, state: Mapping[str, Any], tied: Mapping[str, str], layout: StoredLayout
+) -> bool:
+    """Whether *state* contains all persistent tensors of *module* in their own memory, and loading does nothing else.
+
+    ``load_state_dict`` searches all names in a list of modules for each of its modules. With 10,000, that takes longer
+    than reading the tensors.
+    """
+    tensors = _standard_tensors(module)
+    if tensors is None or layout.rows:
+        return False
+    remaining = set(tensors)
+    fqns = {name: fqn for fqn, name in layout.names.items()}
+    for name, value in state.items():
+        fqn = fqns.get(name, name)
+        if fqn not in tensors or not _is_same_memory(value, tensors[fqn]):
+            return False
+        remaining.discard(fqn)
+    for name in tied:
+        remaining.discard(fqns.get(name, name))
+    return not remaining
+
+
+def _standard_tensors(module: nn.Module) -> dict[str, torch.Tensor] | None:
+    """The parameters and persistent buffers of *module* by FQN; None if a module inside changes what loading does."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path, part in module.named_modules(remove_duplicate=False):
+        if _customizes_loading(part):
+            return None
+        prefix = f"{path}." if path else ""
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                tensors[prefix + name] = parameter
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                tensors[prefix + name] = buffer
+    return tensors
+
+
+_STANDARD_METHODS = ("load_state_dict", "_load_from_state_dict", "set_extra_state")
+
+
+def _customizes_loading(module: nn.Module) -> bool:
+    """Whether loading does more to *module* than to copy values into its parameters and buffers."""
+    for method in _STANDARD_METHODS:
+        if method in vars(module) or getattr(type(module), method) is not getattr(
+            nn.Module, method
+        ):
+            return True
+    for hook in module._load_state_dict_pre_hooks.values():
+        # That of fsdp2 frees gathered parameters, as the hook of state_dict() did.
+        if not hook.__module__.startswith("torch.distributed.fsdp."):
+            return True
+    return bool(module._load_state_dict_post_hooks)
+
+
+def _is_same_memory(value: Any, tensor: torch.Tensor) -> bool:
+    """Whether both are the same elements of the same memory; false for tensors of unknown types."""
+    if isinstance(value, DTensor) and isinstance(tensor, DTensor):
+        value, tensor = value.to_local(), tensor.to_local()
+    if type(value) not in _PLAIN_TENSORS or type(tensor) not in _PLAIN_TENSORS:
+        return False
+    # torch compares no tensors without memory.
+    if value.is_meta or tensor.is_meta:
+        return False
+    return bool(value.is_set_to(tensor))
+
+
+_PLAIN_TENSORS = (torch.Tensor, nn.Parameter)

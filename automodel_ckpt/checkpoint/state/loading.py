@@ -65,6 +65,7 @@ class Loader:
         self._path, self._manifest, self._remote = path, manifest, remote
         self._ranks, self._allow_missing = ranks, allow_missing
         self._absent: dict[str, str] = {}
+        self._module_states: dict[str, tuple[dict[str, Any], dict[str, str]]] = {}
 
     def load(self, items: list[Item]) -> None:
         """Load all *items*. Random number generators are loaded last: loading must not advance them.
@@ -83,7 +84,7 @@ class Loader:
             if item.kind == "module":
                 # All modules before any is read: a later mismatch would leave the others
                 # overwritten.
-                self._check_differences(item, trees[item.name], complete_state(item.value)[0])
+                self._check_differences(item, trees[item.name], self._complete_state(item))
         # Before modules are read: an optimizer's state is created by a step of it, which may change weights.
         created: dict[str, dict[str, Any]] = {}
         for item in matched:
@@ -109,8 +110,17 @@ class Loader:
                 continue
             saved_name, _ = matched[item.name]
             tree = self._manifest.trees[saved_name]
-            lines += differences(tree, complete_state(item.value)[0])
+            lines += differences(tree, self._complete_state(item))
         return lines
+
+    def _module_state(self, item: Item) -> tuple[dict[str, Any], dict[str, str]]:
+        """The :func:`module_state` of a module: its tensors themselves, collected once."""
+        if item.name not in self._module_states:
+            self._module_states[item.name] = module_state(item.value)
+        return self._module_states[item.name]
+
+    def _complete_state(self, item: Item) -> Mapping[str, Any]:
+        return complete_state(item.value, self._module_state(item))[0]
 
     def _match(self, items: list[Item]) -> dict[str, tuple[str, StateRecord]]:
         """{attribute: (saved name, record)}. Raises :class:`CheckpointUnusable` that lists what is on one side only."""
@@ -163,7 +173,7 @@ class Loader:
         raise CheckpointUnusable(what, where=str(self._path), value=first_lines(lines), hint=hint)
 
     def _load_module(self, item: Item, tree: Tree) -> None:
-        state, tied = module_state(item.value)
+        state, tied = self._module_state(item)
         read_tree(self._path, tree, state, self._remote)
         set_module_state(item.value, state, tied, strict=True)
 

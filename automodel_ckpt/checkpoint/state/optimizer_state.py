@@ -299,9 +299,14 @@ def load_read_state(
     if is_overridden or "load_state_dict" in vars(optimizer):
         load(state)
         return
+    leaves_moments = _leaves_moments(optimizer)
     loadable: dict[str, dict[Any, Any]] = {}
     for fqn, entry in state["state"].items():
-        loadable[fqn] = {k: v for k, v in entry.items() if isinstance(v, _LOADED_BY_TORCH)}
+        loadable[fqn] = {}
+        for key, value in entry.items():
+            is_left = leaves_moments and _is_moment(key, value, parameters.get(fqn))
+            if isinstance(value, _LOADED_BY_TORCH) and not is_left:
+                loadable[fqn][key] = value
     load({**state, "state": loadable})
     for fqn, entry in state["state"].items():
         loaded = optimizer.state.get(parameters[fqn])
@@ -315,6 +320,27 @@ def load_read_state(
             exact.setdefault(key, value)
         loaded.clear()
         loaded.update(exact)
+
+
+def _leaves_moments(optimizer: Optimizer) -> bool:
+    """Whether nothing but a cast happens to the moments in ``load_state_dict``: no hook, no method of another library.
+
+    With tens of thousands of tensors, the casts take longer than reading the values.
+    """
+    hooks = [
+        *optimizer._optimizer_load_state_dict_pre_hooks,
+        *optimizer._optimizer_load_state_dict_post_hooks,
+    ]
+    return not hooks and type(optimizer).__setstate__.__module__.startswith("torch.optim.")
+
+
+def _is_moment(key: Any, value: Any, parameter: torch.Tensor | None) -> bool:
+    """Whether a value has the shape and the device of its *parameter*, so that a load could only cast it."""
+    if key == "step" or not isinstance(value, torch.Tensor) or parameter is None:
+        return False
+    return (
+        parameter.dim() > 0 and value.shape == parameter.shape and value.device == parameter.device
+    )
 
 
 def _is_changed(key: Any, value: Any, loaded: Mapping[Any, Any]) -> bool:
