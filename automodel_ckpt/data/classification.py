@@ -25,7 +25,7 @@ from automodel_ckpt.data.fields import names_in
 from automodel_ckpt.data.labels import Labels
 from automodel_ckpt.data.length_summary import LengthSummary
 from automodel_ckpt.data.messages import UnusableSample, turns_of
-from automodel_ckpt.data.python_docs import library_digest, library_docstrings
+from automodel_ckpt.data.python_library import library_digest, library_docstrings
 from automodel_ckpt.data.rows import RowRange, Rows
 from automodel_ckpt.data.sample_arrays import SampleArrays
 from automodel_ckpt.data.samples import identity, stored

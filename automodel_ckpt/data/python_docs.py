@@ -10,17 +10,13 @@ validation split. Prepared data is kept in ``$AUTOMODEL_CKPT_CACHE``, else ``~/.
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import importlib
 import json
 import logging
-import os
 import random
-import sys
-from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, cast
+from typing import Literal, cast
 
 import numpy as np
 import tokenizers
@@ -31,6 +27,13 @@ from automodel_ckpt.data.cache import cached
 from automodel_ckpt.data.encoder import Encoder, blocks
 from automodel_ckpt.data.kto import SplitPairs
 from automodel_ckpt.data.preference import PreferenceDataset
+from automodel_ckpt.data.python_library import (
+    DocstringPair,
+    library_digest,
+    library_directory,
+    library_pairs,
+    of_split,
+)
 from automodel_ckpt.data.row_stream import DEFAULT_BLOCK, RowStream
 from automodel_ckpt.data.samples import identity, prepared
 from automodel_ckpt.data.text import text
@@ -49,9 +52,6 @@ _PAD, _BOS, _EOS = "<pad>", "<s>", "</s>"
 _FEWEST_WORDS = 6
 """Words of a text that read differently in another order."""
 _SMALLEST_VOCABULARY = 256 + len((_PAD, _BOS, _EOS))
-_NOT_LIBRARY = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip"}
-)
 
 
 def train_tokenizer(vocab_size: int = 1024) -> PreTrainedTokenizerFast:
@@ -93,7 +93,7 @@ def language_modeling(
 
     def build() -> TokenizedDataset:
         topics = _load_topics()
-        names = _of_split(sorted(topics), split)
+        names = of_split(sorted(topics), split)
         documents = Encoder(tokenizer).documents([topics[name] for name in names])
         return TokenizedDataset.of(blocks(documents, seq_length))
 
@@ -119,7 +119,7 @@ def docstring_pairs(
     policy = Truncation(truncation, seq_length)
 
     def build() -> TokenizedDataset:
-        pairs = list(_library_pairs(split))
+        pairs = library_pairs(split)
         prompts = [pair.prompt for pair in pairs]
         docstrings = [pair.docstring for pair in pairs]
         samples = Encoder(tokenizer).pairs(prompts, docstrings)
@@ -148,7 +148,7 @@ def preferences(
     policy = Truncation(truncation, seq_length)
 
     def build() -> TokenizedDataset:
-        pairs = [pair for pair in _library_pairs(split) if _has_words(pair)]
+        pairs = [pair for pair in library_pairs(split) if _has_words(pair)]
         prompts = [pair.prompt for pair in pairs]
         encoder = Encoder(tokenizer)
         chosen = encoder.pairs(prompts, [_paragraph(pair) for pair in pairs])
@@ -183,13 +183,13 @@ def judged_docstrings(
     return SplitPairs(pairs, seq_length)
 
 
-def _paragraph(pair: _Pair) -> str:
+def _paragraph(pair: DocstringPair) -> str:
     """The first paragraph of a docstring, with single spaces between its words."""
     first, _, _ = pair.docstring.partition("\n\n")
     return " ".join(first.split())
 
 
-def _has_words(pair: _Pair) -> bool:
+def _has_words(pair: DocstringPair) -> bool:
     return len(set(_paragraph(pair).split())) >= _FEWEST_WORDS
 
 
@@ -227,9 +227,9 @@ def documents(
 
     def texts() -> list[str]:
         if collection == "docstrings":
-            return [f"{pair.prompt}{pair.docstring}" for pair in _library_pairs(split)]
+            return [f"{pair.prompt}{pair.docstring}" for pair in library_pairs(split)]
         topics = _load_topics()
-        return [topics[name] for name in _of_split(sorted(topics), split)]
+        return [topics[name] for name in of_split(sorted(topics), split)]
 
     def write_lines(directory: Path) -> None:
         lines = [json.dumps({"text": text}) + "\n" for text in texts()]
@@ -281,7 +281,7 @@ def description_pairs(
     """
 
     def build() -> TokenizedDataset:
-        pairs = list(_library_pairs(split))
+        pairs = library_pairs(split)
         texts = []
         for pair in pairs:
             description = pair.docstring.split("\n\n", 1)[0]
@@ -321,7 +321,7 @@ def _load_topics() -> dict[str, str]:
 
 def _topics_digest() -> str:
     """The digest of the file with the topics, computed without importing half a megabyte of text."""
-    path = _library_directory() / "pydoc_data" / "topics.py"
+    path = library_directory() / "pydoc_data" / "topics.py"
     try:
         return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
     except FileNotFoundError as error:
@@ -331,125 +331,3 @@ def _topics_digest() -> str:
             value="no such file",
             hint="install the whole standard library (Debian: libpython3-stdlib), or use another data set",
         ) from error
-
-
-def _of_split(names: Iterable[str], split: str) -> list[str]:
-    """Return a tenth of the names for validation, or the others for training."""
-    chosen = []
-    for name in names:
-        is_validation = _bucket(name) == 0
-        if is_validation == (split == "validation"):
-            chosen.append(name)
-    return chosen
-
-
-def _bucket(name: str) -> int:
-    # Not hash(), which differs between processes.
-    return hashlib.blake2b(name.encode(), digest_size=1).digest()[0] % 10
-
-
-class _Pair(NamedTuple):
-    where: str
-    prompt: str
-    docstring: str
-
-
-def _library_pairs(split: str) -> Iterator[_Pair]:
-    root = _library_directory()
-    modules = {}
-    for path in _library_files(root):
-        name = ".".join(path.relative_to(root).with_suffix("").parts)
-        modules[name] = path
-    seen: set[tuple[str, str]] = set()
-    for module in _of_split(modules, split):
-        for pair in _module_pairs(module, modules[module]):
-            if (pair.prompt, pair.docstring) not in seen:
-                seen.add((pair.prompt, pair.docstring))
-                yield pair
-
-
-def library_docstrings(modules: Sequence[str], split: str) -> list[tuple[str, str]]:
-    """List (module, docstring) of the docstrings in *modules* of the standard library and in their submodules.
-
-    A docstring that occurs several times is listed once. About a tenth, chosen by a hash of the text, is the split
-    ``validation``, the others are ``train``. Raises :class:`RecipeError` for a module without docstrings.
-    """
-    root = _library_directory()
-    found: dict[str, str] = {}
-    for path in _library_files(root):
-        parts = path.relative_to(root).with_suffix("").parts
-        name = ".".join(parts)
-        module = next((each for each in modules if f"{name}.".startswith(f"{each}.")), None)
-        if module is None:
-            continue
-        for pair in _module_pairs(name, path):
-            found.setdefault(pair.docstring, module)
-    missing = [module for module in modules if module not in found.values()]
-    if missing:
-        raise RecipeError(
-            "this Python has no docstrings in a module",
-            where="classification.labels",
-            value=", ".join(missing),
-            hint="name modules or packages of the standard library, such as asyncio, email or logging",
-        )
-    chosen = _of_split(found, split)
-    return [(found[docstring], docstring) for docstring in chosen]
-
-
-def _module_pairs(module: str, path: Path) -> Iterator[_Pair]:
-    """The signatures and docstrings of a module, found without importing it: some imports have side effects."""
-    try:
-        # From bytes, so that a module's own declaration of its encoding is followed.
-        tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):
-        return
-    for name, node in _definitions(tree, module):
-        docstring = ast.get_docstring(node)
-        if docstring:
-            yield _Pair(f"{path}:{node.lineno}", f"{_signature(name, node)}\n", docstring)
-
-
-_Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-
-
-def _definitions(parent: ast.AST, prefix: str) -> Iterator[tuple[str, _Definition]]:
-    for node in ast.iter_child_nodes(parent):
-        if isinstance(node, _Definition):
-            name = f"{prefix}.{node.name}"
-            yield name, node
-            yield from _definitions(node, name)
-        elif not isinstance(node, ast.expr):
-            yield from _definitions(node, prefix)
-
-
-def _signature(name: str, node: _Definition) -> str:
-    if isinstance(node, ast.ClassDef):
-        bases = ", ".join(ast.unparse(base) for base in node.bases)
-        return f"class {name}({bases}):" if bases else f"class {name}:"
-    keyword = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
-    arguments = ast.unparse(node.args)
-    signature = f"{keyword} {name}({arguments})"
-    if node.returns:
-        signature += f" -> {ast.unparse(node.returns)}"
-    return f"{signature}:"
-
-
-def _library_directory() -> Path:
-    return Path(os.__file__).parent
-
-
-def _library_files(root: Path) -> list[Path]:
-    files = []
-    for path in sorted(root.rglob("*.py")):
-        parts = set(path.relative_to(root).parts)
-        if not parts & _NOT_LIBRARY:
-            files.append(path)
-    return files
-
-
-def library_digest() -> str:
-    """The version of the interpreter and the path of its library.
-
-    A digest of the content would have to read twelve megabytes at each start.
-    """
-    return f"{sys.version} {_library_directory()}"

@@ -100,7 +100,7 @@ def test_a_library_that_is_not_installed(
 
 
 def test_a_python_without_its_documentation(monkeypatch: Patch, tmp_path: Path) -> None:
-    monkeypatch.setattr(python_docs, "_library_directory", lambda: tmp_path)
+    monkeypatch.setattr(python_docs, "library_directory", lambda: tmp_path)
     refused(python_docs._topics_digest, "without its documentation")
 
 
