@@ -34,6 +34,7 @@ from automodel_ckpt.models.build import fetched_directory, require_local
 from automodel_ckpt.models.repository import base_directory
 from automodel_ckpt.models.weight_matching import Names, Verdict, compare
 from automodel_ckpt.recipes.init_config import config_directory
+from automodel_ckpt.store_url import is_url
 from automodel_ckpt.units import counted
 
 log = logging.getLogger("automodel_ckpt")
@@ -249,10 +250,12 @@ def verify_side_files(name: str, level: Level, revision: str | None = None) -> N
 
 
 def _open_local(path: str, where: str, config: Path | None) -> Weights | None:
-    """The weights of a path, or of a Hub name that is in the cache; None for any other Hub name.
+    """The weights of a path, or of a Hub name that is in the cache; None for any other Hub name, and for a URL.
 
     *config* is the directory of the config.json to whose names weights of other programs are converted.
     """
+    if is_url(path):
+        return None
     local = Path(path).expanduser()
     # A path in an existing directory is never a Hub name: a typo must not become a download.
     if local.exists() or local.is_symlink() or local.parent.is_dir():

@@ -197,15 +197,16 @@ class PreferenceFinetune(LLMFinetune):
         section, model = self.config.init_from, self.config.model
         if not section or self.is_dry_run:
             return
-        start_from(
-            section,
-            {"model": reference.trainable.model},
-            ranks=self.layout,
-            group=self.layout.gloo_group,
-            resizable=reference.trainable.resized,
-            new_rows=model.new_tokens if isinstance(model, ModelConfig) else "mean",
-            verify=self.config.checkpoint.verify,
-        )
+        with self.local_init_from(section) as local:
+            start_from(
+                local,
+                {"model": reference.trainable.model},
+                ranks=self.layout,
+                group=self.layout.gloo_group,
+                resizable=reference.trainable.resized,
+                new_rows=model.new_tokens if isinstance(model, ModelConfig) else "mean",
+                verify=self.config.checkpoint.verify,
+            )
 
     def build_objective(self) -> Objective:
         """Build the objective, with the reference model."""

@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -70,6 +70,7 @@ from automodel_ckpt.recipes.rank_consistency import (
     validate_equal_lengths,
     validate_equal_on_all_ranks,
 )
+from automodel_ckpt.recipes.remote_weights import Section, with_local_weights
 from automodel_ckpt.recipes.replica_check import ReplicaCheck
 from automodel_ckpt.recipes.resume_overrides import (
     RecipeOptions,
@@ -633,14 +634,24 @@ class Recipe:
         section, model = self.config.init_from, self.config.model
         if self.saves.resumed is not None or not section:
             return
-        start_from(
+        with self.local_init_from(section) as local:
+            start_from(
+                local,
+                self.modules_to_fill(state),
+                ranks=self.layout,
+                group=self.layout.gloo_group,
+                resizable=self.trainable.resized,
+                new_rows=model.new_tokens if isinstance(model, ModelConfig) else "mean",
+                verify=self.config.checkpoint.verify,
+            )
+
+    def local_init_from(self, section: Section) -> AbstractContextManager[Section]:
+        """Return a context manager for the section ``init_from`` with paths in place of URLs. Collective."""
+        return with_local_weights(
             section,
-            self.modules_to_fill(state),
-            ranks=self.layout,
+            self.config.checkpoint,
+            is_rank0=self.layout.is_rank0,
             group=self.layout.gloo_group,
-            resizable=self.trainable.resized,
-            new_rows=model.new_tokens if isinstance(model, ModelConfig) else "mean",
-            verify=self.config.checkpoint.verify,
         )
 
     def modules_to_fill(self, state: Mapping[str, Any]) -> dict[str, nn.Module]:

@@ -211,7 +211,8 @@ class InitFromConfig:
 
     path: str = setting(MISSING, NOT_EMPTY)
     """A run directory, a checkpoint, a pointer (checkpoints/LATEST), a Hugging Face directory, a file of torch.save, a
-    directory of another program (PyTorch DCP, DeepSpeed), or a Hub name."""
+    directory of another program (PyTorch DCP, DeepSpeed), a Hub name, or a URL of an object store with one of these
+    (not a single file)."""
     allow_missing: list[str] = field(default_factory=list)
     """Glob patterns of the model's weights that may be missing in path; they keep their initial values."""
     allow_unexpected: list[str] = field(default_factory=list)

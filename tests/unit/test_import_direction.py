@@ -59,6 +59,7 @@ MAY_IMPORT = {
         "hub_access",
         "units",
         "user_cache",
+        "store_url",
         "seeds",
         "config",
         "distributed",

@@ -13,8 +13,11 @@ from automodel_ckpt.checkpoint import commit, layout
 from automodel_ckpt.checkpoint.files.durable_file import DurableFile
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
+from automodel_ckpt.checkpoint.remote.store import Store
+from automodel_ckpt.checkpoint.run.maintenance import without_optimizer
 from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
+from automodel_ckpt.store_url import public
 from automodel_ckpt.units import size_text
 
 
@@ -73,6 +76,60 @@ def pull_files(
     return path
 
 
+def pull_weights(run: RemoteRun, name: str | None, target: Path, *, num_threads: int = 8) -> Path:
+    """Download the models of the checkpoint *name* into a new directory in *target*, and return it.
+
+    It is a checkpoint without the state of optimizers. Without a *name*, all files at the URL of *run* are downloaded:
+    a model that another program wrote, or an export. Raises as :func:`pull_checkpoint`.
+    """
+    if name is None:
+        return _pull_directory(run.store, target, num_threads)
+    data = run.manifest(name)
+    if data is None:
+        raise _absent(run, name)
+    whole = Manifest.parse(data, f"{run.store}/{name}/{layout.MANIFEST}")
+    manifest = without_optimizer(whole)
+    _check_space(target, manifest)
+    path = target / name
+    path.mkdir()
+    _download(run, name, manifest, path, num_threads, lambda file: None)
+    (path / layout.MANIFEST).write_bytes(manifest.to_bytes())
+    return path
+
+
+def _pull_directory(store: Store, target: Path, num_threads: int) -> Path:
+    """Download all objects below the URL of *store* into a new directory in *target*."""
+    sizes = store.sizes()
+    if not sizes:
+        raise CheckpointUnusable(
+            "the store has nothing at this URL",
+            where=str(store),
+            value="no objects",
+            hint="check the URL; `ckpt ls URL` lists the checkpoints of a run",
+        )
+    for file in sizes:
+        if reason := layout.unsafe_path(file):
+            raise CheckpointUnusable(
+                f"an object cannot be a file: {reason}",
+                where=str(store),
+                value=file,
+                hint="remove it, or use another URL",
+            )
+    free = shutil.disk_usage(target).free
+    if free < sum(sizes.values()):
+        raise _no_space(target, sum(sizes.values()), free)
+    path = target / public(store.url).rpartition("/")[2]
+    path.mkdir()
+
+    def fetch(file: str) -> None:
+        (path / file).parent.mkdir(parents=True, exist_ok=True)
+        _fetch(store, file, path / file, sizes[file])
+
+    with ThreadPoolExecutor(num_threads, "pull") as pool:
+        list(pool.map(fetch, sizes))
+    return path
+
+
 def _download(
     run: RemoteRun,
     name: str,
@@ -86,7 +143,7 @@ def _download(
         directory.mkdir(parents=True, exist_ok=True)
 
     def fetch(file: str) -> None:
-        _fetch(run, f"{name}/{file}", target / file, manifest.files[file].size)
+        _fetch(run.store, f"{name}/{file}", target / file, manifest.files[file].size)
         on_file(file)
 
     with ThreadPoolExecutor(num_threads, "pull") as pool:
@@ -106,15 +163,15 @@ def _absent(run: RemoteRun, name: str) -> CheckpointUnusable:
     )
 
 
-def _fetch(run: RemoteRun, name: str, path: Path, size: int) -> None:
+def _fetch(store: Store, name: str, path: Path, size: int) -> None:
     try:
         with DurableFile(path, nbytes=size) as file:
-            run.store.stream(name, file.write)
+            store.stream(name, file.write)
             file.close()
     except FileNotFoundError:
         raise CheckpointUnusable(
             "a file of the checkpoint is missing in the store",
-            where=f"{run.store}/{name}",
+            where=f"{store}/{name}",
             value="",
             hint="the checkpoint may have been removed meanwhile: try again",
         ) from None
@@ -123,9 +180,13 @@ def _fetch(run: RemoteRun, name: str, path: Path, size: int) -> None:
 def _check_space(root: Path, manifest: Manifest) -> None:
     free = shutil.disk_usage(root).free
     if free < manifest.nbytes:
-        raise SaveFailed(
-            "the disk lacks the space for the checkpoint",
-            where=str(root),
-            value=f"{size_text(manifest.nbytes)} needed, {size_text(free)} free",
-            hint="free disk space, or choose another directory",
-        )
+        raise _no_space(root, manifest.nbytes, free)
+
+
+def _no_space(root: Path, nbytes: int, free: int) -> SaveFailed:
+    return SaveFailed(
+        "the disk lacks the space for the checkpoint",
+        where=str(root),
+        value=f"{size_text(nbytes)} needed, {size_text(free)} free",
+        hint="free disk space, or choose another directory",
+    )

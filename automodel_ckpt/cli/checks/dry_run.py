@@ -286,7 +286,7 @@ def _init_from_rows(loaded: LoadedRecipe, recipe: Recipe | None) -> Rows:
     modules = recipe.modules_to_fill(discover(recipe))
     found = inspect_start(section, modules, resizable=recipe.trainable.resized)
     if found is None:
-        missing = "not in the cache; it is downloaded and checked at the start"
+        missing = "not on this machine; it is downloaded and checked at the start"
         yield "init_from", f"{paths_of(section)}: {missing}"
         return
     start, match = found

@@ -1,0 +1,104 @@
+"""``init_from`` with URLs of object stores: their weights are downloaded for the start of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import ProcessGroup
+
+from automodel_ckpt.checkpoint.remote.fetch import DIRECTORY, options_for
+from automodel_ckpt.checkpoint.remote.locate import locate_run
+from automodel_ckpt.checkpoint.remote.pull import pull_weights
+from automodel_ckpt.config.schema import CheckpointConfig, InitFromConfig, InitFromSource
+from automodel_ckpt.distributed.agree import (
+    broadcast_object,
+    raise_on_all_ranks,
+    while_working,
+)
+from automodel_ckpt.store_url import is_url
+from automodel_ckpt.user_cache import cache_directory
+
+log = logging.getLogger("automodel_ckpt")
+
+Section = InitFromConfig | Sequence[InitFromSource]
+
+
+@contextlib.contextmanager
+def with_local_weights(
+    section: Section, checkpoint: CheckpointConfig, *, is_rank0: bool, group: ProcessGroup | None
+) -> Iterator[Section]:
+    """Yield the section ``init_from`` with paths in place of URLs. Collective.
+
+    Rank 0 downloads the weights into the run directory, or without checkpoints into the user's cache; on several nodes
+    it must be on storage that they share. They are removed at the end of the context. Raises, the same on all ranks,
+    :class:`CheckpointUnusable` for a URL without weights, :class:`SaveFailed` without space, and :class:`StoreError`.
+    """
+    urls = [one.path for one in _sources(section) if is_url(one.path)]
+    if not urls:
+        yield section
+        return
+    parent = cache_directory()
+    if checkpoint.enabled:
+        parent = Path(checkpoint.checkpoint_dir).absolute()
+    paths: dict[str, str] = {}
+    failure: Exception | None = None
+    directory: Path | None = None
+
+    def download() -> None:
+        nonlocal failure, directory
+        if not is_rank0:
+            return
+        try:
+            (parent / DIRECTORY).mkdir(parents=True, exist_ok=True)
+            directory = Path(tempfile.mkdtemp(prefix="init_from-", dir=parent / DIRECTORY))
+            for number, url in enumerate(dict.fromkeys(urls)):
+                paths[url] = str(_download(url, checkpoint, directory / str(number)))
+        except Exception as error:  # raised below, on all ranks
+            failure = error
+
+    try:
+        # A download may take longer than the timeout of the group.
+        while_working(group, download)
+        with raise_on_all_ranks(group):
+            if failure is not None:
+                raise failure
+        yield _replaced(section, broadcast_object(group, paths))
+    finally:
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                # Unless the start has fetched a checkpoint, too.
+                (parent / DIRECTORY).rmdir()
+
+
+def _download(url: str, checkpoint: CheckpointConfig, target: Path) -> Path:
+    options = options_for(url, checkpoint.remote)
+    run, name = locate_run(url, options, where="init_from.path")
+    if name is None:
+        newest = run.newest()
+        name = None if newest is None else str(newest.name)
+    target.mkdir()
+    log.info("downloading the weights of %s", f"{run.store}/{name}" if name else run.store)
+    num_threads = 8 if checkpoint.remote is None else checkpoint.remote.num_threads
+    return pull_weights(run, name, target, num_threads=num_threads)
+
+
+def _sources(section: Section) -> Sequence[InitFromConfig]:
+    return [section] if isinstance(section, InitFromConfig) else section
+
+
+def _replaced(section: Section, paths: Mapping[str, str]) -> Section:
+    def local(one: Any) -> Any:
+        return replace(one, path=paths.get(one.path, one.path))
+
+    if isinstance(section, InitFromConfig):
+        changed: InitFromConfig = local(section)
+        return changed
+    return [local(one) for one in section]

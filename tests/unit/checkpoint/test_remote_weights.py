@@ -1,0 +1,51 @@
+"""``init_from`` with URLs: only the model is downloaded, and removed when the run has started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from automodel_ckpt.checkpoint.remote.push import push_checkpoint
+from automodel_ckpt.checkpoint.remote.run import RemoteRun
+from automodel_ckpt.checkpoint.remote.store import Store
+from automodel_ckpt.config.schema import CheckpointConfig, InitFromConfig, InitFromSource
+from automodel_ckpt.convert.open import open_weights
+from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.recipes.remote_weights import with_local_weights
+from tests.support import tiny
+
+NAME = "epoch_0_step_20"
+
+
+@pytest.mark.parametrize("below", ["", f"/{NAME}", "/LATEST", f"/{NAME}/model"])
+def test_a_url_is_replaced_by_a_copy_of_the_weights(below: str, tmp_path: Path) -> None:
+    made = tiny.recipe()
+    tiny.train(made)
+    tiny.save(tmp_path / "run", made)
+    url = f"file://{tmp_path}/store"
+    run = RemoteRun(Store(url))
+    push_checkpoint(run, tmp_path / "run" / NAME, tmp_path / "memory")
+    run.point("val_loss", "min")
+    section = InitFromConfig(url + below, allow_missing=["x"])
+    checkpoint = CheckpointConfig(checkpoint_dir=str(tmp_path / "new"))
+    with with_local_weights(section, checkpoint, is_rank0=True, group=None) as local:
+        assert isinstance(local, InitFromConfig) and local.allow_missing == ["x"]
+        weights = open_weights(local.path)
+        weights.verify("digest", 0, 1)
+        expected = open_weights(tmp_path / "run" / NAME).modules["model"].tensors
+        assert weights.modules["model"].tensors.keys() == expected.keys()
+        assert not list(Path(local.path).rglob("optim"))
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_paths_stay_as_they_are(tmp_path: Path) -> None:
+    section = [InitFromSource("a", strip="x"), InitFromSource(f"file://{tmp_path}/none")]
+    checkpoint = CheckpointConfig(checkpoint_dir=str(tmp_path / "new"))
+    with (
+        pytest.raises(CheckpointUnusable, match="nothing at this URL"),
+        with_local_weights(section, checkpoint, is_rank0=True, group=None),
+    ):
+        raise AssertionError("not reached")
+    with with_local_weights(section[:1], checkpoint, is_rank0=True, group=None) as local:
+        assert local == section[:1]
