@@ -328,7 +328,9 @@ class Distillation:
         where.write(errors, where.read(errors) - ce_share)
         divergence, kd_errors = self.targets.compare(start, student, weights, part)
         factor = weights.kd_ratio * weights.temperature
-        errors[:, : kd_errors.shape[1]].add_(kd_errors, alpha=factor)
+        # Errors that are not finite would count even with the factor 0.
+        if factor:
+            errors[:, : kd_errors.shape[1]].add_(kd_errors, alpha=factor)
         if not transform.is_identity:
             errors.mul_(slope)
         sums = torch.stack([-of_labels.sum(), divergence.sum() * weights.temperature**2])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.distributed.parallelize import Parallelism, parallelize
@@ -19,6 +20,7 @@ from automodel_ckpt.models.loss_head import (
     ModuleLossHead,
     install_loss_head,
 )
+from automodel_ckpt.models.position_losses import PositionLosses
 from automodel_ckpt.models.token_hits import TokenHits
 from automodel_ckpt.models.z_loss import ZLoss
 from automodel_ckpt.training.loss import labelled_positions, next_token_loss
@@ -153,6 +155,26 @@ def by_a_vocabulary_in_parts(kind: str, settings: dict[str, Any], frozen: bool) 
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5)
     check_hits(model, head, model_of(kind, **settings))
     check_z_loss(model, head, model_of(kind, **settings))
+    check_position_losses(model, head, model_of(kind, **settings))
+
+
+def check_position_losses(model: Any, head: ComputesLoss, whole: Any) -> None:
+    """The loss of each position, and the gradient of their weighted sum, are those of the logits of *whole*."""
+    tokens = torch.randint(0, VOCABULARY, (3, 8), generator=torch.Generator().manual_seed(3))
+    positions, targets = labelled_positions(tokens)
+    weights = torch.linspace(-1, 2, len(targets))
+    model.zero_grad()
+    with head.computing_loss(positions, targets, criterion=PositionLosses()) as loss_pass:
+        losses = loss_pass.loss_in(model(input_ids=tokens, use_cache=False))
+    (losses * weights).sum().backward()
+    logits = whole(input_ids=tokens, use_cache=False).logits.flatten(0, 1)
+    expected = F.cross_entropy(logits[positions], targets, reduction="none")
+    torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
+    (expected * weights).sum().backward()
+    name = "model.layers.0.mlp.down_proj.weight"
+    own = model.get_parameter(name).grad
+    own = own.full_tensor() if isinstance(own, DTensor) else own
+    torch.testing.assert_close(own, whole.get_parameter(name).grad, rtol=1e-4, atol=1e-5)
 
 
 def check_z_loss(model: Any, head: ComputesLoss, whole: Any) -> None:
@@ -196,6 +218,9 @@ def test_tensor_parallel_ranks_compute_it_with_a_part_of_the_vocabulary_each(
         by_a_vocabulary_in_parts("llama", {"tie_word_embeddings": True}, frozen=False)
         by_a_vocabulary_in_parts("llama", {"tie_word_embeddings": False}, frozen=True)
         by_a_vocabulary_in_parts("granite", {"logits_scaling": 2.0}, frozen=False)
+        # All logits in one chunk: torch's own functions would compute the loss of a complete layer.
+        monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 2**25)
+        by_a_vocabulary_in_parts("llama", {"tie_word_embeddings": True}, frozen=False)
 
     ranks.run(on_two_ranks, 2)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 
 import pytest
@@ -144,7 +145,9 @@ def coarse(
 
 
 def test_ranks_with_different_rows_of_the_vocabulary_have_the_loss_of_all_rows() -> None:
-    def compare(case: Callable[[torch.Tensor, float], TopTargets | LogitTargets]) -> None:
+    def compare(
+        case: Callable[[torch.Tensor, float], TopTargets | LogitTargets], *, shares: bool = False
+    ) -> None:
         leaves, teacher, labels = inputs()
         most = -(-V // 2)
         rank = dist.get_rank()
@@ -157,14 +160,19 @@ def test_ranks_with_different_rows_of_the_vocabulary_have_the_loss_of_all_rows()
             wanted = whole.linear(Labeled(own[0], labels, TRANSFORM), *own[1:])
             expected_gradients = torch.autograd.grad(wanted, own)
             targets = case(teacher, weights.temperature)
-            if isinstance(targets, LogitTargets):
+            if shares:
                 targets = LogitTargets(
                     lambda start, end: teacher[start:end, rows].clone(), None, part
                 )
-                torch.testing.assert_close(targets.complete_logits(2, 5)[:, :V], teacher[2:5])
+                complete = targets.complete_logits(2, 5)
+                torch.testing.assert_close(complete[:, :V], teacher[2:5])
+                # The second rank has one row less.
+                assert complete[:, V:].tolist() == [[-math.inf]] * 3
             local = [weight[rows].detach().requires_grad_(), bias[rows].detach().requires_grad_()]
-            labeled = Labeled(hidden, labels, TRANSFORM, part=part)
+            hits = TokenHits(torch.device("cpu"))
+            labeled = Labeled(hidden, labels, TRANSFORM, hits, part)
             loss = Distillation(targets, weights).linear(labeled, *local)
+            assert hits.read() == (F.linear(*leaves).argmax(1) == labels).sum()
             torch.testing.assert_close(loss, wanted)
             found = list(torch.autograd.grad(loss, [hidden, *local]))
             dist.all_reduce(found[0])
@@ -172,11 +180,16 @@ def test_ranks_with_different_rows_of_the_vocabulary_have_the_loss_of_all_rows()
             torch.testing.assert_close(found[1], expected_gradients[1][rows])
             torch.testing.assert_close(found[2], expected_gradients[2][rows])
 
-    def both() -> None:
-        compare(lambda teacher, _: LogitTargets(lambda start, end: teacher[start:end].clone()))
-        compare(lambda teacher, temperature: _top(teacher, temperature))
+    def complete(teacher: torch.Tensor, _: float) -> LogitTargets:
+        return LogitTargets(lambda start, end: teacher[start:end].clone())
 
-    ranks.run(both, 2)
+    def all_cases() -> None:
+        compare(complete, shares=True)
+        # Each rank has the complete output layer of the teacher.
+        compare(complete)
+        compare(_top)
+
+    ranks.run(all_cases, 2)
 
 
 def _top(teacher: torch.Tensor, temperature: float) -> TopTargets:
@@ -195,6 +208,16 @@ def test_tokens_that_a_teacher_excludes_have_no_part_in_the_forward_divergence()
         loss = criterion.linear(Labeled(leaves[0], labels, TRANSFORM), *leaves[1:])
         assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(loss, leaves))
         assert loss.isfinite()
+
+
+def test_a_part_of_the_loss_that_does_not_count_may_be_anything() -> None:
+    leaves, teacher, labels = inputs()
+    teacher[3] = math.nan
+    targets = LogitTargets(lambda start, end: teacher[start:end].clone())
+    criterion = Distillation(targets, DistillationWeights(kd_ratio=0.0))
+    loss = criterion.linear(Labeled(leaves[0], labels, TRANSFORM), *leaves[1:])
+    wanted = F.cross_entropy(TRANSFORM(F.linear(*leaves)), labels, reduction="sum")
+    assert_same(loss, wanted, leaves)
 
 
 def test_without_labels_the_loss_is_zero_and_has_gradients() -> None:

@@ -157,6 +157,33 @@ def test_without_labels_the_loss_is_zero_and_so_are_the_gradients() -> None:
     assert all(leaf.grad is not None and not leaf.grad.any() for leaf in leaves)
 
 
+def test_a_second_backward_pass_fails_instead_of_scaling_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 4)
+    loss = linear_cross_entropy(*inputs(torch.float32))
+    loss.backward(retain_graph=True)
+    with pytest.raises(AttributeError):
+        loss.backward()
+
+
+def test_an_evaluation_computes_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 4)
+    monkeypatch.delattr(fused_cross_entropy.GradientSums, "add")
+    with torch.no_grad():
+        assert linear_cross_entropy(*inputs(torch.float32)) > 0
+
+
+def test_logits_outside_of_a_forward_pass_have_the_scale_and_the_cap_of_the_model() -> None:
+    hidden = torch.randn(3, 4)
+    expected = nn.Linear(4, 7)
+    transform = LogitTransform(2.0, 1.5)
+    layer = copy.deepcopy(expected)
+    for head in (LossHead.of(layer), ModuleLossHead.of(copy.deepcopy(expected), 7)):
+        head.transform = transform
+        torch.testing.assert_close(head.logits_of(hidden), transform(expected(hidden)))
+
+
 def test_no_more_than_a_chunk_of_logits_exists_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CHUNK_ELEMENTS, "cpu", 4 * 1000)
     weight = torch.randn(1000, 4, requires_grad=True)

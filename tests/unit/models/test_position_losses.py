@@ -39,3 +39,17 @@ def test_losses_and_gradients_are_those_of_full_logits(
         torch.autograd.grad((found * weights).sum(), inputs), gradients, strict=True
     ):
         torch.testing.assert_close(gradient, other)
+
+
+def test_the_weight_of_a_position_is_not_rounded_to_bfloat16() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(5, 7).bfloat16()
+    hidden = torch.randn(64, 5, dtype=torch.bfloat16, requires_grad=True)
+    losses = PositionLosses().linear(
+        Labeled(hidden, torch.arange(64) % 7), layer.weight, layer.bias
+    )
+    [once] = torch.autograd.grad(losses.sum(), hidden, retain_graph=True)
+    # In bfloat16, the weight is 1.2969.
+    [weighted] = torch.autograd.grad((1.3 * losses).sum(), hidden)
+    ratio = weighted.double().norm() / once.double().norm()
+    assert ratio.item() == pytest.approx(1.3, abs=1e-3)
