@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NoReturn
 
 import torch
@@ -64,12 +64,14 @@ from automodel_ckpt.training.optim import (
     skips_by_flag,
 )
 from automodel_ckpt.training.rng import StatefulRNG
+from automodel_ckpt.training.spikes import Spike
 from automodel_ckpt.training.step_scheduler import (
     ClockReading,
     Due,
     StepScheduler,
     planned_end,
 )
+from automodel_ckpt.units import counted
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -150,6 +152,8 @@ class TrainingLoop:
             # Tensor and context parallel ranks compute the same loss, which counts once.
             counts_loss=layout.reports_loss,
         )
+        self._spike: Spike | None = None
+        """The spike that was reported and has not been handled yet."""
 
     def queues_work(self) -> bool:
         """Whether the host continues while the device computes a step, and reads its numbers a step later."""
@@ -170,6 +174,7 @@ class TrainingLoop:
         log.info("%s", planned_end(scheduler.cadence, steps_per_epoch(self.dataloader)))
         with self.profiler:
             while not scheduler.is_finished():
+                self._skip_batches()
                 self.run_epoch()
         self.stop_request.on_request = None
         if self.last_step is None and self.saves.resumed is not None:
@@ -187,6 +192,9 @@ class TrainingLoop:
                 return
             control = self.agree_on(batch)
             due = self._settled(control)
+            if self._went_back():
+                # A stop that was requested is agreed on again.
+                return
             if due is not None and due.anything and not due.stop:
                 # By the clock: what is due by counters has been done after the step.
                 self.finish_pending()
@@ -200,16 +208,27 @@ class TrainingLoop:
                 self.saves.wait()
             # This batch was not counted as consumed: the resumed run trains on it.
             if control.stop or batch is None:
+                self._went_back()
                 self.stop()
-            if self._is_over_after(self._step_with_reports(batch, control)):
+            if self._step_and_save(batch, control):
                 return
-            if self.saves.memory is not None:
-                self.saves.memory.save_if_due(self.step_scheduler, self._save_in_memory)
+
+    def _step_and_save(self, batch: GlobalBatch, control: Control) -> bool:
+        """Make a step, and what is due after it. Returns whether the run is over, or other batches follow."""
+        if self._is_over_after(self._step_with_reports(batch, control)):
+            return True
+        memory = self.saves.memory
+        if memory is not None and memory.is_due(self.step_scheduler):
+            # The log must have the line of the step before its checkpoint is published.
+            due = self.finish_pending()
+            if due is not None and self._is_over_after(due):
+                return True
+            if self._spike is None:
+                memory.save(self.step_scheduler.step, self._save_in_memory)
+        return self._went_back() or self._skip_is_due()
 
     def _save_in_memory(self, checkpointer: Checkpointer) -> None:
         """Save the present step with the *checkpointer* of memory checkpoints. A collective."""
-        # The log must have the line of the step before its checkpoint is published.
-        self.finish_pending()
         self.saves.save_in_memory(checkpointer, self.losses(None))
 
     def _settled(self, control: Control) -> Due | None:
@@ -219,13 +238,81 @@ class TrainingLoop:
         return self.step_scheduler.settle(control.clock, stop=control.stop)
 
     def _is_over_after(self, due: Due) -> bool:
-        """Do what is due after a step. Returns whether the run is over; raises :class:`Stopped` for a stop request."""
+        """Do what is due after a step. Returns whether the run is over; raises :class:`Stopped` for a stop request.
+
+        Nothing else is done after a spike, from which the run goes back. Returns True then.
+        """
+        went_back = self._went_back()
         if due.stop:
             self.stop()
+        if went_back:
+            return True
         if due.validate or due.benchmarks or due.save:
             save = due.save and not self._postpones_save(due)
             self.validate_and_save(validate=due.validate, save=save, last=due.last)
         return due.last or self.step_scheduler.has_stopped_improving
+
+    # ---------------------------------------------------------------- spikes
+
+    def _went_back(self) -> bool:
+        """Go back if the newest reported step was a spike; returns whether the run did. A collective."""
+        if self._spike is None:
+            return False
+        # The host may run ahead of the device by a step, which has to be reported before its state is replaced.
+        self.finish_pending()
+        spike, self._spike = self._spike, None
+        spikes = self.step_scheduler.spikes
+        assert spikes is not None
+        target = spike.step - spikes.rule.rollback
+        num_rollbacks = spikes.num_rollbacks + 1
+        if num_rollbacks > spikes.rule.max_rollbacks:
+            raise TrainingDiverged(
+                f"step {spike.step} is a spike, after {spikes.num_rollbacks} rollbacks: {spike.reason}",
+                where="step_scheduler.on_spike.max_rollbacks",
+                value=str(spikes.rule.max_rollbacks),
+                hint=_DIVERGED_HINT,
+            )
+        resumed = self.saves.roll_back(target) if target >= 0 else None
+        if resumed is None:
+            log.warning(
+                "step %d is a spike (%s), and no checkpoint is old enough to go back to step %d: training continues",
+                spike.step,
+                spike.reason,
+                target,
+            )
+            return False
+        spikes.num_rollbacks = num_rollbacks
+        spikes.skip_after = target
+        self.last_step = None
+        self.run_log.roll_back(self.step_scheduler, spike, spikes.rule.skip)
+        log.warning(
+            "step %d is a spike: %s. Going back to step %d from the checkpoint of step %d, and leaving out %s",
+            spike.step,
+            spike.reason,
+            target,
+            resumed.step,
+            counted(spikes.rule.skip, "global batch", "global batches"),
+        )
+        return True
+
+    def _skip_is_due(self) -> bool:
+        """Whether batches are left out after the present step."""
+        spikes = self.step_scheduler.spikes
+        return spikes is not None and spikes.skip_after == self.step_scheduler.step
+
+    def _skip_batches(self) -> None:
+        """Leave out the global batches of a spike, if the run is at the step that it went back to."""
+        spikes = self.step_scheduler.spikes
+        if spikes is None or not self._skip_is_due():
+            return
+        num_left = spikes.rule.skip
+        while num_left:
+            # Not interrupted by a signal, which only one rank may have: the next step is agreed on by all.
+            with closing(iter(self.dataloader)) as batches:
+                for batch in islice(batches, num_left):
+                    self.dataloader.mark_consumed(batch)
+                    num_left -= 1
+        spikes.skip_after = None
 
     def _postpones_save(self, due: Due) -> bool:
         """Whether a save that is due waits for a finite step: it could replace the last good checkpoint."""
@@ -476,13 +563,17 @@ class TrainingLoop:
             due = scheduler.settle(control.clock, stop=control.stop)
         return due
 
-    def finish_pending(self) -> None:
+    def finish_pending(self) -> Due | None:
         """Wait until all steps are done, and log them. A collective if there is a step to wait for.
 
         The loop calls it before it validates, saves or ends, so that :attr:`last_step` and the logs are complete.
+        Returns what is due by the clock, if that became known.
         """
+        found = None
         while self._pending:
-            self._settled(self._exchange(_NOTHING, stop=False, wait=True))
+            due = self._settled(self._exchange(_NOTHING, stop=False, wait=True))
+            found = due or found
+        return found
 
     def _report(self, finished: LaunchedStep, grad_norm: float, sums: Sequence[float]) -> None:
         """Log a step. *sums* are those of :meth:`PendingSteps.sums_here`, over all ranks."""
@@ -508,9 +599,13 @@ class TrainingLoop:
             self.last_step,
             finished.numbers.end.seconds_since(finished.start),
         )
+        spikes = self.step_scheduler.spikes
+        # Without labels, the loss is not a number and no weight changes.
+        if spikes is not None and self._spike is None and count:
+            self._spike = spikes.note(finished.position.step, self.last_step.loss, grad_norm)
         # The sum, not the mean: without labels, the mean of a batch is NaN.
         is_finite = math.isfinite(total) and math.isfinite(grad_norm)
-        if self.step_scheduler.note_finite(is_finite):
+        if self._spike is None and self.step_scheduler.note_finite(is_finite):
             self._stop_diverged(finished.position.step, self.last_step)
 
     def _stop_diverged(self, step: int, result: StepResult) -> NoReturn:

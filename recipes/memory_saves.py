@@ -103,19 +103,22 @@ class MemorySaves:
             if str(name) != kept:
                 commit.discard(commit.withdraw(self.directory / str(name)))
 
-    def save_if_due(self, scheduler: StepScheduler, save: SaveState) -> None:
-        """Save the present step if it is due. It first waits for an earlier save that is still in progress.
-
-        With ``every_steps: auto`` the step is skipped instead. A failure ends the saves to memory with a warning;
-        training continues.
-        """
+    def is_due(self, scheduler: StepScheduler) -> bool:
+        """Whether the present step is to be saved. A collective, with ``every_steps: auto``."""
         checkpointer = self._checkpointer
         # A checkpoint with a loss that is not finite could replace the last good one.
         if checkpointer is None or scheduler.step < self._next_step or scheduler.nonfinite_steps:
-            return
-        if self._is_auto and self._is_busy(checkpointer):
-            return
-        self.check(scheduler.step)
+            return False
+        return not (self._is_auto and self._is_busy(checkpointer))
+
+    def save(self, step: int, save: SaveState) -> None:
+        """Save the present *step* with *save*. It first waits for an earlier save that is still in progress.
+
+        A failure ends the saves to memory with a warning; training continues.
+        """
+        checkpointer = self._checkpointer
+        assert checkpointer is not None, "it was due"
+        self.check(step)
         started = time.monotonic()
         try:
             save(checkpointer)
@@ -123,8 +126,8 @@ class MemorySaves:
             self._give_up(failure)
             return
         if self._is_auto:
-            self._adapt(scheduler.step, started, time.monotonic() - started)
-        self._next_step = scheduler.step + self._every_steps
+            self._adapt(step, started, time.monotonic() - started)
+        self._next_step = step + self._every_steps
 
     def _is_busy(self, checkpointer: Checkpointer) -> bool:
         """Whether a save is in progress on a rank. All ranks get the interval that rank 0 has chosen."""
@@ -155,6 +158,15 @@ class MemorySaves:
         # After a lost lease, the directory belongs to another run.
         if self._is_rank0 and not isinstance(failure, LeaseLost):
             remove_memory(self.directory)
+
+    def finish_save(self) -> None:
+        """Wait for the save in progress. A failure ends the saves to memory with a warning. Collective."""
+        if self._checkpointer is None:
+            return
+        try:
+            self._checkpointer.wait_for_save()
+        except (SaveFailed, LeaseLost) as failure:
+            self._give_up(failure)
 
     def wait(self) -> None:
         """Wait until this rank has no save in progress. Local."""

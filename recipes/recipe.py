@@ -29,6 +29,7 @@ from automodel_ckpt.config.bind import unused_without_checkpoints
 from automodel_ckpt.config.evaluation import has_benchmarks
 from automodel_ckpt.config.schema import (
     ModelConfig,
+    OnSpikeConfig,
     RecipeConfig,
     Target,
     has_metrics,
@@ -99,6 +100,7 @@ from automodel_ckpt.training.loss import LossFn
 from automodel_ckpt.training.lr import build_schedule
 from automodel_ckpt.training.optim import trainable as trained_parameters
 from automodel_ckpt.training.rng import StatefulRNG
+from automodel_ckpt.training.spikes import SpikeRule
 from automodel_ckpt.training.step_scheduler import Cadence, StepScheduler, total_steps
 from automodel_ckpt.training.tracker_process import require_trackers
 from automodel_ckpt.units import counted
@@ -783,4 +785,19 @@ def cadence_of(config: RecipeConfig) -> Cadence:
         bench_every_steps=harness.every_steps if harness is not None else None,
         early_stopping=stopping_rule(config),
         stop_after_nonfinite_steps=steps.stop_after_nonfinite_steps,
+        on_spike=spike_rule(steps.on_spike),
+    )
+
+
+def spike_rule(section: OnSpikeConfig | None) -> SpikeRule | None:
+    """The section ``step_scheduler.on_spike`` as a rule; None without it."""
+    if section is None:
+        return None
+    return SpikeRule(
+        loss_factor=section.loss_factor,
+        grad_norm_factor=section.grad_norm_factor,
+        window=section.window,
+        rollback=section.rollback,
+        skip=section.skip or section.rollback,
+        max_rollbacks=section.max_rollbacks,
     )

@@ -30,6 +30,7 @@ from automodel_ckpt.recipes.records import (
 from automodel_ckpt.training.device_rate import device_rate
 from automodel_ckpt.training.metrics import JsonlLog, PeakMemory
 from automodel_ckpt.training.progress import Progress, StepView, set_up_logging, tear_down_logging
+from automodel_ckpt.training.spikes import Spike
 from automodel_ckpt.training.step_profiler import ProfileSettings, StepProfiler
 from automodel_ckpt.training.step_scheduler import StepScheduler
 from automodel_ckpt.training.text_log import TextLog
@@ -129,6 +130,26 @@ class RunLog:
             )
         # Also for a finished run: a kill at its end may have prevented the trackers from getting its last lines.
         self.start_trackers(self.training.path.parent, scheduler.step)
+
+    def roll_back(self, scheduler: StepScheduler, spike: Spike, num_skipped: int) -> None:
+        """Remove the lines of steps after the present one, to which the run went back because of *spike*.
+
+        *num_skipped* is the number of global batches that are left out. Trackers continue after the present step.
+        """
+        if self._tracking is not None:
+            self._tracking.close()
+            self._tracking = None
+        self.resume(scheduler, None)
+        if self.training is not None:
+            event = {
+                "event": "rollback",
+                "step": scheduler.step,
+                "timestamp": time.time(),
+                "spike_step": spike.step,
+                "reason": spike.reason,
+                "skipped_batches": num_skipped,
+            }
+            self._append(self.training, event)
 
     def start_trackers(self, run: Path, step: int) -> None:
         """Start the process that sends the logs in the directory *run*, after *step*, to ``logging.trackers``."""

@@ -145,6 +145,27 @@ class Saves:
         if self.memory is not None and self.memory.checkpointer is not None:
             self.memory.checkpointer.await_copies()
 
+    def roll_back(self, step: int) -> Resumed | None:
+        """Load the newest checkpoint of *step* or an earlier one, on disk or in memory. A collective.
+
+        Returns None, with no effect, if there is none.
+        """
+        if self.checkpointer is None:
+            return None
+        self.wait()
+        if self.memory is not None:
+            self.memory.finish_save()
+        state = self._state()
+        resumed = self.checkpointer.roll_back(state, step)
+        if resumed is None:
+            return None
+        if resumed.in_memory:
+            # A stop must save this step on disk.
+            self._scheduler.note_lost_save()
+        if self.memory is not None:
+            self.memory.start(resumed, resumed.step)
+        return resumed
+
     def note_if_best(self, losses: Mapping[str, Any]) -> bool:
         """Whether *losses* of the present step are the best so far, by ``best_metric_key`` and ``best_mode``, and a
         better value is to be saved (``ckpt_on_best``)."""

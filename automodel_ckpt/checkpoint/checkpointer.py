@@ -443,6 +443,15 @@ class Checkpointer:
                     self._start_uploads(self._uploads, resumed)
         return resumed
 
+    def roll_back(self, state: Mapping[str, Any], step: int) -> Resumed | None:
+        """Load the newest usable checkpoint of *step* or an earlier one into *state*, during training. Collective.
+
+        The next save renames the checkpoints of later steps to superseded ones. Returns None, with no effect, if there
+        is no such checkpoint. Raises :class:`CheckpointUnusable` on all ranks if none of them can be used.
+        """
+        self.wait_for_save()
+        return self._loader.roll_back(state, step)
+
     def _fetch(self) -> Fetched | None:
         """Fetch the checkpoint to resume from on rank 0, if a store has it and this machine does not. Collective.
 

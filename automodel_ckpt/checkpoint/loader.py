@@ -86,7 +86,26 @@ class CheckpointLoader:
             found = self._chooser.choose(self._run, restore_from)
         if found is None:
             return None
-        path, manifest = found
+        return self._load_chosen(*found, state, before_loading, fetched)
+
+    def roll_back(self, state: Mapping[str, Any], step: int) -> Resumed | None:
+        """Load the newest usable checkpoint of *step* or an earlier one into *state*. Collective.
+
+        Returns None if there is none. Raises :class:`CheckpointUnusable` on all ranks if none of them can be used.
+        """
+        found = self._chooser.choose(self._run, None, newest_step=step)
+        if found is None:
+            return None
+        return self._load_chosen(*found, state)
+
+    def _load_chosen(
+        self,
+        path: Path,
+        manifest: Manifest,
+        state: Mapping[str, Any],
+        before_loading: Callable[[Path, Manifest], None] | None = None,
+        fetched: Fetched | None = None,
+    ) -> Resumed:
         if self._is_rank0:
             shown = self._run.display_path(path) if fetched is None else fetched.name
             log.info("Loading checkpoint from %s", shown)

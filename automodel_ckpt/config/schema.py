@@ -672,6 +672,26 @@ class EarlyStoppingConfig:
 
 
 @dataclass
+class OnSpikeConfig:
+    """What follows a step whose loss or gradient norm is far above those before, or not finite: the run goes back to a
+    checkpoint and leaves out the batches that led to it."""
+
+    rollback: int = setting(1, AT_LEAST_1)
+    """Go back to the state of N steps before the spike: load the newest checkpoint before, and repeat the steps up to
+    there."""
+    skip: int | None = setting(None, AT_LEAST_1)
+    """Batches that are then left out; null: as many as rollback, so that the last one is that of the spike."""
+    loss_factor: float | None = setting(2.0, POSITIVE)
+    """A loss above this times the median of the window is a spike; null: no limit."""
+    grad_norm_factor: float | None = setting(10.0, POSITIVE)
+    """A gradient norm above this times the median of the window is a spike; null: no limit."""
+    window: int = setting(50, AT_LEAST_2)
+    """Number of steps before, of which the median is taken. There is no limit until the first window is full."""
+    max_rollbacks: int = setting(10, AT_LEAST_1)
+    """End the run with an error at the next spike after so many."""
+
+
+@dataclass
 class StepSchedulerConfig:
     """Batch sizes, training length, and when to validate and save."""
 
@@ -702,6 +722,8 @@ class StepSchedulerConfig:
     stop_after_nonfinite_steps: int | None = setting(None, AT_LEAST_1)
     """Stop with an error after N consecutive steps with a loss or gradient norm that is not finite; null: never. The
     updates of such steps are always left out."""
+    on_spike: OnSpikeConfig | None = None
+    """Go back and leave out batches when the loss or the gradient norm spikes; null: continue."""
     stop_signals: list[str] = field(
         default_factory=lambda: ["SIGTERM", "SIGUSR1", "SIGHUP"],
         metadata={"rules": (KNOWN_SIGNALS,)},
@@ -1368,6 +1390,13 @@ class RecipeConfig:
             lambda recipe: recipe.ema is not None,
             "there is no average of the weights without the section ema",
             "add the section (ema: {decay: 0.999}), or remove the key",
+        ),
+        Condition(
+            ("step_scheduler.on_spike",),
+            ("checkpoint.enabled",),
+            lambda recipe: recipe.checkpoint.enabled,
+            "without checkpoints, a run cannot go back",
+            "set checkpoint.enabled true, or remove on_spike",
         ),
         Condition(
             ("step_scheduler.early_stopping",),

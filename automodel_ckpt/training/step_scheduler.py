@@ -14,6 +14,7 @@ from typing import Any
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.training.early_stopping import EarlyStopping, StoppingRule
 from automodel_ckpt.training.save_interval import AutoInterval
+from automodel_ckpt.training.spikes import SpikeDetector, SpikeRule
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class Cadence:
     bench_every_steps: int | None = None
     early_stopping: StoppingRule | None = None
     stop_after_nonfinite_steps: int | None = None
+    on_spike: SpikeRule | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +194,9 @@ class StepScheduler:
         self.early_stopping: EarlyStopping | None = None
         if cadence.early_stopping is not None:
             self.early_stopping = EarlyStopping(cadence.early_stopping)
+        self.spikes: SpikeDetector | None = None
+        if cadence.on_spike is not None:
+            self.spikes = SpikeDetector(cadence.on_spike)
         self._clock = clock
         self._session_start = clock()
         self._elapsed_before = 0.0
@@ -448,6 +453,8 @@ class StepScheduler:
             state["benchmarks_are_due"] = self.benchmarks_are_due
         if self.early_stopping is not None:
             state["early_stopping"] = self.early_stopping.state_dict()
+        if self.spikes is not None:
+            state["spikes"] = self.spikes.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -471,6 +478,10 @@ class StepScheduler:
         self.benchmarks_are_due = bool(state.get("benchmarks_are_due", False))
         if self.early_stopping is not None and "early_stopping" in state:
             self.early_stopping.load_state_dict(state["early_stopping"])
+        if self.spikes is not None and "spikes" in state:
+            self.spikes.load_state_dict(state["spikes"])
+        # For a run that goes back: the clock decides again after the next step.
+        self.ended_early = self.ran_out_of_time = False
         # Subtracts the start-up of this session, so that it does not count as training time.
         self._elapsed_before = self.elapsed_seconds - (self._clock() - self._session_start)
         self._saved_step = self.step

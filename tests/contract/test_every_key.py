@@ -557,6 +557,14 @@ def copied_to_memory(it: Subject) -> Any:
         it.recipe.close()
 
 
+SPIKES = "--step_scheduler.on_spike={window: 5}"
+
+
+def spikes(it: Subject) -> Any:
+    """When the run goes back, and how far."""
+    return cadence_of(it.recipe.config).on_spike
+
+
 def uploads(it: Subject) -> Any:
     """The job of the process that uploads checkpoints, but for the token of this start."""
     it.recipe.layout = it.recipe.join_ranks()
@@ -1094,6 +1102,13 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     ),
     "step_scheduler.early_stopping.min_delta": Observed(timeline, "0.5", EARLY),
     "step_scheduler.stop_after_nonfinite_steps": Observed(timeline, "2"),
+    "step_scheduler.on_spike": Observed(spikes, "{}"),
+    "step_scheduler.on_spike.rollback": Observed(spikes, "2", (SPIKES,)),
+    "step_scheduler.on_spike.skip": Observed(spikes, "2", (SPIKES,)),
+    "step_scheduler.on_spike.loss_factor": Observed(spikes, "3", (SPIKES,)),
+    "step_scheduler.on_spike.grad_norm_factor": Observed(spikes, "3", (SPIKES,)),
+    "step_scheduler.on_spike.window": Observed(spikes, "7", (SPIKES,)),
+    "step_scheduler.on_spike.max_rollbacks": Observed(spikes, "3", (SPIKES,)),
     "step_scheduler.stop_signals": Observed(stop_signals, "[SIGUSR2]"),
     "checkpoint.enabled": Observed(saved, "false"),
     "checkpoint.checkpoint_dir": Observed(saved, "elsewhere"),
@@ -1344,6 +1359,7 @@ def conditions(schema: type[Any] = RecipeConfig, prefix: str = "") -> Iterator[t
 
 
 UNMET: dict[str, tuple[str, ...]] = {
+    "step_scheduler.on_spike": ("--checkpoint.enabled=false",),
     "distributed.reshard_after_forward": ("--distributed.strategy=ddp",),
     "distributed.defer_gradient_sync": ("--distributed.strategy=ddp",),
     "dataloader.pad_to_multiple_of": (

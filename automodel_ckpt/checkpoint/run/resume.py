@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from automodel_ckpt.checkpoint import commit, layout, policy
@@ -135,6 +135,16 @@ def candidates(root: Path, restore_from: str | None, memory: Path | None = None)
         note = f"restore_from {restore_from} was applied before {continued.name} was saved: continuing from there"
         return Request(newest[newest.index(continued) :], by_name=False, note=note)
     return Request([named_checkpoint(root, restore_from)], by_name=True)
+
+
+def up_to(request: Request, step: int) -> Request:
+    """Return *request* without the checkpoints of steps after *step*."""
+    candidates = []
+    for path in request.candidates:
+        name = layout.parse_checkpoint_name(path.name)
+        if name is not None and name.step <= step:
+            candidates.append(path)
+    return replace(request, candidates=candidates)
 
 
 def _newest_first(root: Path, memory: Path | None) -> list[Path]:

@@ -40,13 +40,19 @@ class Chooser:
         self._group = group
 
     def choose(
-        self, run: RunDirectory, restore_from: str | None, fetched: FetchedCheckpoint | None = None
+        self,
+        run: RunDirectory,
+        restore_from: str | None,
+        fetched: FetchedCheckpoint | None = None,
+        *,
+        newest_step: int | None = None,
     ) -> tuple[Path, Manifest] | None:
         """Choose and verify the newest usable checkpoint of *run*, or the one that *restore_from* names. Collective.
 
         *fetched* is a checkpoint that was fetched from a store to be loaded, and the only one to choose from then.
-        Returns None if the run has no checkpoint. Rank 0 logs each skipped checkpoint with the reason. Raises
-        :class:`CheckpointUnusable` on all ranks if no checkpoint can be used.
+        With *newest_step*, checkpoints of later steps are left out. Returns None if the run has no checkpoint. Rank 0
+        logs each skipped checkpoint with the reason. Raises :class:`CheckpointUnusable` on all ranks if no checkpoint
+        can be used.
         """
         is_rank_0 = self._ranks.rank == 0
         request = None
@@ -55,6 +61,8 @@ class Chooser:
         ):
             if is_rank_0:
                 request = run.candidates(restore_from, None if fetched is None else fetched.path)
+                if newest_step is not None:
+                    request = resume.up_to(request, newest_step)
         # _examine() is collective, so all ranks must try the same checkpoints in the same order.
         request = agree.broadcast_object(self._group, request)
         assert request is not None

@@ -41,7 +41,8 @@ class Run:
             self.saved.append(step)
 
         scheduler: Any = SimpleNamespace(step=step, nonfinite_steps=nonfinite_steps)
-        self.saves.save_if_due(scheduler, save)
+        if self.saves.is_due(scheduler):
+            self.saves.save(step, save)
 
     @property
     def in_memory(self) -> list[int]:
@@ -113,6 +114,7 @@ def test_auto_saves_as_rarely_as_its_stalls_require(
             run.saved.append(step)
 
         scheduler: Any = SimpleNamespace(step=step, nonfinite_steps=0)
-        run.saves.save_if_due(scheduler, save)
+        if run.saves.is_due(scheduler):
+            run.saves.save(step, save)
     run.close()
     assert run.saved == [1, 11, 21]
