@@ -48,6 +48,12 @@ def is_url(text: str) -> bool:
     return _URL.match(text) is not None
 
 
+def is_store_url(text: str) -> bool:
+    """Whether *text* is a URL with the scheme of a store that can be opened."""
+    match = _URL.match(text)
+    return match is not None and match[1] in _LIBRARIES
+
+
 def public(url: str) -> str:
     """Return *url* without user name, password, query and fragment, for logs and errors."""
     try:

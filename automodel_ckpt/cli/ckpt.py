@@ -37,6 +37,7 @@ from automodel_ckpt.cli.commands import (
     track,
     verify,
 )
+from automodel_ckpt.cli.remote import reject_urls
 from automodel_ckpt.cli.terminal import (
     leave_reader,
     occupy_standard_streams,
@@ -61,7 +62,7 @@ class Verb:
 
     *help* is its line in ``ckpt --help``. *add_arguments* sets the description of its parser and adds its options.
     *run* executes it and returns the exit code. *writes* states whether it writes files: if a system call
-    fails, the exit code is then 4 instead of 3.
+    fails, the exit code is then 4 instead of 3. *accepts_urls* states whether a path may be the URL of a store.
     """
 
     name: str
@@ -70,13 +71,22 @@ class Verb:
     run: Callable[[argparse.Namespace], int]
     writes: bool = False
     has_json: bool = True
+    accepts_urls: bool = False
 
 
 VERBS: Sequence[Verb] = (
-    Verb("ls", "list checkpoints or runs", ls.add_arguments, ls.run),
-    Verb("show", "show the contents of a checkpoint", show.add_arguments, show.run),
-    Verb("diff", "compare two checkpoints", diff.add_arguments, diff.run),
-    Verb("verify", "verify the digests of all files", verify.add_arguments, verify.run),
+    Verb("ls", "list checkpoints or runs", ls.add_arguments, ls.run, accepts_urls=True),
+    Verb(
+        "show", "show the contents of a checkpoint", show.add_arguments, show.run, accepts_urls=True
+    ),
+    Verb("diff", "compare two checkpoints", diff.add_arguments, diff.run, accepts_urls=True),
+    Verb(
+        "verify",
+        "verify the digests of all files",
+        verify.add_arguments,
+        verify.run,
+        accepts_urls=True,
+    ),
     Verb("generate", "complete prompts with a model", generate.add_arguments, generate.run),
     Verb("eval", "run benchmarks on a model", eval_.add_arguments, eval_.run),
     Verb("chat", "talk to a model", chat.add_arguments, chat.run, has_json=False),
@@ -142,6 +152,7 @@ VERBS: Sequence[Verb] = (
         push.add_arguments,
         push.run,
         writes=True,
+        accepts_urls=True,
     ),
     Verb(
         "pull",
@@ -149,6 +160,7 @@ VERBS: Sequence[Verb] = (
         push.add_pull_arguments,
         push.run_pull,
         writes=True,
+        accepts_urls=True,
     ),
     Verb(
         "card",
@@ -157,7 +169,14 @@ VERBS: Sequence[Verb] = (
         hub.run_card,
         writes=True,
     ),
-    Verb("prune", "remove old checkpoints", prune.add_arguments, prune.run, writes=True),
+    Verb(
+        "prune",
+        "remove old checkpoints",
+        prune.add_arguments,
+        prune.run,
+        writes=True,
+        accepts_urls=True,
+    ),
     Verb("pin", "protect a checkpoint from removal", pin.add_arguments, pin.run, writes=True),
     Verb("unpin", "remove a pin", pin.add_unpin_arguments, pin.run, writes=True),
     Verb("plot", "plot the curves of one or more runs", plot.add_arguments, plot.run, writes=True),
@@ -211,6 +230,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = parser().parse_args(words)
         verb = next(verb for verb in VERBS if verb.name == arguments.command)
+        if not verb.accepts_urls:
+            reject_urls(arguments)
         code = verb.run(arguments)
         sys.stdout.flush()
         return code

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from automodel_ckpt.errors import CheckpointUnusable
 
 if TYPE_CHECKING:
     from automodel_ckpt.convert.sources.format import Format
@@ -62,27 +61,14 @@ def runs_below(path: Path, depth: int = 3) -> Iterator[Path]:
             yield from runs_below(Path(entry.path), depth - 1)
 
 
-def check_is_local(path: Path) -> None:
-    """Raise :class:`RecipeError` if *path* was made from the URL of a store, which a command does not accept."""
-    # Path("s3://bucket") is s3:/bucket.
-    if re.match(r"[a-z0-9]+:/[^/]", str(path)) and not os.path.lexists(path):
-        raise RecipeError(
-            "this command needs a local checkpoint",
-            where=str(path).replace(":/", "://", 1),
-            value="",
-            hint="download it with `ckpt pull`",
-        )
-
-
 def find_checkpoint(path: Path) -> Path:
     """Resolve *path*: a run to its newest complete checkpoint, a pointer to its target, a file of another program to
     itself.
 
-    Raises :class:`CheckpointUnusable` if nothing is found, and :class:`RecipeError` for the URL of a store.
+    Raises :class:`CheckpointUnusable` if nothing is found.
     """
     from automodel_ckpt.checkpoint import commit, layout
 
-    check_is_local(path)
     is_pointer_link = path.name in layout.POINTERS and path.is_symlink()
     if path.is_dir() and not is_pointer_link:
         run = run_directory(path)

@@ -2,150 +2,150 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from automodel_ckpt.errors import CheckpointUnusable, Problem, RecipeError
+from automodel_ckpt.errors import Problem, RecipeError
+from automodel_ckpt.store_url import is_store_url
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.manifest import Manifest
     from automodel_ckpt.checkpoint.remote.run import RemoteRun
 
+T = TypeVar("T")
+V = TypeVar("V")
+
 _HINT = "use another checkpoint of this run, or push it again"
-_SMALL_BYTES = 64 << 10
-"""Files up to this size are read whole to show a checkpoint; of others, only values are read by their byte ranges."""
+_CONFIGS = ("config.yaml", "config.json", "adapter_config.json", "model_config.json")
+"""Names of files that are read whole to show or compare checkpoints."""
+_STATE = ("step_scheduler", "dataloader")
+"""Attributes whose state is read to show or compare checkpoints; of one with a file per rank, the first file."""
+_TEXTS = frozenset({"prompt", "url", "directory"})
+"""Arguments that are no paths of checkpoints."""
+_NUM_THREADS = 8
 
 
-def open_run(url: str) -> tuple[RemoteRun, str | None]:
+def locate(url: str) -> tuple[RemoteRun, str | None]:
     """Open the run that *url* is, or is inside of, and return the name of the checkpoint that it names, if any.
 
     A pointer, such as ``s3://bucket/run/LATEST``, names its target. Raises :class:`RecipeError` for a URL that cannot
     be used, and :class:`CheckpointUnusable` for a pointer without a target.
     """
-    from automodel_ckpt.checkpoint import layout
-    from automodel_ckpt.checkpoint.remote.run import RemoteRun
-    from automodel_ckpt.checkpoint.remote.store import Store
+    from automodel_ckpt.checkpoint.remote.locate import locate_run
 
-    parent, _, last = url.rstrip("/").rpartition("/")
-    if last in layout.POINTERS:
-        run = RemoteRun(Store(parent))
-        target = run.pointed(last)
-        if target is None:
-            raise _missing(url, "no such pointer")
-        return run, target
-    if layout.parse_checkpoint_name(last):
-        return RemoteRun(Store(parent)), last
-    return RemoteRun(Store(url)), None
+    return locate_run(url)
 
 
-def open_checkpoint(url: str) -> tuple[RemoteRun, str]:
-    """Open the checkpoint that *url* names; of a run, its newest one. Raises as :func:`open_run`, and
-    :class:`CheckpointUnusable` if there is none."""
-    run, name = open_run(url)
-    if name is None:
-        newest = run.newest()
-        if newest is None:
-            raise _missing(url, "no complete checkpoint")
-        name = str(newest.name)
-    return run, name
+def locate_one(url: str) -> tuple[RemoteRun, str, Manifest]:
+    """Open the checkpoint that *url* names; of a run, its newest one. Return its run, its name and its manifest.
+
+    Raises as :func:`locate`, and :class:`CheckpointUnusable` if there is none, or its manifest is damaged.
+    """
+    from automodel_ckpt.checkpoint.remote.locate import locate_checkpoint, read_manifest
+
+    run, name = locate_checkpoint(url)
+    return run, name, read_manifest(run, name)
 
 
-def read_manifest(run: RemoteRun, name: str) -> Manifest:
-    """Read the manifest of a checkpoint. Raises :class:`CheckpointUnusable` if it is absent or damaged."""
-    from automodel_ckpt.checkpoint import layout
-    from automodel_ckpt.checkpoint.manifest import Manifest
-
-    data = run.manifest(name)
-    where = f"{run.store}/{name}"
-    if data is None:
-        raise _missing(where, "no manifest: absent or incomplete")
-    return Manifest.parse(data, f"{where}/{layout.MANIFEST}")
+def reject_urls(arguments: argparse.Namespace) -> None:
+    """Raise :class:`RecipeError` if a path on the command line is the URL of a store: the command needs a local one."""
+    for name, value in vars(arguments).items():
+        texts = value if isinstance(value, list) else [value]
+        for text in texts:
+            if name not in _TEXTS and isinstance(text, str) and is_store_url(text):
+                reject_url(text, arguments.command)
 
 
-def reject_url(path: str, command: str) -> None:
-    """Raise :class:`RecipeError` if *path* is a URL: *command* needs a local checkpoint."""
-    from automodel_ckpt.store_url import is_url
+def reject_url(url: str, command: str) -> None:
+    """Raise :class:`RecipeError`: *command* needs a local checkpoint, and not that at *url*."""
+    raise RecipeError(
+        f"`ckpt {command}` needs a local checkpoint",
+        where=f"ckpt {command}",
+        value=url,
+        hint=f"download it with `ckpt pull {url} DIR`",
+    )
 
-    if is_url(path):
-        raise RecipeError(
-            f"`ckpt {command}` needs a local checkpoint",
-            where=f"ckpt {command}",
-            value=path,
-            hint="download it with `ckpt pull`",
-        )
+
+def in_parallel(function: Callable[[T], V], items: list[T]) -> list[V]:
+    """Call *function* with each of *items*, several at the same time: each call waits for a store."""
+    with ThreadPoolExecutor(_NUM_THREADS, "read") as pool:
+        return list(pool.map(function, items))
 
 
 def remote_problems(run: RemoteRun, name: str, manifest: Manifest, *, deep: bool) -> list[Problem]:
     """Return the problems of a checkpoint's files in a store; empty if there are none.
 
-    Every file has to be there with its size. With *deep*, each file is downloaded to a temporary directory, one after
-    the other, and verified.
+    Every file has to be there with its size. With *deep*, all files are read, and compared with their digests; nothing
+    is stored on this machine.
     """
-    from automodel_ckpt.checkpoint.verify import verify
+    from automodel_ckpt.checkpoint.remote.deep_verification import digest_problems
 
     problems = []
+    intact = []
+    sizes = run.store.sizes(name)
     for file, record in manifest.files.items():
         where = f"{run.store}/{name}/{file}"
-        try:
-            size = run.store.size(f"{name}/{file}")
-        except FileNotFoundError:
+        size = sizes.get(file)
+        if size is None:
             problems.append(Problem("a file of the checkpoint is missing", where, "", _HINT))
-            continue
-        if size != record.size:
+        elif size != record.size:
             value = f"{size} bytes, {record.size} when it was saved"
             what = "a file of the checkpoint has another size"
             problems.append(Problem(what, where, value, _HINT))
-        elif deep:
-            with tempfile.TemporaryDirectory(prefix="ckpt-") as directory:
-                path = Path(directory) / file
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with path.open("wb") as target:
-                    run.store.stream(f"{name}/{file}", target.write)
-                only = replace(manifest, files={file: record})
-                for problem in verify(Path(directory), only, "digest"):
-                    problems.append(replace(problem, where=where))
+        else:
+            intact.append(file)
+    if deep:
+        problems += digest_problems(run, name, manifest, intact)
     return problems
 
 
 @contextlib.contextmanager
-def sparse_copy(run: RemoteRun, name: str) -> Iterator[Path]:
+def sparse_copy(run: RemoteRun, name: str, manifest: Manifest) -> Iterator[Path]:
     """Yield a temporary directory that looks like the checkpoint, without the bytes of its tensors.
 
-    Files have their sizes. Small files, and values in large ones, have their content, which is read by byte ranges.
+    Its files have their sizes, and the content that commands show: the recipe, the configs of models, the position in
+    the data, and the options of optimizers. Values in files with tensors are read by byte ranges, and verified.
     """
-    from automodel_ckpt.checkpoint import layout
-
-    manifest = read_manifest(run, name)
     with tempfile.TemporaryDirectory(prefix="ckpt-") as directory:
         root = Path(directory) / name
         for file, record in manifest.files.items():
             path = root / file
             path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("wb") as created:
-                created.truncate(record.size)
-                if record.size <= _SMALL_BYTES:
-                    created.write(run.store.read(f"{name}/{file}"))
-        for tree in manifest.trees.values():
-            for blob in tree.objects.values():
-                if manifest.files[blob.file].size > _SMALL_BYTES:
-                    end = blob.start + blob.nbytes
-                    data = run.store.read(f"{name}/{blob.file}", blob.start, end)
-                    _write_at(root / blob.file, data, blob.start)
-        (root / layout.MANIFEST).write_bytes(run.manifest(name) or b"")
+            path.touch()
+            os.truncate(path, record.size)
+        files = _shown_files(manifest)
+        contents = in_parallel(lambda file: run.store.read(f"{name}/{file}"), files)
+        for file, content in zip(files, contents, strict=True):
+            (root / file).write_bytes(content)
+        _copy_values(run, name, manifest, root)
         yield root
 
 
-def _write_at(path: Path, data: bytes, start: int) -> None:
-    with path.open("r+b") as file:
-        os.pwrite(file.fileno(), data, start)
+def _shown_files(manifest: Manifest) -> list[str]:
+    files = [file for file in manifest.files if file.rpartition("/")[2] in _CONFIGS]
+    for attribute in _STATE:
+        record = manifest.state.get(attribute)
+        if record is not None:
+            files += record.files[:1]
+    return files
 
 
-def _missing(where: str, value: str) -> CheckpointUnusable:
-    return CheckpointUnusable(
-        "checkpoint not found", where=where, value=value, hint="`ckpt ls URL` lists the checkpoints"
-    )
+def _copy_values(run: RemoteRun, name: str, manifest: Manifest, root: Path) -> None:
+    """Write the values that are no tensors into the files below *root*."""
+    from automodel_ckpt.checkpoint.remote.ranges import VerifiedRanges
+
+    blobs = [blob for tree in manifest.trees.values() for blob in tree.objects.values()]
+    blobs.sort(key=lambda blob: (blob.file, blob.start))
+    with contextlib.closing(VerifiedRanges(run, name, manifest)) as ranges:
+        ranges.expect((blob.file, blob.start, blob.start + blob.nbytes) for blob in blobs)
+        for blob in blobs:
+            content = bytearray(blob.nbytes)
+            ranges.read(blob.file, memoryview(content), blob.start)
+            with (root / blob.file).open("r+b") as file:
+                os.pwrite(file.fileno(), content, blob.start)

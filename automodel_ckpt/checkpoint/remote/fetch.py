@@ -17,12 +17,11 @@ from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.options import RemoteOptions
 from automodel_ckpt.checkpoint.remote.gone_back import GoneBack
 from automodel_ckpt.checkpoint.remote.locate import locate_checkpoint, read_manifest
-from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint, pull_files
+from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint, pull_files, pull_logs
 from automodel_ckpt.checkpoint.remote.ranges import VerifiedRanges
 from automodel_ckpt.checkpoint.remote.run import RemoteCheckpoint, RemoteRun
 from automodel_ckpt.checkpoint.remote.store import Store, StoreError
 from automodel_ckpt.checkpoint.run import links, resume
-from automodel_ckpt.durable_io import replace_file
 from automodel_ckpt.store_url import is_url, public
 from automodel_ckpt.units import size_text
 
@@ -30,7 +29,6 @@ log = logging.getLogger("automodel_ckpt")
 
 DIRECTORY = ".fetched"
 """The directory in a run directory with a checkpoint that is only loaded, and then removed."""
-_LOGS = (layout.TRAINING_LOG, layout.VALIDATION_LOG)
 _NUM_THREADS = 8
 _KEY = "checkpoint.remote"
 
@@ -106,7 +104,7 @@ class Fetcher:
         run, name, is_own = found
         fetched = self._bring(run, name, is_own=is_own)
         if is_own:
-            self._fetch_logs(run)
+            pull_logs(run, self._root)
         return fetched
 
     def _can_do_without(self, restore_from: str | None, memory: Path | None) -> bool:
@@ -173,14 +171,6 @@ class Fetcher:
             return None
         options = options_for(run.store.url, self._settings)
         return Fetched(path, run.store.url, is_streamed, options, num_threads)
-
-    def _fetch_logs(self, run: RemoteRun) -> None:
-        for file in _LOGS:
-            path = self._root / file
-            if not path.exists():
-                with contextlib.suppress(FileNotFoundError):
-                    # By a rename: a crash leaves no torn log.
-                    replace_file(path, run.store.read(file))
 
 
 def wanted(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.remote.store import Store
 from automodel_ckpt.checkpoint.run.maintenance import without_optimizer
 from automodel_ckpt.checkpoint.verify import verify
+from automodel_ckpt.durable_io import replace_file
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 from automodel_ckpt.store_url import public
 from automodel_ckpt.units import size_text
@@ -74,6 +76,16 @@ def pull_files(
     _download(run, name, only, path, num_threads, lambda file: None)
     (path / layout.MANIFEST).write_bytes(data)
     return path
+
+
+def pull_logs(run: RemoteRun, root: Path) -> None:
+    """Download ``training.jsonl`` and ``validation.jsonl`` to *root*, unless they are there. Raises StoreError."""
+    for file in (layout.TRAINING_LOG, layout.VALIDATION_LOG):
+        path = root / file
+        if not os.path.lexists(path):
+            with contextlib.suppress(FileNotFoundError):
+                # By a rename: a crash leaves no torn log.
+                replace_file(path, run.store.read(file))
 
 
 def pull_weights(run: RemoteRun, name: str | None, target: Path, *, num_threads: int = 8) -> Path:

@@ -109,6 +109,16 @@ class VerifiedRanges:
         if at < end:
             raise ValueError(f"bytes {at} to {end} of {file} belong to no slice")
 
+    def damaged(self, file: str) -> list[str]:
+        """Read all slices and values in *file*, and return the names of those that do not match their digests."""
+        names = []
+        parts = self._parts.get(file, [])
+        for batch in _batches(parts):
+            data = self._content(batch)
+            for part in batch.parts:
+                names += _damaged(part, data[part.start - batch.start : part.end - batch.start])
+        return names
+
     # ---------------------------------------------------------------- parts
 
     def _overlapping(self, file: str, start: int, end: int) -> Iterator[Part]:
@@ -154,27 +164,22 @@ class VerifiedRanges:
             # While this one is verified and used.
             self._request(self._waiting[0])
         self._verified.clear()
-        data = memoryview(b"".join(request.result() for request in batch.requests))
-        batch.requests.clear()
+        data = self._content(batch)
         self._expected.difference_update(batch.parts)
         for part in batch.parts:
             content = data[part.start - batch.start : part.end - batch.start]
-            self._verify(part, content)
+            damaged = _damaged(part, content)
+            if damaged:
+                what = "a file of the checkpoint is not what was saved: its digest differs"
+                raise self._unusable(what, part.file, f"damaged: {', '.join(damaged)}")
             self._verified[part] = content
 
-    def _verify(self, part: Part, content: memoryview) -> None:
-        for check, shape in part.checks:
-            hashed = xxhash.xxh3_128()
-            if isinstance(check, Blob):
-                hashed.update(content)
-            else:
-                for run in runs_in_file(check, shape):
-                    start = run.source - part.start
-                    hashed.update(content[start : start + run.nbytes])
-            if digest_from(hashed) != check.digest:
-                value = f"damaged: {check.fqn}"
-                what = "a file of the checkpoint is not what was saved: its digest differs"
-                raise self._unusable(what, part.file, value)
+    def _content(self, batch: _Batch) -> memoryview:
+        """Wait for the bytes of *batch*."""
+        self._request(batch)
+        data = b"".join(request.result() for request in batch.requests)
+        batch.requests.clear()
+        return memoryview(data)
 
     def _unusable(self, what: str, file: str, value: str) -> CheckpointUnusable:
         return CheckpointUnusable(
@@ -185,11 +190,28 @@ class VerifiedRanges:
         )
 
 
+def _damaged(part: Part, content: memoryview) -> list[str]:
+    """Return the names of the slices and values in *part* whose bytes in *content* do not match their digests."""
+    names = []
+    for check, shape in part.checks:
+        hashed = xxhash.xxh3_128()
+        if isinstance(check, Blob):
+            hashed.update(content)
+        else:
+            for run in runs_in_file(check, shape):
+                start = run.source - part.start
+                hashed.update(content[start : start + run.nbytes])
+        if digest_from(hashed) != check.digest:
+            kind = "value" if isinstance(check, Blob) else "tensor"
+            names.append(f"{kind} {check.fqn}")
+    return names
+
+
 def _parts_by_file(manifest: Manifest) -> dict[str, list[Part]]:
     """Map each file to its parts that are not empty, in the order of the file."""
     found: dict[str, list[Part]] = {}
     for tree in manifest.trees.values():
-        for tensor in tree.tensors.values():
+        for tensor in tree.stored:
             for part in _parts_of(tensor):
                 found.setdefault(part.file, []).append(part)
         for blob in tree.objects.values():

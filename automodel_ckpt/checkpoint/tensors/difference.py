@@ -51,7 +51,8 @@ class TensorDifference:
 
     *redescribed* maps names to dtype and shape on both sides. *num_equal* counts equal tensors; of these, *num_unread*
     were equal by their digests. *damaged* maps names to the damage of tensors whose bytes do not match their digests;
-    their values are not compared.
+    their values are not compared. If values are not read at all, *differing* names the tensors with other digests, and
+    *undecided* those that are stored in other slices, whose digests cannot be compared.
     """
 
     only_first: tuple[str, ...]
@@ -61,13 +62,22 @@ class TensorDifference:
     num_equal: int
     num_unread: int
     damaged: Mapping[str, tuple[Problem, ...]] = field(default_factory=dict)
+    differing: tuple[str, ...] = ()
+    undecided: tuple[str, ...] = ()
 
 
-def compare(first: StoredTensors, second: StoredTensors) -> TensorDifference:
-    """Compare all tensors. Raises OSError with the file's name if a file cannot be read."""
+def compare(
+    first: StoredTensors, second: StoredTensors, *, reads_values: bool = True
+) -> TensorDifference:
+    """Compare all tensors; without *reads_values*, only their descriptions and digests.
+
+    Raises OSError with the file's name if a file cannot be read.
+    """
     redescribed: dict[str, tuple[str, str]] = {}
     changed: list[Change] = []
     damaged: dict[str, tuple[Problem, ...]] = {}
+    differing: list[str] = []
+    undecided: list[str] = []
     num_equal = 0
     num_unread = 0
     for fqn, one in first.tensors.items():
@@ -82,6 +92,10 @@ def compare(first: StoredTensors, second: StoredTensors) -> TensorDifference:
         if _have_same_digests(one, other):
             num_unread += 1
             num_equal += 1
+            continue
+        if not reads_values:
+            is_comparable = _digests(one).keys() == _digests(other).keys()
+            (differing if is_comparable else undecided).append(fqn)
             continue
         problems = _damage((first.root, one), (second.root, other))
         if problems:
@@ -100,6 +114,8 @@ def compare(first: StoredTensors, second: StoredTensors) -> TensorDifference:
         num_equal,
         num_unread,
         damaged,
+        tuple(differing),
+        tuple(undecided),
     )
 
 

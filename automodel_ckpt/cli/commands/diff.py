@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.cli.arguments import WHERE
 from automodel_ckpt.cli.paths import whole_checkpoint
+from automodel_ckpt.cli.remote import locate_one, sparse_copy
 from automodel_ckpt.cli.terminal import (
     coloured,
     fitted,
@@ -23,8 +25,10 @@ from automodel_ckpt.cli.terminal import (
     table,
 )
 from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, Problem, describe
+from automodel_ckpt.store_url import is_url
 
 if TYPE_CHECKING:
+    from automodel_ckpt.checkpoint.manifest import Manifest
     from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
 
 _SECTIONS = ("general", "recipe", "environment")
@@ -44,7 +48,8 @@ class Side:
 
     *general* and *environment* come from its manifest and are empty for an external checkpoint. *recipe* maps dotted
     keys to values, *trees* tree names to tensors. *steps* and *data* are the state of the step scheduler and the data
-    loader, and *state* the names of all saved state.
+    loader, and *state* the names of all saved state. *url* is that of a checkpoint in a store, whose tensors are not
+    read; *path* then has its other files.
     """
 
     path: Path
@@ -55,6 +60,12 @@ class Side:
     steps: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, Any] = field(default_factory=dict)
     state: frozenset[str] = frozenset()
+    url: str = ""
+
+    @property
+    def name(self) -> str:
+        """The path or URL, for reports."""
+        return self.url or str(self.path)
 
     @property
     def is_external(self) -> bool:
@@ -65,20 +76,23 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     """Describe the command ``ckpt diff``."""
     command.description = (
         "Show what changed from checkpoint A to B: recipe, environment, ranks and tensors; and what would "
-        "change if A were resumed with B's recipe. Tensors with equal digests are not read. The exit code is 3 if a "
-        "tensor is damaged."
+        "change if A were resumed with B's recipe. Tensors with equal digests are not read, and neither are those of "
+        "a checkpoint in a store, which are compared by their digests alone. The exit code is 3 if a tensor is damaged."
     )
     for name in ("a", "b"):
         command.add_argument(
-            name, metavar=name.upper(), help=f"{WHERE}, or a directory or file of another program"
+            name,
+            metavar=name.upper(),
+            help=f"{WHERE}, a URL of one in a store, or a directory or file of another program",
         )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run ``ckpt diff``. Differences give exit code 0, damaged tensors 3; damaged tensors are not compared."""
-    a = _side(whole_checkpoint(Path(arguments.a)))
-    b = _side(whole_checkpoint(Path(arguments.b)))
-    document = _document(a, b)
+    with contextlib.ExitStack() as copies:
+        a = _side_at(arguments.a, copies)
+        b = _side_at(arguments.b, copies)
+        document = _document(a, b)
     if arguments.json:
         print(json_text(document))
     else:
@@ -89,6 +103,15 @@ def run(arguments: argparse.Namespace) -> int:
         print_error(message)
         return code
     return EXIT_DONE
+
+
+def _side_at(place: str, copies: contextlib.ExitStack) -> Side:
+    """Read the checkpoint at a path or URL. *copies* keeps the files of a checkpoint in a store while it is open."""
+    if not is_url(place):
+        return _side(whole_checkpoint(Path(place)))
+    run, name, manifest = locate_one(place)
+    copy = copies.enter_context(sparse_copy(run, name, manifest))
+    return replace(_side_of(copy, manifest), url=f"{run.store}/{name}")
 
 
 def _side(path: Path) -> Side:
@@ -106,7 +129,15 @@ def _side(path: Path) -> Side:
         return Side(path, trees={"model": model}, recipe=saved_recipe(path / layout.CONFIG))
     if not has_manifest:
         path = path.parent
-    manifest = Manifest.read(path)
+    return _side_of(path, Manifest.read(path))
+
+
+def _side_of(path: Path, manifest: Manifest) -> Side:
+    """Read the checkpoint of this program at *path*, by its *manifest*."""
+    from automodel_ckpt.checkpoint import layout
+    from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
+    from automodel_ckpt.config.changes import saved_recipe
+
     trees = {name: StoredTensors(path, tree.tensors) for name, tree in manifest.trees.items()}
     saved = {name for name, record in manifest.state.items() if record.scope != "not saved"}
     return Side(
@@ -134,9 +165,12 @@ def _document(a: Side, b: Side) -> dict[str, Any]:
     from automodel_ckpt.checkpoint.tensors.difference import StoredTensors, changed_leaves, compare
 
     empty = StoredTensors(Path(), {})
+    reads_values = not (a.url or b.url)
     trees = {}
     for name in {**a.trees, **b.trees}:
-        difference = compare(a.trees.get(name, empty), b.trees.get(name, empty))
+        difference = compare(
+            a.trees.get(name, empty), b.trees.get(name, empty), reads_values=reads_values
+        )
         trees[name] = asdict(difference)
         # The keys of problems in JSON are not the names of their fields.
         for fqn, problems in difference.damaged.items():
@@ -151,9 +185,9 @@ def _document(a: Side, b: Side) -> dict[str, Any]:
             before = after = {}
         sections[section] = changed_leaves(before, after)
     return {
-        "a": str(a.path),
-        "b": str(b.path),
-        "foreign": [str(side.path) for side in (a, b) if side.is_external],
+        "a": a.name,
+        "b": b.name,
+        "foreign": [side.name for side in (a, b) if side.is_external],
         **sections,
         "not_compared": not_compared,
         "trees": trees,
@@ -355,7 +389,19 @@ def _change_lines(changes: Mapping[str, tuple[Any, Any]]) -> list[str]:
 def _tree_lines(tree: Mapping[str, Any]) -> Iterator[str]:
     damaged = f", {len(tree['damaged'])} damaged" if tree["damaged"] else ""
     equal = f"{tree['num_equal']} equal ({tree['num_unread']} by digest)"
-    yield f"{equal}, {len(tree['changed'])} changed{damaged}"
+    changed = f"{len(tree['changed'])} changed"
+    unread = [*tree["differing"], *tree["undecided"]]
+    if unread:
+        changed = f"{len(tree['differing'])} changed, by digest"
+    yield f"{equal}, {changed}{damaged}"
+    for fqn in tree["differing"][:_MAX_LINES]:
+        yield f"{fqn}: changed"
+    for fqn in tree["undecided"][:_MAX_LINES]:
+        yield f"{fqn}: not compared, because it is stored in other slices"
+    if len(unread) > _MAX_LINES:
+        yield "`ckpt diff --json` lists all"
+    if unread:
+        yield "values in a store are not read: `ckpt pull` the checkpoints to compare them"
     for fqn in tree["damaged"]:
         yield f"{fqn}: damaged, not compared"
     if tree["only_first"]:

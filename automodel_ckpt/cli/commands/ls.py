@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 from automodel_ckpt.cli import external_checkpoints
 from automodel_ckpt.cli.arguments import add_path
 from automodel_ckpt.cli.paths import run_directory, runs_below, whole_checkpoint
-from automodel_ckpt.cli.remote import open_run
+from automodel_ckpt.cli.remote import in_parallel, locate
 from automodel_ckpt.cli.terminal import age_text, coloured, fitted, json_text, printable, size_text
 from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable
 from automodel_ckpt.store_url import is_url
 
 if TYPE_CHECKING:
+    from automodel_ckpt.checkpoint.layout import CheckpointName
     from automodel_ckpt.checkpoint.manifest import Summary
     from automodel_ckpt.checkpoint.run.verification_results import Note
 
@@ -135,25 +136,25 @@ def remote_rows(url: str) -> list[Row]:
     """
     from automodel_ckpt.checkpoint import layout
 
-    run, only = open_run(url)
+    run, only = locate(url)
     pointers: dict[str, list[str]] = {}
     for pointer in layout.POINTERS:
         target = run.pointed(pointer)
         if target is not None:
             pointers.setdefault(target, []).append(pointer)
-    rows = []
-    for name in run.names():
-        if only not in (None, str(name)):
-            continue
+    named = [name for name in run.names() if only in (None, str(name))]
+
+    def row(name: CheckpointName) -> Row:
         names = tuple(pointers.get(str(name), ()))
         found = run.checkpoint(name)
         if found is not None:
-            rows.append(_summary_row(Path(str(name)), found.summary, names, None))
-            continue
+            return _summary_row(Path(str(name)), found.summary, names, None)
         reason = "incomplete: an upload is in progress or was interrupted"
         if run.is_superseded(str(name)):
             reason = "superseded: the run was resumed from an earlier step"
-        rows.append(Row(str(name), False, name.step, name.epoch, pointers=names, reason=reason))
+        return Row(str(name), False, name.step, name.epoch, pointers=names, reason=reason)
+
+    rows = in_parallel(row, named)
     if not rows:
         raise CheckpointUnusable(
             "no checkpoints found", where=str(run.store), value="", hint="check the URL"

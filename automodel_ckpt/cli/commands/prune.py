@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from automodel_ckpt.cli.arguments import add_run, number_at_least
 from automodel_ckpt.cli.paths import run_around
-from automodel_ckpt.cli.remote import open_run, reject_url
+from automodel_ckpt.cli.remote import locate, reject_url
 from automodel_ckpt.cli.terminal import printable, size_text, table
 from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, RecipeError
 from automodel_ckpt.store_url import is_url
@@ -107,7 +107,7 @@ def _prune_remote(arguments: argparse.Namespace) -> int:
     if arguments.drop_optimizer:
         reject_url(arguments.path, "prune --drop-optimizer")
     policy = _policy(arguments)
-    run, _ = open_run(arguments.path)
+    run, _ = locate(arguments.path)
     removable = run.removable(policy, arguments.metric)
     if arguments.superseded:
         removable += run.superseded()

@@ -10,7 +10,7 @@ from pathlib import Path
 from automodel_ckpt.cli.arguments import number_at_least
 from automodel_ckpt.cli.commands import hub
 from automodel_ckpt.cli.paths import find_checkpoint
-from automodel_ckpt.cli.remote import open_checkpoint, open_run, read_manifest
+from automodel_ckpt.cli.remote import locate, locate_one
 from automodel_ckpt.cli.terminal import printable, size_text
 from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, RecipeError
 
@@ -51,7 +51,8 @@ def add_pull_arguments(command: argparse.ArgumentParser) -> None:
     """Describe the command ``ckpt pull``."""
     command.description = (
         "Download a checkpoint from an object store into a run directory, or a model from the Hugging Face Hub, and "
-        "verify it. It appears there when it is complete. An interrupted download is continued."
+        "verify it. It appears there when it is complete. An interrupted download from the Hub is continued. A run "
+        "directory without logs gets those of the run."
     )
     command.add_argument(
         "url",
@@ -95,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
             value=checkpoint.name,
             hint="specify epoch_E_step_S of a run; `ckpt import` converts those of other programs",
         )
-    remote, name = open_run(arguments.url)
+    remote, name = locate(arguments.url)
     if name is not None:
         raise RecipeError(
             "the URL of a run is needed, without the name of a checkpoint",
@@ -125,14 +126,13 @@ def run(arguments: argparse.Namespace) -> int:
 def run_pull(arguments: argparse.Namespace) -> int:
     """Run ``ckpt pull``. Raises :class:`CheckpointUnusable` if there is no complete checkpoint, or if it is damaged."""
     from automodel_ckpt.checkpoint.commit import make_run_directory
-    from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint
+    from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint, pull_logs
     from automodel_ckpt.checkpoint.run.lease import Lease
     from automodel_ckpt.hub.address import is_hub
 
     if is_hub(arguments.url):
         return hub.run_pull(arguments)
-    remote, name = open_checkpoint(arguments.url)
-    manifest = read_manifest(remote, name)
+    remote, name, manifest = locate_one(arguments.url)
     directory = Path(arguments.directory or str(remote.store).rpartition("/")[2]).absolute()
     if (directory / name).exists():
         raise RecipeError(
@@ -147,6 +147,7 @@ def run_pull(arguments: argparse.Namespace) -> int:
     started = time.monotonic()
     try:
         path = pull_checkpoint(remote, name, directory, num_threads=arguments.num_threads)
+        pull_logs(remote, directory)
     finally:
         lease.release()
     seconds = time.monotonic() - started

@@ -22,7 +22,7 @@ from automodel_ckpt.cli.checkpoint_tables import (
     totals,
 )
 from automodel_ckpt.cli.paths import whole_checkpoint
-from automodel_ckpt.cli.remote import open_checkpoint, reject_url, sparse_copy
+from automodel_ckpt.cli.remote import locate_one, reject_url, sparse_copy
 from automodel_ckpt.cli.terminal import (
     age_text,
     coloured,
@@ -89,13 +89,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _show_remote(arguments: argparse.Namespace) -> int:
     """Show a checkpoint in an object store, reading its values but no tensors."""
-    from automodel_ckpt.checkpoint.manifest import Manifest
-
     if arguments.stats:
         reject_url(arguments.path, "show --stats")
-    run, name = open_checkpoint(arguments.path)
-    with sparse_copy(run, name) as copy:
-        document = _document(copy, Manifest.read(copy), False)
+    run, name, manifest = locate_one(arguments.path)
+    with sparse_copy(run, name, manifest) as copy:
+        document = _document(copy, manifest, False)
     document["path"] = f"{run.store}/{name}"
     if arguments.json:
         print(json_text(document))

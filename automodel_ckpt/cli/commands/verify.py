@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from automodel_ckpt.cli.arguments import add_path, number_at_least
 from automodel_ckpt.cli.checkpoint_tables import count
 from automodel_ckpt.cli.paths import run_directory, whole_checkpoint
-from automodel_ckpt.cli.remote import open_run, read_manifest, remote_problems
+from automodel_ckpt.cli.remote import locate, remote_problems
 from automodel_ckpt.cli.terminal import (
     coloured,
     printable,
@@ -78,7 +78,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _verify_remote(arguments: argparse.Namespace) -> int:
     """Verify checkpoints in an object store: that all files are there with their sizes, with --deep their digests."""
-    run, name = open_run(arguments.path)
+    from automodel_ckpt.checkpoint.remote.locate import read_manifest
+
+    run, name = locate(arguments.path)
     names = [name] if name else [str(found.name) for found in run.checkpoints()]
     results: list[Result] = []
     for each in reversed(names):
@@ -95,7 +97,7 @@ def _verify_remote(arguments: argparse.Namespace) -> int:
     else:
         _print_results(results)
         if not arguments.deep:
-            print("names and sizes only; --deep downloads each file and verifies its digest")
+            print("names and sizes only; --deep reads each file and verifies its digest")
     is_damaged = any(problems for _, problems in results)
     return EXIT_UNUSABLE if is_damaged else EXIT_DONE
 

@@ -1,0 +1,202 @@
+"""The commands of ``ckpt`` with URLs: what they print, and how much of a store they read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from werkzeug.wrappers import Request
+
+from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.remote.push import push_checkpoint
+from automodel_ckpt.checkpoint.remote.run import RemoteRun
+from automodel_ckpt.checkpoint.remote.store import Store
+from automodel_ckpt.cli.ckpt import VERBS
+from automodel_ckpt.cli.ckpt import main as ckpt
+from tests.support import tiny
+from tests.support.object_store import ObjectStore, object_store
+
+URL = "s3://bucket/run"
+FIRST, SECOND = "epoch_0_step_10", "epoch_0_step_20"
+
+
+class Requests:
+    """Counts what is read of a store: requests, bytes of manifests, and bytes of all other objects."""
+
+    def __init__(self, store: ObjectStore, root: Path) -> None:
+        self._root = root
+        self.clear()
+        store.fault = self._note
+
+    def clear(self) -> None:
+        self.number = 0
+        self.nbytes = 0
+
+    def _note(self, request: Request) -> None:
+        self.number += 1
+        local = self._root / request.path.removeprefix("/bucket/run/")
+        if request.method != "GET" or not local.is_file() or local.name == "MANIFEST.json":
+            return
+        first, last = 0, local.stat().st_size - 1
+        span = request.headers.get("Range", "")
+        if span:
+            first, last = map(int, span.removeprefix("bytes=").split("-"))
+        self.nbytes += last - first + 1
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with two checkpoints of 6 MB, of which one tensor does not change."""
+    root = tmp_path_factory.mktemp("commands") / "run"
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1024, 512)
+    model.bias.requires_grad_(False)
+    made = SimpleNamespace(model=model, optimizer=torch.optim.AdamW([model.weight], lr=0.1))
+    for step in (10, 20):
+        model(torch.ones(1024)).sum().backward()
+        made.optimizer.step()
+        tiny.save(root, made, step)
+    return root
+
+
+@pytest.fixture
+def read(local: Path) -> Iterator[Requests]:
+    with object_store() as store:
+        run = RemoteRun(Store(URL))
+        for name in (FIRST, SECOND):
+            push_checkpoint(run, local / name, local / "memory")
+        run.point("val_loss", "min")
+        yield Requests(store, local)
+
+
+def output(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> Any:
+    assert ckpt([*words, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def test_commands_read_headers_and_no_tensors(
+    read: Requests, local: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nbytes = Manifest.read(local / SECOND).nbytes
+    assert nbytes > 6_000_000
+    rows = output(capsys, "ls", URL)
+    assert [row["name"] for row in rows] == [FIRST, SECOND]
+    assert read.nbytes == 0 and read.number <= 20
+    read.clear()
+    shown = output(capsys, "show", f"{URL}/LATEST")
+    assert shown | {"path": ""} == output(capsys, "show", str(local / SECOND)) | {"path": ""}
+    # config.yaml, and the options of the optimizer.
+    assert 0 < read.nbytes < 50_000 and read.number <= 12
+    read.clear()
+    assert output(capsys, "verify", URL)[0]["ok"]
+    assert read.nbytes == 0 and read.number <= 20
+    read.clear()
+    output(capsys, "prune", URL, "--keep-last=1", "--dry-run")
+    assert read.nbytes == 0 and read.number <= 20
+
+
+@pytest.mark.parametrize("is_remote", [(True, True), (True, False), (False, True)])
+def test_diff_compares_a_store_by_digests(
+    is_remote: tuple[bool, bool],
+    read: Requests,
+    local: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    names = [
+        f"{URL}/{name}" if remote else str(local / name)
+        for name, remote in zip((FIRST, SECOND), is_remote, strict=True)
+    ]
+    found = output(capsys, "diff", *names)
+    expected = output(capsys, "diff", str(local / FIRST), str(local / SECOND))
+    for same in ("general", "recipe", "environment", "resume", "not_compared"):
+        assert found[same] == expected[same]
+    for name, tree in found["trees"].items():
+        changed = {change["fqn"] for change in expected["trees"][name]["changed"]}
+        assert set(tree["differing"]) == changed != set()
+        assert tree["num_equal"] == expected["trees"][name]["num_equal"]
+        assert tree["changed"] == [] == tree["undecided"]
+    assert read.nbytes < 50_000 and read.number <= 30
+    assert ckpt(["diff", *names]) == 0
+    assert "values in a store are not read" in capsys.readouterr().out
+
+
+def test_deep_verification_stores_nothing_and_names_the_tensor(
+    read: Requests, local: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        # Nothing can be written where temporary files go.
+        patch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+        assert ckpt(["verify", "--deep", URL]) == 0
+        manifest = Manifest.read(local / FIRST)
+        assert read.nbytes == manifest.nbytes + Manifest.read(local / SECOND).nbytes
+        store = Store(URL)
+        piece = manifest.trees["model"].tensors["weight"].slices[0]
+        content = bytearray(store.read(f"{FIRST}/{piece.file}"))
+        content[piece.start + 5] ^= 1
+        store.write(f"{FIRST}/{piece.file}", bytes(content))
+        assert ckpt(["verify", "--deep", f"{URL}/{FIRST}"]) == 3
+    shown = capsys.readouterr().out
+    assert f"{URL}/{FIRST}/{piece.file}" in shown and "damaged: tensor weight" in shown
+
+
+def test_deep_verification_of_files_that_several_ranks_wrote(
+    read: Requests, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Their digest is that of their slices' digests."""
+    made = tiny.recipe()
+    tiny.train(made)
+    tiny.save(tmp_path, made, 30, model_layout="hf")
+    name = "epoch_0_step_30"
+    manifest = Manifest.read(tmp_path / name)
+    (file,) = [file for file in manifest.files if file.endswith(".safetensors")]
+    assert manifest.files[file].digest.startswith("xxh3_128_parts:")
+    url = f"file://{tmp_path}/store"
+    run = RemoteRun(Store(url))
+    push_checkpoint(run, tmp_path / name, tmp_path / "memory")
+    assert ckpt(["verify", "--deep", url]) == 0
+    good = run.store.read(f"{name}/{file}")
+    for position, what in ((-1, "damaged: tensor"), (20, "the damage is in no tensor")):
+        content = bytearray(good)
+        content[position] ^= 1
+        run.store.write(f"{name}/{file}", bytes(content))
+        assert ckpt(["verify", "--deep", url]) == 3
+        assert what in capsys.readouterr().out
+
+
+def test_a_pull_brings_the_logs_of_a_run(read: Requests, tmp_path: Path) -> None:
+    Store(URL).write("training.jsonl", b"1\n")
+    target = tmp_path / "run"
+    assert ckpt(["pull", f"{URL}/{FIRST}", str(target)]) == 0
+    assert (target / "training.jsonl").read_bytes() == b"1\n"
+    (target / "training.jsonl").write_bytes(b"own\n")
+    assert ckpt(["pull", f"{URL}/{SECOND}", str(target)]) == 0
+    assert (target / "training.jsonl").read_bytes() == b"own\n"
+
+
+ARGUMENTS = {
+    "generate": ["-p", "hello"],
+    "eval": ["--tasks", "x"],
+    "import": ["run"],
+    "unpack": ["out"],
+    "pack": ["out"],
+    "average": [URL, "-o", "out"],
+    "archive": ["-o", "out"],
+    "unarchive": ["-o", "out"],
+    "track": ["--to", "tensorboard"],
+}
+PATHS = [verb.name for verb in VERBS if verb.name not in ("env", "completion")]
+
+
+@pytest.mark.parametrize("verb", [v.name for v in VERBS if v.name in PATHS and not v.accepts_urls])
+def test_other_commands_name_the_command_that_downloads(
+    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert ckpt([verb, URL, *ARGUMENTS.get(verb, [])]) == 2
+    assert f"`ckpt pull {URL} DIR`" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
