@@ -135,9 +135,9 @@ $(HARNESS)/.ready: $(STAMP)
 harness: $(HARNESS)/.ready  ## `ckpt eval` and `evaluation.harness` with lm-evaluation-harness and local tasks: two minutes
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(HARNESS)/bin/python -m pytest -q tests/unit/cli/test_eval.py tests/contract/test_benchmarks.py
 
-crash: $(STAMP)  ## kills, power cuts (as root), faults, flipped bits, endurance, signals, and what others keep: about an hour and three quarters
+crash: $(STAMP)  ## kills, power cuts (as root), faults, flipped bits, endurance, signals, failures with checkpoints in memory, and what others keep: about two hours
 	@for campaign in "kill --points 2500" "kill-async --points 300" "kill-incremental --points 300" "power-incremental --points 200" "power --points 2000" "faults --points 5000" "flips --points 10000" "endurance --points 50" \
-	    "signals --points 120" "baseline --points 300"; do $(BIN)/python -m tools.crash $$campaign || failed=1; done; \
+	    "signals --points 120" "goodput --points 100" "baseline --points 300"; do $(BIN)/python -m tools.crash $$campaign || failed=1; done; \
 	    ASYNC_SAVES=200 $(BIN)/python -m pytest -q -k many_saves tests/unit/checkpoint/test_background.py || failed=1; exit $${failed:-0}
 
 hostile: $(STAMP)  ## every attack on every reader of a checkpoint, and every callable as `_target_`: half an hour

@@ -25,6 +25,7 @@ log = logging.getLogger("automodel_ckpt")
 
 _STALL_SHARE = 0.01
 """With ``every_steps: auto``, training waits for copies for at most about this share of its time."""
+_MAX_FAILURES = 3
 
 SaveState = Callable[[Checkpointer], object]
 """Saves the present step with a checkpointer."""
@@ -54,6 +55,8 @@ class MemorySaves:
         self._every_steps = 1 if section.every_steps == "auto" else section.every_steps
         self.check: Callable[[int], None] = lambda step: None
         """Called with the step before it is saved. What it raises ends the run with the newest checkpoint before."""
+        self._num_failures = 0
+        self._last_failed = False
         self._next_step = 0
         self._last_saved = (0, time.monotonic())
         """The step of the last save, and when it began."""
@@ -114,20 +117,43 @@ class MemorySaves:
     def save(self, step: int, save: SaveState) -> None:
         """Save the present *step* with *save*. It first waits for an earlier save that is still in progress.
 
-        A failure ends the saves to memory with a warning; training continues.
+        Where that one failed, the present step is saved in its place. After _MAX_FAILURES in a row, saves to memory end
+        with a warning; training continues.
         """
-        checkpointer = self._checkpointer
-        assert checkpointer is not None, "it was due"
+        assert self._checkpointer is not None, "it was due"
         self.check(step)
         started = time.monotonic()
-        try:
-            save(checkpointer)
-        except (SaveFailed, LeaseLost) as failure:
-            self._give_up(failure)
-            return
+        # The failure of an earlier save is raised before the present step is saved.
+        for _ in range(2):
+            if self._saved(save):
+                break
         if self._is_auto:
             self._adapt(step, started, time.monotonic() - started)
         self._next_step = step + self._every_steps
+
+    def _saved(self, save: SaveState) -> bool:
+        """Call *save*; returns False if it failed and can be repeated."""
+        checkpointer = self._checkpointer
+        assert checkpointer is not None
+        try:
+            save(checkpointer)
+        except (SaveFailed, LeaseLost) as failure:
+            self._num_failures += 1
+            self._last_failed = True
+            if self._num_failures >= _MAX_FAILURES or isinstance(failure, LeaseLost):
+                self._give_up(failure)
+                return True
+            if self._is_rank0:
+                log.warning(
+                    "a checkpoint in memory failed, and the present step is saved in its place: %s",
+                    failure,
+                )
+            return False
+        # The return of a second save in a row shows that the first one was published.
+        if not self._last_failed:
+            self._num_failures = 0
+        self._last_failed = False
+        return True
 
     def _is_busy(self, checkpointer: Checkpointer) -> bool:
         """Whether a save is in progress on a rank. All ranks get the interval that rank 0 has chosen."""

@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 
-from tools.crash import baseline, endurance, faults, flips, kill, power, signals
+from tools.crash import baseline, endurance, faults, flips, goodput, kill, power, signals
 from tools.crash.record import Record
 from tools.crash.subjects import BASELINES, OURS, OURS_ASYNC, OURS_INCREMENTAL, Subject
 from tools.crash.syscalls import unsupported
@@ -125,6 +125,10 @@ def _signals(options: argparse.Namespace) -> Iterable[Record]:
     return [signals.run(points_wanted=options.points, seed=options.seed, seconds=options.seconds)]
 
 
+def _goodput(options: argparse.Namespace) -> Iterable[Record]:
+    return [goodput.run(points_wanted=options.points, seed=options.seed, seconds=options.seconds)]
+
+
 def _no_calls(_: argparse.Namespace) -> str | None:
     return unsupported()
 
@@ -165,6 +169,11 @@ CAMPAIGNS: dict[
         _signals,
         _always,
         "SIGTERM, SIGUSR1, SIGINT in every phase of a training, to a rank or the launcher",
+    ),
+    "goodput": (
+        _goodput,
+        _always,
+        "ranks, writers and launchers killed in a training with checkpoints in memory; what each failure costs",
     ),
     "baseline": (
         _baseline,

@@ -16,6 +16,7 @@ from automodel_ckpt.checkpoint import Checkpointer
 from automodel_ckpt.checkpoint.layout import DataParallelRanks
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
 from automodel_ckpt.config.schema import CheckpointConfig, MemoryConfig
+from automodel_ckpt.errors import SaveFailed
 from automodel_ckpt.recipes import memory_saves
 from automodel_ckpt.recipes.memory_saves import MemorySaves
 from tests.support import tiny
@@ -96,6 +97,28 @@ def test_a_failure_ends_the_copies_with_a_warning(
             every_third.step(step)
     assert caplog.text.count("no more checkpoints in memory") == 1
     assert not every_third.saves.directory.exists() and every_third.saves.checkpointer is None
+
+
+def test_after_a_failure_the_present_step_is_saved_and_after_three_in_a_row_none(
+    every_third: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    outcomes = iter([False, True, True, False, False, True])
+
+    def save(checkpointer: Checkpointer) -> None:
+        if not next(outcomes):
+            raise SaveFailed("a writer was killed", where="memory", value="", hint="")
+
+    with caplog.at_level(logging.WARNING):
+        every_third.saves.save(3, save)
+        every_third.saves.save(6, save)
+        # Two failures, after which a third one would be the last.
+        every_third.saves.save(9, save)
+        assert every_third.saves.checkpointer is not None
+        every_third.saves.save(12, save)
+    assert caplog.text.count("saved in its place") == 3
+    outcomes = iter([False] * 3)
+    every_third.saves.save(15, save)
+    assert every_third.saves.checkpointer is None
 
 
 def test_auto_saves_as_rarely_as_its_stalls_require(
