@@ -63,6 +63,9 @@ test-oldest: $(OLDEST)/.ready  ## every test with the lowest versions that pypro
 test-oldest-quick: $(QUICK)/.ready  ## unit tests with the lowest versions of all but torch: three minutes
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(QUICK)/bin/python -m pytest -q -n 3 --dist worksteal $(QUICK_TESTS)
 
+nodes: $(STAMP)  ## 16 ranks on 4 nodes (network namespaces): a node is lost, then 3 nodes of 2 ranks continue; root, 2 GB, five minutes
+	@$(BIN)/python -m tools.nodes
+
 slurm: $(STAMP)  ## batch scripts on a temporary Slurm: signal, time limit, requeue, node failure, array; root and slurm-wlm, 15 minutes
 	@$(BIN)/python -m tools.slurm
 

@@ -154,8 +154,9 @@ class Starting:
         capture_output: bool = False,
         **options: Any,
     ) -> subprocess.CompletedProcess[str]:
-        streams = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE) if capture_output else {}
-        with self.Popen(words, **streams, **options) as process:
+        if capture_output:
+            options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        with self.Popen(words, **options) as process:
             out, err = process.communicate()
         done = subprocess.CompletedProcess(words, process.returncode, out, err)
         if check:
@@ -233,7 +234,7 @@ def serve(place: str) -> None:
         listen(str(Path(place).with_suffix(PLAIN)), parent)
     for name in NEEDED:
         importlib.import_module(name)
-    get_checkpoint_conversion_mapping("llama")
+    get_checkpoint_conversion_mapping("llama")  # type: ignore[no-untyped-call]
     listen(place, os.getppid())
 
 

@@ -6,7 +6,6 @@ python -m tests.support.fake_train CASE [--nproc-per-node 2] [--max-restarts 1] 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import importlib
 import os
 import signal
@@ -22,6 +21,7 @@ from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.schema import StepSchedulerConfig
 from automodel_ckpt.distributed.stop import stop_request
 from automodel_ckpt.errors import RecipeError, SaveFailed, Stopped
+from tests.support.networks import enter_network
 
 
 class FakeRecipe:
@@ -179,11 +179,6 @@ class FakeRecipe:
 def raise_in(module: str, error: Exception) -> None:
     """Raise an exception in a frame of the named module."""
     exec(compile("raise error", module, "exec"), {"__name__": module, "error": error})
-
-
-def enter_network(name: str) -> None:
-    with open(f"/var/run/netns/{name}") as namespace:
-        assert ctypes.CDLL(None).setns(namespace.fileno(), 0) == 0
 
 
 def main() -> int:

@@ -77,7 +77,7 @@ POLL_SECONDS = 0.5
 CHANNEL_POLLS = 4
 """The failure channel is read once in so many polls: it asks another node."""
 STORE_LINGER_SECONDS = 4.0
-"""How long rank 0 serves the store after a failure, so that the other nodes can read the cause."""
+"""How long the first node serves the store after a failure, so that the other nodes can read the cause."""
 JOIN_NOTICE_SECONDS = 3.0
 """How long a stopped rank waits for its agent to report that nodes join."""
 SUSPENDED_POLLS = 20
@@ -465,12 +465,23 @@ def _watch_peers(
             continue
         grace = PEER_GRACE_SECONDS
         for record in failure_dir.records(attempt):
-            if record.code > SECOND_SIGNAL_CODE or record.node_unreachable:
+            if record.code > SECOND_SIGNAL_CODE:
                 grace = 0.0
+            elif record.node_unreachable:
+                grace = min(grace, STORE_LINGER_SECONDS if _serves_other_nodes() else 0.0)
         if not done.wait(grace):
             message = f"rank {rank} was terminated because rank {failed} failed"
             failure_dir.write(attempt, _terminated_record(rank, message))
             exit_now(EXIT_INTERNAL)
+
+
+def _serves_other_nodes() -> bool:
+    """Whether more than one other node reads failures from the store that this node serves.
+
+    All ranks of the node then wait after a failure, not only rank 0: the agent ends the others with the first one.
+    """
+    is_first = os.environ.get("GROUP_RANK") == "0"
+    return is_first and int(os.environ.get("GROUP_WORLD_SIZE", "2")) > 2
 
 
 def _watch_nodes(failure_dir: FailureDirectory, attempt: int, rank: int) -> None:
@@ -485,9 +496,6 @@ def _watch_nodes(failure_dir: FailureDirectory, attempt: int, rank: int) -> None
         record = unreachable_node_record(other, seconds)
         if rank == 0:
             channel.report(record)
-            if int(os.environ.get("GROUP_WORLD_SIZE", "2")) > 2:
-                # this rank serves the store: the other nodes read the record from it
-                time.sleep(STORE_LINGER_SECONDS)
         failure_dir.write(attempt, record)
 
     if rank == 0:
