@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -49,6 +50,7 @@ class MemorySaves:
         timeout_seconds: float,
     ) -> None:
         """*section* is ``checkpoint.memory``, and *options* the section that contains it."""
+        _check_one_node(ranks.world_size)
         self._group = group
         self._is_rank0 = ranks.rank == 0
         self._is_auto = section.every_steps == "auto"
@@ -210,6 +212,18 @@ class MemorySaves:
         self.close()
         if self._is_rank0:
             remove_memory(self.directory)
+
+
+def _check_one_node(world_size: int) -> None:
+    """Raise :class:`RecipeError` if the run has ranks on several nodes, which do not share memory."""
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    if num_local != world_size:
+        raise RecipeError(
+            "checkpoints in memory require that all ranks run on one node",
+            where="checkpoint.memory",
+            value=f"{num_local} of {world_size} ranks on this node",
+            hint="remove checkpoint.memory, and save more often with checkpoint.is_async",
+        )
 
 
 def memory_options(section: CheckpointConfig) -> CheckpointConfig:

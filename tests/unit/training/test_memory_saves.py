@@ -16,7 +16,7 @@ from automodel_ckpt.checkpoint import Checkpointer
 from automodel_ckpt.checkpoint.layout import DataParallelRanks
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
 from automodel_ckpt.config.schema import CheckpointConfig, MemoryConfig
-from automodel_ckpt.errors import SaveFailed
+from automodel_ckpt.errors import RecipeError, SaveFailed
 from automodel_ckpt.recipes import memory_saves
 from automodel_ckpt.recipes.memory_saves import MemorySaves
 from tests.support import tiny
@@ -141,3 +141,14 @@ def test_auto_saves_as_rarely_as_its_stalls_require(
             run.saves.save(step, save)
     run.close()
     assert run.saved == [1, 11, 21]
+
+
+def test_ranks_on_several_nodes_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    disk = tiny.checkpointer(tmp_path / "run")
+    section = MemoryConfig(directory=str(tmp_path))
+    ranks = DataParallelRanks(rank=0, world_size=2)
+    with pytest.raises(RecipeError, match="1 of 2 ranks on this node"):
+        MemorySaves(section, CheckpointConfig(), disk, ranks, None, 60.0)
