@@ -28,7 +28,7 @@ from automodel_ckpt.models.meta_init import on_meta
 from automodel_ckpt.models.pipeline_stage import keep_stages
 from automodel_ckpt.recipes.context_parallel import divide_rows
 from automodel_ckpt.training.loss import WHOLE, next_token_loss
-from tests.distributed.test_training import failure, lines, lines_of_steps, run
+from tests.distributed.test_training import failure, lines, lines_of_steps, run, run_each
 from tests.support import ranks
 from tests.support.parallel import VOCABULARY, config_of, layout_here, model_of
 from tests.support.training import RECIPE, VALIDATION
@@ -137,15 +137,19 @@ def test_a_run_with_divided_rows_logs_what_one_rank_does_and_goes_on_exactly_on_
 ) -> None:
     text = RECIPE + VALIDATION
     run(tmp_path, *FLAT, name="alone", text=text)
-    whole = run(tmp_path, *FLAT, *CUT, name="cut", text=text, num_ranks=2)
     saved = {
         name: f"--checkpoint.restore_from={tmp_path / name / 'epoch_0_step_2'}"
         for name in ("alone", "cut")
     }
-    assert run(tmp_path, *FLAT, *CUT, saved["cut"], name="resumed", text=text, num_ranks=2) == whole
+    runs = {
+        "cut": (*FLAT, *CUT),
+        "resumed": (*FLAT, *CUT, saved["cut"]),
+        "on two": (*FLAT, *CUT, saved["alone"]),
+    }
+    whole, resumed, _ = run_each(tmp_path, runs, num_ranks=2, text=text)
+    assert resumed == whole
     assert whole[0]["rng"] != whole[1]["rng"]  # dropout has to differ between slices
     run(tmp_path, *FLAT, saved["cut"], name="on one", text=text)
-    run(tmp_path, *FLAT, *CUT, saved["alone"], name="on two", text=text, num_ranks=2)
     alone = lines_of_steps(tmp_path / "alone/training.jsonl")
     for name in ("cut", "on one", "on two"):
         steps = lines_of_steps(tmp_path / name / "training.jsonl")

@@ -247,13 +247,14 @@ def test_a_killed_run_continues_exactly(
     whole = write_mixed(tmp_path / "whole", models, more, **distill)
     killed = write_mixed(tmp_path / "killed", models, more, **distill)
     asynchronous = "--checkpoint.is_async=true"
-    expected = ranks.run(run, num_ranks, whole, init=False)
     kill = partial(
         run_recipe, killed, asynchronous, recipe_class=killed_after(5, recipe_class=Distill)
     )
     ended = ranks.outcomes(kill, num_ranks, init=False)
     assert -9 in [outcome.exitcode for outcome in ended]
-    assert ranks.run(run, num_ranks, killed, asynchronous, init=False) == expected
+    both = [partial(run, killed, asynchronous), partial(run, whole)]
+    resumed, expected = ranks.run_each(both, num_ranks)
+    assert resumed == expected
     assert steps_of(killed.parent / "run") == steps_of(whole.parent / "run")
     saved = {path.name for path in (killed.parent / "run/LATEST").iterdir()}
     assert "model" in saved and not any("teacher" in name for name in saved)

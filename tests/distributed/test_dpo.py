@@ -92,11 +92,12 @@ def test_a_killed_run_continues_bit_for_bit(tmp_path: Path, case: str) -> None:
         arguments = arguments_of(tmp_path, name, *options)
         return train(recipe, *arguments, recipe_class=recipe_class)
 
-    whole = ranks.run(trained, num_ranks, "whole", init=False)
     killed = partial(trained, recipe_class=killed_after(6, recipe_class=DPOFinetune))
     ended = ranks.outcomes(killed, num_ranks, "interrupted", init=False)
     assert -9 in [outcome.exitcode for outcome in ended]
-    assert ranks.run(trained, num_ranks, "interrupted", init=False) == whole
+    both = [partial(trained, name) for name in ("interrupted", "whole")]
+    resumed, whole = ranks.run_each(both, num_ranks)
+    assert resumed == whole
     assert steps_of(tmp_path / "interrupted") == steps_of(tmp_path / "whole")
     # With the resumed policy as the reference, step 5 would have the loss of two equal models.
     assert abs(losses_of(tmp_path / "whole")[4] - math.log(2)) > 0.01
@@ -104,12 +105,11 @@ def test_a_killed_run_continues_bit_for_bit(tmp_path: Path, case: str) -> None:
 
 HALF = "--step_scheduler.local_batch_size=2"
 SHARED: dict[str, tuple[str, ...]] = {
-    "fsdp2": (HALF,),
+    "fsdp2 and one": (HALF, "--step_scheduler.max_steps=4"),
     "tp": ("--distributed.tp_size=2",),
     "ddp": (HALF, "--distributed.strategy=ddp", "--dpo.precompute=true"),
     "fsdp2 with adapters": (HALF, LORA),
     "tp with adapters": (LORA, "--distributed.tp_size=2"),
-    "resharded": (HALF, "--step_scheduler.max_steps=4"),
 }
 
 
@@ -123,10 +123,9 @@ def test_losses_are_those_of_one_process_however_ranks_share_the_model(tmp_path:
     short = "--step_scheduler.max_steps=5"
     trained("one", short)
     trained("one with adapters", LORA, short)
-    for name, options in SHARED.items():
-        ranks.run(trained, 2, name, short, *options, init=False)
+    ranks.run_each([partial(trained, name, short, *SHARED[name]) for name in SHARED], 2)
     # Two ranks until step 4, and one from there on.
-    trained("resharded", short)
+    trained("fsdp2 and one", short)
     for name in SHARED:
         expected = losses_of(tmp_path / ("one with adapters" if "adapters" in name else "one"))
         assert losses_of(tmp_path / name) == pytest.approx(expected, abs=1e-6, rel=1e-5), name

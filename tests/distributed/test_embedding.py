@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,20 @@ WAYS: dict[str, tuple[str, ...]] = {
 }
 
 
+def training(recipe: Path, name: str, *overrides: str) -> Callable[[], dict[str, str]]:
+    """What trains in the directory *name* on this rank."""
+    options = (f"--checkpoint.checkpoint_dir={recipe.parent / name}", *overrides)
+    return partial(train, recipe, *options, recipe_class=EmbeddingFinetune)
+
+
 def run(recipe: Path, name: str, num_ranks: int, *overrides: str) -> list[float]:
-    """Train in the directory *name*; the loss and the norm of the gradient of each step, and the last validation."""
-    directory = recipe.parent / name
-    options = (f"--checkpoint.checkpoint_dir={directory}", *overrides)
-    work = partial(train, recipe, *options, recipe_class=EmbeddingFinetune)
-    ranks.run(work, num_ranks, init=False)
+    """Train in the directory *name*; the values that it logs."""
+    ranks.run(training(recipe, name, *overrides), num_ranks, init=False)
+    return logged(recipe.parent / name)
+
+
+def logged(directory: Path) -> list[float]:
+    """The loss and the norm of the gradient of each step, and the last validation."""
     values = []
     for step in steps_of(directory):
         values += [float.fromhex(step["loss"]), float.fromhex(step["grad_norm"])]
@@ -60,9 +69,9 @@ def test_ranks_train_like_one_process(
     whole = "--step_scheduler.local_batch_size=12"
     expected = run(recipe, "one", 1, whole, *common)
     assert len(expected) == 8 + len(METRICS)
+    ranks.run_each([training(recipe, name, *common, *WAYS[name]) for name in ways], 2)
     for name in ways:
-        found = run(recipe, name, 2, *common, *WAYS[name])
-        assert found == pytest.approx(expected, rel=1e-4), name
+        assert logged(tmp_path / name) == pytest.approx(expected, rel=1e-4), name
 
 
 INTERRUPTED = (
@@ -78,14 +87,13 @@ def test_a_killed_run_continues_exactly_with_asynchronous_saves(tmp_path: Path) 
     recipe = embeddings.write(tmp_path, "bert", 1)
     # Accumulated, so that each step draws the numbers of its dropout twice.
     arguments = (*INTERRUPTED, "--checkpoint.is_async")
-    whole = (*arguments, f"--checkpoint.checkpoint_dir={tmp_path / 'whole'}")
     killed = (*arguments, f"--checkpoint.checkpoint_dir={tmp_path / 'killed'}")
-    work = partial(train, recipe, recipe_class=EmbeddingFinetune)
-    expected = ranks.run(work, 2, *whole, init=False)
     dying = partial(train, recipe, recipe_class=killed_after(5, recipe_class=EmbeddingFinetune))
     ended = ranks.outcomes(dying, 2, *killed, init=False)
     assert -9 in [outcome.exitcode for outcome in ended]
-    assert ranks.run(work, 2, *killed, init=False) == expected
+    both = [training(recipe, name, *arguments) for name in ("killed", "whole")]
+    resumed, whole = ranks.run_each(both, 2)
+    assert resumed == whole
     assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "whole")
 
 

@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from automodel_ckpt.distributed.expert_parallel import check_experts, divide_experts, experts_of
 from automodel_ckpt.errors import RecipeError
-from tests.distributed.test_training import failure, lines_of_steps, run
+from tests.distributed.test_training import failure, lines_of_steps, run, run_each
 from tests.support import ranks
 from tests.support.experts import GROUPED, LATENT, SIZES
 from tests.support.parallel import layout_here
@@ -154,15 +154,18 @@ def test_a_run_logs_what_one_rank_does_and_resumes_exactly_on_any_ranks(
     family: str, num_ranks: int, sizes: tuple[str, ...], tmp_path: Path
 ) -> None:
     model = (*SGD, model_section(family))
-    run(tmp_path, *model, name="one")
-    whole = run(tmp_path, *model, *sizes, name="divided", num_ranks=num_ranks)
     restore = "--checkpoint.restore_from={}/epoch_0_step_2"
     from_divided = restore.format(tmp_path / "divided")
     from_one = restore.format(tmp_path / "one")
-    resumed = run(tmp_path, *model, *sizes, from_divided, name="resumed", num_ranks=num_ranks)
+    run(tmp_path, *model, name="one")
+    divided = {
+        "divided": (*model, *sizes),
+        "resumed": (*model, *sizes, from_divided),
+        "on all": (*model, *sizes, from_one),
+    }
+    whole, resumed, _ = run_each(tmp_path, divided, num_ranks=num_ranks)
     assert resumed == whole
     run(tmp_path, *model, from_divided, name="on one")
-    run(tmp_path, *model, *sizes, from_one, name="on all", num_ranks=num_ranks)
     expected = lines_of_steps(tmp_path / "one/training.jsonl")
     for name in ("divided", "on one", "on all"):
         steps = lines_of_steps(tmp_path / name / "training.jsonl")

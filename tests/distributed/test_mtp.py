@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.distributed.test_quantized_bases import is_quantized, to_fp8
 from tests.distributed.test_router_loss import ONE_STEP, one_step
-from tests.distributed.test_training import failure, lines_of_steps, run
+from tests.distributed.test_training import failure, lines_of_steps, run, run_each
 from tests.support import ranks
 from tests.support.mtp import Reference, gradients_of, model_section
 from tests.support.training import RECIPE, VALIDATION, killed_after, steps_of, train, write_recipe
@@ -119,13 +119,14 @@ def test_a_killed_run_resumes_exactly_and_validation_computes_no_further_tokens(
         TWO,
     )
     sharded = (*options, "--distributed.strategy=fsdp2")
-    whole = run(tmp_path, *sharded, name="whole", text=text, num_ranks=2)
     directory = tmp_path / "killed"
     arguments = (f"--checkpoint.checkpoint_dir={directory}", *sharded)
     recipe = write_recipe(tmp_path, text)
     training = partial(train, recipe, *arguments, recipe_class=killed_after(5))
     ranks.outcomes(training, 2, init=False)
-    assert run(tmp_path, *sharded, name="killed", text=text, num_ranks=2) == whole
+    runs = {"killed": sharded, "whole": sharded}
+    resumed, whole = run_each(tmp_path, runs, num_ranks=2, text=text)
+    assert resumed == whole
     assert steps_of(directory) == steps_of(tmp_path / "whole")
     assert all("mtp_loss" in line for line in steps_of(directory))
     # Another layout of the ranks: a resume on one rank loads the same weights.

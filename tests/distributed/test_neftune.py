@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from automodel_ckpt.models.neftune import EmbeddingNoise, sample_lengths
 from automodel_ckpt.training.rng import StatefulRNG
 from tests.distributed.test_router_loss import ONE_STEP, one_step
-from tests.distributed.test_training import lines, lines_of_steps, run
+from tests.distributed.test_training import lines, lines_of_steps, run, run_each
 from tests.support import ranks
 from tests.support.training import RECIPE, VALIDATION, killed_after, steps_of, train, write_recipe
 from tests.support.training_parts import uneven
@@ -118,7 +118,6 @@ def test_a_killed_run_draws_the_same_noise_and_validation_has_none(tmp_path: Pat
     options = ("--step_scheduler.max_steps=6", "--optimizer.lr=1e-3")
     for num_ranks in (1, 2):
         name = f"whole{num_ranks}"
-        whole = run(tmp_path, *options, NOISE, name=name, text=text, num_ranks=num_ranks)
         directory = tmp_path / f"killed{num_ranks}"
         training = partial(
             train,
@@ -129,9 +128,8 @@ def test_a_killed_run_draws_the_same_noise_and_validation_has_none(tmp_path: Pat
             recipe_class=killed_after(5),
         )
         ranks.outcomes(training, num_ranks, init=False)
-        resumed = run(
-            tmp_path, *options, NOISE, name=directory.name, text=text, num_ranks=num_ranks
-        )
+        runs = {directory.name: (*options, NOISE), name: (*options, NOISE)}
+        resumed, whole = run_each(tmp_path, runs, num_ranks=num_ranks, text=text)
         assert resumed == whole
         assert steps_of(directory) == steps_of(tmp_path / name)
     without = ("--optimizer.lr=0.0", "--step_scheduler.max_steps=1", NO_DROPOUT)

@@ -15,7 +15,7 @@ from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.objective import Objective
 from automodel_ckpt.recipes.pipeline import train_stages
 from automodel_ckpt.recipes.records import LossSum
-from tests.distributed.test_training import failure, lines_of_steps, run
+from tests.distributed.test_training import failure, lines_of_steps, run, run_each
 from tests.support import ranks
 from tests.support.parallel import layout_here
 from tests.support.training import RECIPE, VALIDATION
@@ -97,11 +97,9 @@ def test_several_stages_on_a_rank_divided_rows_and_adapters_log_what_one_rank_do
         common = (*SGD, f"--peft={{r: 4, modules_to_save: [lm_head], {base}}}")
         common = (*common, "--model.from_config.tie_word_embeddings=false")
     run(tmp_path, *common, name="alone", text=FOUR_LAYERS)
-    whole = run(tmp_path, *common, *options, name="whole", text=FOUR_LAYERS, num_ranks=num_ranks)
     back = f"--checkpoint.restore_from={tmp_path / 'whole' / 'epoch_0_step_2'}"
-    resumed = run(
-        tmp_path, *common, *options, back, name="resumed", text=FOUR_LAYERS, num_ranks=num_ranks
-    )
+    runs = {"whole": (*common, *options), "resumed": (*common, *options, back)}
+    whole, resumed = run_each(tmp_path, runs, num_ranks=num_ranks, text=FOUR_LAYERS)
     assert resumed == whole
     run(tmp_path, *common, back, name="on one", text=FOUR_LAYERS)
     alone = lines_of_steps(tmp_path / "alone/training.jsonl")

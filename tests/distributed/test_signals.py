@@ -37,9 +37,10 @@ def wait_for(trainer: Trainer, rank: int, name: str, times: int = 1, seconds: fl
 
 
 def test_signals_at_random_instants_stop_all_ranks_in_order() -> None:
-    done = signals.run(points_wanted=10, seed=int(time.time()), seconds=150, compares=False)
+    # Other phases in each run of the suite; `python -m tools.crash signals` has hundreds of points.
+    done = signals.run(points_wanted=6, seed=int(time.time()), seconds=150, compares=False)
     assert done.failures == []
-    assert done.points == 10
+    assert done.points == 6
 
 
 @pytest.mark.parametrize(("is_async", "target"), [("false", "rank1"), ("true", "launcher")])

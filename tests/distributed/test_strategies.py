@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from automodel_ckpt.distributed.parallelize import Parallelism, parallelize
 from automodel_ckpt.errors import RecipeError
-from tests.distributed.test_training import failure, lines_of_steps, run
+from tests.distributed.test_training import failure, lines_of_steps, run, run_each
 from tests.support import ranks
 from tests.support.parallel import layout_here, model_of, train_steps, train_steps_in_stages
 from tests.support.training import RECIPE
@@ -97,10 +97,11 @@ def test_a_tensor_parallel_run_logs_what_one_rank_does_and_goes_on_exactly(tmp_p
     text = RECIPE.replace("tie_word_embeddings: true", "tie_word_embeddings: false")
     options = (*FOUR_HEADS, *SHORT)
     run(tmp_path, *options, name="alone", text=text)
-    whole = run(tmp_path, *options, *GRID, name="whole", text=text, num_ranks=4)
     checkpoint = tmp_path / "whole" / "epoch_0_step_2"
     back = f"--checkpoint.restore_from={checkpoint}"
-    assert run(tmp_path, *options, *GRID, back, name="resumed", text=text, num_ranks=4) == whole
+    runs = {"whole": (*options, *GRID), "resumed": (*options, *GRID, back)}
+    whole, resumed = run_each(tmp_path, runs, num_ranks=4, text=text)
+    assert resumed == whole
     assert (
         whole[0]["rng"] == whole[1]["rng"] != whole[2]["rng"]
     )  # what a group holds in common has to stay common

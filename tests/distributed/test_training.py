@@ -7,6 +7,7 @@ import math
 import os
 import random
 import re
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,23 @@ def run(
     arguments = (f"--checkpoint.checkpoint_dir={directory / name}", *overrides)
     training = partial(train, write_recipe(directory, text), *arguments, recipe_class=recipe_class)
     return ranks.run(training, num_ranks, init=False)
+
+
+def run_each(
+    directory: Path,
+    runs: Mapping[str, tuple[str, ...]],
+    *,
+    num_ranks: int,
+    text: str = RECIPE,
+    recipe_class: type[LLMFinetune] = Recipe,
+) -> list[list[dict[str, str]]]:
+    """Train with the overrides of each run, in the directory of its name, in the same processes; the ranks' digests."""
+    recipe = write_recipe(directory, text)
+    trainings = []
+    for name, overrides in runs.items():
+        place = f"--checkpoint.checkpoint_dir={directory / name}"
+        trainings.append(partial(train, recipe, place, *overrides, recipe_class=recipe_class))
+    return ranks.run_each(trainings, num_ranks)
 
 
 def test_mfu_is_the_share_of_the_given_rate_that_all_ranks_use(tmp_path: Path) -> None:

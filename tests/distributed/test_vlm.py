@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,17 @@ def run(
     return ranks.run(
         partial(train, recipe_file, *arguments, recipe_class=recipe_class), num_ranks, init=False
     )
+
+
+def run_each(
+    recipe_file: Path, runs: Mapping[str, tuple[str, ...]], num_ranks: int
+) -> list[list[Any]]:
+    """Train with the overrides of each run, in the directory of its name, in the same processes."""
+    trainings = []
+    for name, overrides in runs.items():
+        arguments = (f"--checkpoint.checkpoint_dir={recipe_file.parent / name}", *overrides)
+        trainings.append(partial(train, recipe_file, *arguments, recipe_class=VLMFinetune))
+    return ranks.run_each(trainings, num_ranks)
 
 
 def tensors(directory: Path) -> dict[str, bytes]:
@@ -227,13 +239,13 @@ def test_packed_samples_train_as_single_ones_and_a_killed_run_goes_on_exactly(
     # The whole data set is one global batch, packed or not.
     epoch = (
         "--step_scheduler.global_batch_size=20",
-        "--step_scheduler.max_steps=2",
+        "--step_scheduler.max_steps=1",
         f"--distributed.strategy={strategy}",
     )
-    run(recipe, "single", *epoch, num_ranks=2)
-    run(recipe, "packed", *PACKED, *epoch, num_ranks=2)
+    runs = {"single": epoch, "packed": (*PACKED, *epoch)}
+    run_each(recipe, runs, num_ranks=2)
     single, packed = steps_of(tmp_path / "single"), steps_of(tmp_path / "packed")
-    assert len(single) == len(packed) == 2
+    assert len(single) == len(packed) == 1
     for name in ("loss", "grad_norm"):
         of_packed, of_single = (float.fromhex(steps[0][name]) for steps in (packed, single))
         assert of_packed == pytest.approx(of_single, rel=2e-6), name
@@ -265,13 +277,12 @@ def test_each_source_of_a_mixture_of_images_is_packed_separately(tmp_path: Path)
 
 def check_killed_run(recipe: Path, *options: str) -> None:
     """Check that a run that is killed after its third step ends as one that is not."""
-    whole = run(recipe, "whole", *options, num_ranks=2)
     directory = recipe.parent / "killed"
     arguments = (f"--checkpoint.checkpoint_dir={directory}", *options)
     killed = killed_after(3, recipe_class=VLMFinetune)
     ended = ranks.outcomes(partial(train, recipe, *arguments, recipe_class=killed), 2, init=False)
     assert -9 in [outcome.exitcode for outcome in ended]
-    again = run(recipe, "killed", *options, num_ranks=2)
+    again, whole = run_each(recipe, {"killed": options, "whole": options}, num_ranks=2)
     assert [state for state, _ in again] == [state for state, _ in whole]
     assert steps_of(directory) == steps_of(recipe.parent / "whole")
 
