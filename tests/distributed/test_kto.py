@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +17,14 @@ from automodel_ckpt.recipes.evaluation import EvaluationTotals
 from automodel_ckpt.recipes.kto import KTO, KTOFinetune
 from automodel_ckpt.recipes.memory_estimate import plan
 from tests.fixtures.preference import tiny_policy
-from tests.support import ranks
-from tests.support.training import build, killed_after, steps_of, train
+from tests.support.preference import (
+    check_resumes,
+    run_directory,
+    step_records,
+    train_layouts,
+    write_recorded,
+)
+from tests.support.training import build, train
 
 RECORDED = json.loads((Path(tiny_policy.__file__).parent / "trl_kto.json").read_text())
 RECIPE = """
@@ -39,27 +43,7 @@ NAMES = ("loss", "kl", "accuracy", "reward_desirable", "reward_undesirable", "de
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     """The recipe of TRL's runs, with its model and its rows."""
-    tiny_policy.save(tmp_path / "base", AutoModelForCausalLM)
-    rows = "".join(f"{json.dumps(row)}\n" for row in RECORDED["rows"])
-    (tmp_path / "rows.jsonl").write_text(rows)
-    values = {
-        "base": tmp_path / "base",
-        "rows": tmp_path / "rows.jsonl",
-        "run": tmp_path / "run",
-        **RECORDED["optimizer"],
-    }
-    path = tmp_path / "recipe.yaml"
-    path.write_text(RECIPE % values)
-    return path
-
-
-def directory(recipe: Path, name: str) -> str:
-    return f"--checkpoint.checkpoint_dir={recipe.parent / name}"
-
-
-def logged(run: Path, log: str = "training") -> list[dict[str, Any]]:
-    records = [json.loads(line) for line in (run / f"{log}.jsonl").read_text().splitlines()]
-    return [record for record in records if "event" not in record]
+    return write_recorded(tmp_path, RECIPE, RECORDED, RECORDED["rows"])
 
 
 @pytest.mark.parametrize("name", RECORDED["runs"])
@@ -72,7 +56,7 @@ def test_ten_steps_are_those_of_trl(recipe: Path, name: str) -> None:
         f"--kto.undesirable_weight={given['undesirable_weight']}",
     )
     train(recipe, *options, recipe_class=KTOFinetune)
-    steps = logged(recipe.parent / "run")
+    steps = step_records(recipe.parent / "run")
     assert len(steps) == len(run["steps"]) == 10
     for mine, theirs in zip(steps, run["steps"], strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
@@ -97,24 +81,15 @@ LORA = "--peft={r: 4, target_modules: all-linear, dropout: 0.0}"
 def test_the_ranks_and_the_micro_batches_change_nothing(recipe: Path) -> None:
     rows = recipe.parent / "rows.jsonl"
     options = [option % rows if "%s" in option else option for option in VALIDATED]
-    steps: dict[str, Any] = {}
-    validations: dict[str, Any] = {}
+    fsdp2 = "--distributed.strategy=fsdp2"
     layouts = {
-        "one": (1, "--step_scheduler.local_batch_size=4"),
-        "fsdp2": (2, "--distributed.strategy=fsdp2", "--step_scheduler.local_batch_size=1"),
-        "tp": (2, "--distributed.tp_size=2"),
-        "lora": (1, LORA),
-        "lora fsdp2": (2, LORA, "--distributed.strategy=fsdp2"),
+        "one": (1, ("--step_scheduler.local_batch_size=4",)),
+        "fsdp2": (2, (fsdp2, "--step_scheduler.local_batch_size=1")),
+        "tp": (2, ("--distributed.tp_size=2",)),
+        "lora": (1, (LORA,)),
+        "lora fsdp2": (2, (LORA, fsdp2)),
     }
-    for name, (num_ranks, *more) in layouts.items():
-        arguments = (directory(recipe, name), *SHORT, *options, *more)
-        run = partial(train, recipe, *arguments, recipe_class=KTOFinetune)
-        if num_ranks == 1:
-            run()
-        else:
-            ranks.run(run, num_ranks, init=False)
-        steps[name] = logged(recipe.parent / name)
-        validations[name] = logged(recipe.parent / name, "validation")[-1]
+    steps, validations = train_layouts(recipe, KTOFinetune, layouts, *SHORT, *options)
     for name in layouts:
         expected = "lora" if name.startswith("lora") else "one"
         for mine, theirs in zip(steps[name], steps[expected], strict=True):
@@ -141,18 +116,7 @@ def numbers(step: dict[str, Any]) -> list[float]:
 
 def test_a_killed_run_continues_exactly_and_on_two_ranks_as_well(recipe: Path) -> None:
     options = (*SHORT, "--checkpoint.is_async=true", "--step_scheduler.ckpt_every_steps=2", LORA)
-    run = partial(train, recipe, *options, recipe_class=KTOFinetune)
-    whole = run(directory(recipe, "whole"))
-    killed = run.keywords | {"recipe_class": killed_after(3, recipe_class=KTOFinetune)}
-    start = partial(train, recipe, *options, directory(recipe, "killed"), **killed)
-    [ended] = ranks.outcomes(start, 1, init=False)
-    assert ended.exitcode == -9
-    shutil.copytree(recipe.parent / "killed", recipe.parent / "on-two", symlinks=True)
-    assert run(directory(recipe, "killed")) == whole
-    assert steps_of(recipe.parent / "killed") == steps_of(recipe.parent / "whole")
-    ranks.run(partial(run, directory(recipe, "on-two")), 2, init=False)
-    resumed, expected = logged(recipe.parent / "on-two"), logged(recipe.parent / "whole")
-    assert [step["step"] for step in resumed] == [1, 2, 3, 4, 5]
+    resumed, expected = check_resumes(recipe, KTOFinetune, *options)
     last = numbers(expected[3])
     assert numbers(resumed[3]) == pytest.approx(last, rel=2e-3, abs=2e-4, nan_ok=True)
 
@@ -224,14 +188,14 @@ def test_a_named_reference_is_another_model(recipe: Path) -> None:
     other.save_pretrained(recipe.parent / "other")
     options = (f"--kto.reference={recipe.parent / 'other'}", "--step_scheduler.max_steps=1")
     train(recipe, *options, recipe_class=KTOFinetune)
-    [step] = logged(recipe.parent / "run")
+    [step] = step_records(recipe.parent / "run")
     assert step["loss"] != pytest.approx(0.5, abs=1e-3)
 
 
 def test_a_forecast_counts_the_reference_unless_it_is_the_base(recipe: Path) -> None:
     weights = {}
     for name, options in {"full": (), "lora": (LORA,)}.items():
-        made = build(recipe, directory(recipe, name), *options, recipe_class=KTOFinetune)
+        made = build(recipe, run_directory(recipe, name), *options, recipe_class=KTOFinetune)
         found = plan(made, Sizes())
         weights[name] = (found.memory.weights + found.memory.others) / (4 * found.num_parameters)
     assert weights == {"full": 2, "lora": 1}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,6 @@ import pytest
 import torch
 from peft import AutoPeftModelForSequenceClassification, PeftModel
 from transformers import (
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     pipeline,
@@ -21,8 +18,14 @@ from transformers import (
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.reward_model import RewardModel
 from tests.fixtures.preference import tiny_policy
-from tests.support import ranks
-from tests.support.training import build, killed_after, steps_of, train
+from tests.support.preference import (
+    check_resumes,
+    step_records,
+    train_layouts,
+    write_recorded,
+    write_rows,
+)
+from tests.support.training import build, train
 
 RECORDED = json.loads((Path(tiny_policy.__file__).parent / "trl_reward.json").read_text())
 RECIPE = """
@@ -44,34 +47,7 @@ LORA = "--peft={r: 4, target_modules: all-linear, dropout: 0.0}"
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     """The recipe of TRL's runs, with its rows and a model that has no head yet."""
-    tiny_policy.save(tmp_path / "base", AutoModelForCausalLM)
-    write_rows(tmp_path, with_margin=True)
-    values = {
-        "base": tmp_path / "base",
-        "rows": tmp_path / "rows.jsonl",
-        "run": tmp_path / "run",
-        **RECORDED["optimizer"],
-    }
-    path = tmp_path / "recipe.yaml"
-    path.write_text(RECIPE % values)
-    return path
-
-
-def write_rows(directory: Path, *, with_margin: bool) -> None:
-    rows = []
-    for row in RECORDED["rows"]:
-        kept = {name: value for name, value in row.items() if with_margin or name != "margin"}
-        rows.append(f"{json.dumps(kept)}\n")
-    (directory / "rows.jsonl").write_text("".join(rows))
-
-
-def directory(recipe: Path, name: str) -> str:
-    return f"--checkpoint.checkpoint_dir={recipe.parent / name}"
-
-
-def logged(run: Path, log: str = "training") -> list[dict[str, Any]]:
-    records = [json.loads(line) for line in (run / f"{log}.jsonl").read_text().splitlines()]
-    return [record for record in records if "event" not in record]
+    return write_recorded(tmp_path, RECIPE, RECORDED, RECORDED["rows"])
 
 
 def numbers(step: dict[str, Any]) -> list[float]:
@@ -81,11 +57,15 @@ def numbers(step: dict[str, Any]) -> list[float]:
 @pytest.mark.parametrize("name", RECORDED["runs"])
 def test_ten_steps_are_those_of_trl(recipe: Path, name: str) -> None:
     run = RECORDED["runs"][name]
-    write_rows(recipe.parent, with_margin=run["options"]["with_margin"])
+    if not run["options"]["with_margin"]:
+        rows = [{**row} for row in RECORDED["rows"]]
+        for row in rows:
+            del row["margin"]
+        write_rows(recipe.parent, rows)
     tiny_policy.save(recipe.parent / "base", AutoModelForSequenceClassification, num_labels=1)
     coefficient = run["options"]["center_coefficient"] or 0.0
     train(recipe, f"--reward_model.center_coefficient={coefficient}", recipe_class=RewardModel)
-    steps = logged(recipe.parent / "run")
+    steps = step_records(recipe.parent / "run")
     assert len(steps) == len(run["steps"]) == 10
     for mine, theirs in zip(steps, run["steps"], strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
@@ -102,29 +82,15 @@ def test_the_ranks_and_the_micro_batches_change_nothing(recipe: Path) -> None:
         f"--validation_datasets.good={{_target_: automodel_ckpt.data.preference.pairs, path: {rows}, max_samples: 7}}",
         "--checkpoint.save_consolidated=false",
     )
+    fsdp2 = "--distributed.strategy=fsdp2"
     layouts = {
-        "one": (1,),
-        "fsdp2": (2, "--distributed.strategy=fsdp2", "--step_scheduler.local_batch_size=1"),
-        "tp": (2, "--distributed.tp_size=2"),
-        "lora": (1, LORA),
-        "lora fsdp2": (
-            2,
-            LORA,
-            "--distributed.strategy=fsdp2",
-            "--step_scheduler.local_batch_size=2",
-        ),
+        "one": (1, ()),
+        "fsdp2": (2, (fsdp2, "--step_scheduler.local_batch_size=1")),
+        "tp": (2, ("--distributed.tp_size=2",)),
+        "lora": (1, (LORA,)),
+        "lora fsdp2": (2, (LORA, fsdp2, "--step_scheduler.local_batch_size=2")),
     }
-    steps: dict[str, Any] = {}
-    validations: dict[str, Any] = {}
-    for name, (num_ranks, *more) in layouts.items():
-        arguments = (directory(recipe, name), *SHORT, *validated, *more)
-        run = partial(train, recipe, *arguments, recipe_class=RewardModel)
-        if num_ranks == 1:
-            run()
-        else:
-            ranks.run(run, num_ranks, init=False)
-        steps[name] = logged(recipe.parent / name)
-        validations[name] = logged(recipe.parent / name, "validation")[-1]
+    steps, validations = train_layouts(recipe, RewardModel, layouts, *SHORT, *validated)
     for name in layouts:
         expected = "lora" if name.startswith("lora") else "one"
         for mine, theirs in zip(steps[name], steps[expected], strict=True):
@@ -139,19 +105,8 @@ def test_the_ranks_and_the_micro_batches_change_nothing(recipe: Path) -> None:
 
 def test_a_killed_run_continues_exactly_and_on_two_ranks_as_well(recipe: Path) -> None:
     options = (*SHORT, "--checkpoint.is_async=true", "--step_scheduler.ckpt_every_steps=2", LORA)
-    run = partial(train, recipe, *options, recipe_class=RewardModel)
-    whole = run(directory(recipe, "whole"))
-    killed = run.keywords | {"recipe_class": killed_after(3, recipe_class=RewardModel)}
-    start = partial(train, recipe, *options, directory(recipe, "killed"), **killed)
-    [ended] = ranks.outcomes(start, 1, init=False)
-    assert ended.exitcode == -9
-    shutil.copytree(recipe.parent / "killed", recipe.parent / "on-two", symlinks=True)
-    assert run(directory(recipe, "killed")) == whole
-    assert steps_of(recipe.parent / "killed") == steps_of(recipe.parent / "whole")
-    more = (directory(recipe, "on-two"), "--step_scheduler.local_batch_size=2")
-    ranks.run(partial(run, *more), 2, init=False)
-    resumed, expected = logged(recipe.parent / "on-two"), logged(recipe.parent / "whole")
-    assert [step["step"] for step in resumed] == [1, 2, 3, 4, 5]
+    half = ("--step_scheduler.local_batch_size=2",)
+    resumed, expected = check_resumes(recipe, RewardModel, *options, on_two=half)
     assert numbers(resumed[3]) == pytest.approx(numbers(expected[3]), rel=2e-3, abs=2e-4)
 
 

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from automodel_ckpt.recipes.recipe import Recipe
+from tests.support import ranks
+from tests.support.training import killed_after, steps_of, train
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "preference"
 
@@ -65,7 +72,81 @@ def write_run(directory: Path, recipe: str, *, rows: list[dict[str, Any]] | None
     return path
 
 
-def step_records(run: Path) -> list[dict[str, Any]]:
-    """The records of the steps in training.jsonl."""
-    records = [json.loads(line) for line in (run / "training.jsonl").read_text().splitlines()]
+def write_recorded(
+    directory: Path, template: str, recorded_runs: dict[str, Any], rows: list[dict[str, Any]]
+) -> Path:
+    """Write the policy, *rows* and the recipe of TRL's runs to *directory*; return the recipe's path.
+
+    *template* takes the paths ``base``, ``rows`` and ``run``, and the options of TRL's optimizer.
+    """
+    from transformers import AutoModelForCausalLM
+
+    tiny_policy().save(directory / "base", AutoModelForCausalLM)
+    write_rows(directory, rows)
+    values = {name: directory / name for name in ("base", "run")}
+    values |= {"rows": directory / "rows.jsonl", **recorded_runs["optimizer"]}
+    path = directory / "recipe.yaml"
+    path.write_text(template % values)
+    return path
+
+
+def write_rows(directory: Path, rows: list[dict[str, Any]]) -> None:
+    """Write the rows of a data set to rows.jsonl."""
+    (directory / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def run_directory(recipe: Path, name: str) -> str:
+    """The override for a run in the directory *name* beside the recipe."""
+    return f"--checkpoint.checkpoint_dir={recipe.parent / name}"
+
+
+def train_layouts(
+    recipe: Path,
+    recipe_class: type[Recipe],
+    layouts: dict[str, tuple[int, tuple[str, ...]]],
+    *options: str,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Train with each layout, a number of ranks with overrides; the steps and the last validation of each."""
+    trainings: dict[int, list[Callable[[], Any]]] = {}
+    for name, (num_ranks, more) in layouts.items():
+        words = (run_directory(recipe, name), *options, *more)
+        training = partial(train, recipe, *words, recipe_class=recipe_class)
+        trainings.setdefault(num_ranks, []).append(training)
+    for num_ranks, each in trainings.items():
+        ranks.run_each(each, num_ranks)
+    steps = {name: step_records(recipe.parent / name) for name in layouts}
+    return steps, {name: step_records(recipe.parent / name, "validation")[-1] for name in layouts}
+
+
+def check_resumes(
+    recipe: Path, recipe_class: type[Recipe], *options: str, on_two: tuple[str, ...] = ()
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Kill a run after its third step and check that it continues exactly on one rank, and continues on two.
+
+    Returns the steps of the run on two ranks, which has the overrides *on_two*, and those of an uninterrupted run.
+    """
+    run = partial(train, recipe, *options, recipe_class=recipe_class)
+    whole = run(run_directory(recipe, "whole"))
+    start = partial(
+        train,
+        recipe,
+        *options,
+        run_directory(recipe, "killed"),
+        recipe_class=killed_after(3, recipe_class=recipe_class),
+    )
+    [ended] = ranks.outcomes(start, 1, init=False)
+    assert ended.exitcode == -9
+    directory = recipe.parent
+    shutil.copytree(directory / "killed", directory / "on-two", symlinks=True)
+    assert run(run_directory(recipe, "killed")) == whole
+    assert steps_of(directory / "killed") == steps_of(directory / "whole")
+    ranks.run(partial(run, run_directory(recipe, "on-two"), *on_two), 2, init=False)
+    resumed = step_records(directory / "on-two")
+    assert [step["step"] for step in resumed] == [1, 2, 3, 4, 5]
+    return resumed, step_records(directory / "whole")
+
+
+def step_records(run: Path, log: str = "training") -> list[dict[str, Any]]:
+    """The records of the steps in training.jsonl, or in the log of this name."""
+    records = [json.loads(line) for line in (run / f"{log}.jsonl").read_text().splitlines()]
     return [record for record in records if "event" not in record]
