@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from automodel_ckpt.distributed.parallelize import Parallelism, parallelize
 from automodel_ckpt.models.adapter import Lora, add_adapters
 from automodel_ckpt.models.fused_cross_entropy import CHUNK_ELEMENTS
+from automodel_ckpt.models.fused_distillation import CapturedHidden
 from automodel_ckpt.models.loss_head import (
     ComputesLoss,
     LossHead,
@@ -148,6 +149,8 @@ def by_a_vocabulary_in_parts(kind: str, settings: dict[str, Any], frozen: bool) 
     model = parallelize(model, layout_here(tp_size=2), Parallelism(sequence_parallel=True))
     head = install_loss_head(model, {"use_cache": False}, 2)
     assert head is model.lm_head and isinstance(head, LossHead)
+    # Without the hidden states of unlabeled positions.
+    assert head.all_up_to == 0
     loss, gradients = loss_and_gradients(model, head)
     assert loss == pytest.approx(expected_loss, rel=1e-5)
     assert expected.keys() - gradients.keys() == ({"lm_head.weight"} if frozen else set())
@@ -175,6 +178,10 @@ def check_position_losses(model: Any, head: ComputesLoss, whole: Any) -> None:
     own = model.get_parameter(name).grad
     own = own.full_tensor() if isinstance(own, DTensor) else own
     torch.testing.assert_close(own, whole.get_parameter(name).grad, rtol=1e-4, atol=1e-5)
+    captured = CapturedHidden()
+    with torch.no_grad(), head.computing_loss(positions, targets, criterion=captured):
+        model(input_ids=tokens, use_cache=False)
+    assert captured.part is not None and captured.part.most == 19
 
 
 def check_z_loss(model: Any, head: ComputesLoss, whole: Any) -> None:
