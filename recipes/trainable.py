@@ -71,12 +71,8 @@ from automodel_ckpt.models.flop_count import FlopCount, count_flops
 from automodel_ckpt.models.forward import accepts_use_cache, model_without_adapters
 from automodel_ckpt.models.fp8 import convert_to_fp8
 from automodel_ckpt.models.hf_names import tensor_names_in
-from automodel_ckpt.models.loss_head import (
-    LossHead,
-    ModuleLossHead,
-    install_loss_head,
-    output_layer,
-)
+from automodel_ckpt.models.loss_head import LossHead, ModuleLossHead
+from automodel_ckpt.models.loss_head_probe import install_loss_head, output_layer
 from automodel_ckpt.models.mtp import MultiTokenPrediction, mtp_of
 from automodel_ckpt.models.mtp_families import MtpPlan, plan_mtp
 from automodel_ckpt.models.neftune import EmbeddingNoise

@@ -11,11 +11,10 @@ itself.
 from __future__ import annotations
 
 import functools
-import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -24,12 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
-from automodel_ckpt.models.forward import (
-    class_and_message,
-    last_layer_output,
-    logits_of,
-    side_effect_free,
-)
+from automodel_ckpt.models.forward import last_layer_output
 from automodel_ckpt.models.fused_cross_entropy import (
     chunk_rows,
     in_autocast_dtype,
@@ -46,8 +40,6 @@ from automodel_ckpt.models.loss_inputs import (
 )
 from automodel_ckpt.models.token_hits import TokenHits
 from automodel_ckpt.models.z_loss import ZLoss
-
-log = logging.getLogger("automodel_ckpt")
 
 _SMALL = 2**18
 """Up to this number, all logits are computed, because selecting labeled positions takes longer."""
@@ -307,7 +299,7 @@ class ModuleLossHead(ComputesLoss):
     @classmethod
     def of(cls, layer: nn.Module, vocabulary: int) -> ModuleLossHead:
         """Make *layer*, which returns logits of *vocabulary* tokens, a loss head by changing its class."""
-        layer.__class__ = _sharded_as(layer, _with_loss(_class_of(layer)))
+        layer.__class__ = _sharded_as(layer, _with_loss(class_of(layer)))
         assert isinstance(layer, ModuleLossHead)
         layer._vocabulary = vocabulary
         return layer
@@ -376,7 +368,7 @@ def _with_loss(layer_class: Any) -> Any:
     return type(f"{layer_class.__name__}WithLoss", (ModuleLossHead, layer_class), {})
 
 
-def _class_of(layer: nn.Module) -> Any:
+def class_of(layer: nn.Module) -> Any:
     """The class of *layer* without the one that fsdp2 derives from it for a layer that is sharded separately."""
     kind = type(layer)
     # The order in which torch's fully_shard derives: [FSDPLinear, FSDPModule, Linear, ...].
@@ -391,174 +383,3 @@ def _sharded_as(layer: nn.Module, kind: Any) -> Any:
 @functools.cache
 def _sharded_class(kind: Any) -> Any:
     return type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
-
-
-def install_loss_head(
-    model: nn.Module,
-    options: Mapping[str, Any],
-    multiple: int = 1,
-    device: torch.device | None = None,
-) -> LossHead | ModuleLossHead | None:
-    """Make the output layer of *model* compute the loss, if its output is the logits of the model.
-
-    Returns None, with the model unchanged, if there is no such layer, or if the model changes its output in another way
-    than :class:`LogitTransform`. This is found by a forward pass of a few tokens with *options*, on *device* (default:
-    that of the layer). *multiple* divides the number of tokens.
-    """
-    layer = output_layer(model)
-    weight = next(layer.parameters(), None) if layer is not None else None
-    if layer is None or weight is None or _is_sharded_across(layer):
-        log.info("computing the loss from full logits: %s has no single output layer", _name(model))
-        return None
-    tokens = torch.tensor([[1, 2, 3, 1] * multiple], device=device or weight.device)
-    why = "modifies its logits after the output layer"
-    found: tuple[int, LogitTransform] | None = None
-    try:
-        found = _probe_logits(model, layer, tokens, options)
-    except Exception as error:
-        log.debug("the model cannot be asked about its output layer", exc_info=True)
-        reason = class_and_message(error)
-        why = f"could not be probed for its output layer; a forward pass of a few tokens raised {reason}"
-    if found is None:
-        log.info("computing the loss from full logits: %s %s", _name(model), why)
-        return None
-    vocabulary, transform = found
-    # No subclasses: theirs may compute something else than weight and bias.
-    if _class_of(layer) is nn.Linear:
-        plain: Any = layer
-        return _with_transform(LossHead.of(plain), transform)
-    return _with_transform(ModuleLossHead.of(layer, vocabulary), transform)
-
-
-Head = TypeVar("Head", bound=ComputesLoss)
-
-
-def _with_transform(head: Head, transform: LogitTransform) -> Head:
-    """Set what *head* applies to its output, and log it."""
-    head.transform = transform
-    if transform.scale != 1:
-        log.info("the loss head multiplies logits by %g, as the model does", transform.scale)
-    if transform.cap is not None:
-        log.info("the loss head caps logits at %g, as the model does", transform.cap)
-    return head
-
-
-def _name(model: nn.Module) -> str:
-    return type(model).__name__
-
-
-def output_layer(model: Any) -> nn.Module | None:
-    """The layer that computes logits; if peft trains a copy of it, that copy."""
-    layer: Any = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    copies = getattr(layer, "modules_to_save", None)
-    if isinstance(copies, nn.ModuleDict):
-        return copies[layer.active_adapters[0]]
-    return layer  # type: ignore[no-any-return]
-
-
-def _is_sharded_across(layer: nn.Module) -> bool:
-    """Whether tensor parallel ranks have parts of the layer other than rows of its weight (tokens)."""
-    for parameter in layer.parameters():
-        if not isinstance(parameter, DTensor):
-            continue
-        if "tp" not in (parameter.device_mesh.mesh_dim_names or ()):
-            continue
-        # tp is the innermost dimension of the mesh, so its placement is the last one.
-        by_rows = parameter.placements[-1] in (Shard(0), Replicate())
-        if _class_of(layer) is not nn.Linear or not by_rows:
-            return True
-    return False
-
-
-def _probe_logits(
-    model: nn.Module, layer: nn.Module, tokens: torch.Tensor, options: Mapping[str, Any]
-) -> tuple[int, LogitTransform] | None:
-    """Find the number of logits that *layer* computes per token, and what the model does to them.
-
-    Returns None if the logits of the model are not a :class:`LogitTransform` of the output of *layer*.
-    """
-    outputs: list[torch.Tensor] = []
-
-    def substitute(
-        module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
-    ) -> torch.Tensor:
-        # The layer can be called again only here, while its sharded parameters are gathered.
-        if _class_of(layer) is nn.Linear or _equal_by_row(module.forward, inputs[0], output):
-            # A copy: a model that changes its logits in place would otherwise appear to return
-            # them.
-            outputs.append(_test_logits(output.shape, output.device))
-        return _placed_like(output, outputs[-1].clone()) if outputs else output
-
-    hook = layer.register_forward_hook(substitute)
-    try:
-        with side_effect_free(model):
-            output = model(input_ids=tokens, **options)
-    finally:
-        hook.remove()
-    logits = logits_of(output)
-    if len(outputs) != 1 or logits.shape != outputs[0].shape:
-        return None
-    if isinstance(logits, DTensor):
-        logits = logits.full_tensor()
-    transform = _transform_between(outputs[0], logits)
-    if transform is None:
-        return None
-    # The model could train the scale, which would get no gradient.
-    if not transform.is_identity and any(p.numel() == 1 for p in model.parameters()):
-        return None
-    return logits.shape[-1], transform
-
-
-def _test_logits(shape: torch.Size, device: torch.device) -> torch.Tensor:
-    """Logits of both signs and very different sizes, all different. The first and the last are 2^-8 and 2^16."""
-    generator = torch.Generator().manual_seed(0)
-    exponents = torch.rand(shape, generator=generator)
-    exponents.mul_(24).sub_(8)
-    signs = torch.rand(shape, generator=generator)
-    signs.sub_(0.5).sign_()
-    logits = torch.exp2(exponents).mul_(signs)
-    flat = logits.view(-1)
-    flat[0] = 2**-8
-    flat[-1] = 2**16
-    return logits.to(device)
-
-
-def _placed_like(output: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """*logits*, equal on all ranks, sharded as *output* is."""
-    if not isinstance(output, DTensor):
-        return logits
-    mesh = output.device_mesh
-    replicated = DTensor.from_local(logits, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return replicated.redistribute(mesh, output.placements)
-
-
-def _transform_between(output: torch.Tensor, logits: torch.Tensor) -> LogitTransform | None:
-    """The transform that computed *logits* from *output*, both of :func:`_test_logits`; None if there is none."""
-    if torch.equal(logits, output.to(logits.dtype)):
-        return IDENTITY
-    if logits.dtype not in (torch.float32, torch.float64):
-        # Too few digits to find the constants.
-        return None
-    first, last = logits.view(-1)[0].item(), logits.view(-1)[-1].item()
-    # tanh(x) is exactly 1 for large x, but a scale alone multiplies each value.
-    cap = last if torch.count_nonzero(logits == last) > 1 else None
-    scale = first / output.view(-1)[0].item()
-    if cap is not None and abs(first) < cap:
-        scale = math.atanh(first / cap) * cap / output.view(-1)[0].item()
-    transform = LogitTransform(scale, cap)
-    if not scale > 0 or not math.isfinite(scale):
-        return None
-    expected = transform(output.double())
-    is_equal = torch.allclose(logits.double(), expected, rtol=1e-5, atol=1e-6)
-    return transform if is_equal else None
-
-
-def _equal_by_row(
-    forward: Callable[..., torch.Tensor], hidden: torch.Tensor, logits: torch.Tensor
-) -> bool:
-    """Whether *forward* computes the logits of each position independently of the other positions."""
-    some = forward(hidden.flatten(0, -2)[1:3])
-    rows = logits.flatten(0, -2)[1:3]
-    return some.shape == rows.shape and torch.allclose(
-        some.float(), rows.float(), rtol=1e-2, atol=1e-2
-    )

@@ -20,12 +20,8 @@ from automodel_ckpt.models.fused_cross_entropy import (
     linear_cross_entropy,
     peak_bytes,
 )
-from automodel_ckpt.models.loss_head import (
-    ComputesLoss,
-    LossHead,
-    ModuleLossHead,
-    install_loss_head,
-)
+from automodel_ckpt.models.loss_head import ComputesLoss, LossHead, ModuleLossHead
+from automodel_ckpt.models.loss_head_probe import install_loss_head
 from automodel_ckpt.models.loss_inputs import IDENTITY, LogitTransform
 from automodel_ckpt.models.token_hits import TokenHits
 from automodel_ckpt.models.z_loss import ZLoss
