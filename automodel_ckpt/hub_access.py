@@ -29,6 +29,8 @@ log = logging.getLogger("automodel_ckpt")
 Kind = Literal["model", "dataset"]
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+_NAME = re.compile(r"[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?", re.ASCII)
+_LONGEST_NAME = 96
 _COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
 _REVISION = re.compile(r"[\w.+-]+(/[\w.+-]+)*", re.ASCII)
 _MAIN = "main"
@@ -62,7 +64,15 @@ def is_hub_name(name: str) -> bool:
     return _HUB_NAME.fullmatch(name) is not None and not os.path.exists(os.path.expanduser(name))
 
 
-def check_revision_name(revision: str) -> bool:
+def is_repo_name(repo: str) -> bool:
+    """Whether *repo* is ``ORG/NAME``, as the Hub accepts it for a repository that is written."""
+    parts = repo.split("/")
+    if len(parts) != 2 or repo.endswith(".git") or ".." in repo or "--" in repo:
+        return False
+    return all(_NAME.fullmatch(part) and len(part) <= _LONGEST_NAME for part in parts)
+
+
+def is_revision_name(revision: str) -> bool:
     """Whether *revision* can be a branch, tag or commit. The cache has a file of this name for each branch."""
     return _REVISION.fullmatch(revision) is not None and ".." not in revision
 
@@ -82,7 +92,7 @@ def resolve_commit(
     """
     from huggingface_hub import constants
 
-    if revision is not None and not check_revision_name(revision):
+    if revision is not None and not is_revision_name(revision):
         raise RecipeError(
             "this is not a branch, tag or commit", where=where, value=revision, hint="correct it"
         )
@@ -136,7 +146,7 @@ def cached_commit(name: str, revision: str | None = None, kind: Kind = "model") 
     from huggingface_hub.file_download import repo_folder_name
 
     revision = revision or _MAIN
-    if not check_revision_name(revision):
+    if not is_revision_name(revision):
         return None
     directory = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type=kind))
     if _COMMIT.fullmatch(revision) is None:

@@ -30,7 +30,9 @@ _MAIN = "main"
 
 
 def pin_base(
-    config: RecipeConfig, checkpointer: Checkpointer | None, group: dist.ProcessGroup | None
+    config: RecipeConfig,
+    checkpointer: Checkpointer | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> RecipeConfig:
     """Return *config* with the commit of the base model as ``model.revision``, and check the access to other names.
 

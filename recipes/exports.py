@@ -6,11 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import torch.distributed as dist
+
 from automodel_ckpt.checkpoint.hf_assets import HFAssets
 from automodel_ckpt.checkpoint.module_tensors import unwrap
 from automodel_ckpt.checkpoint.saving.side_files import Assets
-from automodel_ckpt.config.schema import CheckpointConfig, RecipeConfig, Target
+from automodel_ckpt.config.schema import RecipeConfig, Target
+from automodel_ckpt.distributed.agree import raise_on_all_ranks
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.hub.background import check_hub
 from automodel_ckpt.models.repository import base_directory, code_directory
 from automodel_ckpt.recipes.adapters import adapter_assets
 from automodel_ckpt.recipes.trainable import Trainable
@@ -77,14 +81,26 @@ def export_assets(
     return {"model": assets}
 
 
-def check_export(section: CheckpointConfig, assets: Mapping[str, Assets]) -> None:
-    """Raise :class:`RecipeError` if the ``checkpoint`` section wants exports and there are no *assets* to make them."""
-    for key in ("save_consolidated", "export_best"):
-        value = getattr(section, key)
+def check_export(config: RecipeConfig, assets: Mapping[str, Assets]) -> None:
+    """Raise :class:`RecipeError` if the recipe wants exports or uploads and there are no *assets* to make them."""
+    wanted = {
+        "checkpoint.save_consolidated": config.checkpoint.save_consolidated,
+        "checkpoint.export_best": config.checkpoint.export_best,
+        "hub": config.hub is not None,
+    }
+    for key, value in wanted.items():
         if value and not assets:
             raise RecipeError(
                 "there is nothing to export: only models of transformers have Hugging Face files",
-                where=f"checkpoint.{key}",
+                where=key,
                 value=str(value).lower(),
                 hint="remove the key; or give your recipe a build_assets method that describes the export",
             )
+
+
+def check_uploads(config: RecipeConfig, group: dist.ProcessGroup | None = None) -> None:
+    """Check the section ``hub`` on rank 0, without a request. Raises :class:`RecipeError` on all ranks."""
+    section = config.hub
+    with raise_on_all_ranks(group):
+        if section is not None and (group is None or dist.get_rank(group) == 0):
+            check_hub(section)

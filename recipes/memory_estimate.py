@@ -31,7 +31,8 @@ from automodel_ckpt.models.forward import model_without_adapters
 from automodel_ckpt.models.fused_cross_entropy import CHUNK_ELEMENTS, peak_bytes
 from automodel_ckpt.models.mtp import MultiTokenPrediction, mtp_of
 from automodel_ckpt.models.pipeline_stage import parameters_of_ranks
-from automodel_ckpt.recipes.exports import check_export
+from automodel_ckpt.recipes.base_commit import pin_base
+from automodel_ckpt.recipes.exports import check_export, check_uploads
 from automodel_ckpt.recipes.loop import steps_per_epoch
 from automodel_ckpt.recipes.memory_advice import (
     Candidate,
@@ -165,6 +166,8 @@ def plan(recipe: Recipe, sizes: Sizes, device: ForecastDevice | None = None) -> 
     recipe.config = resolve_precision(given, sizes, device.type)
     recipe.check_metric_keys()
     recipe.check_benchmarks()
+    check_uploads(recipe.config)
+    recipe.config = pin_base(recipe.config)
     recipe.build()
     recipe.build_weight_average()
     num_parameters, num_trained = 0, 0
@@ -195,7 +198,7 @@ def _checkpoint_bytes(recipe: Recipe, sizes: Sizes, assets: Mapping[str, Assets]
     # setup() does this in a run. discover() below has to find it.
     recipe.rng = StatefulRNG(recipe.config.seed, recipe.layout.random_stream, sizes.grid)
     assets = recipe.build_assets()
-    check_export(recipe.config.checkpoint, assets)
+    check_export(recipe.config, assets)
     items, num_shards = classify(discover(recipe)), _num_shards(recipe, sizes)
     save_optimizer = recipe.config.checkpoint.save_optimizer
     check_manifest_size(

@@ -48,7 +48,12 @@ from automodel_ckpt.models.harness import check_data, check_tasks, require_harne
 from automodel_ckpt.recipes.base_commit import pin_base
 from automodel_ckpt.recipes.benchmarks import SECTION, Benchmarks, tasks_of
 from automodel_ckpt.recipes.completions import Completions
-from automodel_ckpt.recipes.exports import check_export, export_assets, model_layout
+from automodel_ckpt.recipes.exports import (
+    check_export,
+    check_uploads,
+    export_assets,
+    model_layout,
+)
 from automodel_ckpt.recipes.extension_checks import (
     check_hidden_methods,
     check_moved_methods,
@@ -207,6 +212,7 @@ class Recipe:
         self.check_benchmarks()
         # It takes the lease: a second run of this directory fails before it reads data or weights.
         self.checkpointer = self.build_checkpointer()
+        check_uploads(self.config, self.layout.gloo_group)
         self.config = pin_base(self.config, self.checkpointer, self.layout.gloo_group)
         self.build()
         self._check_model()
@@ -223,7 +229,7 @@ class Recipe:
             if self.memory is not None:
                 self.memory.share_notes(self.checkpointer)
                 self._check_replicas(self.memory)
-            check_export(self.config.checkpoint, self.checkpointer.assets)
+            check_export(self.config, self.checkpointer.assets)
         self.objective = self.build_objective()
         self.run_log.terms = self.objective.terms
         self.saves = self.build_saves()
@@ -620,6 +626,8 @@ class Recipe:
         self._start_from_weights(state)
         if self.weight_average is not None:
             self._start_average(self.weight_average)
+        self.saves.start_pushes()
+        self._resources.callback(self.saves.close_pushes)
 
     def _start_average(self, average: WeightAverage) -> None:
         """Begin the average of the section ``ema`` with the present weights, unless a checkpoint had it."""

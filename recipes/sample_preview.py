@@ -19,6 +19,7 @@ from automodel_ckpt.data.packing import PackedDataset
 from automodel_ckpt.data.tokenized import TokenizedDataset
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.mesh_sizes import Sizes
+from automodel_ckpt.recipes.base_commit import pin_base
 from automodel_ckpt.recipes.recipe import Recipe
 
 MAX_MEASURED = 200
@@ -80,6 +81,7 @@ def built_data(recipe_class: type[Recipe], recipe_arguments: Mapping[str, Any]) 
     recipe: Recipe = DataOnly(**recipe_arguments)
     recipe.is_dry_run = True
     recipe.layout = RankLayout(0, Sizes(), 0, torch.device("cpu"), None)  # type: ignore[arg-type]
+    recipe.config = pin_base(recipe.config)
     with contextlib.suppress(_DataIsBuilt):
         recipe.build()
     return recipe

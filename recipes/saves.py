@@ -18,6 +18,7 @@ from automodel_ckpt.checkpoint.saving.forecast import Forecast
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.data.loader import GlobalBatchLoader
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, ExportFailed, SaveFailed
+from automodel_ckpt.hub.background import Pushes, forget_pushes
 from automodel_ckpt.recipes.averages import average_last
 from automodel_ckpt.recipes.disk_use import still_to_come
 from automodel_ckpt.recipes.memory_saves import MemorySaves
@@ -68,6 +69,7 @@ class Saves:
         self.last_save = None
         self.resumed = None
         self.memory = None
+        self._pushes: Pushes | None = None
         self._config = config
         self._section = config.checkpoint
         self._config_yaml = config_yaml
@@ -135,6 +137,24 @@ class Saves:
             self.checkpointer.exports.export_if_missing(self.resumed.path, last=False)
         except SaveFailed as failure:
             self._handle(failure)
+
+    def start_pushes(self) -> None:
+        """Start the process that uploads models to the Hub (section ``hub``), on rank 0, after the resume."""
+        checkpointer, section = self.checkpointer, self._config.hub
+        if checkpointer is None or not checkpointer.is_rank0:
+            return
+        root = checkpointer.directory
+        if section is None:
+            forget_pushes(root)
+            return
+        exports = checkpointer.exports
+        self._pushes = Pushes(root, section, makes_exports=exports.of_each_checkpoint)
+        self._pushes.start(None if self.resumed is None else self.resumed.step)
+
+    def close_pushes(self) -> None:
+        """Let uploads to the Hub go on for a while without this process."""
+        if self._pushes is not None:
+            self._pushes.close()
 
     # ---------------------------------------------------------------- during training
 
@@ -282,6 +302,8 @@ class Saves:
         if reasoning is not None:
             log.info("%s", reasoning)
         self._run_log.log_save(report)
+        if self._pushes is not None:
+            self._pushes.note_saved(report.path.name)
 
     def wait(self) -> None:
         """Wait for a save in the background, and handle its failure.
@@ -345,7 +367,22 @@ class Saves:
         if self.failure is not None:
             raise self.failure
         if self.checkpointer is not None:
+            self._finish_pushes(self.checkpointer)
             self.checkpointer.finish_uploads()
+
+    def _finish_pushes(self, checkpointer: Checkpointer) -> None:
+        """Upload the last model to the Hub, and wait for uploads. Raises :class:`SaveFailed` with ``hub.required``."""
+        newest = self.last_save or self.resumed
+        if self._config.hub is None or newest is None:
+            return
+
+        def finish() -> None:
+            if self._pushes is not None:
+                self._pushes.note_last(newest.path.name)
+                self._pushes.finish()
+
+        doing = "uploading to the Hugging Face Hub (the checkpoints are safe)"
+        checkpointer.exports.run_on_rank0(doing, finish, SaveFailed)
 
     def export_finished(self) -> None:
         """Make the exports of a finished run that a kill or a signal had prevented. Raises :class:`SaveFailed`."""
@@ -354,6 +391,7 @@ class Saves:
             self._export_best()
             self._export_average()
             self._average_last()
+            self._finish_pushes(self.checkpointer)
             self.checkpointer.finish_uploads()
 
     def note_finished(self) -> None:

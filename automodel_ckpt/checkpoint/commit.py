@@ -31,6 +31,7 @@ from pathlib import Path
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.digests import FileRecord
 from automodel_ckpt.checkpoint.files.durable_file import DurableFile
+from automodel_ckpt.checkpoint.files.ownership import is_abandoned
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.durable_io import fsync_directory, replace_file
 
@@ -262,7 +263,10 @@ def recover(root: Path) -> list[str]:
 
     Returns their names.
     """
-    leftovers = [entry.name for entry in os.scandir(root) if _is_leftover(entry.name)]
+    leftovers = []
+    for entry in os.scandir(root):
+        if _is_leftover(entry.name) and not _is_upload_in_progress(root, entry.name):
+            leftovers.append(entry.name)
     for name in leftovers:
         path = root / name
         # A link is removed and not followed: its target is not a leftover.
@@ -271,6 +275,13 @@ def recover(root: Path) -> list[str]:
         else:
             path.unlink(missing_ok=True)
     return leftovers
+
+
+def _is_upload_in_progress(root: Path, name: str) -> bool:
+    """Whether a process has exported a model here and uploads it: it may have been started by an earlier run."""
+    is_export = name.startswith(f".{layout.HUB_EXPORT}.") and layout.is_staging(name)
+    path = root / name
+    return is_export and not path.is_symlink() and not is_abandoned(path)
 
 
 def _is_leftover(name: str) -> bool:

@@ -40,6 +40,8 @@ AVERAGED = "averaged"
 AVERAGE = "ema"
 """The attribute with the average of the weights of ``model``, and its directory in a checkpoint."""
 LOCK_FILE = ".run.lock"
+HUB_EXPORT = "hub"
+"""The name in the staging directory of an export that is made in a run directory to be uploaded to the Hub."""
 PIN = "pin-"
 
 Scope = Literal["replicated", "dp_rank", "rank_rng", "rank"]

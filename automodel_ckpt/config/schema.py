@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, TypedDict
 
 from automodel_ckpt.config.evaluation import EvaluationConfig, has_benchmarks
+from automodel_ckpt.config.hub import HubConfig
 from automodel_ckpt.config.kinds.classification import ClassificationConfig
 from automodel_ckpt.config.kinds.distill import DistillConfig
 from automodel_ckpt.config.kinds.dpo import DPOConfig
@@ -1154,6 +1155,7 @@ class RecipeConfig:
     generation: GenerationConfig | None = None
     evaluation: EvaluationConfig | None = None
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    hub: HubConfig | None = None
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     profile: ProfileConfig | None = None
 
@@ -1170,6 +1172,23 @@ class RecipeConfig:
             ),
             "ckpt_on_best and val_every_steps need a validation_dataset",
             "add a validation_dataset (or validation_datasets) section, or remove these keys",
+        ),
+        Relation(
+            ("hub", "checkpoint.enabled"),
+            lambda recipe: recipe.hub is None or recipe.checkpoint.enabled,
+            "checkpoints are uploaded, and checkpoint.enabled is false",
+            "enable checkpoints, or remove the section hub",
+        ),
+        Relation(
+            ("hub.push", "validation_dataset"),
+            lambda recipe: (
+                recipe.hub is None
+                or recipe.hub.push != "best"
+                or has_validation(recipe)
+                or has_benchmarks(recipe)
+            ),
+            "without validation, no checkpoint is the best",
+            "add a validation_dataset section, or set hub.push to final or every",
         ),
         Relation(
             ("generation", "validation_dataset"),

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.hub_access import check_revision_name
+from automodel_ckpt.hub_access import is_repo_name, is_revision_name
 
 PREFIX = "hub:"
-_NAME = re.compile(r"[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?", re.ASCII)
-_LONGEST_NAME = 96
 MAIN = "main"
 
 
@@ -46,15 +43,7 @@ def is_hub(text: str) -> bool:
 
 def check_repo(repo: str, where: str) -> None:
     """Raise :class:`RecipeError` unless *repo* is ``ORG/NAME``, as the Hub accepts it."""
-    parts = repo.split("/")
-    is_valid = len(parts) == 2 and all(
-        _NAME.fullmatch(part)
-        and ".." not in part
-        and "--" not in part
-        and len(part) <= _LONGEST_NAME
-        for part in parts
-    )
-    if not is_valid or repo.endswith(".git"):
+    if not is_repo_name(repo):
         raise RecipeError(
             "this is not the name of a repository",
             where=where,
@@ -65,7 +54,7 @@ def check_repo(repo: str, where: str) -> None:
 
 def check_revision(revision: str, where: str) -> None:
     """Raise :class:`RecipeError` unless *revision* can be the name of a branch, tag or commit."""
-    if not check_revision_name(revision):
+    if not is_revision_name(revision):
         raise RecipeError(
             "this is not the name of a branch, tag or commit",
             where=where,

@@ -28,8 +28,6 @@ from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.errors import CheckpointUnusable
 
 README = "README.md"
-STAGING = "hub"
-"""The name of the directory of an export that is made to be uploaded, as a staging directory in the run."""
 _MODEL = "model"
 _NOT_UPLOADED = frozenset({layout.CONSOLIDATE_SCRIPT, README, ".gitattributes"})
 Log = Callable[[str], None]
@@ -116,7 +114,7 @@ def _exported(checkpoint: Path, log: Log) -> Iterator[Path]:
 
     run = checkpoint.parent
     # A start of the run removes such a directory that a killed process left.
-    staging = run / layout.staging_name(STAGING, owner_digits(run))
+    staging = run / layout.staging_name(layout.HUB_EXPORT, owner_digits(run))
     os.mkdir(staging)
     try:
         with owned(staging):

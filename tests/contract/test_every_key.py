@@ -51,6 +51,7 @@ from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.mesh_sizes import Sizes, choose_strategy
 from automodel_ckpt.distributed.pipeline import Pipeline, StageTensorSpec
 from automodel_ckpt.errors import AutomodelError, RecipeError
+from automodel_ckpt.hub.background import Pushes
 from automodel_ckpt.models.fake_quantization import FakeQuantization
 from automodel_ckpt.recipes.adapters import adapt, quantization
 from automodel_ckpt.recipes.deferred_model import DeferredModel
@@ -574,6 +575,15 @@ def uploads(it: Subject) -> Any:
         return uploads and replace(uploads.job, token="")
     finally:
         it.recipe.close()
+
+
+HUB = "--hub.repo=org/name"
+
+
+def pushes(it: Subject) -> Any:
+    """The job of the process that uploads to the Hub."""
+    section = it.config.hub
+    return section and Pushes(it.directory, section, makes_exports=False).job
 
 
 def joined(it: Subject) -> Any:
@@ -1150,6 +1160,18 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
         "tests/unit/checkpoint/test_model_config.py::test_a_resume_with_another_model_of_the_same_shapes_is_rejected_unless_it_is_allowed",
         "true",
     ),
+    "hub": Observed(pushes, "{repo: org/name}"),
+    "hub.repo": Observed(pushes, "org/other", (HUB,)),
+    "hub.push": Observed(pushes, "every", (HUB,)),
+    "hub.private": Observed(pushes, "false", (HUB,)),
+    "hub.revision": Observed(pushes, "v2", (HUB,)),
+    "hub.card": Observed(pushes, "recipe.yaml", (HUB,)),
+    "hub.base_model": Observed(pushes, "org/base", (HUB,)),
+    "hub.license": Observed(pushes, "mit", (HUB,)),
+    "hub.required": Proven(
+        "tests/unit/hub/test_pusher.py::test_what_is_not_uploaded_at_the_end_is_a_warning_or_an_error",
+        "true",
+    ),
     "checkpoint.remote": Observed(uploads, REMOTE.partition("=")[2]),
     "checkpoint.remote.url": Observed(uploads, "file:///tmp/b", (REMOTE,)),
     "checkpoint.remote.options": Observed(uploads, "{anon: true}", (REMOTE,)),
@@ -1392,15 +1414,24 @@ def test_where_its_condition_is_not_met_a_changed_key_is_rejected_with_its_place
     opened(directory, UNMET.get(key, ()))  # with its default it is accepted
 
 
-@pytest.mark.parametrize("key", ["save_consolidated", "export_best"])
-def test_an_export_of_a_model_that_has_none_is_rejected(directory: Path, key: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("checkpoint.save_consolidated", "true"),
+        ("checkpoint.export_best", "true"),
+        ("hub", "{repo: org/name}"),
+    ],
+)
+def test_an_export_of_a_model_that_has_none_is_rejected(
+    directory: Path, key: str, value: str
+) -> None:
     it = opened(
         directory,
-        [f"--model={{_target_: {__name__}.some_model}}", f"--checkpoint.{key}=true", *VALIDATED],
+        [f"--model={{_target_: {__name__}.some_model}}", f"--{key}={value}", *VALIDATED],
     )
     it.recipe.trainable = Trainable(built(it))
-    with pytest.raises(RecipeError, match=f"there is nothing to export[\\s\\S]*checkpoint.{key}"):
-        check_export(it.config.checkpoint, it.recipe.build_assets())
+    with pytest.raises(RecipeError, match=f"there is nothing to export[\\s\\S]*{key}"):
+        check_export(it.config, it.recipe.build_assets())
 
 
 def test_a_loss_of_the_router_for_a_model_without_one_is_rejected(directory: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.hub_server import HubServer, hub_server
+from tests.support.hub_server import TOKEN, HubServer, hub_server
 
 GATED = """
 model: {from_pretrained: org/gated}
@@ -54,3 +55,78 @@ def test_a_gated_model_ends_the_run_after_one_request(server: HubServer, tmp_pat
     assert "Retrying" not in done.stderr
     requests = [each for each in server.requests if "/org/gated" in each]
     assert requests == ["HEAD /org/gated/resolve/main/config.json"]
+
+
+BASE = Path(__file__).parents[1] / "fixtures/trainer/adapter/base"
+TRAINED = """
+model: {from_pretrained: org/base, revision: v1}
+tokenizer: null
+dataset: &data {_target_: automodel_ckpt.data.mock.random_tokens, vocab_size: 32, seq_length: 8, num_samples: 8}
+validation_dataset: *data
+optimizer: {lr: 0.01}
+"""
+FULL = (
+    TRAINED
+    + """
+step_scheduler: {global_batch_size: 4, local_batch_size: 2, max_steps: 2, ckpt_every_steps: 1}
+checkpoint: {checkpoint_dir: full}
+hub: {repo: org/full, push: every, required: true}
+"""
+)
+LORA = (
+    TRAINED
+    + """
+step_scheduler: {global_batch_size: 4, local_batch_size: 2, max_steps: 2}
+peft: {r: 2, target_modules: ['*_proj']}
+checkpoint: {checkpoint_dir: lora}
+hub: {repo: org/lora, private: false}
+"""
+)
+LOADED = """
+import json, sys
+import torch
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoModelForCausalLM
+
+tokens = torch.arange(8)[None]
+full = AutoModelForCausalLM.from_pretrained("org/full")
+step = AutoModelForCausalLM.from_pretrained("org/full", revision="step-1")
+local = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+assert torch.equal(full(tokens).logits, local(tokens).logits)
+assert not torch.equal(full(tokens).logits, step(tokens).logits)
+adapted = AutoPeftModelForCausalLM.from_pretrained("org/lora")
+base = AutoModelForCausalLM.from_pretrained("org/base", revision="v1")
+assert not torch.equal(adapted(tokens).logits, base(tokens).logits)
+"""
+
+
+def test_models_are_uploaded_while_they_train_and_loaded_by_their_name(
+    server: HubServer, tmp_path: Path
+) -> None:
+    server.reset()
+    base = {path.name: path.read_bytes() for path in BASE.iterdir()}
+    base["README.md"] = b"---\nlicense: apache-2.0\n---\n"
+    repository = server.add("org/base", {"config.json": b"{}"})
+    repository.commit("v1", base, "weights")
+    environment = server.environment(str(tmp_path / "home"))
+    commit = repository.branches["v1"]
+    for name, text in (("full", FULL), ("lora", LORA)):
+        (tmp_path / f"{name}.yaml").write_text(text)
+        done = run(["ckpt-train", f"{name}.yaml"], tmp_path, environment)
+        assert done.returncode == 0, done.stderr
+        assert f"base model: org/base at commit {commit[:12]}" in done.stderr + done.stdout
+        assert TOKEN not in done.stderr + done.stdout
+    full, lora = server.repository("org/full"), server.repository("org/lora")
+    assert full.branches.keys() == {"main", "step-1", "step-2"}
+    assert full.private and not lora.private
+    card = full.files()["README.md"].decode()
+    assert "license: apache-2.0" in card and "base_model: org/base" in card
+    assert str(tmp_path) not in card + lora.files()["README.md"].decode()
+    settings = json.loads(lora.files()["adapter_config.json"])
+    assert (settings["base_model_name_or_path"], settings["revision"]) == ("org/base", commit)
+    assert TOKEN not in (tmp_path / "full/LATEST/config.yaml").read_text()
+
+    (tmp_path / "loaded.py").write_text(LOADED)
+    export = tmp_path / "full/LATEST/model/consolidated"
+    done = run(["python", "loaded.py", str(export)], tmp_path, environment)
+    assert done.returncode == 0, done.stderr

@@ -138,6 +138,7 @@ def _leftovers(add: Add) -> None:
         "followed": f".link-{unique}",
         "superseded": f"{NAME}.superseded-1",
         "fetched": ".fetched",
+        "export_to_upload": f".hub.staging-{unique}",
         "strange": "epoch_0_step_7\x1b[2J",
         "new_line": "epoch_0_step_7\nx",
         "bytes": b"epoch_0_step_\xff\xfe",
@@ -211,6 +212,7 @@ OF_UPLOADS = (
     ".upload-epoch_0_step_20",
     ".upload-epoch_0_step_20.json",
 )
+OF_PUSHES = (".hub.json", ".hub.lock", ".hub-epoch_0_step_20")
 # Who reads which of the run's own files.
 READ_BY = {
     LATE: frozenset({"resume", "plot", *LISTS, *PRUNES}),
@@ -220,6 +222,7 @@ READ_BY = {
     "log.txt": frozenset({"text_log"}),
     ".run.lock": frozenset({"resume", "drop_optimizer"}),
     **dict.fromkeys(OF_UPLOADS, frozenset({"uploads"})),
+    **dict.fromkeys(OF_PUSHES, frozenset({"pushes"})),
     ".memory.json": frozenset({"memory"}),
     **dict.fromkeys(JSONL, LOGS),
     **{f"{name}.tmp": LOGS for name in (*JSONL, TRACKERS)},

@@ -22,6 +22,7 @@ from automodel_ckpt.checkpoint.run.memory_directory import open_memory
 from automodel_ckpt.cli import ckpt
 from automodel_ckpt.cli.terminal import print_error
 from automodel_ckpt.errors import describe
+from automodel_ckpt.hub import job
 from automodel_ckpt.report.follow import Follower, upload_lock
 from automodel_ckpt.training.metrics import JsonlLog
 from automodel_ckpt.training.progress import Progress, set_up_logging
@@ -142,6 +143,18 @@ def _memory(run: Path) -> int:
         shutil.rmtree(parent)
 
 
+def _pushes(run: Path) -> int:
+    """Read what the process that uploads to the Hub keeps in the run directory."""
+    Status.read(run, job.STATUS)
+    try:
+        pending(run, job.LINK)
+        with only_one(run, job.LOCK):
+            return 0
+    except OSError as error:
+        print_error(str(error))
+        return 4
+
+
 def _merge(run: Path) -> int:
     before = tempfile.tempdir, os.environ.get("AUTOMODEL_CKPT_CACHE")
     tempfile.tempdir = os.environ["AUTOMODEL_CKPT_CACHE"] = str(run)
@@ -195,6 +208,7 @@ READERS: dict[str, Callable[[Path], int]] = {
     "text_log": _text_log,
     "follow": _follow,
     "uploads": _uploads,
+    "pushes": _pushes,
     "memory": _memory,
 }
 
@@ -213,7 +227,7 @@ VALUES = frozenset({"show_stats", "diff"})
 # They read the logs of a run, and what trackers have got of them.
 LOGS = frozenset({"plot", "cut_back", "follow"})
 # One reads the manifest only after the note of a finished run, the other only writes.
-NOTES = frozenset({"finished", "text_log", "uploads", "memory"})
+NOTES = frozenset({"finished", "text_log", "uploads", "pushes", "memory"})
 # It needs a Llama with a tokenizer.
 GGUF = frozenset({"gguf"})
 # It needs an adapter and its base.

@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "user_code": {"errors"},
     "user_cache": set(),
     "store_url": {"errors", "user_cache"},
-    "config": {"errors", "user_code", "store_url"},
+    "config": {"errors", "user_code", "store_url", "hub_access"},
     "distributed": {"errors"},
     "models": {
         "errors",
@@ -68,6 +68,7 @@ MAY_IMPORT = {
         "training",
         "checkpoint",
         "convert",
+        "hub",
     },
     "hub": {"errors", "durable_io", "hub_access", "config", "checkpoint", "report"},
     "integrations": {"errors", "training", "checkpoint"},

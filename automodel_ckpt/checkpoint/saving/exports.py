@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from torch.distributed import ProcessGroup
 
@@ -19,6 +20,8 @@ from automodel_ckpt.distributed import agree
 from automodel_ckpt.errors import AutomodelError, ExportFailed, LeaseLost
 
 log = logging.getLogger("automodel_ckpt")
+
+T = TypeVar("T")
 
 
 class Exports:
@@ -37,6 +40,11 @@ class Exports:
     def only_at_end(self) -> bool:
         """Whether the last checkpoint of a run is exported, and not each one."""
         return self._planner.exports(last=True) and not self._planner.exports(last=False)
+
+    @property
+    def of_each_checkpoint(self) -> bool:
+        """Whether each checkpoint is exported."""
+        return self._planner.exports(last=False)
 
     def command(self, checkpoint: Path) -> str | None:
         """The shell command that exports a checkpoint as Hugging Face files; None where there is nothing to export."""
@@ -140,16 +148,21 @@ class Exports:
 
         return self.run_on_rank0(f"exporting {name} (the checkpoint itself is safe)", export)
 
-    def run_on_rank0(self, doing: str, work: Callable[[], Path | None]) -> Path | None:
+    def run_on_rank0(
+        self,
+        doing: str,
+        work: Callable[[], T],
+        kind: type[AutomodelError] = ExportFailed,
+    ) -> T | None:
         """Run *work* on rank 0 while the others wait. Returns its result there, None elsewhere. Collective.
 
-        Raises :class:`ExportFailed` on all ranks where it fails; *doing* describes it in the message.
+        Raises an error of *kind* on all ranks where it fails; *doing* describes it in the message.
         """
 
-        def work_of_rank0() -> Path | None:
+        def work_of_rank0() -> T | None:
             return work() if self._is_rank0 else None
 
-        with raise_on_all_ranks(self._group, doing, self._planner.run.path, ExportFailed):
+        with raise_on_all_ranks(self._group, doing, self._planner.run.path, kind):
             # Not in one collective: work on a large model can outlast the group's timeout.
             return agree.while_working(self._group, work_of_rank0)
 

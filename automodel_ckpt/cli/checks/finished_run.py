@@ -26,10 +26,13 @@ def finished_text(loaded: LoadedRecipe, flags: LaunchFlags) -> str | None:
     from automodel_ckpt.checkpoint.remote.pending import pending
     from automodel_ckpt.checkpoint.remote.uploader import LINK
     from automodel_ckpt.checkpoint.run.finished import reason_if_finished
+    from automodel_ckpt.hub.job import LINK as HUB_LINK
 
     root = Path(section.checkpoint_dir)
     if section.remote is not None and root.is_dir() and pending(root, LINK):
         # The run ended before its last checkpoint was uploaded.
+        return None
+    if loaded.config.hub is not None and root.is_dir() and pending(root, HUB_LINK):
         return None
     found = reason_if_finished(root, loaded.to_yaml(), section.verify)
     if found is None:

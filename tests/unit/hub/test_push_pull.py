@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
 from huggingface_hub import ModelCard
-from huggingface_hub.utils import _http
 
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.commit import recover
 from automodel_ckpt.checkpoint.export_manifest import export_problems
+from automodel_ckpt.checkpoint.files.ownership import owned, owner_digits
 from automodel_ckpt.cli.ckpt import main
-from tests.support import ranks
 from tests.support.hub_server import (
     PART_BYTES,
     TOKEN,
@@ -24,50 +24,13 @@ from tests.support.hub_server import (
     Request,
     Reset,
     error,
-    hub_server,
-    using,
 )
-from tests.support.training import RECIPE, VALIDATION, train, write_recipe
 
 # How huggingface_hub calls httpx.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
 REPO = "org/tiny"
 TARGET = f"hub:{REPO}"
-LORA = """
-model: {from_pretrained: BASE}
-peft: {r: 2, target_modules: ['*_proj']}
-"""
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[HubServer]:
-    with hub_server() as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directory with the runs ``full``, whose last checkpoint is exported, and ``lora``, adapters of that export."""
-    place = tmp_path_factory.mktemp("secret-home")
-    recipe = write_recipe(
-        place, RECIPE + VALIDATION + f"checkpoint: {{checkpoint_dir: {place / 'full'}}}\n"
-    )
-    ranks.run(partial(train, recipe), 1, init=False)
-    base = place / "full/LATEST/model/consolidated"
-    _, _, rest = (RECIPE + VALIDATION).partition("dataset:")
-    text = f"{LORA.replace('BASE', str(base))}dataset:{rest}checkpoint: {{checkpoint_dir: {place / 'lora'}}}\n"
-    ranks.run(partial(train, write_recipe(place, text)), 1, init=False)
-    return place
-
-
-@pytest.fixture
-def hub(server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    server.reset()
-    # The library waits 1 to 8 seconds between its attempts.
-    monkeypatch.setattr(_http.time, "sleep", lambda seconds: None)
-    with using(server, str(tmp_path / "home")):
-        yield server
 
 
 def listing(directory: Path) -> dict[str, bytes]:
@@ -331,3 +294,14 @@ def test_a_malformed_address_is_an_error(runs: Path, target: str) -> None:
 
 def test_options_of_the_hub_are_rejected_for_a_store(runs: Path, tmp_path: Path) -> None:
     assert main(["push", str(runs / "lora"), f"file://{tmp_path}/store", "--public"]) == 2
+
+
+def test_a_start_of_the_run_keeps_an_export_that_is_uploaded(tmp_path: Path) -> None:
+    name = layout.staging_name(layout.HUB_EXPORT, owner_digits(tmp_path))
+    (tmp_path / name).mkdir()
+    with owned(tmp_path / name):
+        assert recover(tmp_path) == []
+    # As after a kill: no process of this number has the lock.
+    dead = tmp_path / name.replace(f"{os.getpid():06x}", "3fffff")
+    (tmp_path / name).rename(dead)
+    assert recover(tmp_path) == [dead.name]

@@ -1,0 +1,136 @@
+"""The uploads of a run to the Hub, seen from rank 0 of the trainer, which starts the process that makes them."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from automodel_ckpt.checkpoint import commit, layout
+from automodel_ckpt.checkpoint.remote.child_process import Child, Status
+from automodel_ckpt.checkpoint.remote.pending import clear_links, link, pending, step_of, unlink
+from automodel_ckpt.config.hub import HubConfig
+from automodel_ckpt.errors import RecipeError, SaveFailed
+from automodel_ckpt.hub.client import has_token
+from automodel_ckpt.hub.job import LINK, STATUS, Job
+
+log = logging.getLogger("automodel_ckpt")
+
+_MODULE = "automodel_ckpt.hub.pusher"
+
+
+def check_hub(section: HubConfig) -> None:
+    """Raise :class:`RecipeError` if there is no token, or the file of the card cannot be read. Makes no request."""
+    if not has_token():
+        raise RecipeError(
+            "uploads to the Hugging Face Hub need a token",
+            where="hub.repo",
+            value=section.repo,
+            hint="`hf auth login` (or set HF_TOKEN) with a token that has write access, or remove the section hub",
+        )
+    _card(section)
+
+
+def _card(section: HubConfig) -> str | None:
+    if section.card is None:
+        return None
+    try:
+        return Path(section.card).expanduser().read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(
+            "the model card cannot be read",
+            where="hub.card",
+            value=f"{section.card} ({error})",
+            hint="name a README.md, or remove the key: a card is then written from the run",
+        ) from error
+
+
+class Pushes:
+    """Uploads the models of the checkpoints that the run in *root* publishes. Only rank 0 uses it.
+
+    Nothing but :meth:`finish` waits for the network. *makes_exports*: the run exports each checkpoint.
+    """
+
+    def __init__(self, root: Path, section: HubConfig, *, makes_exports: bool) -> None:
+        self._root, self._section = root, section
+        self._process: Child | None = None
+        self.job = Job(
+            repo=section.repo,
+            push=section.push,
+            private=section.private,
+            revision=section.revision,
+            card=_card(section),
+            base_model=section.base_model,
+            license=section.license,
+            makes_exports=makes_exports,
+        )
+
+    def start(self, resumed_step: int | None) -> None:
+        """Start the uploading process. The run continues from *resumed_step*; None if it begins.
+
+        Checkpoints after this step that were to be uploaded are not: the run went back to a step before them.
+        """
+        for name in pending(self._root, LINK):
+            if step_of(name) > (resumed_step or 0):
+                unlink(self._root, LINK, name)
+        self._launch(resumed_step or 0)
+
+    def _launch(self, went_back_to: int) -> None:
+        job = replace(self.job, went_back_to=went_back_to)
+        self._process = Child(_MODULE, self._root, asdict(job))
+
+    def note_saved(self, name: str) -> None:
+        """Have a published checkpoint uploaded, if ``hub.push`` asks for it."""
+        how = self._section.push
+        is_best = how == "best" and commit.pointed(self._root, layout.LOWEST_VAL) == name
+        if how == "every" or is_best:
+            self._request(name)
+
+    def note_last(self, name: str) -> None:
+        """Have the last checkpoint of a run that ended on its own uploaded, unless it was."""
+        if self._section.push == "final" and self._status().uploaded != name:
+            self._request(name)
+
+    def _request(self, name: str) -> None:
+        link(self._root, LINK, name)
+        if self._process is not None and self._process.has_ended:
+            log.warning(
+                "the process that uploads to the Hub ended unexpectedly; it is started again"
+            )
+            self._launch(step_of(name))
+
+    def _status(self) -> Status:
+        return Status.read(self._root, STATUS)
+
+    def finish(self) -> None:
+        """Wait for the uploads at the end of a run, while they make progress; with ``hub.required`` in any case.
+
+        What was not uploaded is a warning. Raises :class:`SaveFailed` instead with ``hub.required``.
+        """
+        if self._process is None:
+            return
+        self._process.finish(self._status, waits=self._section.required)
+        missing = pending(self._root, LINK)
+        status = self._status()
+        if not missing and not status.error:
+            return
+        failure = SaveFailed(
+            "a model was not uploaded to the Hub; its checkpoint is complete on the local disk",
+            where=f"hub:{self._section.repo}",
+            value="; ".join(filter(None, (", ".join(missing), status.error.replace("\n", " ")))),
+            hint=f"upload it with `ckpt push {self._root} hub:{self._section.repo}`",
+        )
+        if self._section.required:
+            raise failure
+        log.warning("%s", failure)
+
+    def close(self) -> None:
+        """Let the process finish what is pending, without waiting for it."""
+        if self._process is not None:
+            self._process.leave()
+            self._process = None
+
+
+def forget_pushes(root: Path) -> None:
+    """Remove the links of uploads to the Hub: a run without the section must not keep checkpoints for them."""
+    clear_links(root, LINK)

@@ -1,0 +1,170 @@
+"""Upload the models of a run to the Hub while it trains.
+
+    python -m automodel_ckpt.hub.pusher RUN
+
+What has to be uploaded are the checkpoints with a link ``.hub-NAME`` in the run directory.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.checkpoint import commit, layout
+from automodel_ckpt.checkpoint.remote.child_process import UploadLoop, print_line, serve
+from automodel_ckpt.checkpoint.remote.pending import pending, step_of, unlink
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from automodel_ckpt.hub.address import HubAddress
+from automodel_ckpt.hub.bundle import Bundle, opened
+from automodel_ckpt.hub.card import card_files
+from automodel_ckpt.hub.client import HubError, client, reporting, web_page
+from automodel_ckpt.hub.job import LINK, LOCK, STATUS, Job
+from automodel_ckpt.hub.push import push
+
+_MIB = 1 << 20
+_NICENESS = 10
+_ATTEMPTS_AT_END = 3
+"""How often a rejected upload is tried after the run has ended: another attempt would be rejected, too."""
+_EXPORT_SECONDS = 60.0
+"""How long an export that the run itself makes is waited for, before another one is made."""
+
+
+class Pusher(UploadLoop):
+    """Uploads the models of the pending checkpoints of the run in *root*."""
+
+    def __init__(self, root: Path, job: Job) -> None:
+        super().__init__(root, LINK, STATUS)
+        self._job = job
+        self._address = HubAddress(job.repo, job.revision)
+        self._has_begun = False
+        self._attempts_at_end = 0
+        self._first_sent = _sent_bytes()
+        uploaded = self.status.uploaded
+        if uploaded is not None and step_of(uploaded) > job.went_back_to:
+            # The run went back: what it uploads next is newer.
+            uploaded = None
+        self.note(uploaded=uploaded, error="", failures=0, is_over=False)
+
+    @property
+    def sent_bytes(self) -> int:
+        """The bytes that this machine has sent: the library's uploads do not show their progress."""
+        return _sent_bytes() - self._first_sent
+
+    def stop(self) -> None:
+        """End the process: a commit is made completely or not at all, and contents are not transferred again."""
+        os._exit(0)
+
+    def catch_up(self) -> None:
+        """Upload all pending models, the newest first. Raises :class:`HubError`."""
+        try:
+            if not self._has_begun:
+                # A rejected token is reported at the start, not after the first checkpoint.
+                with reporting(self._address, "creating the repository"):
+                    client().create_repo(self._job.repo, private=self._job.private, exist_ok=True)
+                self._has_begun = True
+            while names := self._wanted():
+                self._push(names[0])
+        except HubError as error:
+            self._attempts_at_end += self.finishing.is_set() and not error.is_temporary
+            if self._attempts_at_end >= _ATTEMPTS_AT_END:
+                self.note(error=str(error), is_over=True)
+                self.stopping.set()
+                return
+            raise
+
+    def _wanted(self) -> list[str]:
+        names = pending(self.root, LINK)
+        if self._job.push != "every":
+            # A newer one replaces those that were not uploaded yet.
+            for name in names[1:]:
+                unlink(self.root, LINK, name)
+            names = names[:1]
+        return names
+
+    def _push(self, name: str) -> None:
+        job = self._job
+        self._await_export(self.root / name)
+        started = time.monotonic()
+        try:
+            with opened(self.root / name, print_line, base_model=job.base_model) as bundle:
+                for address in self._targets(name):
+                    self._push_to(address, bundle, name)
+        except (CheckpointUnusable, RecipeError) as error:
+            # Repeating cannot help: the checkpoint is damaged, or the repository is public.
+            print_line(f"warning: {name} is not uploaded: {error}")
+            self.note(error=str(error))
+            unlink(self.root, LINK, name)
+            return
+        unlink(self.root, LINK, name)
+        newest = self.status.uploaded
+        if newest is None or step_of(newest) < step_of(name):
+            newest = name
+        self.note(uploaded=newest, failures=0, error="")
+        seconds = time.monotonic() - started
+        print_line(f"uploaded {name} to {web_page(self._address)} in {seconds:.1f} s")
+
+    def _push_to(self, address: HubAddress, bundle: Bundle, name: str) -> None:
+        job = self._job
+        card = card_files(
+            bundle,
+            job.repo,
+            revision=address.revision,
+            base_model=job.base_model,
+            license_name=job.license,
+            readme=job.card,
+            is_online=True,
+        )
+        message = f"Upload {name}"
+        push({**bundle.files, **card}, address, message=message, private=job.private)
+
+    def _targets(self, name: str) -> list[HubAddress]:
+        """The branches that get the model of a checkpoint."""
+        if self._job.push != "every":
+            return [self._address]
+        targets = [HubAddress(self._job.repo, f"step-{step_of(name)}")]
+        best = commit.pointed(self.root, layout.LOWEST_VAL)
+        newest = self.status.uploaded
+        is_newest = newest is None or step_of(name) > step_of(newest)
+        if name == best or (best is None and is_newest):
+            targets.append(self._address)
+        return targets
+
+    def _await_export(self, checkpoint: Path) -> None:
+        """Wait a moment for an export that the run makes in the background."""
+        export = checkpoint / "model" / layout.CONSOLIDATED
+        deadline = time.monotonic() + _EXPORT_SECONDS
+        while self._job.makes_exports and not export.is_dir() and time.monotonic() < deadline:
+            if self.finishing.wait(0.5):
+                return
+
+
+def _sent_bytes() -> int:
+    """The bytes that the network interfaces have sent (Linux), in whole MiB: keep-alive messages are no progress.
+
+    Elsewhere the time, which always advances.
+    """
+    try:
+        lines = Path("/proc/net/dev").read_text().splitlines()[2:]
+        # The ninth number of an interface: proc_pid_net(5).
+        sent = sum(int(line.partition(":")[2].split()[8]) for line in lines)
+    except (OSError, ValueError, IndexError):
+        return int(time.monotonic())
+    return sent // _MIB * _MIB
+
+
+def main(arguments: list[str]) -> int:
+    """Upload until the trainer asks to finish, or for some time after it has ended otherwise."""
+    from huggingface_hub import utils
+
+    library: Any = utils
+    os.nice(_NICENESS)
+    library.disable_progress_bars()
+    root = Path(arguments[0])
+    return serve(root, LOCK, lambda job: Pusher(root, Job(**job)))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
