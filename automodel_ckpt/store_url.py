@@ -34,6 +34,8 @@ _LIBRARIES = {
 }
 """Scheme of a URL -> the library that reads and writes it, and the extra of this package that installs the library."""
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://", re.ASCII)
+_USER = re.compile(r"(\w://)[^\s/'\"@]+@")
+_QUERY = re.compile(r"(\w://[^\s?'\"]*)\?[^\s'\"]*")
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._=-]+", re.ASCII)
 _KEEP = ("keep_last", "keep_best", "keep_every_steps", "keep_steps")
 _SECRET = re.compile(r"key|secret|token|password|credential|connection_string|sas", re.IGNORECASE)
@@ -68,6 +70,21 @@ def public(url: str) -> str:
 def has_credentials(url: str) -> bool:
     """Whether *url* has a user name, a password or a query, or is malformed and may have them."""
     return public(url).rstrip("/") != url.rstrip("/")
+
+
+def scrubbed(text: str) -> str:
+    """Return *text* without user names, passwords and queries of URLs. A query may be a signature."""
+    return _QUERY.sub(r"\1", _USER.sub(r"\1", text))
+
+
+def scrub(error: BaseException) -> None:
+    """Remove what :func:`scrubbed` removes from the messages of *error* and its causes, which tracebacks show."""
+    each: BaseException | None = error
+    while each is not None:
+        each.args = tuple(scrubbed(arg) if isinstance(arg, str) else arg for arg in each.args)
+        if isinstance(each, OSError) and isinstance(each.strerror, str):
+            each.strerror = scrubbed(each.strerror)
+        each = each.__cause__ or each.__context__
 
 
 def check_url(url: str, where: str) -> str:
@@ -118,9 +135,9 @@ def check_library(url: str, where: str) -> None:
 def check_options(options: Mapping[str, Any], where: str) -> None:
     """Raise :class:`RecipeError` for options of a store that are secrets, which would be in config.yaml, or unknown."""
     for name, value in options.items():
-        if name in OPTIONS:
+        if name in OPTIONS and not (isinstance(value, str) and has_credentials(value)):
             continue
-        is_secret = _SECRET.search(name) is not None
+        is_secret = name in OPTIONS or _SECRET.search(name) is not None
         hint = f"options are {', '.join(sorted(OPTIONS))}"
         if is_secret:
             hint = (
@@ -129,7 +146,7 @@ def check_options(options: Mapping[str, Any], where: str) -> None:
         raise RecipeError(
             "a secret must not be in a recipe" if is_secret else "unknown option of a store",
             where=f"{where}.{name}",
-            value="(not shown)" if is_secret else value,
+            value="(not shown)",
             hint=hint,
         )
 

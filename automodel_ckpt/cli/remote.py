@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from automodel_ckpt.errors import Problem, RecipeError
-from automodel_ckpt.store_url import is_store_url
+from automodel_ckpt.store_url import is_store_url, public
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.manifest import Manifest
@@ -67,8 +67,8 @@ def reject_url(url: str, command: str) -> None:
     raise RecipeError(
         f"`ckpt {command}` needs a local checkpoint",
         where=f"ckpt {command}",
-        value=url,
-        hint=f"download it with `ckpt pull {url} DIR`",
+        value=public(url),
+        hint=f"download it with `ckpt pull {public(url)} DIR`",
     )
 
 

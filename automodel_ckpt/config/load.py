@@ -168,11 +168,11 @@ def bind_recipe(
             raise RecipeError.all_of([*found, *translation.problems])
     translated = root.copy() if translation is not None else None
     root = resolve_keys(root, schema or RecipeConfig, found)
-    # Before other problems, whose messages could show a URL with a password.
-    found += url_problems(root)
     is_custom = _check_recipe_name(root, found)
     binder = Binder(schema or RecipeConfig, found, open_top=schema is None and is_custom)
     config = binder.section(binder.schema, root, "")
+    # It also hides the secrets in URLs from the messages of all problems.
+    found += url_problems(root)
     in_plugins = builder_problems(root, binder.schema)
     if check is not None:
         in_plugins += check(root)

@@ -41,10 +41,9 @@ def url_problems(root: Node) -> Iterator[Problem]:
     options = root.at(_OPTIONS)
     for name, node in options.children() if options is not None else ():
         try:
-            check_options({name: node.value}, _OPTIONS)
+            check_options({name: _resolved(node)}, _OPTIONS)
         except RecipeError as error:
-            if isinstance(node.value, str):
-                hide(node.value, "(not shown)")
+            _hide_all(node)
             yield _located(error, f"{_OPTIONS}.{name}", node)
 
 
@@ -90,6 +89,24 @@ def _urls(root: Node) -> Iterator[tuple[str, Node, str]]:
         is_store = key == "checkpoint.remote.url" and text
         if text is not None and (is_url(text) or is_store):
             yield key, node, text
+
+
+def _resolved(node: Node) -> object:
+    """The value of a node, of text with its references resolved where that is possible."""
+    if not isinstance(node.value, str):
+        return node.value
+    try:
+        return resolve(node.value)
+    except ReferenceFailed:
+        return node.value
+
+
+def _hide_all(node: Node) -> None:
+    """Show none of the texts in *node*."""
+    if isinstance(node.value, str) and not node.is_null:
+        hide(node.value, "(not shown)")
+    for _, child in node.children():
+        _hide_all(child)
 
 
 def _hide_secrets(url: str) -> None:

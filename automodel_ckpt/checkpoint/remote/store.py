@@ -7,7 +7,6 @@ longer; :mod:`.uploader` repeats whole uploads.
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -18,9 +17,15 @@ from automodel_ckpt.checkpoint.remote.conditional import (
 )
 from automodel_ckpt.checkpoint.remote.transient import patiently
 from automodel_ckpt.errors import AutomodelError, SaveFailed
-from automodel_ckpt.store_url import check_library, check_options, check_url, public
+from automodel_ckpt.store_url import (
+    check_library,
+    check_options,
+    check_url,
+    public,
+    scrub,
+    scrubbed,
+)
 
-_QUERY = re.compile(r"(\w://[^\s?'\"]*)\?[^\s'\"]*")
 BLOCK_BYTES = 8 << 20
 """Bytes that are read and sent in one operation."""
 
@@ -257,9 +262,8 @@ class Store:
         except (AutomodelError, FileNotFoundError):
             raise
         except Exception as error:  # each library has its own exceptions
-            text = str(error).strip() or type(error).__name__
-            # A query may be a signature: with it, others could read or write the object.
-            text = _QUERY.sub(r"\1", text.splitlines()[0])
+            scrub(error)
+            text = scrubbed(str(error).strip() or type(error).__name__).splitlines()[0]
             raise StoreError(
                 f"an object could not be {done}" if name else f"the store could not be {done}",
                 where=f"{self}/{name}" if name else str(self),
