@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from automodel_ckpt.distributed.parallelize import Parallelism, gradient_sync, parallelize
 from automodel_ckpt.recipes.loop import TrainingLoop
-from tests.distributed.test_training import lines_of_steps, run
+from tests.distributed.test_training import lines_of_steps, run_each
 from tests.support import ranks
 from tests.support.parallel import layout_here, model_of
 from tests.support.training import Recipe, with_loop
@@ -69,19 +69,18 @@ def test_gradients_are_reduced_as_often_as_the_recipe_asks(tmp_path: Path) -> No
         "ddp": (ddp,),
     }
     steps = ("--step_scheduler.max_steps=2", "--model.from_config.attention_dropout=0")
+    names = {(how, local): f"{how}_{local}" for how in reduces for local in (4, 1)}
+    runs = {}
+    for (how, local), name in names.items():
+        runs[name] = (*reduces[how], *steps, f"--step_scheduler.local_batch_size={local}")
+    run_each(tmp_path, runs, num_ranks=2, recipe_class=Counted)
     counts, losses = {}, {}
-    for how, overrides in reduces.items():
-        for local in (4, 1):
-            name = f"{how} {local}".replace(" ", "_")
-            size = f"--step_scheduler.local_batch_size={local}"
-            options = {"name": name, "num_ranks": 2, "recipe_class": Counted}
-            run(tmp_path, *overrides, *steps, size, **options)  # type: ignore[arg-type]
-            found = [json.loads(path.read_text()) for path in (tmp_path / name).glob("counts_*")]
-            assert len(found) == 2
-            assert found[0] == found[1] >= 1
-            counts[how, local] = found[0]
-            lines = lines_of_steps(tmp_path / name / "training.jsonl")
-            losses[how, local] = [line["loss"] for line in lines]
+    for case, name in names.items():
+        found = [json.loads(path.read_text()) for path in (tmp_path / name).glob("counts_*")]
+        assert len(found) == 2
+        assert found[0] == found[1] >= 1
+        counts[case] = found[0]
+        losses[case] = [line["loss"] for line in lines_of_steps(tmp_path / name / "training.jsonl")]
 
     # Each rank has four samples in a step: one micro-batch, or four.
     assert counts["fsdp2 by default", 1] == 4 * counts["fsdp2 by default", 4]

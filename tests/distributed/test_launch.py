@@ -531,6 +531,7 @@ def test_machines_that_contradict_each_other_are_refused(
         assert waiting.err == "stopped by SIGTERM while waiting for the other nodes\n"
 
 
+@pytest.mark.slow
 def test_a_machine_that_joins_or_goes_restarts_the_others(start: Start) -> None:
     rendezvous = (
         f"--nnodes 1:2 --rdzv-endpoint 127.0.0.1:{free_port()} --rdzv-id x --last-call 3".split()

@@ -36,6 +36,7 @@ def wait_for(trainer: Trainer, rank: int, name: str, times: int = 1, seconds: fl
         assert time.monotonic() < end, f"no {name} in time\n{trainer.log}"
 
 
+@pytest.mark.slow
 def test_signals_at_random_instants_stop_all_ranks_in_order() -> None:
     # Other phases in each run of the suite; `python -m tools.crash signals` has hundreds of points.
     done = signals.run(points_wanted=6, seed=int(time.time()), seconds=150, compares=False)

@@ -155,9 +155,9 @@ def test_a_killed_run_with_asynchronous_saves_goes_on_exactly_and_on_one_rank(
     assert alone["complete average"] == expected[0]["complete average"]
 
 
+HYBRID = {"hybrid": ["--distributed.strategy=fsdp2", "--distributed.dp_replicate_size=2"]}
 LAYOUTS = {
     "ddp": ["--distributed.strategy=ddp"],
-    "hybrid": ["--distributed.strategy=fsdp2", "--distributed.dp_replicate_size=2"],
     "tensor parallel": ["--distributed.tp_size=2"],
     "pipeline": ["--distributed.pp_size=2", "--model.freeze=['*layers.1.*']"],
     "experts": ["--distributed.ep_size=2", model_section("mixtral")],
@@ -166,19 +166,21 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_it_is_divided_and_named_as_the_model_is(layout: str, tmp_path: Path) -> None:
+def test_it_is_divided_and_named_as_the_model_is(tmp_path: Path) -> None:
     # With decay 0, the average is the weights.
     recipe = write_recipe(tmp_path, RECIPE + "ema: {decay: 0.0}\n")
-    words = (f"--checkpoint.checkpoint_dir={tmp_path / 'run'}", "--step_scheduler.max_steps=2")
-    words += ("--step_scheduler.local_batch_size=2", *LAYOUTS[layout])
-    num_ranks = 4 if layout == "hybrid" else 2
-    ranks.run(partial(train, recipe, *words), num_ranks, init=False)
-    exports = []
-    for name in ("model", "ema"):
-        consolidate(tmp_path / "run/LATEST" / name, tmp_path / f"{name}-files")
-        exports.append(tmp_path / f"{name}-files")
-    assert same_files(*exports)
+    short = ("--step_scheduler.max_steps=2", "--step_scheduler.local_batch_size=2")
+    for num_ranks, layouts in ((4, HYBRID), (2, LAYOUTS)):
+        trainings = []
+        for layout, options in layouts.items():
+            words = (f"--checkpoint.checkpoint_dir={tmp_path / layout}", *short, *options)
+            trainings.append(partial(train, recipe, *words))
+        ranks.run_each(trainings, num_ranks)
+    for layout in (*HYBRID, *LAYOUTS):
+        exports = [tmp_path / f"{layout} {name}" for name in ("model", "ema")]
+        for name, export in zip(("model", "ema"), exports, strict=True):
+            consolidate(tmp_path / layout / "LATEST" / name, export)
+        assert same_files(*exports), layout
 
 
 def weights(dtype: torch.dtype, settings: EmaConfig) -> tuple[nn.Linear, WeightAverage]:
