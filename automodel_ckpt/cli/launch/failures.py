@@ -345,6 +345,16 @@ class FailureDirectory:
             records.append(death_record(rank, 0, float(path.read_text())))
         return records
 
+    def cause_of_end(self, attempt: int) -> FailureRecord | None:
+        """Return the failure that ended the ranks of *attempt*; None if it is unknown."""
+        cause = root_cause(self.records(attempt))
+        self.mark_vanished(attempt)
+        deaths = self.vanished_ranks(attempt)
+        # If a rank dies, the agent ends the others by SIGTERM. One that has not begun to train takes it for a stop.
+        if cause is not None and cause.code == EXIT_STOPPED and deaths:
+            return deaths[0]
+        return cause
+
     def mark_joining_nodes(self) -> None:
         """Record that the ranks of the current attempt will be stopped and restarted because nodes join."""
         self._write(self.attempt, "joining_nodes", "")

@@ -210,7 +210,7 @@ def launched_rank(
     nodes_joined = failure_dir.has_joining_nodes(attempt - 1)
     earlier: FailureRecord | None = None
     if attempt and not nodes_joined:
-        earlier = root_cause(failure_dir.records(attempt - 1))
+        earlier = failure_dir.cause_of_end(attempt - 1)
     is_final = earlier is not None and earlier.code in FINAL_CODES
     if attempt and (failure_dir.stop_signals() or is_final):
         return earlier.code if earlier else EXIT_INTERNAL

@@ -19,6 +19,7 @@ from automodel_ckpt.cli.launch.failures import (
     FailureDirectory,
     FailureRecord,
     death_record,
+    early_stop_record,
     failure_record,
     failure_text,
     has_ended,
@@ -206,6 +207,21 @@ def test_several_peers_that_see_the_same_end_record_it_without_disturbing_each_o
         list(pool.map(record_often, range(4)))
     assert failure_dir.store(0) == ("localhost", 199)
     assert [path.name for path in (tmp_path / "attempt_0").iterdir()] == ["store"]
+
+
+def test_a_rank_that_the_agent_stopped_because_another_died_is_not_the_cause(
+    tmp_path: Path,
+) -> None:
+    failure_dir = FailureDirectory(tmp_path)
+    for attempt in (0, 1):
+        failure_dir.register_process(attempt, 0)
+        failure_dir.write(attempt, early_stop_record(0, signal.SIGTERM))
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    (tmp_path / "attempt_1" / "rank_1.pid").write_text(str(ended.pid))
+    stopped, died = failure_dir.cause_of_end(0), failure_dir.cause_of_end(1)
+    assert stopped is not None and stopped.code == 75
+    assert died is not None and (died.code, died.rank) == (1, 1)
 
 
 def test_an_ended_process_is_gone_before_its_parent_asked() -> None:
