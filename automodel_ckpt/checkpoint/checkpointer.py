@@ -335,18 +335,20 @@ class Checkpointer:
             proposal = self._planner.propose(save)
         # After the block: the others would wait here for a rank that failed in it.
         proposals = agree.gather_objects(self._group, proposal)
+        shares = self._planner.assign(save, proposals, self._group)
         save.staging.path = Path(proposals[0].staging or "")
         if self.is_rank0 and not self._items_are_logged:
             self._items_are_logged = True
             digests = [proposal.digests for proposal in proposals]
             _log_items(save, digests, save_optimizer=self._planner.save_optimizer)
         if self._async is not None:
-            return self._async.save(save, proposals)
+            return self._async.save(save, proposals, shares)
         self._sync_save = save
         try:
             return save_now(
                 save,
                 proposals,
+                shares,
                 planner=self._planner,
                 group=self._group,
                 exports=self.exports,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal, NamedTuple, Protocol
@@ -28,6 +29,7 @@ ADAPTER_MODEL_CONFIG = "model_config.json"
 """The config of a model with adapters and its own head. peft would take a config.json for that of a complete
 model in the same directory."""
 DCP_METADATA = ".metadata"
+SLICE_TABLE = ".slices"
 LATEST, LOWEST_VAL = "LATEST", "LOWEST_VAL"
 TRAINING_LOG, VALIDATION_LOG = "training.jsonl", "validation.jsonl"
 TEXT_LOG = "log.txt"
@@ -246,9 +248,19 @@ def distcp_file(directory: str, rank: int) -> str:
     return f"{directory}/__{rank}_0.distcp"
 
 
+def slice_table_file(directory: str) -> str:
+    """Return the file of the slice table of the tree in *directory*."""
+    return f"{directory}/{SLICE_TABLE}"
+
+
+def tables_first(files: Iterable[str]) -> list[str]:
+    """Sort files by name, slice tables before all others: who has them can read the slices of the others."""
+    return sorted(files, key=lambda file: (not file.endswith(f"/{SLICE_TABLE}"), file))
+
+
 def rank_manifest_file(rank: int) -> str:
     """Return the file of a rank's manifest, which rank 0 merges."""
-    return f"{PARTS}/rank_{rank:05}.json"
+    return f"{PARTS}/rank_{rank:05}"
 
 
 def unsafe_path(path: str) -> str | None:

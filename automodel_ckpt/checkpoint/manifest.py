@@ -12,35 +12,45 @@ import contextlib
 import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.digests import FileRecord, digest_of
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
-from automodel_ckpt.checkpoint.files.safe_open import open_regular
+from automodel_ckpt.checkpoint.files.safe_open import open_regular, open_safely
+from automodel_ckpt.checkpoint.json_values import flag, integer, mapping, seconds, text
 from automodel_ckpt.checkpoint.slices import (
+    ComputedSlices,
     Slice,
     Tensor,
     contiguous_slices,
     interleaving_fault,
     nbytes_of,
+    shape_fault,
     tiling_fault,
 )
+from automodel_ckpt.checkpoint.tree import Blob as Blob
+from automodel_ckpt.checkpoint.tree import Tree as Tree
+from automodel_ckpt.checkpoint.tree import tree_of, tree_to_json, uses_table
 from automodel_ckpt.errors import CheckpointUnusable
 
+if TYPE_CHECKING:
+    from automodel_ckpt.checkpoint.slice_table import Read, SliceTable
+
 FORMAT = "automodel_ckpt"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""The newest version. A manifest without slice tables has version 1, which older programs read."""
 # The bytes of the tensors are no measure for this limit: the manifest of many tiny tensors is larger than their data.
 MAX_BYTES = 1 << 29
-MAX_INTEGER = 2**63 - 1
 # The scope of an attribute whose state is not in the checkpoint.
 NOT_SAVED = "not saved"
-MAX_DIMENSIONS = 64
-MAX_PLAIN_DEPTH = 8
+# The bytes of a row, and of a segment in the head, of a slice table.
+ROW_BYTES, SEGMENT_BYTES = 20, 48
 # Prefix of the Merkle digest of a file that several ranks wrote (merkle.py).
 COMPOSED = "xxh3_128_parts:"
 _PLAIN_FIELDS = (
@@ -57,38 +67,6 @@ _PLAIN_FIELDS = (
 )
 _TAIL = b'"digest": "%s"\n}\n'
 _TAIL_BYTES = len(_TAIL % digest_of(b"").encode())
-
-
-@dataclass(frozen=True, slots=True)
-class Blob:
-    """A value written with ``torch.save``, at bytes ``start .. start + nbytes`` of a file."""
-
-    fqn: str
-    file: str
-    start: int
-    nbytes: int
-    digest: str
-
-
-@dataclass(frozen=True, slots=True)
-class Tree:
-    """The state of a module or an optimizer: a directory of tensors and a few other values.
-
-    *tied* maps each tensor name that was not stored to the stored one that shares its memory. *copies* are tensors
-    stored a second time under such a name for other readers; loading ignores them.
-    """
-
-    format: str
-    tensors: Mapping[str, Tensor]
-    objects: Mapping[str, Blob]
-    tied: Mapping[str, str] = field(default_factory=dict)
-    copies: Mapping[str, Tensor] = field(default_factory=dict)
-
-    @property
-    def stored(self) -> Iterator[Tensor]:
-        """All tensors that are stored in files, copies included."""
-        yield from self.tensors.values()
-        yield from self.copies.values()
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,18 +109,18 @@ class Summary:
         """Parse the summary of a manifest; *path* is for error messages. Raises :class:`CheckpointUnusable`."""
         with _reporting_malformed(path):
             raw = _checked_json(data, path)
-            sizes = [_integer(record["size"]) for record in raw["files"].values()]
+            sizes = [integer(record["size"]) for record in raw["files"].values()]
             return cls(
-                step=_integer(raw["step"]),
-                epoch=_integer(raw["epoch"]),
-                created=_seconds(raw["created"]),
+                step=integer(raw["step"]),
+                epoch=integer(raw["epoch"]),
+                created=seconds(raw["created"]),
                 nbytes=sum(sizes),
-                losses=_mapping(raw["losses"]),
-                validated=_flag(raw["validated"]),
-                environment=_mapping(raw["environment"]),
-                lineage=_mapping(raw["lineage"]),
+                losses=mapping(raw["losses"]),
+                validated=flag(raw["validated"]),
+                environment=mapping(raw["environment"]),
+                lineage=mapping(raw["lineage"]),
                 has_optimizer=any(_is_saved_optimizer(record) for record in raw["state"].values()),
-                digest=_text(raw["digest"]),
+                digest=text(raw["digest"]),
             )
 
 
@@ -164,19 +142,30 @@ class Manifest:
     trees: Mapping[str, Tree]
     files: Mapping[str, FileRecord]
     digest: str = ""
-    format_version: int = FORMAT_VERSION
+    format_version: int = 1
 
     @classmethod
     def read(cls, checkpoint: Path) -> Manifest:
-        """Read the manifest of a checkpoint. Raises :class:`CheckpointUnusable` if it is missing or invalid."""
+        """Read the manifest of a checkpoint. Raises :class:`CheckpointUnusable` if it is missing or invalid.
+
+        Of slice tables, only the heads are read.
+        """
         path = checkpoint / layout.MANIFEST
-        return cls.parse(_read_bounded(path), path)
+        manifest = cls.parse(_read_bounded(path), path)
+        has_tables = any(tree.table is not None for tree in manifest.trees.values())
+        if has_tables and (fault := manifest.overlap_fault(with_tables=True)):
+            raise _unusable("the manifest is inconsistent", path, fault)
+        return manifest
 
     @classmethod
-    def parse(cls, data: bytes, path: Path | str) -> Manifest:
-        """Parse a manifest; *path* is for error messages. Raises :class:`CheckpointUnusable`."""
+    def parse(cls, data: bytes, path: Path | str, read: Read | None = None) -> Manifest:
+        """Parse a manifest; *path* is for error messages. Raises :class:`CheckpointUnusable`.
+
+        Slice tables are not read until slices are. *read* reads them; by default from the directory of *path*.
+        """
         with _reporting_malformed(path):
-            manifest = _from_json(_checked_json(data, path))
+            reader = read or partial(_read_range, Path(path).parent)
+            manifest = _from_json(_checked_json(data, path), reader, os.path.dirname(path))
         fault = manifest.fault()
         if fault is not None:
             raise _unusable("the manifest is inconsistent", path, fault)
@@ -199,7 +188,7 @@ class Manifest:
         for name, tree in self.trees.items():
             if reason := self._tree_fault(name, tree):
                 return reason
-        if reason := self._overlap_fault() or self._gap_fault():
+        if reason := self.overlap_fault() or self._gap_fault():
             return reason
         for state_record in self.state.values():
             for file in state_record.files:
@@ -211,8 +200,7 @@ class Manifest:
         for tensor in tree.stored:
             if tensor.dtype not in DTYPE_BITS:
                 return f"{name}: the tensor {tensor.fqn!r} has the unknown dtype {tensor.dtype!r}"
-            boxes = [piece.box for piece in tensor.slices]
-            if reason := tiling_fault(boxes, tensor.shape) or interleaving_fault(tensor):
+            if reason := _slices_fault(tensor):
                 return f"{name}: the tensor {tensor.fqn!r} of shape {list(tensor.shape)}: {reason}"
             if piece := self._misplaced(tensor):
                 return f"{name}: the slice at {list(piece.offsets)} of {tensor.fqn!r} is not in {piece.file!r}"
@@ -222,10 +210,25 @@ class Manifest:
         for alias, stored in tree.tied.items():
             if stored not in tree.tensors:
                 return f"{name}: {alias!r} is tied to {stored!r}, which is not stored"
+        return None if tree.table is None else self._table_fault(name, tree.table)
+
+    def _table_fault(self, name: str, table: SliceTable) -> str | None:
+        """Return why the file of a table cannot have the rows of its tensors; None if it can."""
+        record = self.files.get(table.location.file)
+        if record is None or record.size != table.location.head_bytes + table.num_rows * ROW_BYTES:
+            return (
+                f"{name}: {table.location.file!r} is not the table of its {table.num_rows} slices"
+            )
+        for file in table.files:
+            if file not in self.files:
+                return f"{name}: {file!r} is not among the files"
         return None
 
     def _misplaced(self, tensor: Tensor) -> Slice | None:
         """Return the first slice with a wrong size or outside of its file; None if there is none."""
+        if isinstance(tensor.slices, ComputedSlices):
+            whole = tensor.slices.whole
+            return None if whole is None or self._is_in_file(whole) else whole
         for piece in tensor.slices:
             if piece.nbytes != nbytes_of(piece.dtype, piece.sizes):
                 return piece
@@ -234,13 +237,22 @@ class Manifest:
                 return piece
         return None
 
-    def _overlap_fault(self) -> str | None:
-        """Describe the first two slices or values that share bytes of a file; None if there are none."""
+    def overlap_fault(self, *, with_tables: bool = False) -> str | None:
+        """Describe the first two slices or values that share bytes of a file; None if there are none.
+
+        *with_tables*: the slices in tables are compared, too. Raises :class:`CheckpointUnusable` for a damaged table.
+        """
         parts: list[Slice | Blob] = []
-        for tree in self.trees.values():
+        for name, tree in self.trees.items():
             parts += [blob for blob in tree.objects.values() if blob.nbytes]
             for tensor in tree.stored:
-                parts += [piece for piece in contiguous_slices(tensor) if piece.nbytes]
+                parts += [piece for piece in _byte_ranges(tensor) if piece.nbytes]
+            if with_tables and tree.table is not None:
+                # Slices in a segment do not overlap: each begins after the one before.
+                for file, start, stop in tree.table.byte_ranges():
+                    parts.append(Blob(f"slices of {name}", file, start, stop - start, ""))
+                    if stop > self.files[file].size:
+                        return f"the slices of {name!r} exceed {file!r}"
         parts.sort(key=lambda part: (part.file, part.start))
         for one, other in itertools.pairwise(parts):
             if one.file == other.file and one.start + one.nbytes > other.start:
@@ -256,7 +268,7 @@ class Manifest:
         slices_of: dict[str, list[Slice]] = {path: [] for path in sizes}
         for tree in self.trees.values():
             for tensor in tree.stored:
-                for piece in contiguous_slices(tensor):
+                for piece in _byte_ranges(tensor):
                     if piece.nbytes and piece.file in slices_of:
                         slices_of[piece.file].append(piece)
         for path, pieces in slices_of.items():
@@ -313,6 +325,22 @@ class Manifest:
         return sum(record.size for record in self.files.values())
 
 
+def _slices_fault(tensor: Tensor) -> str | None:
+    """Return why the slices of a tensor do not make it up; None if they do."""
+    if isinstance(tensor.slices, ComputedSlices):
+        return shape_fault(tensor.shape)  # A formula divides a tensor completely.
+    boxes = [piece.box for piece in tensor.slices]
+    return tiling_fault(boxes, tensor.shape) or interleaving_fault(tensor)
+
+
+def _byte_ranges(tensor: Tensor) -> Sequence[Slice]:
+    """Return the byte ranges of a tensor that the manifest itself describes: none for slices in a table."""
+    if not isinstance(tensor.slices, ComputedSlices):
+        return contiguous_slices(tensor)
+    whole = tensor.slices.whole
+    return () if whole is None else (whole,)
+
+
 def _is_saved_optimizer(record: Mapping[str, Any]) -> bool:
     is_optimizer = record["kind"] == "optimizer"
     return bool(is_optimizer and record["scope"] != NOT_SAVED)
@@ -352,6 +380,13 @@ def _read_bounded(path: Path) -> bytes:
     except OSError as error:
         # read() can fail, too (EIO): a bare OSError on one rank would leave the others waiting.
         raise _unusable("the manifest cannot be read", path, error.strerror) from error
+
+
+def _read_range(root: Path, file: str, start: int, nbytes: int) -> bytes:
+    """Read bytes of a regular file below *root*. Raises OSError."""
+    with os.fdopen(open_safely(root, file), "rb") as opened:
+        opened.seek(start)
+        return opened.read(nbytes)
 
 
 def _check_size(num_bytes: int, path: Path | str) -> None:
@@ -396,164 +431,44 @@ def _claimed_version(data: bytes) -> int | None:
 
 
 def _to_json(manifest: Manifest) -> dict[str, Any]:
-    raw = {"format": FORMAT, "format_version": manifest.format_version}
+    is_large = any(uses_table(tree) for tree in manifest.trees.values())
+    raw = {"format": FORMAT, "format_version": FORMAT_VERSION if is_large else 1}
     raw |= {name: getattr(manifest, name) for name in _PLAIN_FIELDS}
     raw["state"] = {name: asdict(record) for name, record in manifest.state.items()}
-    raw["trees"] = {name: _tree_to_json(tree) for name, tree in manifest.trees.items()}
+    raw["trees"] = {name: tree_to_json(tree) for name, tree in manifest.trees.items()}
     raw["files"] = {path: asdict(record) for path, record in manifest.files.items()}
     return raw
 
 
-def _tree_to_json(tree: Tree) -> dict[str, Any]:
-    raw = {
-        "format": tree.format,
-        "tied": dict(tree.tied),
-        "tensors": {fqn: _tensor_to_json(tensor) for fqn, tensor in tree.tensors.items()},
-        "objects": {
-            fqn: {"file": b.file, "start": b.start, "nbytes": b.nbytes, "digest": b.digest}
-            for fqn, b in tree.objects.items()
-        },
-    }
-    if tree.copies:
-        raw["copies"] = {fqn: _tensor_to_json(tensor) for fqn, tensor in tree.copies.items()}
-    return raw
-
-
-def _tensor_to_json(tensor: Tensor) -> dict[str, Any]:
-    names = ("file", "start", "nbytes", "offsets", "sizes", "digest")
-    slices = []
-    for piece in tensor.slices:
-        raw = {name: getattr(piece, name) for name in names}
-        if piece.interleaved:
-            raw["interleaved"] = True
-        slices.append(raw)
-    return {"dtype": tensor.dtype, "shape": tensor.shape, "slices": slices}
-
-
-def _from_json(raw: Mapping[str, Any]) -> Manifest:
+def _from_json(raw: Mapping[str, Any], read: Read, checkpoint: str) -> Manifest:
+    trees: dict[str, Tree] = {}
+    for name, tree in raw["trees"].items():
+        trees[text(name)] = tree_of(tree, read, checkpoint)
     return Manifest(
-        step=_integer(raw["step"]),
-        epoch=_integer(raw["epoch"]),
-        created=_seconds(raw["created"]),
-        world_size=_integer(raw["world_size"]),
-        dp_size=_integer(raw["dp_size"]),
-        progress=_mapping(raw["progress"]),
-        losses=_mapping(raw["losses"]),
-        validated=_flag(raw["validated"]),
-        environment=_mapping(raw["environment"]),
-        lineage=_mapping(raw["lineage"]),
-        state={_text(name): _state_record(record) for name, record in raw["state"].items()},
-        trees={_text(name): _tree(tree) for name, tree in raw["trees"].items()},
+        step=integer(raw["step"]),
+        epoch=integer(raw["epoch"]),
+        created=seconds(raw["created"]),
+        world_size=integer(raw["world_size"]),
+        dp_size=integer(raw["dp_size"]),
+        progress=mapping(raw["progress"]),
+        losses=mapping(raw["losses"]),
+        validated=flag(raw["validated"]),
+        environment=mapping(raw["environment"]),
+        lineage=mapping(raw["lineage"]),
+        state={text(name): _state_record(record) for name, record in raw["state"].items()},
+        trees=trees,
         files={path: _file_record(record) for path, record in raw["files"].items()},
-        digest=_text(raw["digest"]),
-        format_version=_integer(raw["format_version"]),
+        digest=text(raw["digest"]),
+        format_version=integer(raw["format_version"]),
     )
 
 
 def _state_record(raw: Mapping[str, Any]) -> StateRecord:
-    names = {name: _text(raw[name]) for name in ("kind", "scope", "path")}
+    names = {name: text(raw[name]) for name in ("kind", "scope", "path")}
     return StateRecord(
-        **names, files=tuple(map(_text, raw["files"])), aliases=tuple(map(_text, raw["aliases"]))
+        **names, files=tuple(map(text, raw["files"])), aliases=tuple(map(text, raw["aliases"]))
     )
 
 
 def _file_record(raw: Mapping[str, Any]) -> FileRecord:
-    return FileRecord(_integer(raw["size"]), _text(raw["digest"]))
-
-
-def _tree(raw: Mapping[str, Any]) -> Tree:
-    return Tree(
-        format=_text(raw["format"]),
-        tensors={fqn: tensor_of(fqn, tensor) for fqn, tensor in raw["tensors"].items()},
-        objects={fqn: blob_of({**blob, "fqn": fqn}) for fqn, blob in raw["objects"].items()},
-        tied={_text(alias): _text(kept) for alias, kept in raw["tied"].items()},
-        copies={fqn: tensor_of(fqn, tensor) for fqn, tensor in raw.get("copies", {}).items()},
-    )
-
-
-def tensor_of(fqn: str, raw: Mapping[str, Any]) -> Tensor:
-    """Convert a tensor from JSON. Raises KeyError, TypeError or ValueError if it is malformed."""
-    dtype = _text(raw["dtype"])
-    pieces = tuple(
-        Slice(
-            fqn,
-            dtype,
-            sizes_of(piece["offsets"]),
-            sizes_of(piece["sizes"]),
-            _text(piece["file"]),
-            _integer(piece["start"]),
-            _integer(piece["nbytes"]),
-            _text(piece["digest"]),
-            _flag(piece.get("interleaved", False)),
-        )
-        for piece in raw["slices"]
-    )
-    return Tensor(_text(fqn), dtype, sizes_of(raw["shape"]), pieces)
-
-
-def blob_of(raw: Mapping[str, Any]) -> Blob:
-    """Convert a pickled value's position from JSON. Raises KeyError, TypeError or ValueError if it is malformed."""
-    fqn, file, digest = (_text(raw[key]) for key in ("fqn", "file", "digest"))
-    return Blob(fqn, file, _integer(raw["start"]), _integer(raw["nbytes"]), digest)
-
-
-def _integer(value: object) -> int:
-    # Not isinstance: True is an int, too.
-    if type(value) is not int or not 0 <= value <= MAX_INTEGER:
-        raise ValueError(f"{_shown(value)} is not a count")
-    return value
-
-
-def _seconds(value: object) -> float:
-    if type(value) not in (int, float) or not 0 <= value < MAX_INTEGER:  # type: ignore[operator]
-        raise ValueError(f"{_shown(value)} is not a time")
-    return float(value)  # type: ignore[arg-type]
-
-
-def _shown(value: object) -> str:
-    """Format a value for a message. It may have thousands of digits or levels."""
-    if isinstance(value, (str, float, bool, type(None))):
-        return repr(value)[:100]
-    return f"a value of type {type(value).__name__}"
-
-
-def _flag(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{value!r} is neither true nor false")
-    return value
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{_shown(value)} is not text")
-    try:
-        # JSON can contain lone surrogates, which only fail later, when they are printed or written.
-        value.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{_shown(value)} is not valid Unicode") from None
-    return value
-
-
-def sizes_of(value: Iterable[object]) -> tuple[int, ...]:
-    """Convert a shape or offsets from JSON. Raises TypeError or ValueError if they are malformed."""
-    sizes = tuple(_integer(item) for item in value)
-    if len(sizes) > MAX_DIMENSIONS:
-        raise ValueError(f"{len(sizes)} dimensions")
-    return sizes
-
-
-def _mapping(value: object) -> dict[str, Any]:
-    """Check the depth of a mapping for display, and its integers, which later code stores in 64 bits."""
-    if not isinstance(value, dict):
-        raise TypeError(f"{_shown(value)} is not a mapping")
-    level: list[Any] = [value]
-    for _ in range(MAX_PLAIN_DEPTH):
-        items: list[Any] = []
-        for outer in level:
-            items += outer.values() if isinstance(outer, dict) else outer
-        if any(isinstance(item, int) and abs(item) > MAX_INTEGER for item in items):
-            raise ValueError("a number of more than 64 bits")
-        level = [item for item in items if isinstance(item, (dict, list))]
-    if level:
-        raise ValueError(f"values nested more than {MAX_PLAIN_DEPTH} levels deep")
-    return value
+    return FileRecord(integer(raw["size"]), text(raw["digest"]))

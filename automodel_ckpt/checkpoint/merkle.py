@@ -20,6 +20,7 @@ from automodel_ckpt.checkpoint.digests import FileRecord, digest_from
 from automodel_ckpt.checkpoint.files.safe_open import open_safely
 from automodel_ckpt.checkpoint.manifest import COMPOSED
 from automodel_ckpt.checkpoint.slices import Slice, Tensor, runs_in_file
+from automodel_ckpt.checkpoint.tree import Tree, in_rank_files, slices_in_rank_file
 
 _BLOCK_BYTES = 4 << 20
 
@@ -38,16 +39,36 @@ def has_merkle_digest(record: FileRecord) -> bool:
 
 
 def slices_by_file(tensors: Iterable[Tensor]) -> dict[str, list[FileSlice]]:
-    """Map each file to its slices that are not empty, in the order of its Merkle digest."""
+    """Map each file to its slices that are not empty, in the order of its Merkle digest.
+
+    Files of one rank whose slices a table describes are left out: :func:`slices_in` finds theirs.
+    """
     found: dict[str, list[FileSlice]] = {}
     for tensor in tensors:
+        if in_rank_files(tensor):
+            continue
         for piece in tensor.slices:
             if piece.nbytes:
                 found.setdefault(piece.file, []).append(FileSlice(piece, tensor.shape))
     for held in found.values():
-        # Interleaved slices of a tensor have the same start; their offsets order them.
-        held.sort(key=lambda one: (one.piece.start, one.piece.offsets))
+        _sort(held)
     return found
+
+
+def slices_in(trees: Iterable[Tree], file: str) -> list[FileSlice]:
+    """Return the slices of a file of one rank that tables describe and that are not empty, in the same order."""
+    found: list[FileSlice] = []
+    for tree in trees:
+        for tensor, piece in slices_in_rank_file(tree, file):
+            if piece.nbytes:
+                found.append(FileSlice(piece, tensor.shape))
+    _sort(found)
+    return found
+
+
+def _sort(held: list[FileSlice]) -> None:
+    # Interleaved slices of a tensor have the same start; their offsets order them.
+    held.sort(key=lambda one: (one.piece.start, one.piece.offsets))
 
 
 def merkle_digest(head: str, held: Iterable[FileSlice]) -> str:

@@ -11,11 +11,13 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
 
+MAX_DIMENSIONS = 64
 # _corners() visits 2**n corners of each box that is partitioned in n dimensions.
 MAX_CUT_DIMENSIONS = 5
 MAX_EXTENTS = 2**59
@@ -82,14 +84,34 @@ class Slice:
         return math.prod(self.sizes[1:]) * itemsize
 
 
+class ComputedSlices(Sequence[Slice]):
+    """The slices of a tensor that are not in memory: each is computed when it is needed."""
+
+    interleaved: bool
+    whole: Slice | None
+    """The whole tensor as one slice, without a digest, where it is one byte range of a file; None where it is not."""
+
+    @abstractmethod
+    def renamed(self, fqn: str) -> ComputedSlices:
+        """Return the same slices of a tensor of another name."""
+
+    @abstractmethod
+    def overlapping(self, box: Box) -> Iterator[Slice]:
+        """Yield the slices that share elements with *box*, and no or few others."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor: its global *shape*, and the slices that tile it."""
+    """A tensor: its global *shape*, and the slices that tile it.
+
+    A tensor of a large checkpoint can have thousands of slices, which are computed while they are read
+    (:class:`ComputedSlices`): code that needs some of them calls :meth:`overlapping`.
+    """
 
     fqn: str
     dtype: str
     shape: tuple[int, ...]
-    slices: tuple[Slice, ...]
+    slices: tuple[Slice, ...] | ComputedSlices
 
     @property
     def nbytes(self) -> int:
@@ -98,6 +120,22 @@ class Tensor:
     @property
     def box(self) -> Box:
         return Box((0,) * len(self.shape), self.shape)
+
+    def renamed(self, fqn: str) -> Tensor:
+        """Return the same tensor under another name."""
+        if isinstance(self.slices, ComputedSlices):
+            return replace(self, fqn=fqn, slices=self.slices.renamed(fqn))
+        slices = tuple(replace(stored, fqn=fqn) for stored in self.slices)
+        return replace(self, fqn=fqn, slices=slices)
+
+    def overlapping(self, box: Box) -> Iterator[Slice]:
+        """Yield the slices that share elements with *box*; of interleaved ones the whole tensor as one slice."""
+        found: Iterator[Slice] = iter(contiguous_slices(self))
+        if isinstance(self.slices, ComputedSlices) and not self.slices.interleaved:
+            found = self.slices.overlapping(box)
+        for stored in found:
+            if intersection(stored.box, box) is not None:
+                yield stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +154,12 @@ def nbytes_of(dtype: str, sizes: Sequence[int]) -> int:
 
 def whole_tensor(fqn: str, dtype: str, shape: tuple[int, ...], file: str, start: int) -> Tensor:
     """Describe a tensor that is stored in a file as one slice, without a digest."""
-    nbytes = nbytes_of(dtype, shape)
-    offsets = (0,) * len(shape)
-    piece = Slice(fqn, dtype, offsets, shape, file, start, nbytes)
-    return Tensor(fqn, dtype, shape, (piece,))
+    return Tensor(fqn, dtype, shape, (whole_slice(fqn, dtype, shape, file, start),))
+
+
+def whole_slice(fqn: str, dtype: str, shape: tuple[int, ...], file: str, start: int) -> Slice:
+    """Describe a tensor in one byte range of a file as a slice, without a digest."""
+    return Slice(fqn, dtype, (0,) * len(shape), shape, file, start, nbytes_of(dtype, shape))
 
 
 def counts(value: object) -> tuple[int, ...] | None:
@@ -175,12 +215,19 @@ def _row(row: int, shape: tuple[int, ...], first: int, last: int) -> Iterator[Bo
         yield Box((row, *box.offsets), (1, *box.sizes))
 
 
-def contiguous_slices(tensor: Tensor) -> tuple[Slice, ...]:
+def is_interleaved(tensor: Tensor) -> bool:
+    """Whether the slices of a tensor are interleaved in one place of a file."""
+    if isinstance(tensor.slices, ComputedSlices):
+        return tensor.slices.interleaved
+    return any(piece.interleaved for piece in tensor.slices)
+
+
+def contiguous_slices(tensor: Tensor) -> tuple[Slice, ...] | ComputedSlices:
     """Return the contiguous byte ranges of a tensor: its slices, or the whole tensor if they are interleaved."""
-    if not any(piece.interleaved for piece in tensor.slices):
+    if not is_interleaved(tensor):
         return tensor.slices
     first = tensor.slices[0]
-    return whole_tensor(tensor.fqn, tensor.dtype, tensor.shape, first.file, first.start).slices
+    return (whole_slice(tensor.fqn, tensor.dtype, tensor.shape, first.file, first.start),)
 
 
 def runs_in_file(piece: Slice, shape: tuple[int, ...]) -> Iterator[Run]:
@@ -314,6 +361,8 @@ def tiling_fault(boxes: Sequence[Box], shape: tuple[int, ...]) -> str | None:
 
 def interleaving_fault(tensor: Tensor) -> str | None:
     """Return why the interleaved slices of a tensor are inconsistent; None if they are not."""
+    if isinstance(tensor.slices, ComputedSlices):
+        return None
     places = {(piece.file, piece.start, piece.interleaved) for piece in tensor.slices}
     if len(places) > 1 and any(piece.interleaved for piece in tensor.slices):
         return "some of its slices are interleaved, in one place, and others are not there"

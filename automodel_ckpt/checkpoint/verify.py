@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import heapq
 import mmap
 import os
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -22,9 +23,11 @@ from automodel_ckpt.checkpoint.merkle import (
     has_merkle_digest,
     head_fits,
     slices_by_file,
+    slices_in,
 )
 from automodel_ckpt.checkpoint.slices import Slice
-from automodel_ckpt.errors import Problem
+from automodel_ckpt.checkpoint.tree import in_rank_files
+from automodel_ckpt.errors import CheckpointUnusable, Problem
 
 Level = Literal["none", "size", "digest"]
 
@@ -49,14 +52,22 @@ def verify(
     """
     if level == "none":
         return []
+    try:
+        mine = _share(list(_tasks(manifest)), rank, num_ranks)
+        for tree in manifest.trees.values():
+            if rank == 0 and tree.table is not None:
+                tree.table.check_counts()
+    except CheckpointUnusable as error:
+        return list(error.problems)
     problems = []
+    # A file is in a task of some rank: with thousands of files and ranks, no rank checks all sizes.
+    my_files = {task.path for task in mine}
     for path, record in manifest.files.items():
-        problem = size_problem(checkpoint, path, record)
+        problem = size_problem(checkpoint, path, record) if path in my_files else None
         if problem is not None:
             problems.append(problem)
     if problems or level == "size":
         return problems
-    mine = _share(list(_tasks(manifest)), rank, num_ranks)
     with ThreadPoolExecutor(num_threads) as pool:
         found = pool.map(lambda task: _digest_problem(checkpoint, manifest, task), mine)
         return [problem for problem in found if problem is not None]
@@ -74,7 +85,10 @@ class _Task(NamedTuple):
 
 def _tasks(manifest: Manifest) -> Iterator[_Task]:
     """Yield the work of verifying all files. Files with a Merkle digest are divided into tasks of about 64 MiB."""
-    held_by = slices_by_file(tensor for tree in manifest.trees.values() for tensor in tree.stored)
+    held_by: dict[str, list[FileSlice]] = {}
+    if any(has_merkle_digest(record) for record in manifest.files.values()):
+        stored = [tensor for tree in manifest.trees.values() for tensor in tree.stored]
+        held_by = slices_by_file(stored)
     for path, record in manifest.files.items():
         held = held_by.get(path, [])
         if not has_merkle_digest(record):
@@ -95,11 +109,12 @@ def _tasks(manifest: Manifest) -> Iterator[_Task]:
 def _share(tasks: Sequence[_Task], rank: int, num_ranks: int) -> list[_Task]:
     """Return the tasks of this rank. They are divided so that all ranks read about the same number of bytes."""
     # The ranks do not communicate: each must compute the same division, from the manifest alone.
-    loads = [0] * num_ranks
+    loads = [(0, reader) for reader in range(num_ranks)]
     mine = []
     for task in sorted(tasks, key=lambda task: -task.nbytes):
-        reader = loads.index(min(loads))
-        loads[reader] += task.nbytes
+        load, reader = loads[0]
+        # Empty files are distributed, too.
+        heapq.heapreplace(loads, (load + max(task.nbytes, 1), reader))
         if reader == rank:
             mine.append(task)
     return mine
@@ -166,20 +181,29 @@ def _read_task(checkpoint: Path, manifest: Manifest, task: _Task) -> tuple[bool,
         return is_intact, [_named(piece) for piece in wrong]
     if file_record(checkpoint / path) == record:
         return True, []
-    with mapped(checkpoint, path) as data:
-        return False, list(_damaged(_parts(manifest).get(path, ()), data))
+    with mapped(checkpoint, path) as data, contextlib.suppress(CheckpointUnusable):
+        return False, list(_damaged(_parts_in(manifest, path, _listed_parts(manifest)), data))
+    return False, []
 
 
-def _parts(manifest: Manifest) -> dict[str, list[Slice | Blob]]:
-    """Map each file to its slices and values."""
+def _listed_parts(manifest: Manifest) -> dict[str, list[Slice | Blob]]:
+    """Map each file to its values, and to its slices that no table describes."""
     parts: dict[str, list[Slice | Blob]] = {}
     for tree in manifest.trees.values():
         for tensor in tree.tensors.values():
-            for piece in tensor.slices:
+            for piece in () if in_rank_files(tensor) else tensor.slices:
                 parts.setdefault(piece.file, []).append(piece)
         for blob in tree.objects.values():
             parts.setdefault(blob.file, []).append(blob)
     return parts
+
+
+def _parts_in(
+    manifest: Manifest, path: str, listed: Mapping[str, Sequence[Slice | Blob]]
+) -> list[Slice | Blob]:
+    """Return the slices and values of a file. *listed* are those of :func:`_listed_parts`."""
+    in_tables = [one.piece for one in slices_in(manifest.trees.values(), path)]
+    return [*in_tables, *listed.get(path, ())]
 
 
 def _damaged(parts: Iterable[Slice | Blob], data: memoryview) -> Iterator[str]:
@@ -220,10 +244,11 @@ def verify_deep(checkpoint: Path, manifest: Manifest) -> list[Problem]:
 
     Exports have different manifests (``export_manifest.py``).
     """
-    problems, parts = [], _parts(manifest)
+    problems, listed = [], _listed_parts(manifest)
     for path in manifest.files:
         with contextlib.suppress(OSError, ValueError):
-            if wrong := _disagreeing(checkpoint, manifest, path, parts.get(path, ())):
+            parts = _parts_in(manifest, path, listed)
+            if wrong := _disagreeing(checkpoint, manifest, path, parts):
                 value = ", ".join(wrong)
                 problems.append(
                     Problem("the manifest's digests disagree", str(checkpoint / path), value, _HINT)

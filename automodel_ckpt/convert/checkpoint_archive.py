@@ -195,7 +195,7 @@ def _add_checkpoint(
     content = read_safely(checkpoint, layout.MANIFEST, limit=MAX_BYTES)
     writer.add_bytes(f"{checkpoint.name}/{layout.MANIFEST}", content)
     segments = _segments(manifest, base)
-    for path in sorted(manifest.files):
+    for path in layout.tables_first(manifest.files):
         if _is_unchanged(path, manifest, earlier):
             continue
         nbytes = manifest.files[path].size
@@ -521,7 +521,8 @@ class _Extraction:
         base = _base_of(entry, self._root)
         staging = commit.reserve(self._root, entry.name)
         try:
-            self._files(staging, manifest, base, earlier)
+            staged = Manifest.parse(content, staging / layout.MANIFEST)
+            self._files(staging, staged, base, earlier)
             commit.finalize(staging, content)
             return commit.publish(staging, entry.name)
         finally:
@@ -538,7 +539,7 @@ class _Extraction:
             )
         self._log(f"{target.name} exists already")
         before = earlier.manifest if earlier is not None else None
-        for path in sorted(manifest.files):
+        for path in layout.tables_first(manifest.files):
             if not _is_unchanged(path, manifest, before):
                 self._expect(f"{target.name}/{path}")
         return target
@@ -548,10 +549,10 @@ class _Extraction:
     ) -> None:
         """Write the files of a checkpoint below *staging*, and compare them with its manifest."""
         name = str(layout.CheckpointName(manifest.step, manifest.epoch))
-        segments = _segments(manifest, base)
+        segments: dict[str, list[Segment]] | None = None
         before = earlier.manifest if earlier is not None else None
         unverified: dict[str, FileRecord] = {}
-        for path in sorted(manifest.files):
+        for path in layout.tables_first(manifest.files):
             record = manifest.files[path]
             target = staging / path
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -564,10 +565,13 @@ class _Extraction:
             if member.nbytes != record.size:
                 raise self._unusable(f"{path} has {member.nbytes} bytes, not {record.size}", name)
             source = self._reader.content(member)
+            of_file: Sequence[Segment] = ()
+            if not path.endswith(f"/{layout.SLICE_TABLE}"):
+                # Not before: the tables of this checkpoint describe its segments.
+                segments = _segments(manifest, base) if segments is None else segments
+                of_file = segments.get(path, ())
             with DurableFile(target, nbytes=record.size) as out:
-                for data in _transformed(
-                    source, record.size, segments.get(path, ()), base, forward=False
-                ):
+                for data in _transformed(source, record.size, of_file, base, forward=False):
                     out.write(data)
             # The digest of a file that several ranks wrote consists of those of its slices.
             if has_merkle_digest(record):

@@ -62,8 +62,7 @@ class NamesFile:
                 continue
             if name in renamed:
                 raise _wrong(self._path, f"two tensors get the name {name!r}")
-            slices = tuple(replace(stored, fqn=name) for stored in tensor.slices)
-            renamed[name] = Tensor(name, tensor.dtype, tensor.shape, slices)
+            renamed[name] = tensor.renamed(name)
         for line in self._lines:
             if line.text not in used:
                 raise _wrong(self._path, f"no tensor has the name {line.text!r}")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,26 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from automodel_ckpt.checkpoint.formats.planning import TreePlan, located
+from automodel_ckpt.checkpoint import commit, layout
+from automodel_ckpt.checkpoint.formats import safetensors, torch_save
+from automodel_ckpt.checkpoint.formats.assignment import Share
+from automodel_ckpt.checkpoint.formats.description import TreeDescription
+from automodel_ckpt.checkpoint.formats.planning import TreePlan
 from automodel_ckpt.checkpoint.formats.reading import read_tree
-from automodel_ckpt.checkpoint.manifest import Tree
-from automodel_ckpt.checkpoint.slices import Box, Tensor, tiling_fault
+from automodel_ckpt.checkpoint.formats.tree_layout import TreeLayout
+from automodel_ckpt.checkpoint.manifest import Manifest, Tree
+from automodel_ckpt.checkpoint.sharding import RegularSlices
+from automodel_ckpt.checkpoint.slices import Tensor, tiling_fault
+from automodel_ckpt.checkpoint.verify import verify, verify_deep
+from automodel_ckpt.checkpoint.writing import rank_manifest
+from automodel_ckpt.checkpoint.writing.jobs import run_all
+from automodel_ckpt.checkpoint.writing.rank_manifest import (
+    RankManifest,
+    finalize,
+    read_rank_manifests,
+)
 from tests.support import ranks
+from tests.unit.checkpoint.test_manifest import example
 
 WORLD = 8
 MESHES = ((1,), (2,), (3,), (4,), (8,), (2, 2), (2, 3), (2, 4), (4, 2), (2, 2, 2))
@@ -107,42 +122,75 @@ def part_of(whole: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> DTensor:
     )
 
 
-def save_all(made: list[Case], directory: Path) -> dict[str, Tensor]:
-    """Plan as each rank, divide the work, and write what each would write; one file per rank."""
-    trees: dict[tuple[int, int], TreePlan] = {}
-    plans: dict[int, list[Any]] = {case.number: [] for case in made}
+def save_all(made: list[Case], directory: Path) -> Path:
+    """Plan as each rank, divide the work, write what each would write, and publish it as rank 0 would.
+
+    The cases with even numbers are a module, the others an optimizer; each has a table.
+    """
+    trees: dict[int, list[TreePlan]] = {}
     for rank, meshes in as_each_rank():
+        states: list[dict[str, Any]] = [{}, {}]
         for case in made:
             if case.saved.mesh in meshes:
-                state = {case.name: part_of(case.whole, case.saved, meshes[case.saved.mesh])}
-                tree = trees[case.number, rank] = TreePlan("model", "model", state, nested=False)
-                plans[case.number].append(tree.local())
-    pieces: dict[str, list[Any]] = {case.name: [] for case in made}
-    for rank in range(WORLD):
-        with open(directory / f"rank_{rank}", "wb") as file:
-            for case in made:
-                tree = trees.get((case.number, rank))
-                if tree is None:
-                    continue
-                tree.partition(plans[case.number], rank)
-                for tensor in tree.tensors():
-                    stored = located(tensor, f"rank_{rank}", file.tell())
-                    file.write(tree.fetch(tensor)())
-                    pieces[case.name].extend(stored.slices)
-    return {
-        case.name: Tensor(
-            case.name, pieces[case.name][0].dtype, tuple(case.whole.shape), tuple(pieces[case.name])
-        )
-        for case in made
-        if pieces[case.name] or case.whole.numel()
+                whole = part_of(case.whole, case.saved, meshes[case.saved.mesh])
+                states[case.number % 2][case.name] = whole
+        trees[rank] = [
+            TreePlan("model", "model", states[0], nested=False),
+            TreePlan("optimizer", "optim", states[1], nested=True),
+        ]
+        described[rank] = [tree.describe() for tree in trees[rank]]
+        listed[rank] = [tree.irregular([case.name for case in made]) for tree in trees[rank]]
+    staging = commit.reserve(directory, "epoch_0_step_20")
+    layouts: list[TreeLayout] = []
+    for rank, of_rank in trees.items():
+        written = RankManifest(rank)
+        for number, tree in enumerate(of_rank):
+            tree.assign(shares_of(number), rank)
+            if number == 0:
+                layouts.append(safetensors.lay_out(tree))
+                jobs = list(safetensors.plan_jobs(tree, rank))
+            else:
+                layouts.append(torch_save.lay_out(tree))
+                jobs = [torch_save.plan_jobs(tree, rank)]
+            written.trees[tree.name] = layouts[-1].rank_tree()
+            run_all(jobs, staging, written)
+        (staging / layout.rank_manifest_file(rank)).write_bytes(written.to_bytes())
+    planned = {
+        "model": Tree("safetensors", layouts[0].tensors, {}),
+        "optimizer": Tree("torch_save", layouts[1].tensors, {}),
     }
+    partial_manifest = replace(example(), state={}, trees=planned, files={})
+    rank_manifest.MIN_TABLE_ROWS = 0
+    finalize(staging, partial_manifest, read_rank_manifests(staging, WORLD))
+    return commit.publish(staging, "epoch_0_step_20")
 
 
-def load_all(made: list[Case], tensors: dict[str, Tensor], directory: Path) -> list[str]:
+described: dict[int, list[TreeDescription]] = {}
+listed: dict[int, list[list[Tensor]]] = {}
+
+
+def shares_of(number: int) -> list[Share]:
+    """What the ranks would have exchanged about a tree."""
+    by_digest: dict[str, list[int]] = {}
+    for rank, descriptions in described.items():
+        by_digest.setdefault(descriptions[number].digest(), []).append(rank)
+    irregular = {name for each in described.values() for name in each[number].irregular}
+    shares = []
+    for equal in by_digest.values():
+        slices = {
+            rank: [tensor for tensor in listed[rank][number] if tensor.fqn in irregular]
+            for rank in equal
+        }
+        origins = [described[rank][number].origins for rank in equal]
+        shares.append(Share(described[equal[0]][number], equal, origins, slices))
+    return shares
+
+
+def load_all(made: list[Case], manifest: Manifest, directory: Path) -> list[str]:
     wrong = []
     for rank, meshes in as_each_rank():
         for case in made:
-            if case.loaded.mesh not in meshes or case.name not in tensors:
+            if case.loaded.mesh not in meshes:
                 continue
             expected = part_of(case.whole, case.loaded, meshes[case.loaded.mesh])
             target = DTensor.from_local(
@@ -154,7 +202,8 @@ def load_all(made: list[Case], tensors: dict[str, Tensor], directory: Path) -> l
                 stride=expected.stride(),
             )
             state = {case.name: target}
-            read_tree(directory, Tree("safetensors", {case.name: tensors[case.name]}, {}), state)
+            tree = manifest.trees[("model", "optimizer")[case.number % 2]]
+            read_tree(directory, tree, state)
             if not torch.equal(state[case.name].to_local(), expected.to_local()):
                 wrong.append(
                     f"rank {rank}: {case.saved} -> {case.loaded} of {list(case.whole.shape)}"
@@ -162,24 +211,32 @@ def load_all(made: list[Case], tensors: dict[str, Tensor], directory: Path) -> l
     return wrong
 
 
-def there_and_back(directory: Path) -> tuple[list[str], list[str], int]:
+def there_and_back(directory: Path) -> tuple[list[str], list[str], int, list[str]]:
     made = cases()
-    tensors = save_all(made, directory)
+    checkpoint = save_all(made, directory)
+    manifest = Manifest.read(checkpoint)
     torn = []
-    for case in made:
-        if case.name in tensors:
-            boxes = [Box(piece.offsets, piece.sizes) for piece in tensors[case.name].slices]
-            if fault := tiling_fault(boxes, tuple(case.whole.shape)):
-                torn.append(f"{case.saved} of {list(case.whole.shape)}: {fault}")
-    return torn, load_all(made, tensors, directory), len(tensors)
+    num_regular = 0
+    for tree in manifest.trees.values():
+        for tensor in tree.tensors.values():
+            num_regular += isinstance(tensor.slices, RegularSlices)
+            boxes = [piece.box for piece in tensor.slices]
+            assert len(boxes) == len(tensor.slices)
+            if fault := tiling_fault(boxes, tensor.shape):
+                torn.append(f"{tensor.fqn} of {list(tensor.shape)}: {fault}")
+    problems = verify(checkpoint, manifest) + verify_deep(checkpoint, manifest)
+    wrong = load_all(made, manifest, checkpoint)
+    return torn, wrong, num_regular, [str(problem) for problem in problems]
 
 
 def test_what_random_layouts_save_tiles_each_tensor_and_loads_into_any_other_layout(
     tmp_path: Path,
 ) -> None:
-    ((torn, wrong, num_stored),) = ranks.run(
+    ((torn, wrong, num_regular, problems),) = ranks.run(
         there_and_back, 1, tmp_path, init=False, timeout=max(170, NUM_LAYOUTS // 3)
     )
     assert torn == []
     assert wrong == []
-    assert num_stored > 0.9 * NUM_LAYOUTS
+    assert problems == []
+    # The others are listed: PyTorch divides them in a way of its own.
+    assert num_regular > 0.9 * NUM_LAYOUTS

@@ -1,4 +1,4 @@
-"""Makes tests/golden/v1_*: checkpoints of format version 1 that every later version has to read.
+"""Makes tests/golden/v2_*: checkpoints of format version 2 that every later version has to read.
 
 python -m tests.golden.make_golden tests/golden        # only ever for a new format version; old ones stay as they are
 """
@@ -13,6 +13,7 @@ from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.manifest import FORMAT_VERSION
 from automodel_ckpt.checkpoint.saving import planner
 from automodel_ckpt.checkpoint.saving.environment import environment
+from automodel_ckpt.checkpoint.writing import rank_manifest
 from tests.support import tiny
 
 FORMATS = ("safetensors", "torch_save")
@@ -28,6 +29,8 @@ def golden_state(seed: int = 5) -> SimpleNamespace:
 def main(directory: Path) -> None:
     # The fixtures do not name the machine that made them.
     planner.environment = lambda: {"packages": environment()["packages"]}  # type: ignore[assignment]
+    # A checkpoint that is so small has version 1 otherwise.
+    rank_manifest.MIN_TABLE_ROWS = 0
     for model_save_format in FORMATS:
         root = directory / f"v{FORMAT_VERSION}_{model_save_format}"
         losses = {"step": 20, "val_loss": 0.5}

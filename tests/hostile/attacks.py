@@ -685,7 +685,7 @@ def _texts() -> None:
 
 def entries() -> None:
     """Fill the table."""
-    from . import attacks_export, attacks_forms, attacks_run
+    from . import attacks_export, attacks_forms, attacks_run, attacks_tables
 
     _pickles()
     _bombs()
@@ -699,6 +699,7 @@ def entries() -> None:
     attacks_export.entries(add)
     attacks_run.entries(add)
     attacks_forms.entries(add)
+    attacks_tables.entries(add)
 
 
 __all__ = ["ATTACKS", "KINDS", "NAME", "Attack", "add", "entries", "layout"]

@@ -34,6 +34,8 @@ _CHECKPOINT = {
     "step_scheduler.pt": "pickle_in_step_scheduler",
     "dataloader/*.pt": "pickle_in_dataloader",
     "rng/*.pt": "pickle_in_rng",
+    "model/.slices": "table_content",
+    "optim/.slices": "table_content",
     "optim/.metadata": "pickle_in_metadata",
     "optim/__*_0.distcp": "pickle_in_distcp_value",
     "model/.metadata": "dcp_metadata_pickle",

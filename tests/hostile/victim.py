@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -22,6 +23,7 @@ from automodel_ckpt.checkpoint.hf_assets import tensor_specs
 from automodel_ckpt.checkpoint.module_tensors import module_state
 from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
+from automodel_ckpt.checkpoint.writing import rank_manifest
 from automodel_ckpt.models.adapter import Lora, add_adapters
 from tests.support import tiny
 from tests.support.llamas import llama_checkpoint
@@ -81,8 +83,8 @@ class _Assets:
 
 @functools.cache
 def pristine(form: str = "shards") -> Path:
-    """The untouched checkpoint, made once per process: in shards, with an export; as Hugging Face files (``hf``); an
-    ``adapter``, with its base in the run directory; or a ``llama`` with a tokenizer."""
+    """The untouched checkpoint, made once per process: in shards, with an export; as Hugging Face files (``hf``); with
+    ``tables`` of slices; an ``adapter``, with its base in the run directory; or a ``llama`` with a tokenizer."""
     holder = Path(tempfile.mkdtemp(prefix="automodel-ckpt-hostile-"))
     if form == "adapter":
         return _adapter(holder)
@@ -92,9 +94,11 @@ def pristine(form: str = "shards") -> Path:
     made = recipe()
     tiny.train(made)
     layouts = {"model_layout": "hf"} if form == "hf" else {}
-    path = tiny.save(
-        holder, made, assets={"model": _Assets()}, save_consolidated=False, **layouts
-    ).path
+    limit = 0 if form == "tables" else rank_manifest.MIN_TABLE_ROWS
+    with mock.patch.object(rank_manifest, "MIN_TABLE_ROWS", limit):
+        path = tiny.save(
+            holder, made, assets={"model": _Assets()}, save_consolidated=False, **layouts
+        ).path
     if form == "shards":
         consolidate(path)
     return path

@@ -193,7 +193,7 @@ def _litter(root: Path) -> None:
     shutil.copytree(newest, torn)
     (torn / "MANIFEST.json").unlink()
     (torn / ".parts").mkdir()
-    (torn / ".parts" / "rank_00000.json").write_text("{")
+    (torn / ".parts" / "rank_00000").write_text("{")
     trash = root / f".trash-{'c' * 32}"
     shutil.copytree(root / "epoch_0_step_10", trash)
     (trash / "config.yaml").unlink()

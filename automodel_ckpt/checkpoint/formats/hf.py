@@ -14,6 +14,8 @@ from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.export.plan import MAX_FILE_BYTES, OutputFile, plan_files
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
 from automodel_ckpt.checkpoint.formats.safetensors import values_job
+from automodel_ckpt.checkpoint.formats.tree_layout import TreeLayout, positioned
+from automodel_ckpt.checkpoint.sharding import Position, RegularSlices
 from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor, flat_index, is_one_run, nbytes_of
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.sources.opening import FINISHED
@@ -51,6 +53,18 @@ class FileLayout:
     interleaved: frozenset[str]
     warnings: tuple[str, ...] = ()
     reusable: frozenset[str] = frozenset()
+
+    def tree_layout(self, tensors: Mapping[str, Tensor]) -> TreeLayout:
+        """The regular *tensors* and their copies at their positions."""
+        own: dict[str, Tensor] = {}
+        copies: dict[str, Tensor] = {}
+        for fqn, tensor in tensors.items():
+            for position in self.positions.get(fqn, ()):
+                name = position.key if position.is_copy else fqn
+                where = Position(position.file, position.start, fqn in self.interleaved)
+                target = copies if position.is_copy else own
+                target[name] = positioned(tensor, name, position.dtype, where)
+        return TreeLayout(own, copies)
 
     def entry(self, tensor: Tensor, box: Box, position: FilePosition) -> Tensor:
         """The manifest entry of the slice *box* of *tensor* at *position*, without digest."""
@@ -116,6 +130,12 @@ def lay_out_tensors(
 
 def _is_contiguous(tensor: Tensor) -> bool:
     """Whether each slice is one contiguous byte range of the whole tensor."""
+    if isinstance(tensor.slices, RegularSlices):
+        sharding = tensor.slices.sharding
+        # The first slice is the largest in every dimension. The others are shorter in dimensions
+        # that it does not contain completely, which does not divide a byte range.
+        first = sharding.box(tensor.shape, (0,) * len(sharding.mesh))
+        return is_one_run(first, tensor.shape)
     return all(is_one_run(stored.box, tensor.shape) for stored in tensor.slices)
 
 

@@ -1,4 +1,8 @@
-"""Plan which rank writes what: PyTorch DCP's planner with one exchange between ranks instead of DCP's collectives."""
+"""The plan of a tree on one rank: which of its slices and values this rank writes.
+
+Each rank describes its tensors (``description.py``), and all ranks compute from the descriptions which rank writes
+which slice (``assignment.py``).
+"""
 
 from __future__ import annotations
 
@@ -9,24 +13,25 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.checkpoint.device_bytes import blocks_of, gathered
 from automodel_ckpt.checkpoint.discovery import flat_bytes, raw_bytes
-from automodel_ckpt.checkpoint.dtypes import TORCH_NAMES
 from automodel_ckpt.checkpoint.files.pickle_values import saved
-from automodel_ckpt.checkpoint.slices import Slice, Tensor, nbytes_of
+from automodel_ckpt.checkpoint.formats.assignment import Assignment, Share, assign
+from automodel_ckpt.checkpoint.formats.description import (
+    DTYPE_CODES,
+    DTYPES,
+    TreeDescription,
+    describe,
+    irregular_slices,
+)
+from automodel_ckpt.checkpoint.sharding import RegularSlices
+from automodel_ckpt.checkpoint.slices import Slice, Tensor
 from automodel_ckpt.checkpoint.writing.jobs import Blocks
 
-DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for code, name in TORCH_NAMES.items()}
-DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
+__all__ = ["DTYPES", "DTYPE_CODES", "Fetch", "TreePlan", "file_index", "located"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,69 +58,69 @@ class Fetch:
 
 @dataclass(slots=True)
 class TreePlan:
-    """The state dict of one tree and its planner on this rank.
+    """The state dict of one tree and what this rank writes of it. *kinds* are those of tensors that do not train.
 
-    The result of :meth:`local` is sent to the other ranks; :meth:`partition` takes those of all ranks and keeps this
-    rank's share. Every rank computes the same global plan, so nothing is scattered.
+    The result of :meth:`describe` is compared with that of the other ranks (``saving/agreement.py``); :meth:`assign`
+    takes the shares that result. Every rank computes the same assignment, so nothing is scattered.
     """
 
     name: str
     directory: str
     state_dict: dict[str, Any]
     nested: bool
-    planner: DefaultSavePlanner = dataclasses.field(init=False)
-    metadata: Metadata = dataclasses.field(init=False)
-    items: Sequence[WriteItem] = ()
+    kinds: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    paths: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    assignment: Assignment = dataclasses.field(default_factory=Assignment)
+    _flat: dict[str, Any] = dataclasses.field(default_factory=dict)
+    _own: list[Tensor] = dataclasses.field(default_factory=list)
+    _own_values: Sequence[str] = ()
 
-    def local(self) -> SavePlan:
-        """This rank's plan. *nested* state dicts (of optimizers) are flattened into one level."""
-        # Sharded tensors are not flattened: that would replace DTensors by their shards.
-        self.planner = DefaultSavePlanner(
-            flatten_state_dict=self.nested, flatten_sharded_tensors=False
-        )
-        self.planner.set_up_planner(self.state_dict)
-        return self.planner.create_local_plan()
+    def describe(self) -> TreeDescription:
+        """Describe this rank's state. *nested* state dicts (of optimizers) are flattened into one level."""
+        self._flat = self.state_dict
+        if self.nested:
+            self._flat, self.paths = flatten_state_dict(self.state_dict)
+        return describe(self._flat, self.paths, self.kinds)
 
-    def partition(self, plans: Sequence[SavePlan], rank: int) -> None:
-        """Assign each slice, and each value that is not a tensor, to exactly one rank. *plans* are those of all."""
-        # DCP's result depends only on the plans and their order (torch 2.13), so that each rank
-        # computes it alone. If several plans contain an item, one rank writes it: state that
-        # differs between ranks needs different names.
-        partitioned, self.metadata = self.planner.create_global_plan(list(plans))
-        self.items = partitioned[rank].items
+    def irregular(self, names: Sequence[str]) -> list[Tensor]:
+        """Describe this rank's slices of the tensors *names*, whose sharding is no formula."""
+        return irregular_slices(self._flat, names)
+
+    def assign(self, shares: Sequence[Share], rank: int) -> None:
+        """Assign each slice, and each value that is not a tensor, to exactly one rank.
+
+        *shares* are those of all ranks. Raises :class:`SaveFailed` where they do not match.
+        """
+        self.assignment = assign(self.name, shares)
+        self.paths, self.kinds = self.assignment.paths, self.assignment.kinds
+        self.take(rank)
+
+    def take(self, rank: int) -> None:
+        """Keep the share of *rank* in the assignment."""
+        self._own_values = self.assignment.values_of(rank)
+        self._own = []
+        for tensor in self.assignment.tensors.values():
+            mine = _slice_of(tensor, rank)
+            if mine is not None:
+                self._own.append(replace(tensor, slices=(mine,)))
+        for tensor in self.assignment.irregular_of(rank):
+            self._own.append(tensor)
 
     def tensors(self) -> list[Tensor]:
         """The slices that this rank writes: tensors with one slice each, which has no file yet.
 
         Empty slices of tensors that are not empty are omitted.
         """
-        tensors: list[Tensor] = []
-        for item in self.items:
-            if item.type == WriteItemType.BYTE_IO:
-                continue
-            tensor = _tensor_of(item)
-            if tensor.slices[0].nbytes or 0 in tensor.shape:
-                tensors.append(tensor)
-        return tensors
+        return self._own
 
     def all_tensors(self) -> dict[str, Tensor]:
-        """All tensors with the slices of all ranks, which have no file yet, by FQN. Call :meth:`partition` first."""
-        tensors: dict[str, Tensor] = {}
-        for fqn, stored in self.metadata.state_dict_metadata.items():
-            if not isinstance(stored, TensorStorageMetadata):
-                continue
-            dtype = DTYPE_CODES[stored.properties.dtype]
-            slices = [_slice_of(fqn, dtype, chunk) for chunk in stored.chunks]
-            tensors[fqn] = Tensor(fqn, dtype, tuple(stored.size), tuple(slices))
-        return tensors
+        """All tensors with the slices of all ranks, which have no file yet, by FQN. Call :meth:`assign` first."""
+        return {**self.assignment.tensors, **self.assignment.irregular}
 
     def values(self) -> Iterator[tuple[str, bytes]]:
         """The values this rank writes that are no tensors, as ``torch.save`` writes them."""
-        for item in self.items:
-            if item.type != WriteItemType.BYTE_IO:
-                continue
-            value = self.planner.lookup_object(item.index)
-            yield item.index.fqn, bytes(saved(value))
+        for fqn in self._own_values:
+            yield fqn, bytes(saved(self._flat[fqn]))
 
     def fetch(self, tensor: Tensor) -> Fetch:
         """The data of the slice of *tensor* (of :meth:`tensors`), to be fetched when it is written."""
@@ -125,7 +130,7 @@ class TreePlan:
     def _local_data(self, fqn: str, sizes: tuple[int, ...]) -> torch.Tensor:
         """The local data of a slice of shape *sizes*, on its device, from the present state dict."""
         # Looked up at each save: a kept plan must see parameters that were replaced.
-        value = self.planner.state_dict[fqn]
+        value = self._flat[fqn]
         local: torch.Tensor = value.to_local() if isinstance(value, DTensor) else value
         if local.requires_grad:
             local = local.detach()
@@ -133,11 +138,11 @@ class TreePlan:
 
     def flat(self) -> Mapping[str, Any]:
         """The planned state dict, flattened."""
-        return self.planner.state_dict
+        return self._flat
 
     def set_values(self, state: Mapping[str, Any]) -> None:
         """Replace the values that are fetched by those of *state*, a flat state dict of the same names and shapes."""
-        self.planner.state_dict = dict(state)
+        self._flat = dict(state)
 
     def release_values(self) -> None:
         """Drop the references to the state, so that what training replaces is freed. The plan stays usable."""
@@ -145,18 +150,10 @@ class TreePlan:
         self.state_dict = {}
 
 
-def _tensor_of(item: WriteItem) -> Tensor:
-    data = item.tensor_data
-    assert data is not None
-    dtype = DTYPE_CODES[data.properties.dtype]
-    fqn = item.index.fqn
-    return Tensor(fqn, dtype, tuple(data.size), (_slice_of(fqn, dtype, data.chunk),))
-
-
-def _slice_of(fqn: str, dtype: str, chunk: ChunkStorageMetadata) -> Slice:
-    """The slice of a tensor that DCP describes with *chunk*, without a file."""
-    sizes = tuple(chunk.sizes)
-    return Slice(fqn, dtype, tuple(chunk.offsets), sizes, "", 0, nbytes_of(dtype, sizes))
+def _slice_of(tensor: Tensor, rank: int) -> Slice | None:
+    """The slice of a regular tensor that *rank* writes; None if it writes none."""
+    assert isinstance(tensor.slices, RegularSlices)
+    return tensor.slices.of_rank(rank)
 
 
 def located(tensor: Tensor, file: str, start: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Read a tree: PyTorch DCP plans which parts of which slices a rank needs, and they are read in place.
+"""Read a tree: a rank reads the parts of slices that it needs, into the memory of its tensors.
 
 Used for all formats, because the manifest has the position of every slice's raw bytes. Pickles are read only for
 values that are not tensors, by a reader of plain data (``files/pickle_reader.py``).
@@ -6,38 +6,34 @@ values that are not tensors, by a reader of plain data (``files/pickle_reader.py
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files import pickle_reader
 from automodel_ckpt.checkpoint.files.safe_open import open_safely, read_safely
-from automodel_ckpt.checkpoint.formats.planning import DTYPE_CODES, DTYPES
+from automodel_ckpt.checkpoint.formats.description import DTYPE_CODES, DTYPES, local_box
 from automodel_ckpt.checkpoint.manifest import Blob, Tree
-from automodel_ckpt.checkpoint.slices import Box, Slice, contiguous_slices, nbytes_of, overlap
+from automodel_ckpt.checkpoint.slices import (
+    Box,
+    Run,
+    Slice,
+    Tensor,
+    intersection,
+    nbytes_of,
+    overlap,
+)
 from automodel_ckpt.checkpoint.tensors.float_cast import storage_dtype
 from automodel_ckpt.checkpoint.tensors.strided import map_slice
 from automodel_ckpt.errors import CheckpointUnusable
 
 _HINT = "use another checkpoint of this run (`ckpt ls`)"
-
-SliceIndex = tuple[str, tuple[int, ...]]
-"""The FQN of a slice's tensor, and its offsets."""
 
 
 class ByteRanges(Protocol):
@@ -50,21 +46,42 @@ class ByteRanges(Protocol):
         """Fill *memory* with the bytes of *file* from *start*. Raises :class:`CheckpointUnusable`."""
 
 
-class _Planner(DefaultLoadPlanner):
-    """DCP's planner, except that values that are not tensors are unpickled by a reader that runs no code."""
+class _Read(NamedTuple):
+    """The box *wanted* of a slice, relative to it, and where it is read to."""
 
-    def __init__(self) -> None:
-        # Partial: DCP would raise for the first missing key; `differences` reports all of them
-        # before.
-        super().__init__(
-            flatten_state_dict=False, flatten_sharded_tensors=False, allow_partial_load=True
-        )
+    stored: Slice
+    wanted: Box
+    target: torch.Tensor
 
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        # The base class calls torch.load(weights_only=False) (torch 2.13), which can run code in
-        # the file.
-        fqn = read_item.dest_index.fqn
-        self.original_state_dict[fqn] = pickle_reader.load(value.getvalue(), fqn)
+    @property
+    def position(self) -> tuple[str, int]:
+        return self.stored.file, self.stored.start
+
+    def runs(self) -> Iterator[Run]:
+        """The runs of bytes of the box: in the slice, and in a buffer of the box's shape."""
+        whole_slice = Box((0,) * len(self.stored.sizes), self.stored.sizes)
+        yield from overlap(whole_slice, self.wanted, nbytes_of(self.stored.dtype, ()))
+
+    def byte_range(self) -> tuple[str, int, int]:
+        """(file, start, end) of the bytes of the box. Gaps in them are included."""
+        file, start = self.position
+        runs = list(self.runs())
+        return file, start + runs[0].source, start + runs[-1].source + runs[-1].nbytes
+
+
+class _ReadValue(NamedTuple):
+    """A value that is no tensor, under its name."""
+
+    fqn: str
+    blob: Blob
+
+    @property
+    def position(self) -> tuple[str, int]:
+        return self.blob.file, self.blob.start
+
+    def byte_range(self) -> tuple[str, int, int]:
+        """(file, start, end) of its bytes."""
+        return self.blob.file, self.blob.start, self.blob.start + self.blob.nbytes
 
 
 def read_value(checkpoint: Path, file: str) -> Any:
@@ -84,21 +101,6 @@ def read_object(checkpoint: Path, tree: Tree, name: str, remote: ByteRanges | No
         return pickle_reader.load(files.read_blob(tree.objects[name]), name)
 
 
-def metadata_of(tree: Tree) -> Metadata:
-    """The tree in the format of DCP's planner."""
-    state: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    for fqn, tensor in tree.tensors.items():
-        chunks: list[ChunkStorageMetadata] = []
-        for stored in contiguous_slices(tensor):
-            chunk = ChunkStorageMetadata(torch.Size(stored.offsets), torch.Size(stored.sizes))
-            chunks.append(chunk)
-        properties = TensorProperties(dtype=DTYPES[tensor.dtype])
-        state[fqn] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
-    for fqn in tree.objects:
-        state[fqn] = BytesStorageMetadata()
-    return Metadata(state)
-
-
 def read_tree(
     checkpoint: Path, tree: Tree, state_dict: dict[str, Any], remote: ByteRanges | None = None
 ) -> None:
@@ -108,53 +110,40 @@ def read_tree(
     bytes are read from there, and *checkpoint* is only for messages. Raises :class:`CheckpointUnusable` naming the
     file.
     """
-    planner = _Planner()
-    planner.set_up_planner(state_dict, metadata_of(tree))
-    plan = planner.create_local_plan()
-    slices: dict[SliceIndex, Slice] = {}
-    for tensor in tree.tensors.values():
-        for stored in contiguous_slices(tensor):
-            slices[stored.fqn, stored.offsets] = stored
-    items = sorted(plan.items, key=lambda item: _position(item, slices, tree))
+    reads: list[_Read | _ReadValue] = []
+    for fqn, value in state_dict.items():
+        if fqn in tree.objects:
+            reads.append(_ReadValue(fqn, tree.objects[fqn]))
+        elif fqn in tree.tensors:
+            reads += _reads(tree.tensors[fqn], value)
+    # In the order of the disk.
+    reads.sort(key=lambda read: read.position)
     if remote is not None:
-        remote.expect(_ranges(items, slices, tree))
+        remote.expect([read.byte_range() for read in reads])
     with _Files(checkpoint, remote) as files:
-        for item in items:
-            if item.type == LoadItemType.BYTE_IO:
-                data = files.read_blob(tree.objects[item.storage_index.fqn])
-                planner.load_bytes(item, io.BytesIO(data))
+        for read in reads:
+            if isinstance(read, _Read):
+                files.read_into(read)
             else:
-                files.read_into(slices[_index(item)], item, planner.resolve_tensor(item))
+                data = files.read_blob(read.blob)
+                state_dict[read.fqn] = pickle_reader.load(data, read.fqn)
 
 
-def _index(item: ReadItem) -> SliceIndex:
-    return item.storage_index.fqn, tuple(item.storage_index.offset or ())
-
-
-def _position(item: ReadItem, slices: Mapping[SliceIndex, Slice], tree: Tree) -> tuple[str, int]:
-    """(file, byte) of an item, to read in the order of the disk."""
-    if item.type == LoadItemType.BYTE_IO:
-        blob = tree.objects[item.storage_index.fqn]
-        return blob.file, blob.start
-    stored = slices[_index(item)]
-    return stored.file, stored.start
-
-
-def _ranges(
-    items: Iterable[ReadItem], slices: Mapping[SliceIndex, Slice], tree: Tree
-) -> Iterator[tuple[str, int, int]]:
-    """Yield (file, start, end) of the bytes that each item needs. Gaps in them are included."""
-    for item in items:
-        file, start = _position(item, slices, tree)
-        if item.type == LoadItemType.BYTE_IO:
-            yield file, start, start + tree.objects[item.storage_index.fqn].nbytes
-            continue
-        stored = slices[_index(item)]
-        wanted = Box(tuple(item.storage_offsets), tuple(item.lengths))
-        whole_slice = Box((0,) * len(stored.sizes), stored.sizes)
-        runs = list(overlap(whole_slice, wanted, nbytes_of(stored.dtype, ())))
-        if runs:
-            yield file, start + runs[0].source, start + runs[-1].source + runs[-1].nbytes
+def _reads(tensor: Tensor, value: torch.Tensor) -> Iterator[_Read]:
+    """What to read of a stored tensor into the part of it that this rank has in *value*."""
+    box = local_box(value)
+    if box is None:
+        return
+    if tuple(value.shape) != tensor.shape:
+        raise ValueError(
+            f"{tensor.fqn} has the shape {list(tensor.shape)}, not {list(value.shape)}"
+        )
+    local = value.to_local() if isinstance(value, DTensor) else value
+    for stored in tensor.overlapping(box):
+        common = intersection(stored.box, box)
+        assert common is not None
+        offsets = tuple(a - b for a, b in zip(common.offsets, stored.offsets, strict=True))
+        yield _Read(stored, Box(offsets, common.sizes), local.detach()[common.within(box)])
 
 
 class _Files:
@@ -176,11 +165,9 @@ class _Files:
         self._read(blob.file, memoryview(data), blob.start)
         return bytes(data)
 
-    def read_into(self, stored: Slice, item: ReadItem, target: torch.Tensor) -> None:
-        """Copy the box of a stored slice that *item* needs into *target* (of that box's shape, on any device)."""
-        wanted = Box(tuple(item.storage_offsets), tuple(item.lengths))
-        whole_slice = Box((0,) * len(stored.sizes), stored.sizes)
-        target = target.detach()
+    def read_into(self, read: _Read) -> None:
+        """Copy the box of a stored slice into a tensor of that box's shape, on any device."""
+        stored, wanted, target = read
         # Only then are the stored bytes those of the tensor's memory.
         in_place = (
             target.device.type == "cpu"
@@ -195,7 +182,7 @@ class _Files:
         if stored.strides is not None:
             self._gather(stored, wanted, memory)
         else:
-            for run in overlap(whole_slice, wanted, nbytes_of(stored.dtype, ())):
+            for run in read.runs():
                 target_bytes = memory[run.target : run.target + run.nbytes]
                 self._read(stored.file, target_bytes, stored.start + run.source)
         if not in_place:

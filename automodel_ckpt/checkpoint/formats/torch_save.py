@@ -9,33 +9,45 @@ nor the pickle in ``.metadata``.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.files.torch_archive import tensor_archive
 from automodel_ckpt.checkpoint.formats.planning import DTYPES, TreePlan, located
-from automodel_ckpt.checkpoint.manifest import Blob
+from automodel_ckpt.checkpoint.formats.tree_layout import TreeLayout, ordered
+from automodel_ckpt.checkpoint.manifest import Blob, Tree
+from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.writing.jobs import Chunk, FileJob
-from automodel_ckpt.checkpoint.writing.rank_manifest import DcpItem, RankManifest
 
 NAME = "torch_save"
 _VERSION = "1.0.0"
 
 
-def plan_jobs(plan: TreePlan, rank: int) -> tuple[FileJob, list[DcpItem]]:
-    """The job of *rank* for a tree, and where torch's reader finds each item of it."""
+def lay_out(plan: TreePlan) -> TreeLayout:
+    """The order of an assigned plan's tensors in the files of each rank."""
+    return ordered(plan.assignment.tensors.values())
+
+
+def plan_jobs(plan: TreePlan, rank: int) -> FileJob:
+    """The job of *rank* for a tree."""
     file = layout.distcp_file(plan.directory, rank)
     chunks: list[Chunk] = []
-    items: list[DcpItem] = []
     end = 0
     for fqn, data in plan.values():
-        blob = Blob(fqn, file, end, len(data), "")
-        chunks.append(Chunk(end, data, blob))
-        items.append(DcpItem(fqn, None, file, end, len(data)))
+        chunks.append(Chunk(end, data, Blob(fqn, file, end, len(data), "")))
         end += len(data)
     for tensor in plan.tensors():
         (stored,) = tensor.slices
@@ -50,24 +62,44 @@ def plan_jobs(plan: TreePlan, rank: int) -> tuple[FileJob, list[DcpItem]]:
         chunks.append(Chunk(start, archive.head))
         chunks.append(Chunk(data_start, plan.fetch(tensor), entry))
         chunks.append(Chunk(tail_start, archive.tail, crc_at=archive.crc_at))
-        # torch's reader gets the whole archive, the manifest's entry has only the raw bytes in it.
-        items.append(DcpItem(tensor.fqn, stored.offsets, file, start, end - start))
-    return FileJob(file, chunks, plan.name, end), items
+    return FileJob(file, chunks, plan.name, end)
 
 
-def metadata_of(plan: TreePlan, rank_manifests: Sequence[RankManifest]) -> bytes:
-    """A tree's ``.metadata`` for torch's reader, from the rank manifests; unchanged while the plan is reused."""
+def metadata_of(plan: TreePlan, tree: Tree) -> bytes:
+    """A tree's ``.metadata`` for torch's reader; unchanged while the plan is reused."""
     storage: dict[MetadataIndex, _StorageInfo] = {}
-    for written in rank_manifests:
-        tree = written.trees.get(plan.name)
-        for item in tree.dcp_items if tree is not None else ():
-            # Only the name: torch's reader looks for the file beside .metadata.
-            info = _StorageInfo(Path(item.file).name, item.start, item.nbytes)
-            storage[MetadataIndex(item.fqn, item.offsets)] = info
-    metadata: Metadata = plan.metadata
-    metadata.storage_data = storage
-    # Empty: torch's own writer stores the path of the directory, here that of the staging
-    # directory.
-    metadata.storage_meta = StorageMeta()
-    metadata.version = _VERSION
+    described: dict[str, STORAGE_TYPES] = {}
+    for fqn, tensor in tree.tensors.items():
+        described[fqn] = _add_tensor(tensor, storage)
+    for fqn, blob in tree.objects.items():
+        described[fqn] = BytesStorageMetadata()
+        storage[MetadataIndex(fqn)] = _StorageInfo(Path(blob.file).name, blob.start, blob.nbytes)
+    metadata = Metadata(
+        described,
+        planner_data=dict(plan.paths) if plan.nested else None,
+        storage_data=storage,
+        # Empty: torch's own writer stores the path of the directory, here that of the staging
+        # directory.
+        storage_meta=StorageMeta(),
+        version=_VERSION,
+    )
     return pickle.dumps(metadata)
+
+
+def _add_tensor(
+    tensor: Tensor, storage: dict[MetadataIndex, _StorageInfo]
+) -> TensorStorageMetadata:
+    """Describe a tensor, and add where its slices are to *storage*."""
+    chunks: list[ChunkStorageMetadata] = []
+    dtype = DTYPES[tensor.dtype]
+    for stored in tensor.slices:
+        offsets = torch.Size(stored.offsets)
+        chunks.append(ChunkStorageMetadata(offsets, torch.Size(stored.sizes)))
+        # torch's reader gets the whole archive, the manifest's entry has only the raw bytes in it.
+        archive = tensor_archive(dtype, stored.sizes, stored.nbytes)
+        length = len(archive.head) + stored.nbytes + len(archive.tail)
+        # Only the name: torch's reader looks for the file beside .metadata.
+        name = Path(stored.file).name
+        info = _StorageInfo(name, stored.start - len(archive.head), length)
+        storage[MetadataIndex(tensor.fqn, offsets)] = info
+    return TensorStorageMetadata(TensorProperties(dtype), torch.Size(tensor.shape), chunks)

@@ -22,6 +22,7 @@ from automodel_ckpt.checkpoint.remote.ranges import VerifiedRanges
 from automodel_ckpt.checkpoint.remote.run import RemoteCheckpoint, RemoteRun
 from automodel_ckpt.checkpoint.remote.store import Store, StoreError
 from automodel_ckpt.checkpoint.run import links, resume
+from automodel_ckpt.checkpoint.tree import files_of
 from automodel_ckpt.store_url import is_url, public
 from automodel_ckpt.units import size_text
 
@@ -243,8 +244,7 @@ def remove_fetched(root: Path) -> None:
 def _files_with_tensors(manifest: Manifest) -> set[str]:
     files: set[str] = set()
     for tree in manifest.trees.values():
-        for tensor in tree.stored:
-            files.update(piece.file for piece in tensor.slices)
+        files |= files_of(tree)
         files.update(blob.file for blob in tree.objects.values())
     return files
 

@@ -57,7 +57,7 @@ def read_manifest(run: RemoteRun, name: str) -> Manifest:
     where = f"{run.store}/{name}"
     if data is None:
         raise _missing(where, f"no {layout.MANIFEST}: absent or incomplete")
-    return Manifest.parse(data, f"{where}/{layout.MANIFEST}")
+    return run.parse_manifest(name, data)
 
 
 def _missing(where: str, value: str) -> CheckpointUnusable:

@@ -44,8 +44,7 @@ def pull_checkpoint(
     data = run.manifest(name)
     if data is None:
         raise _absent(run, name)
-    where = f"{run.store}/{name}/{layout.MANIFEST}"
-    manifest = Manifest.parse(data, where)
+    manifest = run.parse_manifest(name, data)
     _check_space(root, manifest)
     staging = commit.reserve(root, name)
     try:
@@ -68,7 +67,7 @@ def pull_files(
     data = run.manifest(name)
     if data is None:
         raise _absent(run, name)
-    manifest = Manifest.parse(data, f"{run.store}/{name}/{layout.MANIFEST}")
+    manifest = run.parse_manifest(name, data)
     chosen = {file: manifest.files[file] for file in files}
     path = target / name
     path.mkdir()

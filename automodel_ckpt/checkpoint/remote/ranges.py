@@ -17,8 +17,16 @@ import xxhash
 
 from automodel_ckpt.checkpoint.digests import digest_from
 from automodel_ckpt.checkpoint.manifest import Blob, Manifest
+from automodel_ckpt.checkpoint.merkle import slices_in
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
-from automodel_ckpt.checkpoint.slices import Slice, Tensor, contiguous_slices, runs_in_file
+from automodel_ckpt.checkpoint.slices import (
+    Slice,
+    Tensor,
+    contiguous_slices,
+    is_interleaved,
+    runs_in_file,
+)
+from automodel_ckpt.checkpoint.tree import in_rank_files
 from automodel_ckpt.errors import CheckpointUnusable
 
 REQUEST_BYTES = 16 << 20
@@ -70,7 +78,9 @@ class VerifiedRanges:
         self, run: RemoteRun, name: str, manifest: Manifest, *, num_threads: int = 8
     ) -> None:
         self._run, self._name = run, name
-        self._parts = _parts_by_file(manifest)
+        self._trees = tuple(manifest.trees.values())
+        self._listed = _listed_parts(manifest)
+        self._parts: dict[str, list[Part]] = {}
         self._pool = ThreadPoolExecutor(num_threads, "ranges")
         self._waiting: deque[_Batch] = deque()
         self._expected: set[Part] = set()
@@ -112,8 +122,7 @@ class VerifiedRanges:
     def damaged(self, file: str) -> list[str]:
         """Read all slices and values in *file*, and return the names of those that do not match their digests."""
         names = []
-        parts = self._parts.get(file, [])
-        for batch in _batches(parts):
+        for batch in _batches(self._parts_of_file(file)):
             data = self._content(batch)
             for part in batch.parts:
                 names += _damaged(part, data[part.start - batch.start : part.end - batch.start])
@@ -123,12 +132,22 @@ class VerifiedRanges:
 
     def _overlapping(self, file: str, start: int, end: int) -> Iterator[Part]:
         """Yield the parts that have bytes from *start* to *end*, in the order of the file."""
-        parts = self._parts.get(file, [])
+        parts = self._parts_of_file(file)
         first = bisect.bisect_right(parts, start, key=lambda part: part.end)
         for part in parts[first:]:
             if part.start >= end:
                 return
             yield part
+
+    def _parts_of_file(self, file: str) -> list[Part]:
+        """The parts of a file in their order. Of a table, only the rows of the ranks that wrote the file are read."""
+        if file not in self._parts:
+            parts = list(self._listed.get(file, ()))
+            for held in slices_in(self._trees, file):
+                piece = held.piece
+                parts.append(Part(file, piece.start, piece.nbytes, ((piece, held.shape),)))
+            self._parts[file] = sorted(parts, key=lambda part: part.start)
+        return self._parts[file]
 
     def _data(self, part: Part) -> memoryview:
         """The verified bytes of *part*."""
@@ -207,18 +226,16 @@ def _damaged(part: Part, content: memoryview) -> list[str]:
     return names
 
 
-def _parts_by_file(manifest: Manifest) -> dict[str, list[Part]]:
-    """Map each file to its parts that are not empty, in the order of the file."""
+def _listed_parts(manifest: Manifest) -> dict[str, list[Part]]:
+    """Map each file to its parts that are not empty and that no table describes."""
     found: dict[str, list[Part]] = {}
     for tree in manifest.trees.values():
         for tensor in tree.stored:
-            for part in _parts_of(tensor):
+            for part in () if in_rank_files(tensor) else _parts_of(tensor):
                 found.setdefault(part.file, []).append(part)
         for blob in tree.objects.values():
             part = Part(blob.file, blob.start, blob.nbytes, ((blob, ()),))
             found.setdefault(blob.file, []).append(part)
-    for parts in found.values():
-        parts.sort(key=lambda part: part.start)
     return found
 
 
@@ -226,7 +243,7 @@ def _parts_of(tensor: Tensor) -> Iterator[Part]:
     for whole in contiguous_slices(tensor):
         # An interleaved slice may be in many short ranges, between those of others.
         pieces: Sequence[Slice] = [whole]
-        if tensor.slices[0].interleaved:
+        if is_interleaved(tensor):
             pieces = tensor.slices
         checks = tuple((piece, tensor.shape) for piece in pieces if piece.nbytes)
         if whole.nbytes:

@@ -127,6 +127,17 @@ class RemoteRun:
         except FileNotFoundError:
             return None
 
+    def parse_manifest(self, name: str, data: bytes) -> Manifest:
+        """Parse *data*, the manifest of a checkpoint, whose slice tables are then read from the store.
+
+        Raises :class:`CheckpointUnusable`.
+        """
+
+        def read(file: str, start: int, nbytes: int) -> bytes:
+            return self.store.read_patiently(f"{name}/{file}", start, start + nbytes)
+
+        return Manifest.parse(data, f"{self.store}/{name}/{layout.MANIFEST}", read)
+
     def checkpoint(self, name: layout.CheckpointName) -> RemoteCheckpoint | None:
         """Read the summary of a checkpoint; None if it is absent, incomplete, damaged or superseded."""
         if self.is_superseded(str(name)):
@@ -283,7 +294,7 @@ class RemoteRun:
         files = [layout.MANIFEST]
         if data is not None:
             with contextlib.suppress(CheckpointUnusable):
-                files += Manifest.parse(data, f"{self.store}/{name}/{layout.MANIFEST}").files
+                files += self.parse_manifest(name, data).files
         for file in files:
             path = f"{name}/{file}"
             version = None if path in versions else self.store.version(path)

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import pickle
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from automodel_ckpt.checkpoint.discovery import Item, classify
 from automodel_ckpt.checkpoint.export_leftovers import clear_leftovers
 from automodel_ckpt.checkpoint.failures import as_failure
 from automodel_ckpt.checkpoint.files.pickle_values import saved
+from automodel_ckpt.checkpoint.formats.assignment import Share
 from automodel_ckpt.checkpoint.saving.background import Background, Cancelled, Upload
 from automodel_ckpt.checkpoint.saving.forecast import Forecast, free_bytes
 from automodel_ckpt.checkpoint.saving.host_memory import MemoryLayout, lay_out
@@ -108,14 +109,18 @@ class AsyncSaves:
 
     # ---------------------------------------------------------------- a new plan
 
-    def save(self, save: Save, proposals: list[Proposal]) -> SaveReport:
+    def save(
+        self, save: Save, proposals: list[Proposal], shares: Mapping[str, Sequence[Share]]
+    ) -> SaveReport:
         """Plan a save, copy the state and start writing; return when the state is copied. Collective.
+
+        *proposals* and *shares* are those of all ranks.
 
         Raises :class:`SaveFailed` on all ranks.
         """
         try:
             with raise_on_all_ranks(self._group, f"saving {save.name}", self._planner.run.path):
-                written, jobs, objects = self._planner.plan(save, proposals)
+                written, jobs, objects = self._planner.plan(save, proposals, shares)
                 live = self._live_state(save)
                 trees = lay_out(jobs)
                 self._upload(save, written, trees, objects)

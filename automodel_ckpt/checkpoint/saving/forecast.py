@@ -7,10 +7,10 @@ import io
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.discovery import Item
 from automodel_ckpt.checkpoint.manifest import MAX_BYTES
 from automodel_ckpt.checkpoint.module_tensors import module_state, stored_layout
+from automodel_ckpt.checkpoint.slice_table import MIN_TABLE_ROWS
 from automodel_ckpt.checkpoint.state.optimizer_names import trained_by_all
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.units import size_text
@@ -31,7 +32,8 @@ _ENTRY_BYTES = {"module": 380, "optimizer": 850}
 # The rest of the manifest, config.yaml, losses.json, consolidate.sh; a shard's header is padded to a block.
 _FIXED_BYTES, _PADDING_BYTES = 10_240, 2048
 _VALUE_BYTES = 16
-# Text of an entry in the manifest besides its name, its file's name and its extents: per tensor, and per slice.
+# Text of an entry in the manifest besides its name, its file's name and its extents: per tensor, and per slice. In a
+# tree with a table, a tensor has its sharding instead of slices.
 _TENSOR_TEXT_BYTES, _SLICE_TEXT_BYTES = 48, 132
 _FILE_NAME_BYTES = {"module": 60, "optimizer": 28}
 # Extents of the parameter for a trial step. They differ, so that the extents of state that an optimizer has per row or
@@ -94,13 +96,14 @@ def forecast_manifest_bytes(
             continue
         for name, parameter in item.value.named_parameters():
             names[id(parameter)] = name
+        entries: list[_Entry] = []
         for name, value in _module_tensors(item, None).items():
-            num_slices = _num_slices(value, num_shards)
-            total += _entry_text_bytes("module", name, tuple(value.shape), num_slices)
+            entries.append(_Entry(name, tuple(value.shape), _num_slices(value, num_shards)))
+        total += _text_bytes("module", entries)
     for item in items:
         if item.kind == "optimizer" and save_optimizer:
-            entries = _optimizer_text_bytes(item.value, names, num_shards)
-            total += int(sum(entries) * _share_factor(item.value))
+            entries = list(_optimizer_entries(item.value, names, num_shards))
+            total += int(_text_bytes("optimizer", entries) * _share_factor(item.value))
     return total
 
 
@@ -117,9 +120,17 @@ def _module_tensors(
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
-def _optimizer_text_bytes(
+class _Entry(NamedTuple):
+    """A tensor in the manifest: its name, its shape, and the number of its slices."""
+
+    name: str
+    shape: tuple[int, ...]
+    num_slices: int
+
+
+def _optimizer_entries(
     optimizer: Optimizer, names: Mapping[int, str], num_shards: int | None
-) -> Iterator[int]:
+) -> Iterator[_Entry]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             prefix = f"state.{names.get(id(parameter), '')}"
@@ -129,14 +140,19 @@ def _optimizer_text_bytes(
                 if numel is not None:
                     shape = tuple(parameter.shape)
                     num_slices = _num_slices(parameter, num_shards)
-                yield _entry_text_bytes("optimizer", f"{prefix}.{key}", shape, num_slices)
+                yield _Entry(f"{prefix}.{key}", shape, num_slices)
 
 
-def _entry_text_bytes(kind: str, name: str, shape: tuple[int, ...], num_slices: int) -> int:
-    """Bytes of a tensor's entry in the manifest."""
-    extents = sum(len(str(extent)) + 1 for extent in shape)
-    per_slice = _SLICE_TEXT_BYTES + _FILE_NAME_BYTES[kind] + 2 * extents
-    return len(json.dumps(name)) + _TENSOR_TEXT_BYTES + extents + num_slices * per_slice
+def _text_bytes(kind: str, entries: Sequence[_Entry]) -> int:
+    """Bytes of the tensors of a tree in the manifest."""
+    has_table = sum(entry.num_slices for entry in entries) >= MIN_TABLE_ROWS
+    total = 0
+    for name, shape, num_slices in entries:
+        extents = sum(len(str(extent)) + 1 for extent in shape)
+        total += len(json.dumps(name)) + _TENSOR_TEXT_BYTES + extents
+        if not has_table:
+            total += num_slices * (_SLICE_TEXT_BYTES + _FILE_NAME_BYTES[kind] + 2 * extents)
+    return total
 
 
 def forecast_bytes(

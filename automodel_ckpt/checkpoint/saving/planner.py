@@ -16,18 +16,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed import ProcessGroup
 
 from automodel_ckpt.checkpoint import commit, layout
 from automodel_ckpt.checkpoint.digests import FileRecord
 from automodel_ckpt.checkpoint.discovery import Item, classify
 from automodel_ckpt.checkpoint.formats import hf, safetensors, torch_save
+from automodel_ckpt.checkpoint.formats.assignment import Share
+from automodel_ckpt.checkpoint.formats.description import TreeDescription
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
+from automodel_ckpt.checkpoint.formats.tree_layout import TreeLayout
 from automodel_ckpt.checkpoint.manifest import NOT_SAVED, Manifest, StateRecord, Tree
 from automodel_ckpt.checkpoint.module_tensors import module_state, stored_layout, untrained_names
 from automodel_ckpt.checkpoint.options import ModelFormat, ModelLayout, Options
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
+from automodel_ckpt.checkpoint.saving.agreement import TreeSummary, shares_of_all, summarize
 from automodel_ckpt.checkpoint.saving.environment import environment
 from automodel_ckpt.checkpoint.saving.forecast import (
     Forecast,
@@ -47,7 +51,7 @@ from automodel_ckpt.checkpoint.state.optimizer_state import (
 )
 from automodel_ckpt.checkpoint.state.storable import check_safe, check_safe_values, check_storable
 from automodel_ckpt.checkpoint.writing.jobs import FileJob, Job
-from automodel_ckpt.checkpoint.writing.rank_manifest import RankManifest, RankTree
+from automodel_ckpt.checkpoint.writing.rank_manifest import RankManifest, merge_tree
 from automodel_ckpt.checkpoint.writing.reuse import Previous, links_are_supported
 from automodel_ckpt.errors import AutomodelError, SaveFailed
 from automodel_ckpt.units import size_text
@@ -87,19 +91,17 @@ class SaveReport:
 class Proposal:
     """What a rank sends to the others before a save.
 
-    *plans* are its DCP plans by tree; *digests* those of its other state; *staging* the path that rank 0 created;
-    *maps* and *tied* name and split the files that all ranks write together, by tree; rank 0's count. *untrained*
-    has the kinds of this rank's tensors that do not train, by tree; *previous* is rank 0's choice of a checkpoint whose
-    files are shared.
+    *trees* summarizes its trees, by name; *digests* are those of its other state. Only rank 0 sends the others:
+    *staging*, the path that it created; *maps* and *tied*, which name and split the files that all ranks write
+    together, by tree; *previous*, its choice of a checkpoint whose files are shared.
     """
 
-    plans: dict[str, SavePlan]
+    trees: dict[str, TreeSummary]
     digests: dict[str, str]
     dp_rank: int
-    staging: str | None
-    maps: dict[str, BaseMaps]
-    tied: dict[str, dict[str, str]]
-    untrained: dict[str, dict[str, str]] = field(default_factory=dict)
+    staging: str | None = None
+    maps: dict[str, BaseMaps] = field(default_factory=dict)
+    tied: dict[str, dict[str, str]] = field(default_factory=dict)
     previous: Previous | None = None
 
 
@@ -110,7 +112,8 @@ class Save:
     The others are the state of this rank: *items*; a plan per tree (module or optimizer); the value of each other
     object; *tied* names by module; *file_layouts* of the modules whose files all ranks write together; *metadata*,
     the bytes of DCP's ``.metadata`` by tree, which depend on the plan only; *records*, how each attribute is stored;
-    *untrained*, the kinds of tensors that do not train, by tree; *previous*, the checkpoint whose files are shared.
+    *descriptions* of the trees, until the plan is made; *layouts*, the order of their tensors in the files; *previous*,
+    the checkpoint whose files are shared.
     While a synchronous save is written, *total_bytes* is about what this rank writes, and *bytes_before* the value of
     ``METER.nbytes`` at the start.
     """
@@ -132,7 +135,8 @@ class Save:
     file_layouts: dict[str, hf.FileLayout] = field(default_factory=dict)
     metadata: dict[str, bytes] = field(default_factory=dict)
     records: dict[str, StateRecord] = field(default_factory=dict)
-    untrained: dict[str, dict[str, str]] = field(default_factory=dict)
+    descriptions: dict[str, TreeDescription] = field(default_factory=dict)
+    layouts: dict[str, TreeLayout] = field(default_factory=dict)
     previous: Previous | None = None
     bytes_before: int = 0
     total_bytes: int | None = None
@@ -143,6 +147,7 @@ class Save:
         """Take the plan of a previous save, whose state has the same names, shapes, dtypes and placements."""
         self.trees, self.tied = previous.trees, previous.tied
         self.file_layouts, self.metadata = previous.file_layouts, previous.metadata
+        self.layouts = previous.layouts
 
 
 class Planner:
@@ -244,7 +249,7 @@ class Planner:
         """Read the *state* of this rank into *save*. Raises :class:`RecipeError` for state that cannot be stored."""
         save.items = classify(state)
         save.trees, save.tied, save.objects = {}, {}, {}
-        save.file_layouts, save.metadata, save.untrained = {}, {}, {}
+        save.file_layouts, save.metadata, save.layouts = {}, {}, {}
         owners = Owners(save.items)
         for item in save.items:
             directory = layout.state_directory(item.name)
@@ -252,10 +257,12 @@ class Planner:
                 tree, tied = module_state(item.value)
                 complete = stored_layout(item.value).complete
                 save.tied[item.name] = tied if complete is None else dict(complete.tied)
-                save.trees[item.name] = TreePlan(item.name, directory, tree, nested=False)
+                kinds: dict[str, str] = {}
                 if self._incremental is not False:
-                    kinds = untrained_names(item.value)
-                    save.untrained[item.name] = {n: k for n, k in kinds.items() if n in tree}
+                    untrained = untrained_names(item.value)
+                    kinds = {name: kind for name, kind in untrained.items() if name in tree}
+                plan = TreePlan(item.name, directory, tree, nested=False, kinds=kinds)
+                save.trees[item.name] = plan
             elif item.kind == "optimizer" and self.save_optimizer:
                 tree = optimizer_tree(item, save.items, owners)
                 save.trees[item.name] = TreePlan(item.name, directory, tree, nested=True)
@@ -266,7 +273,7 @@ class Planner:
         """Plan what this rank saves. Rank 0 also creates the staging directory, which the caller removes on failure.
 
         Raises OSError, and :class:`SaveFailed` where the disk is too full."""
-        plans = {tree.name: tree.local() for tree in save.trees.values()}
+        save.descriptions = {tree.name: tree.describe() for tree in save.trees.values()}
         for tree in save.trees.values():
             check_safe_values(tree.name, tree.flat())
         digests = {key: check_safe(key, value) for key, value in save.objects.items()}
@@ -274,23 +281,26 @@ class Planner:
             is_saved_optimizer = item.kind == "optimizer" and self.save_optimizer
             if is_saved_optimizer and trained_by_all(item.value) is None:
                 digests |= digests_of_own(item.name, item.value)
-        reserved = None
+        summaries = {name: summarize(each) for name, each in save.descriptions.items()}
+        proposal = Proposal(summaries, digests, self.ranks.dp_rank)
         if self.ranks.rank == 0:
             states = {tree.name: tree.state_dict for tree in save.trees.values()}
             forecast = self.forecast(save.items, states)
             self.expected_bytes = forecast.nbytes
-            reserved = self.reserve(save, forecast)
-        maps = self._maps(save)
-        return Proposal(
-            plans,
-            digests,
-            self.ranks.dp_rank,
-            reserved,
-            maps,
-            save.tied,
-            save.untrained,
-            save.previous,
-        )
+            proposal.staging = self.reserve(save, forecast)
+            proposal.maps, proposal.tied = self._maps(save), save.tied
+            proposal.previous = save.previous
+        return proposal
+
+    def assign(
+        self, save: Save, proposals: Sequence[Proposal], group: ProcessGroup | None
+    ) -> dict[str, list[Share]]:
+        """Exchange what the proposals of all ranks do not contain. Returns their shares of each tree. Collective."""
+        shares: dict[str, list[Share]] = {}
+        for name, tree in save.trees.items():
+            summaries = [proposal.trees[name] for proposal in proposals]
+            shares[name] = shares_of_all(group, tree, save.descriptions[name], summaries)
+        return shares
 
     def reserve(self, save: Save, forecast: Forecast) -> str:
         """Create the staging directory of *save*; only rank 0 calls this. Returns its path.
@@ -336,11 +346,11 @@ class Planner:
         return found
 
     def plan(
-        self, save: Save, proposals: list[Proposal]
+        self, save: Save, proposals: list[Proposal], shares: Mapping[str, Sequence[Share]]
     ) -> tuple[RankManifest, list[Job], list[FileJob]]:
         """Plan what this rank writes: (rank manifest to be filled in, jobs of trees, jobs of objects).
 
-        Also sets the records and file layouts of *save*.
+        Also sets the records and layouts of *save*. *shares* are those of all ranks, by tree.
         """
         digests = [proposal.digests for proposal in proposals]
         dp_ranks = [proposal.dp_rank for proposal in proposals]
@@ -350,20 +360,16 @@ class Planner:
         jobs: list[Job] = []
         self._has_reusable_files = False
         for tree in save.trees.values():
-            plans = [proposal.plans[tree.name] for proposal in proposals]
-            tree.partition(plans, self.ranks.rank)
-            rank_tree = RankTree()
-            written.trees[tree.name] = rank_tree
-            untrained = self._untrained_in(tree, proposals)
+            tree.assign(shares[tree.name], self.ranks.rank)
+            untrained = self._untrained_in(tree)
             self._has_reusable_files = self._has_reusable_files or bool(untrained)
-            jobs += self._tree_jobs(tree, save, proposals[0], rank_tree, untrained)
+            jobs += self._tree_jobs(tree, save, proposals[0], untrained)
+            written.trees[tree.name] = save.layouts[tree.name].rank_tree()
         return written, jobs, self.object_jobs(save, digests, dp_ranks)
 
-    def _untrained_in(self, tree: TreePlan, proposals: Sequence[Proposal]) -> dict[str, str]:
-        """{name: kind} of the tensors of a partitioned tree that separate files store; the same on all ranks."""
-        kinds: dict[str, str] = {}
-        for proposal in proposals:
-            kinds |= proposal.untrained.get(tree.name, {})
+    def _untrained_in(self, tree: TreePlan) -> Mapping[str, str]:
+        """{name: kind} of the tensors of an assigned tree that separate files store; the same on all ranks."""
+        kinds = tree.kinds
         if not kinds or (self._layout == "shards" and self._format != "safetensors"):
             return {}
         if self._incremental is True:
@@ -375,12 +381,7 @@ class Planner:
         return {name: kind for name, kind in kinds.items() if nbytes[kind] >= _MIN_SEPARATE_BYTES}
 
     def _tree_jobs(
-        self,
-        tree: TreePlan,
-        save: Save,
-        of_rank0: Proposal,
-        written: RankTree,
-        untrained: Mapping[str, str],
+        self, tree: TreePlan, save: Save, of_rank0: Proposal, untrained: Mapping[str, str]
     ) -> list[Job]:
         """The jobs of this rank for a tree, in the tree's format; *untrained* tensors are stored in separate files."""
         rank = self.ranks.rank
@@ -390,14 +391,16 @@ class Planner:
             tied = of_rank0.tied[tree.name]
             file_layout = hf.lay_out(tree, tree.directory, maps, tied, untrained)
             save.file_layouts[tree.name] = file_layout
+            save.layouts[tree.name] = file_layout.tree_layout(tree.assignment.tensors)
             return list(hf.plan_jobs(tree, rank, file_layout))
         is_module = tree.name in save.tied
         if is_module and self._format == "safetensors":
             assets = self.assets.get(tree.name)
             file_mapping = None if assets is None else assets.file_index_mapping
+            save.layouts[tree.name] = safetensors.lay_out(tree, file_mapping, untrained)
             return list(safetensors.plan_jobs(tree, rank, file_mapping, untrained))
-        job, written.dcp_items = torch_save.plan_jobs(tree, rank)
-        return [job]
+        save.layouts[tree.name] = torch_save.lay_out(tree)
+        return [torch_save.plan_jobs(tree, rank)]
 
     def object_jobs(
         self, save: Save, digests: Sequence[Mapping[str, str]], dp_ranks: Sequence[int]
@@ -443,16 +446,18 @@ class Planner:
             if formats[name] != torch_save.NAME:
                 continue
             if name not in metadata:
-                metadata[name] = torch_save.metadata_of(tree, read_all())
+                planned = self._planned_tree(save, name, torch_save.NAME)
+                merged = merge_tree(name, torch_save.NAME, read_all(), {}, planned)
+                metadata[name] = torch_save.metadata_of(tree, merged)
             file = f"{tree.directory}/{layout.DCP_METADATA}"
             written[file] = commit.write_file(save.staging.path / file, metadata[name])
         return written
 
     def partial_manifest(self, save: Save) -> Manifest:
-        """The manifest without what the ranks wrote: no files, and of each tree only its format and tied names."""
+        """The manifest without what the ranks wrote: no files, and of each tree the tensors without records."""
         trees: dict[str, Tree] = {}
         for name, tree_format in self._formats(save).items():
-            trees[name] = Tree(tree_format, {}, {}, save.tied.get(name, {}))
+            trees[name] = self._planned_tree(save, name, tree_format)
         return Manifest(
             step=save.name.step,
             epoch=save.name.epoch,
@@ -469,6 +474,11 @@ class Planner:
             trees=trees,
             files={},
         )
+
+    def _planned_tree(self, save: Save, name: str, tree_format: str) -> Tree:
+        tree_layout = save.layouts[name]
+        tied = save.tied.get(name, {})
+        return Tree(tree_format, tree_layout.tensors, {}, tied, tree_layout.copies)
 
     def _formats(self, save: Save) -> dict[str, str]:
         """The format of each tree, by its name."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from torch.distributed import ProcessGroup
 
 from automodel_ckpt.checkpoint import commit, layout
 from automodel_ckpt.checkpoint.collective_errors import raise_on_all_ranks
 from automodel_ckpt.checkpoint.files.direct import METER
+from automodel_ckpt.checkpoint.formats.assignment import Share
 from automodel_ckpt.checkpoint.saving.exports import Exports
 from automodel_ckpt.checkpoint.saving.planner import Planner, Proposal, Save, SaveReport
 from automodel_ckpt.checkpoint.writing.jobs import run_all
@@ -16,6 +19,7 @@ from automodel_ckpt.checkpoint.writing.rank_manifest import finalize, read_rank_
 def save_now(
     save: Save,
     proposals: list[Proposal],
+    shares: Mapping[str, Sequence[Share]],
     *,
     planner: Planner,
     group: ProcessGroup | None,
@@ -23,12 +27,13 @@ def save_now(
 ) -> SaveReport:
     """Write this rank's share of *save*, and publish and export it together with the other ranks. Collective.
 
+    *proposals* and *shares* are those of all ranks.
     Raises :class:`SaveFailed` on all ranks. The failure of an export is in the report.
     """
     report = None
     where = planner.run.path
     with raise_on_all_ranks(group, f"saving {save.name}", where):
-        _write(save, proposals, planner)
+        _write(save, proposals, shares, planner)
     # The exchange above is also a barrier: all rank manifests exist when rank 0 reads them.
     with raise_on_all_ranks(group, f"publishing {save.name}", where):
         if planner.ranks.rank == 0:
@@ -43,10 +48,12 @@ def save_now(
     return report
 
 
-def _write(save: Save, proposals: list[Proposal], planner: Planner) -> None:
+def _write(
+    save: Save, proposals: list[Proposal], shares: Mapping[str, Sequence[Share]], planner: Planner
+) -> None:
     """Write this rank's files and its rank manifest below the staging directory."""
     staging = save.staging.path
-    written, jobs, objects = planner.plan(save, proposals)
+    written, jobs, objects = planner.plan(save, proposals, shares)
     all_jobs = [*jobs, *objects]
     save.bytes_before = METER.nbytes
     save.total_bytes = sum(job.size for job in all_jobs)

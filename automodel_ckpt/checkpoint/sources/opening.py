@@ -14,6 +14,7 @@ from automodel_ckpt.checkpoint.files.safetensors_header import read_header_safel
 from automodel_ckpt.checkpoint.manifest import Manifest, Tree
 from automodel_ckpt.checkpoint.slices import Tensor, whole_tensor
 from automodel_ckpt.checkpoint.sources.source import Source, check_no_links, unusable
+from automodel_ckpt.checkpoint.tree import files_of
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.units import left_out, values_text
 
@@ -124,7 +125,7 @@ def _module_of(
     _check_no_unlisted_files(directory, {path.removeprefix(prefix) for path in manifest.files})
     if tree.format == FINISHED:
         return _finished(checkpoint, directory, manifest, tree)
-    used = {stored.file for tensor in tree.tensors.values() for stored in tensor.slices}
+    used = files_of(tree)
     side_files = f"{prefix}{layout.HF_METADATA}/"
     files = {
         path: record
@@ -160,7 +161,7 @@ def _finished(checkpoint: Path, directory: Path, manifest: Manifest, tree: Tree)
         if path.startswith(f"{directory.name}/")
     }
     tensors: dict[str, Tensor] = {}
-    for path in sorted({stored.file for tensor in tree.stored for stored in tensor.slices}):
+    for path in sorted(files_of(tree)):
         try:
             header = read_header_safely(checkpoint, path)
         except OSError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -88,15 +88,10 @@ def fill_module(
             if filling.resized:
                 _fill_rows(source, stored, state[fqn], new_rows)
             else:
-                unresized[fqn] = _renamed(stored, fqn)
+                unresized[fqn] = stored.renamed(fqn)
                 targets[fqn] = state[fqn]
         read_tree(source.root, Tree("", unresized, {}), targets)
     set_module_state(module, state, tied, strict=True, layout=layout)
-
-
-def _renamed(tensor: Tensor, fqn: str) -> Tensor:
-    slices = tuple(replace(stored, fqn=fqn) for stored in tensor.slices)
-    return replace(tensor, fqn=fqn, slices=slices)
 
 
 def _fill_rows(source: Tensors, stored: Tensor, target: torch.Tensor, new_rows: NewRows) -> None:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from automodel_ckpt.checkpoint.manifest import Tree
-from automodel_ckpt.checkpoint.slices import Tensor
 
 _PER_GROUP = frozenset(
     {"base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums"}
@@ -52,7 +51,7 @@ class GroupMatch:
             for name, tensor in tree.tensors.items():
                 if name.startswith(saved):
                     new_name = here + name.removeprefix(saved)
-                    tensors[new_name] = _renamed(tensor, new_name)
+                    tensors[new_name] = tensor.renamed(new_name)
             for name, blob in tree.objects.items():
                 if name.startswith(saved) and name != f"{saved}params":
                     new_name = here + name.removeprefix(saved)
@@ -156,11 +155,6 @@ def _options(name: str, tree: Tree, number: int) -> dict[str, object]:
             # Some sources have no digests: without one, nothing shows that two values are equal.
             found[key.removeprefix(prefix)] = blob.digest or blob
     return found
-
-
-def _renamed(tensor: Tensor, name: str) -> Tensor:
-    slices = tuple(replace(stored, fqn=name) for stored in tensor.slices)
-    return replace(tensor, fqn=name, slices=slices)
 
 
 def _without(group: Sequence[str], absent: tuple[str, ...]) -> list[str]:

@@ -1,53 +1,72 @@
 """Rank manifests: what each rank wrote, and how rank 0 merges them into the manifest of the checkpoint.
 
+A rank writes its regular slices as rows of the table that they belong to (``slice_table.py``): rank 0 only joins them.
 For an asynchronous save, rank 0's writer process merges them: with thousands of tensors it takes as long as a training
 step. Imports no torch.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from automodel_ckpt.checkpoint import commit, layout
 from automodel_ckpt.checkpoint.digests import FileRecord
-from automodel_ckpt.checkpoint.manifest import (
-    Blob,
-    Manifest,
-    Tree,
-    blob_of,
-    sizes_of,
-    tensor_of,
-)
+from automodel_ckpt.checkpoint.manifest import Blob, Manifest, Tree
 from automodel_ckpt.checkpoint.merkle import merkle_digest, slices_by_file
-from automodel_ckpt.checkpoint.slices import Tensor
+from automodel_ckpt.checkpoint.sharding import RegularSlices
+from automodel_ckpt.checkpoint.slice_table import (
+    MIN_TABLE_ROWS,
+    Segment,
+    SliceTable,
+    segments_of,
+)
+from automodel_ckpt.checkpoint.slices import Slice, Tensor
+from automodel_ckpt.checkpoint.tree import blob_of, in_rank_files, regular_slices_in, tensor_of
 from automodel_ckpt.checkpoint.writing.reuse import Previous, ReusableFiles
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 
 
-@dataclass(frozen=True, slots=True)
-class DcpItem:
-    """Where torch's own reader finds an item of a ``.distcp`` file; *offsets* is None for a value that is no tensor."""
-
-    fqn: str
-    offsets: tuple[int, ...] | None
-    file: str
-    start: int
-    nbytes: int
-
-
 @dataclass(slots=True)
 class RankTree:
-    """What one rank wrote of a tree. Each tensor has one slice."""
+    """What one rank wrote of a tree. Each tensor has one slice.
+
+    *rows* has the part and the number of each regular tensor, by name: its slice becomes a row of the tree's table.
+    With *placed*, the tensors have positions in files of several ranks. *segments* are such rows, of a rank manifest
+    that was read.
+    """
 
     tensors: list[Tensor] = field(default_factory=list)
     objects: list[Blob] = field(default_factory=list)
-    dcp_items: list[DcpItem] = field(default_factory=list)
     copies: list[Tensor] = field(default_factory=list)
+    rows: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    placed: bool = False
+    segments: list[Segment] = field(default_factory=list)
+
+    def regular_segments(self) -> list[Segment]:
+        """The slices of the regular tensors, as segments of the table."""
+        if not self.rows:
+            return self.segments
+        found = list(self.segments)
+        listed = [tensor.slices[0] for tensor in self.irregular(self.tensors)]
+        parts: dict[int, list[tuple[int, Slice]]] = {}
+        for tensor in (*self.tensors, *self.copies):
+            if tensor.fqn in self.rows:
+                part, number = self.rows[tensor.fqn]
+                parts.setdefault(part, []).append((number, tensor.slices[0]))
+        for part, numbered in parts.items():
+            slices = [stored for _, stored in sorted(numbered, key=lambda item: item[0])]
+            found += segments_of(slices, part, placed=self.placed, others=listed)
+        return found
+
+    def irregular(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Those of *tensors* whose slices are listed."""
+        return [tensor for tensor in tensors if tensor.fqn not in self.rows]
 
 
 @dataclass(slots=True)
@@ -66,26 +85,44 @@ class RankManifest:
     reused: list[str] = field(default_factory=list)
 
     def to_bytes(self) -> bytes:
-        return json.dumps(self, default=_fields).encode()
+        """The content of the file: a line of JSON, then the rows of all segments in their order."""
+        trees: dict[str, Any] = {}
+        rows: list[bytes] = []
+        for name, tree in self.trees.items():
+            segments = tree.regular_segments()
+            rows += [segment.rows for segment in segments]
+            trees[name] = {
+                "tensors": tree.irregular(tree.tensors),
+                "copies": tree.irregular(tree.copies),
+                "objects": tree.objects,
+                "segments": [
+                    [each.part, each.file, each.start, each.stop, len(each.rows)]
+                    for each in segments
+                ],
+            }
+        head = {**_fields(self), "trees": trees}
+        return b"\n".join([json.dumps(head, default=_fields).encode(), b"".join(rows)])
 
-    def tensors_in(self, file: str) -> list[Tensor]:
-        """The slices of this rank in *file*: tensors with one slice each."""
+    def irregular_in(self, file: str) -> list[Tensor]:
+        """The listed slices of this rank in *file*: tensors with one slice each."""
         found: list[Tensor] = []
         for tree in self.trees.values():
-            for tensor in (*tree.tensors, *tree.copies):
+            for tensor in tree.irregular((*tree.tensors, *tree.copies)):
                 if tensor.slices[0].file == file:
                     found.append(tensor)
         return found
 
     @classmethod
     def parse(cls, data: bytes) -> RankManifest:
-        raw = json.loads(data)
+        head, _, rows = data.partition(b"\n")
+        raw = json.loads(head)
+        remaining = io.BytesIO(rows)
         return cls(
             rank=raw["rank"],
             files=_parse_records(raw["files"]),
             placed=_parse_records(raw["placed"]),
             reused=list(raw["reused"]),
-            trees={name: _parse_tree(tree) for name, tree in raw["trees"].items()},
+            trees={name: _parse_tree(tree, remaining) for name, tree in raw["trees"].items()},
         )
 
 
@@ -100,18 +137,16 @@ def _parse_records(raw: Mapping[str, Any]) -> dict[str, FileRecord]:
     return {path: FileRecord(**record) for path, record in raw.items()}
 
 
-def _parse_tree(raw: Mapping[str, Any]) -> RankTree:
+def _parse_tree(raw: Mapping[str, Any], rows: IO[bytes]) -> RankTree:
+    segments: list[Segment] = []
+    for part, file, start, stop, num_bytes in raw["segments"]:
+        segments.append(Segment(part, file, start, stop, rows.read(num_bytes)))
     return RankTree(
         tensors=[tensor_of(tensor["fqn"], tensor) for tensor in raw["tensors"]],
         copies=[tensor_of(tensor["fqn"], tensor) for tensor in raw["copies"]],
         objects=[blob_of(blob) for blob in raw["objects"]],
-        dcp_items=[_parse_dcp_item(item) for item in raw["dcp_items"]],
+        segments=segments,
     )
-
-
-def _parse_dcp_item(raw: Mapping[str, Any]) -> DcpItem:
-    offsets = None if raw["offsets"] is None else sizes_of(raw["offsets"])
-    return DcpItem(raw["fqn"], offsets, raw["file"], raw["start"], raw["nbytes"])
 
 
 def rank_manifest_paths(staging: Path, num_ranks: int) -> list[Path]:
@@ -147,34 +182,56 @@ def merge_shared_files(
 
 
 def merge_tree(
-    name: str, format: str, rank_manifests: Iterable[RankManifest], tied: Mapping[str, str]
+    name: str,
+    format: str,
+    rank_manifests: Iterable[RankManifest],
+    tied: Mapping[str, str],
+    planned: Tree | None = None,
 ) -> Tree:
-    """The tree *name*, merged from the rank manifests."""
+    """The tree *name*, merged from the rank manifests. *planned* has its regular tensors, in the order of their rows.
+
+    Raises :class:`CheckpointUnusable` where the ranks wrote other slices than planned.
+    """
     tensors: list[Tensor] = []
     copies: list[Tensor] = []
     objects: dict[str, Blob] = {}
+    segments: dict[int, list[Segment]] = {}
     for manifest in rank_manifests:
         written = manifest.trees.get(name)
         if written is None:
             continue
-        tensors += written.tensors
-        copies += written.copies
+        tensors += written.irregular(written.tensors)
+        copies += written.irregular(written.copies)
+        segments[manifest.rank] = written.regular_segments()
         for blob in written.objects:
             objects[blob.fqn] = blob
-    merged = _merge_tensors(tensors)
-    return Tree(format, merged, objects, dict(tied), _merge_tensors(copies))
+    if planned is None:
+        planned = Tree(format, {}, {})
+    table = SliceTable.merged(segments) if planned.tensors else None
+    merged = _with_records(planned.tensors, table) | _merge_tensors(tensors)
+    merged_copies = _with_records(planned.copies, table) | _merge_tensors(copies)
+    if table is not None:
+        table.check_counts()
+    return Tree(format, merged, objects, dict(tied), merged_copies, table)
+
+
+def _with_records(planned: Mapping[str, Tensor], table: SliceTable | None) -> dict[str, Tensor]:
+    """The planned tensors, with the records of their slices in *table*."""
+    found: dict[str, Tensor] = {}
+    for fqn, tensor in planned.items():
+        assert table is not None and isinstance(tensor.slices, RegularSlices)
+        found[fqn] = table.add(tensor.slices)
+    return found
 
 
 def _merge_tensors(written: Iterable[Tensor]) -> dict[str, Tensor]:
     """Tensors with the slices of all ranks, by FQN."""
-    merged: dict[str, Tensor] = {}
+    slices: dict[str, list[Slice]] = {}
+    first: dict[str, Tensor] = {}
     for tensor in written:
-        slices = tensor.slices
-        previous = merged.get(tensor.fqn)
-        if previous is not None:
-            slices = previous.slices + slices
-        merged[tensor.fqn] = Tensor(tensor.fqn, tensor.dtype, tensor.shape, slices)
-    return merged
+        first.setdefault(tensor.fqn, tensor)
+        slices.setdefault(tensor.fqn, []).extend(tensor.slices)
+    return {fqn: replace(first[fqn], slices=tuple(slices[fqn])) for fqn in first}
 
 
 def readable_bytes(manifest: Manifest, checkpoint: Path) -> bytes:
@@ -209,24 +266,47 @@ def finalize(
     files the ranks reused. Raises OSError, and :class:`SaveFailed` where the result is not a checkpoint that can be
     read back.
     """
-    trees: dict[str, Tree] = {}
-    stored: list[Tensor] = []
-    for name, partial_tree in partial_manifest.trees.items():
-        tree = merge_tree(name, partial_tree.format, rank_manifests, partial_tree.tied)
-        trees[name] = tree
-        stored.extend(tree.stored)
+    trees = merge_trees(partial_manifest, rank_manifests)
+    # Other regular slices are in files of one rank each.
+    stored = [
+        tensor for tree in trees.values() for tensor in tree.stored if not in_rank_files(tensor)
+    ]
     files = merge_files(rank_manifests) | merge_shared_files(rank_manifests, stored)
-    _complete_reused(staging, files, rank_manifests, previous)
+    _complete_reused(staging, files, rank_manifests, trees, previous)
+    files |= _write_tables(staging, trees)
     manifest = replace(partial_manifest, created=time.time(), trees=trees, files=files)
     checkpoint = staging.parent / str(layout.CheckpointName(manifest.step, manifest.epoch))
     commit.finalize(staging, readable_bytes(manifest, checkpoint))
     return manifest.nbytes
 
 
+def merge_trees(
+    partial_manifest: Manifest, rank_manifests: Sequence[RankManifest]
+) -> dict[str, Tree]:
+    """The trees of a manifest, which has their planned tensors, merged from the rank manifests."""
+    trees: dict[str, Tree] = {}
+    for name, tree in partial_manifest.trees.items():
+        trees[name] = merge_tree(name, tree.format, rank_manifests, tree.tied, tree)
+    return trees
+
+
+def _write_tables(staging: Path, trees: Mapping[str, Tree]) -> dict[str, FileRecord]:
+    """Write the tables of large trees; the manifest lists the slices of the others."""
+    written: dict[str, FileRecord] = {}
+    for name, tree in trees.items():
+        if tree.table is None or tree.table.num_rows < MIN_TABLE_ROWS:
+            continue
+        file = layout.slice_table_file(layout.state_directory(name))
+        written[file] = commit.write_file(staging / file, tree.table.content())
+        tree.table.store_in(file)
+    return written
+
+
 def _complete_reused(
     staging: Path,
     files: Mapping[str, FileRecord],
     rank_manifests: Sequence[RankManifest],
+    trees: Mapping[str, Tree],
     previous: Previous | None,
 ) -> None:
     """Take over what the ranks did not write because *previous* has it; *files* has the records of all files."""
@@ -247,6 +327,8 @@ def _complete_reused(
     for file, ranks in reused.items():
         tensors: list[Tensor] = []
         for written in ranks:
-            tensors += written.tensors_in(file)
+            tensors += written.irregular_in(file)
+            for tree in trees.values():
+                tensors += regular_slices_in(tree, file, written.rank)
         needs_head = any(file in written.placed for written in ranks)
         reusable.complete(file, files[file], tensors, staging, needs_head=needs_head)

@@ -33,6 +33,7 @@ from automodel_ckpt.checkpoint.merkle import (
     head_fits,
     merkle_digest,
     slices_by_file,
+    slices_in,
 )
 from automodel_ckpt.checkpoint.slices import Slice, Tensor, runs_in_file
 from automodel_ckpt.checkpoint.verify import size_problem
@@ -156,7 +157,7 @@ class ReusableFiles:
         if self._held is None:
             trees = self._manifest.trees.values()
             self._held = slices_by_file(tensor for tree in trees for tensor in tree.stored)
-        return self._held.get(file, [])
+        return self._held.get(file) or slices_in(self._manifest.trees.values(), file)
 
     def complete(
         self,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.convert.names.dimensions import Dimensions
 from automodel_ckpt.convert.names.rules import Rule
-from automodel_ckpt.convert.names.slicing import RowRange, join_rows, renamed
+from automodel_ckpt.convert.names.slicing import RowRange, join_rows
 from automodel_ckpt.errors import CheckpointUnusable
 
 _MAX_LISTED = 3
@@ -103,12 +103,12 @@ def split_tensor(
     if rule.padded:
         return [_without_padding(tensor, targets[0], dimensions, where)]
     if len(targets) == 1 and not tensor.shape:
-        return [renamed(tensor, targets[0])]
+        return [tensor.renamed(targets[0])]
     ranges = rule.rows(dimensions, tensor.shape[0], len(targets))
     if sum(wanted.num_rows for wanted in ranges) != tensor.shape[0]:
         raise _wrong_rows(tensor, where)
     if len(ranges) == 1:
-        return [renamed(tensor, targets[0])]
+        return [tensor.renamed(targets[0])]
     # The inverse: each range of a part is located in the fused tensor, in the order of the part's rows.
     located: list[list[tuple[int, RowRange]]] = [[] for _ in targets]
     first = 0
@@ -133,7 +133,7 @@ def _joined(
         raise _unusable("these tensors are fused and do not match", text, where)
     is_scalar = len(parts) == 1 and not parts[0].shape
     if rule.padded or is_scalar:
-        return renamed(parts[0], name)
+        return parts[0].renamed(name)
     num_rows = sum(part.shape[0] for part in parts)
     ranges = rule.rows(dimensions, num_rows, len(parts))
     for number, part in enumerate(parts):
@@ -141,14 +141,14 @@ def _joined(
         if wanted != part.shape[0]:
             raise _wrong_rows(part, where)
     if len(ranges) == 1:
-        return renamed(parts[0], name)
+        return parts[0].renamed(name)
     return join_rows(name, parts, ranges, strided=rule.permuted)
 
 
 def _without_padding(tensor: Tensor, target: str, dimensions: Dimensions, where: str) -> Tensor:
     vocab_size = dimensions.vocab_size
     if vocab_size is None or tensor.shape[:1] == (vocab_size,):
-        return renamed(tensor, target)
+        return tensor.renamed(target)
     if not tensor.shape or tensor.shape[0] < vocab_size:
         raise _wrong_rows(tensor, where)
     return join_rows(target, [tensor], [RowRange(0, 0, vocab_size)])

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from automodel_ckpt.checkpoint.slices import Tensor
-from automodel_ckpt.convert.names.slicing import RowRange, join_rows, renamed, stack, unstack
+from automodel_ckpt.convert.names.slicing import RowRange, join_rows, stack, unstack
 from automodel_ckpt.errors import CheckpointUnusable
 
 # What wrappers and NeMo put before the names of the model.
@@ -69,7 +69,7 @@ def plain_names(tensors: Mapping[str, Tensor], where: str) -> dict[str, Tensor]:
                     continue
                 if name in found:
                     raise _unusable("a tensor is stored twice", name, where)
-                found[name] = renamed(one, name)
+                found[name] = one.renamed(name)
     for name, pair in halves.items():
         if len(pair) != 2 or name in found or pair[0].shape != pair[1].shape:
             raise _unusable("the two halves of a tensor are not there or do not match", name, where)

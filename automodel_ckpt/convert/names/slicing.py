@@ -81,12 +81,6 @@ def stack(fqn: str, tensors: Sequence[Tensor]) -> Tensor:
     return Tensor(fqn, tensors[0].dtype, shape, tuple(slices))
 
 
-def renamed(tensor: Tensor, fqn: str) -> Tensor:
-    """Return *tensor* under the name *fqn*. Its slices keep their digests."""
-    slices = tuple(replace(stored, fqn=fqn) for stored in tensor.slices)
-    return replace(tensor, fqn=fqn, slices=slices)
-
-
 def _rows_of(tensor: Tensor, first: int, num_rows: int) -> Iterator[Slice]:
     """Yield what the slices of *tensor* have of its rows ``first .. first + num_rows``, at their offsets in it."""
     itemsize = DTYPE_BITS[tensor.dtype] // 8

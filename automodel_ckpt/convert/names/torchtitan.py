@@ -21,7 +21,7 @@ from automodel_ckpt.checkpoint.sources.source import Source
 from automodel_ckpt.convert.names.converter import Converter, split_tensor
 from automodel_ckpt.convert.names.dimensions import Dimensions, dimensions_of_config
 from automodel_ckpt.convert.names.rules import Rule, by_query_group, rename
-from automodel_ckpt.convert.names.slicing import RowRange, renamed
+from automodel_ckpt.convert.names.slicing import RowRange
 from automodel_ckpt.convert.sources.files import read_json
 from automodel_ckpt.convert.training_state import OptimizerState, ParameterGroup, TrainingState
 from automodel_ckpt.errors import CheckpointUnusable
@@ -140,7 +140,7 @@ class TorchtitanConversion:
         """
         found = dict(TORCHTITAN_LLAMA.from_hugging_face(tensors, self.dimensions, where).tensors)
         if _OUTPUT not in found:
-            found[_OUTPUT] = renamed(found[_MARKS[0]], _OUTPUT)
+            found[_OUTPUT] = found[_MARKS[0]].renamed(_OUTPUT)
         return found
 
     def training_state(self, state: TrainingState) -> TrainingState:
@@ -160,7 +160,7 @@ class TorchtitanConversion:
             rule, targets = self._rule(rules, name)
             for entry, tensor in entries.items():
                 for part in split_tensor(rule, tensor, targets, self.dimensions, self.where):
-                    moment = renamed(part, f"{part.fqn}.{entry}")
+                    moment = part.renamed(f"{part.fqn}.{entry}")
                     tensors.setdefault(part.fqn, {})[entry] = moment
         values: dict[str, Mapping[str, int | float | bool]] = {}
         for name, numbers in optimizer.values.items():

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -267,9 +267,7 @@ class _Reader:
 
     def tensor(self, stored: str, name: str) -> Tensor:
         """Return the tensor of the name *stored* under another *name*."""
-        tensor = self._tensors[stored]
-        slices = tuple(replace(piece, fqn=name) for piece in tensor.slices)
-        return replace(tensor, fqn=name, slices=slices)
+        return self._tensors[stored].renamed(name)
 
     def value(self, stored: str) -> Any:
         """Return a value: a tensor of one element as its number, any other as it is described."""

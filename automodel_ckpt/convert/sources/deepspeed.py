@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -185,8 +184,7 @@ class _Model:
         tensors: dict[str, Tensor] = {}
         for fqn, tensor in self.parameters.tensors.items():
             name = names[fqn]
-            slices = tuple(replace(stored, fqn=name) for stored in tensor.slices)
-            tensors[name] = Tensor(name, tensor.dtype, tensor.shape, slices)
+            tensors[name] = tensor.renamed(name)
         if not tensors:
             raise unusable("there are no tensors here", self.states.path, "no parameters")
         omitted = (*self.omitted, *_omitted(self.states.value))

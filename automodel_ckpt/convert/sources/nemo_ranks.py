@@ -246,5 +246,4 @@ def _by_group(stored: Slice, axis: int, group: int) -> Iterator[tuple[Slice, int
 def _renamed(tensor: Tensor, name: str) -> Tensor:
     if tensor.fqn == name:
         return tensor
-    slices = tuple(replace(stored, fqn=name) for stored in tensor.slices)
-    return Tensor(name, tensor.dtype, tensor.shape, slices)
+    return tensor.renamed(name)

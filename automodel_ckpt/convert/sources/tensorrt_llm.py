@@ -19,7 +19,7 @@ from automodel_ckpt.checkpoint.slices import Tensor, whole_tensor
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
 from automodel_ckpt.convert.names.dimensions import Dimensions, dimensions_of_config
-from automodel_ckpt.convert.names.slicing import RowRange, join_rows, renamed
+from automodel_ckpt.convert.names.slicing import RowRange, join_rows
 from automodel_ckpt.convert.names.tensorrt_llm import Rule, heads_of_rank, rules
 from automodel_ckpt.convert.sources.files import names_in, read_json
 from automodel_ckpt.convert.sources.format import Format
@@ -155,7 +155,7 @@ def _stored(packed: PackedFiles) -> StoredTensors:
     for rank in range(num_ranks):
         for fqn, tensor in _rank_tensors(packed, rank).items():
             name = f"rank{rank}.{fqn}"
-            tensors[name] = renamed(tensor, name)
+            tensors[name] = tensor.renamed(name)
     return StoredTensors(packed.root, tensors)
 
 
@@ -233,7 +233,7 @@ class _LlamaRanks:
                 raise self._unusable("a tensor of the model is missing", rule.name)
             used.add(rule.name)
             for name, tensor in self._hugging_face(rule, parts):
-                found[name] = renamed(tensor, name)
+                found[name] = tensor.renamed(name)
         for tensors in self.ranks:
             unknown = sorted(tensors.keys() - used)
             if unknown:

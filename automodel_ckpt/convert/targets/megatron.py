@@ -36,7 +36,6 @@ from automodel_ckpt.convert.names.megatron_names import (
     MOE_NORM,
     stacked_names,
 )
-from automodel_ckpt.convert.names.slicing import renamed
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.publishing import published_directory
 from automodel_ckpt.convert.targets.dcp_files import DcpWriter
@@ -164,7 +163,7 @@ def _state_dict(
     # Tensors without slices, to convert the dtypes of the export in the same way.
     cast: dict[str, Tensor] = {}
     for tensor in exported:
-        tensors[tensor.fqn] = renamed(tensor.stored, tensor.fqn)
+        tensors[tensor.fqn] = tensor.stored.renamed(tensor.fqn)
         cast[tensor.fqn] = Tensor(tensor.fqn, tensor.dtype, tensor.stored.shape, ())
     converter, dimensions = conversion.converter, conversion.dimensions
     converted = converter.from_hugging_face(

@@ -371,7 +371,7 @@ def test_what_is_handed_over_may_be_taken_away_at_once(
         shutil.rmtree(parts)
 
     monkeypatch.setattr(os, "rename", taken_away)
-    commit.write_by_rename(parts / "rank_00000.json", b"part")
+    commit.write_by_rename(parts / "rank_00000", b"part")
     assert not parts.exists()
 
 

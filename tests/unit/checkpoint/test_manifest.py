@@ -13,18 +13,16 @@ from automodel_ckpt.checkpoint import manifest as manifest_module
 from automodel_ckpt.checkpoint.commit import reserve
 from automodel_ckpt.checkpoint.digests import FileRecord, digest_of
 from automodel_ckpt.checkpoint.files.bounded_json import FREE_BYTES
+from automodel_ckpt.checkpoint.json_values import MAX_INTEGER, sizes_of
 from automodel_ckpt.checkpoint.manifest import (
-    MAX_DIMENSIONS,
-    MAX_INTEGER,
     NOT_SAVED,
     Blob,
     Manifest,
     StateRecord,
     Summary,
     Tree,
-    sizes_of,
 )
-from automodel_ckpt.checkpoint.slices import Slice, Tensor
+from automodel_ckpt.checkpoint.slices import MAX_DIMENSIONS, Slice, Tensor
 from automodel_ckpt.checkpoint.writing.rank_manifest import (
     RankManifest,
     RankTree,
@@ -108,7 +106,7 @@ def resealed(text: bytes) -> bytes:
         (b'"step":20', b'"step":"20"', "'20' is not a count"),
         (b'"step":20', b'"step":[20]', "a value of type list is not a count"),
         (b'"sizes":[2,2]', b'"sizes":[' + b"1," * 64 + b"1]", "65 dimensions"),
-        (b'"format_version":1', b'"format_version":2', "newer format"),
+        (b'"format_version":1', b'"format_version":3', "newer format"),
         (b'"step":20,', b"", "the manifest is malformed"),
         (b'"created":1.5', b'"created":-1', "is not a time"),
         (b'"validated":true', b'"validated":1', "neither true nor false"),

@@ -280,11 +280,11 @@ def test_files_to_share_are_missed_by_name_where_their_checkpoint_was_removed(
 ) -> None:
     gone = reuse.Previous(str(tmp_path / "epoch_0_step_10"))
     nothing: Any = [RankManifest(0)]
-    _complete_reused(tmp_path, {}, nothing, gone)
+    _complete_reused(tmp_path, {}, nothing, {}, gone)
     written = [RankManifest(0, reused=["model/a"])]
     for previous, named in ((gone, "epoch_0_step_10"), (None, "no checkpoint")):
         with pytest.raises(SaveFailed, match="was removed during the save") as caught:
-            _complete_reused(tmp_path, {}, written, previous)
+            _complete_reused(tmp_path, {}, written, {}, previous)
         assert named in str(caught.value)
 
 

@@ -1,0 +1,227 @@
+"""Assign the slices of a tree to ranks: each rank computes the same assignment from the same shares.
+
+Where several ranks have the same slice, one of them writes it. Slices are distributed so that the ranks write about the
+same number of bytes. The work grows with the number of tensors, not with the number of slices. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from automodel_ckpt.checkpoint.sharding import RegularSlices, Sharding, smallest_split
+from automodel_ckpt.checkpoint.slices import Slice, Tensor, nbytes_of
+from automodel_ckpt.errors import SaveFailed
+
+if TYPE_CHECKING:
+    from automodel_ckpt.checkpoint.formats.description import Described, Mesh, TreeDescription
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What some *ranks* with the same *description* have of a tree.
+
+    *origins* is, for each of the ranks, the first rank of each mesh. *irregular* are the slices of each rank of the
+    tensors whose sharding is no formula.
+    """
+
+    description: TreeDescription
+    ranks: Sequence[int]
+    origins: Sequence[Mapping[Mesh, int]]
+    irregular: Mapping[int, Sequence[Tensor]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """All tensors of a tree, with the slices of all ranks, and which rank writes what.
+
+    *tensors* have regular slices, *irregular* have lists; neither has files yet. *writers* has the rank of each slice
+    of an irregular tensor, by its name and offsets, *values* that of each value. *paths* and *kinds* are those of all
+    descriptions.
+    """
+
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    irregular: Mapping[str, Tensor] = field(default_factory=dict)
+    writers: Mapping[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
+    values: Mapping[str, int] = field(default_factory=dict)
+    paths: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    kinds: Mapping[str, str] = field(default_factory=dict)
+
+    def values_of(self, rank: int) -> list[str]:
+        """The values that *rank* writes."""
+        return [fqn for fqn, writer in self.values.items() if writer == rank]
+
+    def irregular_of(self, rank: int) -> list[Tensor]:
+        """The slices of irregular tensors that *rank* writes: tensors with one slice each."""
+        found: list[Tensor] = []
+        for tensor in self.irregular.values():
+            for stored in tensor.slices:
+                if self.writers[tensor.fqn, stored.offsets] == rank:
+                    found.append(replace(tensor, slices=(stored,)))
+        return found
+
+
+def assign(name: str, shares: Sequence[Share]) -> Assignment:
+    """Assign the slices of the tree *name*. Raises :class:`SaveFailed` where the shares do not match."""
+    irregular_names: set[str] = set()
+    for share in shares:
+        irregular_names.update(share.description.irregular)
+    families = _Families(name, shares)
+    candidates: dict[_Family, list[str]] = {}
+    described: dict[str, Described] = {}
+    values: dict[str, int] = {}
+    paths: dict[str, tuple[Any, ...]] = {}
+    kinds: dict[str, str] = {}
+    for number, share in enumerate(shares):
+        paths |= share.description.paths
+        kinds |= share.description.kinds
+        for fqn, tensor in share.description.tensors.items():
+            if fqn not in described and fqn not in irregular_names:
+                described[fqn] = tensor
+                family = families.of(fqn, tensor, number)
+                candidates.setdefault(family, []).append(fqn)
+        for fqn in share.description.values:
+            # Writing one takes microseconds: they are not distributed.
+            values.setdefault(fqn, share.ranks[0])
+    first_ranks: dict[str, tuple[Sharding, int]] = {}
+    for family, names in candidates.items():
+        sharding, replicas = families.replicas(family)
+        for fqn, first in _balanced(names, described, sharding, replicas):
+            first_ranks[fqn] = sharding, first
+    tensors: dict[str, Tensor] = {}
+    for fqn, tensor in described.items():
+        sharding, first = first_ranks[fqn]
+        slices = RegularSlices(fqn, tensor.dtype, tensor.shape, sharding, first)
+        tensors[fqn] = Tensor(fqn, tensor.dtype, tensor.shape, slices)
+    irregular, writers = _assign_irregular(shares)
+    return Assignment(tensors, irregular, writers, values, paths, kinds)
+
+
+_Family = tuple[tuple[int, ...], "Mesh | None", Any]
+"""Tensors with the same replicas: numbers of the shares that have them, their mesh, and how it partitions them."""
+
+
+class _Families:
+    """The replicas of tensors, by what they depend on, so that the ranks are visited once and not for each tensor."""
+
+    def __init__(self, tree: str, shares: Sequence[Share]) -> None:
+        self._tree = tree
+        self._shares = shares
+        self._replicas: dict[_Family, tuple[Sharding, list[int]]] = {}
+
+    def of(self, fqn: str, tensor: Described, first: int) -> _Family:
+        """The family of a tensor, which the share *first* has, and none before it."""
+        numbers = [first]
+        for number in range(first + 1, len(self._shares)):
+            other = self._shares[number].description.tensors.get(fqn)
+            if other is None:
+                continue
+            if other[:2] != tensor[:2]:
+                raise self._mismatch(fqn, tensor, other, self._shares[number].ranks[0])
+            # Another sharding of the same tensor is a further copy of it, which is not used.
+            if other == tensor:
+                numbers.append(number)
+        return tuple(numbers), tensor.mesh, tensor.split
+
+    def replicas(self, family: _Family) -> tuple[Sharding, list[int]]:
+        """The sharding of a family's tensors, and the first rank of each of their replicas."""
+        if family not in self._replicas:
+            self._replicas[family] = self._find_replicas(*family)
+        return self._replicas[family]
+
+    def _find_replicas(
+        self, numbers: tuple[int, ...], mesh: Mesh | None, split: Any
+    ) -> tuple[Sharding, list[int]]:
+        shares = [self._shares[number] for number in numbers]
+        if mesh is None:
+            return Sharding(), sorted(rank for share in shares for rank in share.ranks)
+        members: Counter[int] = Counter()
+        for share in shares:
+            members.update(origins[mesh] for origins in share.origins)
+        sharding, offsets = smallest_split(mesh.sizes, mesh.strides, split)
+        size = _product(mesh.sizes)
+        firsts: list[int] = []
+        for origin, num_ranks in sorted(members.items()):
+            # Some of its ranks may have another sharding, or lack the tensor.
+            if num_ranks == size:
+                firsts += [origin + offset for offset in offsets]
+        if not firsts:
+            raise SaveFailed(
+                "some ranks of a device mesh do not have a tensor that the others have",
+                where=self._tree,
+                value=f"mesh {list(mesh.sizes)}, first rank {min(members)}",
+                hint="every rank of a DTensor's mesh must save the tensor; please report this",
+            )
+        return sharding, firsts
+
+    def _mismatch(self, fqn: str, one: Described, other: Described, rank: int) -> SaveFailed:
+        return SaveFailed(
+            "a tensor has another shape or dtype on another rank",
+            where=f"{self._tree}: {fqn}",
+            value=f"{one.dtype} {list(one.shape)}, on rank {rank} {other.dtype} {list(other.shape)}",
+            hint="state that differs between ranks needs different names",
+        )
+
+
+def _balanced(
+    names: Sequence[str],
+    described: Mapping[str, Described],
+    sharding: Sharding,
+    replicas: Sequence[int],
+) -> Iterable[tuple[str, int]]:
+    """Yield each tensor with the first rank of the replica that writes it: the largest tensors first, each to the
+    replica with the fewest bytes."""
+    if len(replicas) == 1:
+        yield from ((fqn, replicas[0]) for fqn in names)
+        return
+    nbytes: dict[str, int] = {}
+    origin = (0,) * len(sharding.mesh)
+    for fqn in names:
+        tensor = described[fqn]
+        nbytes[fqn] = nbytes_of(tensor.dtype, sharding.box(tensor.shape, origin).sizes)
+    loads = [(0, number) for number in range(len(replicas))]
+    for fqn in sorted(names, key=lambda name: -nbytes[name]):
+        load, number = loads[0]
+        yield fqn, replicas[number]
+        # At least one byte: many tiny tensors are distributed, too.
+        heapq.heapreplace(loads, (load + max(nbytes[fqn], 1), number))
+
+
+def _assign_irregular(
+    shares: Iterable[Share],
+) -> tuple[dict[str, Tensor], dict[tuple[str, tuple[int, ...]], int]]:
+    """The irregular tensors with the slices of all ranks, and the rank that writes each slice: of those that have it,
+    the one with the fewest bytes."""
+    holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+    slices: dict[str, dict[tuple[int, ...], Slice]] = {}
+    tensors: dict[str, Tensor] = {}
+    of_ranks = {rank: each for share in shares for rank, each in share.irregular.items()}
+    for rank, of_rank in sorted(of_ranks.items()):
+        for tensor in of_rank:
+            (stored,) = tensor.slices
+            if stored.nbytes == 0 and 0 not in tensor.shape:
+                continue
+            tensors.setdefault(tensor.fqn, tensor)
+            slices.setdefault(tensor.fqn, {}).setdefault(stored.offsets, stored)
+            holders.setdefault((tensor.fqn, stored.offsets), []).append(rank)
+    loads: Counter[int] = Counter()
+    writers: dict[tuple[str, tuple[int, ...]], int] = {}
+    for key, ranks in holders.items():
+        writer = min(ranks, key=lambda rank: loads[rank])
+        writers[key] = writer
+        fqn, offsets = key
+        loads[writer] += slices[fqn][offsets].nbytes or 1
+    merged: dict[str, Tensor] = {}
+    for fqn, tensor in tensors.items():
+        merged[fqn] = replace(tensor, slices=tuple(slices[fqn].values()))
+    return merged, writers
+
+
+def _product(sizes: Iterable[int]) -> int:
+    product = 1
+    for size in sizes:
+        product *= size
+    return product

@@ -1,0 +1,215 @@
+"""Describe the tensors of this rank without their slices, so that ranks with equal descriptions need not exchange them.
+
+A DTensor's slices on all ranks follow from its mesh, placements and shape. The description contains no number of a
+rank: those that differ between ranks, the first ranks of the meshes, are separate.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from automodel_ckpt.checkpoint.digests import digest_of
+from automodel_ckpt.checkpoint.dtypes import TORCH_NAMES
+from automodel_ckpt.checkpoint.sharding import smallest_split
+from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor, nbytes_of
+
+DTYPES: dict[str, torch.dtype] = {code: getattr(torch, name) for code, name in TORCH_NAMES.items()}
+DTYPE_CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+Split = tuple[tuple[int, tuple[int, ...]], ...]
+"""For each partitioned dimension of a tensor, the mesh dimensions that partition it (``sharding.Sharding``)."""
+
+
+class Mesh(NamedTuple):
+    """A device mesh without its first rank: its sizes, and the distance of neighbors in each dimension."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class Described(NamedTuple):
+    """A tensor: a safetensors dtype, the global shape, its mesh and how that partitions it.
+
+    *mesh* is None for a tensor that each rank has as a whole.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    mesh: Mesh | None
+    split: Split
+
+
+@dataclass(frozen=True, slots=True)
+class TreeDescription:
+    """A rank's tensors with regular shardings, names of the others (*irregular*), and names of values.
+
+    *paths* are the keys of each name in the nested state dict, *kinds* are those of tensors that do not train.
+    *origins* has the first rank of each mesh, and is the only part that depends on the rank.
+    """
+
+    tensors: Mapping[str, Described]
+    irregular: tuple[str, ...]
+    values: tuple[str, ...]
+    paths: Mapping[str, tuple[Any, ...]]
+    kinds: Mapping[str, str]
+    origins: Mapping[Mesh, int]
+
+    def digest(self) -> str:
+        """The digest of all but the origins."""
+        # Not pickle: equal values can have different pickles, by the identity of the objects in
+        # them.
+        content = [self.tensors, self.irregular, self.values, list(self.paths.items()), self.kinds]
+        return digest_of(json.dumps(content, separators=(",", ":")).encode())
+
+
+def describe(
+    state: Mapping[str, Any],
+    paths: Mapping[str, tuple[Any, ...]],
+    kinds: Mapping[str, str],
+) -> TreeDescription:
+    """Describe a flat state dict. Tensors on a mesh without this rank are left out."""
+    tensors: dict[str, Described] = {}
+    irregular: list[str] = []
+    values: list[str] = []
+    meshes = _Meshes()
+    for fqn, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            values.append(fqn)
+        elif not isinstance(value, DTensor):
+            tensors[fqn] = Described(DTYPE_CODES[value.dtype], tuple(value.shape), None, ())
+        elif value.device_mesh.get_coordinate() is not None:
+            described = meshes.describe(value)
+            if described is None:
+                irregular.append(fqn)
+            else:
+                tensors[fqn] = described
+    return TreeDescription(tensors, tuple(irregular), tuple(values), paths, kinds, meshes.origins)
+
+
+class _Meshes:
+    """The meshes of a rank's tensors. Parameters and their optimizer state have the same: each is analyzed once."""
+
+    def __init__(self) -> None:
+        self.origins: dict[Mesh, int] = {}
+        self._known: dict[int, Mesh | None] = {}
+        self._splits: dict[tuple[Any, ...], Split | None] = {}
+
+    def describe(self, tensor: DTensor) -> Described | None:
+        """Describe a tensor; None if its sharding is no formula."""
+        mesh = self._mesh(tensor.device_mesh)
+        if mesh is None:
+            return None
+        shape = tuple(tensor.shape)
+        key = (id(tensor.device_mesh), tensor.placements, shape)
+        if key not in self._splits:
+            self._splits[key] = _verified_split(tensor, mesh)
+        split = self._splits[key]
+        if split is None:
+            return None
+        return Described(DTYPE_CODES[tensor.dtype], shape, mesh, split)
+
+    def _mesh(self, device_mesh: DeviceMesh) -> Mesh | None:
+        """The sizes and strides of a mesh; None where its ranks have irregular numbers."""
+        key = id(device_mesh)
+        if key not in self._known:
+            ranks = device_mesh.mesh.numpy()
+            mesh = _mesh_of(ranks)
+            if mesh is not None and self.origins.setdefault(mesh, int(ranks.flat[0])) != int(
+                ranks.flat[0]
+            ):
+                # Two meshes of one form on this rank: the origins name only one of them.
+                mesh = None
+            self._known[key] = mesh
+        return self._known[key]
+
+
+def _mesh_of(ranks: Any) -> Mesh | None:
+    strides: list[int] = []
+    expected = np.full((1,) * ranks.ndim, ranks.flat[0])
+    for dim, size in enumerate(ranks.shape):
+        neighbor = [0] * ranks.ndim
+        neighbor[dim] = min(1, size - 1)
+        stride = int(ranks[tuple(neighbor)] - ranks.flat[0])
+        strides.append(stride)
+        shape = [1] * ranks.ndim
+        shape[dim] = size
+        expected = expected + (np.arange(size) * stride).reshape(shape)
+    if min(strides, default=0) < 0 or not np.array_equal(ranks, expected):
+        return None
+    return Mesh(tuple(map(int, ranks.shape)), tuple(strides))
+
+
+def _verified_split(tensor: DTensor, mesh: Mesh) -> Split | None:
+    """The split of a tensor; None where it gives another box for this rank than PyTorch does."""
+    shape = tuple(tensor.shape)
+    if 0 in shape:
+        return ()  # One rank stores an empty tensor.
+    split = _split_of(tensor.placements)
+    if split is None:
+        return None
+    sharding, _ = smallest_split(*mesh, split)
+    if sharding.fault() is not None:
+        return None
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    used = sorted(mesh_dim for _, mesh_dims in split for mesh_dim in mesh_dims)
+    box = sharding.box(shape, tuple(coordinate[mesh_dim] for mesh_dim in used))
+    expected = local_box(tensor)
+    assert expected is not None
+    are_empty = expected.numel == box.numel == 0
+    return split if are_empty or box == expected else None
+
+
+def _split_of(placements: Iterable[Placement]) -> Split | None:
+    """The mesh dimensions that partition each dimension of a tensor, the outermost first; None for other placements."""
+    split: dict[int, list[int]] = {}
+    strided: set[int] = set()
+    for mesh_dim, placement in enumerate(placements):
+        if isinstance(placement, _StridedShard):
+            strided.add(placement.dim)
+        elif not isinstance(placement, Shard):
+            if not isinstance(placement, Replicate):
+                return None
+            continue
+        split.setdefault(placement.dim, []).append(mesh_dim)
+    for dim in strided:
+        # It divides what the mesh dimensions after it leave: FSDP after tensor parallelism.
+        split[dim].reverse()
+    return tuple((dim, tuple(mesh_dims)) for dim, mesh_dims in sorted(split.items()))
+
+
+def local_box(value: torch.Tensor) -> Box | None:
+    """The box of a tensor that this rank has; None for a DTensor on a mesh without this rank."""
+    if not isinstance(value, DTensor):
+        return Box((0,) * value.dim(), tuple(value.shape))
+    if value.device_mesh.get_coordinate() is None:
+        return None
+    sizes, offsets = compute_local_shape_and_global_offset(
+        value.shape, value.device_mesh, value.placements
+    )
+    return Box(tuple(offsets), tuple(sizes))
+
+
+def irregular_slices(state: Mapping[str, Any], names: Iterable[str]) -> list[Tensor]:
+    """Describe this rank's slices of the tensors *names*: tensors with one slice each, without a file."""
+    found: list[Tensor] = []
+    for fqn in names:
+        value = state.get(fqn)
+        box = local_box(value) if isinstance(value, torch.Tensor) else None
+        if value is None or box is None:
+            continue
+        dtype = DTYPE_CODES[value.dtype]
+        nbytes = nbytes_of(dtype, box.sizes)
+        stored = Slice(fqn, dtype, box.offsets, box.sizes, "", 0, nbytes)
+        found.append(Tensor(fqn, dtype, tuple(value.shape), (stored,)))
+    return found

@@ -1,0 +1,332 @@
+"""Slice tables: what a save wrote of each regular slice, in 20 bytes per slice. Imports no torch.
+
+A table describes the slices of a tree whose shardings are formulas (``sharding.py``). It has a *row* for each slice:
+the digest of its bytes, and the bytes between the slice before in the same file and this one. Rows are grouped into
+*segments*: consecutive slices that one rank stores in one file. The head of the table lists the segments, each with
+the digest of its rows, so that a reader verifies what it reads without reading the rest. Integers are little-endian.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from automodel_ckpt.checkpoint.digests import digest_of
+from automodel_ckpt.checkpoint.sharding import Record, RegularSlices
+from automodel_ckpt.checkpoint.slices import Slice, Tensor, nbytes_of
+from automodel_ckpt.errors import CheckpointUnusable
+
+ROW = np.dtype([("gap", "<u4"), ("digest", "V16")])
+SEGMENT = np.dtype(
+    [
+        ("rank", "<u4"),
+        ("part", "<u4"),
+        ("file", "<u4"),
+        ("rows", "<u4"),
+        ("start", "<u8"),
+        ("stop", "<u8"),
+        ("digest", "V16"),
+    ]
+)
+NO_FILE = 2**32 - 1
+"""The file of a segment whose tensors have positions in files that several ranks write."""
+MIN_TABLE_ROWS = 4096
+"""A tree with fewer regular slices has no table: its manifest lists them, which takes up to a megabyte."""
+_PREFIX = "xxh3_128:"
+_MAX_GAP = 2**32 - 1
+
+Read = Callable[[str, int, int], bytes]
+"""Reads bytes ``start .. start + nbytes`` of a file of the checkpoint: (file, start, nbytes). Raises OSError."""
+
+
+class Location(NamedTuple):
+    """Where a table is stored: its file, and the size in bytes and the digest of its head."""
+
+    file: str
+    head_bytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive slices in one *file* that one rank stores, in the *part* of a tree; *rows* are those of the table."""
+
+    part: int
+    file: str
+    start: int
+    stop: int
+    rows: bytes
+
+
+def segments_of(
+    slices: Sequence[Slice], part: int, *, placed: bool, others: Sequence[Slice] = ()
+) -> Iterator[Segment]:
+    """Divide the slices of a rank, which have digests, into segments. They are in the order of the tensors.
+
+    *placed*: their tensors have positions in files of several ranks, so that their own are not stored. None of the
+    *others* is in a segment.
+    """
+    run: list[Slice] = []
+    for stored in slices:
+        if run and not placed:
+            end = run[-1].start + run[-1].nbytes
+            in_between = (
+                other.file == stored.file and end <= other.start < stored.start for other in others
+            )
+            is_next = stored.file == run[-1].file and 0 <= stored.start - end <= _MAX_GAP
+            if not is_next or any(in_between):
+                yield _segment(run, part, placed)
+                run = []
+        run.append(stored)
+    if run:
+        yield _segment(run, part, placed)
+
+
+def _segment(slices: Sequence[Slice], part: int, placed: bool) -> Segment:
+    rows = np.zeros(len(slices), ROW)
+    rows["digest"] = np.frombuffer(b"".join(_digest_bytes(each) for each in slices), "V16")
+    if placed:
+        return Segment(part, "", 0, 0, rows.tobytes())
+    starts = np.array([each.start for each in slices], np.int64)
+    stops = starts + np.array([each.nbytes for each in slices], np.int64)
+    rows["gap"][1:] = starts[1:] - stops[:-1]
+    return Segment(part, slices[0].file, int(starts[0]), int(stops[-1]), rows.tobytes())
+
+
+def _digest_bytes(stored: Slice) -> bytes:
+    assert stored.digest is not None, f"a slice of {stored.fqn} was not written"
+    return bytes.fromhex(stored.digest.removeprefix(_PREFIX))
+
+
+class SliceTable:
+    """The table of a tree, and the regular tensors that it describes, in their order.
+
+    *read* reads the file, and *checkpoint* is for messages. A table that was merged in memory has no file yet. Raises
+    :class:`CheckpointUnusable` for content that does not match the digests or the tensors.
+    """
+
+    def __init__(
+        self, location: Location, files: Sequence[str], read: Read, checkpoint: str = ""
+    ) -> None:
+        self.location = location
+        self._checkpoint = checkpoint
+        self.files = tuple(files)
+        self.tensors: list[RegularSlices] = []
+        self._read = read
+        self._parts: dict[int, list[int]] = {}
+        self._rows: dict[tuple[int, int], _Rows] = {}
+
+    @classmethod
+    def merged(cls, segments: Mapping[int, Sequence[Segment]]) -> SliceTable:
+        """Merge the segments of all ranks, by rank, into a table in memory."""
+        numbers: dict[str, int] = {}
+        heads: list[tuple[Any, ...]] = []
+        rows: list[bytes] = []
+        for rank, of_rank in sorted(segments.items()):
+            for each in sorted(of_rank, key=lambda segment: segment.part):
+                file = numbers.setdefault(each.file, len(numbers)) if each.file else NO_FILE
+                num_rows = len(each.rows) // ROW.itemsize
+                digest = xxhash.xxh3_128_digest(each.rows)
+                heads.append((rank, each.part, file, num_rows, each.start, each.stop, digest))
+                rows.append(each.rows)
+        content = b"".join([np.array(heads, SEGMENT).tobytes(), *rows])
+        head_bytes = len(heads) * SEGMENT.itemsize
+        location = Location("", head_bytes, digest_of(content[:head_bytes]))
+        return cls(location, list(numbers), _Memory(content))
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the table is in a file, which the manifest names."""
+        return self.location.file != ""
+
+    def content(self) -> bytes:
+        """Return the content of the file of a merged table."""
+        assert isinstance(self._read, _Memory)
+        return self._read.content
+
+    def store_in(self, file: str) -> None:
+        """Note that :meth:`content` was written to *file* of the checkpoint."""
+        self.location = self.location._replace(file=file)
+
+    def add(self, slices: RegularSlices) -> Tensor:
+        """Add the next tensor of the table; return it with its records."""
+        added = replace(slices, number=len(self.tensors), records=self)
+        self._parts.setdefault(added.part, []).append(added.number)
+        self.tensors.append(added)
+        return Tensor(added.fqn, added.dtype, added.shape, added)
+
+    @property
+    def num_rows(self) -> int:
+        """The number of slices of all tensors."""
+        return sum(len(tensor) for tensor in self.tensors)
+
+    @cached_property
+    def segments(self) -> Any:
+        """The head: an array of SEGMENT, sorted by rank and part."""
+        _, head_bytes, digest = self.location
+        data = self._bytes(0, head_bytes)
+        if digest_of(data) != digest:
+            raise self.damaged("its digest does not match")
+        segments = np.frombuffer(data, SEGMENT)
+        keys = segments["rank"].astype(np.uint64) << np.uint64(32) | segments["part"]
+        if np.any(keys[1:] < keys[:-1]) or np.any(segments["start"] > segments["stop"]):
+            raise self.damaged("its segments are not in order")
+        is_in_file = segments["file"] != NO_FILE
+        in_rank_files = {each.part for each in self.tensors if each.position is None}
+        expected = np.isin(segments["part"], list(in_rank_files))
+        too_large = np.any(segments["file"][is_in_file] >= len(self.files))
+        num_rows = int(segments["rows"].astype(np.int64).sum())
+        if too_large or np.any(is_in_file != expected) or num_rows != self.num_rows:
+            raise self.damaged("its segments are not those of the tensors")
+        return segments
+
+    def byte_ranges(self) -> Iterator[tuple[str, int, int]]:
+        """Yield the file, the first byte and the end of each segment that is in a file of its rank."""
+        for segment in self.segments:
+            if segment["file"] != NO_FILE:
+                yield self.files[segment["file"]], int(segment["start"]), int(segment["stop"])
+
+    def ranks_in(self, file: str) -> list[int]:
+        """Return the ranks that store slices in a file of a rank."""
+        if file not in self.files:
+            return []
+        here = self.segments[self.segments["file"] == self.files.index(file)]
+        return sorted({int(rank) for rank in here["rank"]})
+
+    def check_counts(self) -> None:
+        """Raise :class:`CheckpointUnusable` if a rank has more or fewer rows than slices; the rows are not read."""
+        for part, numbers in self._parts.items():
+            ranks = np.concatenate([_ranks_of(self.tensors[number]) for number in numbers])
+            of_part = self.segments[self.segments["part"] == part]
+            stored = np.repeat(of_part["rank"].astype(np.int64), of_part["rows"])
+            # Sorted, not counted by rank: a hostile table can have any numbers.
+            if not np.array_equal(np.sort(ranks), np.sort(stored)):
+                raise self.damaged("a rank stored other slices than planned")
+
+    def record(self, number: int, rank: int) -> Record:
+        part = self.tensors[number].part
+        rows = self._rows.get((rank, part))
+        if rows is None:
+            rows = self._rows[rank, part] = self._rows_of(rank, part)
+        index = int(np.searchsorted(rows.numbers, number))
+        digest = rows.digests[16 * index : 16 * index + 16].hex()
+        return Record(rows.files[index], int(rows.starts[index]), _PREFIX + digest)
+
+    def _rows_of(self, rank: int, part: int) -> _Rows:
+        """Read and decode the rows of a rank's segments of a part."""
+        numbers: list[int] = []
+        nbytes: list[int] = []
+        for number in self._parts[part]:
+            tensor = self.tensors[number]
+            box = tensor.box_of_rank(rank)
+            if box is not None:
+                numbers.append(number)
+                nbytes.append(nbytes_of(tensor.dtype, box.sizes))
+        first = int(np.searchsorted(self.segments["rank"], rank, "left"))
+        last = int(np.searchsorted(self.segments["rank"], rank, "right"))
+        files: list[str] = []
+        digests: list[bytes] = []
+        starts = np.zeros(len(numbers), np.int64)
+        for index in range(first, last):
+            segment = self.segments[index]
+            if segment["part"] != part:
+                continue
+            begin, end = len(files), len(files) + int(segment["rows"])
+            rows = self._segment_rows(index)
+            if end > len(numbers):
+                raise self.damaged(f"rank {rank} has more slices than its tensors")
+            digests.append(rows["digest"].tobytes())
+            if segment["file"] == NO_FILE:
+                files += [""] * len(rows)
+                continue
+            # Python's integers: a sum in 64 bits could overflow to the expected value.
+            total = sum(nbytes[begin:end]) + int(rows["gap"].sum())
+            if total != int(segment["stop"]) - int(segment["start"]):
+                raise self.damaged(f"a segment of rank {rank} has another length than its slices")
+            sizes = np.array([0, *nbytes[begin : end - 1]], np.int64)
+            starts[begin:end] = int(segment["start"]) + np.cumsum(sizes + rows["gap"])
+            files += [self.files[segment["file"]]] * len(rows)
+        if len(files) != len(numbers):
+            raise self.damaged(f"rank {rank} has fewer slices than its tensors")
+        return _Rows(np.array(numbers, np.int32), files, starts, b"".join(digests))
+
+    def _segment_rows(self, index: int) -> Any:
+        first_row = int(self._first_rows[index])
+        num_rows = int(self.segments["rows"][index])
+        start = self.location.head_bytes + first_row * ROW.itemsize
+        data = self._bytes(start, num_rows * ROW.itemsize)
+        if xxhash.xxh3_128_digest(data) != self.segments["digest"][index].tobytes():
+            raise self.damaged("the digest of its rows does not match")
+        return np.frombuffer(data, ROW)
+
+    @cached_property
+    def _first_rows(self) -> Any:
+        rows = self.segments["rows"].astype(np.int64)
+        return np.cumsum(rows) - rows
+
+    def _bytes(self, start: int, nbytes: int) -> bytes:
+        try:
+            data = self._read(self.location.file, start, nbytes)
+        except OSError as error:
+            raise self.damaged(f"it cannot be read: {error.strerror}") from error
+        if len(data) != nbytes:
+            raise self.damaged("it is shorter than the manifest says")
+        return data
+
+    def damaged(self, how: str) -> CheckpointUnusable:
+        """Return the error for a table that cannot be used."""
+        return CheckpointUnusable(
+            "the table of the checkpoint's slices is damaged",
+            where=os.path.join(self._checkpoint, self.location.file),
+            value=how,
+            hint="use another checkpoint of this run, or a copy of the file",
+        )
+
+
+class _Rows(NamedTuple):
+    """The slices of a rank: numbers of their tensors (increasing), files, first bytes, digests of 16 bytes each."""
+
+    numbers: Any
+    files: list[str]
+    starts: Any
+    digests: bytes
+
+
+class _Memory:
+    """Reads a table that is in memory."""
+
+    def __init__(self, content: bytes) -> None:
+        self.content = content
+
+    def __call__(self, file: str, start: int, nbytes: int) -> bytes:
+        return self.content[start : start + nbytes]
+
+
+def _ranks_of(tensor: RegularSlices) -> Any:
+    """Return the ranks that store a slice of a tensor, as an array."""
+    sharding = tensor.sharding
+    ranks = np.full((1,) * len(sharding.mesh), tensor.first, np.int64)
+    is_stored = np.ones((1,) * len(sharding.mesh), bool)
+    for mesh_dim, (size, stride) in enumerate(zip(sharding.mesh, sharding.strides, strict=True)):
+        ranks = ranks + _along(np.arange(size) * stride, mesh_dim, len(sharding.mesh))
+    for dim, mesh_dims in sharding.split:
+        sizes: Any = np.array(tensor.shape[dim]).reshape((1,) * len(sharding.mesh))
+        for mesh_dim in mesh_dims:
+            index = _along(np.arange(sharding.mesh[mesh_dim]), mesh_dim, len(sharding.mesh))
+            chunk = -(-sizes // sharding.mesh[mesh_dim])
+            sizes = np.clip(sizes - index * chunk, 0, chunk)
+        is_stored = is_stored & (sizes > 0)
+    return ranks[np.broadcast_to(is_stored, ranks.shape)]
+
+
+def _along(values: Any, dim: int, num_dims: int) -> Any:
+    """Reshape a vector so that it varies along one of *num_dims* dimensions."""
+    shape = [1] * num_dims
+    shape[dim] = -1
+    return values.reshape(shape)

@@ -1,0 +1,269 @@
+"""What planning, finalizing and reading a checkpoint of thousands of ranks costs each rank, by simulation.
+
+    python -m tools.bench_planner                  # 8, 64, 512 and 4,096 ranks: about five minutes on one core
+    python -m tools.bench_planner --ranks 8 512
+    python -m tools.bench_planner --docs           # also writes the table into docs/performance.md
+
+One process is one rank of a fake process group at a time, with 300 parameters that `fully_shard` would shard over all
+ranks, and AdamW's two moments of each. The code of saves and loads runs as it does in a run, except that digests are
+invented and no bytes of tensors are written or read. Times are those of the processor, without waiting for a disk.
+Prints a table in Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from automodel_ckpt.checkpoint import commit, layout
+from automodel_ckpt.checkpoint.digests import FileRecord, digest_of
+from automodel_ckpt.checkpoint.formats import safetensors, torch_save
+from automodel_ckpt.checkpoint.formats.assignment import Share
+from automodel_ckpt.checkpoint.formats.description import local_box
+from automodel_ckpt.checkpoint.formats.planning import TreePlan
+from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.options import CheckpointOptions
+from automodel_ckpt.checkpoint.saving.agreement import shares_of_all, summarize
+from automodel_ckpt.checkpoint.saving.planner import Planner, Proposal, Save
+from automodel_ckpt.checkpoint.slices import Tensor
+from automodel_ckpt.checkpoint.writing.jobs import Chunk, _add_entry
+from automodel_ckpt.checkpoint.writing.rank_manifest import (
+    RankManifest,
+    finalize,
+    read_rank_manifests,
+)
+from tools.bench_report import write_block
+
+ROOT = Path(__file__).resolve().parents[1]
+
+NUM_TENSORS = 300
+# Llama's shapes, without its width: rows that 4,096 ranks can share.
+SHAPES = ((8192, 16), (8192, 8), (28672, 8), (8192,))
+RANKS = (8, 64, 512, 4096)
+
+
+@dataclass
+class Figures:
+    """What was measured for a number of ranks: seconds, and bytes."""
+
+    num_ranks: int
+    seconds: dict[str, float] = field(default_factory=dict)
+    nbytes: dict[str, int] = field(default_factory=dict)
+
+
+def trees_of(num_ranks: int) -> dict[str, TreePlan]:
+    """The state of the present rank."""
+    mesh = DeviceMesh("cpu", torch.arange(num_ranks))
+    model: dict[str, Any] = {}
+    state: dict[str, Any] = {}
+    for number in range(NUM_TENSORS):
+        name = f"model.layers.{number // 4}.block.weight_{number % 4}"
+        shape = SHAPES[number % 4]
+        model[name] = _shard(mesh, shape, torch.bfloat16)
+        state[f"model.{name}"] = {
+            "exp_avg": _shard(mesh, shape, torch.float32),
+            "exp_avg_sq": _shard(mesh, shape, torch.float32),
+        }
+    options = {"lr": 1e-3, "betas": (0.9, 0.999), "params": list(state)}
+    nested = {"optimizer": {"state": state, "param_groups": [options]}}
+    return {
+        "model": TreePlan("model", "model", model, nested=False),
+        "optimizer": TreePlan("optimizer", "optim", nested, nested=True),
+    }
+
+
+def _shard(mesh: DeviceMesh, shape: tuple[int, ...], dtype: torch.dtype) -> DTensor:
+    rows = shape[0] // mesh.size()
+    local = torch.empty((rows, *shape[1:]), dtype=dtype)
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+
+
+def be_rank(rank: int, num_ranks: int) -> None:
+    """Join a fake process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())
+
+
+def planned(rank: int, num_ranks: int, figures: Figures) -> tuple[Planner, Save]:
+    """Plan a save as one rank."""
+    be_rank(rank, num_ranks)
+    trees = trees_of(num_ranks)
+    ranks = layout.DataParallelRanks(rank, num_ranks)
+    run: Any = SimpleNamespace(path=Path(), root=Path())
+    planner = Planner(run, ranks, {}, CheckpointOptions())
+    save = Save(layout.CheckpointName(20, 0), "", {}, {}, False, False, None, None, 0.0)
+    save.trees, save.tied = trees, {"model": {}}
+    started = time.process_time()
+    save.descriptions = {name: tree.describe() for name, tree in trees.items()}
+    summaries = {name: summarize(each) for name, each in save.descriptions.items()}
+    sent = pickle.dumps(
+        Proposal(summaries, {"rng": digest_of(b""), "loader": digest_of(b"")}, rank)
+    )
+    proposals = [pickle.loads(sent) for _ in range(num_ranks)]
+    shares: dict[str, list[Share]] = {}
+    for name, tree in trees.items():
+        of_tree = [proposal.trees[name] for proposal in proposals]
+        # Equal digests: no collective is called.
+        shares[name] = shares_of_all(None, tree, save.descriptions[name], of_tree)
+    planner.plan(save, proposals, shares)
+    figures.seconds["plan"] = time.process_time() - started
+    figures.nbytes["sent"] = len(sent)
+    return planner, save
+
+
+def rank_manifests(save: Save, num_ranks: int) -> Iterator[RankManifest]:
+    """What each rank writes, without the bytes of the tensors."""
+    model, optimizer = save.trees.values()
+    for rank in range(num_ranks):
+        written = RankManifest(rank)
+        for tree in (model, optimizer):
+            tree.take(rank)
+            written.trees[tree.name] = save.layouts[tree.name].rank_tree()
+        for job in (*safetensors.plan_jobs(model, rank), torch_save.plan_jobs(optimizer, rank)):
+            assert job.tree is not None
+            end = 0
+            for chunk in job.chunks:
+                end = max(end, chunk.start + _nbytes(chunk))
+                _add_entry(written.trees[job.tree], chunk, digest_of(os.urandom(8)))
+            digest = digest_of(job.file.encode())
+            written.files[job.file] = FileRecord(end, digest)
+        for name in ("rng", "dataloader"):
+            file = f"{name}/{name}_dp_rank_{rank}.pt"
+            written.files[file] = FileRecord(1000, digest_of(file.encode()))
+        yield written
+
+
+def _nbytes(chunk: Chunk) -> int:
+    if isinstance(chunk.entry, Tensor):
+        return chunk.entry.slices[0].nbytes
+    data = chunk.data
+    return len(data) if isinstance(data, bytes | memoryview) else 0
+
+
+def measured(num_ranks: int, directory: Path) -> Figures:
+    """Measure a number of ranks."""
+    figures = Figures(num_ranks)
+    planner, save = planned(num_ranks // 2, num_ranks, figures)
+    staging = commit.reserve(directory, "epoch_0_step_20")
+    for tree in save.trees.values():
+        (staging / tree.directory).mkdir()
+    for written in rank_manifests(save, num_ranks):
+        data = written.to_bytes()
+        (staging / layout.rank_manifest_file(written.rank)).write_bytes(data)
+        figures.nbytes["rank manifest"] = len(data)
+    planner.ranks = layout.DataParallelRanks(0, num_ranks)
+    partial_manifest = planner.partial_manifest(save)
+    started = time.process_time()
+    finalize(staging, partial_manifest, read_rank_manifests(staging, num_ranks))
+    figures.seconds["finalize"] = time.process_time() - started
+    figures.nbytes["manifest"] = (staging / layout.MANIFEST).stat().st_size
+    tables = list(staging.glob(f"*/{layout.SLICE_TABLE}"))
+    figures.nbytes["tables"] = sum(table.stat().st_size for table in tables)
+    checkpoint = commit.publish(staging, "epoch_0_step_20")
+    # A new process, so that its memory is that of the load.
+    words = [sys.executable, "-m", "tools.bench_planner", "--load", str(checkpoint), str(num_ranks)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    seconds, nbytes = done.stdout.split()
+    figures.seconds["load"], figures.nbytes["load memory"] = float(seconds), int(nbytes)
+    return figures
+
+
+def load(checkpoint: Path, num_ranks: int) -> None:
+    """Find the slices of one rank in a checkpoint; print the seconds and the bytes of memory that this takes."""
+    be_rank(num_ranks // 3, num_ranks)
+    trees = trees_of(num_ranks)
+    for tree in trees.values():
+        tree.describe()
+    # Sets the peak to the present memory (proc_pid_clear_refs(5)).
+    Path("/proc/self/clear_refs").write_text("5")
+    before = peak_bytes()
+    started = time.process_time()
+    manifest = Manifest.read(checkpoint)
+    found = 0
+    for name, tree in trees.items():
+        for fqn, value in tree.flat().items():
+            if isinstance(value, torch.Tensor):
+                box = local_box(value)
+                assert box is not None
+                stored = list(manifest.trees[name].tensors[fqn].overlapping(box))
+                found += len(stored)
+                assert stored[0].box == box
+                assert stored[0].digest
+    seconds = time.process_time() - started
+    assert found == 3 * NUM_TENSORS
+    print(seconds, peak_bytes() - before)
+
+
+def peak_bytes() -> int:
+    """The largest memory that this process had since the peak was reset."""
+    fields = Path("/proc/self/status").read_text().split()
+    return int(fields[fields.index("VmHWM:") + 1]) * 1024
+
+
+def rows(figures: list[Figures]) -> list[list[str]]:
+    """The rows of the table."""
+    table = [["ranks", *(f"{each.num_ranks:,}" for each in figures)]]
+    for label, key in (
+        ("planning, each rank (s)", "plan"),
+        ("finalizing the manifest, rank 0 (s)", "finalize"),
+        ("finding its slices at a load, each rank (s)", "load"),
+    ):
+        table.append([label, *(f"{each.seconds[key]:.2f}" for each in figures)])
+    for label, key, unit in (
+        ("sent to the other ranks, each rank (KB)", "sent", 1e3),
+        ("rank manifest (KB)", "rank manifest", 1e3),
+        ("MANIFEST.json (MB)", "manifest", 1e6),
+        ("slice tables (MB)", "tables", 1e6),
+        ("memory of a load, each rank (MB)", "load memory", 1e6),
+    ):
+        table.append([label, *(f"{each.nbytes[key] / unit:.1f}" for each in figures)])
+    return table
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
+    parser.add_argument("--docs", action="store_true")
+    parser.add_argument("--load", nargs=2, metavar=("CHECKPOINT", "RANKS"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.load:
+        load(Path(arguments.load[0]), int(arguments.load[1]))
+        return
+    figures = []
+    for num_ranks in arguments.ranks:
+        directory = Path(tempfile.mkdtemp(prefix="bench-planner-"))
+        try:
+            figures.append(measured(num_ranks, directory))
+        finally:
+            shutil.rmtree(directory)
+        print(figures[-1], flush=True)
+    lines = ["| " + " | ".join(row) + " |" for row in rows(figures)]
+    lines.insert(1, "|---" * (len(figures) + 1) + "|")
+    block = "\n".join(lines)
+    print(block)
+    if arguments.docs:
+        write_block("planner", block)
+
+
+if __name__ == "__main__":
+    main()
