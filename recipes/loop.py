@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from automodel_ckpt.checkpoint import Checkpointer
 from automodel_ckpt.checkpoint.module_tensors import unwrap
+from automodel_ckpt.checkpoint.run import timeline
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
 from automodel_ckpt.distributed.agree import sum_over_ranks
@@ -172,10 +173,12 @@ class TrainingLoop:
         if self.layout.rank == 0:
             self.stop_request.on_request = self.acknowledge_stop
         log.info("%s", planned_end(scheduler.cadence, steps_per_epoch(self.dataloader)))
+        self.run_log.timeline.enter(timeline.STEPS)
         with self.profiler:
             while not scheduler.is_finished():
                 self._skip_batches()
                 self.run_epoch()
+        self.run_log.timeline.enter(timeline.OTHER)
         self.stop_request.on_request = None
         if self.last_step is None and self.saves.resumed is not None:
             # The checkpoint was in the last epoch, of which no full batch is left.
@@ -185,7 +188,7 @@ class TrainingLoop:
 
     def run_epoch(self) -> None:
         """Train on the rest of the current epoch, or until the run is over."""
-        for batch in self.batches(self.dataloader):
+        for batch in self.run_log.timeline.waiting_for(self.batches(self.dataloader)):
             if batch is not None and self.step_scheduler.is_beyond_last_epoch(batch.epoch):
                 self.finish_pending()
                 self._end_early()
@@ -786,7 +789,7 @@ class TrainingLoop:
         scheduler = self.step_scheduler
         if self.benchmarks is None or not scheduler.benchmarks_are_missing:
             return ()
-        with self.validated_weights():
+        with self.run_log.timeline.phase(timeline.VALIDATION), self.validated_weights():
             metrics = self.benchmarks.run()
         if metrics is None:
             if validation is not None:
@@ -821,7 +824,7 @@ class TrainingLoop:
 
     def _validated(self) -> Validation | None:
         scheduler = self.step_scheduler
-        with self.validated_weights():
+        with self.run_log.timeline.phase(timeline.VALIDATION), self.validated_weights():
             validation = self.validate()
             if validation is None:
                 return None

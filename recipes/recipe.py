@@ -24,6 +24,7 @@ from transformers import PreTrainedConfig
 
 from automodel_ckpt.checkpoint import Checkpointer, Resumed, discover
 from automodel_ckpt.checkpoint.layout import AVERAGE
+from automodel_ckpt.checkpoint.run.timeline import DONE, STOPPED
 from automodel_ckpt.checkpoint.saving.side_files import Assets
 from automodel_ckpt.config.bind import unused_without_checkpoints
 from automodel_ckpt.config.evaluation import has_benchmarks
@@ -238,11 +239,14 @@ class Recipe:
 
     def run(self) -> None:
         """Train until the end of the run. Raises :class:`Stopped` after a stop request. Call :meth:`setup` before."""
+        timeline = self.run_log.timeline
         try:
             self.loop.run()
         except Stopped:
+            timeline.outcome = STOPPED
             self._remove_memory()
             raise
+        timeline.outcome = DONE
         self._remove_memory()
 
     def _remove_memory(self) -> None:

@@ -34,6 +34,7 @@ from automodel_ckpt.training.spikes import Spike
 from automodel_ckpt.training.step_profiler import ProfileSettings, StepProfiler
 from automodel_ckpt.training.step_scheduler import StepScheduler
 from automodel_ckpt.training.text_log import TextLog
+from automodel_ckpt.training.timeline import Timeline
 from automodel_ckpt.training.tracker_process import Tracking
 
 log = logging.getLogger("automodel_ckpt")
@@ -42,7 +43,7 @@ _PROFILE = "profile"
 
 STEP_FIELDS = frozenset(
     {"step", "epoch", "timestamp", "loss", "grad_norm", "lr", "tokens", "label_tokens"}
-    | {"tps", "tps_per_gpu", "mfu", "mem", "aux_loss", "samples", "event"}
+    | {"tps", "tps_per_gpu", "mfu", "mem", "seconds", "aux_loss", "samples", "event"}
 )
 """Fields of a line of ``training.jsonl`` that are not metrics of the objective."""
 
@@ -56,6 +57,8 @@ class RunLog:
     """
 
     progress: Progress
+    timeline: Timeline
+    """Measures the phases of this start on each rank; rank 0 writes them."""
     terms: str = LABEL_TOKENS
     """What the loss is a mean over; both logs have the count under this name."""
     training: JsonlLog | None
@@ -77,6 +80,7 @@ class RunLog:
         )
         self._text_log = TextLog()
         self._check_lease: Callable[[], None] = lambda: None
+        self.timeline = Timeline()
         self.training = None
         self.validation = None
         self._tracking: Tracking | None = None
@@ -119,6 +123,13 @@ class RunLog:
         if not is_finished:
             # The start of a finished run changes no file.
             self._text_log.open(self.training.path.with_name(TEXT_LOG), self._check_lease)
+            self.timeline.open(
+                self.training.path.parent,
+                self._check_lease,
+                step=scheduler.step,
+                resumed_from=resumed_from,
+                world_size=self._layout.world_size,
+            )
         for jsonl in (self.training, self.validation):
             # A finished run may resume from an earlier checkpoint; the lines of its later steps are not removed.
             jsonl.truncate_after(math.inf if is_finished else scheduler.step)
@@ -194,6 +205,7 @@ class RunLog:
             "tps": control.num_tokens / seconds,
             "tps_per_gpu": control.num_tokens / seconds / self._layout.world_size,
             "mem": self._peak_memory.nbytes,
+            "seconds": self.timeline.seconds_of_step(position.step),
         }
         if self.terms != LABEL_TOKENS:
             record[self.terms] = control.count
@@ -299,6 +311,7 @@ class RunLog:
         With *lease_is_lost* another run owns the logs, and sends them to the trackers itself.
         """
         self.progress.close()
+        self.timeline.close(lease_is_lost=lease_is_lost)
         for jsonl in (self.training, self.validation):
             if jsonl is not None:
                 with contextlib.suppress(LeaseLost):

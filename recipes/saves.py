@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from automodel_ckpt.checkpoint import Checkpointer, SaveReport, policy
 from automodel_ckpt.checkpoint.checkpointer import Resumed, Saving
 from automodel_ckpt.checkpoint.export.next_steps import try_command
 from automodel_ckpt.checkpoint.run import finished
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
+from automodel_ckpt.checkpoint.run.timeline import SAVES
 from automodel_ckpt.checkpoint.saving.forecast import Forecast
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.data.loader import GlobalBatchLoader
@@ -28,6 +30,24 @@ from automodel_ckpt.training.step_scheduler import StepScheduler
 from automodel_ckpt.units import size_text
 
 log = logging.getLogger("automodel_ckpt")
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+def _measured(
+    method: Callable[Concatenate[Saves, _Arguments], _Result],
+) -> Callable[Concatenate[Saves, _Arguments], _Result]:
+    """Count the time in a method of :class:`Saves` as that of saves."""
+
+    @functools.wraps(method)
+    def measured(
+        self: Saves, /, *arguments: _Arguments.args, **keywords: _Arguments.kwargs
+    ) -> _Result:
+        with self.timeline.phase(SAVES):
+            return method(self, *arguments, **keywords)
+
+    return measured
 
 
 class Saves:
@@ -75,6 +95,7 @@ class Saves:
         self._config_yaml = config_yaml
         self._scheduler = scheduler
         self._run_log = run_log
+        self.timeline = run_log.timeline
         self._state = state
         self._num_ranks = num_ranks
         self._gather = gather
@@ -126,6 +147,7 @@ class Saves:
             size_text(forecast.free_bytes),
         )
 
+    @_measured
     def make_missing_export(self) -> None:
         """Export the checkpoint that the run continues from, where each checkpoint is to have an export."""
         if self.checkpointer is None or self.resumed is None or self._scheduler.is_finished():
@@ -203,6 +225,7 @@ class Saves:
             measured = {key: value for key, value in losses.items() if value is not None}
             self.checkpointer.note_validation(self.resumed, measured)
 
+    @_measured
     def save(
         self, losses: Mapping[str, Any], *, validated: bool, started: float, last: bool
     ) -> None:
@@ -245,6 +268,7 @@ class Saves:
             checkpointer, losses, validated=validated, last=last, on_saved=self.note_saved
         )
 
+    @_measured
     def save_in_memory(self, checkpointer: Checkpointer, losses: Mapping[str, Any]) -> None:
         """Save the present step with the *checkpointer* of memory checkpoints. Raises :class:`SaveFailed`."""
         self._save_with(checkpointer, losses)
@@ -305,6 +329,7 @@ class Saves:
         if self._pushes is not None:
             self._pushes.note_saved(report.path.name)
 
+    @_measured
     def wait(self) -> None:
         """Wait for a save in the background, and handle its failure.
 
@@ -333,6 +358,7 @@ class Saves:
 
     # ---------------------------------------------------------------- the end
 
+    @_measured
     def stop(self, losses: Mapping[str, Any]) -> None:
         """Save the last completed step unless it is saved, without an export. Raises the failure of that save."""
         if self.checkpointer is not None:
@@ -354,6 +380,7 @@ class Saves:
         if command is not None and not self.checkpointer.exports.is_exported(newest.path):
             log.info("not exported, since a signal leaves little time; to export it: %s", command)
 
+    @_measured
     def end(self) -> None:
         """Log the newest checkpoint, export the best, average the last ones. Raises the failure of the last save."""
         if self.last_save is not None:
@@ -384,6 +411,7 @@ class Saves:
         doing = "uploading to the Hugging Face Hub (the checkpoints are safe)"
         checkpointer.exports.run_on_rank0(doing, finish, SaveFailed)
 
+    @_measured
     def export_finished(self) -> None:
         """Make the exports of a finished run that a kill or a signal had prevented. Raises :class:`SaveFailed`."""
         if self.checkpointer is not None and self.resumed is not None:

@@ -33,6 +33,7 @@ SLICE_TABLE = ".slices"
 LATEST, LOWEST_VAL = "LATEST", "LOWEST_VAL"
 TRAINING_LOG, VALIDATION_LOG = "training.jsonl", "validation.jsonl"
 TEXT_LOG = "log.txt"
+TIMELINE_LOG, TIMELINE_STATE = "timeline.jsonl", ".timeline.json"
 POINTERS = (LATEST, LOWEST_VAL)
 LATE_VALIDATIONS = "late_validations.json"
 VERIFIED = ".verified.json"
@@ -183,7 +184,8 @@ def is_temporary(name: str) -> bool:
         return False
     stem = match[1].removesuffix(".txt")
     # Leftovers are removed: any other name that begins with a dot belongs to the user.
-    files = (LATE_VALIDATIONS, VERIFIED, FINISHED, MEMORY, TRAINING_LOG, VALIDATION_LOG)
+    logs = (TRAINING_LOG, VALIDATION_LOG, TIMELINE_LOG)
+    files = (LATE_VALIDATIONS, VERIFIED, FINISHED, MEMORY, TIMELINE_STATE, *logs)
     return stem in (*POINTERS, *files) or f".{stem}" == LOCK_FILE or is_pin(stem)
 
 

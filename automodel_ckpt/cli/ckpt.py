@@ -25,6 +25,7 @@ from automodel_ckpt.cli.commands import (
     eval_,
     export,
     generate,
+    goodput,
     hub,
     import_,
     ls,
@@ -180,6 +181,7 @@ VERBS: Sequence[Verb] = (
     Verb("pin", "protect a checkpoint from removal", pin.add_arguments, pin.run, writes=True),
     Verb("unpin", "remove a pin", pin.add_unpin_arguments, pin.run, writes=True),
     Verb("plot", "plot the curves of one or more runs", plot.add_arguments, plot.run, writes=True),
+    Verb("goodput", "show how the time of a run was spent", goodput.add_arguments, goodput.run),
     Verb(
         "track",
         "upload a run's log to an experiment tracker",

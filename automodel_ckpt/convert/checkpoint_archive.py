@@ -53,7 +53,12 @@ _MAX_INDEX_BYTES = 4 << 20
 _MAX_LOG_BYTES = 1 << 32
 # Also the unit of the rearrangement: another value is another format.
 _BLOCK_BYTES = 4 << 20
-_LOGS = (layout.TRAINING_LOG, layout.VALIDATION_LOG, layout.LATE_VALIDATIONS)
+_LOGS = (
+    layout.TRAINING_LOG,
+    layout.VALIDATION_LOG,
+    layout.TIMELINE_LOG,
+    layout.LATE_VALIDATIONS,
+)
 _LOG_DIRECTORY = "run"
 _DIGEST = re.compile(r"xxh3_128:[0-9a-f]{32}", re.ASCII)
 # zstd decoders need this much memory at most.

@@ -5,21 +5,20 @@ Torn lines and lines without numbers are ignored, because a report is most usefu
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint import commit, layout
-from automodel_ckpt.checkpoint.files.bounded_json import parse_json
-from automodel_ckpt.checkpoint.files.safe_open import open_regular
 from automodel_ckpt.checkpoint.manifest import Summary
 from automodel_ckpt.checkpoint.run import late_validations, resume
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.errors import AutomodelError, CheckpointUnusable
+from automodel_ckpt.report.goodput import Goodput, read_goodput
+from automodel_ckpt.report.log_records import read_records
 
-_MAX_VALUE, _MAX_STEP = 1e100, 2**53
-"""Limits of plotted values and steps, within which sums and differences stay finite and exact."""
+_MAX_VALUE = 1e100
+"""Limit of plotted values, within which sums and differences stay finite and exact."""
 NAMED_LOSS = "val_loss_"
 """The field of the loss of a named validation set begins with this."""
 VALIDATED = "val_"
@@ -29,7 +28,7 @@ BENCHMARK = "eval_"
 _ERROR = "_stderr"
 _STEP_FIELDS = frozenset(
     {"step", "epoch", "timestamp", "loss", "grad_norm", "lr", "tokens", "label_tokens", "samples"}
-    | {"tps", "tps_per_gpu", "mfu", "mem"}
+    | {"tps", "tps_per_gpu", "mfu", "mem", "seconds"}
 )
 """Fields of a step that have charts, or none; others are metrics of the objective."""
 _MAX_COMPLETIONS, _MAX_TEXT = 64, 2000
@@ -140,6 +139,8 @@ class History:
     """The names of validation sets."""
     benchmarks: tuple[str, ...] = ()
     """The fields in *series* of the metrics of the section ``evaluation.harness``, such as ``eval_hellaswag_acc``."""
+    goodput: Goodput | None = None
+    """How the time was spent; None for a run of an earlier version."""
 
     @property
     def seconds(self) -> float:
@@ -203,7 +204,15 @@ def read_history(path: Path, name: str | None = None) -> History:
         measures=measures,
         set_names=set_names,
         benchmarks=benchmarks,
+        goodput=_goodput(path),
     )
+
+
+def _goodput(path: Path) -> Goodput | None:
+    try:
+        return read_goodput(path)
+    except (AutomodelError, OSError):
+        return None
 
 
 def _completions(records: list[dict[str, Any]]) -> list[Completion]:
@@ -222,32 +231,6 @@ def _completions(records: list[dict[str, Any]]) -> list[Completion]:
             if isinstance(prompt, str) and isinstance(text, str):
                 result.append(Completion(step, prompt[:_MAX_TEXT], text[:_MAX_TEXT]))
     return result
-
-
-def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a log that have a valid step. Raises :class:`CheckpointUnusable` if it cannot be read."""
-    try:
-        with os.fdopen(open_regular(path), "rb") as file:
-            lines = file.read().splitlines()
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    except OSError as error:
-        raise CheckpointUnusable(
-            "a log of this run cannot be read",
-            where=str(path),
-            value=error.strerror,
-            hint="remove it",
-        ) from error
-    for line in lines:
-        try:
-            record = parse_json(line)
-        except ValueError:
-            continue
-        step = record.get("step") if isinstance(record, dict) else None
-        if isinstance(step, bool) or not isinstance(step, int):
-            continue
-        if 0 <= step <= _MAX_STEP:
-            yield record
 
 
 def _series(records: list[dict[str, Any]], name: str) -> Series:

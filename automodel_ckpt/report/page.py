@@ -10,6 +10,7 @@ from importlib import resources
 from statistics import median
 
 from automodel_ckpt.report.charts import Chart, charts_of, legend_of
+from automodel_ckpt.report.goodput import CATEGORIES
 from automodel_ckpt.report.history import Checkpoint, History, Series
 from automodel_ckpt.report.svg import MAX_POINTS, more_colors, svg
 from automodel_ckpt.units import counted, size_text
@@ -35,6 +36,7 @@ def page(runs: Sequence[History], differences: Mapping[str, Sequence[str]] | Non
     parts = [
         *heads,
         *_differences(runs, differences or {}),
+        *_time_bars(runs),
         _legend(charts),
         *figures,
         *_completion_tables(runs),
@@ -128,6 +130,28 @@ def _differences(
         "<h2>Differences between the recipes</h2>"
         f'<table class="texts"><thead><tr>{"".join(head)}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
     )
+
+
+def _time_bars(runs: Sequence[History]) -> Iterator[str]:
+    """Yield the time of each run by category: a bar, and its legend with seconds and shares."""
+    for number, run in enumerate(runs):
+        found = run.goodput
+        if found is None or found.total <= 0:
+            continue
+        bars = []
+        entries = []
+        for color, (name, title) in enumerate(CATEGORIES.items()):
+            seconds = found.seconds[name]
+            share = seconds / found.total
+            if seconds <= 0:
+                continue
+            text = f"{title} {seconds:,.1f} s ({share:.1%})"
+            bars.append(f'<i class="t{color}" style="flex-grow:{share:.6f}" title="{text}"></i>')
+            entries.append(f'<span><i class="t{color}"></i>{text}</span>')
+        yield (
+            f"<h2>{_color_key(number)}Time of {escape(run.name)}: {found.share:.1%} useful</h2>"
+            f'<div class="time">{"".join(bars)}</div><p class="legend">{"".join(entries)}</p>'
+        )
 
 
 def _completion_tables(runs: Sequence[History]) -> Iterator[str]:
@@ -224,6 +248,8 @@ def summary(run: History) -> Iterator[tuple[str, str]]:
     if memory:
         yield "peak memory", size_text(max(memory))
     yield "checkpoints", str(len(run.checkpoints))
+    if run.goodput is not None:
+        yield "goodput", f"{run.goodput.share:.1%}"
     stalls = run.series["stall_seconds"]
     if len(stalls):
         waited = sum(stalls.values)

@@ -9,6 +9,7 @@ from typing import Any
 
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from automodel_ckpt.report.charts import Chart, Mark, charts_of, legend_of
+from automodel_ckpt.report.goodput import CATEGORIES
 from automodel_ckpt.report.history import History
 from automodel_ckpt.report.scale import short
 
@@ -56,11 +57,15 @@ def draw_figure(pyplot: Any, runs: Sequence[History]) -> Any:
             value="",
             hint="train at least one step; `ckpt ls` lists the checkpoints",
         )
+    timed = [run for run in runs if run.goodput is not None and run.goodput.total > 0]
+    num_rows = len(charts) + bool(timed)
     figure, rows = pyplot.subplots(
-        len(charts), figsize=(9, 2.4 * len(charts)), squeeze=False, layout="constrained"
+        num_rows, figsize=(9, 2.4 * num_rows), squeeze=False, layout="constrained"
     )
-    for chart, (axis,) in zip(charts, rows, strict=True):
+    for chart, (axis,) in zip(charts, rows[: len(charts)], strict=True):
         _draw(chart, axis)
+    if timed:
+        _draw_time(timed, rows[-1][0])
     handles = list(_legend_handles(runs, charts))
     figure.legend(
         handles=handles,
@@ -70,6 +75,22 @@ def draw_figure(pyplot: Any, runs: Sequence[History]) -> Any:
         frameon=False,
     )
     return figure
+
+
+def _draw_time(runs: Sequence[History], axis: Any) -> None:
+    """Draw a bar per run that shows how its time was spent."""
+    axis.set_title("share of the time (%)", fontsize=10, loc="left")
+    names = [f"{run.name[:_MAX_NAME_CHARS]} " for run in runs]
+    ends = [0.0] * len(runs)
+    for name, title in CATEGORIES.items():
+        shares = []
+        for run in runs:
+            assert run.goodput is not None
+            shares.append(100 * run.goodput.seconds[name] / run.goodput.total)
+        if any(shares):
+            axis.barh(names, shares, left=ends, label=title, height=0.5)
+            ends = [end + share for end, share in zip(ends, shares, strict=True)]
+    axis.legend(fontsize=7, ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.15), frameon=False)
 
 
 def _draw(chart: Chart, axis: Any) -> None:

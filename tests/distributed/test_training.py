@@ -128,6 +128,7 @@ def test_the_logs_hold_each_step_each_save_and_each_validation(tmp_path: Path) -
         "tps",
         "tps_per_gpu",
         "mem",
+        "seconds",
         "samples",
     }
     assert all(record.keys() == fields for record in steps)

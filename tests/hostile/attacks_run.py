@@ -224,6 +224,8 @@ READ_BY = {
     **dict.fromkeys(OF_UPLOADS, frozenset({"uploads"})),
     **dict.fromkeys(OF_PUSHES, frozenset({"pushes"})),
     ".memory.json": frozenset({"memory"}),
+    "timeline.jsonl": frozenset({"plot", "goodput", "timeline"}),
+    ".timeline.json": frozenset({"plot", "goodput", "timeline"}),
     **dict.fromkeys(JSONL, LOGS),
     **{f"{name}.tmp": LOGS for name in (*JSONL, TRACKERS)},
     ".trackers.log": LOGS,

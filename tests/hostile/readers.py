@@ -27,6 +27,7 @@ from automodel_ckpt.report.follow import Follower, upload_lock
 from automodel_ckpt.training.metrics import JsonlLog
 from automodel_ckpt.training.progress import Progress, set_up_logging
 from automodel_ckpt.training.text_log import TextLog
+from automodel_ckpt.training.timeline import Timeline
 from tests.support import tiny
 
 from . import victim
@@ -175,6 +176,15 @@ def _drop_optimizer(run: Path) -> int:
     return ckpt.main(["prune", str(run), "--keep-last", "1", "--drop-optimizer"])
 
 
+def _timeline(run: Path) -> int:
+    """What a start writes about its time, beside that of the start before it."""
+    timeline = Timeline()
+    timeline.open(run, lambda: None, step=20, resumed_from=None, world_size=1)
+    timeline.seconds_of_step(21)
+    timeline.close()
+    return 0
+
+
 READERS: dict[str, Callable[[Path], int]] = {
     "resume": _resume,
     "resume_unverified": lambda run: _resume(run, verify="none"),
@@ -210,6 +220,8 @@ READERS: dict[str, Callable[[Path], int]] = {
     "uploads": _uploads,
     "pushes": _pushes,
     "memory": _memory,
+    "goodput": lambda run: ckpt.main(["goodput", str(run)]),
+    "timeline": _timeline,
 }
 
 # Readers of what a checkpoint's files hold, beside those that read its manifest only.
@@ -227,7 +239,7 @@ VALUES = frozenset({"show_stats", "diff"})
 # They read the logs of a run, and what trackers have got of them.
 LOGS = frozenset({"plot", "cut_back", "follow"})
 # One reads the manifest only after the note of a finished run, the other only writes.
-NOTES = frozenset({"finished", "text_log", "uploads", "pushes", "memory"})
+NOTES = frozenset({"finished", "text_log", "uploads", "pushes", "memory", "goodput", "timeline"})
 # It needs a Llama with a tokenizer.
 GGUF = frozenset({"gguf"})
 # It needs an adapter and its base.

@@ -176,7 +176,7 @@ def steps_of(run_directory: Path) -> list[dict[str, Any]]:
     records = [
         json.loads(line) for line in (run_directory / "training.jsonl").read_text().splitlines()
     ]
-    ignored = {"timestamp", "tps", "tps_per_gpu", "mfu", "mem"}
+    ignored = {"timestamp", "tps", "tps_per_gpu", "mfu", "mem", "seconds"}
     return [
         {k: v.hex() if isinstance(v, float) else v for k, v in record.items() if k not in ignored}
         for record in records

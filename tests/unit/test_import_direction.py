@@ -51,6 +51,8 @@ MAY_IMPORT = {
         "seeds",
         "checkpoint.files.bounded_json",
         "checkpoint.files.safe_open",
+        "checkpoint.layout",
+        "checkpoint.run.timeline",
     },
     "convert": {"errors", "units", "durable_io", "checkpoint"},
     "report": {"errors", "units", "checkpoint"},

@@ -30,7 +30,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 _RECIPE = "examples/llm_finetune/tiny_llama_python_docs.yaml"
 _CLOCKS = {"elapsed_seconds"}
 _LEFT_OPEN = "left open"
-_NOT_REPEATED = {"timestamp", "tps", "tps_per_gpu", "mfu", "mem"}
+_NOT_REPEATED = {"timestamp", "tps", "tps_per_gpu", "mfu", "mem", "seconds"}
 """Fields of training.jsonl that tell of the machine, not of the training."""
 
 

@@ -72,7 +72,13 @@ def damage(root: Path) -> list[str]:
 
 def leftovers(root: Path, *, running: bool) -> list[str]:
     """Entries that neither a checkpoint, nor a pointer, nor (while *running*) the lock of the run account for."""
-    known = {*layout.POINTERS, layout.LATE_VALIDATIONS, layout.TEXT_LOG, layout.FINISHED}
+    known = {
+        *layout.POINTERS,
+        layout.LATE_VALIDATIONS,
+        layout.TEXT_LOG,
+        layout.FINISHED,
+        layout.TIMELINE_STATE,
+    }
     if running:
         known.add(LOCK_FILE)
     return sorted(

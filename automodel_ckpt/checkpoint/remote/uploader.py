@@ -30,7 +30,7 @@ from automodel_ckpt.errors import CheckpointUnusable
 LINK = ".upload-"
 STATUS = ".remote.json"
 LOCK = ".remote.lock"
-_LOGS = (layout.TRAINING_LOG, layout.VALIDATION_LOG)
+_LOGS = (layout.TRAINING_LOG, layout.VALIDATION_LOG, layout.TIMELINE_LOG)
 
 
 @dataclass(frozen=True, slots=True)

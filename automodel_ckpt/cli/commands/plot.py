@@ -134,6 +134,8 @@ def _document(run: History) -> dict[str, Any]:
         "path": str(run.path),
         "num_tokens": run.num_tokens,
         "resumed_at": list(run.resumed_at),
+        "goodput": run.goodput and run.goodput.share,
+        "seconds_by_category": run.goodput and run.goodput.seconds,
         "checkpoints": [checkpoint.name for checkpoint in run.checkpoints],
         "series": series,
     }

@@ -91,6 +91,7 @@ from automodel_ckpt.errors import (
     describe,
     os_problem,
 )
+from automodel_ckpt.training.start_time import note_process_start
 
 MONITOR_SECONDS = 0.1
 SHUTDOWN_SECONDS = 10
@@ -188,6 +189,7 @@ def _run_in_this_process(prepare: Prepare) -> int:
     _configure_torch(os.environ)
     with stop_request().interrupting():
         loaded, recipe_class = _import_recipe(prepare)
+    note_process_start(os.getpid())
 
     def on_failure(record: FailureRecord) -> None:
         print_message(printed_failure(record, several_ranks=False))
@@ -214,6 +216,7 @@ def _run_joined(prepare: Prepare, *, serve: bool) -> int:
 
     try:
         loaded, recipe_class = _import_recipe(prepare)
+        note_process_start(os.getpid())
     except AutomodelError as error:
         if is_first():
             print_message(describe(error)[1])

@@ -68,6 +68,7 @@ from automodel_ckpt.errors import (
     Stopped,
 )
 from automodel_ckpt.training.progress import Progress
+from automodel_ckpt.training.start_time import note_process_start
 from automodel_ckpt.user_code import reporting_user_failures
 
 PEER_GRACE_SECONDS = 10.0
@@ -206,6 +207,8 @@ def launched_rank(
     """
     _die_with(launcher)
     attempt, rank = failure_dir.attempt, this_rank()
+    # Importing the packages, which the launcher does once, is a part of the first start.
+    note_process_start(os.getpid() if attempt else launcher)
     channel = FailureChannel.of_this_rank(os.environ)
     nodes_joined = failure_dir.has_joining_nodes(attempt - 1)
     earlier: FailureRecord | None = None

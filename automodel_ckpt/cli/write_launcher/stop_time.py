@@ -12,7 +12,7 @@ from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.load import LoadedRecipe
 from automodel_ckpt.distributed.mesh_sizes import Sizes
 from automodel_ckpt.errors import AutomodelError, RecipeError
-from automodel_ckpt.report.history import read_records
+from automodel_ckpt.report.log_records import read_records
 from automodel_ckpt.units import size_text
 from automodel_ckpt.user_code import reporting_user_failures
 

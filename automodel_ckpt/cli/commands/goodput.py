@@ -1,0 +1,85 @@
+"""``ckpt goodput``: how the time of a run was spent, and which share of it was useful."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from automodel_ckpt.cli.paths import run_around
+from automodel_ckpt.cli.terminal import json_text, printable, table
+from automodel_ckpt.errors import EXIT_DONE
+
+if TYPE_CHECKING:
+    from automodel_ckpt.report.goodput import Goodput
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Describe the command ``ckpt goodput``."""
+    command.description = (
+        "Show how the time of a run was spent, from its first start to its last end: steps, start-up, "
+        "validation, saves, steps that were lost, restarts. The goodput is the share of the steps that the run has."
+    )
+    command.add_argument(
+        "path",
+        nargs="?",
+        default=".",
+        metavar="RUN",
+        help="run directory, or a path inside it (default: current directory)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run ``ckpt goodput``. Raises :class:`CheckpointUnusable` if the run has no record of its time."""
+    from automodel_ckpt.report.goodput import read_goodput
+
+    path = Path(arguments.path)
+    directory = run_around(path) or path
+    found = read_goodput(directory)
+    if arguments.json:
+        print(json_text(_document(found)))
+    else:
+        print("\n".join(_lines(directory, found)))
+    return EXIT_DONE
+
+
+def _lines(directory: Path, found: Goodput) -> Iterator[str]:
+    from automodel_ckpt.report.goodput import CATEGORIES
+
+    num_starts = len(found.starts)
+    starts = "1 start" if num_starts == 1 else f"{num_starts} starts"
+    yield printable(
+        f"{directory}: {found.share:.1%} of {found.total:,.1f} s in {starts} was useful"
+    )
+    rows = []
+    for name, title in CATEGORIES.items():
+        seconds = found.seconds[name]
+        share = seconds / found.total if found.total > 0 else 0.0
+        note = ""
+        if name == "lost_steps" and found.num_lost_steps:
+            note = f"{found.num_lost_steps:,} steps made again"
+        rows.append((f"  {title}", f"{seconds:,.1f} s", f"{share:.1%}", note))
+    yield from (line.rstrip() for line in table(rows, right=(1, 2)))
+
+
+def _document(found: Goodput) -> dict[str, Any]:
+    starts = []
+    for start in found.starts:
+        starts.append(
+            {
+                "began": start.began,
+                "seconds": start.seconds,
+                "first_step": start.first_step,
+                "last_step": start.last_step,
+                "outcome": start.outcome,
+            }
+        )
+    return {
+        "goodput": found.share,
+        "total_seconds": found.total,
+        "seconds": found.seconds,
+        "steps": found.num_steps,
+        "lost_steps": found.num_lost_steps,
+        "starts": starts,
+    }

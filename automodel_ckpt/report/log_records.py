@@ -1,0 +1,41 @@
+"""Read the records of ``training.jsonl`` and ``validation.jsonl``, of which a crash may have torn a line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.safe_open import open_regular
+from automodel_ckpt.errors import CheckpointUnusable
+
+_MAX_STEP = 2**53
+"""Within this limit, differences of steps stay exact as floating-point numbers."""
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a log that have a valid step. Raises :class:`CheckpointUnusable` if it cannot be read."""
+    try:
+        with os.fdopen(open_regular(path), "rb") as file:
+            lines = file.read().splitlines()
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise CheckpointUnusable(
+            "a log of this run cannot be read",
+            where=str(path),
+            value=error.strerror,
+            hint="remove it",
+        ) from error
+    for line in lines:
+        try:
+            record = parse_json(line)
+        except ValueError:
+            continue
+        step = record.get("step") if isinstance(record, dict) else None
+        if isinstance(step, bool) or not isinstance(step, int):
+            continue
+        if 0 <= step <= _MAX_STEP:
+            yield record

@@ -1,0 +1,195 @@
+"""Measure how a run spends its time: ``timeline.jsonl`` of the run directory, from which ``ckpt goodput`` computes.
+
+Rank 0 is in exactly one phase at each moment, so that the phases of a start add up to its duration. A start has two
+lines: one when it begins, one when it ends. A process that is killed writes no second line. Its times are therefore
+also in ``.timeline.json``, a small file that is updated in place; the next start writes the line from it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from automodel_ckpt.checkpoint.files.safe_open import open_regular
+from automodel_ckpt.checkpoint.layout import TIMELINE_LOG, TIMELINE_STATE
+from automodel_ckpt.checkpoint.run.timeline import (
+    DATA,
+    END,
+    FAILED,
+    KILLED,
+    OTHER,
+    PHASES,
+    SAVES,
+    SLOT_BYTES,
+    START,
+    STARTUP,
+    STEPS,
+    VALIDATION,
+    read_state,
+    read_timeline,
+)
+from automodel_ckpt.durable_io import replace_file
+from automodel_ckpt.errors import LeaseLost, SaveFailed
+from automodel_ckpt.training import start_time
+from automodel_ckpt.training.metrics import JsonlLog
+
+_PUBLISH_SECONDS = 0.05
+"""Shorter steps share an update of the state."""
+
+_Item = TypeVar("_Item")
+
+
+class Timeline:
+    """Measures the phases of this start. Not thread-safe: the main thread of a rank uses it.
+
+    It measures on every rank. Only rank 0 calls :meth:`open`, and so writes files.
+    """
+
+    outcome: str = FAILED
+    """What ended this start: ``done``, ``stopped`` (by a signal, after saving) or ``failed``."""
+
+    def __init__(self) -> None:
+        now = time.time()
+        self.started = min(now, start_time.noted() or now)
+        self.step = 0
+        """The newest step that was logged."""
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._phase = STARTUP
+        self._since = time.monotonic() - (now - self.started)
+        self._logged = 0.0
+        self._identity = uuid.uuid4().hex
+        self._log: JsonlLog | None = None
+        self._state: int | None = None
+        """Descriptor of the file of the state."""
+        self._num_published = 0
+        self._publish_after = 0.0
+
+    # ---------------------------------------------------------------- measuring
+
+    def enter(self, phase: str) -> str:
+        """End the present phase now, and begin *phase*; returns the one before."""
+        now = time.monotonic()
+        earlier = self._phase
+        self._seconds[earlier] += now - self._since
+        self._since, self._phase = now, phase
+        if now >= self._publish_after or phase in (SAVES, VALIDATION, OTHER):
+            self._publish(now)
+        return earlier
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Be in the phase *name* within the context, and in the present one again afterwards."""
+        earlier = self.enter(name)
+        try:
+            yield
+        finally:
+            self.enter(earlier)
+
+    def waiting_for(self, items: Iterator[_Item]) -> Iterator[_Item]:
+        """Yield *items*, and count the time until each as waiting for data. Closing it closes a generator *items*."""
+        missing = object()
+        try:
+            while True:
+                with self.phase(DATA):
+                    item: Any = next(items, missing)
+                if item is missing:
+                    return
+                yield item
+        finally:
+            close = getattr(items, "close", None)
+            if close is not None:
+                close()
+
+    def seconds_of_step(self, step: int) -> float:
+        """Return the seconds of the phase ``steps`` since the last call, for the line of *step* in the log."""
+        self.step = step
+        self.enter(self._phase)
+        seconds = self._seconds[STEPS] - self._logged
+        self._logged += seconds
+        return seconds
+
+    # ---------------------------------------------------------------- files
+
+    def open(
+        self,
+        directory: Path,
+        check_lease: Callable[[], None],
+        *,
+        step: int,
+        resumed_from: str | None,
+        world_size: int,
+    ) -> None:
+        """Write this start to the files in *directory*, and the end of the one before if it was killed.
+
+        The run continues after *step*. *check_lease* raises :class:`LeaseLost` if another run owns the directory.
+        """
+        self.step = step
+        log = JsonlLog(directory / TIMELINE_LOG, before_writing=check_lease)
+        # The time of a run must not fail it. What cannot be read or written is not recorded.
+        with contextlib.suppress(OSError, LeaseLost, SaveFailed):
+            # Removes a torn last line.
+            log.truncate_after(math.inf)
+            killed = _killed_start(directory)
+            if killed is not None:
+                log.append(killed)
+            begin = {"event": START, "start": self._identity, "time": self.started, "step": step}
+            log.append({**begin, "from": resumed_from, "world_size": world_size})
+            self._log = log
+            path = directory / TIMELINE_STATE
+            # A process that still writes to the earlier file does not change this one.
+            replace_file(path, b" " * (2 * SLOT_BYTES))
+            self._state = open_regular(path, os.O_WRONLY)
+        self._publish(time.monotonic())
+
+    def close(self, *, lease_is_lost: bool = False) -> None:
+        """Write the line of the end. With *lease_is_lost*, the files belong to another run."""
+        self.enter(OTHER)
+        if self.outcome != FAILED:
+            # What follows the last step is no lost step.
+            self._seconds[OTHER] += self._seconds[STEPS] - self._logged
+            self._seconds[STEPS] = self._logged
+        log, self._log = self._log, None
+        if log is not None and not lease_is_lost:
+            with contextlib.suppress(OSError, LeaseLost):
+                log.append(self._record() | {"outcome": self.outcome})
+                log.close()
+        if self._state is not None:
+            os.close(self._state)
+            self._state = None
+
+    def _record(self) -> dict[str, Any]:
+        return {
+            "event": END,
+            "start": self._identity,
+            "time": self.started + sum(self._seconds.values()),
+            "step": self.step,
+            "logged": self._logged,
+            "seconds": self._seconds,
+        }
+
+    def _publish(self, now: float) -> None:
+        if self._state is None:
+            return
+        self._publish_after = now + _PUBLISH_SECONDS
+        self._num_published += 1
+        text = json.dumps(self._record()).encode().ljust(SLOT_BYTES - 1) + b"\n"
+        # A kill never interrupts it. A full or lost disk must not fail a run here.
+        with contextlib.suppress(OSError):
+            os.pwrite(self._state, text, SLOT_BYTES * (self._num_published % 2))
+
+
+def _killed_start(directory: Path) -> dict[str, Any] | None:
+    """Return the line of the end of the last start, if that did not write one; None otherwise. Raises OSError."""
+    state = read_state(directory)
+    if state is None:
+        return None
+    ended = {record["start"] for record in read_timeline(directory) if record["event"] == END}
+    return None if state["start"] in ended else state | {"outcome": KILLED}
