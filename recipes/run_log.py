@@ -352,7 +352,7 @@ def build_profiler(config: RecipeConfig, layout: RankLayout) -> StepProfiler:
     section = config.profile
     directory = Path(_PROFILE)
     if config.checkpoint.enabled:
-        directory = Path(config.checkpoint.checkpoint_dir).expanduser() / _PROFILE
+        directory = Path(config.checkpoint.checkpoint_dir) / _PROFILE
     settings = None
     if section is not None:
         if section.directory is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TypeVar
@@ -59,12 +60,14 @@ def missing_libraries(root: Node) -> Iterator[Problem]:
 def with_local_directory(config: Config) -> Config:
     """Return *config* with a local ``checkpoint.checkpoint_dir``. A URL in its place becomes ``checkpoint.remote.url``.
 
-    Raises PermissionError if there is no directory for the user's cache.
+    ``~`` at its beginning is expanded, as a shell does on the command line but not in a recipe file. Raises
+    PermissionError if there is no directory for the user's cache.
     """
     section = config.checkpoint
     url = section.checkpoint_dir
     if not is_url(url):
-        return config
+        expanded = replace(section, checkpoint_dir=os.path.expanduser(section.checkpoint_dir))
+        return replace(config, checkpoint=expanded)
     directory = scratch_directory(url, section.scratch_dir)
     local = replace(with_remote(section, url, RemoteConfig), checkpoint_dir=str(directory))
     return replace(config, checkpoint=local)

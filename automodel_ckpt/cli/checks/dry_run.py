@@ -119,7 +119,7 @@ def _resource_rows(loaded: LoadedRecipe, plan: Plan) -> Rows:
     yield "checkpoints", _checkpoints_text(loaded, plan, plan.checkpoint_bytes)
     if loaded.config.checkpoint.memory is not None:
         yield "in memory", _memory_copies_text(loaded.config.checkpoint.memory, plan)
-    directory = Path(loaded.config.checkpoint.checkpoint_dir).expanduser()
+    directory = Path(loaded.config.checkpoint.checkpoint_dir)
     warning = overlay_warning(directory)
     if warning is not None:
         yield "warning", warning
@@ -170,7 +170,7 @@ def _checkpoints_text(loaded: LoadedRecipe, plan: Plan, nbytes: int) -> str:
     from automodel_ckpt.recipes.disk_use import kept_at_once, still_to_come
 
     section = loaded.config.checkpoint
-    directory = Path(section.checkpoint_dir).expanduser()
+    directory = Path(section.checkpoint_dir)
     free = free_bytes(directory)
     existing = [name.step for name in checkpoint_names(directory)]
     most = kept_at_once(loaded.config, plan.steps, plan.steps_per_epoch, existing)
@@ -207,7 +207,7 @@ def _resume_rows(loaded: LoadedRecipe, sizes: Sizes | None, config_json: bytes |
     from automodel_ckpt.checkpoint.verify import verify
 
     section = loaded.config.checkpoint
-    root = Path(section.checkpoint_dir).expanduser().absolute()
+    root = Path(section.checkpoint_dir).absolute()
     memory = None
     if section.memory is not None:
         memory = memory_of(root, Path(section.memory.directory))

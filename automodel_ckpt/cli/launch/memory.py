@@ -9,6 +9,7 @@ from automodel_ckpt.checkpoint.run.lease import Lease
 from automodel_ckpt.checkpoint.run.memory_directory import copy_to_disk, memory_of, remove_memory
 from automodel_ckpt.cli.launch.failures import SECOND_SIGNAL_CODE
 from automodel_ckpt.cli.launch.worker import Loaded, print_message
+from automodel_ckpt.config.urls import with_local_directory
 from automodel_ckpt.errors import (
     EXIT_DONE,
     EXIT_STOPPED,
@@ -24,11 +25,10 @@ def keep_memory(loaded: Loaded, code: int) -> None:
     A run that is done, or stopped after a save, has removed its memory checkpoints. After a second signal, they are
     removed without a copy. Raises nothing: a failure is printed, and the memory is kept for the next start.
     """
-    options = getattr(loaded.config, "checkpoint", None)
-    section = getattr(options, "memory", None)
-    if options is None or section is None or code in (EXIT_DONE, EXIT_STOPPED):
+    section = getattr(getattr(loaded.config, "checkpoint", None), "memory", None)
+    if section is None or code in (EXIT_DONE, EXIT_STOPPED):
         return
-    run = Path(options.checkpoint_dir).absolute()
+    run = Path(with_local_directory(loaded.config).checkpoint.checkpoint_dir).absolute()
     try:
         directory = memory_of(run, Path(section.directory))
         if directory is None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.load import LoadedRecipe
+from automodel_ckpt.config.urls import with_local_directory
 from automodel_ckpt.distributed.mesh_sizes import Sizes
 from automodel_ckpt.errors import AutomodelError, RecipeError
 from automodel_ckpt.report.log_records import read_records
@@ -45,7 +46,7 @@ def stop_time(loaded: LoadedRecipe, flags: LaunchFlags, sizes: Sizes, num_nodes:
     """
     if not loaded.config.checkpoint.enabled:
         return StopTime(_MIN_SECONDS, "the run saves no checkpoints")
-    log = Path(loaded.config.checkpoint.checkpoint_dir) / "training.jsonl"
+    log = Path(with_local_directory(loaded.config).checkpoint.checkpoint_dir) / "training.jsonl"
     measured = _measured(log)
     if measured is not None:
         step, save = measured

@@ -23,7 +23,14 @@ from automodel_ckpt.config.canonical_yaml import canonical_tree
 from automodel_ckpt.config.convert import members, section_type, typed
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import parse
-from automodel_ckpt.config.schema import OptimizerTarget, RecipeConfig, Target, parse_duration
+from automodel_ckpt.config.schema import (
+    CheckpointConfig,
+    OptimizerTarget,
+    RecipeConfig,
+    Target,
+    parse_duration,
+)
+from automodel_ckpt.config.urls import with_local_directory
 from automodel_ckpt.config.yaml_tree import node_of
 from automodel_ckpt.errors import RecipeError
 
@@ -620,3 +627,16 @@ def test_the_base_sections_of_a_custom_recipe_are_checked_before_it_is_imported(
 )
 def test_durations_are_seconds_or_clock_times(text: str, seconds: float | None) -> None:
     assert parse_duration(text) == seconds
+
+
+def test_a_tilde_in_the_run_directory_is_the_home_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a recipe file, no shell expands it."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = RecipeConfig(
+        recipe="llm_finetune", checkpoint=CheckpointConfig(checkpoint_dir="~/runs")
+    )
+    assert with_local_directory(config).checkpoint.checkpoint_dir == f"{tmp_path}/runs"
+    config.checkpoint.checkpoint_dir = "runs~"
+    assert with_local_directory(config).checkpoint.checkpoint_dir == "runs~"
