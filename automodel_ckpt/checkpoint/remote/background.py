@@ -6,7 +6,8 @@ import logging
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from automodel_ckpt.checkpoint import layout, policy
+from automodel_ckpt.checkpoint import commit, layout, policy
+from automodel_ckpt.checkpoint.export_manifest import exports_in
 from automodel_ckpt.checkpoint.options import RemoteOptions
 from automodel_ckpt.checkpoint.remote import gone_back
 from automodel_ckpt.checkpoint.remote.child_process import Child, Status
@@ -103,7 +104,7 @@ class Uploads:
     # ---------------------------------------------------------------- the end
 
     def finish(self) -> None:
-        """Wait for the uploads at the end of a run.
+        """Have the exports of the newest and the best checkpoint uploaded, and wait for all uploads of a run that ends.
 
         Without ``required``, only as long as they make progress. Raises :class:`SaveFailed` if the newest checkpoint
         is not in the store then.
@@ -111,6 +112,11 @@ class Uploads:
         process = self._process
         if process is None:
             return
+        for pointer in layout.POINTERS:
+            name = commit.pointed(self.root, pointer)
+            if name is not None and (self.root / name).is_dir() and exports_in(self.root / name):
+                # It was made after the checkpoint was uploaded. The rules of the store never remove these two.
+                link(self.root, LINK, name)
         process.finish(self._status, waits=self._settings.required)
         missing = pending(self.root, LINK)
         if missing or not self._newest_is_stored():

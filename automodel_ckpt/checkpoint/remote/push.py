@@ -138,7 +138,7 @@ class _Uploads:
         store, throttle = self.run.store, self.throttle
         path, record = self.checkpoint / file, self.manifest.files[file]
         if not has_parts(store):
-            return store.upload(name, _blocks(path, throttle), exclusive=store.is_conditional)
+            return store.upload(name, blocks_of(path, throttle), exclusive=store.is_conditional)
         if record.size > PART_BYTES:
             return upload_in_parts(
                 store, name, path, record.digest, self.memory, throttle, self.pool
@@ -150,7 +150,8 @@ class _Uploads:
         return request.result()
 
 
-def _blocks(path: Path, throttle: Throttle) -> Iterator[bytes]:
+def blocks_of(path: Path, throttle: Throttle) -> Iterator[bytes]:
+    """Yield the content of a file, at the rate of *throttle*."""
     with path.open("rb") as file:
         while block := file.read(BLOCK_BYTES):
             throttle.take(len(block))

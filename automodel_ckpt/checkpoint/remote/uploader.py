@@ -19,6 +19,7 @@ from automodel_ckpt.checkpoint import layout, policy
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.remote import gone_back
 from automodel_ckpt.checkpoint.remote.child_process import UploadLoop, print_line, serve
+from automodel_ckpt.checkpoint.remote.exports import push_exports
 from automodel_ckpt.checkpoint.remote.pending import pending, step_of, unlink
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
@@ -141,6 +142,12 @@ class Uploader(UploadLoop):
                 num_threads=job.num_threads,
                 on_file=lambda file: self.note(),
             )
+            nbytes += push_exports(
+                self._run,
+                self.root / name,
+                throttle=self._throttle,
+                num_threads=job.num_threads,
+            )
         except CheckpointUnusable as error:
             # Repeating cannot help: the checkpoint is damaged, or something else has its name.
             print_line(f"warning: {name} is not uploaded: {error}")
@@ -160,7 +167,9 @@ class Uploader(UploadLoop):
         self._is_first = False
         self.note(uploaded=newest, failures=0, error="")
         seconds = max(time.monotonic() - started, 1e-3)
-        print_line(f"uploaded {name} to {self._store}: {nbytes / 1e6:.1f} MB in {seconds:.1f} s")
+        if nbytes:
+            size = f"{nbytes / 1e6:.1f} MB in {seconds:.1f} s"
+            print_line(f"uploaded {name} to {self._store}: {size}")
         for removed in self._run.prune(job.keep, job.metric_key):
             print_line(f"removed {self._store}/{removed}")
 

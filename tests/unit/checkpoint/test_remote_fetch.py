@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +12,11 @@ import pytest
 from werkzeug.wrappers import Request, Response
 
 from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions, discover, layout
+from automodel_ckpt.checkpoint.digests import digest_of
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.options import RemoteStorage
 from automodel_ckpt.checkpoint.remote import background, fetch, gone_back, uploader
+from automodel_ckpt.checkpoint.remote.exports import push_exports
 from automodel_ckpt.checkpoint.remote.pending import pending
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
@@ -249,3 +252,45 @@ def test_a_store_that_cannot_be_opened_fails_on_all_ranks_together(tmp_path: Pat
 
 def unopened(*arguments: Any, **options: Any) -> None:
     raise StoreError("no account", where="", value="", hint="")
+
+
+def test_exports_are_uploaded_and_complete_with_their_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = tiny.recipe()
+    tiny.train(made)
+    root = tmp_path / "run"
+    tiny.save(root, made, 10)
+    export = root / FIRST / "model" / layout.CONSOLIDATED
+    export.mkdir()
+    write_export(export, b"{}")
+    url = f"file://{tmp_path}/store"
+    run = in_store(url, root, (FIRST,))
+    run.take_over()
+    prefix = f"{FIRST}/model/{layout.CONSOLIDATED}"
+    with monkeypatch.context() as patch:
+        patch.setattr(run.store, "write", failing)
+        with pytest.raises(StoreError):
+            push_exports(run, root / FIRST)
+    assert layout.EXPORT_MANIFEST not in run.store.sizes(prefix)
+    assert push_exports(run, root / FIRST) == 2
+    assert push_exports(run, root / FIRST) == 0
+    assert set(run.store.sizes(prefix)) == {"config.json", layout.EXPORT_MANIFEST}
+    write_export(export, b"[]")
+    assert push_exports(run, root / FIRST) == 2
+    assert run.store.read(f"{prefix}/config.json") == b"[]"
+    write_export(export, b"{}")
+    (export / "config.json").write_bytes(b"{]")
+    with pytest.raises(CheckpointUnusable):
+        push_exports(run, root / FIRST)
+
+
+def write_export(directory: Path, content: bytes) -> None:
+    (directory / "config.json").write_bytes(content)
+    entry = {"size": len(content), "digest": digest_of(content)}
+    document = {"files": {"config.json": entry}}
+    (directory / layout.EXPORT_MANIFEST).write_text(json.dumps(document))
+
+
+def failing(*arguments: Any) -> None:
+    raise StoreError("dead", where="", value="", hint="")
