@@ -31,6 +31,7 @@ from automodel_ckpt.cli.terminal import print_error
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.convert.sources.files import read_json
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from automodel_ckpt.hub_access import is_hub_name, resolve_commit
 
 MODEL = "model"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -186,6 +187,9 @@ def _files_of(directory: Path, source: Path, base: str | None) -> _Files:
     revision = None
     if name == stated:
         revision = base_revision(config, directory / layout.ADAPTER_CONFIG)
+    if is_hub_name(name):
+        # One request instead of the library's retries, with an error that states what to do.
+        revision = resolve_commit(name, revision, where=str(directory / layout.ADAPTER_CONFIG))
     return _Files(name, directory, revision)
 
 
