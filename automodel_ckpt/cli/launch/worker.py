@@ -424,6 +424,7 @@ def _register(failure_dir: FailureDirectory, attempt: int, rank: int) -> None:
     """
     stop = stop_request()
     stop.at_once = lambda number: failure_dir.write(attempt, second_signal_record(rank, number))
+    stop.a_peer_died = lambda: _failed_peer(failure_dir, attempt, rank) is not None
     stop.install()
     failure_dir.register_process(attempt, rank)
     if _is_local_rank_0():
