@@ -51,6 +51,14 @@ class Row(nn.Module):
         self.weight = nn.Parameter(torch.randn(SHAPE))
 
 
+class Rows(nn.Module):
+    """A list of modules; fsdp2 shards no bare list."""
+
+    def __init__(self, num_tensors: int) -> None:
+        super().__init__()
+        self.rows = nn.ModuleList(Row() for _ in range(num_tensors))
+
+
 @dataclass
 class Subject:
     """A model of *num_tensors* weights and its optimizer, on this rank."""
@@ -63,7 +71,7 @@ class Subject:
         torch.set_num_threads(1)
         self.size = dist.get_world_size() if dist.is_initialized() else 1
         self.world_size, self.dp_rank, self.dp_size = self.size, self.rank, self.size
-        self.model = nn.ModuleList(Row() for _ in range(self.num_tensors))
+        self.model = Rows(self.num_tensors)
         if self.size > 1:
             fully_shard(self.model, mesh=init_device_mesh("cpu", (self.size,)))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=True)
@@ -214,7 +222,7 @@ def main() -> int:
             root = Path(directory) / str(num_ranks)
             root.mkdir()
             run = partial(measure, given.tensors, given.runs, root)
-            found[num_ranks] = ranks.run(run, num_ranks, init=num_ranks > 1)[0]
+            found[num_ranks] = ranks.run(run, num_ranks, timeout=600, init=num_ranks > 1)[0]
     text = as_markdown(found, given.tensors)
     print(text)
     if given.docs:
