@@ -17,10 +17,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urljoin, urlsplit
 
 from automodel_ckpt.errors import RecipeError
 
@@ -37,13 +38,15 @@ _MAIN = "main"
 _PROBES = {"model": "config.json", "dataset": "README.md"}
 """The file that the request of :func:`resolve_commit` asks for. It may be missing: the reply has the commit anyway."""
 _TIMEOUT_SECONDS = 10.0
+_MAX_REDIRECTS = 5
 _PAUSES = (1.0, 2.0)
 """Seconds between attempts after a reply that another attempt may improve (500, 503, a reset connection)."""
 _LONGEST_WAIT_SECONDS = 5.0
 """A rate limit that ends sooner is waited for."""
 _NOTICE_SECONDS = 60.0
-_unreachable = threading.Event()
-"""Set if this process is offline because a request failed, and not because the user wants it."""
+_NAMES: Mapping[Kind, str] = {"model": "model", "dataset": "data set"}
+_lost: list[str] = []
+"""What failed, if this process is offline because of that, and not because the user wants it."""
 _RETRY_LOGGERS = ("huggingface_hub.utils._http", "datasets.utils.file_utils")
 
 
@@ -114,7 +117,7 @@ def resolve_commit(
         cause = problem.cause or problem.what
         message = "%s: %s; using commit %s in the cache, and no network from now on"
         log.warning(message, name, cause, cached[:12])
-        go_offline()
+        go_offline(cause)
         return cached
 
 
@@ -137,7 +140,7 @@ def check_access(name: str, revision: str | None = None, *, kind: Kind, where: s
             raise _error(problem, name, revision, where) from error
         cause = problem.cause or problem.what
         log.warning("%s: %s; using caches, and no network from now on", name, cause)
-        go_offline()
+        go_offline(cause)
 
 
 def cached_commit(name: str, revision: str | None = None, kind: Kind = "model") -> str | None:
@@ -158,13 +161,13 @@ def cached_commit(name: str, revision: str | None = None, kind: Kind = "model") 
     return revision if has_files else None
 
 
-def go_offline() -> None:
-    """Let the libraries of the Hub make no requests in this process and those that it starts."""
+def go_offline(cause: str) -> None:
+    """Let the libraries of the Hub make no requests in this process and those that it starts, because of *cause*."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
         return
-    _unreachable.set()
+    _lost.append(cause)
     os.environ["HF_HUB_OFFLINE"] = "1"
     # The library reads the variable when it is imported, and this value at each request.
     constants.HF_HUB_OFFLINE = True
@@ -174,9 +177,8 @@ def go_offline() -> None:
 
 
 def _requested_commit(name: str, revision: str, kind: Kind) -> str | None:
-    from huggingface_hub import constants, hf_hub_url, utils
+    from huggingface_hub import constants, hf_hub_url
 
-    library: Any = utils
     # The endpoint is given, because the library's template of URLs has the one of its import.
     url = hf_hub_url(
         name, _PROBES[kind], repo_type=kind, revision=revision, endpoint=constants.ENDPOINT
@@ -185,17 +187,7 @@ def _requested_commit(name: str, revision: str, kind: Kind) -> str | None:
     pauses = list(_PAUSES)
     while True:
         try:
-            reply = library.get_session().head(
-                url,
-                headers=library.build_hf_headers(),
-                timeout=_TIMEOUT_SECONDS,
-                follow_redirects=False,
-            )
-            is_missing_file = reply.headers.get("X-Error-Code") == "EntryNotFound"
-            if not is_missing_file:
-                library.hf_raise_for_status(reply)
-            commit: str | None = reply.headers.get("X-Repo-Commit")
-            return commit
+            return _commit_at(url)
         except Exception as error:
             pause = _pause_before_retry(error, pauses)
             if pause is None:
@@ -203,10 +195,31 @@ def _requested_commit(name: str, revision: str, kind: Kind) -> str | None:
             time.sleep(pause)
 
 
+def _commit_at(url: str) -> str | None:
+    """Return the commit in the reply to a request for the header of a file. Raises the library's exceptions."""
+    from huggingface_hub import utils
+
+    library: Any = utils
+    for _ in range(_MAX_REDIRECTS):
+        reply = library.get_session().head(
+            url,
+            headers=library.build_hf_headers(),
+            timeout=_TIMEOUT_SECONDS,
+            follow_redirects=False,
+        )
+        if reply.headers.get("X-Error-Code") != "EntryNotFound":
+            library.hf_raise_for_status(reply)
+        commit: str | None = reply.headers.get("X-Repo-Commit")
+        location = reply.headers.get("Location", "")
+        # A repository that was renamed; a redirect to another host does not get the token.
+        if commit is not None or not location.startswith("/"):
+            return commit
+        url = urljoin(url, location)
+    return None
+
+
 def _check_address(endpoint: str) -> None:
     """Raise OSError if the host has no address, so that it fails without the retries of any library."""
-    from urllib.parse import urlsplit
-
     if any(
         os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
     ):
@@ -254,7 +267,8 @@ def explain(error: BaseException, name: str, kind: Kind = "model") -> HubProblem
     for each in chain:
         if isinstance(each, errors.GatedRepoError):
             return HubProblem(
-                f"access to this {kind} is restricted (gated)", f"request access at {page}{login}"
+                f"access to this {_NAMES[kind]} is restricted (gated)",
+                f"request access at {page}{login}",
             )
     for each in chain:
         if isinstance(each, errors.RevisionNotFoundError):
@@ -266,7 +280,7 @@ def explain(error: BaseException, name: str, kind: Kind = "model") -> HubProblem
                 hint = (
                     "check the name; if it is private, the token of `hf auth whoami` has no access"
                 )
-            return HubProblem(f"there is no such {kind}, or it is private", hint)
+            return HubProblem(f"there is no such {_NAMES[kind]}, or it is private", hint)
         problem = _of_status(each, has_token)
         if problem is not None:
             return problem
@@ -305,16 +319,17 @@ def _of_status(error: BaseException, has_token: bool) -> HubProblem | None:
 def _not_cached(name: str, kind: Kind, *, is_offline: bool) -> HubProblem:
     option = "" if kind == "model" else "--repo-type dataset "
     command = f"`hf download {option}{shlex.quote(name)}`"
-    if is_offline and not _unreachable.is_set():
+    if is_offline and not _lost:
         return HubProblem(
-            f"this {kind} is not in the cache, and HF_HUB_OFFLINE is set",
+            f"this {_NAMES[kind]} is not in the cache, and HF_HUB_OFFLINE is set",
             f"download it with {command} where there is a network, or give a local path",
         )
+    cause = _lost[0] if _lost else "the Hub cannot be reached"
     return HubProblem(
-        f"the Hub cannot be reached, and this {kind} is not in the cache",
+        f"{cause}, and this {_NAMES[kind]} is not in the cache",
         f"check the network, download it with {command} elsewhere (HF_HOME is the cache), or give a local path",
         is_temporary=True,
-        cause="the Hub cannot be reached",
+        cause=cause,
     )
 
 

@@ -52,7 +52,7 @@ def pin_base(
             is_offline = _is_offline()
     commit, is_offline = broadcast_object(group, (commit, is_offline))
     if is_offline:
-        go_offline()
+        go_offline("the Hub cannot be reached")
     if commit is None or not isinstance(section, ModelConfig):
         return config
     if checkpointer is not None:

@@ -42,7 +42,7 @@ def home(server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(hub_access, "_PAUSES", (0.01, 0.01))
     with using(server, str(tmp_path)):
         yield tmp_path
-    hub_access._unreachable.clear()
+    hub_access._lost.clear()
 
 
 def problem(name: str, revision: str | None = None) -> str:
@@ -61,6 +61,21 @@ def test_the_commit_of_a_branch_and_of_a_missing_probe_file(server: HubServer, h
     assert resolve_commit("a/model", where="x") == model.branches["main"]
     assert resolve_commit("a/model", "v2", where="x") == model.branches["v2"]
     assert len(server.requests) == 2
+
+
+def test_a_repository_that_was_renamed_is_followed(server: HubServer, home: Path) -> None:
+    model = server.add("new/name", {"config.json": b"{}"})
+
+    def redirect(request: Request) -> Reply | None:
+        if "/old/name/" not in request.path:
+            return None
+        return Reply(307, b"", {"Location": request.path.replace("/old/", "/new/")})
+
+    server.fault = redirect
+    assert resolve_commit("old/name", where="x") == model.branches["main"]
+    # The token goes to no other host.
+    server.fault = lambda request: Reply(307, b"", {"Location": "http://127.0.0.1:1/x"})
+    assert resolve_commit("old/name", where="x") is None
 
 
 @pytest.mark.parametrize(
@@ -154,11 +169,14 @@ def test_a_data_set_that_is_not_reachable_is_left_to_its_library(
 ) -> None:
     server.add("a/data", {"train.csv": b"x"}, "dataset")
     check_access("a/data", kind="dataset", where="dataset.path")
-    with pytest.raises(RecipeError, match="there is no such dataset"):
+    with pytest.raises(RecipeError, match="there is no such data set"):
         check_access("a/none", kind="dataset", where="dataset.path")
-    server.fault = reset
+    server.fault = lambda request: error(429, Retry_After="60")
     check_access("a/data", kind="dataset", where="dataset.path")
     assert constants.HF_HUB_OFFLINE
+    # What the library raises then states the first cause.
+    absent = explained(FileNotFoundError("not cached"), "a/data", "dataset.path", "dataset")
+    assert "limits the rate of requests (429), and this data set is not in the cache" in str(absent)
 
 
 def test_what_follows_from_an_error_of_the_hub_is_explained(home: Path) -> None:
