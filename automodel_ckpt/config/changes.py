@@ -23,7 +23,13 @@ _APPLIED_OPTIMIZER_KEYS = ("optimizer.on_resume", "optimizer._target_")
 _IN_SECTIONS = ("peft.init", "model.mtp.weights")
 """Ignored keys of sections that can be missing."""
 # The location of a run and its output do not change what it computes.
-_NOT_COMPARED = ("checkpoint.checkpoint_dir", "checkpoint.restore_from", "logging.")
+_NOT_COMPARED = (
+    "checkpoint.checkpoint_dir",
+    "checkpoint.scratch_dir",
+    "checkpoint.restore_from",
+    "checkpoint.remote",
+    "logging.",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,7 @@ def pull_weights(run: RemoteRun, name: str | None, target: Path, *, num_threads:
     data = run.manifest(name)
     if data is None:
         raise _absent(run, name)
-    whole = Manifest.parse(data, f"{run.store}/{name}/{layout.MANIFEST}")
+    whole = run.parse_manifest(name, data)
     manifest = without_optimizer(whole)
     _check_space(target, manifest)
     path = target / name

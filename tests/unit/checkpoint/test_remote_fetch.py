@@ -22,6 +22,8 @@ from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.remote.store import Store, StoreError
 from automodel_ckpt.checkpoint.run import resume
+from automodel_ckpt.checkpoint.writing import rank_manifest
+from automodel_ckpt.cli.ckpt import main as ckpt
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.store_url import scratch_directory
 from tests.support import tiny
@@ -58,12 +60,19 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch.shutil, "disk_usage", lambda path: full)
 
 
+@pytest.mark.parametrize("has_tables", [False, True])
 @pytest.mark.parametrize(
     "options", [{}, {"model_layout": "hf"}, {"model_save_format": "torch_save"}]
 )
 def test_a_disk_without_space_does_not_prevent_loading(
-    options: dict[str, Any], tmp_path: Path, full_disk: None
+    options: dict[str, Any],
+    has_tables: bool,
+    tmp_path: Path,
+    full_disk: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if has_tables:
+        monkeypatch.setattr(rank_manifest, "MIN_TABLE_ROWS", 0)
     saved = trained(tmp_path / "local", **options)
     url = f"file://{tmp_path}/store"
     run = in_store(url, tmp_path / "local")
@@ -74,6 +83,7 @@ def test_a_disk_without_space_does_not_prevent_loading(
     tiny.assert_equal_state(saved, loaded)
     on_disk = {path.name for path in (tmp_path / "empty").iterdir()}
     assert on_disk == {layout.TRAINING_LOG, gone_back.FILE}
+    assert ckpt(["verify", "--deep", url]) == 0
 
 
 @pytest.mark.parametrize("kind", ["changed", "shorter", "missing"])
