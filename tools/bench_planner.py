@@ -57,6 +57,8 @@ NUM_TENSORS = 300
 # Llama's shapes, without its width: rows that 4,096 ranks can share.
 SHAPES = ((8192, 16), (8192, 8), (28672, 8), (8192,))
 RANKS = (8, 64, 512, 4096)
+# PyTorch's objects for the slices of more ranks take gigabytes.
+MAX_METADATA_RANKS = 512
 
 
 @dataclass
@@ -163,6 +165,7 @@ def measured(num_ranks: int, directory: Path) -> Figures:
     figures = Figures(num_ranks)
     planner, save = planned(num_ranks // 2, num_ranks, figures)
     staging = commit.reserve(directory, "epoch_0_step_20")
+    save.staging.path = staging
     for tree in save.trees.values():
         (staging / tree.directory).mkdir()
     for written in rank_manifests(save, num_ranks):
@@ -171,6 +174,10 @@ def measured(num_ranks: int, directory: Path) -> Figures:
         figures.nbytes["rank manifest"] = len(data)
     planner.ranks = layout.DataParallelRanks(0, num_ranks)
     partial_manifest = planner.partial_manifest(save)
+    if num_ranks <= MAX_METADATA_RANKS:
+        started = time.process_time()
+        planner.write_metadata(save, lambda: read_rank_manifests(staging, num_ranks))
+        figures.seconds["metadata"] = time.process_time() - started
     started = time.process_time()
     finalize(staging, partial_manifest, read_rank_manifests(staging, num_ranks))
     figures.seconds["finalize"] = time.process_time() - started
@@ -224,9 +231,11 @@ def rows(figures: list[Figures]) -> list[list[str]]:
     for label, key in (
         ("planning, each rank (s)", "plan"),
         ("finalizing the manifest, rank 0 (s)", "finalize"),
+        ("DCP's `.metadata` at the first save, rank 0 (s)", "metadata"),
         ("finding its slices at a load, each rank (s)", "load"),
     ):
-        table.append([label, *(f"{each.seconds[key]:.2f}" for each in figures)])
+        cells = [f"{each.seconds[key]:.2f}" if key in each.seconds else "" for each in figures]
+        table.append([label, *cells])
     for label, key, unit in (
         ("sent to the other ranks, each rank (KB)", "sent", 1e3),
         ("rank manifest (KB)", "rank manifest", 1e3),

@@ -44,7 +44,7 @@ from automodel_ckpt.checkpoint.saving.exports import Exports
 from automodel_ckpt.checkpoint.saving.forecast import Forecast, check_manifest_size
 from automodel_ckpt.checkpoint.saving.planner import Planner, Save, SaveReport, json_values
 from automodel_ckpt.checkpoint.saving.side_files import Assets
-from automodel_ckpt.checkpoint.saving.sync_save import save_now
+from automodel_ckpt.checkpoint.saving.sync_save import SyncSaves
 from automodel_ckpt.distributed import agree
 from automodel_ckpt.errors import (
     AutomodelError,
@@ -134,7 +134,7 @@ class Checkpointer:
         self._save_level = logging.DEBUG if is_quiet else logging.INFO
         self._is_async = options.is_async
         self._async: AsyncSaves | None = None
-        self._sync_save: Save | None = None
+        self._sync = SyncSaves(self._planner, group, self.exports)
 
     @property
     def _run(self) -> RunDirectory:
@@ -322,13 +322,15 @@ class Checkpointer:
         if self.is_rank0:
             log.log(self._save_level, "Saving checkpoint to %s", self.directory / str(save.name))
         with save.staging.removed_on_failure():
-            if self._async is not None:
-                report = self._async.save_with_previous_plan(save, state)
-                if report is not None:
-                    return report
-            return self._plan_and_save(save, state)
+            saves = self._sync if self._async is None else self._async
+            report = saves.save_with_previous_plan(save, state)
+            if report is not None:
+                return report
+            return self._plan_and_save(save, state, saves)
 
-    def _plan_and_save(self, save: Save, state: Mapping[str, Any]) -> SaveReport:
+    def _plan_and_save(
+        self, save: Save, state: Mapping[str, Any], saves: SyncSaves | AsyncSaves
+    ) -> SaveReport:
         """Save with a new plan, which the ranks agree on by one exchange. Collective."""
         with self._raise_on_all_ranks(f"saving {save.name}"):
             self._planner.read_state(save, state)
@@ -341,27 +343,14 @@ class Checkpointer:
             self._items_are_logged = True
             digests = [proposal.digests for proposal in proposals]
             _log_items(save, digests, save_optimizer=self._planner.save_optimizer)
-        if self._async is not None:
-            return self._async.save(save, proposals, shares)
-        self._sync_save = save
-        try:
-            return save_now(
-                save,
-                proposals,
-                shares,
-                planner=self._planner,
-                group=self._group,
-                exports=self.exports,
-            )
-        finally:
-            self._sync_save = None
+        return saves.save(save, proposals, shares)
 
     # ---------------------------------------------------------------- saves in progress
 
     def saving(self) -> Saving | None:
         """The progress of the save in progress; None where there is none. Can be called from any thread."""
         # Local names: another thread may end the save between a check and a use.
-        save, background = self._sync_save, self._async
+        save, background = self._sync.in_progress, self._async
         if save is not None:
             total_bytes = save.total_bytes
             if total_bytes is not None:

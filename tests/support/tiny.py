@@ -76,6 +76,11 @@ def checkpointer(root: Path, **options: Any) -> Checkpointer:
     return Checkpointer(root, options=CheckpointOptions(**options), **arguments)
 
 
+def kept_plan(checkpointer: Checkpointer) -> Any:
+    """The plan that the next save can reuse, if there is one."""
+    return (checkpointer._async or checkpointer._sync)._reuse._kept
+
+
 def save(root: Path, made: SimpleNamespace, step: int = 20, **options: Any) -> SaveReport:
     names = ("epoch", "losses", "validated", "last")
     call = {name: options.pop(name) for name in names if name in options}

@@ -84,7 +84,7 @@ def _side_names(source: Source, directory: Path) -> Iterable[str]:
     if source.manifest is None or not source.finished:
         return [name for name in _regular_files(directory) if name not in MAPS]
     names = [path.removeprefix(f"{directory.name}/") for path in source.manifest.files]
-    made_anew = {layout.HF_INDEX, layout.CONSOLIDATE_SCRIPT}
+    made_anew = {layout.HF_INDEX, layout.CONSOLIDATE_SCRIPT, layout.SLICE_TABLE}
     return [
         name
         for name in names

@@ -8,8 +8,8 @@ nor the pickle in ``.metadata``.
 
 from __future__ import annotations
 
+import os
 import pickle
-from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -73,7 +73,9 @@ def metadata_of(plan: TreePlan, tree: Tree) -> bytes:
         described[fqn] = _add_tensor(tensor, storage)
     for fqn, blob in tree.objects.items():
         described[fqn] = BytesStorageMetadata()
-        storage[MetadataIndex(fqn)] = _StorageInfo(Path(blob.file).name, blob.start, blob.nbytes)
+        storage[MetadataIndex(fqn)] = _StorageInfo(
+            os.path.basename(blob.file), blob.start, blob.nbytes
+        )
     metadata = Metadata(
         described,
         planner_data=dict(plan.paths) if plan.nested else None,
@@ -99,7 +101,7 @@ def _add_tensor(
         archive = tensor_archive(dtype, stored.sizes, stored.nbytes)
         length = len(archive.head) + stored.nbytes + len(archive.tail)
         # Only the name: torch's reader looks for the file beside .metadata.
-        name = Path(stored.file).name
+        name = os.path.basename(stored.file)
         info = _StorageInfo(name, stored.start - len(archive.head), length)
         storage[MetadataIndex(tensor.fqn, offsets)] = info
     return TensorStorageMetadata(TensorProperties(dtype), torch.Size(tensor.shape), chunks)

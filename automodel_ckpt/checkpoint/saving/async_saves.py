@@ -1,18 +1,15 @@
-"""Asynchronous checkpointing: reuse of the previous plan, the save in progress, and its completion.
+"""Asynchronous checkpointing: the save in progress, and its completion.
 
 This module coordinates the ranks; ``background.py`` is the part of one rank.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import pickle
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,24 +17,20 @@ from torch.distributed import ProcessGroup
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.collective_errors import raise_on_all_ranks
-from automodel_ckpt.checkpoint.discovery import Item, classify
+from automodel_ckpt.checkpoint.discovery import Item
 from automodel_ckpt.checkpoint.export_leftovers import clear_leftovers
 from automodel_ckpt.checkpoint.failures import as_failure
-from automodel_ckpt.checkpoint.files.pickle_values import saved
 from automodel_ckpt.checkpoint.formats.assignment import Share
 from automodel_ckpt.checkpoint.saving.background import Background, Cancelled, Upload
-from automodel_ckpt.checkpoint.saving.forecast import Forecast, free_bytes
 from automodel_ckpt.checkpoint.saving.host_memory import MemoryLayout, lay_out
+from automodel_ckpt.checkpoint.saving.plan_reuse import PlanReuse
 from automodel_ckpt.checkpoint.saving.planner import Planner, Proposal, Save, SaveReport
-from automodel_ckpt.checkpoint.state.live_state import LiveState, inspect_state
-from automodel_ckpt.checkpoint.state.storable import check_safe, check_safe_values
 from automodel_ckpt.checkpoint.writing.jobs import Job
 from automodel_ckpt.checkpoint.writing.rank_manifest import (
     RankManifest,
     rank_manifest_paths,
     read_rank_manifests,
 )
-from automodel_ckpt.checkpoint.writing.reuse import Previous
 from automodel_ckpt.distributed import agree
 from automodel_ckpt.errors import AutomodelError, ExportFailed, LeaseLost
 
@@ -47,35 +40,12 @@ _POLL_SECONDS = 0.02
 
 
 @dataclass(slots=True)
-class _ReuseProposal:
-    """What a rank reports to the others before a save with the plan of the previous save.
-
-    *digests* are those of its small state, None where the plan does not match that rank's state; *staging* is the path
-    of the directory that rank 0 created; *failed*, whether rank 0 could not create it; *previous*, the checkpoint whose
-    files are shared.
-    """
-
-    digests: dict[str, str] | None
-    staging: str = ""
-    failed: bool = False
-    previous: Previous | None = None
-
-
-@dataclass(slots=True)
 class _Plan:
-    """The plan of *save*, for reuse by later saves: it applies while the state has the same *signature*.
+    """What a plan is for this rank: *layout*, that of the trees in the writer's memory; *written*, the rank manifest of
+    the trees before anything is written."""
 
-    *layout* is that of the trees in the writer's memory; *values* are its pickled values that are not tensors;
-    *written* is the rank manifest of the trees before anything is written; *nbytes* is what a save takes on disk.
-    """
-
-    signature: list[Any]
-    save: Save
-    dp_ranks: list[int]
     layout: MemoryLayout
     written: RankManifest
-    nbytes: int
-    values: dict[tuple[str, str], bytes] = field(default_factory=dict)
 
 
 class AsyncSaves:
@@ -97,6 +67,7 @@ class AsyncSaves:
         self._timeout_seconds = timeout_seconds
         self._background = Background(on_cuda=on_cuda)
         self._in_flight: Save | None = None
+        self._reuse = PlanReuse(planner, group)
         self._plan: _Plan | None = None
 
     def reserve(self, nbytes: int) -> None:
@@ -121,19 +92,14 @@ class AsyncSaves:
         try:
             with raise_on_all_ranks(self._group, f"saving {save.name}", self._planner.run.path):
                 written, jobs, objects = self._planner.plan(save, proposals, shares)
-                live = self._live_state(save)
+                live = self._reuse.live_state(save)
                 trees = lay_out(jobs)
                 self._upload(save, written, trees, objects)
         except AutomodelError:
             self._abandon(save)
             raise
-        # All ranks keep the plan, or none does: save_with_previous_plan calls a collective only
-        # with a plan, so that a rank without one would leave the others waiting.
-        is_reusable = agree.gather_objects(self._group, live is not None)
-        if live is not None and all(is_reusable):
-            dp_ranks = [proposal.dp_rank for proposal in proposals]
-            nbytes = self._planner.expected_bytes
-            self._plan = _Plan(live.signature, save, dp_ranks, trees, written, nbytes)
+        self._reuse.keep(save, live, proposals, trees)
+        self._plan = _Plan(trees, written)
         return self._report_started(save)
 
     def _report_started(self, save: Save) -> SaveReport:
@@ -161,16 +127,6 @@ class AsyncSaves:
             previous=save.previous,
         )
 
-    def _live_state(self, save: Save) -> LiveState | None:
-        """The live state that a later save can compare; None where it differs from what was planned."""
-        # A custom state_dict may do anything. The save itself has succeeded with it: only the plan is not reused.
-        with contextlib.suppress(Exception):
-            live = inspect_state(save.items, save_optimizer=self._planner.save_optimizer)
-            planned = {name: tree.flat() for name, tree in save.trees.items()}
-            if live.matches(planned):
-                return live
-        return None
-
     # ---------------------------------------------------------------- the plan of the previous save
 
     def save_with_previous_plan(self, save: Save, state: Mapping[str, Any]) -> SaveReport | None:
@@ -179,83 +135,17 @@ class AsyncSaves:
         Collective. Raises on all ranks what prevented rank 0 from creating the staging directory. Later failures are
         raised by :meth:`wait_for_save` on all ranks.
         """
-        plan = self._plan
-        if plan is None:
+        reuse = self._reuse.agree(save, state)
+        if reuse is None:
             return None
-        save.items = classify(state)
-        save.reuse_plan(plan.save)
-        live = LiveState()
-        # Whatever fails here fails again, and is reported, when the save is planned anew.
-        with contextlib.suppress(Exception):
-            live = inspect_state(save.items, save_optimizer=self._planner.save_optimizer)
-        proposal, failure = self._propose_reuse(plan, live, save)
-        proposals = agree.gather_objects(self._group, proposal)
-        # All ranks see rank 0's flag, so that all of them enter this collective, or none does.
-        if proposals[0].failed:
-            agree.all_or_nothing(self._group, failure)
-        digests = [proposal.digests for proposal in proposals if proposal.digests is not None]
-        # Rank 0 may have created its directory before it sees that another rank's state differs.
-        if len(digests) < len(proposals):
-            self._plan = None
-            save.staging.remove()
-            return None
-        save.staging.path = Path(proposals[0].staging)
-        save.previous = proposals[0].previous
+        assert self._plan is not None
         self._in_flight = save  # from here on, wait_for_save reports failures
         try:
-            for name, tree in save.trees.items():
-                tree.set_values(live.trees[name])
-            objects = self._planner.object_jobs(save, digests, plan.dp_ranks)
-            self._upload(save, plan.written, plan.layout, objects)
+            self._upload(save, self._plan.written, self._plan.layout, reuse.prepare())
         except Exception as error:
             # Not raised: the last exchange is over, so the other ranks would not notice.
             self._background.fail(as_failure(error, f"saving {save.name}", self._planner.run.path))
         return self._report_started(save)
-
-    def _propose_reuse(
-        self, plan: _Plan, live: LiveState, save: Save
-    ) -> tuple[_ReuseProposal, AutomodelError | None]:
-        """Check whether the plan matches the state of this rank; if so, rank 0 creates the staging directory.
-
-        Returns this rank's proposal, and the failure on rank 0 or None.
-        """
-        digests = self._matching_digests(plan, live, save)
-        if digests is None or not self._is_rank0:
-            return _ReuseProposal(digests), None
-        try:
-            forecast = Forecast(plan.nbytes, free_bytes(self._planner.run.path))
-            staging = self._planner.reserve(save, forecast)
-        except Exception as error:
-            failure = as_failure(error, f"saving {save.name}", self._planner.run.path)
-            return _ReuseProposal(digests, failed=True), failure
-        return _ReuseProposal(digests, staging, previous=save.previous), None
-
-    def _matching_digests(self, plan: _Plan, live: LiveState, save: Save) -> dict[str, str] | None:
-        """The digests of this rank's small state, which is read into *save*; None where the plan does not match."""
-        # Whatever fails here fails again, and is reported, when the save is planned anew.
-        with contextlib.suppress(Exception):
-            if live.signature != plan.signature or not self._update_values(plan, live):
-                return None
-            for item in save.items:
-                if item.kind == "object":
-                    save.objects[item.name] = item.value.state_dict()
-            return {key: check_safe(key, value) for key, value in save.objects.items()}
-        return None
-
-    def _update_values(self, plan: _Plan, live: LiveState) -> bool:
-        """Update the values that are not tensors in the layout; return False where one no longer has its size."""
-        for name in plan.layout.values:
-            tree_name, key = name
-            value = live.trees[tree_name][key]
-            pickled = pickle.dumps(value)
-            if plan.values.get(name) == pickled:
-                continue
-            check_safe_values(tree_name, {key: value})
-            # All later data would move, in memory and in the file: a new size requires a new plan.
-            if not plan.layout.replace(name, bytes(saved(value))):
-                return False
-            plan.values[name] = pickled
-        return True
 
     # ---------------------------------------------------------------- in rank 0's thread
 
@@ -373,7 +263,8 @@ class AsyncSaves:
         # The exchange below is also a barrier: rank 0 removes the directory only after every rank
         # has stopped its writer, which would write into it.
         failure = self._background.abandon()
-        self._in_flight, self._plan = None, None
+        self._in_flight = None
+        self._reuse.forget()
         try:
             agree.all_or_nothing(self._group, failure)
         finally:
@@ -385,7 +276,7 @@ class AsyncSaves:
 
     def close(self) -> None:
         """Wait, then release the memory and the writer process."""
-        self._plan = None
+        self._reuse.forget()
         self._background.close()
 
 

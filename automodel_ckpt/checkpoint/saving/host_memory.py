@@ -10,7 +10,7 @@ import errno
 import mmap
 import os
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -155,6 +155,10 @@ class MemoryLayout:
         """The pickled jobs for the writer process; pickled only once."""
         self.pickled = self.pickled or pickle.dumps(self.jobs)
         return self.pickled
+
+    def names(self) -> Iterable[tuple[str, str]]:
+        """The tree and the name of each value that is not a tensor."""
+        return self.values
 
     def replace(self, name: tuple[str, str], data: bytes) -> bool:
         """Set the bytes of a value for the next staging; return False where their size has changed."""

@@ -126,6 +126,8 @@ def _module_of(
     if tree.format == FINISHED:
         return _finished(checkpoint, directory, manifest, tree)
     used = files_of(tree)
+    if tree.table is not None:
+        used.add(tree.table.location.file)
     side_files = f"{prefix}{layout.HF_METADATA}/"
     files = {
         path: record

@@ -474,18 +474,21 @@ CHANGES = {
 """Whether the plan of the save before is still good after it."""
 
 
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(
+    ("form", "is_async"),
+    [*((form, True) for form in FORMATS), ("torch_save", False), ("hf", False)],
+)
 def test_whatever_changes_between_saves_is_seen_and_the_plan_is_kept_where_it_can_be(
-    tmp_path: Path, form: str
+    tmp_path: Path, form: str, is_async: bool
 ) -> None:
-    saver = Saver(tmp_path, **FORMATS[form])
+    saver = Saver(tmp_path, is_async=is_async, **FORMATS[form])
     step = 0
     for change, keeps in [(lambda _: None, False), (lambda _: None, True), *CHANGES.items()]:
         change(saver.made)
-        kept, step = getattr(saver.checkpointer._async, "_plan", None), step + 1
+        kept, step = tiny.kept_plan(saver.checkpointer), step + 1
         expected, rate = tiny.tensors_of(saver.made), saver.made.optimizer.param_groups[0]["lr"]
         saver.save(step)
-        assert (saver.checkpointer._async._plan is kept) is keeps, change
+        assert (tiny.kept_plan(saver.checkpointer) is kept) is keeps, change
         twin = copy.deepcopy(saver.made)  # loading into what is saved would change it
         for value in twin.model.state_dict().values():
             value.zero_()

@@ -15,6 +15,7 @@ import xxhash
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.digests import digest_of
+from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.run.maintenance import drop_optimizer
 from automodel_ckpt.checkpoint.sharding import MAX_RANKS, RegularSlices, Sharding
@@ -123,6 +124,9 @@ def test_every_flipped_bit_of_a_table_is_noticed(
         assert str(table) in str(caught.value)
     table.write_bytes(content)
     assert read_all(path) == 8
+    table.write_bytes(content + b"x")
+    with pytest.raises(CheckpointUnusable, match="another size"):
+        consolidate(path)
     table.write_bytes(content[:-1])
     with pytest.raises(CheckpointUnusable, match="shorter than the manifest says"):
         read_all(path)

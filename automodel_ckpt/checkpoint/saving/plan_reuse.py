@@ -1,0 +1,196 @@
+"""Reuse of the plan of the previous save: it applies while names, shapes, dtypes and placements are the same.
+
+PyTorch makes a state dict, and a save is planned, in milliseconds per hundred tensors. A save first inspects the live
+objects instead (``state/live_state.py``), and the ranks agree by one exchange that all of them can reuse their plans.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch.distributed import ProcessGroup
+
+from automodel_ckpt.checkpoint.discovery import classify
+from automodel_ckpt.checkpoint.failures import as_failure
+from automodel_ckpt.checkpoint.files.pickle_values import saved
+from automodel_ckpt.checkpoint.saving.forecast import Forecast, free_bytes
+from automodel_ckpt.checkpoint.saving.planner import Planner, Proposal, Save
+from automodel_ckpt.checkpoint.state.live_state import LiveState, inspect_state
+from automodel_ckpt.checkpoint.state.storable import check_safe, check_safe_values
+from automodel_ckpt.checkpoint.writing.jobs import FileJob
+from automodel_ckpt.checkpoint.writing.reuse import Previous
+from automodel_ckpt.distributed import agree
+from automodel_ckpt.errors import AutomodelError
+
+
+class Values(Protocol):
+    """The planned values that are not tensors, by (tree, name)."""
+
+    def names(self) -> Iterable[tuple[str, str]]:
+        """The tree and the name of each value."""
+
+    def replace(self, name: tuple[str, str], data: bytes) -> bool:
+        """Set the bytes of a value for the next save; return False where their size has changed."""
+
+
+@dataclass(slots=True)
+class _ReuseProposal:
+    """What a rank reports to the others before a save with the plan of the previous save.
+
+    *digests* are those of its small state, None where the plan does not match that rank's state; *staging* is the path
+    of the directory that rank 0 created; *failed*, whether rank 0 could not create it; *previous*, the checkpoint whose
+    files are shared.
+    """
+
+    digests: dict[str, str] | None
+    staging: str = ""
+    failed: bool = False
+    previous: Previous | None = None
+
+
+@dataclass(slots=True)
+class _Kept:
+    """The plan of *save*, for later saves while the state has the same *signature*.
+
+    *values* are the planned values that are not tensors, and *pickled* what they were; *nbytes* is what a save takes on
+    disk.
+    """
+
+    signature: list[Any]
+    save: Save
+    dp_ranks: list[int]
+    values: Values
+    nbytes: int
+    pickled: dict[tuple[str, str], bytes] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Reuse:
+    """The agreement of all ranks to save with the kept plan."""
+
+    planner: Planner
+    save: Save
+    live: LiveState
+    digests: list[dict[str, str]]
+    dp_ranks: list[int]
+
+    def prepare(self) -> list[FileJob]:
+        """Take the present values; return the jobs of objects. The jobs of the trees are those of the plan."""
+        for name, tree in self.save.trees.items():
+            tree.set_values(self.live.trees[name])
+        return self.planner.object_jobs(self.save, self.digests, self.dp_ranks)
+
+
+class PlanReuse:
+    """The plan that all ranks of *group* keep for the next save, if there is one."""
+
+    def __init__(self, planner: Planner, group: ProcessGroup | None) -> None:
+        self._planner, self._group = planner, group
+        self._kept: _Kept | None = None
+
+    def forget(self) -> None:
+        """Plan the next save anew."""
+        self._kept = None
+
+    def live_state(self, save: Save) -> LiveState | None:
+        """The live state that a later save can compare; None where it differs from what was planned."""
+        # A custom state_dict may do anything. The save itself has succeeded with it: only the plan is not reused.
+        with contextlib.suppress(Exception):
+            live = inspect_state(save.items, save_optimizer=self._planner.save_optimizer)
+            planned = {name: tree.flat() for name, tree in save.trees.items()}
+            if live.matches(planned):
+                return live
+        return None
+
+    def keep(
+        self, save: Save, live: LiveState | None, proposals: Sequence[Proposal], values: Values
+    ) -> None:
+        """Keep the plan of *save*, whose state was *live* (see :meth:`live_state`). Collective."""
+        # All ranks keep the plan, or none does: `agree` calls a collective only with a plan, so that
+        # a rank without one would leave the others waiting.
+        is_reusable = agree.gather_objects(self._group, live is not None)
+        if live is not None and all(is_reusable):
+            dp_ranks = [proposal.dp_rank for proposal in proposals]
+            nbytes = self._planner.expected_bytes
+            self._kept = _Kept(live.signature, save, dp_ranks, values, nbytes)
+
+    def agree(self, save: Save, state: Mapping[str, Any]) -> Reuse | None:
+        """Agree to save with the kept plan; return None, with no effect, where there is none or it does not match on
+        some rank.
+
+        Collective. Raises on all ranks what prevented rank 0 from creating the staging directory. The caller then calls
+        :meth:`Reuse.prepare`.
+        """
+        kept = self._kept
+        if kept is None:
+            return None
+        save.items = classify(state)
+        save.reuse_plan(kept.save)
+        live = LiveState()
+        # Whatever fails here fails again, and is reported, when the save is planned anew.
+        with contextlib.suppress(Exception):
+            live = inspect_state(save.items, save_optimizer=self._planner.save_optimizer)
+        proposal, failure = self._propose(kept, live, save)
+        proposals = agree.gather_objects(self._group, proposal)
+        # All ranks see rank 0's flag, so that all of them enter this collective, or none does.
+        if proposals[0].failed:
+            agree.all_or_nothing(self._group, failure)
+        digests = [proposal.digests for proposal in proposals if proposal.digests is not None]
+        # Rank 0 may have created its directory before it sees that another rank's state differs.
+        if len(digests) < len(proposals):
+            self._kept = None
+            save.staging.remove()
+            return None
+        save.staging.path = Path(proposals[0].staging)
+        save.previous = proposals[0].previous
+        return Reuse(self._planner, save, live, digests, kept.dp_ranks)
+
+    def _propose(
+        self, kept: _Kept, live: LiveState, save: Save
+    ) -> tuple[_ReuseProposal, AutomodelError | None]:
+        """Check whether the plan matches the state of this rank; if so, rank 0 creates the staging directory.
+
+        Returns this rank's proposal, and the failure on rank 0 or None.
+        """
+        digests = self._matching_digests(kept, live, save)
+        if digests is None or self._planner.ranks.rank != 0:
+            return _ReuseProposal(digests), None
+        try:
+            forecast = Forecast(kept.nbytes, free_bytes(self._planner.run.path))
+            staging = self._planner.reserve(save, forecast)
+        except Exception as error:
+            failure = as_failure(error, f"saving {save.name}", self._planner.run.path)
+            return _ReuseProposal(digests, failed=True), failure
+        return _ReuseProposal(digests, staging, previous=save.previous), None
+
+    def _matching_digests(self, kept: _Kept, live: LiveState, save: Save) -> dict[str, str] | None:
+        """The digests of this rank's small state, which is read into *save*; None where the plan does not match."""
+        # Whatever fails here fails again, and is reported, when the save is planned anew.
+        with contextlib.suppress(Exception):
+            if live.signature != kept.signature or not self._update_values(kept, live):
+                return None
+            for item in save.items:
+                if item.kind == "object":
+                    save.objects[item.name] = item.value.state_dict()
+            return {key: check_safe(key, value) for key, value in save.objects.items()}
+        return None
+
+    def _update_values(self, kept: _Kept, live: LiveState) -> bool:
+        """Update the values that are not tensors in the plan; return False where one no longer has its size."""
+        for name in kept.values.names():
+            tree_name, key = name
+            value = live.trees[tree_name][key]
+            pickled = pickle.dumps(value)
+            if kept.pickled.get(name) == pickled:
+                continue
+            check_safe_values(tree_name, {key: value})
+            # All later data would move, in memory and in the file: a new size requires a new plan.
+            if not kept.values.replace(name, bytes(saved(value))):
+                return False
+            kept.pickled[name] = pickled
+        return True
