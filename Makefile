@@ -140,8 +140,14 @@ harness: $(HARNESS)/.ready  ## `ckpt eval` and `evaluation.harness` with lm-eval
 
 crash: $(STAMP)  ## kills, power cuts (as root), faults, flipped bits, endurance, signals, failures with checkpoints in memory, and what others keep: about two hours
 	@for campaign in "kill --points 2500" "kill-async --points 300" "kill-incremental --points 300" "power-incremental --points 200" "power --points 2000" "faults --points 5000" "flips --points 10000" "endurance --points 50" \
-	    "signals --points 120" "goodput --points 100" "baseline --points 300"; do $(BIN)/python -m tools.crash $$campaign || failed=1; done; \
+	    "signals --points 120" "goodput --points 100" "remote --points 600" "baseline --points 300"; do $(BIN)/python -m tools.crash $$campaign || failed=1; done; \
 	    ASYNC_SAVES=200 $(BIN)/python -m pytest -q -k many_saves tests/unit/checkpoint/test_background.py || failed=1; exit $${failed:-0}
+
+bench-remote: $(STAMP)  ## uploads to an object store beside s3fs's put, and what they cost training: five minutes
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench_remote $(BENCH_ARGS)
+
+remote-stores: $(STAMP)  ## remote checkpoints on Azurite and an emulator of Google Cloud Storage: two minutes, npm and 500 MB in .stores
+	@$(BIN)/python -m tools.remote_stores
 
 hostile: $(STAMP)  ## every attack on every reader of a checkpoint, and every callable as `_target_`: half an hour
 	@HOSTILE=all OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 3 --dist worksteal --timeout 1800 tests/hostile
@@ -168,4 +174,4 @@ interop: $(STAMP)  ## Trainer, Lightning, DeepSpeed and others write checkpoints
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.interop $(INTEROP_ARGS)
 
 clean:  ## remove .venv, caches and what the demo wrote
-	rm -rf $(VENV) $(OLDEST)* $(TRITON) $(TORCHAO) $(HARNESS) .clients .peers .gpu-wheels runs bases build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST)* $(TRITON) $(TORCHAO) $(HARNESS) .clients .peers .stores .gpu-wheels runs bases build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

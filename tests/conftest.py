@@ -27,6 +27,8 @@ os.environ.update(
     HF_HUB_DISABLE_TELEMETRY="1",
     TOKENIZERS_PARALLELISM="false",
     OMP_NUM_THREADS="1",
+    # Tests keep all cores busy: processes of the lowest priority would get none.
+    AUTOMODEL_CKPT_UPLOAD_NICENESS="0",
 )
 if not IS_WORKER:
     SESSION_DIR = tempfile.mkdtemp(prefix="automodel-ckpt-tests-")

@@ -12,7 +12,7 @@ from automodel_ckpt.checkpoint.remote.pending import clear_links, link, pending,
 from automodel_ckpt.config.hub import HubConfig
 from automodel_ckpt.errors import RecipeError, SaveFailed
 from automodel_ckpt.hub.client import has_token
-from automodel_ckpt.hub.job import LINK, STATUS, Job
+from automodel_ckpt.hub.job import LINK, LOCK, STATUS, Job
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -77,7 +77,7 @@ class Pushes:
 
     def _launch(self, went_back_to: int) -> None:
         job = replace(self.job, went_back_to=went_back_to)
-        self._process = Child(_MODULE, self._root, asdict(job))
+        self._process = Child(_MODULE, self._root, LOCK, asdict(job))
 
     def note_saved(self, name: str) -> None:
         """Have a published checkpoint uploaded, if ``hub.push`` asks for it."""

@@ -15,7 +15,19 @@ import pytest
 
 from automodel_ckpt.checkpoint import commit
 from tests.support.command_server import CommandServer, Starting
-from tools.crash import endurance, faults, flips, inspect, jobs, kill, pair, power, record, syscalls
+from tools.crash import (
+    endurance,
+    faults,
+    flips,
+    inspect,
+    jobs,
+    kill,
+    pair,
+    power,
+    record,
+    remote,
+    syscalls,
+)
 from tools.crash.subjects import BASELINES, OURS, OURS_ASYNC, OURS_INCREMENTAL, Loaded, Ours
 
 
@@ -243,3 +255,12 @@ def test_a_torn_directory_and_a_stray_file_are_reported(tmp_path: Path) -> None:
     assert "no manifest" in inspect.damage(tmp_path)[0]
     assert inspect.leftovers(tmp_path, running=False) == ["left over: .trash-1"]
     assert Loaded(1, 1) != Loaded(1, None)
+
+
+def test_no_kill_of_a_sample_leaves_an_incomplete_checkpoint_in_a_store() -> None:
+    next_one, back = (each for each in remote.SCENARIOS if each.name in ("next", "back"))
+    with remote.bench() as made:
+        for point in (remote.Point(next_one, "after", 45), remote.Point(back, "before", 75)):
+            _, wrong, request = remote.judge(made, point, 1.0)
+            assert wrong == [], request
+            assert request != "a random instant"

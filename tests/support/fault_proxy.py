@@ -51,7 +51,8 @@ class FaultProxy:
     """Forwards requests to the server at *upstream*, ``http://HOST:PORT``. Attributes can be changed at any time.
 
     *rule* returns the fault of a request, or None. *is_down*: connections are reset when they are opened.
-    *bytes_per_second* limits each direction of a connection. :meth:`freeze_lists` makes listings stale.
+    *bytes_per_second* limits each direction of a connection. :meth:`freeze_lists` makes listings stale. *requests* are
+    all requests, and *answered* those whose whole reply of the store was forwarded.
     """
 
     upstream: str
@@ -59,6 +60,7 @@ class FaultProxy:
     is_down: bool = False
     bytes_per_second: float | None = None
     requests: list[ProxyRequest] = field(default_factory=list)
+    answered: list[ProxyRequest] = field(default_factory=list)
     endpoint: str = ""
 
     def __post_init__(self) -> None:
@@ -74,6 +76,11 @@ class FaultProxy:
     def freeze_lists(self, is_frozen: bool = True) -> None:
         """Answer listings as they were when they were last requested before; empty where there was no request."""
         self._is_frozen = is_frozen
+
+    @property
+    def num_active(self) -> int:
+        """How many requests are being forwarded."""
+        return len(self._tasks)
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -148,6 +155,7 @@ class FaultProxy:
                 await writer.drain()
             elif fault.reset_reply_after is None:
                 await self._relay(there, writer, None, None)
+                self.answered.append(request)
             else:
                 await self._cut_reply(there, writer, fault.reset_reply_after)
         finally:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-import s3fs
+import s3fs  # type: ignore[import-untyped]
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 from werkzeug.wrappers import Request, Response
@@ -73,7 +73,7 @@ def faulty_store() -> Iterator[tuple[ObjectStore, FaultProxy]]:
 @contextlib.contextmanager
 def object_store() -> Iterator[ObjectStore]:
     """Run a store with an empty bucket; inside the context, the environment has its address and credentials."""
-    import boto3
+    import boto3  # type: ignore[import-untyped]
 
     store = ObjectStore()
     try:

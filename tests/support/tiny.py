@@ -83,8 +83,8 @@ def kept_plan(checkpointer: Checkpointer) -> Any:
 
 def save(root: Path, made: SimpleNamespace, step: int = 20, **options: Any) -> SaveReport:
     names = ("epoch", "losses", "validated", "last")
-    call = {name: options.pop(name) for name in names if name in options}
-    call = {"epoch": 0, "losses": {"step": step, "val_loss": None}} | call
+    call: dict[str, Any] = {"epoch": 0, "losses": {"step": step, "val_loss": None}}
+    call |= {name: options.pop(name) for name in names if name in options}
     saver = checkpointer(root, **options)
     try:
         return saver.save(

@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 
-from tools.crash import baseline, endurance, faults, flips, goodput, kill, power, signals
+from tools.crash import baseline, endurance, faults, flips, goodput, kill, power, remote, signals
 from tools.crash.record import Record
 from tools.crash.subjects import BASELINES, OURS, OURS_ASYNC, OURS_INCREMENTAL, Subject
 from tools.crash.syscalls import unsupported
@@ -129,6 +129,10 @@ def _goodput(options: argparse.Namespace) -> Iterable[Record]:
     return [goodput.run(points_wanted=options.points, seed=options.seed, seconds=options.seconds)]
 
 
+def _remote(options: argparse.Namespace) -> Iterable[Record]:
+    return [remote.run(points=options.points, seed=options.seed, seconds=options.seconds)]
+
+
 def _no_calls(_: argparse.Namespace) -> str | None:
     return unsupported()
 
@@ -174,6 +178,11 @@ CAMPAIGNS: dict[
         _goodput,
         _always,
         "ranks, writers and launchers killed in a training with checkpoints in memory; what each failure costs",
+    ),
+    "remote": (
+        _remote,
+        _always,
+        "SIGKILL at each request of uploads, publications, removals and downloads, and faults of the store",
     ),
     "baseline": (
         _baseline,

@@ -14,7 +14,7 @@ from automodel_ckpt.checkpoint.remote.child_process import Child, Status
 from automodel_ckpt.checkpoint.remote.pending import link, pending, step_of, unlink
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.remote.store import Store
-from automodel_ckpt.checkpoint.remote.uploader import LINK, STATUS, Job
+from automodel_ckpt.checkpoint.remote.uploader import LINK, LOCK, STATUS, Job
 from automodel_ckpt.errors import SaveFailed
 from automodel_ckpt.store_url import check_library, check_options, check_url
 
@@ -81,7 +81,7 @@ class Uploads:
     def _launch(self, went_back_to: int) -> None:
         # The process writes the owner's object: here, a slow store would delay training.
         job = replace(self.job, went_back_to=went_back_to)
-        self._process = Child(_MODULE, self.root, asdict(job))
+        self._process = Child(_MODULE, self.root, LOCK, asdict(job))
 
     def note_published(self, name: str) -> None:
         """Have a published checkpoint uploaded. Until it is, it is not removed from the local disk."""

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,6 +40,10 @@ _NOTE_SECONDS = 5.0
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 60.0
 _END_POLL_SECONDS = 0.2
 _STATUS_BYTES = 1 << 20
+_TOKEN_BYTES = 64
+_NICENESS = 19
+"""Of the process: the lowest priority. Where training uses all cores, it gets about 2 % of them."""
+_NICENESS_VARIABLE = "AUTOMODEL_CKPT_UPLOAD_NICENESS"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,17 +151,42 @@ def print_line(text: str) -> None:
         sys.stderr.flush()
 
 
+def note_newest(root: Path, lock_file: str, token: str) -> None:
+    """Record in the lock file which process is the newest. Called by the trainer, which holds the run directory."""
+    with _open_lock(root, lock_file) as descriptor:
+        # In place: a new file would have another lock.
+        os.pwrite(descriptor, token.ljust(_TOKEN_BYTES).encode(), 0)
+
+
 @contextlib.contextmanager
-def only_one(root: Path, lock_file: str) -> Iterator[None]:
-    """Wait until no other process uploads the checkpoints of this run."""
+def only_one(root: Path, lock_file: str, token: str) -> Iterator[bool]:
+    """Wait until no other process uploads the checkpoints of this run. Yield whether *token* is that of the newest.
+
+    A process of an earlier start may get the lock late: it would undo what the later one has uploaded.
+    """
+    with _open_lock(root, lock_file) as descriptor:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        found = os.pread(descriptor, _TOKEN_BYTES, 0).decode("ascii", "replace").strip()
+        yield found == token
+
+
+@contextlib.contextmanager
+def _open_lock(root: Path, lock_file: str) -> Iterator[int]:
     # Not through a link, which could create a file anywhere.
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(root / lock_file, flags, 0o666)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
+        yield descriptor
     finally:
         os.close(descriptor)
+
+
+def lower_priority(niceness: int) -> None:
+    """Leave the processors to training, and the disk: the priority of its reads follows from *niceness*."""
+    os.nice(niceness)
+    # A session is a group of the scheduler on some systems, which compares niceness only within groups.
+    with contextlib.suppress(OSError):
+        Path("/proc/self/autogroup").write_text(str(niceness))
 
 
 def serve(root: Path, lock_file: str, make: Callable[[Mapping[str, Any]], UploadLoop]) -> int:
@@ -166,9 +196,13 @@ def serve(root: Path, lock_file: str, make: Callable[[Mapping[str, Any]], Upload
     """
     # Unbuffered, so that select() sees what is left.
     commands = os.fdopen(0, "rb", buffering=0)
-    job = json.loads(_line(commands))
-    with only_one(root, lock_file):
-        uploads = make(job)
+    started = json.loads(_line(commands))
+    with only_one(root, lock_file, started["process"]) as is_newest:
+        if not is_newest:
+            return 0
+        uploads = make(started["job"])
+        # After the imports, so that the process is ready soon on a busy machine too.
+        lower_priority(started["niceness"])
         thread = threading.Thread(target=uploads.run, name="upload")
         thread.start()
         deadline = math.inf
@@ -207,12 +241,17 @@ def _line(commands: Any) -> bytes:
 class Child:
     """The process from the trainer's side."""
 
-    def __init__(self, module: str, root: Path, job: Mapping[str, Any]) -> None:
+    def __init__(self, module: str, root: Path, lock_file: str, job: Mapping[str, Any]) -> None:
         """Start ``python -m MODULE ROOT`` with the *job*."""
+        token = uuid.uuid4().hex
+        note_newest(root, lock_file, token)
         command = [sys.executable, "-m", module, str(root)]
         # In a separate session, a signal to the trainer's process group leaves it time to finish.
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-        self._send(json.dumps(job).encode() + b"\n")
+        text = os.environ.get(_NICENESS_VARIABLE, "")
+        niceness = int(text) if text.isdecimal() else _NICENESS
+        started = {"process": token, "niceness": niceness, "job": job}
+        self._send(json.dumps(started).encode() + b"\n")
 
     @property
     def has_ended(self) -> bool:

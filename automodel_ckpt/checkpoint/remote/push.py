@@ -37,12 +37,13 @@ def push_checkpoint(
     throttle: Throttle | None = None,
     num_threads: int = NUM_THREADS,
     on_file: Callable[[str], None] = lambda name: None,
+    on_other: Callable[[str], None] = lambda name: None,
 ) -> int:
     """Upload *checkpoint* unless it is in the store; return the bytes sent.
 
     *memory_file* records on the local disk what is in the store, so that a later attempt continues. *on_file* is
     called with the name of each file that has arrived. A different checkpoint of this name in the store is removed
-    first, unless a pointer names it.
+    first, unless a pointer names it; *on_other* is called with the name before.
 
     Raises:
         CheckpointUnusable: if the local files do not match the manifest, or another checkpoint is in the way.
@@ -62,6 +63,7 @@ def push_checkpoint(
         raise CheckpointUnusable.all_of(problems)
     memory = UploadMemory.read(memory_file, manifest.digest)
     if is_superseded or (remote is not None and remote != data):
+        on_other(name)
         _make_way(run, name)
         memory.forget()
         memory = UploadMemory(memory_file, manifest.digest)

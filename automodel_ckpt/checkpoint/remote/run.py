@@ -18,7 +18,7 @@ import json
 import socket
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -246,14 +246,19 @@ class RemoteRun:
 
     def supersede_after(self, step: int, metric_key: str, mode: policy.Mode) -> list[str]:
         """Mark the checkpoints after *step*, to which the run went back, and return the names of those newly marked."""
-        marked = []
         later = [str(name) for name in self.names() if name.step > step]
-        for name in later:
+        return self.supersede(later, f"the run went back to step {step}", metric_key, mode)
+
+    def supersede(
+        self, names: Iterable[str], reason: str, metric_key: str, mode: policy.Mode
+    ) -> list[str]:
+        """Mark checkpoints that the run has left, and set the pointers to others. Return those newly marked."""
+        marked = []
+        for name in names:
             if self.is_superseded(name):
                 continue
             self.check_owner()
-            text = f"the run went back to step {step}\n"
-            self.store.write(f"{name}/{SUPERSEDED}", text.encode())
+            self.store.write(f"{name}/{SUPERSEDED}", f"{reason}\n".encode())
             marked.append(name)
         # Also if an earlier start marked them: a kill may have left a pointer to one.
         self.point(metric_key, mode)
@@ -328,12 +333,19 @@ class RemoteRun:
         """List the superseded checkpoints, newest first."""
         return [str(name) for name in self.names() if self.is_superseded(str(name))]
 
+    def _is_being_removed(self, name: str) -> bool:
+        """Whether the removal of a superseded checkpoint was interrupted."""
+        try:
+            marker = self.store.read(f"{name}/{SUPERSEDED}")
+        except FileNotFoundError:
+            return False
+        return marker == _REMOVING or self.manifest(name) is None
+
     def prune(self, keep: policy.KeepPolicy, metric_key: str) -> list[str]:
         """Remove the checkpoints that *keep* does not keep, and return their names."""
         removable = self.removable(keep, metric_key)
         for name in self.superseded():
-            if self.manifest(name) is None:
-                # Its removal was interrupted.
+            if self._is_being_removed(name):
                 removable.append(name)
         removed = []
         for name in removable:

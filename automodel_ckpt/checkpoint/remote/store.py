@@ -298,4 +298,6 @@ def _library_options(protocol: str, options: Mapping[str, Any]) -> dict[str, Any
             given["client_kwargs"] = client
         # AWS_ENDPOINT_URL is read by botocore itself. A slow store must not block for minutes.
         given["config_kwargs"] = {"connect_timeout": 10, "read_timeout": 60}
+    elif protocol in ("gs", "gcs") and given.pop("anon", False):
+        given["token"] = "anon"  # noqa: S105  (no credentials)
     return given

@@ -23,7 +23,7 @@ from automodel_ckpt.checkpoint.remote.exports import push_exports
 from automodel_ckpt.checkpoint.remote.pending import pending, step_of, unlink
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
-from automodel_ckpt.checkpoint.remote.store import Store
+from automodel_ckpt.checkpoint.remote.store import Store, StoreError
 from automodel_ckpt.checkpoint.remote.transfer import Throttle
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.errors import CheckpointUnusable
@@ -130,6 +130,12 @@ class Uploader(UploadLoop):
             unlink(self.root, LINK, record.name)
         return [name for name in names if (self.root / f"{LINK}{name}").is_symlink()]
 
+    def _supersede(self, name: str) -> None:
+        """Give up the pointers to a checkpoint of the store, which the run saved again after it went back."""
+        job = self._job
+        if self._run.supersede([name], "the run saved this step again", job.metric_key, job.mode):
+            print_line(f"marked {self._store}/{name} as superseded")
+
     def _upload(self, name: str) -> None:
         job = self._job
         started = time.monotonic()
@@ -141,6 +147,7 @@ class Uploader(UploadLoop):
                 throttle=self._throttle,
                 num_threads=job.num_threads,
                 on_file=lambda file: self.note(),
+                on_other=self._supersede,
             )
             nbytes += push_exports(
                 self._run,
@@ -170,8 +177,15 @@ class Uploader(UploadLoop):
         if nbytes:
             size = f"{nbytes / 1e6:.1f} MB in {seconds:.1f} s"
             print_line(f"uploaded {name} to {self._store}: {size}")
-        for removed in self._run.prune(job.keep, job.metric_key):
-            print_line(f"removed {self._store}/{removed}")
+        self._prune()
+
+    def _prune(self) -> None:
+        """Remove what the keep policy of the store does not keep. A failure is logged; the next upload tries again."""
+        try:
+            for removed in self._run.prune(self._job.keep, self._job.metric_key):
+                print_line(f"removed {self._store}/{removed}")
+        except StoreError as error:
+            print_line(f"warning: not all old checkpoints could be removed from the store: {error}")
 
 
 def main(arguments: list[str]) -> int:

@@ -13,7 +13,7 @@ from werkzeug.wrappers import Request, Response
 
 from automodel_ckpt.checkpoint import layout, policy
 from automodel_ckpt.checkpoint.manifest import Manifest
-from automodel_ckpt.checkpoint.remote import multipart, uploader
+from automodel_ckpt.checkpoint.remote import child_process, multipart, uploader
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.remote.store import Store, StoreError
@@ -261,3 +261,13 @@ def test_a_conflict_that_does_not_end_is_reported(s3: ObjectStore, tmp_path: Pat
     # Not the owner, so that only the manifest is written.
     with pytest.raises(StoreError, match="changed by another writer"):
         run.publish(FIRST, b"")
+
+
+def test_a_late_process_of_an_earlier_start_uploads_nothing(tmp_path: Path) -> None:
+    """It waited for the lock until the process of the later start ended."""
+    child_process.note_newest(tmp_path, uploader.LOCK, "first")
+    with child_process.only_one(tmp_path, uploader.LOCK, "first") as is_newest:
+        assert is_newest
+    child_process.note_newest(tmp_path, uploader.LOCK, "second")
+    with child_process.only_one(tmp_path, uploader.LOCK, "first") as is_newest:
+        assert not is_newest
