@@ -43,6 +43,7 @@ from automodel_ckpt.recipes.readback import LaunchedStep, Mark, Number, Readback
 from automodel_ckpt.recipes.records import (
     BatchSize,
     Control,
+    ReportedStep,
     StepPosition,
     StepResult,
     Validation,
@@ -155,6 +156,8 @@ class TrainingLoop:
         )
         self._spike: Spike | None = None
         """The spike that was reported and has not been handled yet."""
+        self._after_spike: list[ReportedStep] = []
+        """The steps that the device had done by then, which count only if the run cannot go back."""
 
     def queues_work(self) -> bool:
         """Whether the host continues while the device computes a step, and reads its numbers a step later."""
@@ -226,9 +229,17 @@ class TrainingLoop:
             due = self.finish_pending()
             if due is not None and self._is_over_after(due):
                 return True
-            if self._spike is None:
+            # A step that is not finite could replace the last good checkpoint.
+            if self._spike is None and self._newest_is_finite():
                 memory.save(self.step_scheduler.step, self._save_in_memory)
         return self._went_back() or self._skip_is_due()
+
+    def _newest_is_finite(self) -> bool:
+        """Whether the loss and the gradient norm of the newest step are finite."""
+        newest = self.last_step
+        if newest is None:
+            return False
+        return math.isfinite(newest.loss) and math.isfinite(newest.grad_norm)
 
     def _save_in_memory(self, checkpointer: Checkpointer) -> None:
         """Save the present step with the *checkpointer* of memory checkpoints. A collective."""
@@ -269,6 +280,8 @@ class TrainingLoop:
         target = spike.step - spikes.rule.rollback
         num_rollbacks = spikes.num_rollbacks + 1
         if num_rollbacks > spikes.rule.max_rollbacks:
+            # A save in the background may still be writing the last good checkpoint.
+            self.saves.wait()
             raise TrainingDiverged(
                 f"step {spike.step} is a spike, after {spikes.num_rollbacks} rollbacks: {spike.reason}",
                 where="step_scheduler.on_spike.max_rollbacks",
@@ -283,7 +296,12 @@ class TrainingLoop:
                 spike.reason,
                 target,
             )
-            return False
+            self._note_finite(spike.step, spike.is_finite)
+            steps, self._after_spike = self._after_spike, []
+            for step in steps:
+                self._judge(step)
+            return self._went_back()
+        self._after_spike = []
         spikes.num_rollbacks = num_rollbacks
         spikes.skip_after = target
         self.last_step = None
@@ -602,14 +620,31 @@ class TrainingLoop:
             self.last_step,
             finished.numbers.end.seconds_since(finished.start),
         )
-        spikes = self.step_scheduler.spikes
-        # Without labels, the loss is not a number and no weight changes.
-        if spikes is not None and self._spike is None and count:
-            self._spike = spikes.note(finished.position.step, self.last_step.loss, grad_norm)
         # The sum, not the mean: without labels, the mean of a batch is NaN.
         is_finite = math.isfinite(total) and math.isfinite(grad_norm)
-        if self._spike is None and self.step_scheduler.note_finite(is_finite):
-            self._stop_diverged(finished.position.step, self.last_step)
+        step = finished.position.step
+        self._judge(ReportedStep(step, self.last_step.loss, grad_norm, count > 0, is_finite))
+
+    def _judge(self, step: ReportedStep) -> None:
+        """Find out whether *step* is a spike, or one too many that is not finite.
+
+        Raises :class:`TrainingDiverged` in the second case, on all ranks.
+        """
+        if self._spike is not None:
+            self._after_spike.append(step)
+            return
+        spikes = self.step_scheduler.spikes
+        # Without labels, the loss is not a number and no weight changes.
+        if spikes is not None and step.has_labels:
+            self._spike = spikes.note(step.step, step.loss, step.grad_norm)
+        if self._spike is None:
+            self._note_finite(step.step, step.is_finite)
+
+    def _note_finite(self, step: int, is_finite: bool) -> None:
+        """Count *step* if it is not finite. Raises :class:`TrainingDiverged` after too many, on all ranks."""
+        assert self.last_step is not None, "it was reported"
+        if self.step_scheduler.note_finite(is_finite):
+            self._stop_diverged(step, self.last_step)
 
     def _stop_diverged(self, step: int, result: StepResult) -> NoReturn:
         """Raise :class:`TrainingDiverged` after too many steps that were not finite. The same on all ranks.

@@ -52,11 +52,10 @@ class MemorySaves:
         """*section* is ``checkpoint.memory``, and *options* the section that contains it."""
         _check_one_node(ranks.world_size)
         self._group = group
+        self._disk = disk
         self._is_rank0 = ranks.rank == 0
         self._is_auto = section.every_steps == "auto"
         self._every_steps = 1 if section.every_steps == "auto" else section.every_steps
-        self.check: Callable[[int], None] = lambda step: None
-        """Called with the step before it is saved. What it raises ends the run with the newest checkpoint before."""
         self._num_failures = 0
         self._last_failed = False
         self._next_step = 0
@@ -100,10 +99,13 @@ class MemorySaves:
         """Remove what an earlier start left, except the checkpoint that was *resumed*. The run is at *step*."""
         self._next_step = step + self._every_steps
         self._last_saved = (step, time.monotonic())
-        if not self._is_rank0:
-            return
+        with agree.raise_on_all_ranks(self._group, _as_recipe_error):
+            if self._is_rank0:
+                kept = resumed.path.name if resumed is not None and resumed.in_memory else None
+                self._remove_all_but(kept)
+
+    def _remove_all_but(self, kept: str | None) -> None:
         commit.recover(self.directory)
-        kept = resumed.path.name if resumed is not None and resumed.in_memory else None
         for name in checkpoint_names(self.directory):
             if str(name) != kept:
                 commit.discard(commit.withdraw(self.directory / str(name)))
@@ -111,8 +113,7 @@ class MemorySaves:
     def is_due(self, scheduler: StepScheduler) -> bool:
         """Whether the present step is to be saved. A collective, with ``every_steps: auto``."""
         checkpointer = self._checkpointer
-        # A checkpoint with a loss that is not finite could replace the last good one.
-        if checkpointer is None or scheduler.step < self._next_step or scheduler.nonfinite_steps:
+        if checkpointer is None or scheduler.step < self._next_step:
             return False
         return not (self._is_auto and self._is_busy(checkpointer))
 
@@ -123,7 +124,9 @@ class MemorySaves:
         with a warning; training continues.
         """
         assert self._checkpointer is not None, "it was due"
-        self.check(step)
+        if self._is_rank0:
+            # Otherwise, a restart would prefer their later steps to the checkpoint that is saved now.
+            self._disk.set_aside_abandoned()
         started = time.monotonic()
         # The failure of an earlier save is raised before the present step is saved.
         for _ in range(2):
@@ -158,22 +161,20 @@ class MemorySaves:
         return True
 
     def _is_busy(self, checkpointer: Checkpointer) -> bool:
-        """Whether a save is in progress on a rank. All ranks get the interval that rank 0 has chosen."""
-        num_writing, num_failed, every_steps = agree.sum_over_ranks(
-            self._group,
-            checkpointer.is_writing,
-            checkpointer.upload_failed,
-            self._every_steps if self._is_rank0 else 0,
+        """Whether a save is in progress on a rank."""
+        num_writing, num_failed = agree.sum_over_ranks(
+            self._group, checkpointer.is_writing, checkpointer.upload_failed
         )
-        self._every_steps = int(every_steps)
         return num_writing > 0 and num_failed == 0
 
     def _adapt(self, step: int, started: float, stall_seconds: float) -> None:
-        """Choose the interval with which training waits for copies for _STALL_SHARE of its time. Local."""
+        """Choose the interval with which training waits for copies for _STALL_SHARE of its time."""
         step_before, started_before = self._last_saved
         self._last_saved = (step, started)
         step_seconds = (started - started_before) / (step - step_before)
-        self._every_steps = max(1, math.ceil(stall_seconds / (_STALL_SHARE * step_seconds)))
+        every_steps = max(1, math.ceil(stall_seconds / (_STALL_SHARE * step_seconds)))
+        # Clocks differ between ranks, and is_due() has a collective, which all of them must enter at the same step.
+        self._every_steps = agree.broadcast_object(self._group, every_steps)
 
     def _give_up(self, failure: AutomodelError) -> None:
         checkpointer, self._checkpointer = self._checkpointer, None

@@ -24,6 +24,7 @@ from transformers import PreTrainedConfig
 
 from automodel_ckpt.checkpoint import Checkpointer, Resumed, discover
 from automodel_ckpt.checkpoint.layout import AVERAGE
+from automodel_ckpt.checkpoint.run.memory_directory import forget_memory
 from automodel_ckpt.checkpoint.run.timeline import DONE, STOPPED
 from automodel_ckpt.checkpoint.saving.side_files import Assets
 from automodel_ckpt.config.bind import unused_without_checkpoints
@@ -229,11 +230,11 @@ class Recipe:
             self.checkpointer.notes["precision"] = self.trainable.precision
             if self.memory is not None:
                 self.memory.share_notes(self.checkpointer)
-                self._check_replicas(self.memory)
             check_export(self.config, self.checkpointer.assets)
         self.objective = self.build_objective()
         self.run_log.terms = self.objective.terms
         self.saves = self.build_saves()
+        self.saves.replica_check = self.build_replica_check()
         self.loop = self.build_loop()
         self.resume()
 
@@ -485,6 +486,8 @@ class Recipe:
         """Build the section ``checkpoint.memory``; None without it. *checkpointer* is that of the run directory."""
         options = self.config.checkpoint
         if options.memory is None:
+            if self.layout.is_rank0:
+                forget_memory(checkpointer.directory)
             return None
         memory = MemorySaves(
             options.memory,
@@ -497,13 +500,15 @@ class Recipe:
         self._resources.callback(memory.close)
         return memory
 
-    def _check_replicas(self, memory: MemorySaves) -> None:
-        """Compare the replicas of the model before each save to memory, with ``checkpoint.verify_replicas``."""
+    def build_replica_check(self) -> ReplicaCheck | None:
+        """Build what compares the replicas of the model before each save; None without ``checkpoint.verify_replicas``.
+
+        Raises :class:`RecipeError` if the strategy has no replicas.
+        """
         if not self.config.checkpoint.verify_replicas:
-            return
+            return None
         strategy = choose_strategy(self.config.distributed.strategy, self.layout.sizes)
-        check = ReplicaCheck(self.model, self.layout, is_replicated=strategy == "ddp")
-        memory.check = check.check
+        return ReplicaCheck(self.model, self.layout, is_replicated=strategy == "ddp")
 
     def build_weight_average(self) -> None:
         """Create the average of the section ``ema``, if there is one. A collective."""

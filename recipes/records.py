@@ -128,6 +128,20 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True)
+class ReportedStep:
+    """What the rules that stop a run, or let it go back, get of a step.
+
+    *is_finite* is whether the sum of the losses and the gradient norm are finite, which they are without labels.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    has_labels: bool
+    is_finite: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Validation:
     """The mean loss over the validation set, the number of its label tokens, and that of the terms of its loss.
 

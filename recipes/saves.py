@@ -24,6 +24,7 @@ from automodel_ckpt.hub.background import Pushes, forget_pushes
 from automodel_ckpt.recipes.averages import average_last
 from automodel_ckpt.recipes.disk_use import still_to_come
 from automodel_ckpt.recipes.memory_saves import MemorySaves
+from automodel_ckpt.recipes.replica_check import ReplicaCheck
 from automodel_ckpt.recipes.run_log import RunLog
 from automodel_ckpt.training.progress import SavingView
 from automodel_ckpt.training.step_scheduler import StepScheduler
@@ -65,6 +66,8 @@ class Saves:
     """The checkpoint that this process resumed from."""
     memory: MemorySaves | None
     """The section ``checkpoint.memory``; None without it."""
+    replica_check: ReplicaCheck | None
+    """Compares the replicas of the model before each save (``checkpoint.verify_replicas``); None without it."""
 
     def __init__(
         self,
@@ -89,6 +92,8 @@ class Saves:
         self.last_save = None
         self.resumed = None
         self.memory = None
+        self.replica_check = None
+        self._compared_step: int | None = None
         self._pushes: Pushes | None = None
         self._config = config
         self._section = config.checkpoint
@@ -201,6 +206,10 @@ class Saves:
         resumed = self.checkpointer.roll_back(state, step)
         if resumed is None:
             return None
+        self._compared_step = None
+        # It may be of a step after this one, and is renamed by the next save.
+        self.last_save = None
+        self.resumed = resumed
         if resumed.in_memory:
             # A stop must save this step on disk.
             self._scheduler.note_lost_save()
@@ -283,6 +292,7 @@ class Saves:
         on_saved: Callable[[SaveReport], None] | None = None,
     ) -> SaveReport:
         scheduler = self._scheduler
+        self._compare_replicas(scheduler.step)
         # Discovered for each save: a recipe may have replaced an attribute.
         state = self._state()
         for value in state.values():
@@ -305,6 +315,12 @@ class Saves:
             before_publishing=self._run_log.flush,
             on_saved=on_saved,
         )
+
+    def _compare_replicas(self, step: int) -> None:
+        """Raise :class:`AutomodelError` on all ranks if replicas of the model differ after *step*. Collective."""
+        if self.replica_check is not None and step != self._compared_step:
+            self.replica_check.check(step)
+            self._compared_step = step
 
     def _warn_of_unknown_metric(self, losses: Mapping[str, Any]) -> None:
         key = self._section.best_metric_key

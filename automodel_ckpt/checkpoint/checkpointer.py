@@ -218,6 +218,16 @@ class Checkpointer:
         """Let :meth:`load` also find the memory checkpoints in *directory*, which belong to this run."""
         self._run.memory = directory
 
+    def set_aside_abandoned(self) -> None:
+        """Rename the checkpoints that the run abandoned when it went back, as its next save does. Called by rank 0.
+
+        A failure is logged. After a lost lease, nothing happens: all ranks raise :class:`LeaseLost` soon.
+        """
+        # A save in progress does it when it is published.
+        if not self.is_writing:
+            with contextlib.suppress(LeaseLost):
+                self._run.set_aside_abandoned()
+
     def forecast(self, state: Mapping[str, Any]) -> Forecast:
         """The expected bytes of one save, and the free bytes. Raises :class:`RecipeError` for state that cannot be
         stored.

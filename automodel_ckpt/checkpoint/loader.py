@@ -93,6 +93,9 @@ class CheckpointLoader:
 
         Returns None if there is none. Raises :class:`CheckpointUnusable` on all ranks if none of them can be used.
         """
+        # Until the next save renames them, checkpoints of an earlier course of the run have later steps.
+        if self._run.went_back_to is not None:
+            step = min(step, self._run.went_back_to)
         found = self._chooser.choose(self._run, None, newest_step=step)
         if found is None:
             return None

@@ -921,7 +921,7 @@ class CheckpointConfig:
     memory: MemoryConfig | None = None
     """Checkpoints in memory between those on disk; null: none."""
     verify_replicas: bool = False
-    """Before each save to memory, compare the replicas of the model (DDP, HSDP) bit by bit. If they differ, the run
+    """Before each save, compare the replicas of the model (DDP, HSDP) bit by bit. If they differ, the run
     names the ranks and ends, or restarts."""
 
     relations: ClassVar[tuple[Relation, ...]] = (
@@ -954,6 +954,12 @@ class CheckpointConfig:
             "set keep_last to at least average_last",
         ),
         Relation(
+            ("memory", "on_incompatible"),
+            lambda section: section.memory is None or section.on_incompatible != "sibling",
+            "checkpoints in memory belong to one run directory, and on_incompatible: sibling may choose another",
+            "remove memory, or set on_incompatible to error",
+        ),
+        Relation(
             ("remote.url", "checkpoint_dir"),
             lambda section: (
                 section.remote is None or bool(section.remote.url) != is_url(section.checkpoint_dir)
@@ -969,13 +975,6 @@ class CheckpointConfig:
             lambda section: section.keep_last is not None,
             "all checkpoints are kept, because keep_last is not set",
             "set checkpoint.keep_last, or remove the key",
-        ),
-        Condition(
-            ("verify_replicas",),
-            ("memory",),
-            lambda section: section.memory is not None,
-            "replicas are compared before saves to memory, and there are none",
-            "add checkpoint.memory, or remove verify_replicas",
         ),
         Condition(
             ("on_incompatible",),

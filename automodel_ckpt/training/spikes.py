@@ -30,10 +30,11 @@ class SpikeRule:
 
 @dataclass(frozen=True, slots=True)
 class Spike:
-    """The step that was a spike, and why, in words."""
+    """The step that was a spike, why, in words, and whether its loss and gradient norm were finite."""
 
     step: int
     reason: str
+    is_finite: bool = True
 
 
 class SpikeDetector:
@@ -60,15 +61,18 @@ class SpikeDetector:
             if factor is None:
                 continue
             if not math.isfinite(value):
-                return Spike(step, f"the {name} is {value}")
+                return Spike(step, f"the {name} is {value}", is_finite=False)
             if len(values) == rule.window and value > factor * median(values):
                 return Spike(
                     step,
                     f"the {name} {value:.4g} is above {factor:g} times the median {median(values):.4g} "
                     f"of {rule.window} steps",
                 )
-        self._losses.append(loss)
-        self._grad_norms.append(grad_norm)
+        # Without a limit, a value may be infinite or NaN, which no checkpoint may contain.
+        if rule.loss_factor is not None:
+            self._losses.append(loss)
+        if rule.grad_norm_factor is not None:
+            self._grad_norms.append(grad_norm)
         return None
 
     def state_dict(self) -> dict[str, Any]:

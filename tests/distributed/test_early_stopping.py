@@ -155,17 +155,24 @@ def test_steps_that_are_not_finite_stop_the_run_and_leave_the_last_good_checkpoi
     often = ("--step_scheduler.ckpt_every_steps=2", "--distributed.strategy=fsdp2")
     limit = "--step_scheduler.stop_after_nonfinite_steps=3"
     how: dict[str, Any] = {"num_ranks": 2, "recipe_class": bad}
-    outcomes = run(tmp_path / "limited", *often, limit, "--checkpoint.keep_last=1", **how)
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    copies = (f"--checkpoint.memory.directory={memory}", "--checkpoint.keep_last=1")
+    outcomes = run(tmp_path / "limited", *often, limit, *copies, **how)
     for outcome in outcomes:
         message = str(outcome.error)
         assert "not finite in 3 consecutive steps, the last of which is step 8" in message
         assert "gradient norm nan" in message and "lower optimizer.lr" in message
         assert "the newest checkpoint is epoch_0_step_2" in message
     assert saved(tmp_path / "limited") == ["epoch_0_step_2"]
+    (copied,) = memory.iterdir()
+    assert saved(copied) == ["epoch_0_step_5"]
     assert steps_in(tmp_path / "limited", "training.jsonl") == list(range(1, 9))
     # A host that runs ahead has queued step 9 when it reads the numbers of step 8, and saves nothing in between.
+    # With on_spike, they are spikes from which the run cannot go back.
     how["recipe_class"] = with_loop(bad, QueuesSteps)
-    for outcome in run(tmp_path / "ahead", *often, limit, **how):
+    cannot_go_back = "--step_scheduler.on_spike.rollback=100"
+    for outcome in run(tmp_path / "ahead", *often, limit, cannot_go_back, **how):
         assert "the last of which is step 8" in str(outcome.error)
     assert saved(tmp_path / "ahead") == ["epoch_0_step_2"]
     how["recipe_class"] = bad

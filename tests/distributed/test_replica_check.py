@@ -76,11 +76,16 @@ def test_a_run_ends_before_it_saves_replicas_that_differ(tmp_path: Path) -> None
     memory = tmp_path / "memory"
     memory.mkdir()
     recipe = training.write_recipe(tmp_path)
-    options = (f"--checkpoint.memory.directory={memory}", "--checkpoint.verify_replicas=true")
+    options = (
+        f"--checkpoint.memory.directory={memory}",
+        "--checkpoint.verify_replicas=true",
+        "--step_scheduler.ckpt_every_steps=3",
+    )
     message, other = ranks.run(corrupted, 2, recipe, tmp_path / "run", *options, init=False)
     assert message == other and "replicas of the model differ after step 3: rank 0, 1" in message
     (directory,) = memory.iterdir()
     assert [name.step for name in checkpoint_names(directory)] == [2]
+    assert checkpoint_names(tmp_path / "run") == []
 
 
 def corrupted(recipe: Path, directory: Path, *options: str) -> str:

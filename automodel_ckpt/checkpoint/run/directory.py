@@ -284,6 +284,28 @@ class RunDirectory:
             aside = links.set_aside(self.root, str(name))
             log.warning("Renamed the abandoned checkpoint %s to %s", self.path / str(name), aside)
 
+    def set_aside_abandoned(self) -> None:
+        """Rename the checkpoints after the step that the run went back to, and update the pointers.
+
+        A failure is logged, and the next save tries again. Raises :class:`LeaseLost`.
+        """
+        if self.went_back_to is None:
+            return
+        try:
+            self.check_lease()
+            if any(name.step > self.went_back_to for name in resume.checkpoint_names(self.root)):
+                self._set_aside_after(self.went_back_to)
+                self._point_to_best(None)
+                newest = next(self._records(), None)
+                if newest is None:
+                    commit.unpoint(self.root, layout.LATEST)
+                else:
+                    commit.point(self.root, layout.LATEST, newest.name)
+            self.went_back_to = None
+        except OSError as error:
+            what = "could not rename the abandoned checkpoints"
+            log.warning("%s", os_problem(error, what, hint=RETRY))
+
     def prune(self, just_saved: str) -> tuple[str, ...]:
         """Remove the checkpoints that the keep policy does not keep, and return their names.
 

@@ -46,6 +46,7 @@ _ALWAYS = (
     "--checkpoint.restore_from=null",
     "--checkpoint.remote=null",
     "--checkpoint.scratch_dir=null",
+    "--hub=null",
     "--logging.trackers={}",
 )
 

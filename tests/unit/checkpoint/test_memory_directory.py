@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ from torch import nn
 
 from automodel_ckpt.checkpoint import Manifest
 from automodel_ckpt.checkpoint.run import resume
+from automodel_ckpt.checkpoint.run.lease import Lease
 from automodel_ckpt.checkpoint.run.memory_directory import (
     copy_to_disk,
+    forget_memory,
     memory_of,
     open_memory,
     remove_orphans,
@@ -60,6 +63,37 @@ def test_directories_of_runs_that_exist_are_no_orphans(run: Path, parent: Path) 
     (parent / "something else").mkdir()
     remove_orphans(parent)
     assert directory.is_dir() and (parent / "something else").is_dir()
+
+
+def test_memory_of_a_live_run_stays_where_its_directory_is_not_visible(
+    run: Path, parent: Path
+) -> None:
+    directory = open_memory(run, parent)
+    lease = Lease(directory)
+    (run / ".memory.json").unlink()
+    remove_orphans(parent)
+    assert directory.is_dir()
+    lease.release()
+    remove_orphans(parent)
+    assert not directory.exists()
+
+
+def test_a_copied_run_and_a_start_elsewhere_or_without_memory_find_no_outdated_checkpoints(
+    run: Path, parent: Path, tmp_path: Path
+) -> None:
+    directory = open_memory(run, parent)
+    copied, moved = tmp_path / "copied", tmp_path / "moved"
+    shutil.copytree(run, copied)
+    assert memory_of(copied, parent) is None and open_memory(copied, parent) != directory
+    run.rename(moved)
+    assert open_memory(moved, parent) == directory
+    # Another machine has a tmpfs without the directory.
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    open_memory(moved, elsewhere)
+    assert memory_of(moved, parent) is None
+    forget_memory(moved)
+    assert memory_of(moved, elsewhere) is None
 
 
 def test_a_directory_that_someone_else_created_is_an_error(run: Path, parent: Path) -> None:

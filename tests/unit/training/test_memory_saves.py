@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from automodel_ckpt.checkpoint import Checkpointer
+from automodel_ckpt.checkpoint import Checkpointer, commit
 from automodel_ckpt.checkpoint.layout import DataParallelRanks
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
 from automodel_ckpt.config.schema import CheckpointConfig, MemoryConfig
@@ -36,12 +36,12 @@ class Run:
         self.saves.start(None, 0)
         self.saved: list[int] = []
 
-    def step(self, step: int, nonfinite_steps: int = 0) -> None:
+    def step(self, step: int) -> None:
         def save(checkpointer: Checkpointer) -> None:
             checkpointer.save({"model": nn.Linear(2, 2)}, step=step, epoch=0)
             self.saved.append(step)
 
-        scheduler: Any = SimpleNamespace(step=step, nonfinite_steps=nonfinite_steps)
+        scheduler: Any = SimpleNamespace(step=step)
         if self.saves.is_due(scheduler):
             self.saves.save(step, save)
 
@@ -68,11 +68,36 @@ def test_every_third_step_is_saved_and_only_the_newest_is_kept(every_third: Run)
     assert every_third.saved == [3, 6] and every_third.in_memory == [6]
 
 
-def test_a_step_whose_loss_is_not_finite_is_not_saved(every_third: Run) -> None:
-    every_third.step(3)
-    every_third.step(6, nonfinite_steps=1)
-    every_third.step(7)
-    assert every_third.saved == [3, 7]
+def test_the_first_save_after_going_back_renames_the_abandoned_checkpoints(
+    every_third: Run,
+) -> None:
+    model = {"model": nn.Linear(2, 2)}
+    for step in (1, 5):
+        every_third.disk.save(model, step=step, epoch=0)
+    resumed = every_third.disk.roll_back(model, 2)
+    assert resumed is not None
+    every_third.saves.start(resumed, 1)
+    root = every_third.disk.directory
+    assert (root / "epoch_0_step_5").is_dir()
+    every_third.step(4)
+    assert (root / "epoch_0_step_5.superseded-1").is_dir()
+    assert [name.step for name in checkpoint_names(root)] == [1]
+    assert commit.pointed(root, "LATEST") == "epoch_0_step_1"
+
+
+def test_two_rollbacks_before_a_save_do_not_return_to_an_abandoned_checkpoint(
+    tmp_path: Path,
+) -> None:
+    checkpointer, model = tiny.checkpointer(tmp_path), {"model": nn.Linear(2, 2)}
+    for step in (1, 5):
+        checkpointer.save(model, step=step, epoch=0)
+    steps = []
+    for newest in (4, 6):
+        resumed = checkpointer.roll_back(model, newest)
+        assert resumed is not None
+        steps.append(resumed.step)
+    checkpointer.close()
+    assert steps == [1, 1]
 
 
 def test_the_next_start_removes_what_it_did_not_resume_from(tmp_path: Path) -> None:
@@ -136,7 +161,7 @@ def test_auto_saves_as_rarely_as_its_stalls_require(
             clock.now += 0.1
             run.saved.append(step)
 
-        scheduler: Any = SimpleNamespace(step=step, nonfinite_steps=0)
+        scheduler: Any = SimpleNamespace(step=step)
         if run.saves.is_due(scheduler):
             run.saves.save(step, save)
     run.close()

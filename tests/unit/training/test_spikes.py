@@ -40,6 +40,12 @@ def test_a_value_that_is_not_finite_is_a_spike_from_the_first_step() -> None:
     assert filled(without_limits).note(5, 1e9, 1e9) is None
 
 
+def test_a_value_without_a_limit_that_is_not_finite_can_be_saved() -> None:
+    detector = SpikeDetector(replace(RULE, loss_factor=None))
+    assert detector.note(1, math.nan, 1.0) is None
+    SpikeDetector(RULE).load_state_dict(detector.state_dict())
+
+
 def test_a_spike_does_not_enter_the_window() -> None:
     detector = filled()
     assert detector.note(5, 100.0, 1.0) is not None
