@@ -38,7 +38,7 @@ def pin_base(
 
     It is the commit that the checkpoint to resume from names, if its recipe asked for the same revision of the same
     model. A base in a local directory has none. Collective: rank 0 makes the requests. Raises :class:`RecipeError` on
-    all ranks if a model or tokenizer of the Hub cannot be read, and states what to do.
+    all ranks if a model of the Hub cannot be read, and states what to do.
     """
     section = config.model
     commit: str | None = None
@@ -110,10 +110,6 @@ def _name_in(section: ModelConfig) -> str | None:
 
 def _further_names(config: RecipeConfig) -> Iterator[tuple[str, str | None, str]]:
     """Yield (name, revision, dotted key) of what else the recipe reads from the Hub before it trains."""
-    for key in ("tokenizer", "processor"):
-        name = getattr(getattr(config, key), "from_pretrained", None)
-        if name is not None:
-            yield name, None, f"{key}.from_pretrained"
     teacher = config.distill.teacher if config.distill is not None else None
     name = getattr(teacher, "from_pretrained", None)
     if name is not None:

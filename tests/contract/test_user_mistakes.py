@@ -268,7 +268,7 @@ MISTAKES = {
     ),
     "weights of the Hub to begin with": Mistake(
         ("--init_from={path: some-organisation/some-model}",),
-        r"cannot be fetched from the Hub[\s\S]*hf auth login",
+        r"not in the cache[\s\S]*hf download some-organisation/some-model",
     ),
     "an attention that is not installed": Mistake(
         ("--model.attn_implementation=flash_attention_2",),
