@@ -74,8 +74,7 @@ def check_manifest_size(num_bytes: int) -> None:
             "the checkpoints of this run could not be read back: their manifest would be too large",
             where=layout.MANIFEST,
             value=f"about {size_text(num_bytes)}; at most {size_text(MAX_BYTES)} are read",
-            hint="the manifest has one entry for each shard of each tensor, of the model and the optimizer: shard "
-            "over fewer ranks (distributed.dp_replicate_size), or leave the optimizer out "
+            hint="the manifest has one entry for each tensor, of the model and the optimizer: leave the optimizer out "
             "(checkpoint.save_optimizer: false)",
         )
 
