@@ -66,8 +66,11 @@ def with_local_directory(config: Config) -> Config:
     section = config.checkpoint
     url = section.checkpoint_dir
     if not is_url(url):
-        expanded = replace(section, checkpoint_dir=os.path.expanduser(section.checkpoint_dir))
-        return replace(config, checkpoint=expanded)
+        expanded = os.path.expanduser(url)
+        if expanded == url:
+            # The same object: a program may still change it.
+            return config
+        return replace(config, checkpoint=replace(section, checkpoint_dir=expanded))
     directory = scratch_directory(url, section.scratch_dir)
     local = replace(with_remote(section, url, RemoteConfig), checkpoint_dir=str(directory))
     return replace(config, checkpoint=local)
