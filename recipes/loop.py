@@ -36,6 +36,7 @@ from automodel_ckpt.recipes.benchmarks import Benchmarks
 from automodel_ckpt.recipes.completions import Completions
 from automodel_ckpt.recipes.evaluation import EvaluationTotals, sum_by_name
 from automodel_ckpt.recipes.gradients import GradientAccumulation
+from automodel_ckpt.recipes.hang_watch import HangWatch
 from automodel_ckpt.recipes.objective import Objective
 from automodel_ckpt.recipes.out_of_memory import Situation, reporting_out_of_memory
 from automodel_ckpt.recipes.pending_steps import PendingSteps
@@ -158,6 +159,7 @@ class TrainingLoop:
         """The spike that was reported and has not been handled yet."""
         self._after_spike: list[ReportedStep] = []
         """The steps that the device had done by then, which count only if the run cannot go back."""
+        self.hang_watch: HangWatch | None = None
 
     def queues_work(self) -> bool:
         """Whether the host continues while the device computes a step, and reads its numbers a step later."""
@@ -177,7 +179,7 @@ class TrainingLoop:
             self.stop_request.on_request = self.acknowledge_stop
         log.info("%s", planned_end(scheduler.cadence, steps_per_epoch(self.dataloader)))
         self.run_log.timeline.enter(timeline.STEPS)
-        with self.profiler:
+        with self.profiler, self._hang_watch():
             while not scheduler.is_finished():
                 self._skip_batches()
                 self.run_epoch()
@@ -221,13 +223,16 @@ class TrainingLoop:
 
     def _step_and_save(self, batch: GlobalBatch, control: Control) -> bool:
         """Make a step, and what is due after it. Returns whether the run is over, or other batches follow."""
-        if self._is_over_after(self._step_with_reports(batch, control)):
+        due = self._step_with_reports(batch, control)
+        if self.hang_watch is not None:
+            self.hang_watch.note_step(self.step_scheduler.step)
+        if self._is_over_after(due):
             return True
         memory = self.saves.memory
         if memory is not None and memory.is_due(self.step_scheduler):
             # The log must have the line of the step before its checkpoint is published.
-            due = self.finish_pending()
-            if due is not None and self._is_over_after(due):
+            settled = self.finish_pending()
+            if settled is not None and self._is_over_after(settled):
                 return True
             # A step that is not finite could replace the last good checkpoint.
             if self._spike is None and self._newest_is_finite():
@@ -240,6 +245,17 @@ class TrainingLoop:
         if newest is None:
             return False
         return math.isfinite(newest.loss) and math.isfinite(newest.grad_norm)
+
+    @contextmanager
+    def _hang_watch(self) -> Iterator[None]:
+        """Within the context, steps that do not end are reported (section ``hangs``). A collective."""
+        settings = self.config.hangs
+        if settings is None or self.checkpointer is None or self.layout.world_size == 1:
+            yield
+            return
+        run = self.checkpointer.directory
+        with HangWatch(settings, self.layout, self.run_log.timeline, run) as self.hang_watch:
+            yield
 
     def _save_in_memory(self, checkpointer: Checkpointer) -> None:
         """Save the present step with the *checkpointer* of memory checkpoints. A collective."""
@@ -424,9 +440,12 @@ class TrainingLoop:
             size.flops,
             self.step_scheduler.read_clock() if is_rank0 else ClockReading(),
         )
+        began = time.monotonic()
         control, sums = here.summed(
             self.layout.gloo_group, self._pending.sums_here(finished, numbers)
         )
+        if self.hang_watch is not None:
+            self.hang_watch.note_wait(time.monotonic() - began)
         if finished is not None:
             self._pending.remove_oldest()
             self._report(finished, numbers["grad_norm"], sums)

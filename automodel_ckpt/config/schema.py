@@ -1015,6 +1015,22 @@ class LoggingConfig:
     """Experiment trackers and their options, such as {tensorboard: {}}; also wandb, mlflow, trackio."""
 
 
+@dataclass
+class HangsConfig:
+    """Steps that do not end, and ranks that are slower than others. When a step hangs, the stacks of all ranks are
+    written to hangs/ in the run directory, and the rank that the others wait for is reported. Saves, validations and
+    the first steps do not count."""
+
+    min_seconds: float = setting(300.0, POSITIVE)
+    """A step hangs if it takes at least so many seconds, and factor times the median of the steps before."""
+    factor: float = setting(10.0, POSITIVE)
+    """A step hangs if it takes so many times the median of the steps before, and at least min_seconds."""
+    restart: bool = True
+    """Restart the ranks after a hang, if --max-restarts allows it; false: report it, and wait."""
+    straggler_share: float = setting(0.1, POSITIVE)
+    """Report a rank that the median of the ranks waits for, in each step for more than this share of it."""
+
+
 RANK_NUMBERS = Rule(
     lambda ranks: bool(ranks) and all(rank >= 0 for rank in ranks), "a list of ranks from 0"
 )
@@ -1157,6 +1173,7 @@ class RecipeConfig:
     hub: HubConfig | None = None
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     profile: ProfileConfig | None = None
+    hangs: HangsConfig | None = field(default_factory=HangsConfig)
 
     relations: ClassVar[tuple[Relation, ...]] = (
         *_kind_relations(),

@@ -13,7 +13,7 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -83,6 +83,16 @@ class Timeline:
         if now >= self._publish_after or phase in (SAVES, VALIDATION, OTHER):
             self._publish(now)
         return earlier
+
+    @property
+    def current_phase(self) -> str:
+        return self._phase
+
+    def seconds_in(self, phases: Collection[str]) -> float:
+        """Return the seconds in *phases* until now. Another thread may call it, and see a phase twice as it ends."""
+        phase, since = self._phase, self._since
+        seconds = sum(self._seconds[name] for name in phases)
+        return seconds + time.monotonic() - since if phase in phases else seconds
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -749,6 +749,7 @@ CLASSIFIES = (
     "--recipe=sequence_classification",
     "--model.config_overrides={pad_token_id: 0}",
 )
+HANGS = "tests/unit/training/test_hang_watch.py::test"
 EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "recipe": Observed(recipe_class, "vlm_finetune"),
     "seed": Observed(batches, "7"),
@@ -1221,6 +1222,15 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "profile.with_stack": Observed(profiled, "true", (PROFILE,)),
     "profile.memory": Observed(profiled, "true", (PROFILE,)),
     "profile.directory": Observed(profiled, "traces", (PROFILE,)),
+    "hangs": Proven(f"{HANGS}_the_section_can_be_disabled", "null"),
+    "hangs.min_seconds": Proven(
+        f"{HANGS}_only_a_step_far_beyond_the_median_and_the_limit_hangs", "60"
+    ),
+    "hangs.factor": Proven(f"{HANGS}_only_a_step_far_beyond_the_median_and_the_limit_hangs", "20"),
+    "hangs.restart": Proven(f"{HANGS}_a_hang_is_reported_or_the_ranks_are_restarted", "false"),
+    "hangs.straggler_share": Proven(
+        f"{HANGS}_a_rank_that_others_wait_for_in_two_windows_is_reported_with_numbers", "0.9"
+    ),
 }
 
 

@@ -224,6 +224,7 @@ READ_BY = {
     **dict.fromkeys(OF_UPLOADS, frozenset({"uploads"})),
     **dict.fromkeys(OF_PUSHES, frozenset({"pushes"})),
     ".memory.json": frozenset({"memory"}),
+    "hangs": frozenset({"hangs"}),
     "timeline.jsonl": frozenset({"plot", "goodput", "timeline"}),
     ".timeline.json": frozenset({"plot", "goodput", "timeline"}),
     **dict.fromkeys(JSONL, LOGS),

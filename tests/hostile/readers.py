@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
 import shutil
@@ -21,6 +22,7 @@ from automodel_ckpt.checkpoint.run.finished import reason_if_finished
 from automodel_ckpt.checkpoint.run.memory_directory import open_memory
 from automodel_ckpt.cli import ckpt
 from automodel_ckpt.cli.terminal import print_error
+from automodel_ckpt.distributed.hangs import RankState, read_states, write_state
 from automodel_ckpt.errors import describe
 from automodel_ckpt.hub import job
 from automodel_ckpt.report.follow import Follower, upload_lock
@@ -185,6 +187,16 @@ def _timeline(run: Path) -> int:
     return 0
 
 
+def _hangs(run: Path) -> int:
+    """What a rank does when a step hangs; a state that it cannot write or read may not fail the run."""
+    directory = run / layout.HANGS / "step_21"
+    with contextlib.suppress(OSError):
+        state = RankState(0, 1.0, 20, "steps", 1.0, {}, "")
+        write_state(directory, state)
+        read_states(directory, 0.0)
+    return 0
+
+
 READERS: dict[str, Callable[[Path], int]] = {
     "resume": _resume,
     "resume_unverified": lambda run: _resume(run, verify="none"),
@@ -222,6 +234,7 @@ READERS: dict[str, Callable[[Path], int]] = {
     "memory": _memory,
     "goodput": lambda run: ckpt.main(["goodput", str(run)]),
     "timeline": _timeline,
+    "hangs": _hangs,
 }
 
 # Readers of what a checkpoint's files hold, beside those that read its manifest only.
@@ -239,7 +252,9 @@ VALUES = frozenset({"show_stats", "diff"})
 # They read the logs of a run, and what trackers have got of them.
 LOGS = frozenset({"plot", "cut_back", "follow"})
 # One reads the manifest only after the note of a finished run, the other only writes.
-NOTES = frozenset({"finished", "text_log", "uploads", "pushes", "memory", "goodput", "timeline"})
+NOTES = frozenset(
+    {"finished", "text_log", "uploads", "pushes", "memory", "goodput", "timeline", "hangs"}
+)
 # It needs a Llama with a tokenizer.
 GGUF = frozenset({"gguf"})
 # It needs an adapter and its base.

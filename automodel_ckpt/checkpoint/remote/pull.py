@@ -78,7 +78,7 @@ def pull_files(
 
 
 def pull_logs(run: RemoteRun, root: Path) -> None:
-    """Download ``training.jsonl`` and ``validation.jsonl`` to *root*, unless they are there. Raises StoreError."""
+    """Download the logs of the run to *root*, unless they are there. Raises StoreError."""
     for file in (layout.TRAINING_LOG, layout.VALIDATION_LOG, layout.TIMELINE_LOG):
         path = root / file
         if not os.path.lexists(path):

@@ -36,6 +36,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any, NoReturn, Protocol
 
@@ -56,6 +57,7 @@ from automodel_ckpt.cli.launch.failures import (
     second_signal_record,
     unreachable_node_record,
 )
+from automodel_ckpt.distributed import hang_action
 from automodel_ckpt.distributed.keepalive import keep_connection, listen, serve_connections
 from automodel_ckpt.distributed.network import let_gloo_be_found
 from automodel_ckpt.distributed.stop import StoppedWaiting, StopRequest, stop_request
@@ -226,6 +228,7 @@ def launched_rank(
     if channel is not None and _is_local_rank_0():
         nodes = (failure_dir, attempt, rank)
         threading.Thread(target=_watch_nodes, args=nodes, daemon=True).start()
+    hang_action.restart = partial(_restart_after_hang, failure_dir, attempt, rank, channel)
     failures: list[FailureRecord] = []
     stores: list[Any] = []  # references that keep the ranks' store alive
 
@@ -251,6 +254,24 @@ def launched_rank(
     return _end_rank(failure_dir, attempt, code, failures, channel)
 
 
+def _restart_after_hang(
+    failure_dir: FailureDirectory,
+    attempt: int,
+    rank: int,
+    channel: FailureChannel | None,
+    message: str,
+) -> None:
+    """End this rank because a step hangs, so that the agent restarts all ranks. Called by a thread."""
+    record = FailureRecord(
+        time.time(), rank, EXIT_INTERNAL, f"error: {message}", names_rank=True, follows_log=True
+    )
+    failure_dir.write(attempt, record)
+    if channel is not None:
+        channel.report(record)
+    _kill_suspended_peers(failure_dir, attempt)
+    exit_now(EXIT_INTERNAL)
+
+
 def joined_rank(
     loaded: Loaded,
     recipe_class: RecipeClass,
@@ -272,6 +293,11 @@ def joined_rank(
         if is_reporter:
             print_message(printed_failure(record, several_ranks=world_size() > 1))
 
+    def restart(message: str) -> None:
+        print_message(f"error: {message}")
+        exit_now(EXIT_INTERNAL)
+
+    hang_action.restart = restart
     return run_rank(loaded, recipe_class, on_failure, exit_stopped)
 
 
