@@ -15,7 +15,6 @@ import re
 import shlex
 import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -43,11 +42,9 @@ _PAUSES = (1.0, 2.0)
 """Seconds between attempts after a reply that another attempt may improve (500, 503, a reset connection)."""
 _LONGEST_WAIT_SECONDS = 5.0
 """A rate limit that ends sooner is waited for."""
-_NOTICE_SECONDS = 60.0
 _NAMES: Mapping[Kind, str] = {"model": "model", "dataset": "data set"}
 _lost: list[str] = []
 """What failed, if this process is offline because of that, and not because the user wants it."""
-_RETRY_LOGGERS = ("huggingface_hub.utils._http", "datasets.utils.file_utils")
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,37 +395,3 @@ def _is_absence(error: BaseException) -> bool:
     return isinstance(
         error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled | FileNotFoundError
     )
-
-
-# ---------------------------------------------------------------- the library's messages
-
-
-class _RetryFilter(logging.Filter):
-    """Lets one message about retries pass per minute, in one line, instead of two for each attempt."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._lock = threading.Lock()
-        self._last = -_NOTICE_SECONDS
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        text = record.getMessage()
-        if text.startswith(("Retrying in", "Rate limited. Waiting")):
-            return False
-        if "thrown while requesting" not in text:
-            return True
-        with self._lock:
-            now = time.monotonic()
-            if now - self._last < _NOTICE_SECONDS:
-                return False
-            self._last = now
-        log.warning("a request to the Hub failed and is repeated: %s", text.splitlines()[0][:200])
-        return False
-
-
-def quiet_retries() -> None:
-    """Report the retries of the Hub's libraries in one line per minute. Imports none of them."""
-    for name in _RETRY_LOGGERS:
-        logger = logging.getLogger(name)
-        if not any(isinstance(each, _RetryFilter) for each in logger.filters):
-            logger.addFilter(_RetryFilter())

@@ -45,7 +45,7 @@ from automodel_ckpt.distributed.mesh_sizes import choose_strategy
 from automodel_ckpt.distributed.parallelize import check_parallelism
 from automodel_ckpt.distributed.stop import PeerStop, StopRequest, stop_request
 from automodel_ckpt.errors import RecipeError, Stopped
-from automodel_ckpt.hub_access import quiet_retries
+from automodel_ckpt.hub_retries import quiet_retries
 from automodel_ckpt.models.harness import check_data, check_tasks, require_harness
 from automodel_ckpt.recipes.base_commit import pin_base
 from automodel_ckpt.recipes.benchmarks import SECTION, Benchmarks, tasks_of

@@ -11,7 +11,8 @@ from typing import Any
 
 from automodel_ckpt.errors import AutomodelError, SaveFailed
 from automodel_ckpt.hub.address import HubAddress
-from automodel_ckpt.hub_access import chain_of, explain, quiet_retries
+from automodel_ckpt.hub_access import chain_of, explain
+from automodel_ckpt.hub_retries import quiet_retries
 
 
 class HubError(SaveFailed):

@@ -120,6 +120,7 @@ PRIVATE_NAMES: dict[str, str] = {
     "_reconstructor": "copyreg",
     "_run_exitfuncs": "atexit",
     "_exit": "os",
+    "_http": "huggingface_hub.utils",
     "_generate": "jinja2.Environment",
     "_parse": "jinja2.Environment",
 }

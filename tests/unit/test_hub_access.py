@@ -14,6 +14,7 @@ from huggingface_hub import constants, hf_hub_download
 from automodel_ckpt import hub_access
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.hub_access import cached_commit, check_access, explained, resolve_commit
+from automodel_ckpt.hub_retries import quiet_retries
 from tests.support.hub_server import (
     TOKEN,
     HubServer,
@@ -195,8 +196,8 @@ def test_retries_of_the_library_are_one_line(caplog: pytest.LogCaptureFixture) -
     logger = logging.getLogger("huggingface_hub.utils._http")
     before = list(logger.filters)
     try:
-        hub_access.quiet_retries()
-        hub_access.quiet_retries()
+        quiet_retries()
+        quiet_retries()
         assert len(logger.filters) == len(before) + 1 or before
         for number in range(5):
             logger.warning("'reset' thrown while requesting GET https://hub/x")

@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "durable_io": set(),
     "seeds": set(),
     "hub_access": {"errors"},
+    "hub_retries": set(),
     "user_code": {"errors"},
     "user_cache": set(),
     "store_url": {"errors", "user_cache"},
@@ -58,6 +59,7 @@ MAY_IMPORT = {
     "report": {"errors", "units", "checkpoint"},
     "recipes": {
         "errors",
+        "hub_retries",
         "hub_access",
         "units",
         "user_cache",
@@ -72,7 +74,7 @@ MAY_IMPORT = {
         "convert",
         "hub",
     },
-    "hub": {"errors", "durable_io", "hub_access", "config", "checkpoint", "report"},
+    "hub": {"errors", "durable_io", "hub_access", "hub_retries", "config", "checkpoint", "report"},
     "integrations": {"errors", "training", "checkpoint"},
     "api": {"errors", "config", "distributed", "checkpoint", "recipes"},
     "cli": {
@@ -139,6 +141,7 @@ LIGHT = [
     "store_url",
     "durable_io",
     "hub_access",
+    "hub_retries",
     "consolidate",
     "convert",
     "convert.gguf",

@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ def add_card_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--output", "-o", metavar="DIR", help="write README.md and its picture there instead"
     )
-    _add_facts(command)
+    _add_facts(command.add_argument)
 
 
 def add_push_options(command: argparse.ArgumentParser) -> None:
@@ -49,17 +49,17 @@ def add_push_options(command: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--card", metavar="FILE", help="README.md to upload instead of a written one"
     )
-    _add_facts(group)
+    _add_facts(group.add_argument)
 
 
-def _add_facts(command: argparse._ActionsContainer) -> None:
-    command.add_argument(
+def _add_facts(add: Callable[..., Any]) -> None:
+    add(
         "--base-model",
         metavar="ORG/NAME",
         help="name of the base model on the Hub, if it was in a local directory",
     )
-    command.add_argument("--license", metavar="ID", help="license, instead of that of the base")
-    command.add_argument(
+    add("--license", metavar="ID", help="license, instead of that of the base")
+    add(
         "--eval",
         metavar="FILE",
         action="append",
