@@ -207,6 +207,8 @@ class Saves:
         if resumed is None:
             return None
         self._compared_step = None
+        if self._pushes is not None:
+            self._pushes.roll_back(resumed.step)
         # It may be of a step after this one, and is renamed by the next save.
         self.last_save = None
         self.resumed = resumed

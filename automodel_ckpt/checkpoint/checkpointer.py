@@ -451,7 +451,12 @@ class Checkpointer:
         is no such checkpoint. Raises :class:`CheckpointUnusable` on all ranks if none of them can be used.
         """
         self.wait_for_save()
-        return self._loader.roll_back(state, step)
+        resumed = self._loader.roll_back(state, step)
+        if resumed is not None and self._options.remote is not None:
+            with self._raise_on_all_ranks("starting the uploads"):
+                if self._uploads is not None:
+                    self._uploads.roll_back(resumed.step)
+        return resumed
 
     def _fetch(self) -> Fetched | None:
         """Fetch the checkpoint to resume from on rank 0, if a store has it and this machine does not. Collective.

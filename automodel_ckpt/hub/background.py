@@ -79,6 +79,13 @@ class Pushes:
         job = replace(self.job, went_back_to=went_back_to)
         self._process = Child(_MODULE, self._root, LOCK, asdict(job))
 
+    def roll_back(self, step: int) -> None:
+        """Continue after *step*, to which the run went back while it trains: later checkpoints are abandoned."""
+        if self._process is not None:
+            # It completes the upload in progress, and the next one waits for its lock.
+            self.close()
+            self.start(step)
+
     def note_saved(self, name: str) -> None:
         """Have a published checkpoint uploaded, if ``hub.push`` asks for it."""
         how = self._section.push

@@ -78,6 +78,14 @@ class Uploads:
             link(self.root, LINK, resumed_name)
         self._launch(gone_back.note(self.root, resumed_step or 0, self.job.token))
 
+    def roll_back(self, step: int) -> None:
+        """Continue after *step*, to which the run went back while it trains: later checkpoints are abandoned."""
+        if self._process is not None:
+            # It completes the upload in progress. The next one, which waits for its lock, marks it as superseded.
+            self.close()
+            self._newest = None
+            self.start(step)
+
     def _launch(self, went_back_to: int) -> None:
         # The process writes the owner's object: here, a slow store would delay training.
         job = replace(self.job, went_back_to=went_back_to)

@@ -15,6 +15,7 @@ from automodel_ckpt.config.references import referenced_variables
 from automodel_ckpt.config.yaml_tree import is_stream
 from automodel_ckpt.distributed.mesh_sizes import Sizes
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.store_url import is_url
 
 _CREDENTIALS = {
     "s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"),
@@ -25,6 +26,8 @@ _CREDENTIALS = {
 _EXTRAS = {"s3": "s3", "gs": "gcs", "gcs": "gcs", "az": "azure", "abfs": "azure"}
 _TRACKER_KEYS = {"wandb": "WANDB_API_KEY"}
 _NAME_LENGTH = 40
+SCRATCH = "~/.cache/automodel_ckpt/runs"
+"""The local directory of runs whose directory is a URL, if the recipe and the environment name no other."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,8 @@ class Job:
 
     *recipe* is the path of its file as given, *text* its content, None if it consists of several files, and *arguments*
     are the overrides and flags after it.
-    *run_directory* and *remote_url* are as written, with references to environment variables. *variables* maps the
+    *run_directory* and *remote_url* are as written, with references to environment variables. *has_url_directory*: the
+    recipe's run directory is *remote_url*, and *run_directory* the local one with it. *variables* maps the
     names of those that the recipe refers to, to whether they have no default. *credentials* are the names of those that
     its store, its tracker or the Hub's client may read.
     """
@@ -49,6 +53,7 @@ class Job:
     uses_gpus: bool
     num_workers: int
     run_directory: str
+    has_url_directory: bool
     remote_url: str | None
     stop_signal: str
     stop: StopTime
@@ -85,6 +90,10 @@ def describe_job(
     num_nodes = int(flags.nnodes)
     directory = _text(loaded, "checkpoint.checkpoint_dir") or "checkpoints/"
     url = _text(loaded, "checkpoint.remote.url")
+    has_url_directory = is_url(directory)
+    if has_url_directory:
+        # Checkpoints are uploaded from a local directory.
+        url, directory = directory, _text(loaded, "checkpoint.scratch_dir") or SCRATCH
     scheme = url.partition("://")[0] if url else ""
     trackers = [_TRACKER_KEYS[name] for name in config.logging.trackers if name in _TRACKER_KEYS]
     # References in the file and in overrides; values are never read.
@@ -104,6 +113,7 @@ def describe_job(
         uses_gpus=config.distributed.backend != "gloo",
         num_workers=config.dataloader.num_workers,
         run_directory=directory,
+        has_url_directory=has_url_directory,
         remote_url=url,
         stop_signal=next((name for name in ("USR1", *signals) if name in signals), "INT"),
         stop=stop_time(loaded, flags, sizes, num_nodes),

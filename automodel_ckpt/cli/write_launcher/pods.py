@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from automodel_ckpt.cli.write_launcher.comments import comment_lines
-from automodel_ckpt.cli.write_launcher.job import Job
+from automodel_ckpt.cli.write_launcher.job import SCRATCH, Job
 from automodel_ckpt.cli.write_launcher.options import LauncherOptions
 from automodel_ckpt.errors import (
     EXIT_SAVE_FAILED,
@@ -24,6 +24,7 @@ CONTAINER = "node"
 """Name of the container and of the replicated job, which Kubeflow's plugin for torch requires."""
 PORT = 29500
 WORK = "/work"
+_CACHE = f"{WORK}/.cache/automodel_ckpt"
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - a mount point in the container
 RECIPES = "/etc/ckpt-train"
 RECIPE = "recipe.yaml"
@@ -60,7 +61,8 @@ _Dumper.add_representer(str, _text)
 def review(job: Job, options: LauncherOptions) -> list[str]:
     """Return the paragraphs of the comment that list what to check before the first use."""
     access = "ReadWriteMany" if job.num_nodes > 1 else "ReadWriteOnce"
-    paths = f"data, local models, and the run directory {job.run_directory}"
+    directory = job.run_directory if job.run_directory != SCRATCH else f"{_CACHE}/runs"
+    paths = f"data, local models, and the run directory {directory}"
     if job.text is None:
         paths += f", and the recipe {recipe_path(job)} with the files that it names"
     claim = f"the PersistentVolumeClaim {options.volume_claim} ({access}) is mounted at {WORK}"
@@ -132,6 +134,7 @@ def environment(job: Job) -> list[dict[str, Any]]:
     """Return the environment variables of a container. Secrets are references."""
     variables: list[dict[str, Any]] = [
         {"name": "HF_HOME", "value": f"{WORK}/.cache/huggingface"},
+        {"name": "AUTOMODEL_CKPT_CACHE", "value": _CACHE},
         {"name": "HF_HUB_OFFLINE", "value": os.environ.get("HF_HUB_OFFLINE", "0")},
         {"name": "PYTHONUNBUFFERED", "value": "1"},
     ]

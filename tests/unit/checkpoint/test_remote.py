@@ -414,6 +414,9 @@ class EndedProcess(child_process.Child):
     def has_ended(self) -> bool:
         return True
 
+    def leave(self) -> None:
+        pass
+
 
 def test_only_checkpoints_of_the_present_run_are_uploaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -437,6 +440,11 @@ def test_only_checkpoints_of_the_present_run_are_uploaded(
     # The process died: it is started again, and does not supersede the new checkpoint.
     uploads.note_published(SECOND)
     assert launched == [10, 20]
+    # The run goes back while it trains.
+    uploads.roll_back(10)
+    assert launched == [10, 20, 10] and pending(tmp_path, uploader.LINK) == [FIRST]
+    uploads.note_published(SECOND)
+    del launched[2:]
     # It ended because another run took over: a link would keep the checkpoint forever.
     (tmp_path / uploader.STATUS).write_text(json.dumps({"is_over": True}))
     uploads.note_published("epoch_0_step_30")

@@ -285,6 +285,28 @@ def test_a_task_for_skypilot_needs_a_store_and_recovers_after_a_save(
     )
 
 
+def test_a_run_whose_directory_is_a_url_needs_no_other_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    directory = "--checkpoint.checkpoint_dir=s3://bucket/run"
+    text = written(capsys, "skypilot", directory)
+    assert "set checkpoint.scratch_dir to a directory on it" in " ".join(
+        text.replace("#", "").split()
+    )
+    task = yaml.safe_load(text)
+    assert "CHECKPOINT_URL" not in task["envs"]
+    assert "remote.url" not in task["run"] and directory in task["run"]
+    script = written(capsys, "slurm", directory)
+    assert "run directory ~/.cache/automodel_ckpt/runs" in " ".join(script.replace("#", "").split())
+    manifest = written(capsys, "k8s", directory)
+    assert "run directory /work/.cache/automodel_ckpt/runs" in " ".join(
+        manifest.replace("#", "").split()
+    )
+    container = container_of(documents(manifest))
+    names = [variable["name"] for variable in container["env"]]
+    assert "AWS_SECRET_ACCESS_KEY" in names
+
+
 # The time of a save
 
 

@@ -134,8 +134,8 @@ class FakeProcess(child_process.Child):
 
     uploads: bool = False
 
-    def __init__(self, module: str, root: Path, job: object) -> None:
-        self.root = root
+    def __init__(self, module: str, root: Path, lock_file: str, job: dict[str, object]) -> None:
+        self.root, self.job = root, job
 
     @property
     def has_ended(self) -> bool:
@@ -166,6 +166,12 @@ def test_what_is_not_uploaded_at_the_end_is_a_warning_or_an_error(
     pushes.note_last(SECOND)
     expected = {"final": [SECOND], "best": [FIRST], "every": [SECOND, FIRST]}[push]
     assert pending(run, LINK) == expected
+    # The run goes back while it trains.
+    pushes.roll_back(9)
+    assert SECOND not in pending(run, LINK)
+    process = pushes._process
+    assert isinstance(process, FakeProcess) and process.job["went_back_to"] == 9
+    link(run, LINK, SECOND)
     with caplog.at_level(logging.WARNING, "automodel_ckpt"):
         pushes.finish()
     assert f"ckpt push {run} hub:{REPO}" in caplog.text
