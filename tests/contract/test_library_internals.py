@@ -23,7 +23,6 @@ PRIVATE_NAMES: dict[str, str] = {
     "_parameters": "torch.nn.Module",
     "_buffers": "torch.nn.Module",
     "_apply": "torch.nn.Module",
-    "_load_from_state_dict": "torch.nn.Module",
     "_load_state_dict_pre_hooks": "torch.nn.Module",
     "_load_state_dict_post_hooks": "torch.nn.Module",
     "_non_persistent_buffers_set": "torch.nn.Module",
@@ -56,6 +55,7 @@ PRIVATE_NAMES: dict[str, str] = {
     # Process groups, stores, pipelines and compilation.
     "_C": "torch",
     "_get_default_store": "torch.distributed.distributed_c10d",
+    "_world": "torch.distributed.distributed_c10d",
     "_n_microbatches": "torch.distributed.pipelining.schedules",
     "_inductor": "torch",
     "_dynamo": "torch",
@@ -80,6 +80,10 @@ PRIVATE_NAMES: dict[str, str] = {
     "_workers": "torch.utils.data.dataloader",
     "_workers_done_event": "torch.utils.data.dataloader",
     "_workers_status": "torch.utils.data.dataloader",
+    "_asdict": "collections.namedtuple",
+    "_http": "huggingface_hub.utils",
+    "_nested_dict": "torch.distributed.checkpoint",
+    "_StridedShard": "torch.distributed.tensor.placement_types",
     # The names that torch.save writes into files.
     "_StorageInfo": "torch.distributed.checkpoint.filesystem",
     "_dtype_to_storage_type_map": "torch.storage",
@@ -120,7 +124,7 @@ PRIVATE_NAMES: dict[str, str] = {
     "_reconstructor": "copyreg",
     "_run_exitfuncs": "atexit",
     "_exit": "os",
-    "_http": "huggingface_hub.utils",
+    "_current_frames": "sys",
     "_generate": "jinja2.Environment",
     "_parse": "jinja2.Environment",
 }

@@ -115,7 +115,7 @@ class _GCSConditions(_Compared):
     def put(self, path: str, data: bytes, version: str | None) -> bool:
         bucket, key, _ = self.fs.split_path(path)
         # The URL that gcsfs itself uses for an upload in one request.
-        url = f"{self.fs._location}/upload/storage/v1/b/{{}}/o"
+        url = f"{self.fs.base.removesuffix('/storage/v1/')}/upload/storage/v1/b/{{}}/o"
         query = {"uploadType": "media", "name": key, "ifGenerationMatch": version or "0"}
         return self._call("POST", url, bucket, data=data, **query)
 
