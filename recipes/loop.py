@@ -236,7 +236,8 @@ class TrainingLoop:
                 return True
             # A step that is not finite could replace the last good checkpoint.
             if self._spike is None and self._newest_is_finite():
-                memory.save(self.step_scheduler.step, self._save_in_memory)
+                with self.run_log.timeline.phase(timeline.SAVES):
+                    memory.save(self.step_scheduler.step, self._save_in_memory)
         return self._went_back() or self._skip_is_due()
 
     def _newest_is_finite(self) -> bool:
@@ -304,7 +305,8 @@ class TrainingLoop:
                 value=str(spikes.rule.max_rollbacks),
                 hint=_DIVERGED_HINT,
             )
-        resumed = self.saves.roll_back(target) if target >= 0 else None
+        with self.run_log.timeline.phase(timeline.OTHER):
+            resumed = self.saves.roll_back(target) if target >= 0 else None
         if resumed is None:
             log.warning(
                 "step %d is a spike (%s), and no checkpoint is old enough to go back to step %d: training continues",

@@ -150,17 +150,21 @@ class RunLog:
         if self._tracking is not None:
             self._tracking.close()
             self._tracking = None
-        self.resume(scheduler, None)
-        if self.training is not None:
-            event = {
-                "event": "rollback",
-                "step": scheduler.step,
-                "timestamp": time.time(),
-                "spike_step": spike.step,
-                "reason": spike.reason,
-                "skipped_batches": num_skipped,
-            }
-            self._append(self.training, event)
+        if self.training is None or self.validation is None:
+            return
+        # Not resume(): this start goes on, with its entry in timeline.jsonl.
+        for jsonl in (self.training, self.validation):
+            jsonl.truncate_after(scheduler.step)
+        self.start_trackers(self.training.path.parent, scheduler.step)
+        event = {
+            "event": "rollback",
+            "step": scheduler.step,
+            "timestamp": time.time(),
+            "spike_step": spike.step,
+            "reason": spike.reason,
+            "skipped_batches": num_skipped,
+        }
+        self._append(self.training, event)
 
     def start_trackers(self, run: Path, step: int) -> None:
         """Start the process that sends the logs in the directory *run*, after *step*, to ``logging.trackers``."""

@@ -11,6 +11,7 @@ from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.recipes.loop import TrainingLoop
 from automodel_ckpt.recipes.readback import Number
 from automodel_ckpt.recipes.records import Control
+from automodel_ckpt.report.goodput import read_goodput
 from tests.support import ranks, training
 
 STEPS = 9
@@ -77,6 +78,9 @@ def test_the_run_goes_back_without_the_batches_and_a_killed_one_does_the_same(
     (event,) = (record for record in records(tmp_path / "run") if record.get("event") == "rollback")
     assert (event["step"], event["spike_step"], event["skipped_batches"]) == (2, SPIKE, 3)
     assert "times the median" in event["reason"]
+    # It is still one start.
+    (start,) = read_goodput(tmp_path / "run").starts
+    assert start.outcome == "done"
 
     ended = ranks.outcomes(run, 2, recipe, tmp_path / "killed", Killed, init=False)
     assert [outcome.exitcode for outcome in ended] == [-signal.SIGKILL] * 2
