@@ -96,7 +96,7 @@ def test_a_hub_name_is_not_taken_for_a_path() -> None:
 
 
 def test_a_hub_model_that_is_not_cached_is_refused_offline() -> None:
-    with pytest.raises(RecipeError, match="cannot be read"):
+    with pytest.raises(RecipeError, match="not in the cache"):
         load_model_config(from_pretrained="some-organisation/some-model")
     assert base_directory("some-organisation/some-model") is None
 

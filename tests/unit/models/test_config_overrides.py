@@ -102,7 +102,7 @@ def test_a_revision_selects_the_snapshot_of_a_hub_name(
     assert (first.attention_dropout, second.attention_dropout) == (0.0, 0.5)
     assert base_directory("org/twice", "v2") == snapshots["v2"]
     assert fetched_directory("org/twice", "v2") == snapshots["v2"]
-    with pytest.raises(RecipeError, match="cannot be read"):
+    with pytest.raises(RecipeError, match="not in the cache"):
         load_model_config(
             from_pretrained="org/twice", repository=RepositoryOptions(revision="nowhere")
         )
