@@ -112,7 +112,13 @@ def tree_to_json(tree: Tree) -> dict[str, Any]:
     raw: dict[str, Any] = {"format": tree.format, "tied": dict(tree.tied)}
     if shardings is not None:
         assert tree.table is not None
-        raw["table"] = {**tree.table.location._asdict(), "files": tree.table.files}
+        file, head_bytes, digest = tree.table.location
+        raw["table"] = {
+            "file": file,
+            "head_bytes": head_bytes,
+            "digest": digest,
+            "files": tree.table.files,
+        }
         raw["shardings"] = [_sharding_to_json(sharding) for sharding in shardings]
     raw["tensors"] = tensors
     raw["objects"] = {
