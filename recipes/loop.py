@@ -181,7 +181,8 @@ class TrainingLoop:
         self.run_log.timeline.enter(timeline.STEPS)
         with self.profiler, self._hang_watch():
             while not scheduler.is_finished():
-                self._skip_batches()
+                with self.run_log.timeline.phase(timeline.OTHER):
+                    self._skip_batches()
                 self.run_epoch()
         self.run_log.timeline.enter(timeline.OTHER)
         self.stop_request.on_request = None
@@ -236,8 +237,7 @@ class TrainingLoop:
                 return True
             # A step that is not finite could replace the last good checkpoint.
             if self._spike is None and self._newest_is_finite():
-                with self.run_log.timeline.phase(timeline.SAVES):
-                    memory.save(self.step_scheduler.step, self._save_in_memory)
+                memory.save(self.step_scheduler.step, self._save_in_memory)
         return self._went_back() or self._skip_is_due()
 
     def _newest_is_finite(self) -> bool:
