@@ -6,6 +6,7 @@ and all ranks of a run read the same one.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -79,21 +80,18 @@ def _base_commit(section: object, checkpointer: Checkpointer | None) -> str | No
 def recorded_commit(
     checkpointer: Checkpointer | None, name: str, revision: str | None
 ) -> str | None:
-    """Return the commit of the model *name* that the newest checkpoint of the run was trained with.
+    """Return the commit of the model *name* with which the newest checkpoint, on disk or in memory, was trained.
 
     None if there is no checkpoint, or if it was trained with another model, or with another *revision* of it.
     """
     if checkpointer is None:
         return None
-    newest = resume.newest(checkpointer.directory)
-    if newest is None:
-        return None
-    try:
-        environment = Summary.read(Path(checkpointer.directory, newest.name)).environment
-    except CheckpointUnusable:
-        # The resume reports it, and uses an older one.
-        return None
-    return _commit_in(environment, name, revision)
+    root = checkpointer.directory.absolute()
+    for path in resume.candidates(root, None, checkpointer.memory_directory).candidates:
+        # The resume reports a damaged one, and uses an older one.
+        with contextlib.suppress(CheckpointUnusable):
+            return _commit_in(Summary.read(path).environment, name, revision)
+    return None
 
 
 def _commit_in(environment: Mapping[str, object], name: str, revision: str | None) -> str | None:

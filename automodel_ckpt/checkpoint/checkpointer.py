@@ -218,6 +218,11 @@ class Checkpointer:
         """Let :meth:`load` also find the memory checkpoints in *directory*, which belong to this run."""
         self._run.memory = directory
 
+    @property
+    def memory_directory(self) -> Path | None:
+        """The directory of the run's memory checkpoints; None without :meth:`use_memory`."""
+        return self._run.memory
+
     def set_aside_abandoned(self) -> None:
         """Rename the checkpoints that the run abandoned when it went back, as its next save does. Called by rank 0.
 

@@ -18,6 +18,7 @@ from automodel_ckpt.checkpoint.run.resume import checkpoint_names
 from automodel_ckpt.config.schema import CheckpointConfig, MemoryConfig
 from automodel_ckpt.errors import RecipeError, SaveFailed
 from automodel_ckpt.recipes import memory_saves
+from automodel_ckpt.recipes.base_commit import COMMIT, REVISION, recorded_commit
 from automodel_ckpt.recipes.memory_saves import MemorySaves
 from tests.support import tiny
 
@@ -108,6 +109,21 @@ def test_the_next_start_removes_what_it_did_not_resume_from(tmp_path: Path) -> N
     after = Run(tmp_path, every_steps=1)
     assert after.in_memory == []
     after.close()
+
+
+def test_the_commit_of_the_base_is_that_of_the_newest_checkpoint(every_third: Run) -> None:
+    model = {"model": nn.Linear(2, 2)}
+    disk, memory = every_third.disk, every_third.saves.checkpointer
+    assert memory is not None
+    for checkpointer, step, commit_of_base in ((disk, 1, "a"), (memory, 2, "b")):
+        checkpointer.notes[COMMIT], checkpointer.notes[REVISION] = (
+            f"org/base@{commit_of_base}",
+            "main",
+        )
+        checkpointer.save(model, step=step, epoch=0)
+        checkpointer.wait_for_save()
+        assert recorded_commit(disk, "org/base", None) == commit_of_base
+    assert recorded_commit(disk, "org/base", "v2") is None
 
 
 def test_a_failure_ends_the_copies_with_a_warning(
