@@ -56,7 +56,10 @@ def entries(add: Add) -> None:
         change = partial(_segment, field=field, value=value)
         add("table_segment", field, change, _READERS, CHECKS, "tables")
     for name, content in {"empty": b"", "zeros": b"\0" * 4096, "text": b"x" * 100_000}.items():
-        add("table_content", name, partial(_content, content=content), _READERS, CHECKS, "tables")
+        for table in (_TABLE, "optim/.slices"):
+            change = partial(_content, table=table, content=content)
+            case_name = f"{name}_{table.partition('/')[0]}"
+            add("table_content", case_name, change, _READERS, CHECKS, "tables")
     for name, change in {"sparse": _sparse, "link": _link, "pipe": _pipe}.items():
         add("table_special", name, change, _READERS, CHECKS, "tables")
 
@@ -83,8 +86,8 @@ def _segment(case: Attacked, field: str, value: int) -> None:
     _location(case, "digest", digest_of(head))
 
 
-def _content(case: Attacked, content: bytes) -> None:
-    case.replace(_TABLE, content)
+def _content(case: Attacked, table: str, content: bytes) -> None:
+    case.replace(table, content)
 
 
 def _sparse(case: Attacked) -> None:

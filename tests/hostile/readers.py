@@ -121,7 +121,7 @@ def _uploads(run: Path) -> int:
     gone_back.GoneBack.read(run)
     try:
         pending(run, uploader.LINK)
-        with only_one(run, uploader.LOCK):
+        with only_one(run, uploader.LOCK, "token"):
             memory.note_done("model/file")
         memory.forget()
         gone_back.note(run, 20, "token")
@@ -151,7 +151,7 @@ def _pushes(run: Path) -> int:
     Status.read(run, job.STATUS)
     try:
         pending(run, job.LINK)
-        with only_one(run, job.LOCK):
+        with only_one(run, job.LOCK, "token"):
             return 0
     except OSError as error:
         print_error(str(error))
@@ -275,6 +275,9 @@ def prepare(name: str, run: Path) -> None:
     a comparison another one; an import one without a manifest."""
     if name == "diff":
         shutil.copytree(victim.pristine(), run / OTHER)
+    has_timeline = any(os.path.lexists(run / file) for file in ("timeline.jsonl", ".timeline.json"))
+    if name == "goodput" and not has_timeline:
+        _timeline(run)
     if name in IMPORTS:
         (run / victim.NAME / "MANIFEST.json").unlink(missing_ok=True)
     if name in PRUNES:
