@@ -215,7 +215,9 @@ class Manifest:
     def _table_fault(self, name: str, table: SliceTable) -> str | None:
         """Return why the file of a table cannot have the rows of its tensors; None if it can."""
         record = self.files.get(table.location.file)
-        if record is None or record.size != table.location.head_bytes + table.num_rows * ROW_BYTES:
+        head_bytes = table.location.head_bytes
+        is_table = head_bytes % SEGMENT_BYTES == 0 and record is not None
+        if not is_table or record.size != head_bytes + table.num_rows * ROW_BYTES:
             return (
                 f"{name}: {table.location.file!r} is not the table of its {table.num_rows} slices"
             )
@@ -250,9 +252,11 @@ class Manifest:
             if with_tables and tree.table is not None:
                 # Slices in a segment do not overlap: each begins after the one before.
                 for file, start, stop in tree.table.byte_ranges():
-                    parts.append(Blob(f"slices of {name}", file, start, stop - start, ""))
                     if stop > self.files[file].size:
                         return f"the slices of {name!r} exceed {file!r}"
+                    # A segment of empty slices can begin where another slice does.
+                    if stop > start:
+                        parts.append(Blob(f"slices of {name}", file, start, stop - start, ""))
         parts.sort(key=lambda part: (part.file, part.start))
         for one, other in itertools.pairwise(parts):
             if one.file == other.file and one.start + one.nbytes > other.start:

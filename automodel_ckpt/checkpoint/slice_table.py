@@ -18,6 +18,7 @@ import numpy as np
 import xxhash
 
 from automodel_ckpt.checkpoint.digests import digest_of
+from automodel_ckpt.checkpoint.json_values import MAX_INTEGER
 from automodel_ckpt.checkpoint.sharding import Record, RegularSlices
 from automodel_ckpt.checkpoint.slices import Slice, Tensor, nbytes_of
 from automodel_ckpt.errors import CheckpointUnusable
@@ -175,7 +176,10 @@ class SliceTable:
             raise self.damaged("its digest does not match")
         segments = np.frombuffer(data, SEGMENT)
         keys = segments["rank"].astype(np.uint64) << np.uint64(32) | segments["part"]
-        if np.any(keys[1:] < keys[:-1]) or np.any(segments["start"] > segments["stop"]):
+        is_in_order = np.all(keys[1:] >= keys[:-1]) and np.all(
+            segments["start"] <= segments["stop"]
+        )
+        if not is_in_order or np.any(segments["stop"] > MAX_INTEGER):
             raise self.damaged("its segments are not in order")
         is_in_file = segments["file"] != NO_FILE
         in_rank_files = {each.part for each in self.tensors if each.position is None}

@@ -129,11 +129,11 @@ class PlanReuse:
         kept = self._kept
         if kept is None:
             return None
-        save.items = classify(state)
         save.reuse_plan(kept.save)
         live = LiveState()
         # Whatever fails here fails again, and is reported, when the save is planned anew.
         with contextlib.suppress(Exception):
+            save.items = classify(state)
             live = inspect_state(save.items, save_optimizer=self._planner.save_optimizer)
         proposal, failure = self._propose(kept, live, save)
         proposals = agree.gather_objects(self._group, proposal)

@@ -295,11 +295,17 @@ class Planner:
     def assign(
         self, save: Save, proposals: Sequence[Proposal], group: ProcessGroup | None
     ) -> dict[str, list[Share]]:
-        """Exchange what the proposals of all ranks do not contain. Returns their shares of each tree. Collective."""
+        """Exchange what the proposals of all ranks do not contain. Returns their shares of each tree. Collective.
+
+        Raises :class:`SaveFailed` on all ranks where they do not have the same trees.
+        """
+        _require_same_trees(proposals)
         shares: dict[str, list[Share]] = {}
-        for name, tree in save.trees.items():
+        # Sorted: the order of the state may differ between ranks, that of their exchanges may not.
+        for name in sorted(save.trees):
             summaries = [proposal.trees[name] for proposal in proposals]
-            shares[name] = shares_of_all(group, tree, save.descriptions[name], summaries)
+            mine = save.descriptions[name]
+            shares[name] = shares_of_all(group, save.trees[name], mine, summaries)
         return shares
 
     def reserve(self, save: Save, forecast: Forecast) -> str:
@@ -547,6 +553,18 @@ class Planner:
         if not self.assets:
             return False
         return self.export_when == "every" or (self.export_when == "final" and last)
+
+
+def _require_same_trees(proposals: Sequence[Proposal]) -> None:
+    """Raise :class:`SaveFailed` where a rank has other modules or optimizers than rank 0."""
+    for rank, proposal in enumerate(proposals):
+        if differing := sorted(proposals[0].trees.keys() ^ proposal.trees.keys()):
+            raise SaveFailed(
+                "a module or optimizer is not on all ranks",
+                where=differing[0],
+                value=f"ranks 0 and {rank} differ",
+                hint="give every rank the same attributes; a rank may have no tensors in them",
+            )
 
 
 def _group_options(index: int, group: Mapping[str, Any]) -> dict[str, Any]:

@@ -241,8 +241,14 @@ def readable_bytes(manifest: Manifest, checkpoint: Path) -> bytes:
     *checkpoint* is its final path, for the message.
     """
     data = manifest.to_bytes()
+    where = checkpoint / layout.MANIFEST
     try:
-        Manifest.parse(data, checkpoint / layout.MANIFEST)
+        Manifest.parse(data, where)
+        # The tables are compared in memory: their files are not at the final path yet.
+        if fault := manifest.overlap_fault(with_tables=True):
+            raise CheckpointUnusable(
+                "the manifest is inconsistent", where=str(where), value=fault, hint=""
+            )
     except CheckpointUnusable as unreadable:
         problem = unreadable.problems[0]
         raise SaveFailed(

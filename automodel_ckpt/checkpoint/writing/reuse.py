@@ -153,11 +153,14 @@ class ReusableFiles:
         return record if begins_with(self._root, file, header) else None
 
     def slices_of(self, file: str) -> Sequence[FileSlice]:
-        """The slices of a file of the previous checkpoint that are not empty."""
-        if self._held is None:
-            trees = self._manifest.trees.values()
-            self._held = slices_by_file(tensor for tree in trees for tensor in tree.stored)
-        return self._held.get(file) or slices_in(self._manifest.trees.values(), file)
+        """The slices of a file of the previous checkpoint that are not empty; none where their table is damaged."""
+        trees = self._manifest.trees.values()
+        # A damaged table of an earlier checkpoint must not prevent saves: nothing of it is shared.
+        with contextlib.suppress(CheckpointUnusable):
+            if self._held is None:
+                self._held = slices_by_file(tensor for tree in trees for tensor in tree.stored)
+            return self._held.get(file) or slices_in(trees, file)
+        return ()
 
     def complete(
         self,

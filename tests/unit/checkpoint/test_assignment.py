@@ -9,6 +9,8 @@ import pytest
 
 from automodel_ckpt.checkpoint.formats.assignment import Share, assign
 from automodel_ckpt.checkpoint.formats.description import Described, Mesh, TreeDescription
+from automodel_ckpt.checkpoint.saving.agreement import TreeSummary
+from automodel_ckpt.checkpoint.saving.planner import Proposal, _require_same_trees
 from automodel_ckpt.checkpoint.sharding import RegularSlices
 from automodel_ckpt.checkpoint.slices import Slice, Tensor, tiling_fault
 from automodel_ckpt.errors import SaveFailed
@@ -87,3 +89,14 @@ def test_slices_without_a_formula_are_written_once_by_one_of_the_ranks_that_have
     assert tiling_fault([each.box for each in assigned.irregular["w"].slices], (5,)) is None
     written = {rank: len(assigned.irregular_of(rank)) for rank in range(4)}
     assert written == {0: 1, 1: 0, 2: 1, 3: 0}
+
+
+def test_ranks_with_other_trees_are_an_error_before_they_exchange_them() -> None:
+    summary = TreeSummary("", {})
+    proposals = [
+        Proposal(dict.fromkeys(names, summary), {}, rank)
+        for rank, names in enumerate((("model", "optimizer"), ("optimizer", "model"), ("model",)))
+    ]
+    _require_same_trees(proposals[:2])
+    with pytest.raises(SaveFailed, match=r"ranks 0 and 2 differ"):
+        _require_same_trees(proposals)

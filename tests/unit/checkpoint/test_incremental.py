@@ -19,7 +19,7 @@ from automodel_ckpt.checkpoint.hf_assets import HFAssets
 from automodel_ckpt.checkpoint.run import shared_files
 from automodel_ckpt.checkpoint.saving import planner
 from automodel_ckpt.checkpoint.verify import verify_deep
-from automodel_ckpt.checkpoint.writing import reuse
+from automodel_ckpt.checkpoint.writing import rank_manifest, reuse
 from automodel_ckpt.checkpoint.writing.shared_file import SharedFile
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.errors import CheckpointUnusable
@@ -226,6 +226,26 @@ def test_a_previous_checkpoint_without_a_manifest_is_not_used(tmp_path: Path) ->
     assert reuse.ReusableFiles.open(reuse.Previous(str(tmp_path / "gone"))) is None
     with pytest.raises(CheckpointUnusable):
         Manifest.read(tmp_path / "gone")
+
+
+@pytest.mark.parametrize("options", LAYOUTS[:2], ids=IDS[:2])
+def test_a_previous_checkpoint_with_a_damaged_table_is_not_used(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_manifest, "MIN_TABLE_ROWS", 0)
+    made = tiny.recipe(1)
+    saver = tiny.checkpointer(tmp_path, incremental=True, **options)
+    saver.save(discover(made), step=1, epoch=0)
+    first = tmp_path / "epoch_0_step_1"
+    table = Manifest.read(first).trees["model"].table
+    assert table is not None
+    path = first / table.location.file
+    head = path.read_bytes()[: table.location.head_bytes]
+    path.write_bytes(head.ljust(path.stat().st_size, b"x"))
+    saver.save(discover(made), step=2, epoch=0)
+    saver.close()
+    assert_complete(tmp_path, 2)
+    assert not shared(tmp_path, 1, 2)
 
 
 def test_commands_report_what_is_shared_and_count_it_once(

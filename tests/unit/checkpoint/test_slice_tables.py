@@ -14,17 +14,18 @@ import torch
 import xxhash
 
 from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.digests import digest_of
+from automodel_ckpt.checkpoint.digests import FileRecord, digest_of
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.run.maintenance import drop_optimizer
 from automodel_ckpt.checkpoint.sharding import MAX_RANKS, RegularSlices, Sharding
-from automodel_ckpt.checkpoint.slice_table import ROW, SEGMENT, _ranks_of
-from automodel_ckpt.checkpoint.slices import Box, tiling_fault
+from automodel_ckpt.checkpoint.slice_table import ROW, SEGMENT, Segment, SliceTable, _ranks_of
+from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor, tiling_fault
+from automodel_ckpt.checkpoint.tree import Tree
 from automodel_ckpt.checkpoint.verify import verify, verify_deep
 from automodel_ckpt.checkpoint.writing import rank_manifest
 from automodel_ckpt.cli.ckpt import main as ckpt
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 from tests.support import tiny
 
 from .test_manifest import resealed
@@ -171,6 +172,49 @@ def test_a_manifest_that_does_not_match_its_table_is_an_error(
         read_all(path)
 
 
+def test_a_head_of_an_impossible_size_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(tmp_path, monkeypatch)
+    manifest = path / layout.MANIFEST
+    size = (path / "model/.slices").stat().st_size
+    content = manifest.read_bytes()
+    for old, new in (
+        (b'"head_bytes":48', b'"head_bytes":47'),
+        (b'"model/.slices":{"size":%d' % size, b'"model/.slices":{"size":%d' % (size - 1)),
+    ):
+        assert old in content
+        content = content.replace(old, new, 1)
+    manifest.write_bytes(resealed(content))
+    with pytest.raises(CheckpointUnusable, match="is not the table of its"):
+        Manifest.read(path)
+
+
+@pytest.mark.parametrize(("start", "shape"), [(100, (0,)), (98, (4,))])
+def test_a_manifest_whose_table_overlaps_other_slices_is_not_published(
+    start: int, shape: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = Manifest.read(saved(tmp_path, monkeypatch))
+    stop = start + shape[0]
+    segment = Segment(0, "f", start, stop, np.zeros(1, ROW).tobytes())
+    table = SliceTable.merged({0: [segment]})
+    in_table = table.add(RegularSlices("a", "U8", shape, Sharding(), 0))
+    listed = Slice("b", "U8", (0,), (50,), "f", 100, 50, digest_of(b""))
+    tensors = {"a": in_table, "b": Tensor("b", "U8", (50,), (listed,))}
+    table.store_in("t")
+    changed = replace(
+        manifest,
+        state={},
+        trees={"model": Tree("safetensors", tensors, {}, table=table)},
+        files={"f": FileRecord(150, ""), "t": FileRecord(len(table.content()), "")},
+    )
+    if stop == start:
+        assert rank_manifest.readable_bytes(changed, tmp_path)
+        return
+    with pytest.raises(SaveFailed, match="share bytes of 'f'"):
+        rank_manifest.readable_bytes(changed, tmp_path)
+
+
 def resealed_table(path: Path, change: Callable[[np.ndarray, np.ndarray], None]) -> None:
     """Change the head and the rows of the model's table as an attacker would, with all digests that fit."""
     manifest, table = path / layout.MANIFEST, path / "model/.slices"
@@ -211,6 +255,7 @@ def set_field(name: str, value: int) -> Callable[[np.ndarray, np.ndarray], None]
         ("rows", 3, "not those of the tensors"),
         ("start", 0, "another length"),
         ("start", 2**63, "not in order"),
+        ("stop", 2**63, "not in order"),
         ("stop", 2**62, "exceed"),
         ("gap", 2**32 - 1, "another length"),
     ],
