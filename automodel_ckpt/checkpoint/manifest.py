@@ -216,8 +216,8 @@ class Manifest:
         """Return why the file of a table cannot have the rows of its tensors; None if it can."""
         record = self.files.get(table.location.file)
         head_bytes = table.location.head_bytes
-        is_table = head_bytes % SEGMENT_BYTES == 0 and record is not None
-        if not is_table or record.size != head_bytes + table.num_rows * ROW_BYTES:
+        file_bytes = head_bytes + table.num_rows * ROW_BYTES
+        if record is None or record.size != file_bytes or head_bytes % SEGMENT_BYTES:
             return (
                 f"{name}: {table.location.file!r} is not the table of its {table.num_rows} slices"
             )

@@ -38,14 +38,16 @@ def has_merkle_digest(record: FileRecord) -> bool:
     return record.digest.startswith(COMPOSED)
 
 
-def slices_by_file(tensors: Iterable[Tensor]) -> dict[str, list[FileSlice]]:
+def slices_by_file(
+    tensors: Iterable[Tensor], *, with_tables: bool = False
+) -> dict[str, list[FileSlice]]:
     """Map each file to its slices that are not empty, in the order of its Merkle digest.
 
-    Files of one rank whose slices a table describes are left out: :func:`slices_in` finds theirs.
+    Files of one rank whose slices a table describes are left out, unless *with_tables*: :func:`slices_in` finds theirs.
     """
     found: dict[str, list[FileSlice]] = {}
     for tensor in tensors:
-        if in_rank_files(tensor):
+        if in_rank_files(tensor) and not with_tables:
             continue
         for piece in tensor.slices:
             if piece.nbytes:

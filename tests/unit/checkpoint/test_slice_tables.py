@@ -21,6 +21,7 @@ from automodel_ckpt.checkpoint.run.maintenance import drop_optimizer
 from automodel_ckpt.checkpoint.sharding import MAX_RANKS, RegularSlices, Sharding
 from automodel_ckpt.checkpoint.slice_table import ROW, SEGMENT, Segment, SliceTable, _ranks_of
 from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor, tiling_fault
+from automodel_ckpt.checkpoint.tensors.integrity import require_intact
 from automodel_ckpt.checkpoint.tree import Tree
 from automodel_ckpt.checkpoint.verify import verify, verify_deep
 from automodel_ckpt.checkpoint.writing import rank_manifest
@@ -136,6 +137,23 @@ def test_every_flipped_bit_of_a_table_is_noticed(
     table.unlink()
     with pytest.raises(CheckpointUnusable, match="cannot be read"):
         Manifest.read(path)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_damage_of_a_tensor_in_a_table_is_noticed_where_it_is_read(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(tmp_path, monkeypatch, **FORMATS[kind])
+    tensor = Manifest.read(path).trees["model"].tensors["frozen"]
+    require_intact(path, tensor)
+    (stored,) = tensor.slices
+    with (path / stored.file).open("r+b") as file:
+        file.seek(stored.start)
+        byte = file.read(1)[0]
+        file.seek(stored.start)
+        file.write(bytes([byte ^ 1]))
+    with pytest.raises(CheckpointUnusable, match="'frozen' is damaged"):
+        require_intact(path, tensor)
 
 
 def read_all(path: Path) -> int:
