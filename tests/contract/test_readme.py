@@ -109,7 +109,7 @@ def test_each_training_command_is_accepted(command: str, trained: Path) -> None:
 
 def test_the_commands_on_checkpoints_run(trained: Path) -> None:
     commands = re.findall(r"`(ckpt \w+ checkpoints\S*)`", README)
-    assert len(commands) == 4
+    assert len(commands) == 5
     for command in commands:
         program, *arguments = command.split()
         assert run(BIN / program, *arguments, cwd=trained)

@@ -91,6 +91,8 @@ class NotingLoop(TrainingLoop):
 
     def run(self) -> None:
         self.seen: set[int] = set()
+        # A process inherits the counters of the one that forked it.
+        self.graphs_before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         self.model.register_forward_pre_hook(
             lambda _, args, inputs: self.seen.add(inputs["input_ids"].shape[1]), with_kwargs=True
         )
@@ -98,7 +100,7 @@ class NotingLoop(TrainingLoop):
 
     def end(self) -> None:
         num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        noted = {"widths": sorted(self.seen), "graphs": num_graphs}
+        noted = {"widths": sorted(self.seen), "graphs": num_graphs - self.graphs_before}
         directory = Path(self.config.checkpoint.checkpoint_dir)
         directory.with_suffix(".json").write_text(json.dumps(noted))
         super().end()

@@ -87,14 +87,19 @@ def test_stacks_of_a_process_that_holds_the_interpreter_are_dumped_by_a_signal()
     ) as process:
         assert process.stdout is not None
         host, number, descriptor = process.stdout.readline().split()
-        time.sleep(0.2)
-        stacks, note = stacks_of((host, int(number), int(descriptor)))
+        end = time.monotonic() + 10
+        # The process may not hold the interpreter yet, or be slow to write.
+        stacks, note = "", ""
+        while "in held" not in stacks:
+            assert time.monotonic() < end, note
+            stacks, note = stacks_of((host, int(number), int(descriptor)))
         os.kill(process.pid, hangs.signal.SIGSTOP)
-        time.sleep(0.1)
-        assert stacks_of((host, int(number), int(descriptor))) == (
+        end = time.monotonic() + 10
+        while stacks_of((host, int(number), int(descriptor))) != (
             "",
             f"is suspended (process {number})",
-        )
+        ):
+            assert time.monotonic() < end
         process.kill()
     assert "in held" in stacks
     assert "its stacks were dumped" in note

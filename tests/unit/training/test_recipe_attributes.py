@@ -32,6 +32,7 @@ from automodel_ckpt.recipes.saves import Saves
 from automodel_ckpt.recipes.trainable import Trainable, check_cuda_graphs
 from automodel_ckpt.recipes.vlm_finetune import VLMFinetune
 from automodel_ckpt.training.step_scheduler import Cadence, StepScheduler
+from automodel_ckpt.training.timeline import Timeline
 
 
 class Recipe(recipe_module.Recipe):
@@ -45,7 +46,13 @@ def recipe(**checkpoint: Any) -> Recipe:
 
 def saves(config: RecipeConfig, checkpointer: Any = None) -> Saves:
     return Saves(
-        config, checkpointer, at_step(5), cast(Any, None), dict, config_yaml="", num_ranks=1
+        config,
+        checkpointer,
+        at_step(5),
+        cast(Any, SimpleNamespace(timeline=Timeline())),
+        dict,
+        config_yaml="",
+        num_ranks=1,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from automodel_ckpt.training.step_scheduler import (
     run_is_over,
     total_steps,
 )
+from automodel_ckpt.training.timeline import Timeline
 
 counts = st.none() | st.integers(1, 12)
 
@@ -217,8 +219,9 @@ class FullDisk(Saves):
         self.clock, self.attempts = Clock(), list[int]()
         self.step_scheduler = StepScheduler(cadence, clock=self.clock)
         unused: Any = object()
+        run_log: Any = SimpleNamespace(timeline=Timeline())
         super().__init__(
-            self.config, unused, self.step_scheduler, unused, dict, config_yaml="", num_ranks=1
+            self.config, unused, self.step_scheduler, run_log, dict, config_yaml="", num_ranks=1
         )
 
     def wait(self) -> None:
