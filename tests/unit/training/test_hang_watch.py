@@ -75,8 +75,10 @@ import ctypes, os
 from automodel_ckpt.distributed.hangs import StackDump
 dump = StackDump()
 print(*dump.address, flush=True)
+library = ctypes.PyDLL(None)  # PyDLL keeps the interpreter's lock
 def held():
-    ctypes.PyDLL(None).sleep(60)  # PyDLL keeps the interpreter's lock
+    while True:
+        library.sleep(60)  # a signal ends it
 held()
 """
 
