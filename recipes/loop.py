@@ -200,7 +200,7 @@ class TrainingLoop:
                 self._end_early()
                 return
             control = self.agree_on(batch)
-            due = self._settled(control)
+            due = self._due_by_clock(control)
             if self._went_back():
                 # A stop that was requested is agreed on again.
                 return
@@ -232,8 +232,8 @@ class TrainingLoop:
         memory = self.saves.memory
         if memory is not None and memory.is_due(self.step_scheduler):
             # The log must have the line of the step before its checkpoint is published.
-            settled = self.finish_pending()
-            if settled is not None and self._is_over_after(settled):
+            due_now = self.finish_pending()
+            if due_now is not None and self._is_over_after(due_now):
                 return True
             # A step that is not finite could replace the last good checkpoint.
             if self._spike is None and self._newest_is_finite():
@@ -262,11 +262,11 @@ class TrainingLoop:
         """Save the present step with the *checkpointer* of memory checkpoints. A collective."""
         self.saves.save_in_memory(checkpointer, self.losses(None))
 
-    def _settled(self, control: Control) -> Due | None:
+    def _due_by_clock(self, control: Control) -> Due | None:
         """What is due after the newest step, now that its clock is known; None if it was known before."""
-        if self.step_scheduler.is_settled:
+        if self.step_scheduler.clock_is_known:
             return None
-        return self.step_scheduler.settle(control.clock, stop=control.stop)
+        return self.step_scheduler.apply_clock(control.clock, stop=control.stop)
 
     def _is_over_after(self, due: Due) -> bool:
         """Do what is due after a step. Returns whether the run is over; raises :class:`Stopped` for a stop request.
@@ -602,7 +602,7 @@ class TrainingLoop:
         )
         if due.anything or self.layout.world_size == 1:
             control = self._exchange(_NOTHING, stop=False)
-            due = scheduler.settle(control.clock, stop=control.stop)
+            due = scheduler.apply_clock(control.clock, stop=control.stop)
         return due
 
     def finish_pending(self) -> Due | None:
@@ -613,7 +613,7 @@ class TrainingLoop:
         """
         found = None
         while self._pending:
-            due = self._settled(self._exchange(_NOTHING, stop=False, wait=True))
+            due = self._due_by_clock(self._exchange(_NOTHING, stop=False, wait=True))
             found = due or found
         return found
 

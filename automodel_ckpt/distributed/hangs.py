@@ -100,11 +100,11 @@ def verdict(
     """
     silent = [rank for rank in range(num_ranks) if rank not in states]
     if silent:
-        told = []
+        described = []
         for rank in silent:
             note = notes.get(rank, "does not respond: its node or process may be lost or blocked")
-            told.append(f"rank {rank} {note}")
-        return Verdict(silent, "; ".join(told))
+            described.append(f"rank {rank} {note}")
+        return Verdict(silent, "; ".join(described))
     if any(state.phase not in working for state in states.values()):
         return None
     late = _behind(states)

@@ -163,8 +163,9 @@ def _check_plausible(state: Mapping[str, Any]) -> None:
 class StepScheduler:
     """The counters of a run, which each checkpoint contains, and the decisions that depend on them.
 
-    Clocks differ between ranks. After a step, :meth:`finish_step` decides what follows from counters. :meth:`settle`
-    decides what follows from :meth:`read_clock` of rank 0, which all ranks pass to it, so that all have the same state.
+    Clocks differ between ranks. After a step, :meth:`finish_step` decides what follows from counters.
+    :meth:`apply_clock` decides what follows from :meth:`read_clock` of rank 0. All ranks pass that reading to it, so
+    that all have the same state.
     """
 
     def __init__(
@@ -206,8 +207,8 @@ class StepScheduler:
         self._step_start: float | None = None
         self._is_in_step = False
         self._epoch_ended = False
-        self.is_settled = True
-        """Whether the clock of rank 0 after the newest step is known: false from finish_step() to settle()."""
+        self.clock_is_known = True
+        """Whether the clock of rank 0 after the newest step is known: false from finish_step() to apply_clock()."""
         self._longest_step_seconds = 0.0
         self._longest_save_seconds = 0.0
         self._auto = (
@@ -272,11 +273,11 @@ class StepScheduler:
     ) -> Due:
         """Count one optimizer step on a global batch of *epoch*, and return what is due by the counters.
 
-        *epochs_done* is the number of complete epochs. :meth:`settle` adds what is due by the clock.
+        *epochs_done* is the number of complete epochs. :meth:`apply_clock` adds what is due by the clock.
         """
         self._epoch_ended = epochs_done > self.epochs_done
         self._is_in_step = False
-        self.is_settled = False
+        self.clock_is_known = False
         self.step += 1
         self.epoch = epoch
         self.epochs_done = epochs_done
@@ -293,12 +294,12 @@ class StepScheduler:
         """This rank's clock after the newest step."""
         return ClockReading(self.measured_seconds(), self.save_is_wanted(), self.time_is_up())
 
-    def settle(self, clock: ClockReading, *, stop: bool) -> Due:
+    def apply_clock(self, clock: ClockReading, *, stop: bool) -> Due:
         """Return what is due after the newest step, by counters and by the *clock* of rank 0.
 
         *stop* is whether a signal requested a stop.
         """
-        self.is_settled = True
+        self.clock_is_known = True
         self.elapsed_seconds = clock.elapsed_seconds
         self.ended_early = self.ran_out_of_time = clock.time_is_up
         due = self._due(clock, stop=stop)

@@ -359,7 +359,7 @@ def timeline(it: Subject) -> list[Any]:
             num_samples=4,
             num_tokens=9,
         )
-        due = scheduler.settle(scheduler.read_clock(), stop=False)
+        due = scheduler.apply_clock(scheduler.read_clock(), stop=False)
         if due.validate:
             scheduler.note_metrics({"val_loss": 1 / scheduler.step, "val_accuracy": 0.5})
         better = (

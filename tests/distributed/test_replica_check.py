@@ -89,7 +89,7 @@ def test_a_run_ends_before_it_saves_replicas_that_differ(tmp_path: Path) -> None
 
 
 def corrupted(recipe: Path, directory: Path, *options: str) -> str:
-    """Trains on two replicas, of which one changes by itself in the third step; how the run ends."""
+    """Trains on two replicas, of which one gets a flipped bit in the third step; how the run ends."""
     with pytest.raises(AutomodelError) as caught:
         training.train(
             recipe,

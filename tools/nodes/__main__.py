@@ -2,7 +2,7 @@
 
     python -m tools.nodes [--keep DIR]
 
-The nodes are network namespaces of this machine (root and iproute2), each with a launcher of its own. One process
+The nodes are network namespaces of this machine (root and iproute2), each with its own launcher. One process
 imports torch for all of them. Runs: (1) undisturbed, with 16 ranks; (2) the same, until a node loses its network and
 its processes; (3) the rest of (2) on 3 nodes of 2 ranks; (4) the rest of (2) on the same 16 ranks. Run (4) must equal
 run (1) bit by bit: losses, gradient norms, samples and files of weights. Run (3) must train on the same samples, with

@@ -49,7 +49,7 @@ def test_the_leader_wants_a_save_after_its_own_number_of_steps_also_after_a_resu
         scheduler.start_step()
         now[0] += 1.0
         scheduler.finish_step(epoch=0, epochs_done=0, num_samples=1, num_tokens=1)
-        return scheduler.settle(scheduler.read_clock(), stop=False).save
+        return scheduler.apply_clock(scheduler.read_clock(), stop=False).save
 
     scheduler = StepScheduler(Cadence(max_steps=1000, mtbf_seconds=50.0), clock=lambda: now[0])
     assert [step(scheduler) for _ in range(FIRST_STEPS)] == [False] * (FIRST_STEPS - 1) + [True]

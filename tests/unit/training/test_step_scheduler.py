@@ -73,7 +73,7 @@ def drive(
             num_samples=4,
             num_tokens=100,
         )
-        due = scheduler.settle(scheduler.read_clock(), stop=False)
+        due = scheduler.apply_clock(scheduler.read_clock(), stop=False)
         if due.validate:
             done["validated"].append(scheduler.step)
         if due.save:
@@ -180,14 +180,14 @@ def test_what_is_due_by_the_clock_is_known_when_the_step_is_settled() -> None:
     scheduler = StepScheduler(
         Cadence(max_steps=9, ckpt_every_steps=2, ckpt_every_minutes=1.0), clock=clock
     )
-    assert scheduler.is_settled
+    assert scheduler.clock_is_known
     clock.now = 60.0
     due = scheduler.finish_step(epoch=0, epochs_done=0, num_samples=1, num_tokens=1)
-    assert not due.anything and not scheduler.is_settled
+    assert not due.anything and not scheduler.clock_is_known
     # The ranks begin to agree on the next step, and find that the first one is to be saved.
     scheduler.enter_step()
-    assert scheduler.settle(scheduler.read_clock(), stop=False).save
-    assert scheduler.is_settled and scheduler.stops_after == 1
+    assert scheduler.apply_clock(scheduler.read_clock(), stop=False).save
+    assert scheduler.clock_is_known and scheduler.stops_after == 1
     assert scheduler.finish_step(epoch=0, epochs_done=0, num_samples=1, num_tokens=1).save
 
 
@@ -238,7 +238,7 @@ class FullDisk(Saves):
         while not self.step_scheduler.is_finished():
             self.clock.now += 5.0
             self.step_scheduler.finish_step(epoch=0, epochs_done=0, num_samples=1, num_tokens=1)
-            due = self.step_scheduler.settle(self.step_scheduler.read_clock(), stop=False)
+            due = self.step_scheduler.apply_clock(self.step_scheduler.read_clock(), stop=False)
             self.wait()
             if due.save:
                 self.save({}, validated=False, started=0.0, last=due.last)
