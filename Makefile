@@ -25,6 +25,10 @@ QUICK_TESTS := tests/unit/config tests/unit/data tests/unit/models tests/unit/di
 # Their image processors need torchvision with the oldest transformers, and its wheels need torch with CUDA.
 QUICK_TESTS += $(patsubst %,--ignore=%,tests/unit/data/test_vlm.py tests/unit/models/test_vision.py tests/unit/models/test_processor.py tests/unit/models/test_image_rows.py)
 
+# Each file's tests in one process: those of a module share what its fixtures make. Many tests wait for processes that
+# sleep, hang or time out, so that four processes keep two cores busy.
+WORKERS := -n 4 --dist loadfile --no-loadscope-reorder
+
 # Every target here is a command, no file.
 .PHONY: $(shell sed -n 's/^\([a-z-]*\):.*/\1/p' Makefile)
 
@@ -54,14 +58,14 @@ demo: $(STAMP)  ## train, kill, resume, export: about three minutes
 demo-vlm: $(STAMP)  ## train a small LLaVA to read digits, and ask its export: a few minutes
 	@$(BIN)/python tools/demo_vlm.py
 
-test: $(STAMP)  ## every test, offline, within ten minutes on two cores
-	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q -n 3 --dist worksteal $(PYTEST_ARGS)
+test: $(STAMP)  ## every test, offline, about thirteen minutes on two cores
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q $(WORKERS) $(PYTEST_ARGS)
 
 test-oldest: $(OLDEST)/.ready  ## every test with the lowest versions that pyproject.toml allows: needs a registry once
-	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(OLDEST)/bin/python -m pytest -q -n 3 --dist worksteal $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(OLDEST)/bin/python -m pytest -q $(WORKERS) $(PYTEST_ARGS)
 
 test-oldest-quick: $(QUICK)/.ready  ## unit tests with the lowest versions of all but torch: three minutes
-	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(QUICK)/bin/python -m pytest -q -n 3 --dist worksteal $(QUICK_TESTS)
+	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(QUICK)/bin/python -m pytest -q $(WORKERS) $(QUICK_TESTS)
 
 nodes: $(STAMP)  ## 16 ranks on 4 nodes (network namespaces): a node is lost, then 3 nodes of 2 ranks continue; root, 2 GB, five minutes
 	@$(BIN)/python -m tools.nodes
@@ -139,12 +143,16 @@ harness: $(HARNESS)/.ready  ## `ckpt eval` and `evaluation.harness` with lm-eval
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(HARNESS)/bin/python -m pytest -q tests/unit/cli/test_eval.py tests/contract/test_benchmarks.py
 
 crash: $(STAMP)  ## kills, power cuts (as root), faults, flipped bits, endurance, signals, failures with checkpoints in memory, and what others keep: about two hours
-	@for campaign in "kill --points 2500" "kill-async --points 300" "kill-incremental --points 300" "power-incremental --points 200" "power --points 2000" "faults --points 5000" "flips --points 10000" "endurance --points 50" \
-	    "signals --points 120" "goodput --points 100" "remote --points 600" "baseline --points 300"; do $(BIN)/python -m tools.crash $$campaign || failed=1; done; \
+	@for campaign in "kill --points 2500" "kill-async --points 300" "kill-incremental --points 300" "kill-node-files --points 300" "power-incremental --points 200" "power --points 2000" "faults --points 5000" "flips --points 10000" "endurance --points 50" \
+	    "signals --points 120" "goodput --points 150" "goodput-nodes --points 150" "node-disks --points 60" "remote --points 600" "baseline --points 300"; do $(BIN)/python -m tools.crash $$campaign || failed=1; done; \
 	    ASYNC_SAVES=200 $(BIN)/python -m pytest -q -k many_saves tests/unit/checkpoint/test_background.py || failed=1; exit $${failed:-0}
 
 bench-remote: $(STAMP)  ## uploads to an object store beside s3fs's put, and what they cost training: five minutes
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.bench_remote $(BENCH_ARGS)
+
+remote-points: $(STAMP)  ## kill and fault at every request of uploads to stores and to the Hub: half an hour
+	@REMOTE_POINTS=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q --timeout 3600 \
+	    tests/unit/hub/test_kills.py tests/unit/checkpoint/test_remote.py tests/unit/checkpoint/test_remote_writers.py
 
 remote-stores: $(STAMP)  ## remote checkpoints on Azurite and an emulator of Google Cloud Storage: two minutes, npm and 500 MB in .stores
 	@$(BIN)/python -m tools.remote_stores

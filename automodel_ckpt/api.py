@@ -11,6 +11,8 @@ The command line does the same with one process for each rank.
 
 from __future__ import annotations
 
+import logging
+import os
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 __all__ = ["TrainingResult", "load_recipe", "train"]
+
+log = logging.getLogger("automodel_ckpt")
 
 _MAPPING = Path("recipe")
 """Stands for the file of a recipe that is given as a mapping."""
@@ -80,13 +84,15 @@ def train(
     *recipe* and *overrides* are those of :func:`load_recipe`; a recipe that is loaded already takes no overrides.
     *trust* names packages and files whose code the recipe may use, as ``--trust``. This process is one rank: under
     torchrun, each process calls this function. Ctrl-C and SIGTERM, in the main thread, save and end the run after the
-    current step; a second Ctrl-C raises KeyboardInterrupt.
+    current step; a second Ctrl-C raises KeyboardInterrupt. If a step hangs (section ``hangs``) and torchrun has
+    restarts left, the process ends with code 1, so that torchrun restarts the ranks.
 
     Raises the errors of :mod:`automodel_ckpt.errors`: :class:`~automodel_ckpt.errors.RecipeError` before training,
     ``CheckpointUnusable`` and ``SaveFailed`` as the command line reports them.
     """
-    from automodel_ckpt.config.targets import prepare
+    from automodel_ckpt.config.prepare import prepare
     from automodel_ckpt.config.trust import Trust
+    from automodel_ckpt.distributed.hang_action import ending_processes
 
     if isinstance(recipe, LoadedRecipe):
         if overrides:
@@ -104,7 +110,7 @@ def train(
     run.origins = loaded.origins
     run.overridden = frozenset(loaded.overridden)
     is_stopped = False
-    with _stopping_after_a_step():
+    with _stopping_after_a_step(), ending_processes():
         try:
             run.setup()
             try:
@@ -112,8 +118,27 @@ def train(
             except Stopped:
                 is_stopped = True
             return _result(run, is_stopped)
+        except Exception:
+            run.close()
+            _keep_memory(loaded)
+            raise
         finally:
             run.close()
+
+
+def _keep_memory(loaded: LoadedRecipe) -> None:
+    """Copy the newest checkpoint in memory to disk after a failure, unless torchrun restarts the ranks."""
+    from automodel_ckpt.checkpoint.memory.keeping import keep_on_disk
+    from automodel_ckpt.config.urls import with_local_directory
+    from automodel_ckpt.distributed.hang_action import has_restarts_left
+
+    section = getattr(getattr(loaded.config, "checkpoint", None), "memory", None)
+    if section is None or has_restarts_left(os.environ):
+        return
+    run = Path(with_local_directory(loaded.config).checkpoint.checkpoint_dir)
+    message = keep_on_disk(run, Path(section.directory), by_rank=True)
+    if message:
+        log.warning("%s", message)
 
 
 def _result(run: Any, is_stopped: bool) -> TrainingResult:

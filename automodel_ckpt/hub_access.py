@@ -3,11 +3,14 @@
 huggingface_hub repeats requests for half a minute before it reports that there is no network, and transformers makes
 several such requests. :func:`resolve_commit` makes one request before them. If that fails, its error states what to do.
 After it, the library is called with the commit: it then needs no request for files in the cache, and the files of a
-model are those of one commit. Imports huggingface_hub only when it is called, and never torch.
+model are those of one commit. A complete commit in the cache is asked for too: transformers lists the repository's
+files in any case, which would take minutes without a network. Imports huggingface_hub only when it is called, and never
+torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -33,9 +36,9 @@ _NAME = re.compile(r"[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?", re.ASCII)
 _LONGEST_NAME = 96
 _COMMIT = re.compile(r"[0-9a-f]{40}", re.ASCII)
 _REVISION = re.compile(r"[\w.+-]+(/[\w.+-]+)*", re.ASCII)
-_MAIN = "main"
+MAIN = "main"
 _PROBES = {"model": "config.json", "dataset": "README.md"}
-"""The file that the request of :func:`resolve_commit` asks for. It may be missing: the reply has the commit anyway."""
+"""The file that :func:`resolve_commit` requests. It may be missing: the reply has the commit anyway."""
 _TIMEOUT_SECONDS = 10.0
 _MAX_REDIRECTS = 5
 _PAUSES = (1.0, 2.0)
@@ -72,6 +75,11 @@ def is_repo_name(repo: str) -> bool:
     return all(_NAME.fullmatch(part) and len(part) <= _LONGEST_NAME for part in parts)
 
 
+def is_commit(revision: str) -> bool:
+    """Whether *revision* is a complete commit id, which always names the same files."""
+    return _COMMIT.fullmatch(revision) is not None
+
+
 def is_revision_name(revision: str) -> bool:
     """Whether *revision* can be a branch, tag or commit. The cache has a file of this name for each branch."""
     return _REVISION.fullmatch(revision) is not None and ".." not in revision
@@ -101,14 +109,15 @@ def resolve_commit(
         if cached is None:
             raise _error(_not_cached(name, kind, is_offline=True), name, revision, where)
         return cached
-    if cached is not None and cached == revision:
-        return cached
     try:
-        return _requested_commit(name, revision or _MAIN, kind)
+        commit = _requested_commit(name, revision or MAIN, kind)
     except Exception as error:  # each version of the library has its own exceptions
         problem = explain(error, name, kind)
         if problem is None:
             raise
+        if cached is not None and cached == revision and not problem.is_temporary:
+            # A deleted repository, for example: its files in the cache are those of this commit.
+            return cached
         if not problem.is_temporary or cached is None:
             raise _error(problem, name, revision, where) from error
         cause = problem.cause or problem.what
@@ -116,19 +125,22 @@ def resolve_commit(
         log.warning(message, name, cause, cached[:12])
         go_offline(cause)
         return cached
+    _note_commit(name, revision or MAIN, kind, commit)
+    return commit
 
 
-def check_access(name: str, revision: str | None = None, *, kind: Kind, where: str) -> None:
-    """Check by one request that a repository can be read, for a library with its own cache.
+def check_access(name: str, revision: str | None = None, *, kind: Kind, where: str) -> str | None:
+    """Check by one request that a repository can be read, for a library with its own cache; return its commit.
 
-    Without a network, the process is offline from then on. Raises :class:`RecipeError`, for the key *where*.
+    Without a network, the process is offline from then on. Returns None then, and if the repository has no commit that
+    could be determined. Raises :class:`RecipeError`, for the key *where*.
     """
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
-        return
+        return None
     try:
-        _requested_commit(name, revision or _MAIN, kind)
+        return _requested_commit(name, revision or MAIN, kind)
     except Exception as error:  # each version of the library has its own exceptions
         problem = explain(error, name, kind)
         if problem is None:
@@ -138,17 +150,15 @@ def check_access(name: str, revision: str | None = None, *, kind: Kind, where: s
         cause = problem.cause or problem.what
         log.warning("%s: %s; using caches, and no network from now on", name, cause)
         go_offline(cause)
+        return None
 
 
 def cached_commit(name: str, revision: str | None = None, kind: Kind = "model") -> str | None:
     """Return the commit of a repository in the library's cache; None if it is not there."""
-    from huggingface_hub import constants
-    from huggingface_hub.file_download import repo_folder_name
-
-    revision = revision or _MAIN
+    revision = revision or MAIN
     if not is_revision_name(revision):
         return None
-    directory = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type=kind))
+    directory = _cache_of(name, kind)
     if _COMMIT.fullmatch(revision) is None:
         try:
             revision = (directory / "refs" / revision).read_text().strip()
@@ -156,6 +166,30 @@ def cached_commit(name: str, revision: str | None = None, kind: Kind = "model") 
             return None
     has_files = _COMMIT.fullmatch(revision) and (directory / "snapshots" / revision).is_dir()
     return revision if has_files else None
+
+
+def _note_commit(name: str, revision: str, kind: Kind, commit: str | None) -> None:
+    """Write into the library's cache which commit a branch or tag is, for later starts without a network.
+
+    The library does so where it is called with the name. After :func:`resolve_commit`, it is called with the commit.
+    """
+    if commit is None or commit == revision:
+        return
+    path = _cache_of(name, kind) / "refs" / revision
+    # Later starts cannot use a cache that cannot be written.
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        staged = path.with_name(f".{path.name}.{os.getpid()}")
+        staged.write_text(commit)
+        staged.replace(path)
+
+
+def _cache_of(name: str, kind: Kind) -> Path:
+    """Return the directory of a repository in the library's cache."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    return Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type=kind))
 
 
 def go_offline(cause: str) -> None:

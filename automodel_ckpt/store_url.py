@@ -28,7 +28,6 @@ _LIBRARIES = {
     "az": ("adlfs", "azure"),
     "abfs": ("adlfs", "azure"),
     "abfss": ("adlfs", "azure"),
-    "hf": ("huggingface_hub", ""),
     "file": ("fsspec", ""),
     "memory": ("fsspec", ""),
 }
@@ -94,6 +93,14 @@ def check_url(url: str, where: str) -> str:
     """
     match = _URL.match(url)
     scheme = match[1] if match else ""
+    if scheme == "hf":
+        raise RecipeError(
+            "the Hugging Face Hub is not a store of checkpoints",
+            where=where,
+            value=public(url),
+            hint="for models, use the section hub (or `ckpt push RUN hub:ORG/NAME`); for checkpoints, another store, "
+            "or a bucket that is mounted as a directory (file://)",
+        )
     if scheme not in _LIBRARIES:
         raise RecipeError(
             "this is not the URL of a store",
@@ -160,7 +167,9 @@ def scratch_directory(url: str, parent: str | None) -> Path:
     """
     runs = cache_directory() / "runs" if parent is None else Path(parent).expanduser()
     url = url.rstrip("/")
-    readable = _NOT_IN_NAMES.sub("-", url.partition("://")[2]).strip("-.")[-60:]
+    _, _, location = url.partition("://")
+    readable = _NOT_IN_NAMES.sub("-", location).strip("-.")[-60:]
+    # The readable part may be the same for different URLs.
     digest = hashlib.blake2b(url.encode(), digest_size=4).hexdigest()
     return runs / f"{readable}-{digest}"
 

@@ -46,6 +46,24 @@ def counted(number: int, noun: str, plural: str = "") -> str:
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
 
 
+def duration(seconds: float) -> str:
+    """Format seconds with at most two units: ``8 s``, ``3 min 20 s``, ``5 h 04 min``, ``2 d 3 h``."""
+    total = round(seconds)
+    if total < 60:
+        return f"{total} s"
+    if total < 3600:
+        return f"{total // 60} min {total % 60:02d} s"
+    if total < 86400:
+        return f"{total // 3600} h {total % 3600 // 60:02d} min"
+    return f"{total // 86400} d {total % 86400 // 3600} h"
+
+
+def exact_time(seconds: float) -> str:
+    """Format seconds with a digit after the point, and long times also in larger units: ``812.0 s (13 min 32 s)``."""
+    text = f"{seconds:,.1f} s"
+    return text if seconds < 600 else f"{text} ({duration(seconds)})"
+
+
 def folded(text: str, width: int) -> str:
     """Break the lines of *text* that are wider than *width* between words, never within a word.
 

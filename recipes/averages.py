@@ -8,13 +8,8 @@ from pathlib import Path
 from automodel_ckpt.checkpoint import commit
 from automodel_ckpt.checkpoint.manifest import Summary
 from automodel_ckpt.checkpoint.run import resume
-from automodel_ckpt.convert.average import (
-    AverageOptions,
-    last_checkpoints,
-    prepare,
-    run_average,
-    sources_in,
-)
+from automodel_ckpt.convert.average import last_checkpoints, prepare, run_average, sources_in
+from automodel_ckpt.convert.average_options import AverageOptions
 from automodel_ckpt.errors import CheckpointUnusable
 
 log = logging.getLogger("automodel_ckpt")

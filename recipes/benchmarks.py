@@ -3,23 +3,49 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
 from automodel_ckpt.checkpoint.module_tensors import unwrap
-from automodel_ckpt.config.evaluation import HarnessConfig
-from automodel_ckpt.distributed.agree import broadcast_object, sum_over_ranks
+from automodel_ckpt.config.sections.evaluation import HarnessConfig
+from automodel_ckpt.distributed.agree import broadcast_object, raise_on_all_ranks, sum_over_ranks
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.parallelize import gather_root, reshard
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.harness import HarnessTasks, Interrupted, TaskMetric, run_tasks
+from automodel_ckpt.models.harness import (
+    HarnessTasks,
+    Interrupted,
+    TaskMetric,
+    check_data,
+    check_tasks,
+    require_harness,
+    run_tasks,
+)
 from automodel_ckpt.recipes.trainable import Trainable
 from automodel_ckpt.training.rng import StatefulRNG
 
+log = logging.getLogger("automodel_ckpt")
+
 SECTION = "evaluation.harness"
+
+
+def find_tasks(section: HarnessConfig, group: ProcessGroup | None) -> Any:
+    """Find the tasks of *section* and read their data; returns the index of tasks. A collective of *group*.
+
+    Raises :class:`RecipeError` if lm-evaluation-harness is not installed, or has no such tasks.
+    """
+    require_harness(SECTION)
+    tasks = tasks_of(section)
+    log.info("finding the tasks of lm-evaluation-harness: %s", ", ".join(tasks.tasks))
+    with raise_on_all_ranks(group):
+        index = check_tasks(tasks, SECTION)
+        check_data(tasks, index, SECTION)
+    return index
 
 
 class Benchmarks:

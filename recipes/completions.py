@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from automodel_ckpt.checkpoint.module_tensors import unwrap
-from automodel_ckpt.config.schema import GenerationConfig
+from automodel_ckpt.config.sections.evaluation import GenerationConfig
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.parallelize import gather_root, reshard
 from automodel_ckpt.errors import RecipeError

@@ -1,9 +1,19 @@
-"""How many checkpoints a run will have on disk, from its cadence and its keep policy. Imports no torch."""
+"""What a run will have on disk, from its cadence and its keep policy. Imports no torch."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from automodel_ckpt.checkpoint.run.resume import checkpoint_names
+from automodel_ckpt.units import size_text
+
+if TYPE_CHECKING:
+    from automodel_ckpt.checkpoint.saving.forecast import Forecast
+
+log = logging.getLogger("automodel_ckpt")
 
 _MOST_COUNTED = 1_000_000
 
@@ -27,11 +37,9 @@ def kept_at_once(
         return None
     # A new one is there before an old one goes.
     limit = max(int(keep.keep_last), 1) + int(keep.keep_best) + _num_milestones(keep, saved) + 1
-    return (
-        limit
-        if saved is None or _saves_at_any_time(config.step_scheduler)
-        else min(len(saved), limit)
-    )
+    if saved is None or _saves_at_any_time(config.step_scheduler):
+        return limit
+    return min(len(saved), limit)
 
 
 def still_to_come(
@@ -43,6 +51,43 @@ def still_to_come(
     """
     most = kept_at_once(config, steps, steps_per_epoch, existing)
     return None if most is None else max(most - len(existing), 1)
+
+
+def warn_of_little_space(
+    config: Any,
+    forecast: Forecast,
+    directory: Path,
+    *,
+    planned_steps: int | None,
+    steps_per_epoch: int | None,
+    exports_at_end: bool,
+) -> None:
+    """Warn if the disk of the run *directory* cannot hold all that the run will keep.
+
+    *forecast* is that of one checkpoint. *exports_at_end*: models are exported when the run ends, not for each
+    checkpoint. Raises OSError if the directory cannot be read.
+    """
+    existing = [name.step for name in checkpoint_names(directory)]
+    num_more = still_to_come(config, planned_steps, steps_per_epoch, existing) or 1
+    num_exports = 0
+    if forecast.export_bytes and exports_at_end:
+        num_exports = 1 + config.checkpoint.export_best
+    needed = num_more * forecast.nbytes + num_exports * forecast.export_bytes
+    if needed <= forecast.free_bytes:
+        return
+    exports = ""
+    if num_exports:
+        exports = f" and {num_exports} exports of about {size_text(forecast.export_bytes)}"
+    log.warning(
+        "the disk of %s cannot hold what this run will save: %d more checkpoints of about %s%s take %s, and %s "
+        "are free; free space, or keep fewer (checkpoint.keep_last, step_scheduler.ckpt_every_steps)",
+        directory,
+        num_more,
+        size_text(forecast.nbytes),
+        exports,
+        size_text(needed),
+        size_text(forecast.free_bytes),
+    )
 
 
 def _saved_steps(scheduler: Any, steps: int, steps_per_epoch: int | None) -> set[int] | None:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from automodel_ckpt.config.kinds.distill import DistillConfig
-from automodel_ckpt.config.schema import Target
+from automodel_ckpt.config.rules import Target
 from automodel_ckpt.data.mixture import for_each_source
 from automodel_ckpt.data.teacher_targets import (
     LOG_PROBS,

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from automodel_ckpt.config.kinds.dpo import DPOConfig
-from automodel_ckpt.config.schema import Target
+from automodel_ckpt.config.rules import Target
 from automodel_ckpt.data.mixture import for_each_source
 from automodel_ckpt.data.reference_scores import SCORES, ScoredPairs
 from automodel_ckpt.recipes.objective import Objective, Tensors
@@ -47,7 +47,7 @@ class DPO(PairObjective):
         """
         section = self.section
         if section.loss == "ipo":
-            # Of mean gains per token, as the authors of IPO compute it: sums would depend on the lengths.
+            # IPO uses mean gains per token, as its authors compute it: sums would depend on the lengths.
             gains = gains / num_labels
             return (_difference(gains) - 1 / (2 * section.beta)) ** 2
         margins = section.beta * _difference(gains)
@@ -84,6 +84,9 @@ class DPOFinetune(PairFinetune, PreferenceFinetune):
 
     def reference_name(self) -> str | None:
         return self.section.reference
+
+    def reference_revision(self) -> str | None:
+        return self.section.reference_revision
 
     def build(self) -> None:
         """Create the data, the model, the reference, and what updates the model."""

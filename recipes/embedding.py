@@ -16,8 +16,8 @@ import torch
 from transformers import AutoModel
 
 from automodel_ckpt.config.kinds.embedding import EmbeddingConfig
-from automodel_ckpt.config.schema import Target
-from automodel_ckpt.config.targets import build
+from automodel_ckpt.config.plugins import build
+from automodel_ckpt.config.rules import Target
 from automodel_ckpt.data.text_pairs import PairCollator
 from automodel_ckpt.errors import Problem
 from automodel_ckpt.models.pooling import hidden_states_of, pool

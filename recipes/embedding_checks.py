@@ -14,7 +14,9 @@ from transformers import AutoModel, PreTrainedConfig
 
 from automodel_ckpt.checkpoint.sources.model_files import EMBEDDING_FILES, read_files
 from automodel_ckpt.config.kinds.embedding import EmbeddingConfig
-from automodel_ckpt.config.schema import ModelConfig, RecipeConfig, Target
+from automodel_ckpt.config.rules import Target
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.sections.model import ModelConfig
 from automodel_ckpt.errors import Problem, RecipeError
 from automodel_ckpt.models.build import fetched_directory
 from automodel_ckpt.models.hf_names import tensor_names_in
@@ -122,7 +124,10 @@ def _head_tensors(section: ModelConfig, classes: Sequence[Any]) -> list[str]:
     if section.from_pretrained is None:
         return []
     directory = fetched_directory(os.path.expanduser(section.from_pretrained), section.revision)
-    names = tensor_names_in(directory) if directory is not None else []
+    if directory is None:
+        return []
+    names = tensor_names_in(directory)
     prefixes = tuple(f"{each.base_model_prefix}." for each in classes if each.base_model_prefix)
     heads = [name for name in names if not name.startswith(prefixes)]
+    # The files of a backbone have no prefix at all.
     return heads if len(heads) < len(names) else []

@@ -14,8 +14,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from automodel_ckpt.config.kinds.embedding import EmbeddingConfig
-from automodel_ckpt.config.schema import Target
-from automodel_ckpt.config.targets import callable_of
+from automodel_ckpt.config.plugins import callable_of
+from automodel_ckpt.config.rules import Target
 
 _MODES = {"mean": "mean_tokens", "cls": "cls_token", "last": "lasttoken"}
 _OTHER_MODES = ("max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens")

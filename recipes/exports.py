@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -10,14 +11,19 @@ import torch.distributed as dist
 
 from automodel_ckpt.checkpoint.hf_assets import HFAssets
 from automodel_ckpt.checkpoint.module_tensors import unwrap
+from automodel_ckpt.checkpoint.run.shared_storage import not_without_storage
 from automodel_ckpt.checkpoint.saving.side_files import Assets
-from automodel_ckpt.config.schema import RecipeConfig, Target
+from automodel_ckpt.config.rules import Target
+from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.distributed.agree import raise_on_all_ranks
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.hub.background import check_hub
 from automodel_ckpt.models.repository import base_directory, code_directory
-from automodel_ckpt.recipes.adapters import adapter_assets
+from automodel_ckpt.recipes.model.adapters import adapter_assets
 from automodel_ckpt.recipes.trainable import Trainable
+from automodel_ckpt.store_url import public
+
+log = logging.getLogger("automodel_ckpt")
 
 
 def model_layout(config: RecipeConfig) -> Literal["shards", "hf", "adapter"]:
@@ -96,6 +102,37 @@ def check_export(config: RecipeConfig, assets: Mapping[str, Assets]) -> None:
                 value=str(value).lower(),
                 hint="remove the key; or give your recipe a build_assets method that describes the export",
             )
+
+
+def check_without_shared_storage(config: RecipeConfig) -> None:
+    """Check a recipe whose nodes share no storage, so that none has all files of a checkpoint.
+
+    Logs what is different by default. Raises :class:`RecipeError` for a key that needs all files on a node.
+    """
+    section = config.checkpoint
+    unsupported: dict[str, Any] = {
+        # hf is rejected by the checkpointer.
+        "checkpoint.model_layout": section.model_layout == "adapter" and "adapter",
+        "checkpoint.save_consolidated": section.save_consolidated,
+        "checkpoint.export_best": section.export_best,
+        "checkpoint.export_ema": section.export_ema,
+        "checkpoint.average_last": section.average_last,
+        "checkpoint.memory": section.memory is not None,
+        "hub": config.hub is not None,
+    }
+    for key, value in unsupported.items():
+        if value:
+            raise not_without_storage(key, value)
+    assert section.remote is not None, "the checkpoints are in a store"
+    message = (
+        "no Hugging Face files are exported: `ckpt pull %s DIRECTORY` downloads the newest checkpoint, "
+        "and `ckpt export` makes them"
+    )
+    log.info(message, public(section.remote.url))
+    if model_layout(config) == "adapter":
+        log.info(
+            "adapters are saved as shards, because ranks on several nodes cannot write one file"
+        )
 
 
 def check_uploads(config: RecipeConfig, group: dist.ProcessGroup | None = None) -> None:

@@ -74,7 +74,7 @@ MOVED_METHODS = {
 
 def check_moved_methods(recipe_class: type) -> None:
     """Raise :class:`RecipeError` if *recipe_class* has a method that only former versions called."""
-    # Without an error, nothing would call the override, and no message would say so.
+    # Without an error, nothing would call the override, and no message would report it.
     found = [name for name in MOVED_METHODS if hasattr(recipe_class, name)]
     if not found:
         return
@@ -84,6 +84,18 @@ def check_moved_methods(recipe_class: type) -> None:
         where=recipe_class.__name__,
         value=name,
         hint=f"override it in {MOVED_METHODS[name]} (docs/guides/write-a-recipe.md)",
+    )
+
+
+def check_model(recipe: Any) -> None:
+    """Raise :class:`RecipeError` if ``build`` replaced ``model`` alone: the loop would train the former one."""
+    if recipe.model is recipe.trainable.model:
+        return
+    raise RecipeError(
+        "the recipe replaces model after build_trainable, and the loop trains trainable.model",
+        where=f"{type(recipe).__name__}.build",
+        value=type(recipe.model).__name__,
+        hint="extend build_trainable to return dataclasses.replace(trainable, model=...)",
     )
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -9,6 +13,7 @@ from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.parallelize import gradient_sync
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.recipes.forward_time import ForwardTimer
 from automodel_ckpt.recipes.objective import Objective
 from automodel_ckpt.recipes.records import AUX_LOSS, LossSum
 from automodel_ckpt.recipes.run_log import STEP_FIELDS
@@ -27,8 +32,11 @@ class GradientAccumulation:
         rng: StatefulRNG,
         *,
         keeps_on_device: bool = False,
+        timer: ForwardTimer | None = None,
     ) -> None:
-        """With *keeps_on_device*, metrics stay tensors: the host does not wait for their values."""
+        """With *keeps_on_device*, metrics stay tensors: the host does not wait for their values. *timer* measures a
+        forward pass of each step."""
+        self._timer = timer
         self._objective = objective
         self._model = objective.trainable.model
         self._stage = objective.trainable.stage
@@ -52,14 +60,18 @@ class GradientAccumulation:
         self._objective.start_batch(micro_batches)
         if self._stage is not None:
             rows = [self._objective.rows_of(micro_batch) for micro_batch in micro_batches]
-            return sum_losses(self._stage.train(rows, self._objective.stage_output, weight))
+            output = self._objective.stage_output
+            if self._timer is not None:
+                output = self._timer.measured(output)
+            return sum_losses(self._stage.train(rows, output, weight))
         if self._router_loss is not None and self._router_loss.needs_counts(len(micro_batches)):
             self._count_routed(batch, self._router_loss)
         results = []
         for number, micro_batch in enumerate(micro_batches, start=1):
             is_last = number == len(micro_batches)
             with gradient_sync(self._model, enabled=is_last):
-                result = self._objective.loss(micro_batch)
+                with self._measuring(micro_batch):
+                    result = self._objective.loss(micro_batch)
                 self._backward(result, weight)
             if self._overwrites_outputs and not is_last:
                 self._copy_gradients()
@@ -69,6 +81,9 @@ class GradientAccumulation:
         # After all backward passes: elsewhere than on a GPU, float() waits for the value.
         self._sum_metrics(results)
         return sum_losses([result.loss.detach() for result in results])
+
+    def _measuring(self, micro_batch: Mapping[str, Any]) -> AbstractContextManager[None]:
+        return nullcontext() if self._timer is None else self._timer.measuring(micro_batch)
 
     def _copy_gradients(self) -> None:
         """Move gradients out of the memory of CUDA graphs, which the next micro-batch would overwrite.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from automodel_ckpt.checkpoint.loader import Resumed
-from automodel_ckpt.checkpoint.state.loading import first_lines
+from automodel_ckpt.checkpoint.state.mismatch import first_lines
 from automodel_ckpt.data.loader import GlobalBatchLoader
 from automodel_ckpt.training.rng import StatefulRNG
 from automodel_ckpt.training.step_scheduler import StepScheduler

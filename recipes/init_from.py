@@ -26,12 +26,12 @@ from automodel_ckpt.checkpoint.state.fill_modules import (
     whole_shapes,
 )
 from automodel_ckpt.checkpoint.verify import Level
-from automodel_ckpt.config.schema import InitFromConfig, InitFromSource
+from automodel_ckpt.config.sections.init_from import InitFromConfig, InitFromSource
 from automodel_ckpt.convert.open import Weights, open_weights
 from automodel_ckpt.distributed.agree import raise_on_all_ranks
 from automodel_ckpt.errors import CheckpointUnusable, Problem, RecipeError
 from automodel_ckpt.models.build import fetched_directory, require_local
-from automodel_ckpt.models.repository import base_directory
+from automodel_ckpt.models.repository import base_directory, check_revision
 from automodel_ckpt.models.weight_matching import Names, Verdict, compare
 from automodel_ckpt.recipes.init_config import config_directory
 from automodel_ckpt.store_url import is_url
@@ -137,7 +137,7 @@ def start_from(
         start = Start()
         with config_directory(modules) as config:
             for one, where in _sections(section):
-                weights = _open(one.path, f"{where}.path", _config_for(one, config))
+                weights = _open(one, where, _config_for(one, config))
                 start.add(one, weights, where)
         verdict = _compare(section, start, modules, resizable)
         for weights in start.sources:
@@ -166,7 +166,7 @@ def inspect_start(
     start = Start()
     with config_directory(modules) as config:
         for one, where in _sections(section):
-            weights = _open_local(one.path, f"{where}.path", _config_for(one, config))
+            weights = _open_local(one, where, _config_for(one, config))
             if weights is None:
                 return None
             start.add(one, weights, where)
@@ -249,38 +249,49 @@ def verify_side_files(name: str, level: Level, revision: str | None = None) -> N
         raise CheckpointUnusable.all_of(problems)
 
 
-def _open_local(path: str, where: str, config: Path | None) -> Weights | None:
+def _open_local(section: InitFromConfig, where: str, config: Path | None) -> Weights | None:
     """The weights of a path, or of a Hub name that is in the cache; None for any other Hub name, and for a URL.
 
     *config* is the directory of the config.json to whose names weights of other programs are converted.
     """
+    path = section.path
     if is_url(path):
         return None
-    local = Path(path).expanduser()
-    # A path in an existing directory is never a Hub name: a typo must not become a download.
-    if local.exists() or local.is_symlink() or local.parent.is_dir():
+    local = _local_path(section, where)
+    if local is not None:
         return open_weights(local, config)
-    require_local(path, where)
-    cached = base_directory(path)
+    require_local(path, f"{where}.path")
+    cached = base_directory(path, section.revision)
     if cached is None or not any(cached.glob("*.safetensors")):
         return None
     return open_weights(cached)
 
 
-def _open(path: str, where: str, config: Path | None) -> Weights:
-    local = Path(path).expanduser()
-    if local.exists() or local.is_symlink() or local.parent.is_dir():
+def _open(section: InitFromConfig, where: str, config: Path | None) -> Weights:
+    local = _local_path(section, where)
+    if local is not None:
         return open_weights(local, config)
-    require_local(path, where)
-    if (fetched := fetched_directory(path)) is None:
+    path = section.path
+    require_local(path, f"{where}.path")
+    if (fetched := fetched_directory(path, section.revision)) is None:
         raise RecipeError(
             "the weights of this name cannot be fetched from the Hub, or are no safetensors",
-            where=where,
+            where=f"{where}.path",
             value=path,
             hint="check the name (of a directory: that it is there); a Hub name needs the network or a filled cache, "
             "and for a model that asks for it a login (hf auth login)",
         )
     return open_weights(fetched)
+
+
+def _local_path(section: InitFromConfig, where: str) -> Path | None:
+    """The path of *section*; None for the name of a repository. Raises :class:`RecipeError` for a path's revision."""
+    local = Path(section.path).expanduser()
+    # A path in an existing directory is never a Hub name: a typo must not become a download.
+    if not (local.exists() or local.is_symlink() or local.parent.is_dir()):
+        return None
+    check_revision(section.path, section.revision, f"{where}.revision", f"{where}.path")
+    return local
 
 
 def _compare(

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from automodel_ckpt.config.schema import Target
-from automodel_ckpt.config.targets import build
+from automodel_ckpt.config.plugins import build, build_function
+from automodel_ckpt.config.rules import Target
 from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.data.mixture import for_each_source
 from automodel_ckpt.data.packing import PackedDataset
@@ -24,10 +24,10 @@ from automodel_ckpt.errors import Problem, RecipeError
 from automodel_ckpt.hub_access import explained
 from automodel_ckpt.models.build import first_line
 from automodel_ckpt.models.repository import asks_for_code, code_not_trusted, from_library_first
-from automodel_ckpt.recipes.preprocessors import find_preprocessor
+from automodel_ckpt.recipes.model.sections import row_multiple
+from automodel_ckpt.recipes.preprocessors import absent_tokenizer, find_preprocessor
 from automodel_ckpt.recipes.recipe import Recipe
 from automodel_ckpt.recipes.repository import preprocessor_options
-from automodel_ckpt.recipes.trainable import row_multiple
 from automodel_ckpt.recipes.unsupported import Unsupported, unsupported_keys
 from automodel_ckpt.units import counted
 
@@ -60,12 +60,9 @@ class LLMFinetune(Recipe):
         self.tokenizer = self.preprocessor = self.build_tokenizer()
         self.build_training()
 
-    def build_tokenizer(self) -> Any:
-        """Build the ``tokenizer`` section, else the pretrained model's own; None without both, and for ``null``.
-
-        Raises :class:`RecipeError` if it cannot be read, and for a ``processor`` section.
-        """
-        section, processor = self.config.tokenizer, self.config.processor
+    def check_sections(self) -> None:
+        self.check_config()
+        processor = self.config.processor
         if isinstance(processor, Target) or processor.from_pretrained is not None:
             raise RecipeError(
                 "a language model has a tokenizer, not a processor",
@@ -73,6 +70,13 @@ class LLMFinetune(Recipe):
                 value="a processor section",
                 hint="give a tokenizer section instead, or train a vision-language model with recipe: vlm_finetune",
             )
+
+    def build_tokenizer(self) -> Any:
+        """Build the ``tokenizer`` section, else the pretrained model's own; None without both, and for ``null``.
+
+        Raises :class:`RecipeError` if it cannot be read.
+        """
+        section = self.config.tokenizer
         if section is None:
             return None
         if isinstance(section, Target):
@@ -80,14 +84,14 @@ class LLMFinetune(Recipe):
         name, where = find_preprocessor(self.config, "tokenizer")
         if name is None:
             return None
-        repository = preprocessor_options(self.config, name)
+        repository = preprocessor_options(self.config, name, where)
         try:
             read: Any = AutoTokenizer.from_pretrained
             return from_library_first(read, os.path.expanduser(name), repository)
         except Exception as error:  # for some files, the tokenizers library raises Exception itself
             if asks_for_code(error):
                 raise code_not_trusted("tokenizer", name, where, repository) from error
-            if known := explained(error, name, where):
+            if known := explained(error, name, where) or absent_tokenizer(name, where):
                 raise known from error
             raise RecipeError(
                 "the tokenizer cannot be read",
@@ -120,7 +124,7 @@ class LLMFinetune(Recipe):
         """Build the ``dataloader.collate_fn`` section, else a collator that pads to the longest sample."""
         section = self.config.dataloader.collate_fn
         if section is not None:
-            return build(section, tokenizer=self.tokenizer)
+            return build_function("dataloader.collate_fn", section, tokenizer=self.tokenizer)
         # Padding has no label and is masked, so any id of the vocabulary will do.
         pad_token_id = 0
         for name in ("pad_token_id", "eos_token_id"):

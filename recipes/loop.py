@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-import signal
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, suppress
-from itertools import chain, islice
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing, suppress
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
@@ -17,73 +15,61 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from automodel_ckpt.checkpoint import Checkpointer
-from automodel_ckpt.checkpoint.module_tensors import unwrap
 from automodel_ckpt.checkpoint.run import timeline
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
-from automodel_ckpt.distributed.agree import sum_over_ranks
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.parallelize import (
     clip_gradients,
     clip_gradients_on_device,
-    reshard,
 )
 from automodel_ckpt.distributed.stop import StoppedWaiting, StopRequest
-from automodel_ckpt.errors import DeviceMemoryError, Stopped, TrainingDiverged
-from automodel_ckpt.models.harness import TaskMetric
-from automodel_ckpt.models.vocabulary import check_token_ids, num_embeddings
+from automodel_ckpt.errors import DeviceMemoryError
+from automodel_ckpt.recipes.batch_errors import BatchErrors
 from automodel_ckpt.recipes.benchmarks import Benchmarks
+from automodel_ckpt.recipes.cadence import steps_per_epoch
 from automodel_ckpt.recipes.completions import Completions
-from automodel_ckpt.recipes.evaluation import EvaluationTotals, sum_by_name
+from automodel_ckpt.recipes.divergence import Divergence
+from automodel_ckpt.recipes.forward_time import build_forward_timer
 from automodel_ckpt.recipes.gradients import GradientAccumulation
-from automodel_ckpt.recipes.hang_watch import HangWatch
+from automodel_ckpt.recipes.measurements import Measured, Measurements
 from automodel_ckpt.recipes.objective import Objective
-from automodel_ckpt.recipes.out_of_memory import Situation, reporting_out_of_memory
+from automodel_ckpt.recipes.out_of_memory import Situation
 from automodel_ckpt.recipes.pending_steps import PendingSteps
 from automodel_ckpt.recipes.readback import LaunchedStep, Mark, Number, Readback, runs_ahead
 from automodel_ckpt.recipes.records import (
-    BatchSize,
     Control,
-    ReportedStep,
     StepPosition,
     StepResult,
     Validation,
 )
+from automodel_ckpt.recipes.run_end import RunEnd
 from automodel_ckpt.recipes.run_log import RunLog, build_profiler
 from automodel_ckpt.recipes.saves import Saves
+from automodel_ckpt.recipes.step_exchange import StepExchange
+from automodel_ckpt.recipes.step_reports import StepReports, warn_of_skipped_update
+from automodel_ckpt.recipes.step_watches import StepWatches
+from automodel_ckpt.recipes.unused_parameters import check_all_trained
+from automodel_ckpt.recipes.validation import Batches, ValidationSets
 from automodel_ckpt.recipes.validation_metrics import (
-    BENCHMARK,
-    LOSS,
     TRAIN_LOSS,
     measures_of,
-    metric_name,
     metric_names,
 )
 from automodel_ckpt.recipes.weight_average import WeightAverage
 from automodel_ckpt.training.lr import current_rate
 from automodel_ckpt.training.optim import (
-    check_sharding_support,
     skip_step_if,
     skips_by_flag,
 )
 from automodel_ckpt.training.rng import StatefulRNG
-from automodel_ckpt.training.spikes import Spike
 from automodel_ckpt.training.step_scheduler import (
-    ClockReading,
     Due,
     StepScheduler,
     planned_end,
 )
-from automodel_ckpt.units import counted
 
 log = logging.getLogger("automodel_ckpt")
-
-_DIVERGED_HINT = (
-    "lower optimizer.lr, add warmup_steps or clip_grad_norm, use bfloat16 instead of float16, or look at the samples "
-    "of these steps (logging.sample_ids)"
-)
-_NO_BATCH = GlobalBatch(0, 0, 0, [], [], last_of_epoch=True)
-_NOTHING = BatchSize(0, 0, 0)
 
 
 class TrainingLoop:
@@ -94,11 +80,8 @@ class TrainingLoop:
     the recipe's ``loop_class``. Every method is called on all ranks.
     """
 
-    last_step: StepResult | None
-    """The newest step of this process whose numbers are known; None before there is one.
-
-    With several ranks or on a GPU, that is the step before the newest one: :meth:`finish_pending` waits for the newest.
-    """
+    rejects_unused_parameters: ClassVar[bool] = False
+    """Whether trained parameters without a gradient in the first step are an error in any case, not only with ddp."""
 
     def __init__(
         self,
@@ -140,26 +123,75 @@ class TrainingLoop:
         self.checkpointer = checkpointer
         self.saves = saves
         self.run_log = run_log
-        self.completions = completions
         self.weight_average = weight_average
-        self.benchmarks = benchmarks
         self.measures = measures_of(type(objective), config.loss_fn)
         self.profiler = build_profiler(config, layout)
         self.runs_ahead = self.queues_work()
+        self._forward_timer = build_forward_timer(self.model, layout, config)
         self.gradients = GradientAccumulation(
-            objective, layout, rng, keeps_on_device=self.runs_ahead
+            objective,
+            layout,
+            rng,
+            keeps_on_device=self.runs_ahead,
+            timer=self._forward_timer,
         )
-        self.last_step = None
+        self._has_checked_gradients = False
         self._pending = PendingSteps(
             runs_ahead=self.runs_ahead,
             # Tensor and context parallel ranks compute the same loss, which counts once.
             counts_loss=layout.reports_loss,
         )
-        self._spike: Spike | None = None
-        """The spike that was reported and has not been handled yet."""
-        self._after_spike: list[ReportedStep] = []
-        """The steps that the device had done by then, which count only if the run cannot go back."""
-        self.hang_watch: HangWatch | None = None
+        self.divergence = Divergence(step_scheduler, saves, run_log)
+        situation = Situation(config, layout, self.model, optimizer)
+        self.errors = BatchErrors(situation, self._pending)
+        sets: dict[str | None, Batches] = {}
+        if validation_batches is not None:
+            sets[None] = validation_batches
+        sets.update(self.validation_sets)
+        self.validations = ValidationSets(
+            sets,
+            objective,
+            rng,
+            stop_request,
+            measures=self.measures,
+            read=self.batches,
+            errors=self.errors,
+            runs_ahead=self.runs_ahead,
+        )
+        self.measurements = Measurements(
+            config,
+            step_scheduler,
+            saves,
+            run_log,
+            measures=self.measures,
+            weight_average=weight_average,
+            benchmarks=benchmarks,
+            completions=completions,
+        )
+        self.run_end = RunEnd(layout, step_scheduler, stop_request, checkpointer, saves, run_log)
+        has_router_loss = self.trainable.router_loss is not None
+        self._reports = StepReports(run_log, self.divergence, has_router_loss=has_router_loss)
+        self._exchange = StepExchange(
+            layout,
+            stop_request,
+            checkpointer,
+            step_scheduler,
+            self._pending,
+            self.errors,
+            self._reports,
+        )
+        self._watches = StepWatches(
+            config, layout, checkpointer, run_log, self._exchange, stop_request
+        )
+
+    @property
+    def last_step(self) -> StepResult | None:
+        """The newest step of this process whose numbers are known; None before there is one.
+
+        With several ranks or on a GPU, that is the step before the newest one: :meth:`finish_pending` waits for the
+        newest.
+        """
+        return self._reports.newest
 
     def queues_work(self) -> bool:
         """Whether the host continues while the device computes a step, and reads its numbers a step later."""
@@ -176,13 +208,13 @@ class TrainingLoop:
             self.already_complete()
             return
         if self.layout.rank == 0:
-            self.stop_request.on_request = self.acknowledge_stop
+            self.stop_request.on_request = self.run_end.acknowledge_stop
         log.info("%s", planned_end(scheduler.cadence, steps_per_epoch(self.dataloader)))
         self.run_log.timeline.enter(timeline.STEPS)
-        with self.profiler, self._hang_watch():
+        with self.profiler, self._watches.watching():
             while not scheduler.is_finished():
                 with self.run_log.timeline.phase(timeline.OTHER):
-                    self._skip_batches()
+                    self.divergence.skip_batches(self.dataloader)
                 self.run_epoch()
         self.run_log.timeline.enter(timeline.OTHER)
         self.stop_request.on_request = None
@@ -225,8 +257,7 @@ class TrainingLoop:
     def _step_and_save(self, batch: GlobalBatch, control: Control) -> bool:
         """Make a step, and what is due after it. Returns whether the run is over, or other batches follow."""
         due = self._step_with_reports(batch, control)
-        if self.hang_watch is not None:
-            self.hang_watch.note_step(self.step_scheduler.step)
+        self._watches.note_step(self.step_scheduler.step)
         if self._is_over_after(due):
             return True
         memory = self.saves.memory
@@ -236,27 +267,9 @@ class TrainingLoop:
             if due_now is not None and self._is_over_after(due_now):
                 return True
             # A step that is not finite could replace the last good checkpoint.
-            if self._spike is None and self._newest_is_finite():
+            if not self.divergence.found_spike and self._reports.newest_is_finite:
                 memory.save(self.step_scheduler.step, self._save_in_memory)
-        return self._went_back() or self._skip_is_due()
-
-    def _newest_is_finite(self) -> bool:
-        """Whether the loss and the gradient norm of the newest step are finite."""
-        newest = self.last_step
-        if newest is None:
-            return False
-        return math.isfinite(newest.loss) and math.isfinite(newest.grad_norm)
-
-    @contextmanager
-    def _hang_watch(self) -> Iterator[None]:
-        """Within the context, steps that do not end are reported (section ``hangs``). A collective."""
-        settings = self.config.hangs
-        if settings is None or self.checkpointer is None or self.layout.world_size == 1:
-            yield
-            return
-        run = self.checkpointer.directory
-        with HangWatch(settings, self.layout, self.run_log.timeline, run) as self.hang_watch:
-            yield
+        return self._went_back() or self.divergence.skip_is_due()
 
     def _save_in_memory(self, checkpointer: Checkpointer) -> None:
         """Save the present step with the *checkpointer* of memory checkpoints. A collective."""
@@ -279,88 +292,19 @@ class TrainingLoop:
         if went_back:
             return True
         if due.validate or due.benchmarks or due.save:
-            save = due.save and not self._postpones_save(due)
+            save = due.save and not self.divergence.postpones_save(due)
             self.validate_and_save(validate=due.validate, save=save, last=due.last)
         return due.last or self.step_scheduler.has_stopped_improving
 
-    # ---------------------------------------------------------------- spikes
-
     def _went_back(self) -> bool:
         """Go back if the newest reported step was a spike; returns whether the run did. A collective."""
-        if self._spike is None:
+        if not self.divergence.found_spike:
             return False
         # The host may run ahead of the device by a step, which has to be reported before its state is replaced.
         self.finish_pending()
-        spike, self._spike = self._spike, None
-        spikes = self.step_scheduler.spikes
-        assert spikes is not None
-        target = spike.step - spikes.rule.rollback
-        num_rollbacks = spikes.num_rollbacks + 1
-        if num_rollbacks > spikes.rule.max_rollbacks:
-            # A save in the background may still be writing the last good checkpoint.
-            self.saves.wait()
-            raise TrainingDiverged(
-                f"step {spike.step} is a spike, after {spikes.num_rollbacks} rollbacks: {spike.reason}",
-                where="step_scheduler.on_spike.max_rollbacks",
-                value=str(spikes.rule.max_rollbacks),
-                hint=_DIVERGED_HINT,
-            )
-        with self.run_log.timeline.phase(timeline.OTHER):
-            resumed = self.saves.roll_back(target) if target >= 0 else None
-        if resumed is None:
-            log.warning(
-                "step %d is a spike (%s), and no checkpoint is old enough to go back to step %d: training continues",
-                spike.step,
-                spike.reason,
-                target,
-            )
-            self._note_finite(spike.step, spike.is_finite)
-            steps, self._after_spike = self._after_spike, []
-            for step in steps:
-                self._judge(step)
-            return self._went_back()
-        self._after_spike = []
-        spikes.num_rollbacks = num_rollbacks
-        spikes.skip_after = target
-        self.last_step = None
-        self.run_log.roll_back(self.step_scheduler, spike, spikes.rule.skip)
-        log.warning(
-            "step %d is a spike: %s. Going back to step %d from the checkpoint of step %d, and leaving out %s",
-            spike.step,
-            spike.reason,
-            target,
-            resumed.step,
-            counted(spikes.rule.skip, "global batch", "global batches"),
-        )
-        return True
-
-    def _skip_is_due(self) -> bool:
-        """Whether batches are left out after the present step."""
-        spikes = self.step_scheduler.spikes
-        return spikes is not None and spikes.skip_after == self.step_scheduler.step
-
-    def _skip_batches(self) -> None:
-        """Leave out the global batches of a spike, if the run is at the step that it went back to."""
-        spikes = self.step_scheduler.spikes
-        if spikes is None or not self._skip_is_due():
-            return
-        num_left = spikes.rule.skip
-        while num_left:
-            # Not interrupted by a signal, which only one rank may have: the next step is agreed on by all.
-            with closing(iter(self.dataloader)) as batches:
-                for batch in islice(batches, num_left):
-                    self.dataloader.mark_consumed(batch)
-                    num_left -= 1
-        spikes.skip_after = None
-
-    def _postpones_save(self, due: Due) -> bool:
-        """Whether a save that is due waits for a finite step: it could replace the last good checkpoint."""
-        scheduler = self.step_scheduler
-        if scheduler.nonfinite_steps == 0 or due.last:
+        if not self.divergence.go_back():
             return False
-        log.warning(
-            "step %d: not saved, because its loss or gradient norm is not finite", scheduler.step
-        )
+        self._reports.newest = None
         return True
 
     def _step_with_reports(self, batch: GlobalBatch, control: Control) -> Due:
@@ -369,14 +313,11 @@ class TrainingLoop:
             f"in the forward pass, backward pass or update of step {self.step_scheduler.step + 1}"
         )
         try:
-            with self._reporting_memory(doing, batch):
+            with self.errors.explained(doing, batch):
                 with self.profiler.step(self.step_scheduler.step + 1):
                     due = self.step(batch, control)
                 if due.anything:
                     self.finish_pending()
-        except (IndexError, RuntimeError) as error:
-            self.explain(error, batch)
-            raise
         except DeviceMemoryError:
             if self.layout.world_size == 1:
                 # The record of the step before. With several ranks, it would need a reduction.
@@ -384,10 +325,6 @@ class TrainingLoop:
                     self.finish_pending()
             raise
         return due
-
-    def _reporting_memory(self, doing: str, batch: GlobalBatch) -> AbstractContextManager[None]:
-        situation = Situation(self.config, self.layout, self.model, self.optimizer)
-        return reporting_out_of_memory(doing, situation, batch.micro_batches)
 
     def _end_early(self) -> None:
         """End a run whose stream of samples had fewer steps in its last epoch than planned."""
@@ -417,65 +354,13 @@ class TrainingLoop:
         It also sums the numbers of the oldest step that is done but not logged, and logs that step. None means that
         this rank received a stop request while it waited for the batch.
         """
-        size = self._size_here(batch or _NO_BATCH)
+        size = None
+        if batch is not None:
+            with_flops = self.run_log.logs_mfu
+            size = self.objective.size_here(batch.micro_batches, with_flops=with_flops)
         # Before the flag is read: a signal from here on may be too late to prevent this step, and is logged as such.
         self.step_scheduler.enter_step()
-        return self._exchange(size, stop=batch is None)
-
-    def _exchange(self, size: BatchSize, *, stop: bool, wait: bool = False) -> Control:
-        """The exchange of all ranks between two steps, with the numbers of a step that is done, which is logged.
-
-        *stop*: whether this rank stops for another reason than a request. *wait*: wait for a step that the device may
-        still compute.
-        """
-        finished = self._pending.oldest(wait=wait)
-        numbers = self._numbers_of(finished) if finished is not None else {}
-        save_failed = self.checkpointer is not None and self.checkpointer.upload_failed
-        # Only rank 0's clock counts, so that all ranks save and end at the same step.
-        is_rank0 = self.layout.is_rank0
-        here = Control(
-            size.count,
-            size.num_label_tokens,
-            size.num_tokens,
-            stop or self.stop_request.wanted,
-            save_failed,
-            size.flops,
-            self.step_scheduler.read_clock() if is_rank0 else ClockReading(),
-        )
-        began = time.monotonic()
-        control, sums = here.summed(
-            self.layout.gloo_group, self._pending.sums_here(finished, numbers)
-        )
-        if self.hang_watch is not None:
-            self.hang_watch.note_wait(time.monotonic() - began)
-        if finished is not None:
-            self._pending.remove_oldest()
-            self._report(finished, numbers["grad_norm"], sums)
-        return control
-
-    def _numbers_of(self, step: LaunchedStep) -> dict[str, float]:
-        """Wait for the numbers of *step* on this rank. Raises what the device reports of it only now."""
-        try:
-            return step.numbers.read()
-        except (IndexError, RuntimeError) as error:
-            self.explain(error, step.batch)
-            raise
-
-    def _size_here(self, batch: GlobalBatch) -> BatchSize:
-        """The size of this rank's part of *batch*; zero if another rank reports the same rows.
-
-        The ranks of a tensor or context parallel group, and all stages, have the same rows, which count once.
-        """
-        count, num_labels, num_tokens, flops = 0, 0, 0, 0.0
-        if self.layout.reports:
-            for micro_batch in batch.micro_batches:
-                size = self.objective.size_of(micro_batch)
-                count += size.count
-                num_labels += size.num_label_tokens
-                num_tokens += size.num_tokens
-                if self.run_log.logs_mfu:
-                    flops += self.objective.flops_of(micro_batch)
-        return BatchSize(count, num_labels, num_tokens, flops)
+        return self._exchange.run(size, stop=batch is None)
 
     # ---------------------------------------------------------------- step
 
@@ -507,6 +392,7 @@ class TrainingLoop:
     ) -> LaunchedStep:
         """Start to copy the numbers of a step to the host, now that all its work is queued."""
         router_loss = self.trainable.router_loss
+        timer = self._forward_timer
         numbers = {
             "loss": loss_sum,
             "aux_loss": router_loss.value_here if router_loss is not None else 0.0,
@@ -525,6 +411,7 @@ class TrainingLoop:
             numbers=Readback(numbers, self.layout.device),
             metrics=metrics,
             may_be_skipped=isinstance(grad_norm, torch.Tensor),
+            forward=timer.take() if timer is not None else None,
         )
 
     def train_step(self, batch: GlobalBatch, control: Control) -> tuple[Number, Number]:
@@ -547,12 +434,13 @@ class TrainingLoop:
         # DDP and FSDP2 average gradients over the ranks; times this factor they are sums.
         scale = self.layout.sizes.token_parts / control.count
         loss_sum = self.gradients.accumulate(batch, scale)
+        self._check_unused_parameters()
         grad_norm = self.clip_gradients()
         # The norm is global, so all ranks skip the same update. The schedule advances nevertheless.
         if isinstance(grad_norm, torch.Tensor):
             skip_step_if(self.optimizer, ~torch.isfinite(grad_norm))
         elif not math.isfinite(grad_norm):
-            self._warn_of_skipped_update(step, grad_norm)
+            warn_of_skipped_update(step, grad_norm)
             # step() below skips parameters without a gradient.
             self.optimizer.zero_grad(set_to_none=True)
         # The optimizer changes the weights now.
@@ -561,8 +449,17 @@ class TrainingLoop:
         self.optimizer.zero_grad(set_to_none=True)
         return loss_sum if self.runs_ahead else loss_sum.item(), grad_norm
 
-    def _warn_of_skipped_update(self, step: int, grad_norm: float) -> None:
-        log.warning("step %d: the gradient norm is %s, no update", step, grad_norm)
+    def _check_unused_parameters(self) -> None:
+        """In the first step, report trained parameters without a gradient."""
+        if self._has_checked_gradients or self.trainable.stage is not None:
+            return
+        # Gradients exist only between the backward pass and zero_grad().
+        self._has_checked_gradients = True
+        check_all_trained(
+            self.model,
+            has_adapters=self.config.peft is not None,
+            is_error=self.rejects_unused_parameters,
+        )
 
     def clip_gradients(self) -> Number:
         """Scale all gradients together to ``clip_grad_norm``; returns their 2-norm before that. A collective.
@@ -601,7 +498,7 @@ class TrainingLoop:
             num_tokens=launched.control.num_tokens,
         )
         if due.anything or self.layout.world_size == 1:
-            control = self._exchange(_NOTHING, stop=False)
+            control = self._exchange.run(None, stop=False)
             due = scheduler.apply_clock(control.clock, stop=control.stop)
         return due
 
@@ -613,209 +510,16 @@ class TrainingLoop:
         """
         found = None
         while self._pending:
-            due = self._due_by_clock(self._exchange(_NOTHING, stop=False, wait=True))
+            control = self._exchange.run(None, stop=False, wait=True)
+            due = self._due_by_clock(control)
             found = due or found
         return found
-
-    def _report(self, finished: LaunchedStep, grad_norm: float, sums: Sequence[float]) -> None:
-        """Log a step. *sums* are those of :meth:`PendingSteps.sums_here`, over all ranks."""
-        total, aux_loss, *metrics = sums
-        count = finished.control.count
-        means = {}
-        for name, metric in zip(finished.metrics, metrics, strict=True):
-            means[name] = metric / count
-        if finished.may_be_skipped and not math.isfinite(grad_norm):
-            self._warn_of_skipped_update(finished.position.step, grad_norm)
-        has_router_loss = self.trainable.router_loss is not None
-        self.last_step = StepResult(
-            total / count if count else math.nan,
-            grad_norm,
-            finished.lr,
-            aux_loss if has_router_loss else None,
-            means,
-        )
-        self.run_log.log_step(
-            finished.position,
-            finished.batch.sample_ids,
-            finished.control,
-            self.last_step,
-            finished.numbers.end.seconds_since(finished.start),
-        )
-        # The sum, not the mean: without labels, the mean of a batch is NaN.
-        is_finite = math.isfinite(total) and math.isfinite(grad_norm)
-        step = finished.position.step
-        self._judge(ReportedStep(step, self.last_step.loss, grad_norm, count > 0, is_finite))
-
-    def _judge(self, step: ReportedStep) -> None:
-        """Find out whether *step* is a spike, or one too many that is not finite.
-
-        Raises :class:`TrainingDiverged` in the second case, on all ranks.
-        """
-        if self._spike is not None:
-            self._after_spike.append(step)
-            return
-        spikes = self.step_scheduler.spikes
-        # Without labels, the loss is not a number and no weight changes.
-        if spikes is not None and step.has_labels:
-            self._spike = spikes.note(step.step, step.loss, step.grad_norm)
-        if self._spike is None:
-            self._note_finite(step.step, step.is_finite)
-
-    def _note_finite(self, step: int, is_finite: bool) -> None:
-        """Count *step* if it is not finite. Raises :class:`TrainingDiverged` after too many, on all ranks."""
-        assert self.last_step is not None, "it was reported"
-        if self.step_scheduler.note_finite(is_finite):
-            self._stop_diverged(step, self.last_step)
-
-    def _stop_diverged(self, step: int, result: StepResult) -> NoReturn:
-        """Raise :class:`TrainingDiverged` after too many steps that were not finite. The same on all ranks.
-
-        Nothing is saved.
-        """
-        # A save in the background may still be writing the last good checkpoint.
-        self.saves.wait()
-        count = self.step_scheduler.nonfinite_steps
-        steps = "in 1 step" if count == 1 else f"in {count} consecutive steps"
-        newest = self.saves.last_save or self.saves.resumed
-        kept = f"the newest checkpoint is {newest.path.name}" if newest else "nothing was saved"
-        raise TrainingDiverged(
-            f"the loss or the gradient norm was not finite {steps}, the last of which is step {step}",
-            where="step_scheduler.stop_after_nonfinite_steps",
-            value=f"loss {result.loss}, gradient norm {result.grad_norm}, learning rate {result.lr:g}",
-            hint=f"{_DIVERGED_HINT}; {kept}",
-        )
-
-    def explain(self, error: Exception, batch: GlobalBatch) -> None:
-        """Raise :class:`RecipeError` if a step failed because *batch* has tokens that the model does not have, or
-        because the optimizer does not support sharded parameters.
-
-        torch reports only that an index is out of range, on a GPU not even that. Checking after the failure costs
-        nothing in other steps.
-        """
-        check_sharding_support(self.optimizer, error)
-        # A GPU reports the failure of a step while the host queues the next one.
-        for each in [*self._pending.batches, batch]:
-            where = f"the global batch of samples {each.sample_ids[:16]}"
-            check_token_ids(each.micro_batches, num_embeddings(unwrap(self.model)), where)
 
     # ---------------------------------------------------------------- validation
 
     def validate(self) -> Validation | None:
-        """Compute the mean loss over each validation set; None if a stop was requested meanwhile.
-
-        It leaves no trace in the training: no gradients, and random states are restored.
-        """
-        totals: dict[str | None, EvaluationTotals] = {}
-        if self.trainable.fake_quantization is not None:
-            # A run that has just been resumed has made no step.
-            self.trainable.fake_quantization.start(max(1, self.step_scheduler.step))
-        self.model.eval()
-        try:
-            with torch.no_grad(), self.rng.preserved():
-                for name, batches in self._all_validation_sets():
-                    found = self._set_totals(batches())
-                    if found is None:
-                        return None
-                    totals[name] = found
-        finally:
-            self.model.train()
-            # With FSDP2, a forward pass without a backward pass leaves parameters gathered.
-            reshard(self.model)
-        assert totals, "without validation data, no validation is due"
-        losses = {}
-        for name, each in totals.items():
-            if name is not None:
-                losses[name] = each.mean_loss
-        main_name, main = next(iter(totals.items()))
-        further = self._further_metrics(main_name, totals)
-        return Validation(main.mean_loss, main.num_label_tokens, main.count, losses, further)
-
-    def _set_totals(self, batches: Iterable[GlobalBatch]) -> EvaluationTotals | None:
-        """The totals of one validation set over all ranks; None if a stop was requested. A collective."""
-        with self.objective.evaluating() as measured:
-            totals = self.validation_totals(batches)
-        if totals is None:
-            return None
-        # Context parallel ranks count different labels, as they sum the loss of different ones.
-        here = measured.read() if self.layout.reports_loss else {}
-        loss, count, num_labels = totals
-        sums = sum_by_name(self.layout.gloo_group, here)
-        return EvaluationTotals(loss, int(count), int(num_labels), sums)
-
-    def _further_metrics(
-        self, main: str | None, totals: Mapping[str | None, EvaluationTotals]
-    ) -> dict[str, float]:
-        """The metrics beside the losses by their names in logs. *main* is the set without a name in them."""
-        values = {name: self.objective.summarize(each) for name, each in totals.items()}
-        found: dict[str, float] = {}
-        for measure in self.measures:
-            if measure == LOSS:
-                continue
-            found[metric_name(measure, None)] = values[main][measure]
-            for name, of_set in values.items():
-                if name is not None:
-                    found[metric_name(measure, name)] = of_set[measure]
-        return found
-
-    def _all_validation_sets(
-        self,
-    ) -> Iterator[tuple[str | None, Callable[[], Iterator[GlobalBatch]]]]:
-        """Yield (name, function that reads it) for each validation set; the first one's loss is ``val_loss``.
-
-        The name of ``validation_dataset`` is None.
-        """
-        if self.validation_batches is not None:
-            yield None, self.validation_batches
-        yield from self.validation_sets.items()
-
-    def validation_totals(
-        self, batches: Iterable[GlobalBatch]
-    ) -> tuple[float, float, float] | None:
-        """The summed loss, its count, and the label tokens of all batches and ranks; None if a stop was requested.
-
-        The sums of a batch are reduced before the next forward pass, with the stop flags: if a rank is stopped while it
-        waits for data, the others must learn of it before they enter a collective of the model without that rank.
-        """
-        loss, count, num_labels = 0.0, 0.0, 0.0
-        mine: tuple[Number, int, int] = (0.0, 0, 0)
-        # Each round reduces the sums of the batch before; the extra round those of the last.
-        for batch in chain(self.batches(batches), [_NO_BATCH]):
-            wants_stop = batch is None or self.stop_request.wanted
-            loss_here, count_here, num_labels_here = mine
-            sums = sum_over_ranks(
-                self.layout.gloo_group,
-                float(loss_here),
-                count_here,
-                num_labels_here,
-                wants_stop,
-            )
-            if sums[3] > 0:
-                return None
-            loss += sums[0]
-            count += sums[1]
-            num_labels += sums[2]
-            mine = self.validation_sums(batch or _NO_BATCH)
-        return loss, count, num_labels
-
-    def validation_sums(self, batch: GlobalBatch) -> tuple[Number, int, int]:
-        """This rank's summed loss, its count, and the label tokens of *batch*; zeros if another rank reports them.
-
-        If the host runs ahead of the device, the loss may be a tensor, which is read when the next batch is there.
-        """
-        doing = f"in the validation of step {self.step_scheduler.step}"
-        try:
-            with self._reporting_memory(doing, batch):
-                loss: Number = 0.0
-                self.objective.start_batch(batch.micro_batches)
-                for each in self.objective.losses(batch.micro_batches):
-                    # float64, as in the reduction over the ranks.
-                    part = each.double()
-                    loss += part if self.runs_ahead else part.item()
-        except (IndexError, RuntimeError) as error:
-            self.explain(error, batch)
-            raise
-        size = self._size_here(batch)
-        return loss if self.layout.reports_loss else 0.0, size.count, size.num_label_tokens
+        """Compute the mean loss over each validation set; None if a stop was requested meanwhile."""
+        return self.validations.measure(self.step_scheduler.step)
 
     def validate_and_save(self, *, validate: bool, save: bool, last: bool = False) -> None:
         """Validate first, so that the checkpoint contains the validation of its step, then save.
@@ -823,83 +527,27 @@ class TrainingLoop:
         *last*: the run ends with this step. Raises :class:`Stopped` if a stop was requested during the validation.
         """
         started = time.monotonic()
-        validation = self._validated() if validate else None
-        if validate and validation is None:
-            self.stop()
-        found = self._run_benchmarks(validation)
-        losses = {**self.losses(validation), **self._benchmark_values(found)}
-        is_measured = validation is not None or bool(found)
-        is_best = is_measured and self.saves.note_if_best(losses)
-        if is_measured:
+        measured = self._measured(validate=validate)
+        losses = self._losses_with(measured)
+        is_best = measured.anything and self.saves.note_if_best(losses)
+        if measured.anything:
             self.step_scheduler.note_metrics(losses)
         if self.step_scheduler.has_stopped_improving:
             save = last = True
         if (save or is_best) and self.step_scheduler.unsaved:
-            self.saves.save(losses, validated=is_measured, started=started, last=last)
+            self.saves.save(losses, validated=measured.anything, started=started, last=last)
 
-    def _run_benchmarks(self, validation: Validation | None) -> Sequence[TaskMetric]:
-        """Run the benchmarks if they are due. *validation* is that of the same step.
-
-        Raises :class:`Stopped` if a stop was requested meanwhile. The next start then makes up for both.
-        """
-        scheduler = self.step_scheduler
-        if self.benchmarks is None or not scheduler.benchmarks_are_missing:
-            return ()
-        with self.run_log.timeline.phase(timeline.VALIDATION), self.validated_weights():
-            metrics = self.benchmarks.run()
-        if metrics is None:
-            if validation is not None:
-                scheduler.repeat_validation()
+    def _measured(self, *, validate: bool) -> Measured:
+        """Validate, and run the benchmarks if they are due. Raises :class:`Stopped` if a stop was requested."""
+        measured = self.measurements.take(self.validate if validate else None, self.last_step)
+        if measured is None:
             self.stop()
-        scheduler.note_benchmarks()
-        texts = [f"{each.task} {each.metric} {each.value:.4f}" for each in metrics]
-        log.info("step %d: %s", scheduler.step, ", ".join(texts))
-        self.run_log.log_benchmarks(scheduler, metrics)
-        return metrics
+        return measured
 
-    def _benchmark_values(self, metrics: Sequence[TaskMetric]) -> dict[str, float | None]:
-        """The values of *metrics* by name. Without any, null for those that the recipe names."""
-        values: dict[str, float | None] = {each.name: each.value for each in metrics}
-        rule = self.step_scheduler.cadence.early_stopping
-        named = [self.config.checkpoint.best_metric_key, rule.metric if rule is not None else ""]
-        for name in named:
-            if name.startswith(BENCHMARK) and not metrics:
-                values[name] = None
-        return values
-
-    @contextmanager
-    def validated_weights(self) -> Iterator[None]:
-        """Within the context, the model has the weights that validations measure: with ``ema.validate`` the average."""
-        section = self.config.ema
-        if self.weight_average is None or section is None or not section.validate:
-            yield
-            return
-        self.saves.await_copies()
-        with self.weight_average.in_model():
-            yield
-
-    def _validated(self) -> Validation | None:
-        scheduler = self.step_scheduler
-        with self.run_log.timeline.phase(timeline.VALIDATION), self.validated_weights():
-            validation = self.validate()
-            if validation is None:
-                return None
-            self._log_validation(validation)
-            if self.completions is not None:
-                self.run_log.log_completions(scheduler, self.completions.at(scheduler.step))
-        return validation
-
-    def _log_validation(self, validation: Validation) -> None:
-        scheduler = self.step_scheduler
-        scheduler.note_validated()
-        figures = self.run_log.figures(
-            {"train_loss": self.last_step.loss if self.last_step else None}
-        )
-        of = " of the average" if self.config.ema is not None and self.config.ema.validate else ""
-        measured = validation_text(validation, self.measures)
-        text = f"step {scheduler.step}: validation loss{of} {measured}"
-        log.info("%s", f"{text}; {figures}" if figures else text)
-        self.run_log.log_validation(scheduler, validation)
+    def _losses_with(self, measured: Measured) -> dict[str, Any]:
+        """The content of ``losses.json``, with the metrics of benchmarks."""
+        benchmarks = self.measurements.benchmark_values(measured.benchmarks)
+        return {**self.losses(measured.validation), **benchmarks}
 
     def make_up_validation(self) -> None:
         """Run the validation that a stop prevented before the present start; the step's checkpoint exists already.
@@ -910,13 +558,7 @@ class TrainingLoop:
         if not (scheduler.validation_is_missing or scheduler.benchmarks_are_missing):
             return
         log.info("validating step %d, which a signal had prevented", scheduler.step)
-        validation = None
-        if scheduler.validation_is_missing:
-            validation = self._validated()
-            if validation is None:
-                self.stop()
-        found = self._run_benchmarks(validation)
-        losses = {**self.losses(validation), **self._benchmark_values(found)}
+        losses = self._losses_with(self._measured(validate=scheduler.validation_is_missing))
         self.saves.note_late_validation(losses)
         scheduler.note_metrics(losses)
 
@@ -936,86 +578,14 @@ class TrainingLoop:
 
     # ---------------------------------------------------------------- the end
 
-    def acknowledge_stop(self, number: int) -> None:
-        """Log that a signal was received, and what follows; a thread calls it while the step continues.
-
-        *number* is the number of the signal, 0 if another rank received it.
-        """
-        name = signal.Signals(number).name if number else "a signal to another rank"
-        again = "press Ctrl-C again" if number == signal.SIGINT else "send it again"
-        saves = "saving"
-        if self.checkpointer is None:
-            saves = "nothing is saved, checkpoint.enabled is false"
-        code = self.stop_request.exit_code
-        then = f"{saves}, then exit {code}" if code else f"{saves}, then exit"
-        step = self.step_scheduler.stops_after
-        self.run_log.progress.write_above(
-            f"{name}: stopping after step {step} at the latest: {then}; {again} to stop now without saving"
-        )
-
     def stop(self) -> NoReturn:
         """Save the last completed step unless it is saved. Raises :class:`Stopped`."""
-        scheduler = self.step_scheduler
-        self.saves.stop(self.losses(None))
-        saved = self.checkpointer is not None and scheduler.step > 0
-        number = self.stop_request.requested
-        by = signal.Signals(number).name if number else "a signal to another rank"
-        outcome = ", which is saved" if saved else "; nothing was saved"
-        last_save = self.saves.last_save
-        raise Stopped(
-            f"stopped by {by} after step {scheduler.step}{outcome}",
-            where=str(self.checkpointer.directory) if self.checkpointer else "",
-            value=last_save.path.name if last_save else "",
-            hint="the same command continues from there"
-            if saved
-            else "the same command starts over",
-        )
+        self.run_end.stop(self.losses(None))
 
     def end(self) -> None:
         """Log the end of a complete run. Raises the failure of the last save if training continued after it."""
-        # A failed save in the background must end the run before it is logged as done.
-        self.saves.wait()
-        scheduler = self.step_scheduler
-        loss = f"training loss {self.last_step.loss:.4f}" if self.last_step else "no step was made"
-        log.info("done: step %d, %s", scheduler.step, loss)
-        log.info("%s", scheduler.reason_of_end())
-        self.saves.end()
-        if self.layout.rank == 0:
-            self.saves.note_finished()
+        self.run_end.complete(self.last_step)
 
     def already_complete(self) -> None:
         """Log that the run was complete when it was started, and make exports that a kill or a signal prevented."""
-        scheduler = self.step_scheduler
-        log.info("already complete at step %d: %s", scheduler.step, scheduler.reason_of_end())
-        if scheduler.unsaved:
-            # Its checkpoint was in memory only, and the recipe now ends before the next one on disk.
-            self.saves.save(self.losses(None), validated=False, started=time.monotonic(), last=True)
-            self.saves.wait()
-        self.saves.export_finished()
-        if self.layout.rank == 0:
-            self.saves.note_finished()
-
-
-def validation_text(validation: Validation, measures: Iterable[str]) -> str:
-    """The metrics of a validation for the log: those of the main set, then those of each named one."""
-
-    def text(loss: float, set_name: str | None) -> str:
-        parts = [f"{loss:.4f}"]
-        for measure in measures:
-            value = validation.further.get(metric_name(measure, set_name))
-            if value is not None:
-                parts.append(f"{measure} {value:.4g}")
-        return ", ".join(parts)
-
-    sets = [text(validation.loss, None)]
-    for name, loss in validation.losses.items():
-        sets.append(f"{name} {text(loss, name)}")
-    return "; ".join(sets)
-
-
-def steps_per_epoch(loader: GlobalBatchLoader) -> int | None:
-    """Optimizer steps of a complete epoch; None for a stream, whose length is unknown."""
-    try:
-        return len(loader)
-    except TypeError:
-        return None
+        self.run_end.already_complete(self.losses(None))

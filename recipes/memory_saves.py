@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,12 +14,19 @@ from torch.distributed import ProcessGroup
 from automodel_ckpt.checkpoint import Checkpointer, commit
 from automodel_ckpt.checkpoint.checkpointer import Resumed
 from automodel_ckpt.checkpoint.layout import RankLayout
-from automodel_ckpt.checkpoint.run.memory_directory import open_memory, remove_memory
+from automodel_ckpt.checkpoint.memory.directory import GENERATION, forget_memory, remove_memory
+from automodel_ckpt.checkpoint.memory.nodes import Nodes
+from automodel_ckpt.checkpoint.memory.opening import open_memory
+from automodel_ckpt.checkpoint.memory.save_files import remove_set_aside
+from automodel_ckpt.checkpoint.memory.survey import HeldCheckpoint, survey
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
-from automodel_ckpt.config.schema import CheckpointConfig, MemoryConfig
+from automodel_ckpt.config.sections.checkpoint import CheckpointConfig, MemoryConfig
 from automodel_ckpt.distributed import agree
+from automodel_ckpt.distributed.node_address import own_address
+from automodel_ckpt.distributed.peers import dead_ranks
 from automodel_ckpt.errors import AutomodelError, LeaseLost, RecipeError, SaveFailed
 from automodel_ckpt.training.step_scheduler import StepScheduler
+from automodel_ckpt.units import counted, size_text
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -32,12 +38,19 @@ SaveState = Callable[[Checkpointer], object]
 """Saves the present step with a checkpointer."""
 
 
+def forget_memory_saves(disk: Checkpointer) -> None:
+    """Remove the record of memory checkpoints from the run directory of *disk*, for a run without them. Collective."""
+    disk.call_on_rank0(
+        "removing the record of checkpoints in memory", lambda: forget_memory(disk.directory)
+    )
+
+
 class MemorySaves:
     """Saves the state of a run to memory after every few steps, asynchronously, and removes it when the run ends.
 
     *disk* is the checkpointer of the run directory, which finds the memory checkpoints of an earlier start from the
-    construction on. All ranks must run on one node. All methods are collective unless they state otherwise. Raises
-    :class:`RecipeError` on all ranks if the directory cannot be used.
+    construction on. On several nodes, each checkpoint is distributed over their memory. All methods are collective
+    unless they state otherwise. Raises :class:`RecipeError` on all ranks if the directory cannot be used.
     """
 
     def __init__(
@@ -50,39 +63,61 @@ class MemorySaves:
         timeout_seconds: float,
     ) -> None:
         """*section* is ``checkpoint.memory``, and *options* the section that contains it."""
-        _check_one_node(ranks.world_size)
         self._group = group
         self._disk = disk
+        self._verify = options.verify
         self._is_rank0 = ranks.rank == 0
         self._is_auto = section.every_steps == "auto"
         self._every_steps = 1 if section.every_steps == "auto" else section.every_steps
         self._num_failures = 0
         self._last_failed = False
+        self._gave_up = False
         self._next_step = 0
         self._last_saved = (0, time.monotonic())
         """The step of the last save, and when it began."""
-        self.directory = self._open(section, disk)
-        """The directory of this run's memory checkpoints."""
-        disk.use_memory(self.directory)
+        run = disk.directory.absolute()
+        opened = open_memory(run, Path(section.directory), group, _as_recipe_error)
+        self.directory = opened.directory
+        """The directory of this run's memory checkpoints, on this node."""
+        self._record = opened.record
+        self.nodes: Nodes | None = None
+        """The nodes of a run on several nodes."""
+        if len(opened.of_ranks) > 1:
+            self.nodes = Nodes(
+                self.directory,
+                opened.of_ranks,
+                ranks.rank,
+                group,
+                host=own_address(group),
+                replicas=section.replicas,
+                bytes_per_second=_bytes_per_second(section),
+                convert=_as_recipe_error,
+            )
+        if self.nodes is not None and self._is_rank0:
+            log.info("%s", _nodes_text(self.nodes, section.replicas))
+        self._held: dict[Path, HeldCheckpoint] = {}
+        self.find()
         self._checkpointer: Checkpointer | None = Checkpointer(
             self.directory,
             ranks,
             group,
-            memory_options(options),
+            memory_options(options, is_distributed=self.nodes is not None),
             timeout_seconds=timeout_seconds,
             is_quiet=True,
+            nodes=self.nodes,
         )
         self._checkpointer.open()
 
-    def _open(self, section: MemoryConfig, disk: Checkpointer) -> Path:
-        """Create the directory on rank 0; return its path on all ranks."""
-        directory: Path | None = None
-        with agree.raise_on_all_ranks(self._group, _as_recipe_error):
-            if self._is_rank0:
-                directory = open_memory(disk.directory.absolute(), Path(section.directory))
-        directory = agree.broadcast_object(self._group, directory)
-        assert directory is not None
-        return directory
+    def find(self) -> None:
+        """Let the checkpointer of the run directory find the checkpoints in memory. Collective.
+
+        On several nodes, these are the ones that all nodes together have completely. There are none after a failure.
+        """
+        if self._gave_up:
+            return
+        if self.nodes is not None:
+            self._held = survey(self.nodes, self._group, self._verify, self._record)
+        self._disk.use_memory(self.directory, self._held)
 
     @property
     def checkpointer(self) -> Checkpointer | None:
@@ -99,13 +134,27 @@ class MemorySaves:
         """Remove what an earlier start left, except the checkpoint that was *resumed*. The run is at *step*."""
         self._next_step = step + self._every_steps
         self._last_saved = (step, time.monotonic())
+        base = resumed if resumed is not None and resumed.in_memory else None
         with agree.raise_on_all_ranks(self._group, _as_recipe_error):
             if self._is_rank0:
-                kept = resumed.path.name if resumed is not None and resumed.in_memory else None
-                self._remove_all_but(kept)
+                # From here on, other checkpoints on nodes that are not reachable now are never used.
+                self._record = self._record.next("" if base is None else base.manifest.digest)
+                self._record.write(self._disk.directory.absolute())
+        self._record = agree.broadcast_object(self._group, self._record)
+        if self._checkpointer is not None:
+            self._checkpointer.notes[GENERATION] = self._record.generation
+        if self._gave_up:
+            return
+        with agree.raise_on_all_ranks(self._group, _as_recipe_error):
+            if self._is_rank0 or (self.nodes is not None and self.nodes.is_leader):
+                self._remove_all_but(None if base is None else base.path.name)
 
     def _remove_all_but(self, kept: str | None) -> None:
+        # Someone may have removed it, as systemd does at the end of a session. The next save reports that.
+        if not self.directory.is_dir():
+            return
         commit.recover(self.directory)
+        remove_set_aside(self.directory)
         for name in checkpoint_names(self.directory):
             if str(name) != kept:
                 commit.discard(commit.withdraw(self.directory / str(name)))
@@ -143,22 +192,22 @@ class MemorySaves:
         try:
             save(checkpointer)
         except (SaveFailed, LeaseLost) as failure:
-            self._num_failures += 1
-            self._last_failed = True
-            if self._num_failures >= _MAX_FAILURES or isinstance(failure, LeaseLost):
-                self._give_up(failure)
-                return True
-            if self._is_rank0:
-                log.warning(
-                    "a checkpoint in memory failed, and the present step is saved in its place: %s",
-                    failure,
-                )
-            return False
+            self._note_failure(failure, "and the present step is saved in its place")
+            return self._checkpointer is None
         # The return of a second save in a row shows that the first one was published.
         if not self._last_failed:
             self._num_failures = 0
         self._last_failed = False
         return True
+
+    def _note_failure(self, failure: AutomodelError, outcome: str) -> None:
+        """Count a failed save, and warn of it with its *outcome*; after _MAX_FAILURES in a row, save no more."""
+        self._num_failures += 1
+        self._last_failed = True
+        if self._num_failures >= _MAX_FAILURES or isinstance(failure, LeaseLost):
+            self._give_up(failure)
+        elif self._is_rank0:
+            log.warning("a checkpoint in memory failed, %s: %s", outcome, failure)
 
     def _is_busy(self, checkpointer: Checkpointer) -> bool:
         """Whether a save is in progress on a rank."""
@@ -179,23 +228,26 @@ class MemorySaves:
     def _give_up(self, failure: AutomodelError) -> None:
         checkpointer, self._checkpointer = self._checkpointer, None
         assert checkpointer is not None
+        self._gave_up = True
+        self._disk.use_memory(None)
         if self._is_rank0:
             log.warning(
                 "no more checkpoints in memory: %s; the run continues with those on disk", failure
             )
         checkpointer.close()
         # After a lost lease, the directory belongs to another run.
-        if self._is_rank0 and not isinstance(failure, LeaseLost):
-            remove_memory(self.directory)
+        if not isinstance(failure, LeaseLost):
+            self._remove_directory()
+        self._release_nodes()
 
     def finish_save(self) -> None:
-        """Wait for the save in progress. A failure ends the saves to memory with a warning. Collective."""
+        """Wait for the save in progress. Its failure counts as one of :meth:`save`. Collective."""
         if self._checkpointer is None:
             return
         try:
             self._checkpointer.wait_for_save()
         except (SaveFailed, LeaseLost) as failure:
-            self._give_up(failure)
+            self._note_failure(failure, "and the one before is the newest")
 
     def wait(self) -> None:
         """Wait until this rank has no save in progress. Local."""
@@ -206,31 +258,79 @@ class MemorySaves:
         """Release the directory, and keep its checkpoints for the next start. Local."""
         checkpointer, self._checkpointer = self._checkpointer, None
         if checkpointer is not None:
-            checkpointer.close()
+            if self.nodes is not None:
+                # It could wait forever for the files of a node whose process has ended already.
+                checkpointer.abandon_save()
+            checkpointer.close(dead_ranks)
+        self._release_nodes()
 
     def remove(self) -> None:
-        """Remove the checkpoints in memory, because the run directory has all that the run needs. Local."""
+        """Remove the checkpoints in memory, because the run directory has all that the run needs."""
+        self.finish_save()
         self.close()
-        if self._is_rank0:
+        # It was removed, or belongs to another run.
+        if not self._gave_up:
+            self._remove_directory()
+
+    def _remove_directory(self) -> None:
+        """Remove the directory on this node, by one rank of it."""
+        if self._is_rank0 or (self.nodes is not None and self.nodes.is_leader):
             remove_memory(self.directory)
 
+    def _release_nodes(self) -> None:
+        if self.nodes is not None:
+            self.nodes.release()
 
-def _check_one_node(world_size: int) -> None:
-    """Raise :class:`RecipeError` if the run has ranks on several nodes, which do not share memory."""
-    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    if num_local != world_size:
-        raise RecipeError(
-            "checkpoints in memory require that all ranks run on one node",
-            where="checkpoint.memory",
-            value=f"{num_local} of {world_size} ranks on this node",
-            hint="remove checkpoint.memory, and save more often with checkpoint.is_async",
-        )
+    def origins(self) -> str:
+        """The end of a message about a load from memory: where the state of each rank came from. Collective."""
+        if self.nodes is None:
+            return ", where every rank's state was"
+        own = others = 0
+        for checkpoint in self._held.values():
+            for node, nbytes in checkpoint.read_bytes.items():
+                if node == self.nodes.own:
+                    own += nbytes
+                else:
+                    others += nbytes
+        return ": " + _origins_text(agree.gather_objects(self._group, (own, others)))
 
 
-def memory_options(section: CheckpointConfig) -> CheckpointConfig:
-    """Return the options of saves to memory: asynchronous, only the newest is kept, nothing is exported."""
+def _origins_text(read_bytes: Sequence[tuple[int, int]]) -> str:
+    """Describe what each rank has read, (bytes from its own node, bytes from other nodes)."""
+    from_others = [rank for rank, (_, others) in enumerate(read_bytes) if others]
+    if not from_others:
+        return "each rank's state from its own node"
+    own = sum(each[0] for each in read_bytes)
+    others = sum(each[1] for each in read_bytes)
+    return (
+        f"{size_text(own)} from the ranks' own nodes, and {size_text(others)} from the memory of other nodes "
+        f"(by {counted(len(from_others), 'rank')}, the first is {from_others[0]})"
+    )
+
+
+def _nodes_text(nodes: Nodes, replicas: int) -> str:
+    text = f"checkpoints in memory are distributed over {len(nodes.nodes)} nodes"
+    if nodes.replicas:
+        text += f", and each node's part is copied to {counted(nodes.replicas, 'other node')}"
+    if nodes.replicas < replicas:
+        text += f" (checkpoint.memory.replicas is {replicas}: there are no more)"
+    return text
+
+
+def _bytes_per_second(section: MemoryConfig) -> float | None:
+    rate = section.max_mb_per_second
+    return None if rate is None else 1e6 * rate
+
+
+def memory_options(section: CheckpointConfig, *, is_distributed: bool = False) -> CheckpointConfig:
+    """Return the options of saves to memory: asynchronous, only the newest is kept, nothing is exported.
+
+    If the checkpoints are distributed over several nodes, no file has parts of ranks on different nodes.
+    """
     return replace(
         section,
+        model_layout="shards" if is_distributed else section.model_layout,
+        files_per_node=None if is_distributed else section.files_per_node,
         is_async=True,
         incremental=False,
         save_consolidated=False,

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from automodel_ckpt.config.schema import Target
-from automodel_ckpt.config.targets import build
+from automodel_ckpt.config.plugins import build_function
+from automodel_ckpt.config.rules import Target
 from automodel_ckpt.data.packing import IS_TOKEN, longest_sample
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.errors import RecipeError
@@ -36,6 +36,7 @@ from automodel_ckpt.recipes.trainable import Trainable
 from automodel_ckpt.training.loss import (
     WHOLE,
     LossFn,
+    check_is_sum,
     check_labels,
     cross_entropy_sum,
     in_numpy,
@@ -89,6 +90,7 @@ class Objective:
         self.model, self.router_loss = trainable.model, trainable.router_loss
         self._num_row_parts = layout.num_row_parts(sequence_parallel=sequence_parallel)
         self._z_loss_sum: torch.Tensor | float = 0.0
+        self._is_known_sum = loss_fn is cross_entropy_sum
 
     def size_of(self, micro_batch: Tensors) -> BatchSize:
         """Count the terms of the summed loss of *micro_batch*, its labels, and its tokens, before the forward pass.
@@ -111,6 +113,22 @@ class Objective:
         num_labels = num_label_tokens(micro_batch["labels"])
         # Such a micro-batch only keeps this rank in step with the others.
         return count.of(micro_batch, num_labels) if num_labels else 0.0
+
+    def size_here(self, micro_batches: Sequence[Tensors], *, with_flops: bool = False) -> BatchSize:
+        """Add up the sizes of this rank's *micro_batches*; zero if another rank reports the same rows.
+
+        The ranks of a tensor or context parallel group, and all stages, have the same rows, which count once.
+        """
+        count, num_labels, num_tokens, flops = 0, 0, 0, 0.0
+        if self.layout.reports:
+            for micro_batch in micro_batches:
+                size = self.size_of(micro_batch)
+                count += size.count
+                num_labels += size.num_label_tokens
+                num_tokens += size.num_tokens
+                if with_flops:
+                    flops += self.flops_of(micro_batch)
+        return BatchSize(count, num_labels, num_tokens, flops)
 
     def start_batch(self, micro_batches: Sequence[Tensors]) -> None:
         """Prepare for a global batch, of which *micro_batches* are this rank's. Called on all ranks before its losses.
@@ -234,7 +252,7 @@ class Objective:
                 self._note_routing(output, rows, part)
             labels = self._on_device(rows["labels"])
             logits = logits_of(output)
-            loss = next_token_loss(logits, labels, self.loss_fn, part)
+            loss = self._loss_of_logits(logits, labels, part)
             predicted = shift_labels(labels)[:, part].flatten()
             if self._hits is not None:
                 self._hits.add(logits.flatten(0, 1), predicted)
@@ -256,6 +274,16 @@ class Objective:
             self._note_routing(output, rows, part)
         loss = loss_pass.loss_in(output)
         return loss if z_loss is None else self._with_gradient_of_z_loss(loss, z_loss)
+
+    def _loss_of_logits(
+        self, logits: torch.Tensor, labels: torch.Tensor, part: slice
+    ) -> torch.Tensor:
+        """Compute :func:`next_token_loss`. The first call with labels checks that the user's loss is a sum."""
+        loss = next_token_loss(logits, labels, self.loss_fn, part)
+        if not self._is_known_sum:
+            shifted = shift_labels(labels)[:, part].flatten()
+            self._is_known_sum = check_is_sum(self.loss_fn, logits.flatten(0, 1), shifted)
+        return loss
 
     def _with_gradient_of_z_loss(self, total: torch.Tensor, z_loss: ZLoss) -> torch.Tensor:
         """Take the value of the z-loss out of *total*, whose gradient does not change, and keep it for the metrics."""
@@ -279,7 +307,7 @@ class Objective:
             parts = torch.split(logits_of(output), num_rows)
             found: list[torch.Tensor] = []
             for logits, targets in zip(parts, by_depth, strict=True):
-                loss = next_token_loss(logits, self._on_device(targets), self.loss_fn, part)
+                loss = self._loss_of_logits(logits, self._on_device(targets), part)
                 found.append(loss)
             losses = torch.stack(found)
         else:
@@ -351,7 +379,7 @@ def build_loss_fn(section: Target | None, device: torch.device) -> LossFn:
     """
     if section is None:
         return cross_entropy_sum
-    loss_fn = build(section, reduction="sum")
+    loss_fn = build_function("loss_fn", section, reduction="sum")
     if getattr(loss_fn, "reduction", "sum") != "sum":
         raise RecipeError(
             "a loss has to be the sum over the labels: the recipe divides by those of the whole global batch",

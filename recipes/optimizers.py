@@ -16,14 +16,14 @@ from torch.optim import Optimizer
 
 from automodel_ckpt.checkpoint.module_tensors import stored_layout, unwrap
 from automodel_ckpt.checkpoint.state.optimizer_names import trained_by_all
-from automodel_ckpt.config.schema import (
+from automodel_ckpt.config.plugins import build, callable_of
+from automodel_ckpt.config.sections.optimizer import (
     OptimizerConfig,
     OptimizerGroup,
     OptimizerTarget,
     OptionsGroup,
     TargetGroup,
 )
-from automodel_ckpt.config.targets import build, callable_of
 from automodel_ckpt.errors import Problem, RecipeError
 from automodel_ckpt.models.build import did_you_mean
 from automodel_ckpt.models.vision import PARTS, parameters_of
@@ -58,6 +58,8 @@ class Trained:
     """Whether it belongs to the output layer."""
     scales_with_width: bool = False
     """Whether its number of inputs grows with the width of the model: matrices, except embeddings, and experts."""
+    has_sparse_gradient: bool = False
+    """Whether its gradient is a sparse tensor: that of an embedding with ``sparse=True``."""
 
     def matches(self, pattern: str) -> bool:
         """Whether a glob, or the name of a set of parameters, matches this one."""
@@ -97,6 +99,7 @@ def trained_parameters(model: nn.Module) -> list[Trained]:
                 is_hidden_matrix=is_matrix and id(parameter) not in of_output_layer,
                 is_output=id(parameter) in of_output_layer,
                 scales_with_width=parameter.dim() >= 2 and not isinstance(owner, nn.Embedding),
+                has_sparse_gradient=getattr(owner, "sparse", False) is True,
             )
         )
     return found
@@ -348,6 +351,8 @@ def _build_one(
         )
     function = callable_of(section)
     _check_can_be_saved(function, groups)
+    if function is torch.optim.SparseAdam:
+        _check_sparse(groups)
     if function is torch.optim.Muon:
         _check_matrices(groups)
         # torch's class computes with shards, whose products it rounds before it adds them up.
@@ -381,6 +386,19 @@ def _check_matrices(groups: Sequence[PlannedGroup]) -> None:
         )
 
 
+def _check_sparse(groups: Sequence[PlannedGroup]) -> None:
+    """:class:`RecipeError` where SparseAdam would get a parameter with a dense gradient."""
+    members = [each for group in groups for each in group.members]
+    dense = [each for each in members if not each.has_sparse_gradient]
+    if dense:
+        raise RecipeError(
+            "torch.optim.SparseAdam updates parameters with sparse gradients only, and these have dense ones",
+            where=groups[0].key,
+            value=f"{len(dense)} of {counted(len(members), 'parameter')}, the first {dense[0].names[0]}",
+            hint="use torch.optim.AdamW; only embeddings that are built with sparse=True have sparse gradients",
+        )
+
+
 def _check_options(optimizer: Optimizer, groups: Sequence[PlannedGroup]) -> None:
     """:class:`RecipeError` for an option of a group that the optimizer does not have: torch would ignore it."""
     for group in groups:
@@ -407,16 +425,19 @@ def log_groups(optimizer: Optimizer, labels: Sequence[str]) -> None:
         tensors = group["params"]
         if of_all_stages is not None:
             tensors = list(of_all_stages[number].values())
+        num_elements = sum(tensor.numel() for tensor in tensors)
+        options = ""
+        for key, name in _LOGGED.items():
+            if group.get(key) is not None:
+                options += f", {name} {float(group[key]):g}"
         log.info(
             "%s, parameter group %d%s: %s in %s%s",
             kind,
             number,
             f" ({label})" if label else "",
-            counted(sum(tensor.numel() for tensor in tensors), "element"),
+            counted(num_elements, "element"),
             counted(len(tensors), "tensor"),
-            "".join(
-                f", {name} {float(group[key]):g}" for key, name in _LOGGED.items() if key in group
-            ),
+            options,
         )
 
 

@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from automodel_ckpt.config.schema import RecipeConfig, Target
+from automodel_ckpt.config.rules import Target
+from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.errors import DeviceMemoryError
 from automodel_ckpt.units import size_text
@@ -68,7 +69,7 @@ def reporting_out_of_memory(
 ) -> Iterator[None]:
     """Raise :class:`DeviceMemoryError` if the device runs out of memory inside the context.
 
-    *doing* says when, such as ``in step 7``; *micro_batches* are those that were computed.
+    *doing* states when, such as ``in step 7``; *micro_batches* are those that were computed.
     """
     try:
         yield
@@ -101,7 +102,7 @@ def _values(
         yield f"memory {memory}"
     lines = str(error).splitlines()
     if lines:
-        # PyTorch's message goes on with statistics and advice.
+        # PyTorch's message continues with statistics and advice.
         sentences = lines[0].split(". ")
         yield f"PyTorch: {'. '.join(sentences[:2])[:200]}"
 

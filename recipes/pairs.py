@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from automodel_ckpt.config.schema import Target
+from automodel_ckpt.config.rules import Target
 from automodel_ckpt.data.preference import NUMBERS, PreferenceCollator, require_pairs
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.objective import Tensors

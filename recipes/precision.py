@@ -13,7 +13,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from automodel_ckpt.config.schema import ModelConfig, RecipeConfig, Target
+from automodel_ckpt.config.rules import Target
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.sections.distributed import DistributedConfig
+from automodel_ckpt.config.sections.model import ModelConfig
 from automodel_ckpt.distributed.mesh_sizes import Sizes, Strategy, choose_strategy
 
 ComputeType = Literal["bfloat16", "float16", "none"]
@@ -71,6 +74,41 @@ def _strategy(
         return "single"
     # Autocast would keep 16-bit copies of all float32 weights until the end of a backward pass.
     return "fsdp2"
+
+
+def compute_dtype(section: DistributedConfig) -> torch.dtype | None:
+    """The data type of forward and backward passes; None: that of the parameters, also for ``auto`` before
+    :func:`resolve_precision`."""
+    if section.mixed_precision in (None, "none", "auto"):
+        return None
+    return getattr(torch, section.mixed_precision)  # type: ignore[no-any-return]
+
+
+def keeps_masters(config: RecipeConfig) -> bool:
+    """Whether parameters that are trained beside a base in 16 bits get float32: not if the recipe gives their type."""
+    section, peft = config.model, config.peft
+    if isinstance(section, Target) or section.dtype is not None:
+        return False
+    return peft is not None and peft.dtype == "float32"
+
+
+def with_parameter_type(
+    config: RecipeConfig,
+    model_config: PreTrainedConfig | None,
+    *,
+    device_type: str,
+    is_trained: bool,
+) -> RecipeConfig:
+    """Return *config* with a ``model.dtype`` for a device of *device_type*. *model_config* is that of the files."""
+    if isinstance(config.model, Target):
+        return config
+    dtype = parameter_type(
+        config.model,
+        model_config,
+        device_type=device_type,
+        is_frozen=config.peft is not None or not is_trained,
+    )
+    return replace(config, model=replace(config.model, dtype=dtype))
 
 
 def parameter_type(

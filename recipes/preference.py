@@ -16,12 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from automodel_ckpt.config.schema import ModelConfig, RecipeConfig, Target
+from automodel_ckpt.config.rules import Target
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.sections.model import ModelConfig
 from automodel_ckpt.distributed.parallelize import reshard
 from automodel_ckpt.errors import Problem
 from automodel_ckpt.models.adapter import without_adapters
 from automodel_ckpt.models.forward import logits_of
 from automodel_ckpt.models.position_losses import PositionLosses
+from automodel_ckpt.models.repository import check_revision
 from automodel_ckpt.recipes.init_from import start_from
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.objective import Objective, Tensors
@@ -160,6 +163,10 @@ class PreferenceFinetune(LLMFinetune):
         """The directory or Hub name of the reference model; None: the model that training starts from."""
         raise NotImplementedError
 
+    def reference_revision(self) -> str | None:
+        """The branch, tag or commit of :meth:`reference_name`; None: the main branch, or a local directory."""
+        return None
+
     def config_problems(self) -> list[Problem]:
         return [
             *super().config_problems(),
@@ -180,7 +187,10 @@ class PreferenceFinetune(LLMFinetune):
             section = config.model
             # A model by _target_ has no other name.
             assert isinstance(section, ModelConfig)
-            other = replace(section, from_pretrained=name, from_config=None, revision=None)
+            revision = self.reference_revision()
+            key = f"{config.recipe}.reference"
+            check_revision(name, revision, f"{key}_revision", key)
+            other = replace(section, from_pretrained=name, from_config=None, revision=revision)
             config = replace(config, model=other, peft=None)
             return Reference(self.build_trainable(config, is_trained=False))
         reference = Reference(self.build_trainable(is_trained=False))

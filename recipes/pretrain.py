@@ -1,7 +1,7 @@
 """Pretraining of a causal language model on documents: packed rows, mixtures, z-loss, learning rates by width.
 
 The model usually comes from ``model.from_config``. ``packed_sequence.size`` is the length of a row, and the section
-``pretrain`` says how rows divide documents. Everything else is that of
+``pretrain`` determines how rows divide documents. Everything else is that of
 :class:`~automodel_ckpt.recipes.llm_finetune.LLMFinetune`.
 """
 
@@ -15,8 +15,9 @@ from functools import partial
 from typing import Any
 
 from automodel_ckpt.config.kinds.pretrain import PretrainConfig
-from automodel_ckpt.config.schema import RecipeConfig, Target
-from automodel_ckpt.config.targets import build
+from automodel_ckpt.config.plugins import build
+from automodel_ckpt.config.rules import Target
+from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.data.document_rows import DocumentRows, RowRules
 from automodel_ckpt.data.loader import GlobalBatchLoader
 from automodel_ckpt.data.mixture import for_each_source

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from automodel_ckpt.config.schema import PROCESSOR_SETTINGS, Target
+from automodel_ckpt.config.rules import Target
+from automodel_ckpt.config.sections.preprocessor import PROCESSOR_SETTINGS
 from automodel_ckpt.config.trust import trusts_remote_code
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.hub_access import explained

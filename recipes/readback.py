@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -17,6 +18,9 @@ from torch.distributed.tensor import DTensor
 from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.recipes.records import Control, StepPosition
 from automodel_ckpt.training.transfer import to_host
+
+if TYPE_CHECKING:
+    from automodel_ckpt.recipes.forward_time import ForwardTime
 
 Number = float | torch.Tensor
 """A number of a step: on the host, or a 0-dim tensor."""
@@ -97,3 +101,5 @@ class LaunchedStep:
     numbers: Readback
     metrics: Sequence[str]
     may_be_skipped: bool
+    forward: ForwardTime | None = None
+    """The time of a forward pass on this rank; None if it is not measured."""

@@ -7,48 +7,37 @@ The parts are in separate modules: :mod:`.trainable` builds a model, :mod:`.obje
 from __future__ import annotations
 
 import logging
-import os
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedConfig
 
-from automodel_ckpt.checkpoint import Checkpointer, Resumed, discover
+from automodel_ckpt.checkpoint import Checkpointer, discover
 from automodel_ckpt.checkpoint.layout import AVERAGE
-from automodel_ckpt.checkpoint.run.memory_directory import forget_memory
 from automodel_ckpt.checkpoint.run.timeline import DONE, STOPPED
 from automodel_ckpt.checkpoint.saving.side_files import Assets
-from automodel_ckpt.config.bind import unused_without_checkpoints
-from automodel_ckpt.config.evaluation import has_benchmarks
-from automodel_ckpt.config.schema import (
-    ModelConfig,
-    OnSpikeConfig,
-    RecipeConfig,
-    Target,
-    has_metrics,
-    has_validation,
-)
+from automodel_ckpt.config.plugins import build
+from automodel_ckpt.config.recipe_rules import has_metrics, has_validation
+from automodel_ckpt.config.rules import Target
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.sections.model import ModelConfig
 from automodel_ckpt.config.urls import with_local_directory
 from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
 from automodel_ckpt.distributed.agree import gather_objects, raise_on_all_ranks
-from automodel_ckpt.distributed.mesh import RankLayout, close_distributed, init_distributed
-from automodel_ckpt.distributed.mesh_sizes import choose_strategy
+from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.parallelize import check_parallelism
-from automodel_ckpt.distributed.stop import PeerStop, StopRequest, stop_request
-from automodel_ckpt.errors import RecipeError, Stopped
-from automodel_ckpt.hub_retries import quiet_retries
-from automodel_ckpt.models.harness import check_data, check_tasks, require_harness
+from automodel_ckpt.distributed.stop import StopRequest
+from automodel_ckpt.errors import Stopped
 from automodel_ckpt.recipes.base_commit import pin_base
-from automodel_ckpt.recipes.benchmarks import SECTION, Benchmarks, tasks_of
+from automodel_ckpt.recipes.benchmarks import Benchmarks, find_tasks
+from automodel_ckpt.recipes.cadence import cadence_of, steps_per_epoch
+from automodel_ckpt.recipes.checkpointing import open_checkpointer, open_memory, replica_check
 from automodel_ckpt.recipes.completions import Completions
 from automodel_ckpt.recipes.exports import (
     check_export,
@@ -58,58 +47,49 @@ from automodel_ckpt.recipes.exports import (
 )
 from automodel_ckpt.recipes.extension_checks import (
     check_hidden_methods,
+    check_model,
     check_moved_methods,
     check_pipeline_extensions,
 )
-from automodel_ckpt.recipes.imported_run import continue_imported_run
 from automodel_ckpt.recipes.init_from import start_from
-from automodel_ckpt.recipes.loop import TrainingLoop, steps_per_epoch
+from automodel_ckpt.recipes.loop import TrainingLoop
 from automodel_ckpt.recipes.memory_saves import MemorySaves
+from automodel_ckpt.recipes.model.model_config import read_model_config, within_context
+from automodel_ckpt.recipes.model.pipeline import (
+    check_no_idle_stages,
+    sum_over_stages,
+    train_stages,
+)
+from automodel_ckpt.recipes.model.sections import parallelism
 from automodel_ckpt.recipes.objective import ContextCheck, Objective, build_loss_fn
 from automodel_ckpt.recipes.optimizers import build_optimizer, log_groups
 from automodel_ckpt.recipes.out_of_memory import Situation, reporting_out_of_memory
-from automodel_ckpt.recipes.pipeline import check_no_idle_stages, sum_over_stages, train_stages
 from automodel_ckpt.recipes.precision import (
-    float32_precision,
     resolve_precision,
-    set_float32_precision,
 )
 from automodel_ckpt.recipes.rank_consistency import (
     validate_equal_lengths,
-    validate_equal_on_all_ranks,
 )
 from automodel_ckpt.recipes.remote_weights import Section, with_local_weights
 from automodel_ckpt.recipes.replica_check import ReplicaCheck
-from automodel_ckpt.recipes.resume_overrides import (
-    RecipeOptions,
-    compare_recipes,
-    log_omitted_state,
-)
+from automodel_ckpt.recipes.resume import RecipeSource, RunParts, load_checkpoint
+from automodel_ckpt.recipes.resume_overrides import log_omitted_state
 from automodel_ckpt.recipes.run_log import RunLog
 from automodel_ckpt.recipes.saves import Saves
-from automodel_ckpt.recipes.trainable import (
-    Trainable,
-    build_trainable,
-    parallelism,
-    read_model_config,
-    within_context,
-)
+from automodel_ckpt.recipes.start_rank import start_rank
+from automodel_ckpt.recipes.trainable import Trainable, build_trainable
 from automodel_ckpt.recipes.validation_metrics import (
     TRAIN_LOSS,
     check_metric_keys,
     measures_of,
     metric_names,
-    stopping_rule,
 )
 from automodel_ckpt.recipes.weight_average import WeightAverage
-from automodel_ckpt.seeds import seed_everything
 from automodel_ckpt.training.loss import LossFn
-from automodel_ckpt.training.lr import build_schedule
+from automodel_ckpt.training.lr import build_schedule, check_scalable, check_schedule
 from automodel_ckpt.training.optim import trainable as trained_parameters
 from automodel_ckpt.training.rng import StatefulRNG
-from automodel_ckpt.training.spikes import SpikeRule
-from automodel_ckpt.training.step_scheduler import Cadence, StepScheduler, total_steps
-from automodel_ckpt.training.tracker_process import require_trackers
+from automodel_ckpt.training.step_scheduler import StepScheduler, total_steps
 from automodel_ckpt.units import counted
 
 log = logging.getLogger("automodel_ckpt")
@@ -215,9 +195,10 @@ class Recipe:
         # It takes the lease: a second run of this directory fails before it reads data or weights.
         self.checkpointer = self.build_checkpointer()
         check_uploads(self.config, self.layout.gloo_group)
+        self.check_sections()
         self.config = pin_base(self.config, self.checkpointer, self.layout.gloo_group)
         self.build()
-        self._check_model()
+        check_model(self)
         self.build_weight_average()
         self.run_log.measure_device(self._compute_dtype())
         self.run_log.progress.total_steps = self.step_scheduler.planned_steps
@@ -226,17 +207,24 @@ class Recipe:
         # values, continue to draw the same.
         self.rng = StatefulRNG(self.config.seed, self.layout.random_stream, self.layout.sizes.grid)
         if self.checkpointer is not None:
-            self.checkpointer.assets.update(self.build_assets())
-            self.checkpointer.notes["precision"] = self.trainable.precision
-            if self.memory is not None:
-                self.memory.share_notes(self.checkpointer)
-            check_export(self.config, self.checkpointer.assets)
+            self._describe_model(self.checkpointer)
         self.objective = self.build_objective()
         self.run_log.terms = self.objective.terms
         self.saves = self.build_saves()
         self.saves.replica_check = self.build_replica_check()
         self.loop = self.build_loop()
         self.resume()
+
+    def _describe_model(self, checkpointer: Checkpointer) -> None:
+        """Give *checkpointer* what checkpoints contain of the model beside its state: side files, and its precision."""
+        # Only rank 0 reads the files of the base.
+        with raise_on_all_ranks(self.layout.gloo_group):
+            assets = self.build_assets()
+        checkpointer.assets.update(assets)
+        checkpointer.notes["precision"] = self.trainable.precision
+        if self.memory is not None:
+            self.memory.share_notes(checkpointer)
+        check_export(self.config, checkpointer.assets)
 
     def run(self) -> None:
         """Train until the end of the run. Raises :class:`Stopped` after a stop request. Call :meth:`setup` before."""
@@ -261,39 +249,43 @@ class Recipe:
 
     def join_ranks(self) -> RankLayout:
         """Open the process groups and the log; seed all ranks equally, so that they draw the same fresh weights."""
-        config = self.config
-        section = config.distributed
-        require_trackers(config.logging.trackers, has_logs=config.checkpoint.enabled)
-        # Registered before the groups exist: init_distributed may fail after it has opened some.
-        self._resources.callback(close_distributed)
-        layout = init_distributed(
-            backend=section.backend,
-            timeout_minutes=section.timeout_minutes,
-            **section.mesh_sizes,
+        started = start_rank(self.config, self.config_yaml, self._resources)
+        self.stop_request = started.stop_request
+        self.run_log = started.run_log
+        return started.layout
+
+    # ---------------------------------------------------------------- checks before the build
+
+    def check_sections(self) -> None:
+        """Raise :class:`RecipeError` for sections that this kind of recipe does not have.
+
+        Called before the names in them are looked up on the Hub.
+        """
+
+    def check_metric_keys(self) -> None:
+        """Raise :class:`RecipeError` for a key that names a metric which the run does not measure."""
+        loop = self.loop_class
+        extended = (
+            loop.losses is not TrainingLoop.losses or loop.validate is not TrainingLoop.validate
         )
-        # First: with another learning rate on one node, its shards would train apart silently.
-        validate_equal_on_all_ranks(self.config_yaml, layout.gloo_group)
-        self.stop_request = stop_request()
-        if layout.world_size > 1:
-            # torch has no public function for the default store.
-            peer_stop = PeerStop(self.stop_request, dist.distributed_c10d._get_default_store())
-            self._resources.callback(peer_stop.close)
-        quiet_retries()
-        self.run_log = RunLog(config.logging, layout)
-        self._resources.callback(self.run_log.close)
-        if unused := unused_without_checkpoints(config):
-            log.info(
-                "nothing is saved, because checkpoint.enabled is false; no effect: %s",
-                ", ".join(unused),
-            )
-        if config.deterministic:
-            # cuBLAS reads it when it is initialized; without it, deterministic algorithms raise on GPUs.
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(config.deterministic)
-        device_type = layout.device.type
-        set_float32_precision(float32_precision(config, device_type), device_type)
-        seed_everything(config.seed)
-        return layout
+        # A loop that measures something else knows its names only when it has measured it.
+        if extended or not has_metrics(self.config):
+            return
+        known = [TRAIN_LOSS]
+        if has_validation(self.config):
+            measures = measures_of(self.objective_class, self.config.loss_fn)
+            known += metric_names(measures, self.config.validation_datasets)
+        check_metric_keys(self.config, known)
+
+    def check_benchmarks(self) -> None:
+        """Find the tasks of ``evaluation.harness`` and read their data, before anything else is read. A collective.
+
+        Raises :class:`RecipeError` if lm-evaluation-harness is not installed, or has no such tasks.
+        """
+        section = self.config.evaluation
+        if section is None or section.harness is None:
+            return
+        self._task_index = find_tasks(section.harness, self.layout.gloo_group)
 
     # ---------------------------------------------------------------- build
 
@@ -445,10 +437,15 @@ class Recipe:
         return 1.0
 
     def build_lr_scheduler(self) -> LRScheduler | None:
-        """Build the ``lr_scheduler`` section over the planned steps; None for a constant rate."""
+        """Build the ``lr_scheduler`` section, by name over the planned steps; None for a constant rate."""
         section = self.config.lr_scheduler
         if section is None:
             return None
+        check_scalable(self.optimizer)
+        if isinstance(section, Target):
+            schedule: LRScheduler = build(section, optimizer=self.optimizer)
+            check_schedule(schedule)
+            return schedule
         return build_schedule(
             self.optimizer,
             section.name,
@@ -465,18 +462,9 @@ class Recipe:
 
     def build_checkpointer(self) -> Checkpointer | None:
         """Build the ``checkpoint`` section and take the lease of its directory; None if it is not enabled."""
-        section = self.config.checkpoint
-        if not section.enabled:
+        if not self.config.checkpoint.enabled:
             return None
-        checkpointer = Checkpointer(
-            section.checkpoint_dir,
-            self.layout,
-            self.layout.gloo_group,
-            replace(section, model_layout=model_layout(self.config)),
-            timeout_seconds=60 * self.config.distributed.timeout_minutes,
-        )
-        checkpointer.open()
-        self._resources.callback(checkpointer.close)
+        checkpointer = open_checkpointer(self.config, self.layout, self._resources)
         # Registered after it, and so called before it: the last log lines must be written while this run has the lease.
         self._resources.callback(self._close_log_files, checkpointer)
         self.memory = self.build_memory(checkpointer)
@@ -484,31 +472,14 @@ class Recipe:
 
     def build_memory(self, checkpointer: Checkpointer) -> MemorySaves | None:
         """Build the section ``checkpoint.memory``; None without it. *checkpointer* is that of the run directory."""
-        options = self.config.checkpoint
-        if options.memory is None:
-            if self.layout.is_rank0:
-                forget_memory(checkpointer.directory)
-            return None
-        memory = MemorySaves(
-            options.memory,
-            replace(options, model_layout=model_layout(self.config)),
-            checkpointer,
-            self.layout,
-            self.layout.gloo_group,
-            timeout_seconds=60 * self.config.distributed.timeout_minutes,
-        )
-        self._resources.callback(memory.close)
-        return memory
+        return open_memory(self.config, self.layout, checkpointer, self._resources)
 
     def build_replica_check(self) -> ReplicaCheck | None:
         """Build what compares the replicas of the model before each save; None without ``checkpoint.verify_replicas``.
 
         Raises :class:`RecipeError` if the strategy has no replicas.
         """
-        if not self.config.checkpoint.verify_replicas:
-            return None
-        strategy = choose_strategy(self.config.distributed.strategy, self.layout.sizes)
-        return ReplicaCheck(self.model, self.layout, is_replicated=strategy == "ddp")
+        return replica_check(self.config, self.layout, self.model)
 
     def build_weight_average(self) -> None:
         """Create the average of the section ``ema``, if there is one. A collective."""
@@ -634,19 +605,10 @@ class Recipe:
             self._load_checkpoint(self.checkpointer, state)
         self._start_from_weights(state)
         if self.weight_average is not None:
-            self._start_average(self.weight_average)
-        self.saves.start_pushes()
-        self._resources.callback(self.saves.close_pushes)
-
-    def _start_average(self, average: WeightAverage) -> None:
-        """Begin the average of the section ``ema`` with the present weights, unless a checkpoint had it."""
+            self.weight_average.start(self.saves.resumed)
         resumed = self.saves.resumed
-        record = resumed.manifest.state.get(AVERAGE) if resumed is not None else None
-        if record is not None and record.kind == "module":
-            return
-        average.restart()
-        if resumed is not None:
-            log.info("ema: the average begins with the weights of %s", resumed.path.name)
+        self.saves.hub_uploads.start(None if resumed is None else resumed.step)
+        self._resources.callback(self.saves.hub_uploads.close)
 
     def _start_from_weights(self, state: Mapping[str, Any]) -> None:
         """Load the weights that ``init_from`` names, unless the run continues."""
@@ -669,9 +631,16 @@ class Recipe:
         return with_local_weights(
             section,
             self.config.checkpoint,
-            is_rank0=self.layout.is_rank0,
+            downloads=self._leads_node,
             group=self.layout.gloo_group,
         )
+
+    @property
+    def _leads_node(self) -> bool:
+        """Whether this rank downloads to the run directory, also for other ranks."""
+        if self.checkpointer is None:
+            return self.layout.is_rank0
+        return self.checkpointer.leads_node
 
     def modules_to_fill(self, state: Mapping[str, Any]) -> dict[str, nn.Module]:
         """The modules among the *state* of this recipe that ``init_from`` fills, by attribute name."""
@@ -682,94 +651,25 @@ class Recipe:
 
     def _load_checkpoint(self, checkpointer: Checkpointer, state: Mapping[str, Any]) -> None:
         log_omitted_state(self, self.untracked)
-        checkpointer.check(state)
-        # Made before the checkpoint's options are loaded into the optimizer: it records those of the recipe.
-        recipe_options = RecipeOptions(
+        parts = RunParts(
+            checkpointer,
+            self.memory,
+            self.saves,
+            self.run_log,
+            self.step_scheduler,
+            self.dataloader,
+            self.rng,
             self.optimizer,
             self.lr_scheduler,
-            from_recipe=self.config.optimizer.on_resume == "recipe",
-            overridden=self.overridden,
         )
-        report_changes = partial(
-            compare_recipes,
-            config_yaml=self.config_yaml,
-            precision=self.trainable.precision,
-            origins=self.origins,
-            overridden=self.overridden,
-            on_resume=self.config.optimizer.on_resume,
+        source = RecipeSource(
+            self.config_yaml,
+            self.trainable.precision,
+            self.origins,
+            self.overridden,
+            self.config.optimizer.on_resume,
         )
-        resumed = checkpointer.load(state, before_loading=report_changes)
-        self.saves.resumed = resumed
-        if self.memory is not None:
-            self._start_memory(self.memory, resumed)
-        self.run_log.open(checkpointer.directory, checkpointer.check_lease)
-        if resumed is not None:
-            # Wall-clock time: the checkpoint may be from another process or node.
-            seconds_since_save = time.time() - resumed.manifest.created
-            self.run_log.progress.note_saved(resumed.step, seconds_since_save)
-            if resumed.manifest.is_imported_run:
-                continue_imported_run(
-                    resumed,
-                    dataloader=self.dataloader,
-                    step_scheduler=self.step_scheduler,
-                    rng=self.rng,
-                )
-            # After the load: an earlier resume may have kept options that no recipe shows.
-            recipe_options.compare(self.step_scheduler, resumed.manifest.saved, resumed.path)
-        self.saves.check_space(state, steps_per_epoch(self.dataloader))
-        if not self.step_scheduler.is_finished():
-            checkpointer.prepare(state)
-        # Only now is the step known to which the logs are truncated.
-        self.run_log.resume(self.step_scheduler, resumed.path.name if resumed is not None else None)
-        self.saves.make_missing_export()
-
-    def _start_memory(self, memory: MemorySaves, resumed: Resumed | None) -> None:
-        if resumed is not None and resumed.in_memory:
-            # A stop must save this step on disk.
-            self.step_scheduler.note_lost_save()
-            log.info("step %d was loaded from memory, where every rank's state was", resumed.step)
-        memory.start(resumed, self.step_scheduler.step)
-        self.saves.memory = memory
-
-    def _check_model(self) -> None:
-        """Raise :class:`RecipeError` if ``build`` replaced ``model`` alone: the loop would train the former one."""
-        if self.model is not self.trainable.model:
-            raise RecipeError(
-                "the recipe replaces model after build_trainable, and the loop trains trainable.model",
-                where=f"{type(self).__name__}.build",
-                value=type(self.model).__name__,
-                hint="extend build_trainable to return dataclasses.replace(trainable, model=...)",
-            )
-
-    def check_metric_keys(self) -> None:
-        """Raise :class:`RecipeError` for a key that names a metric which the run does not measure."""
-        loop = self.loop_class
-        extended = (
-            loop.losses is not TrainingLoop.losses or loop.validate is not TrainingLoop.validate
-        )
-        # A loop that measures something else knows its names only when it has measured it.
-        if extended or not has_metrics(self.config):
-            return
-        known = [TRAIN_LOSS]
-        if has_validation(self.config):
-            measures = measures_of(self.objective_class, self.config.loss_fn)
-            known += metric_names(measures, self.config.validation_datasets)
-        check_metric_keys(self.config, known)
-
-    def check_benchmarks(self) -> None:
-        """Find the tasks of ``evaluation.harness`` and read their data, before anything else is read. A collective.
-
-        Raises :class:`RecipeError` if lm-evaluation-harness is not installed, or has no such tasks.
-        """
-        section = self.config.evaluation
-        if section is None or section.harness is None:
-            return
-        require_harness(SECTION)
-        tasks = tasks_of(section.harness)
-        log.info("finding the tasks of lm-evaluation-harness: %s", ", ".join(tasks.tasks))
-        with raise_on_all_ranks(self.layout.gloo_group):
-            self._task_index = check_tasks(tasks, SECTION)
-            check_data(tasks, self._task_index, SECTION)
+        load_checkpoint(parts, source, state)
 
     def _compute_dtype(self) -> torch.dtype:
         """The dtype of the matrix products of training."""
@@ -780,41 +680,3 @@ class Recipe:
         lease_is_lost = checkpointer.lease_is_lost
         checkpointer.wait()
         self.run_log.close_files(lease_is_lost=lease_is_lost)
-
-
-def cadence_of(config: RecipeConfig) -> Cadence:
-    """The ``step_scheduler`` section as intervals: when to save, validate and end."""
-    steps = config.step_scheduler
-    harness = config.evaluation.harness if config.evaluation is not None else None
-    is_automatic = steps.ckpt_every_steps == "auto"
-    return Cadence(
-        max_steps=steps.max_steps,
-        num_epochs=steps.effective_num_epochs,
-        ckpt_every_steps=None if steps.ckpt_every_steps == "auto" else steps.ckpt_every_steps,
-        mtbf_seconds=3600 * steps.mtbf_hours if is_automatic else None,
-        ckpt_every_epochs=steps.ckpt_every_epochs,
-        ckpt_every_minutes=steps.ckpt_every_minutes,
-        ckpt_on_best=steps.ckpt_on_best,
-        val_every_steps=steps.val_every_steps,
-        max_time_seconds=steps.max_time_seconds,
-        has_validation=has_validation(config),
-        has_benchmarks=has_benchmarks(config),
-        bench_every_steps=harness.every_steps if harness is not None else None,
-        early_stopping=stopping_rule(config),
-        stop_after_nonfinite_steps=steps.stop_after_nonfinite_steps,
-        on_spike=spike_rule(steps.on_spike),
-    )
-
-
-def spike_rule(section: OnSpikeConfig | None) -> SpikeRule | None:
-    """The section ``step_scheduler.on_spike`` as a rule; None without it."""
-    if section is None:
-        return None
-    return SpikeRule(
-        loss_factor=section.loss_factor,
-        grad_norm_factor=section.grad_norm_factor,
-        window=section.window,
-        rollback=section.rollback,
-        skip=section.skip or section.rollback,
-        max_rollbacks=section.max_rollbacks,
-    )

@@ -137,6 +137,7 @@ class ReportedStep:
     step: int
     loss: float
     grad_norm: float
+    lr: float
     has_labels: bool
     is_finite: bool
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
-import tempfile
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,8 @@ from torch.distributed import ProcessGroup
 from automodel_ckpt.checkpoint.remote.fetch import DIRECTORY, options_for
 from automodel_ckpt.checkpoint.remote.locate import locate_run
 from automodel_ckpt.checkpoint.remote.pull import pull_weights
-from automodel_ckpt.config.schema import CheckpointConfig, InitFromConfig, InitFromSource
+from automodel_ckpt.config.sections.checkpoint import CheckpointConfig
+from automodel_ckpt.config.sections.init_from import InitFromConfig, InitFromSource
 from automodel_ckpt.distributed.agree import (
     broadcast_object,
     raise_on_all_ranks,
@@ -32,12 +33,13 @@ Section = InitFromConfig | Sequence[InitFromSource]
 
 @contextlib.contextmanager
 def with_local_weights(
-    section: Section, checkpoint: CheckpointConfig, *, is_rank0: bool, group: ProcessGroup | None
+    section: Section, checkpoint: CheckpointConfig, *, downloads: bool, group: ProcessGroup | None
 ) -> Iterator[Section]:
     """Yield the section ``init_from`` with paths in place of URLs. Collective.
 
-    Rank 0 downloads the weights into the run directory, or without checkpoints into the user's cache; on several nodes
-    it must be on storage that they share. They are removed at the end of the context. Raises, the same on all ranks,
+    A rank that *downloads* copies the weights into the run directory, or without checkpoints into the user's cache:
+    rank 0, and one rank of each further node whose ranks do not see that directory of rank 0. They are removed at the
+    end of the context. Raises, the same on all ranks,
     :class:`CheckpointUnusable` for a URL without weights, :class:`SaveFailed` without space, and :class:`StoreError`.
     """
     urls = [one.path for one in _sources(section) if is_url(one.path)]
@@ -49,15 +51,16 @@ def with_local_weights(
         parent = Path(checkpoint.checkpoint_dir).absolute()
     paths: dict[str, str] = {}
     failure: Exception | None = None
-    directory: Path | None = None
+    # The same on all nodes.
+    name = broadcast_object(group, f"init_from-{uuid.uuid4().hex}")
+    directory = parent / DIRECTORY / name
 
     def download() -> None:
-        nonlocal failure, directory
-        if not is_rank0:
+        nonlocal failure
+        if not downloads:
             return
         try:
-            (parent / DIRECTORY).mkdir(parents=True, exist_ok=True)
-            directory = Path(tempfile.mkdtemp(prefix="init_from-", dir=parent / DIRECTORY))
+            directory.mkdir(parents=True)
             for number, url in enumerate(dict.fromkeys(urls)):
                 paths[url] = str(_download(url, checkpoint, directory / str(number)))
         except Exception as error:  # raised below, on all ranks
@@ -71,7 +74,7 @@ def with_local_weights(
                 raise failure
         yield _replaced(section, broadcast_object(group, paths))
     finally:
-        if directory is not None:
+        if downloads:
             shutil.rmtree(directory, ignore_errors=True)
             with contextlib.suppress(OSError):
                 # Unless the start has fetched a checkpoint, too.

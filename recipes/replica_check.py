@@ -14,6 +14,7 @@ import torch
 import xxhash
 from torch import nn
 
+from automodel_ckpt.checkpoint.collective_errors import gather_or_raise
 from automodel_ckpt.checkpoint.module_tensors import unwrap
 from automodel_ckpt.distributed import agree
 from automodel_ckpt.distributed.mesh import RankLayout
@@ -56,10 +57,16 @@ class ReplicaCheck:
 
         The message names the first parameter that differs and the ranks that differ from most others.
         """
-        sums = self._checksums()
+        sums: dict[str, int] = {}
+
+        def digest_here() -> tuple[tuple[int, ...], str]:
+            sums.update(self._checksums())
+            return self._shard, xxhash.xxh3_64_hexdigest(repr(sums).encode())
+
         # A short exchange first: in a correct run, it is the only one.
-        digest = xxhash.xxh3_64_hexdigest(repr(sums).encode())
-        digests = agree.gather_objects(self._group, (self._shard, digest))
+        digests = gather_or_raise(
+            self._group, digest_here, f"comparing replicas after step {step}", _KEY, AutomodelError
+        )
         shards = [shard for shard, _ in digests]
         if len(set(digests)) == len(set(shards)):
             return

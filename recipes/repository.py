@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from automodel_ckpt.config.schema import ModelConfig, RecipeConfig
+from dataclasses import replace
+
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.sections.model import ModelConfig
 from automodel_ckpt.config.trust import trusts_remote_code
 from automodel_ckpt.models.repository import RepositoryOptions
 
@@ -16,13 +19,17 @@ def repository_options(section: ModelConfig) -> RepositoryOptions:
     )
 
 
-def preprocessor_options(config: RecipeConfig, name: str) -> RepositoryOptions:
-    """How the repository *name* of a tokenizer or processor is read.
+def preprocessor_options(config: RecipeConfig, name: str, where: str) -> RepositoryOptions:
+    """How the repository *name* of a tokenizer or processor, which the dotted key *where* gives, is read.
 
     The options of the model apply to its repository only. A tokenizer of another repository can run code with a
     ``_target_`` and its argument ``trust_remote_code``.
     """
     section = config.model
+    options = RepositoryOptions()
     if isinstance(section, ModelConfig) and name in (section.from_pretrained, section.from_config):
-        return repository_options(section)
-    return RepositoryOptions()
+        options = repository_options(section)
+    own = getattr(config, where.partition(".")[0])
+    if own is not section and own.revision is not None:
+        options = replace(options, revision=own.revision)
+    return options

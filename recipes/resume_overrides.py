@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from automodel_ckpt.checkpoint.discovery import left_out
 from automodel_ckpt.checkpoint.layout import CONFIG
 from automodel_ckpt.checkpoint.manifest import Manifest
-from automodel_ckpt.checkpoint.state.loading import first_lines
+from automodel_ckpt.checkpoint.state.mismatch import first_lines
 from automodel_ckpt.config.changes import (
     Change,
     changed_keys,
@@ -83,6 +83,8 @@ def log_omitted_state(recipe: object, untracked: Collection[str]) -> None:
         log.warning("untracked names %r, but the recipe has no such attribute", name)
 
 
+_IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+"""Options of torch's optimizers that choose an implementation, and not what it computes."""
 _APPLY = " (optimizer.on_resume: recipe applies it)"
 
 
@@ -133,13 +135,13 @@ class RecipeOptions:
             self._begin_schedule(self._schedule, scheduler)
 
     def _present_options(self) -> list[dict[str, list[float]]]:
-        """The numbers among the options of each parameter group; the learning rate only where no schedule moves it."""
-        scheduled = self._scheduled_options()
+        """The numbers and switches among the options of each group; the learning rate only if no schedule moves it."""
+        ignored = (*self._scheduled_options(), *_IMPLEMENTATION)
         options = []
         for group in self._optimizer.param_groups:
             numbers = {name: _numbers(value) for name, value in group.items()}
             options.append(
-                {name: value for name, value in numbers.items() if value and name not in scheduled}
+                {name: value for name, value in numbers.items() if value and name not in ignored}
             )
         return options
 
@@ -172,10 +174,15 @@ class RecipeOptions:
     def _check_override(self, name: str, saved: list[Any], new: list[Any]) -> None:
         """Raise :class:`RecipeError` if the command line gives the option *name*, and the resume ignores it."""
         for key in self._overridden:
-            section, option = key.partition(".")[0], key.rpartition(".")[2]
-            if section == OPTIMIZER and option == name:
-                change = Change(key, _as_text(saved), _as_text(new))
-                raise RecipeError.all_of([override_problem(key, change, self._checkpoint)])
+            section, _, _ = key.partition(".")
+            _, _, option = key.rpartition(".")
+            is_whole_section = key == OPTIMIZER
+            if not is_whole_section and (section != OPTIMIZER or option != name):
+                continue
+            changed = f"{OPTIMIZER}.{name}" if is_whole_section else key
+            change = Change(changed, _as_text(saved), _as_text(new))
+            problem = override_problem(key, [change], self._checkpoint)
+            raise RecipeError.all_of([problem])
 
     def _take_options(self) -> None:
         """Replace all options that were loaded; a schedule computes its rates again."""
@@ -210,7 +217,9 @@ class RecipeOptions:
         """Continue the recipe's schedule at the present step; the checkpoint has no state of a schedule."""
         self._restore_rates()
         fast_forward(schedule, scheduler.step)
-        message = "the checkpoint has no schedule: the recipe's continues at step %d with the learning rate %.6g"
+        message = (
+            "no schedule was loaded: the recipe's continues at step %d with the learning rate %.6g"
+        )
         log.warning(message, scheduler.step + 1, current_rate(self._optimizer))
 
     def _restore_rates(self) -> None:
@@ -251,13 +260,10 @@ def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _numbers(value: Any) -> list[float]:
-    """A number, or several, as a list; empty for anything else, and for switches."""
+    """A number or a switch, or several, as a list; empty for anything else."""
     values = value if isinstance(value, tuple | list) else [value]
-    for each in values:
-        # bool is a subclass of int.
-        if isinstance(each, bool) or not isinstance(each, int | float):
-            return []
-    return list(values)
+    # bool is a subclass of int.
+    return list(values) if all(isinstance(each, int | float) for each in values) else []
 
 
 def _as_text(numbers: list[Any]) -> str:

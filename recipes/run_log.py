@@ -7,15 +7,18 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from automodel_ckpt.checkpoint import SaveReport
+from automodel_ckpt.checkpoint.collective_errors import raise_on_all_ranks
 from automodel_ckpt.checkpoint.layout import TEXT_LOG, TRAINING_LOG, VALIDATION_LOG
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
-from automodel_ckpt.config.schema import LoggingConfig, RecipeConfig
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.sections.monitoring import LoggingConfig
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.errors import LeaseLost, without_hidden
 from automodel_ckpt.models.harness import TaskMetric
@@ -36,10 +39,13 @@ from automodel_ckpt.training.step_scheduler import StepScheduler
 from automodel_ckpt.training.text_log import TextLog
 from automodel_ckpt.training.timeline import Timeline
 from automodel_ckpt.training.tracker_process import Tracking
+from automodel_ckpt.units import counted
 
 log = logging.getLogger("automodel_ckpt")
 
 _PROFILE = "profile"
+BEAT_SECONDS = 1.0
+"""How often the time of a run is written while a phase lasts."""
 
 STEP_FIELDS = frozenset(
     {"step", "epoch", "timestamp", "loss", "grad_norm", "lr", "tokens", "label_tokens"}
@@ -112,50 +118,81 @@ class RunLog:
         """Remove the lines of steps after the present one, and start the trackers. Call it after :meth:`open`.
 
         *resumed_from* is the name of the checkpoint that was loaded, which is logged; None if the run starts.
-        Raises :class:`SaveFailed` if a file cannot be rewritten.
+        Collective. Raises :class:`SaveFailed` on all ranks if a file cannot be rewritten.
         """
-        if self.training is None or self.validation is None:
-            return
+        with self._raising_on_all_ranks("continuing the logs of the run"):
+            if self.training is not None and self.validation is not None:
+                self._resume(self.training, self.validation, scheduler, resumed_from)
+
+    def _resume(
+        self,
+        training: JsonlLog,
+        validation: JsonlLog,
+        scheduler: StepScheduler,
+        resumed_from: str | None,
+    ) -> None:
+        run = training.path.parent
         if scheduler.validation_is_missing:
             # The validation of this step is made up for, and logged then.
-            self.validation.truncate_after(scheduler.step - 1)
+            validation.truncate_after(scheduler.step - 1)
         is_finished = scheduler.is_finished()
         if not is_finished:
             # The start of a finished run changes no file.
-            self._text_log.open(self.training.path.with_name(TEXT_LOG), self._check_lease)
+            self._text_log.open(run / TEXT_LOG, self._check_lease)
             self.timeline.open(
-                self.training.path.parent,
+                run,
                 self._check_lease,
                 step=scheduler.step,
                 resumed_from=resumed_from,
                 world_size=self._layout.world_size,
+                beat_seconds=BEAT_SECONDS,
             )
-        for jsonl in (self.training, self.validation):
-            # A finished run may resume from an earlier checkpoint; the lines of its later steps are not removed.
-            jsonl.truncate_after(math.inf if is_finished else scheduler.step)
+        # A finished run may resume from an earlier checkpoint; the lines of its later steps are not removed.
+        last_kept = math.inf if is_finished else scheduler.step
+        removed = training.truncate_after(last_kept)
+        validation.truncate_after(last_kept)
+        if removed.last_step is not None:
+            lost = counted(removed.last_step - scheduler.step, "logged step")
+            log.info("%s after step %d will be repeated", lost, scheduler.step)
         if resumed_from is not None and not is_finished:
             event = {"event": "resume", "step": scheduler.step, "timestamp": time.time()}
             self._append(
-                self.training,
+                training,
                 {**event, "from": resumed_from, "world_size": self._layout.world_size},
             )
         # Also for a finished run: a kill at its end may have prevented the trackers from getting its last lines.
-        self.start_trackers(self.training.path.parent, scheduler.step)
+        self.start_trackers(run, scheduler.step)
+
+    def _raising_on_all_ranks(self, doing: str) -> AbstractContextManager[None]:
+        """Return a context manager that raises on all ranks what its block, which only rank 0 executes, raises."""
+        where = "" if self.training is None else self.training.path.parent
+        return raise_on_all_ranks(self._layout.gloo_group, doing, where)
 
     def roll_back(self, scheduler: StepScheduler, spike: Spike, num_skipped: int) -> None:
         """Remove the lines of steps after the present one, to which the run went back because of *spike*.
 
         *num_skipped* is the number of global batches that are left out. Trackers continue after the present step.
+        Collective. Raises :class:`SaveFailed` on all ranks if a file cannot be rewritten.
         """
+        with self._raising_on_all_ranks("removing what the run went back from in its logs"):
+            if self.training is not None and self.validation is not None:
+                self._roll_back(self.training, self.validation, scheduler, spike, num_skipped)
+
+    def _roll_back(
+        self,
+        training: JsonlLog,
+        validation: JsonlLog,
+        scheduler: StepScheduler,
+        spike: Spike,
+        num_skipped: int,
+    ) -> None:
         if self._tracking is not None:
             self._tracking.close()
             self._tracking = None
-        if self.training is None or self.validation is None:
-            return
-        # Not resume(): this start goes on, with its entry in timeline.jsonl.
-        for jsonl in (self.training, self.validation):
+        # Not resume(): this start continues, with its entry in timeline.jsonl.
+        for jsonl in (training, validation):
             jsonl.truncate_after(scheduler.step)
-        self.start_trackers(self.training.path.parent, scheduler.step)
+        self.start_trackers(training.path.parent, scheduler.step)
         event = {
             "event": "rollback",
             "step": scheduler.step,
@@ -164,7 +201,7 @@ class RunLog:
             "reason": spike.reason,
             "skipped_batches": num_skipped,
         }
-        self._append(self.training, event)
+        self._append(training, event)
 
     def start_trackers(self, run: Path, step: int) -> None:
         """Start the process that sends the logs in the directory *run*, after *step*, to ``logging.trackers``."""
@@ -177,11 +214,6 @@ class RunLog:
                 went_back=went_back,
                 every_steps=self._settings.log_every_steps or 1,
             )
-
-    @property
-    def is_tracked(self) -> bool:
-        """Whether a process sends the logs to trackers."""
-        return self._tracking is not None
 
     def log_step(
         self,
@@ -276,6 +308,10 @@ class RunLog:
             if each.stderr is not None:
                 record[f"{each.name}_stderr"] = each.stderr
         self._append(self.validation, record)
+
+    def log_event(self, record: Mapping[str, Any]) -> None:
+        """Write a line of ``training.jsonl`` that is not a step; *record* has its ``event`` and ``step``."""
+        self._append(self.training, {**record, "timestamp": time.time()})
 
     def log_save(self, report: SaveReport) -> None:
         """Write a line of ``training.jsonl`` about a published checkpoint. Called from any thread."""

@@ -19,7 +19,7 @@ from automodel_ckpt.data.packing import PackedDataset
 from automodel_ckpt.data.tokenized import TokenizedDataset
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.mesh_sizes import Sizes
-from automodel_ckpt.recipes.base_commit import pin_base
+from automodel_ckpt.recipes.base_commit import commits_of_run, pin_base
 from automodel_ckpt.recipes.recipe import Recipe
 
 MAX_MEASURED = 200
@@ -81,7 +81,8 @@ def built_data(recipe_class: type[Recipe], recipe_arguments: Mapping[str, Any]) 
     recipe: Recipe = DataOnly(**recipe_arguments)
     recipe.is_dry_run = True
     recipe.layout = RankLayout(0, Sizes(), 0, torch.device("cpu"), None)  # type: ignore[arg-type]
-    recipe.config = pin_base(recipe.config)
+    recipe.check_sections()
+    recipe.config = pin_base(recipe.config, recorded=commits_of_run(recipe.config))
     with contextlib.suppress(_DataIsBuilt):
         recipe.build()
     return recipe
@@ -91,9 +92,10 @@ def first_samples(recipe: Recipe, num_samples: int) -> Iterator[PreviewSample]:
     """Yield the first samples of the first epoch, collated as for training, with their text."""
     tokenizer = getattr(recipe.preprocessor, "tokenizer", recipe.preprocessor)
     for number, row in _rows(recipe, num_samples):
-        trained = [label != IGNORE_INDEX for label in row.labels]
-        spans = _spans(tokenizer, row.tokens, trained)
-        yield PreviewSample(number, len(row.tokens), sum(trained), spans, row.label)
+        is_trained = [label != IGNORE_INDEX for label in row.labels]
+        num_trained = sum(is_trained)
+        spans = _spans(tokenizer, row.tokens, is_trained)
+        yield PreviewSample(number, len(row.tokens), num_trained, spans, row.label)
 
 
 def summary(recipe: Recipe) -> DataSummary:

@@ -11,24 +11,28 @@ from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from automodel_ckpt.checkpoint import Checkpointer, SaveReport, policy
-from automodel_ckpt.checkpoint.checkpointer import Resumed, Saving
+from automodel_ckpt.checkpoint.checkpointer import Resumed
 from automodel_ckpt.checkpoint.export.next_steps import try_command
 from automodel_ckpt.checkpoint.run import finished
-from automodel_ckpt.checkpoint.run.resume import checkpoint_names
 from automodel_ckpt.checkpoint.run.timeline import SAVES
-from automodel_ckpt.checkpoint.saving.forecast import Forecast
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.data.loader import GlobalBatchLoader
-from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, ExportFailed, SaveFailed
-from automodel_ckpt.hub.background import Pushes, forget_pushes
-from automodel_ckpt.recipes.averages import average_last
-from automodel_ckpt.recipes.disk_use import still_to_come
+from automodel_ckpt.distributed.stop import StopRequest
+from automodel_ckpt.errors import (
+    AutomodelError,
+    CheckpointUnusable,
+    ExportFailed,
+    RecipeError,
+    SaveFailed,
+)
+from automodel_ckpt.recipes.disk_use import warn_of_little_space
+from automodel_ckpt.recipes.final_exports import make_final_exports
+from automodel_ckpt.recipes.hub_uploads import HubUploads
 from automodel_ckpt.recipes.memory_saves import MemorySaves
 from automodel_ckpt.recipes.replica_check import ReplicaCheck
 from automodel_ckpt.recipes.run_log import RunLog
-from automodel_ckpt.training.progress import SavingView
+from automodel_ckpt.recipes.save_messages import saved_line, saving_view
 from automodel_ckpt.training.step_scheduler import StepScheduler
-from automodel_ckpt.units import size_text
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -94,7 +98,7 @@ class Saves:
         self.memory = None
         self.replica_check = None
         self._compared_step: int | None = None
-        self._pushes: Pushes | None = None
+        self.hub_uploads = HubUploads(config.hub, checkpointer)
         self._config = config
         self._section = config.checkpoint
         self._config_yaml = config_yaml
@@ -123,34 +127,18 @@ class Saves:
         except SaveFailed as failure:
             self._handle(failure)
             return
-        if forecast is not None:
-            self._warn_of_little_space(self.checkpointer, forecast, steps_per_epoch)
-
-    def _warn_of_little_space(
-        self, checkpointer: Checkpointer, forecast: Forecast, steps_per_epoch: int | None
-    ) -> None:
-        existing = [name.step for name in checkpoint_names(checkpointer.directory)]
-        planned_steps = self._scheduler.planned_steps
-        num_more = still_to_come(self._config, planned_steps, steps_per_epoch, existing) or 1
-        num_exports = 0
-        if forecast.export_bytes and checkpointer.exports.only_at_end:
-            num_exports = 1 + self._section.export_best
-        needed = num_more * forecast.nbytes + num_exports * forecast.export_bytes
-        if needed <= forecast.free_bytes:
+        if forecast is None:
             return
-        exports = ""
-        if num_exports:
-            exports = f" and {num_exports} exports of about {size_text(forecast.export_bytes)}"
-        log.warning(
-            "the disk of %s cannot hold what this run will save: %d more checkpoints of about %s%s take %s, and %s "
-            "are free; free space, or keep fewer (checkpoint.keep_last, step_scheduler.ckpt_every_steps)",
-            checkpointer.directory,
-            num_more,
-            size_text(forecast.nbytes),
-            exports,
-            size_text(needed),
-            size_text(forecast.free_bytes),
-        )
+        # On rank 0 only: a warning must not end this rank while the others wait for it.
+        with contextlib.suppress(OSError):
+            warn_of_little_space(
+                self._config,
+                forecast,
+                self.checkpointer.directory,
+                planned_steps=self._scheduler.planned_steps,
+                steps_per_epoch=steps_per_epoch,
+                exports_at_end=self.checkpointer.exports.only_at_end,
+            )
 
     @_measured
     def make_missing_export(self) -> None:
@@ -164,24 +152,6 @@ class Saves:
             self.checkpointer.exports.export_if_missing(self.resumed.path, last=False)
         except SaveFailed as failure:
             self._handle(failure)
-
-    def start_pushes(self) -> None:
-        """Start the process that uploads models to the Hub (section ``hub``), on rank 0, after the resume."""
-        checkpointer, section = self.checkpointer, self._config.hub
-        if checkpointer is None or not checkpointer.is_rank0:
-            return
-        root = checkpointer.directory
-        if section is None:
-            forget_pushes(root)
-            return
-        exports = checkpointer.exports
-        self._pushes = Pushes(root, section, makes_exports=exports.of_each_checkpoint)
-        self._pushes.start(None if self.resumed is None else self.resumed.step)
-
-    def close_pushes(self) -> None:
-        """Let uploads to the Hub go on for a while without this process."""
-        if self._pushes is not None:
-            self._pushes.close()
 
     # ---------------------------------------------------------------- during training
 
@@ -202,13 +172,13 @@ class Saves:
         self.wait()
         if self.memory is not None:
             self.memory.finish_save()
+            self.memory.find()
         state = self._state()
         resumed = self.checkpointer.roll_back(state, step)
         if resumed is None:
             return None
         self._compared_step = None
-        if self._pushes is not None:
-            self._pushes.roll_back(resumed.step)
+        self.hub_uploads.roll_back(resumed.step)
         # It may be of a step after this one, and is renamed by the next save.
         self.last_save = None
         self.resumed = resumed
@@ -243,8 +213,10 @@ class Saves:
         """Save the present step, with *losses* in its ``losses.json``.
 
         *validated*: the losses include a validation. *started* is when the step's validation began, in seconds of
-        ``time.monotonic``. *last*: the run ends with this step. Raises :class:`SaveFailed` if ``on_save_failure`` is
-        ``stop``, and :class:`LeaseLost` if another run took over the run directory.
+        ``time.monotonic``. *last*: the run ends with this step.
+
+        If ``on_save_failure`` is ``stop``, raises :class:`SaveFailed`, and :class:`RecipeError` for state that cannot
+        be stored. Raises :class:`LeaseLost` if another run took over the run directory.
         """
         if self.checkpointer is None:
             self._scheduler.note_save(0.0)
@@ -252,7 +224,8 @@ class Saves:
         self.wait()
         try:
             report = self.save_now(self.checkpointer, losses, validated=validated, last=last)
-        except SaveFailed as failure:
+        # A RecipeError: state that cannot be stored, which the run has had only since its start.
+        except (SaveFailed, RecipeError) as failure:
             # Before _handle(), which may raise. A failed save must not be retried after every step.
             self._scheduler.note_failed_save()
             self._handle(failure)
@@ -344,8 +317,7 @@ class Saves:
         if reasoning is not None:
             log.info("%s", reasoning)
         self._run_log.log_save(report)
-        if self._pushes is not None:
-            self._pushes.note_saved(report.path.name)
+        self.hub_uploads.note_saved(report.path.name)
 
     @_measured
     def wait(self) -> None:
@@ -371,6 +343,9 @@ class Saves:
         if self._section.on_save_failure == "stop":
             raise failure
         self.failure = failure
+        if not isinstance(failure, SaveFailed):
+            # For the exit code: the recipe was right when the run started.
+            self.failure = SaveFailed.all_of(failure.problems)
         log.warning("%s", failure)
         log.warning("training continues, since checkpoint.on_save_failure is continue")
 
@@ -389,6 +364,18 @@ class Saves:
             raise self.failure
         self._log_how_to_export()
 
+    @_measured
+    def upload_before_stop(self, request: StopRequest) -> None:
+        """Wait for uploads after the signal of *request*, as long as there is time. A collective."""
+        if self.checkpointer is None:
+            return
+        with request.waiting() as is_repeated:
+            self.checkpointer.upload_before_stop(
+                request.seconds_since_request,
+                lambda: is_repeated.is_set() or request.is_restart(),
+                grace_seconds=request.grace_seconds,
+            )
+
     def _log_how_to_export(self) -> None:
         newest = self.last_save or self.resumed
         if self.checkpointer is None or newest is None or not newest.path.is_dir():
@@ -406,39 +393,32 @@ class Saves:
             if self.last_save.export is not None:
                 log.info("Hugging Face export: %s", self.last_save.export)
                 log.info("try it: %s", try_command(Path(self.last_save.export)))
-        self._export_best()
-        self._export_average()
-        self._average_last()
+        if self.checkpointer is not None:
+            self._make_final_exports(self.checkpointer)
         if self.failure is not None:
             raise self.failure
         if self.checkpointer is not None:
-            self._finish_pushes(self.checkpointer)
-            self.checkpointer.finish_uploads()
+            self._finish_uploads(self.checkpointer)
 
-    def _finish_pushes(self, checkpointer: Checkpointer) -> None:
-        """Upload the last model to the Hub, and wait for uploads. Raises :class:`SaveFailed` with ``hub.required``."""
+    def _make_final_exports(self, checkpointer: Checkpointer) -> None:
         newest = self.last_save or self.resumed
-        if self._config.hub is None or newest is None:
-            return
+        path = newest.path if newest is not None else None
+        make_final_exports(checkpointer, self._section, path, self.wait)
 
-        def finish() -> None:
-            if self._pushes is not None:
-                self._pushes.note_last(newest.path.name)
-                self._pushes.finish()
-
-        doing = "uploading to the Hugging Face Hub (the checkpoints are safe)"
-        checkpointer.exports.run_on_rank0(doing, finish, SaveFailed)
+    def _finish_uploads(self, checkpointer: Checkpointer) -> None:
+        """Wait for the uploads of models and of checkpoints. Raises :class:`SaveFailed` for required ones."""
+        newest = self.last_save or self.resumed
+        if newest is not None:
+            self.hub_uploads.finish(newest.path.name)
+        checkpointer.finish_uploads()
 
     @_measured
     def export_finished(self) -> None:
         """Make the exports of a finished run that a kill or a signal had prevented. Raises :class:`SaveFailed`."""
         if self.checkpointer is not None and self.resumed is not None:
             self.checkpointer.exports.export_if_missing(self.resumed.path, last=True)
-            self._export_best()
-            self._export_average()
-            self._average_last()
-            self._finish_pushes(self.checkpointer)
-            self.checkpointer.finish_uploads()
+            self._make_final_exports(self.checkpointer)
+            self._finish_uploads(self.checkpointer)
 
     def note_finished(self) -> None:
         """Record that nothing is left to do, so that the next start reports this before it builds the run.
@@ -460,56 +440,3 @@ class Saves:
                 self._config_yaml,
                 scheduler.reason_of_end(),
             )
-
-    def _export_best(self) -> None:
-        if self.checkpointer is not None and self._section.export_best:
-            self.checkpointer.exports.export_best()
-
-    def _export_average(self) -> None:
-        """Export the average of the weights in the newest checkpoint (``checkpoint.export_ema``)."""
-        newest = self.last_save or self.resumed
-        if self.checkpointer is not None and newest is not None and self._section.export_ema:
-            self.checkpointer.exports.export_average(newest.path)
-
-    def _average_last(self) -> None:
-        """Average the newest checkpoints (``checkpoint.average_last``). Raises :class:`ExportFailed` on all ranks."""
-        checkpointer = self.checkpointer
-        count = self._section.average_last
-        if checkpointer is None or count is None:
-            return
-        self.wait()
-
-        def average() -> Path | None:
-            checkpointer.check_lease()
-            return average_last(checkpointer.directory, count)
-
-        checkpointer.exports.run_on_rank0(
-            f"averaging the last {count} checkpoints (the checkpoints themselves are safe)", average
-        )
-
-
-def saving_view(saving: Saving | None, num_ranks: int) -> SavingView | None:
-    """How far a save is, for the progress line; with several ranks, how far rank 0 is."""
-    if saving is None:
-        return None
-    written = min(saving.written_bytes, saving.total_bytes)
-    total = max(saving.total_bytes, 1)
-    amount = f"{size_text(written)} of {size_text(saving.total_bytes)}"
-    if num_ranks > 1:
-        amount += " on rank 0"
-    return SavingView(saving.step, written / total, amount)
-
-
-def saved_line(report: SaveReport, figures: str = "") -> str:
-    """The log message about a published checkpoint. *figures* describe training at its step."""
-    start = f"step {report.step}: {figures}; saved" if figures else f"step {report.step}: saved"
-    text = (
-        f"{start} {report.path.name} in {report.total_seconds:.2f} s, "
-        f"training waited {report.stall_seconds:.2f} s: "
-        f"{size_text(report.nbytes)} at {size_text(report.bytes_per_second)}/s"
-    )
-    if report.free_bytes is not None:
-        text += f", {size_text(report.free_bytes)} free"
-    if report.pruned:
-        text += f", removed {' '.join(report.pruned)}"
-    return text

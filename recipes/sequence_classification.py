@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from transformers import AutoModelForSequenceClassification, PreTrainedConfig
 
 from automodel_ckpt.config.kinds.classification import ClassificationConfig
-from automodel_ckpt.config.schema import RecipeConfig, Target
-from automodel_ckpt.config.targets import build
+from automodel_ckpt.config.plugins import build, build_function
+from automodel_ckpt.config.rules import Target
+from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.data.classification import LabelCollator
 from automodel_ckpt.data.labels import Labels
 from automodel_ckpt.data.loader import GlobalBatchLoader
@@ -35,9 +36,9 @@ from automodel_ckpt.models.task_head import (
 )
 from automodel_ckpt.recipes.evaluation import EvaluationTotals
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.recipes.model.sections import row_multiple
 from automodel_ckpt.recipes.objective import Objective, Tensors
 from automodel_ckpt.recipes.records import BatchSize, LossSum
-from automodel_ckpt.recipes.trainable import row_multiple
 from automodel_ckpt.recipes.unsupported import Unsupported
 from automodel_ckpt.training.label_measures import f1_scores, pearson
 from automodel_ckpt.training.loss import IGNORE_INDEX, in_numpy
@@ -136,14 +137,13 @@ class MultiLabel(SampleObjective):
 
     def summarize(self, totals: EvaluationTotals) -> dict[str, float]:
         """Compute the share of texts whose labels are all correct, and F1 scores; that of a label without any is 0."""
-        together = f1_scores({name: [sum(values)] for name, values in totals.sums.items()})
-        scores = [score or 0.0 for score in f1_scores(totals.sums)]
-        has_samples = totals.count > 0
-        return {
-            "accuracy": totals.mean("accuracy"),
-            "f1_micro": together[0] or 0.0 if has_samples else math.nan,
-            "f1_macro": sum(scores) / len(scores) if has_samples else math.nan,
-        }
+        f1_micro = f1_macro = math.nan
+        if totals.count > 0:
+            (of_all_labels,) = f1_scores({key: [sum(each)] for key, each in totals.sums.items()})
+            scores = [score or 0.0 for score in f1_scores(totals.sums)]
+            f1_micro = of_all_labels or 0.0
+            f1_macro = sum(scores) / len(scores)
+        return {"accuracy": totals.mean("accuracy"), "f1_micro": f1_micro, "f1_macro": f1_macro}
 
 
 class Regression(SampleObjective):
@@ -293,7 +293,7 @@ class SequenceClassification(LLMFinetune):
         """Build the ``dataloader.collate_fn`` section, else a collator for texts with labels."""
         section = self.config.dataloader.collate_fn
         if section is not None:
-            return build(section, tokenizer=self.tokenizer)
+            return build_function("dataloader.collate_fn", section, tokenizer=self.tokenizer)
         assert self.model_config is not None
         pad_token_id: Any = self.model_config.get_text_config().pad_token_id
         return LabelCollator(pad_token_id, self.labels, row_multiple(self.config, self.layout))

@@ -16,7 +16,9 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoTokenizer, PreTrainedConfig
 
 from automodel_ckpt.config.kinds.distill import DistillConfig, TeacherConfig
-from automodel_ckpt.config.schema import ModelConfig, RecipeConfig, Target
+from automodel_ckpt.config.rules import Target
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.sections.model import ModelConfig
 from automodel_ckpt.data.collate import IGNORE_INDEX
 from automodel_ckpt.data.packing import IS_TOKEN
 from automodel_ckpt.distributed.mesh import RankLayout
@@ -28,8 +30,9 @@ from automodel_ckpt.models.forward import logits_of
 from automodel_ckpt.models.fused_distillation import CapturedHidden, LogitTargets
 from automodel_ckpt.models.repository import base_directory
 from automodel_ckpt.models.vocabulary import wanted_size
+from automodel_ckpt.recipes.model.model_config import text_tokenizer
 from automodel_ckpt.recipes.repository import repository_options
-from automodel_ckpt.recipes.trainable import Trainable, text_tokenizer
+from automodel_ckpt.recipes.trainable import Trainable
 from automodel_ckpt.training.loss import in_numpy, labelled_positions
 from automodel_ckpt.training.transfer import to_device
 
@@ -109,7 +112,7 @@ def check_vocabularies(
 ) -> int | None:
     """Compare the vocabularies of teacher and student; return how many of their first tokens are compared.
 
-    None stands for all tokens. Vocabularies of different sizes (padding) are accepted if the tokenizers are equal.
+    None means all tokens. Vocabularies of different sizes (padding) are accepted if the tokenizers are equal.
     Nothing is compared for a model by ``_target_``. Raises :class:`RecipeError` for other vocabularies.
     """
     section = (config.distill or DistillConfig()).teacher
@@ -200,7 +203,7 @@ def naming_the_teacher() -> Iterator[None]:
 
 
 def identity_of(config: RecipeConfig) -> str:
-    """Describe the teacher in one line that changes with it: its name, its revision, and a digest of its files.
+    """Describe the teacher in one line that changes with it: its name, and a digest of its files or else its revision.
 
     The digest covers names, sizes, and the beginning and the end of each file with weights, so it is cheap. A teacher
     by ``_target_`` is described by its section.
@@ -212,9 +215,10 @@ def identity_of(config: RecipeConfig) -> str:
     directory = None
     with suppress(OSError, ValueError):
         directory = base_directory(name, section.revision)
-    revision = f" revision {section.revision}" if section.revision else ""
-    digest = "unknown" if directory is None else _digest_of(directory)
-    return f"{name}{revision} digest {digest}"
+    if directory is None:
+        return f"{name} revision {section.revision} digest unknown"
+    # Without the revision: the same files on another branch are the same teacher.
+    return f"{name} digest {_digest_of(directory)}"
 
 
 def _digest_of(directory: Path) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from automodel_ckpt.config.schema import RecipeConfig, Target
+from automodel_ckpt.config.rules import Target
+from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.errors import Problem
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 
-from automodel_ckpt.config.evaluation import has_benchmarks
-from automodel_ckpt.config.schema import RecipeConfig, Target, has_validation
+from automodel_ckpt.config.recipe_rules import has_validation
+from automodel_ckpt.config.rules import Target
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.sections.evaluation import has_benchmarks
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.evaluation import ACCURACY, PERPLEXITY
 from automodel_ckpt.recipes.objective import Objective
@@ -103,8 +105,8 @@ def check_metric_keys(config: RecipeConfig, known: Collection[str]) -> None:
 def stopping_rule(config: RecipeConfig) -> StoppingRule | None:
     """The section ``step_scheduler.early_stopping`` with its metric and the direction in which that improves.
 
-    The best metric has the direction of ``best_mode``. Of others, those of :data:`RISING` improve upwards and the rest
-    downwards.
+    The best metric has the direction of ``best_mode``. Other metrics improve upwards if they are in :data:`RISING`,
+    otherwise downwards.
     """
     section = config.step_scheduler.early_stopping
     if section is None:

@@ -13,17 +13,18 @@ import logging
 from functools import partial
 from typing import Any, ClassVar
 
-from torch import nn
 from transformers import AutoModelForImageTextToText
 
-from automodel_ckpt.config.schema import RecipeConfig, Target
-from automodel_ckpt.config.targets import build
+from automodel_ckpt.config.plugins import build, build_function
+from automodel_ckpt.config.rules import Target
+from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.data.image_packing import PackCollator, PackedImages, measure
 from automodel_ckpt.data.mixture import for_each_source
-from automodel_ckpt.errors import Problem, RecipeError
+from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.vision import image_token_ids
 from automodel_ckpt.recipes.loop import TrainingLoop
+from automodel_ckpt.recipes.model.sections import row_multiple
 from automodel_ckpt.recipes.preprocessors import find_preprocessor
 from automodel_ckpt.recipes.processors import (
     AUTO_PROCESSOR,
@@ -32,31 +33,18 @@ from automodel_ckpt.recipes.processors import (
     processor_of_target,
     read_from,
 )
-from automodel_ckpt.recipes.readback import Number
 from automodel_ckpt.recipes.recipe import Recipe
 from automodel_ckpt.recipes.repository import preprocessor_options
-from automodel_ckpt.recipes.trainable import row_multiple
 from automodel_ckpt.units import counted
 
 log = logging.getLogger("automodel_ckpt")
 
 
 class VLMLoop(TrainingLoop):
-    """Checks in the first step that every trained parameter takes part in the model's output."""
+    """Trains a vision-language model."""
 
-    _checked_gradients = False
-
-    def clip_gradients(self) -> Number:
-        """Scale the gradients; the first time, raise :class:`RecipeError` for trained parameters without a gradient.
-
-        Such parameters (the last layers of a LLaVA vision tower, whose features are not used) would make the ranks of
-        ddp wait forever, and take memory for nothing elsewhere.
-        """
-        # Gradients exist only between the backward pass and zero_grad(); once is enough.
-        if not self._checked_gradients:
-            check_all_trained(self.model, has_adapters=self.config.peft is not None)
-            self._checked_gradients = True
-        return super().clip_gradients()
+    # Such as the last layers of a LLaVA vision tower, whose features are not used.
+    rejects_unused_parameters = True
 
 
 class VLMFinetune(Recipe):
@@ -66,9 +54,11 @@ class VLMFinetune(Recipe):
     packs_images: ClassVar[bool] = True
     loop_class = VLMLoop
 
+    def check_sections(self) -> None:
+        check_sections(self.config)
+
     def build(self) -> None:
         """Create the processor, the data, the model, and what updates it."""
-        check_sections(self.config)
         self.processor = self.preprocessor = self.build_processor()
         self.build_training()
 
@@ -92,7 +82,7 @@ class VLMFinetune(Recipe):
                     value=None,
                     hint="give processor.from_pretrained, or a builder in processor._target_",
                 )
-            repository = preprocessor_options(self.config, name)
+            repository = preprocessor_options(self.config, name, where)
             source = ProcessorSource(name, where, repository, section.kwargs)
         return check_processor(read_from(source), source.where)
 
@@ -122,7 +112,9 @@ class VLMFinetune(Recipe):
         section = self.config.dataloader.collate_fn
         if section is not None:
             tokenizer = self.processor.tokenizer
-            return build(section, processor=self.processor, tokenizer=tokenizer)
+            return build_function(
+                "dataloader.collate_fn", section, processor=self.processor, tokenizer=tokenizer
+            )
         if self.config.packed_sequence is not None:
             return PackCollator(self._image_collator())
         return self._image_collator(row_multiple(self.config, self.layout))
@@ -145,30 +137,3 @@ def check_sections(config: RecipeConfig) -> None:
             value="a tokenizer section",
             hint="give a processor section instead",
         )
-
-
-def check_all_trained(model: nn.Module, *, has_adapters: bool) -> None:
-    """Raise :class:`RecipeError` if a parameter of *model* that needs a gradient has none after a backward pass."""
-    unused = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
-    if unused:
-        raise RecipeError.all_of([_unused(unused, adapters=has_adapters)])
-
-
-def _unused(names: list[str], *, adapters: bool) -> Problem:
-    plain = [name.removeprefix("module.") for name in names]
-    if adapters:
-        plain = [name.removeprefix("base_model.model.").partition(".lora_")[0] for name in plain]
-        key, hint = "peft.exclude_modules", "leave them out"
-        found = sorted(set(plain))
-    else:
-        key, hint = "model.freeze", "freeze them"
-        found = sorted({f"{name.rpartition('.')[0]}.*" for name in plain})
-    shown = ", ".join(plain[:5])
-    more = " ..." if len(plain) > 5 else ""
-    patterns = ", ".join(map(repr, found))
-    return Problem(
-        "parameters are to be trained that take no part in the model's output",
-        key,
-        f"{len(plain)} of them: {shown}{more}",
-        f"{hint}: {key}: [{patterns}]",
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
+from automodel_ckpt.checkpoint import Resumed
+from automodel_ckpt.checkpoint.layout import AVERAGE
 from automodel_ckpt.checkpoint.module_tensors import (
     CompleteTensors,
     StoredLayout,
@@ -22,10 +25,12 @@ from automodel_ckpt.checkpoint.module_tensors import (
     stored_names,
     unwrap,
 )
-from automodel_ckpt.config.schema import EmaConfig
+from automodel_ckpt.config.sections.optimizer import EmaConfig
 from automodel_ckpt.distributed.agree import gather_objects
 from automodel_ckpt.distributed.parallelize import reshard
 from automodel_ckpt.recipes.readback import Number
+
+log = logging.getLogger("automodel_ckpt")
 
 
 class WeightAverage:
@@ -76,6 +81,15 @@ class WeightAverage:
             # Files that are a complete model have the tied names that the files of the model have.
             layout = replace(layout, copies={**layout.copies, **tied})
         set_stored_layout(self.module, layout)
+
+    def start(self, resumed: Resumed | None) -> None:
+        """Begin with the present weights, unless the checkpoint *resumed* had the average (None: a new run)."""
+        record = resumed.manifest.state.get(AVERAGE) if resumed is not None else None
+        if record is not None and record.kind == "module":
+            return
+        self.restart()
+        if resumed is not None:
+            log.info("ema: the average begins with the weights of %s", resumed.path.name)
 
     def _add(self, name: str, weight: torch.Tensor) -> None:
         average = torch.empty_like(weight, dtype=_master_type(weight.dtype), requires_grad=False)

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shlex
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 
+from tests.support import huge_pages
+from tests.support.bytecode import write_bytecode
 from tests.support.command_server import CommandServer
+from tests.support.logging_state import kept_logging
 
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 """The signals for which a training installs handlers."""
+RECORDED = (
+    ("automodel_ckpt.config.trust", "_trusts_remote_code"),
+    ("automodel_ckpt.training.start_time", "_noted"),
+)
+"""What a command records for its process: modules and names."""
 
 # Set before any test module imports torch or transformers; pytest-xdist's workers inherit the directory.
 os.environ.update(
@@ -63,8 +74,18 @@ def pytest_configure(config: pytest.Config) -> None:
         _fork_the_workers(config)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Do not search for garbage during the collection, which makes almost none: it would take a tenth of the time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put slow tests first: one that began last would run alone."""
+    """Put slow tests first, and with them all tests of their files: one that began last would run alone."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
@@ -75,6 +96,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     can run a backward pass. A machine without a GPU has no such device, unless torch is a CUDA build and a test enters
     FakeTensorMode first, which makes autograd find eight devices. Autograd looks for devices only once.
     """
+    # Thousands of collected tests stay until the end: a full collection of garbage need not visit them.
+    gc.freeze()
+    if IS_WORKER:
+        huge_pages.collapse()
     torch = sys.modules.get("torch")
     if torch is not None and not torch.cuda.is_available():
         torch.ones((), requires_grad=True).backward()
@@ -82,7 +107,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def _fork_the_workers(config: pytest.Config) -> None:
     """One process imports torch and transformers, not each of pytest-xdist's workers and then its commands' server."""
-    worker = f"popen//python={shlex.quote(str(COMMANDS.begin().bin / 'worker'))}"
+    places = [Path(argument.partition("::")[0]) for argument in config.args]
+    server = COMMANDS.begin(meanwhile=lambda: write_bytecode(config, places))
+    worker = f"popen//python={shlex.quote(str(server.bin / 'worker'))}"
     config.option.tx = [worker if spec == "popen" else spec for spec in config.option.tx]
 
 
@@ -100,25 +127,39 @@ def commands() -> CommandServer:
     return COMMANDS.begin()
 
 
+def _forget_stop(stop: ModuleType, handlers: Mapping[int, Any]) -> None:
+    """Forget the run of a command. Ranks that are forked later would ignore signals, as one whose work is done."""
+    request = stop.stop_request()
+    if request._installed:
+        signal.set_wakeup_fd(-1)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    state = vars(request)
+    state.clear()
+    state.update(vars(stop.StopRequest()))
+
+
 @pytest.fixture(autouse=True)
 def _own_environment() -> Iterator[None]:
     """Undo what a command that ran inside a test leaves in this process.
 
-    These are the variables that it sets for torch, its signal handlers, and the values of ``${oc.env:NAME}`` that
-    messages must not show: a later test's message with the same word would be changed.
+    These are the variables that it sets for torch, its signal handlers, its logging, whether code of models is trusted,
+    when it started, whether it was stopped or is done, and the values of ``${oc.env:NAME}`` that messages must not
+    show: a later test's message with the same word would be changed.
     """
     before = dict(os.environ)
     handlers = {number: signal.getsignal(number) for number in HANDLED}
-    yield
+    with kept_logging():
+        yield
+    for module, name in RECORDED:
+        if module in sys.modules:
+            setattr(sys.modules[module], name, None)
     errors = sys.modules.get("automodel_ckpt.errors")
     if errors is not None:
         errors._references.clear()
     stop = sys.modules.get("automodel_ckpt.distributed.stop")
-    if stop is not None and stop.stop_request()._installed:
-        stop.stop_request()._installed = False
-        signal.set_wakeup_fd(-1)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    if stop is not None:
+        _forget_stop(stop, handlers)
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)

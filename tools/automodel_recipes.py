@@ -19,7 +19,7 @@ from pathlib import Path
 
 from automodel_ckpt.config.automodel.notices import Notice
 from automodel_ckpt.config.load import load_recipe
-from automodel_ckpt.config.targets import check_targets
+from automodel_ckpt.config.target_checks import check_targets
 from automodel_ckpt.config.trust import Trust
 from automodel_ckpt.errors import AutomodelError, Problem
 

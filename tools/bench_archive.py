@@ -23,7 +23,8 @@ from pathlib import Path
 import torch
 
 from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions
-from automodel_ckpt.convert.checkpoint_archive import archive, extract
+from automodel_ckpt.convert.checkpoint_archive.reading import extract
+from automodel_ckpt.convert.checkpoint_archive.writing import archive
 from tools.bench_rounds import anonymous_megabytes, data_files, parse_size
 
 _WIDTH = 1024
@@ -36,7 +37,8 @@ _DISTANCES = (1, 10, 30)
 _SETUP = """
 import sys
 from pathlib import Path
-from automodel_ckpt.convert.checkpoint_archive import archive, extract
+from automodel_ckpt.convert.checkpoint_archive.reading import extract
+from automodel_ckpt.convert.checkpoint_archive.writing import archive
 source, target = map(Path, sys.argv[1:3])
 """
 _ARCHIVE = "archive(source, target, delta=True, log=lambda _: None)"

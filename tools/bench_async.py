@@ -49,6 +49,8 @@ BYTES_PER_WEIGHT = 2 + 2 + 2
 
 Pending = Callable[[], bool]
 """Whether a save is done."""
+Task = Callable[[argparse.Namespace, Path], Any]
+"""What a rank does; its result can be pickled."""
 
 
 @dataclass
@@ -68,8 +70,9 @@ class Bench:
     """One rank: its state, a step, and the rows."""
 
     def __init__(self, nbytes: int) -> None:
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.dp_rank, self.dp_size, self.is_rank0 = self.rank, self.world_size, self.rank == 0
+        self.rank = self.dp_rank = dist.get_rank()
+        self.world_size = self.dp_size = dist.get_world_size()
+        self.is_rank0 = self.rank == 0
         self.model = model_of(nbytes * self.world_size * 2 // BYTES_PER_WEIGHT)
         fully_shard(self.model, mesh=init_device_mesh("cpu", (self.world_size,)))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
@@ -237,8 +240,24 @@ class Bench:
         return bool(tensor)
 
 
-def rank_main(
-    rank: int, num_ranks: int, port: int, arguments: argparse.Namespace, root: str, queue: Any
+def measure(arguments: argparse.Namespace, root: Path) -> Any:
+    """The rounds of one rank; returns (bytes of its state, fields of the rows)."""
+    bench = Bench(arguments.size)
+    rows = bench.measure(root, arguments.runs)
+    return (
+        bench.nbytes,
+        [(r.name, r.ours, r.stalls, r.steps, r.lost, r.failure) for r in rows],
+    )
+
+
+def _run_rank(
+    task: Task,
+    rank: int,
+    num_ranks: int,
+    port: int,
+    arguments: argparse.Namespace,
+    root: Path,
+    queue: Any,
 ) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -246,32 +265,34 @@ def rank_main(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(num_ranks)
     )
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks)
-    bench = Bench(arguments.size)
-    rows = bench.measure(Path(root), arguments.runs)
+    result = task(arguments, root)
     if rank == 0:
-        queue.put(
-            (bench.nbytes, [(r.name, r.ours, r.stalls, r.steps, r.lost, r.failure) for r in rows])
-        )
+        queue.put(result)
     os._exit(0)  # torch's writer process would be waited for
 
 
-def on_ranks(num_ranks: int, arguments: argparse.Namespace, root: Path) -> tuple[int, list[Row]]:
+def ranks_started(num_ranks: int, task: Task, arguments: argparse.Namespace, root: Path) -> Any:
+    """Run *task* on forked gloo ranks with one thread each; the result of rank 0."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = multiprocessing.get_context("fork")
     queue = context.SimpleQueue()
-    ranks = [
-        context.Process(target=rank_main, args=(rank, num_ranks, port, arguments, str(root), queue))
-        for rank in range(num_ranks)
-    ]
+    ranks = []
+    for rank in range(num_ranks):
+        words = (task, rank, num_ranks, port, arguments, root, queue)
+        ranks.append(context.Process(target=_run_rank, args=words))
     for process in ranks:
         process.start()
     for process in ranks:
         process.join()
     if any(process.exitcode for process in ranks):
         raise SystemExit("a rank failed")
-    nbytes, rows = queue.get()
+    return queue.get()
+
+
+def on_ranks(num_ranks: int, arguments: argparse.Namespace, root: Path) -> tuple[int, list[Row]]:
+    nbytes, rows = ranks_started(num_ranks, measure, arguments, root)
     return nbytes, [
         Row(name, lambda _: lambda: True, ours, stalls, steps, lost, failure)
         for name, ours, stalls, steps, lost, failure in rows
@@ -301,8 +322,11 @@ def _line(row: Row, copies: list[float]) -> str:
     name = f"**{row.name}**" if row.ours else row.name
     if row.failure:
         return f"| {name} | does not work here: {row.failure} | | |"
-    stall = statistics.median(one / copy for one, copy in zip(row.stalls, copies, strict=True))
-    return f"| {name} | {stall:.2f} | {statistics.median(row.steps):.2f} | {statistics.median(row.lost):.1f} |"
+    in_copies = [stall / copy for stall, copy in zip(row.stalls, copies, strict=True)]
+    stall = statistics.median(in_copies)
+    step = statistics.median(row.steps)
+    lost = statistics.median(row.lost)
+    return f"| {name} | {stall:.2f} | {step:.2f} | {lost:.1f} |"
 
 
 def main() -> None:

@@ -78,14 +78,16 @@ class Bench:
     """The benchmark on one rank: its shards, its rows, and the slowest rank's time of each row."""
 
     def __init__(self, nbytes: int) -> None:
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.world_size, self.dp_rank, self.dp_size = self.size, self.rank, self.size
+        self.rank = self.dp_rank = dist.get_rank()
+        self.size = self.world_size = self.dp_size = dist.get_world_size()
         self.model = model_of(nbytes)
         fully_shard(self.model, mesh=init_device_mesh("cpu", (self.size,)))
-        self.local = {name: self.shard(value) for name, value in self.model.state_dict().items()}
-        self.buffers: list[memoryview] = [
-            t.reshape(-1).view(torch.uint8).numpy().data for t in self.local.values()
-        ]
+        self.local = {}
+        self.buffers: list[memoryview] = []
+        for name, value in self.model.state_dict().items():
+            shard = self.shard(value)
+            self.local[name] = shard
+            self.buffers.append(shard.reshape(-1).view(torch.uint8).numpy().data)
         self.nbytes = sum(buffer.nbytes for buffer in self.buffers)
 
     @staticmethod

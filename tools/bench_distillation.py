@@ -46,12 +46,15 @@ def measure(way: str, vocabulary: int, hidden: int, teacher: int, tokens: int) -
     weights = DistillationWeights(kd_ratio=0.5, temperature=2.0)
 
     def full(states: torch.Tensor, theirs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        logits, wanted = head(states), of_teacher(theirs)
-        student = F.log_softmax(logits / weights.temperature, -1)
-        log_probs = F.log_softmax(wanted / weights.temperature, -1)
-        divergence = F.kl_div(student, log_probs, reduction="sum", log_target=True)
+        temperature = weights.temperature
+        logits = head(states)
+        teacher_logits = of_teacher(theirs)
+        log_probs = F.log_softmax(logits / temperature, -1)
+        teacher_log_probs = F.log_softmax(teacher_logits / temperature, -1)
+        divergence = F.kl_div(log_probs, teacher_log_probs, reduction="sum", log_target=True)
         cross_entropy = F.cross_entropy(logits, labels, reduction="sum")
-        return (cross_entropy + divergence * weights.temperature**2) / 2
+        # With this factor, gradients do not depend on the temperature.
+        return (cross_entropy + divergence * temperature**2) / 2
 
     def step(num_tokens: int) -> None:
         states = torch.randn(num_tokens, hidden, requires_grad=True)

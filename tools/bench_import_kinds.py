@@ -225,10 +225,12 @@ def _llama(directory: Path, gigabytes: float) -> dict[str, torch.Tensor]:
 
 def _llama_shapes(directory: Path, gigabytes: float) -> dict[str, torch.Size]:
     """Write the config of a Llama of about *gigabytes* in float32; return the shapes of its weights."""
-    one_layer, two_layers = _parameter_bytes(1), _parameter_bytes(2)
-    more_layers = round((gigabytes * 1e9 - one_layer) / (two_layers - one_layer))
+    first_layer_bytes = _parameter_bytes(1)
+    layer_bytes = _parameter_bytes(2) - first_layer_bytes
+    more_layers = round((gigabytes * 1e9 - first_layer_bytes) / layer_bytes)
     num_layers = 1 + max(0, more_layers)
-    (directory / "config.json").write_text(json.dumps(_LLAMA | {"num_hidden_layers": num_layers}))
+    config = _LLAMA | {"num_hidden_layers": num_layers}
+    (directory / "config.json").write_text(json.dumps(config))
     model = _meta_llama(num_layers)
     return {name: value.shape for name, value in model.named_parameters()}
 

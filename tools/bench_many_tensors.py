@@ -1,11 +1,13 @@
 """What many small tensors cost when they are saved and loaded, beyond transferring their bytes.
 
-    python -m tools.bench_many_tensors [--tensors 10000] [--ranks 1 2] [--runs 3] [--profile save|load] [--docs]
+    python -m tools.bench_many_tensors [--tensors 10000] [--ranks 1 2] [--runs 3] [--docs]
+    python -m tools.bench_many_tensors --profile first|later|load [--ranks 2] [--model-only]
 
 A list of modules with one small weight each (4 KiB), and AdamW, which has three tensors for each weight. Plain rows
-write the same bytes to one file and fsync it, and read it. *extra* is the time beyond the plain row, in wall time and
-in processor time: on a busy machine, only processor time can be compared. ``--profile`` prints where one save or one
-load spends its time on one rank. ``--docs`` writes the figures to docs/performance.md.
+write the same bytes to one file and fsync it, and read it. A later save has the plan of the first one. *extra* is the
+time beyond the plain row, in wall time and in processor time: on a busy machine, only processor time can be compared.
+``--profile`` prints where rank 0 spends its processor time in one first save, later save or load. ``--docs`` writes the
+figures to docs/performance.md.
 """
 
 from __future__ import annotations
@@ -75,10 +77,10 @@ class Subject:
         if self.size > 1:
             fully_shard(self.model, mesh=init_device_mesh("cpu", (self.size,)))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=True)
+        # Not by a step: with DTensors, its cost grows with the square of the number of parameters (torch 2.13).
         for parameter in self.model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            self.optimizer.state[parameter] = {"step": torch.tensor(1.0), **moments}
 
     def state(self, with_optimizer: bool) -> dict[str, Any]:
         """What is saved, by name."""
@@ -99,12 +101,14 @@ class Subject:
         group = dist.group.WORLD if self.size > 1 else None
         return Checkpointer(directory, self, group, CheckpointOptions())
 
-    def save(self, directory: Path, with_optimizer: bool) -> None:
-        saver = self.checkpointer(directory)
-        saver.save(
-            self.state(with_optimizer), step=1, epoch=0, config_yaml="", losses={}, progress={}
-        )
-        saver.close()
+    def save(
+        self, directory: Path, with_optimizer: bool, saver: Checkpointer | None = None
+    ) -> Checkpointer:
+        """Save; again with the plan of the save before, if *saver* is what that returned."""
+        step = 1 if saver is None else 2
+        saver = saver or self.checkpointer(directory)
+        saver.save(self.state(with_optimizer), step=step, epoch=0)
+        return saver
 
     def load(self, directory: Path, with_optimizer: bool) -> None:
         loader = self.checkpointer(directory)
@@ -147,9 +151,26 @@ def measure(num_tensors: int, num_runs: int, root: Path) -> Times:
                 shutil.rmtree(directory, ignore_errors=True)
                 directory.mkdir()
             content = subject.local_bytes(with_optimizer)
+            savers: list[Checkpointer] = []
+
+            def first(
+                directory: Path = directory,
+                with_optimizer: bool = with_optimizer,
+                savers: list[Checkpointer] = savers,
+            ) -> None:
+                savers.append(subject.save(directory, with_optimizer))
+
+            def again(
+                directory: Path = directory,
+                with_optimizer: bool = with_optimizer,
+                savers: list[Checkpointer] = savers,
+            ) -> None:
+                subject.save(directory, with_optimizer, savers[0]).close()
+
             rows: dict[str, Callable[[], object]] = {
                 "plain write": partial(subject.write, directory, content),
-                "save": partial(subject.save, directory, with_optimizer),
+                "first save": first,
+                "later save": again,
                 "plain read": partial(subject.read, directory),
                 "load": partial(subject.load, directory, with_optimizer),
             }
@@ -162,17 +183,18 @@ def measure(num_tensors: int, num_runs: int, root: Path) -> Times:
     return times
 
 
-def profile(what: str, num_tensors: int, root: Path) -> None:
-    """Print where a save or a load with the optimizer spends its time."""
+def profile(what: str, num_tensors: int, with_optimizer: bool, root: Path) -> None:
+    """Print where rank 0 spends its processor time in a first save, a later save or a load."""
     subject = Subject(num_tensors)
-    subject.save(root, True)
+    saver = subject.save(root, with_optimizer) if what != "first" else None
     profiler = cProfile.Profile(time.thread_time)
-    if what == "save":
-        profiler.runcall(subject.save, root / "again", True)
+    if what == "load":
+        profiler.runcall(subject.load, root, with_optimizer)
     else:
-        profiler.runcall(subject.load, root, True)
-    pstats.Stats(profiler).sort_stats("cumulative").print_stats(80)
-    pstats.Stats(profiler).sort_stats("tottime").print_stats(40)
+        profiler.runcall(subject.save, root, with_optimizer, saver)
+    if subject.rank == 0:
+        pstats.Stats(profiler).sort_stats("cumulative").print_stats(80)
+        pstats.Stats(profiler).sort_stats("tottime").print_stats(40)
 
 
 def as_markdown(found: dict[int, Times], num_tensors: int) -> str:
@@ -195,7 +217,8 @@ def as_markdown(found: dict[int, Times], num_tensors: int) -> str:
         for name, (wall, processor) in medians.items():
             if name.startswith("plain"):
                 continue
-            plain = medians[name.replace("save", "plain write").replace("load", "plain read")]
+            kind = "plain read" if name.startswith("load") else "plain write"
+            plain = medians[kind + name.partition(",")[1] + name.partition(",")[2]]
             lines.append(
                 f"| {name} | {num_ranks} | {wall:.2f} | {wall - plain[0]:+.2f} | {processor:.2f} | "
                 f"{processor - plain[1]:+.2f} |"
@@ -210,19 +233,22 @@ def main() -> int:
     parser.add_argument("--tensors", type=int, default=10_000)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--profile", choices=["save", "load"])
+    parser.add_argument("--profile", choices=["first", "later", "load"])
+    parser.add_argument("--model-only", action="store_true", help="profile without AdamW")
     parser.add_argument("--docs", action="store_true", help="write docs/performance.md")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-many-tensors-") as directory:
         if given.profile:
-            profile(given.profile, given.tensors, Path(directory))
+            num_ranks = given.ranks[0]
+            arguments = given.profile, given.tensors, not given.model_only, Path(directory)
+            ranks.run(profile, num_ranks, *arguments, timeout=1200, init=num_ranks > 1)
             return 0
         found: dict[int, Times] = {}
         for num_ranks in given.ranks:
             root = Path(directory) / str(num_ranks)
             root.mkdir()
             run = partial(measure, given.tensors, given.runs, root)
-            found[num_ranks] = ranks.run(run, num_ranks, timeout=600, init=num_ranks > 1)[0]
+            found[num_ranks] = ranks.run(run, num_ranks, timeout=1200, init=num_ranks > 1)[0]
     text = as_markdown(found, given.tensors)
     print(text)
     if given.docs:

@@ -3,6 +3,7 @@
     python -m tools.bench_planner                  # 8, 64, 512 and 4,096 ranks: about five minutes on one core
     python -m tools.bench_planner --ranks 8 512
     python -m tools.bench_planner --docs           # also writes the table into docs/performance.md
+    python -m tools.bench_planner --files-per-node 1 --ranks 512
 
 One process is one rank of a fake process group at a time, with 300 parameters that `fully_shard` would shard over all
 ranks, and AdamW's two moments of each. The code of saves and loads runs as it does in a run, except that digests are
@@ -33,20 +34,27 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from automodel_ckpt.checkpoint import commit, layout
+from automodel_ckpt.checkpoint.collector import collector_paused
 from automodel_ckpt.checkpoint.digests import FileRecord, digest_of
+from automodel_ckpt.checkpoint.files.ownership import node_identity
 from automodel_ckpt.checkpoint.formats import safetensors, torch_save
 from automodel_ckpt.checkpoint.formats.assignment import Share
-from automodel_ckpt.checkpoint.formats.description import local_box
+from automodel_ckpt.checkpoint.formats.description import LocalBoxes
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.options import CheckpointOptions
 from automodel_ckpt.checkpoint.saving.agreement import shares_of_all, summarize
-from automodel_ckpt.checkpoint.saving.planner import Planner, Proposal, Save
+from automodel_ckpt.checkpoint.saving.planner import Planner
+from automodel_ckpt.checkpoint.saving.publisher import Publisher
+from automodel_ckpt.checkpoint.saving.save import Proposal, Save
+from automodel_ckpt.checkpoint.saving.settings import SaveSettings
 from automodel_ckpt.checkpoint.slices import Tensor
-from automodel_ckpt.checkpoint.writing.jobs import Chunk, _add_entry
+from automodel_ckpt.checkpoint.writing.jobs import Chunk, Job, SharedFileJob, _add_entry
 from automodel_ckpt.checkpoint.writing.rank_manifest import (
     RankManifest,
+    WrittenRange,
     finalize,
+    merge_trees,
     read_rank_manifests,
 )
 from tools.bench_report import write_block
@@ -57,8 +65,7 @@ NUM_TENSORS = 300
 # Llama's shapes, without its width: rows that 4,096 ranks can share.
 SHAPES = ((8192, 16), (8192, 8), (28672, 8), (8192,))
 RANKS = (8, 64, 512, 4096)
-# PyTorch's objects for the slices of more ranks take gigabytes.
-MAX_METADATA_RANKS = 512
+RANKS_PER_NODE = 8
 
 
 @dataclass
@@ -104,53 +111,78 @@ def be_rank(rank: int, num_ranks: int) -> None:
     dist.init_process_group("fake", rank=rank, world_size=num_ranks, store=FakeStore())
 
 
-def planned(rank: int, num_ranks: int, figures: Figures) -> tuple[Planner, Save]:
+@collector_paused()
+def planned(
+    rank: int, num_ranks: int, figures: Figures, files_per_node: int | None
+) -> tuple[SaveSettings, Save]:
     """Plan a save as one rank."""
     be_rank(rank, num_ranks)
     trees = trees_of(num_ranks)
     ranks = layout.DataParallelRanks(rank, num_ranks)
     run: Any = SimpleNamespace(path=Path(), root=Path())
-    planner = Planner(run, ranks, {}, CheckpointOptions())
+    settings = SaveSettings(run, ranks, {}, CheckpointOptions(files_per_node=files_per_node))
     save = Save(layout.CheckpointName(20, 0), "", {}, {}, False, False, None, None, 0.0)
     save.trees, save.tied = trees, {"model": {}}
     started = time.process_time()
+    for tree in trees.values():
+        tree.flatten()
     save.descriptions = {name: tree.describe() for name, tree in trees.items()}
-    summaries = {name: summarize(each) for name, each in save.descriptions.items()}
-    sent = pickle.dumps(
-        Proposal(summaries, {"rng": digest_of(b""), "loader": digest_of(b"")}, rank)
-    )
+    summaries = {name: summarize(each, {}) for name, each in save.descriptions.items()}
+    proposal = Proposal(summaries, {"rng": digest_of(b""), "loader": digest_of(b"")}, rank)
+    if files_per_node is not None:
+        proposal.node, proposal.sizes = node_identity(Path.cwd()), {"rng": 1000, "loader": 1000}
+    sent = pickle.dumps(proposal)
     proposals = [pickle.loads(sent) for _ in range(num_ranks)]
+    for number, each in enumerate(proposals):
+        each.node += str(number // RANKS_PER_NODE)
     shares: dict[str, list[Share]] = {}
     for name, tree in trees.items():
         of_tree = [proposal.trees[name] for proposal in proposals]
         # Equal digests: no collective is called.
         shares[name] = shares_of_all(None, tree, save.descriptions[name], of_tree)
-    planner.plan(save, proposals, shares)
+    Planner(settings).plan(save, proposals, shares)
     figures.seconds["plan"] = time.process_time() - started
     figures.nbytes["sent"] = len(sent)
-    return planner, save
+    return settings, save
 
 
 def rank_manifests(save: Save, num_ranks: int) -> Iterator[RankManifest]:
     """What each rank writes, without the bytes of the tensors."""
     model, optimizer = save.trees.values()
+    files = safetensors.ShardFiles(groups=save.groups)
     for rank in range(num_ranks):
         written = RankManifest(rank)
         for tree in (model, optimizer):
             tree.take(rank)
             written.trees[tree.name] = save.layouts[tree.name].rank_tree()
-        for job in (*safetensors.plan_jobs(model, rank), torch_save.plan_jobs(optimizer, rank)):
-            assert job.tree is not None
-            end = 0
-            for chunk in job.chunks:
-                end = max(end, chunk.start + _nbytes(chunk))
-                _add_entry(written.trees[job.tree], chunk, digest_of(os.urandom(8)))
-            digest = digest_of(job.file.encode())
-            written.files[job.file] = FileRecord(end, digest)
-        for name in ("rng", "dataloader"):
-            file = f"{name}/{name}_dp_rank_{rank}.pt"
-            written.files[file] = FileRecord(1000, digest_of(file.encode()))
+        group = () if save.groups is None else save.groups.of(rank)
+        jobs = [
+            *safetensors.plan_jobs(model, rank, files),
+            *torch_save.plan_jobs(optimizer, rank, group),
+        ]
+        for job in jobs:
+            _pretend_to_write(job, written)
+        if save.groups is None:
+            for name in ("rng", "dataloader"):
+                file = f"{name}/{name}_dp_rank_{rank}.pt"
+                written.files[file] = FileRecord(1000, digest_of(file.encode()))
         yield written
+
+
+def _pretend_to_write(job: Job, written: RankManifest) -> None:
+    assert job.tree is not None
+    end = 0
+    for chunk in job.chunks:
+        end = max(end, chunk.start + _nbytes(chunk))
+        _add_entry(written.trees[job.tree], chunk, digest_of(os.urandom(8)))
+    digest = digest_of(job.file.encode())
+    if isinstance(job, SharedFileJob):
+        if job.header is not None:
+            written.placed[job.file] = FileRecord(job.nbytes, digest)
+    elif job.start is not None:
+        written.ranges[job.file] = WrittenRange(job.start, end - job.start, digest)
+    else:
+        written.files[job.file] = FileRecord(end, digest)
 
 
 def _nbytes(chunk: Chunk) -> int:
@@ -160,10 +192,10 @@ def _nbytes(chunk: Chunk) -> int:
     return len(data) if isinstance(data, bytes | memoryview) else 0
 
 
-def measured(num_ranks: int, directory: Path) -> Figures:
+def measured(num_ranks: int, directory: Path, files_per_node: int | None) -> Figures:
     """Measure a number of ranks."""
     figures = Figures(num_ranks)
-    planner, save = planned(num_ranks // 2, num_ranks, figures)
+    settings, save = planned(num_ranks // 2, num_ranks, figures, files_per_node)
     staging = commit.reserve(directory, "epoch_0_step_20")
     save.staging.path = staging
     for tree in save.trees.values():
@@ -172,12 +204,14 @@ def measured(num_ranks: int, directory: Path) -> Figures:
         data = written.to_bytes()
         (staging / layout.rank_manifest_file(written.rank)).write_bytes(data)
         figures.nbytes["rank manifest"] = len(data)
-    planner.ranks = layout.DataParallelRanks(0, num_ranks)
-    partial_manifest = planner.partial_manifest(save)
-    if num_ranks <= MAX_METADATA_RANKS:
-        started = time.process_time()
-        planner.write_metadata(save, lambda: read_rank_manifests(staging, num_ranks))
-        figures.seconds["metadata"] = time.process_time() - started
+    settings.ranks = layout.DataParallelRanks(0, num_ranks)
+    publisher = Publisher(settings)
+    partial_manifest = publisher.partial_manifest(save)
+    started = time.process_time()
+    trees = merge_trees(partial_manifest, read_rank_manifests(staging, num_ranks))
+    metadata = publisher.write_metadata(save, trees.__getitem__)
+    figures.seconds["metadata"] = time.process_time() - started
+    figures.nbytes["metadata"] = sum(record.size for record in metadata.values())
     started = time.process_time()
     finalize(staging, partial_manifest, read_rank_manifests(staging, num_ranks))
     figures.seconds["finalize"] = time.process_time() - started
@@ -193,22 +227,24 @@ def measured(num_ranks: int, directory: Path) -> Figures:
     return figures
 
 
+@collector_paused()
 def load(checkpoint: Path, num_ranks: int) -> None:
     """Find the slices of one rank in a checkpoint; print the seconds and the bytes of memory that this takes."""
     be_rank(num_ranks // 3, num_ranks)
     trees = trees_of(num_ranks)
     for tree in trees.values():
-        tree.describe()
+        tree.flatten()
     # Sets the peak to the present memory (proc_pid_clear_refs(5)).
     Path("/proc/self/clear_refs").write_text("5")
     before = peak_bytes()
     started = time.process_time()
     manifest = Manifest.read(checkpoint)
     found = 0
+    boxes = LocalBoxes()
     for name, tree in trees.items():
         for fqn, value in tree.flat().items():
             if isinstance(value, torch.Tensor):
-                box = local_box(value)
+                box = boxes(value)
                 assert box is not None
                 stored = list(manifest.trees[name].tensors[fqn].overlapping(box))
                 found += len(stored)
@@ -241,6 +277,7 @@ def rows(figures: list[Figures]) -> list[list[str]]:
         ("rank manifest (KB)", "rank manifest", 1e3),
         ("MANIFEST.json (MB)", "manifest", 1e6),
         ("slice tables (MB)", "tables", 1e6),
+        ("DCP's `.metadata` (MB)", "metadata", 1e6),
         ("memory of a load, each rank (MB)", "load memory", 1e6),
     ):
         table.append([label, *(f"{each.nbytes[key] / unit:.1f}" for each in figures)])
@@ -252,6 +289,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS)
     parser.add_argument("--docs", action="store_true")
+    parser.add_argument("--files-per-node", type=int, help="with 8 ranks per node")
     parser.add_argument("--load", nargs=2, metavar=("CHECKPOINT", "RANKS"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -262,7 +300,7 @@ def main() -> None:
     for num_ranks in arguments.ranks:
         directory = Path(tempfile.mkdtemp(prefix="bench-planner-"))
         try:
-            figures.append(measured(num_ranks, directory))
+            figures.append(measured(num_ranks, directory, arguments.files_per_node))
         finally:
             shutil.rmtree(directory)
         print(figures[-1], flush=True)

@@ -76,7 +76,8 @@ def write_page(results: dict[str, Any], page: Path = PAGE) -> None:
 
 def write_block(name: str, block: str, page: Path = PAGE) -> None:
     """Replace the text between the markers of a benchmark in the page. Raises SystemExit if the page lacks them."""
-    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    begin = f"<!-- {name}: begin -->"
+    end = f"<!-- {name}: end -->"
     before, _, rest = page.read_text().partition(begin)
     _, found, after = rest.partition(end)
     if not found:

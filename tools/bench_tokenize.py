@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,8 @@ def _prepare(way: str, kind: str, tokenizer: Any, data: Path, cache: Path) -> No
 def _prepare_lists(kind: str, tokenizer: Any, data: Path, cache: Path) -> None:
     """Tokenize all rows as Python lists, in this process, and save the result."""
     from automodel_ckpt.data import chat
+    from automodel_ckpt.data.chat_renderer import ChatRenderer
+    from automodel_ckpt.data.chat_template import ChatTemplate
     from automodel_ckpt.data.conversation_changes import ConversationChanges
     from automodel_ckpt.data.encoder import Encoder
     from automodel_ckpt.data.source import Source
@@ -97,9 +100,14 @@ def _prepare_lists(kind: str, tokenizer: Any, data: Path, cache: Path) -> None:
         def _encode(self, texts: Sequence[str]) -> list[list[int]]:
             return [list(ids) for ids in _call(tokenizer, list(texts))]
 
-    class Template(chat.ChatTemplate):
-        def _encode(self, text: str) -> list[int]:
+    class Renderer(ChatRenderer):
+        def encode(self, text: str) -> list[int]:
             return list(_call(tokenizer, text))
+
+    class Template(ChatTemplate):
+        @cached_property
+        def renderer(self) -> Renderer:
+            return Renderer(self.tokenizer, self.template, self.variables)
 
     source = Source.of(str(data))
     source.fingerprint()

@@ -125,11 +125,17 @@ def steps_of(directory: Path) -> dict[int, dict[str, Any]]:
     """The step lines of a run's training.jsonl by step; a last line still being written is left out."""
     path = ROOT / directory / "training.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    records = [json.loads(line) for line in lines if line.endswith("\n")]
-    steps = [record for record in records if "event" not in record]
-    if len({record["step"] for record in steps}) != len(steps):
-        fail(f"{path} contains a step twice")
-    return {record["step"]: record for record in steps}
+    steps: dict[int, dict[str, Any]] = {}
+    for line in lines:
+        if not line.endswith("\n"):
+            continue
+        record = json.loads(line)
+        if "event" in record:
+            continue
+        if record["step"] in steps:
+            fail(f"{path} contains a step twice")
+        steps[record["step"]] = record
+    return steps
 
 
 def checkpoints_of(directory: Path) -> list[str]:

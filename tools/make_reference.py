@@ -15,8 +15,8 @@ from pathlib import Path
 
 from automodel_ckpt.cli.ckpt import parser
 from automodel_ckpt.config import help as help_page
-from automodel_ckpt.config.bind import default_node, default_of
 from automodel_ckpt.config.convert import describe, members, section_type, target_type
+from automodel_ckpt.config.defaults import default_node, default_of
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.other_names import OTHER_NAMES
 from automodel_ckpt.config.plugin_help import DATA, builders_of, markdown, other_names_of
@@ -62,7 +62,7 @@ def recipe_page() -> str:
                 "",
                 f"## {name}",
                 "",
-                (section.__doc__ or "").strip() + plug_in,
+                help_page.section_doc(section) + plug_in,
                 "",
                 *_keys_table(section, f"{name}."),
             ]

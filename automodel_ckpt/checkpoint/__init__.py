@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.loader import Resumed
     from automodel_ckpt.checkpoint.manifest import Manifest
     from automodel_ckpt.checkpoint.options import CheckpointOptions
-    from automodel_ckpt.checkpoint.saving.planner import SaveReport
+    from automodel_ckpt.checkpoint.saving.save import SaveReport
 
 __all__ = [
     "CheckpointOptions",
@@ -28,7 +28,7 @@ _HOMES = {
     "CheckpointOptions": "options",
     "Checkpointer": "checkpointer",
     "Resumed": "loader",
-    "SaveReport": "saving.planner",
+    "SaveReport": "saving.save",
     "HFAssets": "hf_assets",
     "Manifest": "manifest",
     "discover": "discovery",

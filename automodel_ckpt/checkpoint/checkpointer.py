@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,41 +28,43 @@ from torch.distributed import ProcessGroup
 
 from automodel_ckpt.checkpoint import layout, policy
 from automodel_ckpt.checkpoint.collective_errors import raise_on_all_ranks
+from automodel_ckpt.checkpoint.collector import collector_paused
 from automodel_ckpt.checkpoint.discovery import classify
 from automodel_ckpt.checkpoint.files.direct import METER
 from automodel_ckpt.checkpoint.files.file_system import overlay_warning
-from automodel_ckpt.checkpoint.loader import CheckpointLoader, Resumed
-from automodel_ckpt.checkpoint.manifest import Manifest
-from automodel_ckpt.checkpoint.options import CheckpointOptions, Options, RemoteStorage
-from automodel_ckpt.checkpoint.remote.background import Uploads, check_remote
-from automodel_ckpt.checkpoint.remote.fetch import Fetched, Fetcher, own_name, remove_fetched
-from automodel_ckpt.checkpoint.remote.pending import clear_links
-from automodel_ckpt.checkpoint.remote.uploader import LINK
+from automodel_ckpt.checkpoint.loader import CheckpointLoader, Resumed, Streamed
+from automodel_ckpt.checkpoint.manifest import Manifest, Summary
+from automodel_ckpt.checkpoint.memory.nodes import Nodes
+from automodel_ckpt.checkpoint.node_directories import (
+    NodeDirectories,
+    check_node_options,
+    open_node_directories,
+)
+from automodel_ckpt.checkpoint.options import CheckpointOptions, Options, validate_options
+from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
-from automodel_ckpt.checkpoint.run.shared_storage import check_shared_storage
-from automodel_ckpt.checkpoint.saving.async_saves import AsyncSaves, on_cuda
+from automodel_ckpt.checkpoint.run.generation import NOTE
+from automodel_ckpt.checkpoint.saving.async_saves import AsyncSaves, create_async_saves
 from automodel_ckpt.checkpoint.saving.exports import Exports
 from automodel_ckpt.checkpoint.saving.forecast import Forecast, check_manifest_size
-from automodel_ckpt.checkpoint.saving.planner import Planner, Save, SaveReport, json_values
+from automodel_ckpt.checkpoint.saving.planner import Planner
+from automodel_ckpt.checkpoint.saving.save import Save, SaveReport, json_values
+from automodel_ckpt.checkpoint.saving.settings import SaveSettings
 from automodel_ckpt.checkpoint.saving.side_files import Assets
 from automodel_ckpt.checkpoint.saving.sync_save import SyncSaves
+from automodel_ckpt.checkpoint.transfers import Transfers, with_local_directory
 from automodel_ckpt.distributed import agree
 from automodel_ckpt.errors import (
     AutomodelError,
-    CheckpointUnusable,
     LeaseLost,
     RecipeError,
     SaveFailed,
 )
-from automodel_ckpt.store_url import check_url, is_url, scratch_directory, with_remote
 from automodel_ckpt.units import size_text
 
 __all__ = ["Checkpointer", "Resumed", "Saving"]
 
 log = logging.getLogger("automodel_ckpt")
-
-# Side files, headers and the alignment of files, in addition to a rank's share of the tensors.
-_SLACK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +89,9 @@ class Checkpointer:
 
     *assets* gives, by the attribute name of a module, what its export needs (entries may be added to :attr:`assets`
     before the first save). A background save whose writer makes no progress for *timeout_seconds*, while all ranks wait
-    for it, has failed. With *is_quiet*, saves are logged at the level debug. Raises :class:`RecipeError` for options
-    that exclude each other.
+    for it, has failed. With *is_quiet*, saves are logged at the level debug. With *nodes*, *directory* is not shared:
+    each node has one, and checkpoints are distributed over them. Raises :class:`RecipeError`
+    for options that exclude each other.
     """
 
     def __init__(
@@ -100,11 +104,12 @@ class Checkpointer:
         assets: Mapping[str, Assets] | None = None,
         timeout_seconds: float = 1800.0,
         is_quiet: bool = False,
+        nodes: Nodes | None = None,
     ) -> None:
-        directory, options = _resolved(
+        directory, options = with_local_directory(
             directory, CheckpointOptions() if options is None else options
         )
-        _validate_format(options)
+        validate_options(options)
         if ranks is None:
             if group is None and dist.is_initialized():
                 group = dist.group.WORLD
@@ -121,15 +126,16 @@ class Checkpointer:
             options.best_mode,
         )
         run = RunDirectory(directory, keep, options.best_metric_key)
-        self._planner = Planner(run, ranks, self.assets, options)
-        self._loader = CheckpointLoader(self._planner, options, group)
-        self.exports = Exports(self._planner, group, self.wait_for_save)
+        self._settings = SaveSettings(run, ranks, self.assets, options)
+        if nodes is not None:
+            self._settings.use_nodes(nodes)
+        self._planner = Planner(self._settings)
+        self._directories: NodeDirectories | None = None
+        self._has_begun = False
+        self._loader = CheckpointLoader(self._settings, options, group)
+        self.exports = Exports(self._settings, group, self.wait_for_save)
         """The exports of this run's checkpoints as Hugging Face files."""
-        self._uploads: Uploads | None = None
-        self._fetcher: Fetcher | None = None
-        self._remote_is_open = False
-        if options.remote is not None:
-            check_remote(options.remote)
+        self._transfers = Transfers(options, group, is_rank0=self.is_rank0)
         self._items_are_logged = is_quiet
         self._save_level = logging.DEBUG if is_quiet else logging.INFO
         self._is_async = options.is_async
@@ -138,7 +144,7 @@ class Checkpointer:
 
     @property
     def _run(self) -> RunDirectory:
-        return self._planner.run
+        return self._settings.run
 
     @property
     def is_rank0(self) -> bool:
@@ -148,7 +154,7 @@ class Checkpointer:
     @property
     def notes(self) -> dict[str, str]:
         """Short texts that each checkpoint's manifest contains in ``environment``, such as ``precision``."""
-        return self._planner.notes
+        return self._settings.notes
 
     @property
     def directory(self) -> Path:
@@ -160,34 +166,49 @@ class Checkpointer:
     def open(self) -> None:
         """Create and lock the run directory before the model is built. Collective.
 
-        Raises :class:`RecipeError` on all ranks where the directory cannot be written, another run uses it, or the
-        ranks do not share it.
+        With a URL as directory, the nodes need not share the local one. Raises :class:`RecipeError` on all ranks where
+        the directory cannot be written, another run uses it, or the ranks of a local one do not share it.
         """
         with self._raise_on_all_ranks("opening checkpoint.checkpoint_dir", RecipeError):
             if self.is_rank0:
                 self._run.hold()
-                self._open_remote()
+                self._transfers.open(self._run)
                 warning = overlay_warning(self.directory)
                 if warning is not None:
                     log.warning("%s", warning)
-        # A separate block: it has collectives, which rank 0 would miss if hold() failed in it.
-        with self._raise_on_all_ranks("checking for shared storage", RecipeError):
-            check_shared_storage(self._run.root, self._ranks.rank, self._group)
+        if self._settings.nodes is None:
+            self._open_on_nodes()
 
-    def _open_remote(self) -> None:
-        """Prepare uploads and downloads. Raises :class:`RecipeError` and :class:`StoreError` where a store cannot."""
-        if self._remote_is_open:
+    def _open_on_nodes(self) -> None:
+        """Distribute checkpoints over the directories of the nodes, if the nodes do not share the run directory."""
+        directories = open_node_directories(self._run, self._ranks.rank, self._group, self._options)
+        self._directories = directories
+        if directories is None:
             return
-        options, root = self._options, self._run.root
-        remove_fetched(root)
-        if options.remote is None:
-            clear_links(root, LINK)
-        else:
-            mode = options.best_mode
-            self._uploads = Uploads(root, options.remote, options.best_metric_key, mode)
-        if options.remote is not None or is_url(options.restore_from or ""):
-            self._fetcher = Fetcher(root, options.remote)
-        self._remote_is_open = True
+        if directories.is_one:
+            # What this start found is complete here.
+            directories.release()
+            return
+        self._loader.held = directories.held
+        check_node_options(self._options)
+        self._settings.use_nodes(directories.nodes)
+        self._transfers.use_nodes(directories.nodes)
+        if self.is_rank0:
+            message = "the nodes share no storage: each writes its part of a checkpoint to %s, and uploads it"
+            log.info(message, self.directory)
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether the nodes share no storage, so that each has a part of each checkpoint. False before :meth:`open`."""
+        return self._settings.nodes is not None
+
+    @property
+    def leads_node(self) -> bool:
+        """Whether this rank does what one rank of each directory does: rank 0, or without shared storage the first one
+        of each node.
+        """
+        nodes = self._settings.nodes
+        return self.is_rank0 if nodes is None else nodes.is_leader
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Validate *state* before training. Raises :class:`RecipeError` for state that clashes or cannot be stored
@@ -209,19 +230,30 @@ class Checkpointer:
         with self._raise_on_all_ranks(doing), contextlib.suppress(OSError):
             self.check_lease()
 
+    def call_on_rank0(self, doing: str, work: Callable[[], object]) -> None:
+        """Call *work*, which takes short, on rank 0. Collective.
+
+        Raises on all ranks what it raises; other errors than :class:`AutomodelError` become :class:`SaveFailed`, whose
+        message has *doing*.
+        """
+        with self._raise_on_all_ranks(doing):
+            if self.is_rank0:
+                work()
+
     @property
     def lease_is_lost(self) -> bool:
         """Whether this rank knows that another run took over the directory. Reads no file."""
         return self._run.is_lost
 
-    def use_memory(self, directory: Path) -> None:
-        """Let :meth:`load` also find the memory checkpoints in *directory*, which belong to this run."""
-        self._run.memory = directory
+    def use_memory(
+        self, directory: Path | None, held: Mapping[Path, Streamed] | None = None
+    ) -> None:
+        """Let :meth:`load` also find the memory checkpoints in *directory*, which belong to this run; None: no others.
 
-    @property
-    def memory_directory(self) -> Path | None:
-        """The directory of the run's memory checkpoints; None without :meth:`use_memory`."""
-        return self._run.memory
+        *held* are those that are distributed over the memory of several nodes, by path.
+        """
+        self._run.memory = directory
+        self._loader.held = dict(held or {})
 
     def set_aside_abandoned(self) -> None:
         """Rename the checkpoints that the run abandoned when it went back, as its next save does. Called by rank 0.
@@ -237,7 +269,7 @@ class Checkpointer:
         """The expected bytes of one save, and the free bytes. Raises :class:`RecipeError` for state that cannot be
         stored.
         """
-        return self._planner.forecast(classify(state))
+        return self._planner.disk_space.forecast(classify(state))
 
     def check_disk_space(self, state: Mapping[str, Any]) -> Forecast | None:
         """Check before the first step that a checkpoint fits on the disk, and log its size. Collective.
@@ -249,8 +281,10 @@ class Checkpointer:
         with self._raise_on_all_ranks("estimating the size of a checkpoint"):
             if self.is_rank0:
                 forecast = self.forecast(state)
-                check_manifest_size(self._planner.forecast_manifest_bytes(classify(state)))
-                self._planner.check_fits(forecast)
+                check_manifest_size(
+                    self._planner.disk_space.forecast_manifest_bytes(classify(state))
+                )
+                self._planner.disk_space.check_fits(forecast, classify(state))
                 log.info(
                     "a checkpoint takes about %s; %s are free",
                     size_text(forecast.nbytes),
@@ -263,39 +297,35 @@ class Checkpointer:
     def prepare(self, state: Mapping[str, Any]) -> None:
         """Set up asynchronous saves before the first step, or log why saves will be synchronous. Collective.
 
-        Does nothing for synchronous saves.
+        Does nothing for synchronous saves. Raises on all ranks what one of them raises.
         """
         if not self._is_async or self._async is not None:
             return
-        reason = ""
-        try:
-            self._async = AsyncSaves(
-                self._planner,
-                self._group,
-                timeout_seconds=self._timeout_seconds,
-                on_cuda=on_cuda(state),
-            )
-            share_bytes = self.forecast(state).nbytes // self._ranks.world_size
-            self._async.reserve(share_bytes + _SLACK_BYTES)
-        except (OSError, AttributeError) as error:  # AttributeError: a system without memfd_create
-            # Not raised here: every rank must reach the exchange below.
-            reason = str(error)
-        reasons = [reason for reason in agree.gather_objects(self._group, reason) if reason]
-        if not reasons:
+        self._async, reason = create_async_saves(
+            self._planner, self._group, state, timeout_seconds=self._timeout_seconds
+        )
+        if self._async is not None:
             return
         self._is_async = False
-        self._close_async()
+        if self._settings.nodes is not None and self._directories is None:
+            raise SaveFailed(
+                "a rank does not support asynchronous checkpointing",
+                where=str(self.directory),
+                value=reason,
+                hint="remove checkpoint.memory, which needs it on several nodes",
+            )
         if self.is_rank0:
             message = (
                 "saves will be synchronous: a rank does not support asynchronous checkpointing: %s"
             )
-            log.warning(message, reasons[0])
+            log.warning(message, reason)
 
     def _close_async(self) -> None:
         if self._async is not None:
             saves, self._async = self._async, None
             saves.close()
 
+    @collector_paused()
     def save(
         self,
         state: Mapping[str, Any],
@@ -322,7 +352,9 @@ class Checkpointer:
         """
         self.wait_for_save()
         started = time.monotonic()
+        self._begin(0)
         self.prepare(state)
+        self._transfers.restart_if_ended()
         save = Save(
             layout.CheckpointName(step=step, epoch=epoch),
             config_yaml=config_yaml,
@@ -357,7 +389,7 @@ class Checkpointer:
         if self.is_rank0 and not self._items_are_logged:
             self._items_are_logged = True
             digests = [proposal.digests for proposal in proposals]
-            _log_items(save, digests, save_optimizer=self._planner.save_optimizer)
+            _log_items(save, digests, save_optimizer=self._settings.save_optimizer)
         return saves.save(save, proposals, shares)
 
     # ---------------------------------------------------------------- saves in progress
@@ -402,9 +434,17 @@ class Checkpointer:
         """
         return self._async is not None and self._async.wait_for_save()
 
+    def abandon_save(self) -> None:
+        """Stop the background save in progress on this rank, if there is one, and remove its files. Local.
+
+        The save cannot complete then: call it on all ranks, or before :meth:`close`.
+        """
+        if self._async is not None:
+            self._async.abandon_save()
+
     def disable_exports(self) -> None:
         """Make no exports from now on, and stop one that is in progress in the background. Call on all ranks."""
-        self._planner.export_when = "never"
+        self._settings.export_when = "never"
         if self._async is not None:
             self._async.disable_exports()
 
@@ -419,6 +459,7 @@ class Checkpointer:
 
     # ---------------------------------------------------------------- load
 
+    @collector_paused()
     def load(
         self,
         state: Mapping[str, Any],
@@ -435,20 +476,40 @@ class Checkpointer:
         Raises :class:`CheckpointUnusable` on all ranks where no checkpoint can be used or the chosen one does not
         match.
         """
-        fetched = self._fetch()
+        fetched = self._transfers.fetch(self._run)
         try:
             resumed = self._loader.load(state, before_loading, fetched)
         finally:
             # Collective calls in load() end after the last read of all ranks.
-            if fetched is not None and self.is_rank0:
-                with contextlib.suppress(OSError):
-                    remove_fetched(self._run.root)
-        if self._options.remote is not None:
-            with self._raise_on_all_ranks("starting the uploads"):
-                if self._uploads is not None:
-                    self._start_uploads(self._uploads, resumed)
+            self._transfers.remove_fetched(self._run, fetched)
+        self._begin(0 if resumed is None else resumed.step)
+        if resumed is None:
+            self._transfers.start_uploads(self._run, None)
+        else:
+            self._transfers.start_uploads(self._run, resumed.step, resumed.path.name)
         return resumed
 
+    def _begin(self, step: int) -> None:
+        """Begin a generation of the run after *step*, once, if nodes have or had separate directories. Collective."""
+        if self._directories is None or self._has_begun:
+            return
+        self._has_begun = True
+        self._directories.begin(step)
+        self.notes[NOTE] = self._directories.generation
+
+    def expected(self) -> Summary | None:
+        """The summary of the checkpoint that :meth:`load` tries first, here or in a store; None in a new run.
+
+        Called by rank 0 after :meth:`open`. It is not verified. Raises :class:`StoreError` if only a store can have
+        one, and it cannot be read.
+        """
+        restore_from, memory = self._options.restore_from, self._run.memory
+        found = self._transfers.expected(self._run)
+        if found is not None:
+            return found
+        return resume.expected(self._run.root, restore_from, memory)
+
+    @collector_paused()
     def roll_back(self, state: Mapping[str, Any], step: int) -> Resumed | None:
         """Load the newest usable checkpoint of *step* or an earlier one into *state*, during training. Collective.
 
@@ -456,56 +517,17 @@ class Checkpointer:
         is no such checkpoint. Raises :class:`CheckpointUnusable` on all ranks if none of them can be used.
         """
         self.wait_for_save()
+        if self._directories is not None:
+            # The next generation continues those that this start has saved, too.
+            self._directories.find()
+        if self._directories is not None and self.is_distributed:
+            self._loader.held = self._directories.held
         resumed = self._loader.roll_back(state, step)
-        if resumed is not None and self._options.remote is not None:
-            with self._raise_on_all_ranks("starting the uploads"):
-                if self._uploads is not None:
-                    self._uploads.roll_back(resumed.step)
+        if resumed is not None:
+            self._has_begun = False
+            self._begin(resumed.step)
+            self._transfers.roll_back(self._run, resumed.step)
         return resumed
-
-    def _fetch(self) -> Fetched | None:
-        """Fetch the checkpoint to resume from on rank 0, if a store has it and this machine does not. Collective.
-
-        Returns None if it is in the run directory.
-        """
-        restore_from = self._options.restore_from
-        if self._options.remote is None and not is_url(restore_from or ""):
-            return None
-        failure: Exception | None = None
-        fetched: Fetched | None = None
-
-        def fetch() -> None:
-            nonlocal failure, fetched
-            try:
-                if self.is_rank0:
-                    # Programs that use a checkpointer without open() have created neither.
-                    self._run.hold()
-                    self._open_remote()
-                if self._fetcher is not None:
-                    fetched = self._fetcher.fetch(restore_from, self._run.memory)
-            except (AutomodelError, OSError) as error:
-                failure = error
-
-        # A download may take longer than the timeout of the group.
-        agree.while_working(self._group, fetch)
-        with self._raise_on_all_ranks("downloading a checkpoint", CheckpointUnusable):
-            if failure is not None:
-                raise failure
-        return agree.broadcast_object(self._group, fetched)
-
-    def _start_uploads(self, uploads: Uploads, resumed: Resumed | None) -> None:
-        if self._run.root != uploads.root:
-            message = "checkpoints are not uploaded: the run continues in %s, beside the run of checkpoint.remote"
-            log.warning(message, self.directory)
-            self._uploads = None
-            return
-        self._run.on_published = uploads.note_published
-        if resumed is None:
-            uploads.start(None)
-            return
-        name = resumed.path.name
-        is_here = (uploads.root / name).is_dir()
-        uploads.start(resumed.step, name if is_here else None)
 
     # ---------------------------------------------------------------- end
 
@@ -515,25 +537,27 @@ class Checkpointer:
         Collective. Raises :class:`SaveFailed` on all ranks if the newest checkpoint is not in the store then. Returns
         immediately without ``remote``.
         """
-        if self._options.remote is None:
+        self._transfers.finish(self._run)
+
+    def upload_before_stop(
+        self,
+        seconds_since_signal: float,
+        must_end: Callable[[], bool],
+        *,
+        grace_seconds: float = math.inf,
+    ) -> None:
+        """Wait for uploads after a signal, until ``remote.wait_after_signal_seconds`` after it. Collective.
+
+        *seconds_since_signal* can differ between ranks: the largest counts. It is not waited for longer than
+        *grace_seconds* after the signal. Rank 0 calls *must_end* several times per second; if it returns true, the wait
+        ends. Returns immediately without ``remote``. A checkpoint that is not in the store then is logged.
+        """
+        remote = self._options.remote
+        if remote is None:
             return
-        failure: Exception | None = None
-
-        def finish() -> None:
-            nonlocal failure
-            try:
-                if self._uploads is not None:
-                    self._uploads.finish()
-            except (SaveFailed, OSError) as error:
-                failure = error
-
-        agree.while_working(self._group, finish)
-        with self._raise_on_all_ranks("uploading the last checkpoint"):
-            if failure is not None:
-                raise failure
-            if self.is_rank0:
-                # They were kept for their upload.
-                self._run.prune("")
+        passed = max(agree.gather_objects(self._group, seconds_since_signal))
+        seconds = min(remote.wait_after_signal_seconds, grace_seconds) - passed
+        self._transfers.finish_before_stop(self._run, seconds, must_end)
 
     def wait(self) -> None:
         """Wait until this rank has no save or removal in progress. Not collective."""
@@ -541,12 +565,18 @@ class Checkpointer:
             self._async.wait()
         self._run.wait()
 
-    def close(self) -> None:
-        """Wait, then release the run directory."""
+    def close(self, dead_ranks: Callable[[], Collection[int]] = tuple) -> None:
+        """Wait, then release the run directory.
+
+        *dead_ranks* returns ranks whose processes have ended. A background save that lacks their files is abandoned.
+        """
+        if self._async is not None:
+            self._async.wait_unless_dead(dead_ranks)
         self.wait()
         self._close_async()
-        if self._uploads is not None:
-            self._uploads.close()
+        self._transfers.close()
+        if self._directories is not None:
+            self._directories.release()
         # Last: until here, removals and a background save may write in the directory.
         self._run.release()
 
@@ -569,36 +599,6 @@ def _log_items(save: Save, digests: Sequence[Mapping[str, str]], *, save_optimiz
         else:
             target = item.path
         log.debug("  state: %s%s, %s -> %s", item.name, aliases, item.kind, target)
-
-
-def _validate_format(options: Options) -> None:
-    """Raise :class:`RecipeError` for a format that the layout of model files does not support."""
-    if options.model_layout in (None, "shards") or options.model_save_format == "safetensors":
-        return
-    raise RecipeError(
-        "Hugging Face files are always written as safetensors",
-        where="checkpoint.model_save_format",
-        value=options.model_save_format,
-        hint="remove this key, or set checkpoint.model_layout to shards "
-        f"(now {options.model_layout})",
-    )
-
-
-def _resolved(directory: str | os.PathLike[str], options: Options) -> tuple[Path, Options]:
-    """Replace a URL as *directory*, and the URL of a checkpoint of the same run as ``restore_from``.
-
-    Raises :class:`RecipeError` for a URL that cannot be used.
-    """
-    url = os.fspath(directory)
-    resolved: Any = options
-    if is_url(url):
-        check_url(url, "directory")
-        directory = scratch_directory(url, options.scratch_dir)
-        resolved = with_remote(resolved, url, RemoteStorage)
-    name = own_name(options.restore_from, resolved.remote)
-    if name != options.restore_from:
-        resolved = replace(resolved, restore_from=name)
-    return Path(directory), resolved
 
 
 def _ranks_in(group: ProcessGroup | None) -> layout.DataParallelRanks:

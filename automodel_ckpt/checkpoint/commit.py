@@ -33,7 +33,7 @@ from automodel_ckpt.checkpoint.digests import FileRecord
 from automodel_ckpt.checkpoint.files.durable_file import DurableFile
 from automodel_ckpt.checkpoint.files.ownership import is_abandoned
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
-from automodel_ckpt.durable_io import fsync_directory, replace_file
+from automodel_ckpt.durable_io import fsync_directory, naming, replace_file
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -57,7 +57,8 @@ def write_by_rename(path: Path, data: bytes) -> None:
     The reader may remove the file and its directory immediately, so nothing is done after the rename (no fsync).
     """
     temporary = path.with_name(f".{path.name}")
-    temporary.write_bytes(data)
+    with naming(temporary):
+        temporary.write_bytes(data)
     os.rename(temporary, path)
 
 
@@ -277,11 +278,21 @@ def recover(root: Path) -> list[str]:
     return leftovers
 
 
+def remove_abandoned_exports(root: Path) -> None:
+    """Remove what killed processes have exported in a run to upload it. The run may be training."""
+    for entry in list(os.scandir(root)):
+        if _is_hub_export(entry.name) and not _is_upload_in_progress(root, entry.name):
+            discard(root / entry.name)
+
+
 def _is_upload_in_progress(root: Path, name: str) -> bool:
     """Whether a process has exported a model here and uploads it: it may have been started by an earlier run."""
-    is_export = name.startswith(f".{layout.HUB_EXPORT}.") and layout.is_staging(name)
     path = root / name
-    return is_export and not path.is_symlink() and not is_abandoned(path)
+    return _is_hub_export(name) and not path.is_symlink() and not is_abandoned(path)
+
+
+def _is_hub_export(name: str) -> bool:
+    return name.startswith(f".{layout.HUB_EXPORT}.") and layout.is_staging(name)
 
 
 def _is_leftover(name: str) -> bool:

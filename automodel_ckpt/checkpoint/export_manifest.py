@@ -333,6 +333,12 @@ def exports_in(checkpoint: Path) -> list[Path]:
     return found
 
 
+def complete_exports(checkpoint: Path) -> list[Path]:
+    """Return the exports in the directories of a checkpoint's modules that have a manifest, sorted."""
+    exports = exports_in(checkpoint)
+    return [export for export in exports if (export / layout.EXPORT_MANIFEST).is_file()]
+
+
 def _of_export(what: str) -> str:
     return what.replace("of the checkpoint", "of the export").replace(
         "in a checkpoint", "in an export"

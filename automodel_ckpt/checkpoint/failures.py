@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,10 @@ _NAME_ANOTHER = "set checkpoint.checkpoint_dir to a writable directory with enou
 _EXPORT_AGAIN = (
     "free disk space or repair the directory, then run `ckpt consolidate` to export the checkpoint"
 )
+_NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_PERMISSIONS = (
+    "check the owner and the permissions of the directory, and whether it is mounted read-only"
+)
 _HINTS = {RecipeError: _NAME_ANOTHER, ExportFailed: _EXPORT_AGAIN}
 _DEFECT = "this is a defect, not a mistake of yours: please report it (logging.level: debug shows the traceback)"
 
@@ -37,7 +42,8 @@ def as_failure(
     """Convert *error* to an error for the user; an :class:`AutomodelError` is returned unchanged.
 
     Others become *kind*, with a message of what was being done (*doing*) and *where*. *hint* is what to do about a
-    failed system call; None: the hint for checkpoints.
+    failed system call; None: the hint for checkpoints. If the system did not permit the call, the hint is on
+    permissions.
     """
     if isinstance(error, AutomodelError):
         return error
@@ -45,6 +51,8 @@ def as_failure(
         # Errors of a descriptor's system calls do not contain a path.
         error.filename = error.filename or str(where)
         hint = hint or _HINTS.get(kind, RETRY)
+        if error.errno in _NOT_ALLOWED:
+            hint = _PERMISSIONS
         return kind.all_of([os_problem(error, f"{doing} failed", hint=hint)])
     log.debug("unexpected", exc_info=error)
     limit = limit_error(error)

@@ -256,7 +256,7 @@ class HFAssets:
 
     @functools.cached_property
     def _exported(self) -> dict[str, TensorSpec]:
-        """The tensors of an export. Of names tied together, those that the base has, else the stored one."""
+        """The tensors of an export. Tied tensors have the names that the base has, otherwise the stored one."""
         groups: dict[str, list[str]] = {fqn: [fqn] for fqn in self._tensors}
         for alias, stored_name in self._tied.items():
             groups[stored_name].append(alias)

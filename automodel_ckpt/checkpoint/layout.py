@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal, NamedTuple, Protocol
@@ -30,6 +30,8 @@ ADAPTER_MODEL_CONFIG = "model_config.json"
 model in the same directory."""
 DCP_METADATA = ".metadata"
 SLICE_TABLE = ".slices"
+# The kinds of tensors that do not train, in names of their files.
+BUFFERS, FROZEN = "buffers", "frozen"
 LATEST, LOWEST_VAL = "LATEST", "LOWEST_VAL"
 TRAINING_LOG, VALIDATION_LOG = "training.jsonl", "validation.jsonl"
 TEXT_LOG = "log.txt"
@@ -39,6 +41,7 @@ LATE_VALIDATIONS = "late_validations.json"
 VERIFIED = ".verified.json"
 FINISHED = ".finished.json"
 MEMORY = ".memory.json"
+GENERATION = ".generation.json"
 HANGS = "hangs"
 """Stacks of the ranks at steps that did not end."""
 AVERAGED = "averaged"
@@ -187,7 +190,7 @@ def is_temporary(name: str) -> bool:
     stem = match[1].removesuffix(".txt")
     # Leftovers are removed: any other name that begins with a dot belongs to the user.
     logs = (TRAINING_LOG, VALIDATION_LOG, TIMELINE_LOG)
-    files = (LATE_VALIDATIONS, VERIFIED, FINISHED, MEMORY, TIMELINE_STATE, *logs)
+    files = (LATE_VALIDATIONS, VERIFIED, FINISHED, MEMORY, GENERATION, TIMELINE_STATE, *logs)
     return stem in (*POINTERS, *files) or f".{stem}" == LOCK_FILE or is_pin(stem)
 
 
@@ -231,6 +234,11 @@ def rank_file(attribute: str, scope: Scope, ranks: RankLayout) -> str:
     return f"{attribute}/{attribute}_global_rank_{ranks.rank}.pt"
 
 
+def ranks_file(attribute: str, ranks: Sequence[int]) -> str:
+    """Return the file of *ranks* (ascending) with an object whose state differs between ranks."""
+    return f"{attribute}/{attribute}_ranks_{ranks[0]:05}-{ranks[-1]:05}.bin"
+
+
 def shard_file(
     directory: str, rank: int, file_index: int, num_files: int, *, kind: str = "model"
 ) -> str:
@@ -247,9 +255,9 @@ def objects_file(directory: str, rank: int) -> str:
     return f"{directory}/objects-{rank + 1:05}.bin"
 
 
-def distcp_file(directory: str, rank: int) -> str:
-    """Return a rank's file in PyTorch's DCP format."""
-    return f"{directory}/__{rank}_0.distcp"
+def distcp_file(directory: str, rank: int, number: int = 0) -> str:
+    """Return a rank's file in PyTorch's DCP format; *number* counts those of one rank from 0."""
+    return f"{directory}/__{rank}_{number}.distcp"
 
 
 def slice_table_file(directory: str) -> str:

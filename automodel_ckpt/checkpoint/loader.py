@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch.distributed import ProcessGroup
 
@@ -20,10 +20,11 @@ from automodel_ckpt.checkpoint.options import Options
 from automodel_ckpt.checkpoint.remote.fetch import Fetched
 from automodel_ckpt.checkpoint.remote.ranges import VerifiedRanges
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
-from automodel_ckpt.checkpoint.run.selection import Chooser
+from automodel_ckpt.checkpoint.run.selection import Chooser, FetchedCheckpoint
 from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets
-from automodel_ckpt.checkpoint.saving.planner import Planner
-from automodel_ckpt.checkpoint.state.loading import Loader, first_lines
+from automodel_ckpt.checkpoint.saving.settings import SaveSettings
+from automodel_ckpt.checkpoint.state.loading import Loader
+from automodel_ckpt.checkpoint.state.mismatch import first_lines
 from automodel_ckpt.checkpoint.state.model_config import (
     CONFIG,
     ConfigChanges,
@@ -37,32 +38,56 @@ log = logging.getLogger("automodel_ckpt")
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """What was loaded: the checkpoint's path, its step and epoch, and its manifest; whether it was one in memory."""
+    """What was loaded: the checkpoint's path, its step and epoch, and its manifest; whether it was one in memory.
+
+    *started_anew* are attributes whose saved state did not match and was left out (``allow_missing_state``).
+    """
 
     path: Path
     step: int
     epoch: int
     manifest: Manifest
     in_memory: bool = False
+    started_anew: frozenset[str] = frozenset()
+
+    @property
+    def loaded(self) -> frozenset[str]:
+        """The names, aliases included, of the attributes whose state was loaded."""
+        return self.manifest.saved - self.started_anew
+
+
+class Streamed(FetchedCheckpoint, Protocol):
+    """A checkpoint of which each rank reads the tensors that it needs, from a store or from the memory of nodes."""
+
+    @property
+    def name(self) -> str:
+        """Where the checkpoint is, for logs."""
+
+    def ranges(self, manifest: Manifest) -> VerifiedRanges | None:
+        """Open the files that are not in the local directory; None if all are."""
 
 
 class CheckpointLoader:
-    """Loads checkpoints of *planner*'s run on all ranks of *group*.
+    """Loads checkpoints of the run with *settings* on all ranks of *group*.
 
-    With ``on_incompatible: sibling`` it may replace the planner's run directory by a sibling of it.
+    With ``on_incompatible: sibling`` it may replace the run directory in *settings* by a sibling of it.
     """
 
-    def __init__(self, planner: Planner, options: Options, group: ProcessGroup | None) -> None:
-        self._planner, self._options, self._group = planner, options, group
-        self._chooser = Chooser(options.verify, planner.ranks, group)
+    def __init__(
+        self, settings: SaveSettings, options: Options, group: ProcessGroup | None
+    ) -> None:
+        self._settings, self._options, self._group = settings, options, group
+        self._chooser = Chooser(options.verify, settings.ranks, group)
+        self.held: Mapping[Path, Streamed] = {}
+        """The checkpoints that are distributed over several nodes, by path."""
 
     @property
     def _run(self) -> RunDirectory:
-        return self._planner.run
+        return self._settings.run
 
     @property
     def _is_rank0(self) -> bool:
-        return self._planner.ranks.rank == 0
+        return self._settings.ranks.rank == 0
 
     def load(
         self,
@@ -78,25 +103,36 @@ class CheckpointLoader:
         match.
         """
         restore_from = self._options.restore_from
-        found = self._chooser.choose(self._run, restore_from, fetched)
+        found = self._choose(restore_from, fetched)
         # choose() is collective, so all ranks must compute the same differences.
         while found is not None and (differences := self._incompatible(*found, state)):
             self._move_to_sibling(found[0], differences)
             fetched = None
-            found = self._chooser.choose(self._run, restore_from)
+            found = self._choose(restore_from)
         if found is None:
             return None
         return self._load_chosen(*found, state, before_loading, fetched)
+
+    def _choose(
+        self,
+        restore_from: str | None,
+        fetched: Fetched | None = None,
+        newest_step: int | None = None,
+    ) -> tuple[Path, Manifest] | None:
+        """Choose the checkpoint to load, as :meth:`Chooser.choose`. Collective."""
+        return self._chooser.choose(
+            self._run, restore_from, fetched, newest_step=newest_step, held=self.held
+        )
 
     def roll_back(self, state: Mapping[str, Any], step: int) -> Resumed | None:
         """Load the newest usable checkpoint of *step* or an earlier one into *state*. Collective.
 
         Returns None if there is none. Raises :class:`CheckpointUnusable` on all ranks if none of them can be used.
         """
-        # Until the next save renames them, checkpoints of an earlier course of the run have later steps.
+        # Until the next save renames them, checkpoints of an earlier generation of the run have later steps.
         if self._run.went_back_to is not None:
             step = min(step, self._run.went_back_to)
-        found = self._chooser.choose(self._run, None, newest_step=step)
+        found = self._choose(None, newest_step=step)
         if found is None:
             return None
         return self._load_chosen(*found, state)
@@ -107,30 +143,34 @@ class CheckpointLoader:
         manifest: Manifest,
         state: Mapping[str, Any],
         before_loading: Callable[[Path, Manifest], None] | None = None,
-        fetched: Fetched | None = None,
+        fetched: Streamed | None = None,
     ) -> Resumed:
+        in_memory = path.parent == self._run.memory
+        fetched = self.held.get(path, fetched)
         if self._is_rank0:
             shown = self._run.display_path(path) if fetched is None else fetched.name
             log.info("Loading checkpoint from %s", shown)
         with self._raise_on_all_ranks(f"loading {path.name}", CheckpointUnusable):
             if before_loading is not None and self._is_rank0:
                 before_loading(path, manifest)
-            self._load(path, manifest, state, fetched)
+            started_anew = self._load(path, manifest, state, fetched)
         # Without restore_from, too: checkpoints that were skipped as damaged may have later names.
         self._run.went_back_to = manifest.step
-        self._planner.resumed_from = path.name
-        in_memory = path.parent == self._run.memory
-        return Resumed(path, manifest.step, manifest.epoch, manifest, in_memory)
+        self._settings.resumed_from = path.name
+        return Resumed(path, manifest.step, manifest.epoch, manifest, in_memory, started_anew)
 
     def _load(
-        self, path: Path, manifest: Manifest, state: Mapping[str, Any], fetched: Fetched | None
-    ) -> None:
-        """Load the checkpoint into this rank's *state*. Raises :class:`CheckpointUnusable` where it does not match."""
+        self, path: Path, manifest: Manifest, state: Mapping[str, Any], fetched: Streamed | None
+    ) -> frozenset[str]:
+        """Load the checkpoint into this rank's *state*. Raises :class:`CheckpointUnusable` where it does not match.
+
+        Returns the attributes that start without the saved state.
+        """
         self._check_base(path, manifest)
         items = classify(state)
         remote = None if fetched is None else fetched.ranges(manifest)
         loader = self._loader(path, manifest, remote)
-        is_expected = self._planner.save_optimizer or manifest.is_imported_run
+        is_expected = self._settings.save_optimizer or manifest.is_imported_run
         if manifest.left_out and not is_expected and self._is_rank0:
             message = "checkpoint.save_optimizer is false: %s was saved without %s, which start with new state"
             log.warning(message, path.name, ", ".join(sorted(manifest.left_out)))
@@ -139,6 +179,7 @@ class CheckpointLoader:
             self._check_same_model(path)
         with contextlib.closing(remote) if remote is not None else contextlib.nullcontext():
             loader.load(items)
+        return loader.started_anew
 
     def _loader(
         self, path: Path, manifest: Manifest, remote: VerifiedRanges | None = None
@@ -150,13 +191,13 @@ class CheckpointLoader:
         recipe defines whether there is one.
         """
         allowed = set(self._options.allow_missing_state)
-        if not self._planner.save_optimizer or manifest.is_imported_run:
+        if not self._settings.save_optimizer or manifest.is_imported_run:
             allowed |= manifest.left_out
         if manifest.is_imported_run:
             for name, record in manifest.state.items():
                 if record.kind == "lr_scheduler":
                     allowed.add(name)
-        return Loader(path, manifest, self._planner.ranks, frozenset(allowed), remote)
+        return Loader(path, manifest, self._settings.ranks, frozenset(allowed), remote)
 
     # ---------------------------------------------------------------- another model
 
@@ -174,7 +215,7 @@ class CheckpointLoader:
     def _move_to_sibling(self, path: Path, differences: list[str]) -> None:
         """Continue in the next sibling directory (``checkpoints.sibling-1``, -2, ...); the current one is unchanged."""
         previous = self._run
-        self._planner.run = previous.sibling()
+        self._settings.run = previous.sibling()
         if self._is_rank0:
             message = (
                 "THE CHECKPOINTS IN %s BELONG TO A DIFFERENT MODEL and are not changed: continuing in %s. "
@@ -190,14 +231,14 @@ class CheckpointLoader:
 
     def _check_base(self, path: Path, manifest: Manifest) -> None:
         """Raise :class:`CheckpointUnusable` where adapters in the checkpoint belong to another base model."""
-        for name, assets in self._planner.assets.items():
+        for name, assets in self._settings.assets.items():
             if isinstance(assets, AdapterAssets) and name in manifest.state:
                 assets.check_base(path, layout.state_directory(name))
 
     def _model_changes(self, path: Path) -> ConfigChanges:
         """How the models differ from those saved in *path*; the base of adapters is compared by its digests instead."""
         configs: dict[str, bytes] = {}
-        for name, assets in self._planner.assets.items():
+        for name, assets in self._settings.assets.items():
             if not isinstance(assets, AdapterAssets) and CONFIG in assets.files:
                 configs[name] = assets.files[CONFIG]
         return model_changes(path, configs)

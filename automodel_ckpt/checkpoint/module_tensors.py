@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_model_state_dict,
-    set_model_state_dict,
 )
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 
+from automodel_ckpt.checkpoint.formats.description import local_tensor
+from automodel_ckpt.checkpoint.layout import BUFFERS, FROZEN
 from automodel_ckpt.errors import RecipeError
 
 
@@ -63,6 +63,37 @@ class StoredLayout:
 
 _UNCHANGED = StoredLayout()
 
+# The names under which torch.compile, activation checkpointing and FSDP 1 register the module that they wrap. The FQNs
+# of PyTorch do not contain them.
+_WRAPPED_NAMES = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+
+
+def has_plain_names(module: nn.Module) -> bool:
+    """Whether the FQNs of a module's state are the names that its ``state_dict()`` has: nothing inside is wrapped.
+
+    PyTorch finds each FQN by a walk through the modules, and several times. With 10,000 tensors, that takes longer than
+    writing them.
+    """
+    for part in module.modules():
+        if isinstance(part, DistributedDataParallel) or hasattr(type(part), "_fqn_modifiers"):
+            return False
+        if not _WRAPPED_NAMES.isdisjoint(part._modules):
+            return False
+    return True
+
+
+def model_state_dict(module: nn.Module, *, detached: bool = True) -> dict[str, Any]:
+    """The state of a module by FQN, as PyTorch's ``get_model_state_dict`` returns it.
+
+    Without *detached*, parameters may be in it themselves: nothing may write into them.
+    """
+    inner = unwrap(module)
+    if not has_plain_names(inner):
+        return dict(get_model_state_dict(module))
+    with torch.no_grad():
+        # Detaching thousands of DTensors takes as long as writing them.
+        return dict(inner.state_dict(keep_vars=not detached))
+
 
 def set_stored_layout(module: nn.Module, layout: StoredLayout) -> None:
     """Make :func:`stored_layout` return *layout* for *module*.
@@ -92,18 +123,18 @@ def record_complete_tensors(module: nn.Module) -> None:
 
 
 def module_state(
-    module: nn.Module, layout: StoredLayout | None = None
+    module: nn.Module, layout: StoredLayout | None = None, *, detached: bool = True
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """A module's persistent state by stored name, each memory once: (state dict of the live tensors, {tied name that is
     left out: stored name}).
 
-    *layout* replaces the module's :func:`stored_layout`. Of names that share a tensor the first in the module's own
-    order is stored, unless the module declares otherwise (transformers' ``_tied_weights_keys``). Of rows that are
-    separate tensors in files (experts), a rank has those of its shard. Of a PEFT model only the content of its adapter
-    file is state, under the names in that file.
+    *detached* is that of :func:`model_state_dict`. *layout* replaces the module's :func:`stored_layout`. If
+    several names share a tensor, the first one in the module's own order is stored, unless the module declares another
+    (transformers' ``_tied_weights_keys``). If rows are separate tensors in files (experts), a rank has those of its
+    shard. The state of a PEFT model is only the content of its adapter file, under the names in that file.
     """
     layout = layout or stored_layout(module)
-    state = dict(get_model_state_dict(module))
+    state = model_state_dict(module, detached=detached)
     kept, tied = stored_names(module, state, layout=layout)
     return stored_values(state, kept, layout), tied
 
@@ -111,15 +142,15 @@ def module_state(
 def untrained_names(module: nn.Module) -> dict[str, str]:
     """{stored name: kind} of the tensors of *module* that do not train.
 
-    The kind is ``frozen`` for parameters without a gradient, which do not change, and ``buffers`` for buffers, which
-    may. Names of tensors that are not stored are among them.
+    The kind is ``layout.FROZEN`` for parameters without a gradient, which do not change, and ``layout.BUFFERS`` for
+    buffers, which may. Names of tensors that are not stored are among them.
     """
     inner = unwrap(module)
     layout = stored_layout(module)
-    kinds = {name: "buffers" for name, _ in inner.named_buffers(remove_duplicate=False)}
+    kinds = {name: BUFFERS for name, _ in inner.named_buffers(remove_duplicate=False)}
     for name, parameter in inner.named_parameters(remove_duplicate=False):
         if not parameter.requires_grad:
-            kinds[name] = "frozen"
+            kinds[name] = FROZEN
     names: dict[str, str] = {}
     for fqn, kind in kinds.items():
         for name in (layout.name_of(fqn), *layout.rows.get(fqn, ())):
@@ -214,7 +245,7 @@ def _local_rows(value: torch.Tensor) -> tuple[torch.Tensor, int]:
     _, offsets = compute_local_shape_and_global_offset(
         value.shape, value.device_mesh, value.placements
     )
-    return value.to_local().detach(), offsets[0]
+    return local_tensor(value).detach(), offsets[0]
 
 
 def _view(rows: torch.Tensor, first: int, part: RowPart) -> torch.Tensor:
@@ -286,110 +317,3 @@ def _tied(module: nn.Module, tensors: Iterable[tuple[str, Any]]) -> dict[str, st
             if name != stored:
                 tied[name] = stored
     return tied
-
-
-def set_module_state(
-    module: nn.Module,
-    state: Mapping[str, Any],
-    tied: Mapping[str, str],
-    *,
-    strict: bool,
-    layout: StoredLayout | None = None,
-) -> None:
-    """Load a state that :func:`module_state` returned, with the same *layout*, into the module.
-
-    Nothing is left to do where the module's own tensors have the values already, because they were read in place.
-    """
-    layout = layout or stored_layout(module)
-    if _was_read_in_place(unwrap(module), state, tied, layout):
-        return
-    loaded = dict(state)
-    for name, kept in tied.items():
-        if kept in state and name not in layout.copies:
-            loaded[name] = state[kept]
-    present = get_model_state_dict(module)
-    keys = adapter_keys(unwrap(module), present)
-    if keys is not None:
-        own = {fqn: loaded[key] for fqn, key in keys.items() if key in loaded}
-        # The tensors of the base are not in the state.
-        strict = False
-    else:
-        # Rows are views into the module's own tensors: their values were written in place.
-        row_names = {name for parts in layout.rows.values() for name in parts}
-        fqns = {name: fqn for fqn, name in layout.names.items()}
-        own = {
-            fqns.get(name, name): value for name, value in loaded.items() if name not in row_names
-        }
-        own.update((fqn, present[fqn]) for fqn in layout.rows if fqn in present)
-    set_model_state_dict(module, own, options=StateDictOptions(strict=strict))
-
-
-def _was_read_in_place(
-    module: nn.Module, state: Mapping[str, Any], tied: Mapping[str, str], layout: StoredLayout
-) -> bool:
-    """Whether *state* contains all persistent tensors of *module* in their own memory, and loading does nothing else.
-
-    ``load_state_dict`` searches all names in a list of modules for each of its modules. With 10,000, that takes longer
-    than reading the tensors.
-    """
-    tensors = _standard_tensors(module)
-    if tensors is None or layout.rows:
-        return False
-    remaining = set(tensors)
-    fqns = {name: fqn for fqn, name in layout.names.items()}
-    for name, value in state.items():
-        fqn = fqns.get(name, name)
-        if fqn not in tensors or not _is_same_memory(value, tensors[fqn]):
-            return False
-        remaining.discard(fqn)
-    for name in tied:
-        remaining.discard(fqns.get(name, name))
-    return not remaining
-
-
-def _standard_tensors(module: nn.Module) -> dict[str, torch.Tensor] | None:
-    """The parameters and persistent buffers of *module* by FQN; None if a module inside changes what loading does."""
-    tensors: dict[str, torch.Tensor] = {}
-    for path, part in module.named_modules(remove_duplicate=False):
-        if _customizes_loading(part):
-            return None
-        prefix = f"{path}." if path else ""
-        for name, parameter in part._parameters.items():
-            if parameter is not None:
-                tensors[prefix + name] = parameter
-        for name, buffer in part._buffers.items():
-            if buffer is not None and name not in part._non_persistent_buffers_set:
-                tensors[prefix + name] = buffer
-    return tensors
-
-
-_STANDARD_METHODS = ("load_state_dict", "_load_from_state_dict", "set_extra_state")
-
-
-def _customizes_loading(module: nn.Module) -> bool:
-    """Whether loading does more to *module* than to copy values into its parameters and buffers."""
-    for method in _STANDARD_METHODS:
-        if method in vars(module) or getattr(type(module), method) is not getattr(
-            nn.Module, method
-        ):
-            return True
-    for hook in module._load_state_dict_pre_hooks.values():
-        # That of fsdp2 frees gathered parameters, as the hook of state_dict() did.
-        if not hook.__module__.startswith("torch.distributed.fsdp."):
-            return True
-    return bool(module._load_state_dict_post_hooks)
-
-
-def _is_same_memory(value: Any, tensor: torch.Tensor) -> bool:
-    """Whether both are the same elements of the same memory; false for tensors of unknown types."""
-    if isinstance(value, DTensor) and isinstance(tensor, DTensor):
-        value, tensor = value.to_local(), tensor.to_local()
-    if type(value) not in _PLAIN_TENSORS or type(tensor) not in _PLAIN_TENSORS:
-        return False
-    # torch compares no tensors without memory.
-    if value.is_meta or tensor.is_meta:
-        return False
-    return bool(value.is_set_to(tensor))
-
-
-_PLAIN_TENSORS = (torch.Tensor, nn.Parameter)

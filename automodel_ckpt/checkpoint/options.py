@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 
 from automodel_ckpt.checkpoint import policy
 from automodel_ckpt.checkpoint.verify import Level
+from automodel_ckpt.errors import RecipeError
 
 ModelFormat = Literal["safetensors", "torch_save"]
 ModelLayout = Literal["shards", "hf", "adapter"]
@@ -23,6 +24,8 @@ class RemoteOptions(Protocol):
     def options(self) -> Mapping[str, Any]: ...
     @property
     def required(self) -> bool: ...
+    @property
+    def wait_after_signal_seconds(self) -> float: ...
     @property
     def keep_last(self) -> int | None: ...
     @property
@@ -53,6 +56,8 @@ class Options(Protocol):
     def is_async(self) -> bool: ...
     @property
     def incremental(self) -> bool | Literal["auto"]: ...
+    @property
+    def files_per_node(self) -> int | None: ...
     @property
     def scratch_dir(self) -> str | None: ...
     @property
@@ -90,6 +95,7 @@ class RemoteStorage:
     url: str
     options: Mapping[str, Any] = field(default_factory=dict)
     required: bool = False
+    wait_after_signal_seconds: float = 90.0
     keep_last: int | None = None
     keep_best: int = 0
     keep_every_steps: int | None = None
@@ -115,6 +121,8 @@ class CheckpointOptions:
     incremental: bool | Literal["auto"] = "auto"
     """Share files of tensors that do not train with an earlier checkpoint by hard links. ``auto``: if they take 16 MiB
     or more, and never with the checkpoint just before, so that two checkpoints stay independent; True: always."""
+    files_per_node: int | None = None
+    """The largest number of files per tree that the ranks of a node write together; None: each rank writes its own."""
     scratch_dir: str | None = None
     """If the directory is a URL: the local directory in which the run gets its own; None: the user's cache."""
     restore_from: str | None = None
@@ -143,3 +151,23 @@ class CheckpointOptions:
     """If existing checkpoints are of another model: raise an error, or continue in a sibling directory."""
     remote: RemoteStorage | None = None
     """Where published checkpoints are uploaded in the background, and fetched from at the start; None: nowhere."""
+
+
+def validate_options(options: Options) -> None:
+    """Raise :class:`RecipeError` for options of the model's files that exclude each other."""
+    if options.files_per_node is not None and options.incremental is True:
+        raise RecipeError(
+            "files that several ranks write are not shared with an earlier checkpoint",
+            where="checkpoint.incremental",
+            value=options.incremental,
+            hint="remove this key, or checkpoint.files_per_node",
+        )
+    if options.model_layout in (None, "shards") or options.model_save_format == "safetensors":
+        return
+    raise RecipeError(
+        "Hugging Face files are always written as safetensors",
+        where="checkpoint.model_save_format",
+        value=options.model_save_format,
+        hint="remove this key, or set checkpoint.model_layout to shards "
+        f"(now {options.model_layout})",
+    )

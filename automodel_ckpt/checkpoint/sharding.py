@@ -7,8 +7,9 @@ and their combinations make: the ranks of a device mesh partition dimensions of 
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, overload
 
@@ -133,6 +134,18 @@ class Sharding:
         yield from itertools.product(*ranges)
 
 
+@functools.lru_cache(maxsize=4096)
+def _stored_box(sharding: Sharding, shape: tuple[int, ...], coordinate: Coordinate) -> Box | None:
+    """:meth:`Sharding.stored_box`, kept: tens of thousands of tensors have a few shapes and shardings."""
+    return sharding.stored_box(shape, coordinate)
+
+
+@functools.lru_cache(maxsize=4096)
+def _coordinate(sharding: Sharding, offset: int) -> Coordinate | None:
+    """:meth:`Sharding.coordinate`, kept."""
+    return sharding.coordinate(offset)
+
+
 def _chunk(size: int, num_chunks: int, index: int) -> tuple[int, int]:
     """Return (first element, elements) of chunk *index* of *size* elements."""
     chunk = -(-size // num_chunks)
@@ -162,16 +175,23 @@ def smallest_split(
     """
     used = sorted(mesh_dim for _, mesh_dims in split for mesh_dim in mesh_dims)
     renumbered = {old: new for new, old in enumerate(used)}
-    own_split = tuple((dim, tuple(renumbered[each] for each in dims)) for dim, dims in split)
-    sharding = Sharding(
-        tuple(mesh[dim] for dim in used), tuple(strides[dim] for dim in used), own_split
-    )
+    own_mesh = tuple(mesh[dim] for dim in used)
+    own_strides = tuple(strides[dim] for dim in used)
+    own_split: list[tuple[int, tuple[int, ...]]] = []
+    for dim, mesh_dims in split:
+        own_split.append((dim, tuple(renumbered[each] for each in mesh_dims)))
+    sharding = Sharding(own_mesh, own_strides, tuple(own_split))
     replicated = [dim for dim in range(len(mesh)) if dim not in renumbered]
+    return sharding, _offsets(mesh, strides, replicated)
+
+
+def _offsets(mesh: Sequence[int], strides: Sequence[int], dims: Sequence[int]) -> tuple[int, ...]:
+    """The distances of ranks from the first one, for all coordinates in the dimensions *dims* of *mesh*."""
     offsets: list[int] = []
-    for coordinate in itertools.product(*(range(mesh[dim]) for dim in replicated)):
-        pairs = zip(coordinate, replicated, strict=True)
+    for coordinate in itertools.product(*(range(mesh[dim]) for dim in dims)):
+        pairs = zip(coordinate, dims, strict=True)
         offsets.append(sum(index * strides[dim] for index, dim in pairs))
-    return sharding, tuple(offsets)
+    return tuple(offsets)
 
 
 class Record(NamedTuple):
@@ -231,28 +251,29 @@ class RegularSlices(ComputedSlices):
         return replace(self, fqn=fqn)
 
     def overlapping(self, box: Box) -> Iterator[Slice]:
-        for coordinate in self.sharding.overlapping(self.shape, box):
-            stored = self._at(coordinate)
-            if stored is not None:
-                yield stored
+        yield from self._at(self.sharding.overlapping(self.shape, box))
 
     def of_rank(self, rank: int) -> Slice | None:
         """Return the slice that *rank* stores; None if it stores none."""
-        coordinate = self.sharding.coordinate(rank - self.first)
-        return None if coordinate is None else self._at(coordinate)
+        box = self.box_of_rank(rank)
+        return None if box is None else self._slice(box, rank)
 
     def box_of_rank(self, rank: int) -> Box | None:
         """Return the box of the slice that *rank* stores; None if it stores none."""
-        coordinate = self.sharding.coordinate(rank - self.first)
-        return None if coordinate is None else self.sharding.stored_box(self.shape, coordinate)
+        coordinate = _coordinate(self.sharding, rank - self.first)
+        return None if coordinate is None else _stored_box(self.sharding, self.shape, coordinate)
 
-    def _at(self, coordinate: Coordinate) -> Slice | None:
-        box = self.sharding.stored_box(self.shape, coordinate)
-        if box is None:
-            return None
+    def _at(self, coordinates: Iterable[Coordinate]) -> Iterator[Slice]:
+        """Yield the slices that are stored at *coordinates*."""
+        for coordinate in coordinates:
+            box = _stored_box(self.sharding, self.shape, coordinate)
+            if box is not None:
+                yield self._slice(box, self.first + self.sharding.offset(coordinate))
+
+    def _slice(self, box: Box, rank: int) -> Slice:
+        """Return the slice with *box*, which *rank* stores."""
         file, start, digest = "", 0, None
         if self.records is not None:
-            rank = self.first + self.sharding.offset(coordinate)
             file, start, digest = self.records.record(self.number, rank)
         if self.position is not None:
             file, start, _ = self.position
@@ -271,10 +292,7 @@ class RegularSlices(ComputedSlices):
         )
 
     def __iter__(self) -> Iterator[Slice]:
-        for coordinate in self.sharding.coordinates():
-            stored = self._at(coordinate)
-            if stored is not None:
-                yield stored
+        yield from self._at(self.sharding.coordinates())
 
     def __len__(self) -> int:
         return self.sharding.num_stored(self.shape)

@@ -8,9 +8,10 @@ the digest of its rows, so that a reader verifies what it reads without reading 
 
 from __future__ import annotations
 
+import bisect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -19,9 +20,9 @@ import xxhash
 
 from automodel_ckpt.checkpoint.digests import digest_of
 from automodel_ckpt.checkpoint.json_values import MAX_INTEGER
-from automodel_ckpt.checkpoint.sharding import Record, RegularSlices
+from automodel_ckpt.checkpoint.sharding import Record, RegularSlices, Sharding
 from automodel_ckpt.checkpoint.slices import Slice, Tensor, nbytes_of
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, SaveFailed
 
 ROW = np.dtype([("gap", "<u4"), ("digest", "V16")])
 SEGMENT = np.dtype(
@@ -90,12 +91,15 @@ def segments_of(
 
 
 def _segment(slices: Sequence[Slice], part: int, placed: bool) -> Segment:
+    """The rows of slices that follow each other in a file, or with *placed* have fixed positions in it."""
     rows = np.zeros(len(slices), ROW)
-    rows["digest"] = np.frombuffer(b"".join(_digest_bytes(each) for each in slices), "V16")
+    digests = b"".join(_digest_bytes(each) for each in slices)
+    rows["digest"] = np.frombuffer(digests, "V16")
     if placed:
         return Segment(part, "", 0, 0, rows.tobytes())
     starts = np.array([each.start for each in slices], np.int64)
-    stops = starts + np.array([each.nbytes for each in slices], np.int64)
+    num_bytes = np.array([each.nbytes for each in slices], np.int64)
+    stops = starts + num_bytes
     rows["gap"][1:] = starts[1:] - stops[:-1]
     return Segment(part, slices[0].file, int(starts[0]), int(stops[-1]), rows.tobytes())
 
@@ -109,7 +113,8 @@ class SliceTable:
     """The table of a tree, and the regular tensors that it describes, in their order.
 
     *read* reads the file, and *checkpoint* is for messages. A table that was merged in memory has no file yet. Raises
-    :class:`CheckpointUnusable` for content that does not match the digests or the tensors.
+    :class:`CheckpointUnusable` for content that does not match the digests or the tensors; of a table in memory
+    :class:`SaveFailed`.
     """
 
     def __init__(
@@ -121,11 +126,13 @@ class SliceTable:
         self.tensors: list[RegularSlices] = []
         self._read = read
         self._parts: dict[int, list[int]] = {}
+        # The first rank of each tensor, by what determines its boxes.
+        self._firsts: dict[tuple[int, Sharding, tuple[int, ...]], list[int]] = {}
         self._rows: dict[tuple[int, int], _Rows] = {}
 
     @classmethod
-    def merged(cls, segments: Mapping[int, Sequence[Segment]]) -> SliceTable:
-        """Merge the segments of all ranks, by rank, into a table in memory."""
+    def merged(cls, segments: Mapping[int, Sequence[Segment]], tree: str = "") -> SliceTable:
+        """Merge the segments of all ranks, by rank, into a table in memory. *tree* is for messages."""
         numbers: dict[str, int] = {}
         heads: list[tuple[Any, ...]] = []
         rows: list[bytes] = []
@@ -139,7 +146,7 @@ class SliceTable:
         content = b"".join([np.array(heads, SEGMENT).tobytes(), *rows])
         head_bytes = len(heads) * SEGMENT.itemsize
         location = Location("", head_bytes, digest_of(content[:head_bytes]))
-        return cls(location, list(numbers), _Memory(content))
+        return cls(location, list(numbers), _Memory(content), tree)
 
     @property
     def is_stored(self) -> bool:
@@ -157,15 +164,31 @@ class SliceTable:
 
     def add(self, slices: RegularSlices) -> Tensor:
         """Add the next tensor of the table; return it with its records."""
-        added = replace(slices, number=len(self.tensors), records=self)
+        # Not `replace`, which takes several times as long: there can be tens of thousands of tensors.
+        added = RegularSlices(
+            slices.fqn,
+            slices.dtype,
+            slices.shape,
+            slices.sharding,
+            slices.first,
+            slices.part,
+            slices.position,
+            number=len(self.tensors),
+            records=self,
+        )
         self._parts.setdefault(added.part, []).append(added.number)
+        key = (added.part, added.sharding, added.shape)
+        self._firsts.setdefault(key, []).append(added.first)
         self.tensors.append(added)
         return Tensor(added.fqn, added.dtype, added.shape, added)
 
     @property
     def num_rows(self) -> int:
         """The number of slices of all tensors."""
-        return sum(len(tensor) for tensor in self.tensors)
+        total = 0
+        for (_, sharding, shape), firsts in self._firsts.items():
+            total += len(firsts) * sharding.num_stored(shape)
+        return total
 
     @cached_property
     def segments(self) -> Any:
@@ -196,17 +219,31 @@ class SliceTable:
             if segment["file"] != NO_FILE:
                 yield self.files[segment["file"]], int(segment["start"]), int(segment["stop"])
 
+    def segments_in(self, file: str) -> Any:
+        """Return the segments in a file, as an array of SEGMENT."""
+        if file not in self._file_numbers:
+            return self.segments[:0]
+        return self.segments[self.segments["file"] == self._file_numbers[file]]
+
+    @cached_property
+    def _file_numbers(self) -> dict[str, int]:
+        return {file: number for number, file in enumerate(self.files)}
+
     def ranks_in(self, file: str) -> list[int]:
-        """Return the ranks that store slices in a file of a rank."""
-        if file not in self.files:
-            return []
-        here = self.segments[self.segments["file"] == self.files.index(file)]
-        return sorted({int(rank) for rank in here["rank"]})
+        """Return the ranks that store slices in a file."""
+        return sorted({int(rank) for rank in self.segments_in(file)["rank"]})
 
     def check_counts(self) -> None:
-        """Raise :class:`CheckpointUnusable` if a rank has more or fewer rows than slices; the rows are not read."""
-        for part, numbers in self._parts.items():
-            ranks = np.concatenate([_ranks_of(self.tensors[number]) for number in numbers])
+        """Raise the error of :meth:`damaged` if a rank has more or fewer rows than slices; the rows are not read.
+
+        It takes memory in proportion to the number of rows that the head states: verify the size of the file before.
+        """
+        ranks_of: dict[int, list[Any]] = {}
+        for (part, sharding, shape), firsts in self._firsts.items():
+            ranks = np.array(firsts, np.int64)[:, None] + _rank_offsets(sharding, shape)
+            ranks_of.setdefault(part, []).append(ranks.ravel())
+        for part, all_ranks in ranks_of.items():
+            ranks = np.concatenate(all_ranks)
             of_part = self.segments[self.segments["part"] == part]
             stored = np.repeat(of_part["rank"].astype(np.int64), of_part["rows"])
             # Sorted, not counted by rank: a hostile table can have any numbers.
@@ -218,9 +255,9 @@ class SliceTable:
         rows = self._rows.get((rank, part))
         if rows is None:
             rows = self._rows[rank, part] = self._rows_of(rank, part)
-        index = int(np.searchsorted(rows.numbers, number))
+        index = bisect.bisect_left(rows.numbers, number)
         digest = rows.digests[16 * index : 16 * index + 16].hex()
-        return Record(rows.files[index], int(rows.starts[index]), _PREFIX + digest)
+        return Record(rows.files[index], rows.starts[index], _PREFIX + digest)
 
     def _rows_of(self, rank: int, part: int) -> _Rows:
         """Read and decode the rows of a rank's segments of a part."""
@@ -258,7 +295,12 @@ class SliceTable:
             files += [self.files[segment["file"]]] * len(rows)
         if len(files) != len(numbers):
             raise self.damaged(f"rank {rank} has fewer slices than its tensors")
-        return _Rows(np.array(numbers, np.int32), files, starts, b"".join(digests))
+        return _Rows(numbers, files, starts.tolist(), b"".join(digests))
+
+    def all_rows(self) -> Any:
+        """Return the rows of all segments, in their order: an array of ROW."""
+        rows = [self._segment_rows(index) for index in range(len(self.segments))]
+        return np.concatenate(rows) if rows else np.empty(0, ROW)
 
     def _segment_rows(self, index: int) -> Any:
         first_row = int(self._first_rows[index])
@@ -280,11 +322,18 @@ class SliceTable:
         except OSError as error:
             raise self.damaged(f"it cannot be read: {error.strerror}") from error
         if len(data) != nbytes:
-            raise self.damaged("it is shorter than the manifest says")
+            raise self.damaged("it is shorter than the manifest states")
         return data
 
-    def damaged(self, how: str) -> CheckpointUnusable:
-        """Return the error for a table that cannot be used."""
+    def damaged(self, how: str) -> AutomodelError:
+        """Return the error for a table that cannot be used: :class:`SaveFailed` for one that a save merges."""
+        if isinstance(self._read, _Memory):
+            return SaveFailed(
+                "the ranks did not write the slices that were planned",
+                where=self._checkpoint,
+                value=how,
+                hint="earlier checkpoints are unchanged; please report this",
+            )
         return CheckpointUnusable(
             "the table of the checkpoint's slices is damaged",
             where=os.path.join(self._checkpoint, self.location.file),
@@ -296,9 +345,9 @@ class SliceTable:
 class _Rows(NamedTuple):
     """The slices of a rank: numbers of their tensors (increasing), files, first bytes, digests of 16 bytes each."""
 
-    numbers: Any
+    numbers: list[int]
     files: list[str]
-    starts: Any
+    starts: list[int]
     digests: bytes
 
 
@@ -312,25 +361,34 @@ class _Memory:
         return self.content[start : start + nbytes]
 
 
-def _ranks_of(tensor: RegularSlices) -> Any:
-    """Return the ranks that store a slice of a tensor, as an array."""
-    sharding = tensor.sharding
-    ranks = np.full((1,) * len(sharding.mesh), tensor.first, np.int64)
-    is_stored = np.ones((1,) * len(sharding.mesh), bool)
-    for mesh_dim, (size, stride) in enumerate(zip(sharding.mesh, sharding.strides, strict=True)):
-        ranks = ranks + _along(np.arange(size) * stride, mesh_dim, len(sharding.mesh))
+def _rank_offsets(sharding: Sharding, shape: tuple[int, ...]) -> Any:
+    """Return the ranks that store a slice of a tensor, as a vector of distances from the first rank of its mesh.
+
+    Takes memory for these ranks, not for the mesh.
+    """
+    if sharding.split and 0 in shape:
+        return np.empty(0, np.int64)
+    ranks = np.zeros(1, np.int64)
     for dim, mesh_dims in sharding.split:
-        sizes: Any = np.array(tensor.shape[dim]).reshape((1,) * len(sharding.mesh))
-        for mesh_dim in mesh_dims:
-            index = _along(np.arange(sharding.mesh[mesh_dim]), mesh_dim, len(sharding.mesh))
-            chunk = -(-sizes // sharding.mesh[mesh_dim])
-            sizes = np.clip(sizes - index * chunk, 0, chunk)
-        is_stored = is_stored & (sizes > 0)
-    return ranks[np.broadcast_to(is_stored, ranks.shape)]
+        levels = [(sharding.mesh[each], sharding.strides[each]) for each in mesh_dims]
+        offsets = _filled_offsets(shape[dim], levels)
+        ranks = (ranks[:, None] + offsets).ravel()
+    return ranks
 
 
-def _along(values: Any, dim: int, num_dims: int) -> Any:
-    """Reshape a vector so that it varies along one of *num_dims* dimensions."""
-    shape = [1] * num_dims
-    shape[dim] = -1
-    return values.reshape(shape)
+def _filled_offsets(size: int, levels: Sequence[tuple[int, int]]) -> Any:
+    """Return the distances of the ranks whose nested chunk of *size* elements is not empty, from the first rank.
+
+    *levels* has the number of chunks and the distance of neighbors of each division, the outermost first.
+    """
+    if not levels:
+        return np.zeros(1, np.int64)
+    (num_chunks, stride), *inner = levels
+    chunk = -(-size // num_chunks)
+    # All chunks are equal but the last one.
+    num_full, rest = divmod(size, chunk)
+    full = np.arange(num_full)[:, None] * stride + _filled_offsets(chunk, inner)
+    if not rest:
+        return full.ravel()
+    last = num_full * stride + _filled_offsets(rest, inner)
+    return np.concatenate([full.ravel(), last])

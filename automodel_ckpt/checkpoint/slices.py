@@ -1,9 +1,9 @@
 """Slices, the data type that the whole package uses. A slice is an index range of a tensor and its bytes in a file.
 
 Save, load, reshard, verify and consolidate are operations on slices: which bytes two slices have in common
-(:func:`overlap`), and whether slices tile a tensor (:func:`tiling_fault`). All functions are pure: they access no files
-and import no torch. Tensors are row-major (C order) throughout, as in safetensors
-and in contiguous torch tensors; offsets and sizes count elements, starts and lengths of runs count bytes.
+(:func:`overlap`), and whether slices tile a tensor (``tiling.py``). All functions are pure: they access no files
+and import no torch. Tensors are row-major (C order) throughout, as in safetensors and in contiguous torch tensors;
+offsets and sizes count elements, starts and lengths of runs count bytes.
 """
 
 from __future__ import annotations
@@ -18,12 +18,6 @@ from dataclasses import dataclass, replace
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
 
 MAX_DIMENSIONS = 64
-# _corners() visits 2**n corners of each box that is partitioned in n dimensions.
-MAX_CUT_DIMENSIONS = 5
-MAX_EXTENTS = 2**59
-"""The largest product of a shape's dimensions, zeros not counted: 2**63 bytes at 16 bytes an element."""
-# Number of slices that are compared to report two that overlap. A tensor can have a hundred thousand.
-_COMPARED = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +69,37 @@ class Slice:
     def box(self) -> Box:
         return Box(self.offsets, self.sizes)
 
+    # Not `dataclasses.replace`, which takes several times as long: there can be tens of thousands of slices.
+    def moved(self, file: str, start: int) -> Slice:
+        """Return the same slice in another place."""
+        return Slice(
+            self.fqn,
+            self.dtype,
+            self.offsets,
+            self.sizes,
+            file,
+            start,
+            self.nbytes,
+            self.digest,
+            self.interleaved,
+            self.strides,
+        )
+
+    def digested(self, digest: str) -> Slice:
+        """Return the same slice with a digest."""
+        return Slice(
+            self.fqn,
+            self.dtype,
+            self.offsets,
+            self.sizes,
+            self.file,
+            self.start,
+            self.nbytes,
+            digest,
+            self.interleaved,
+            self.strides,
+        )
+
     @property
     def row_bytes(self) -> int:
         """The distance in the file of neighbors in the first dimension, in bytes. Not for an interleaved slice."""
@@ -123,7 +148,7 @@ class Tensor:
 
     def renamed(self, fqn: str) -> Tensor:
         """Return the same tensor under another name."""
-        if isinstance(self.slices, ComputedSlices):
+        if not isinstance(self.slices, tuple):
             return replace(self, fqn=fqn, slices=self.slices.renamed(fqn))
         slices = tuple(replace(stored, fqn=fqn) for stored in self.slices)
         return replace(self, fqn=fqn, slices=slices)
@@ -131,10 +156,12 @@ class Tensor:
     def overlapping(self, box: Box) -> Iterator[Slice]:
         """Yield the slices that share elements with *box*; of interleaved ones the whole tensor as one slice."""
         found: Iterator[Slice] = iter(contiguous_slices(self))
-        if isinstance(self.slices, ComputedSlices) and not self.slices.interleaved:
+        if not isinstance(self.slices, tuple) and not self.slices.interleaved:
             found = self.slices.overlapping(box)
         for stored in found:
-            if intersection(stored.box, box) is not None:
+            # Most loads read the slices that were saved.
+            is_same = stored.offsets == box.offsets and stored.sizes == box.sizes
+            if (is_same and stored.nbytes) or intersection(stored.box, box) is not None:
                 yield stored
 
 
@@ -184,7 +211,7 @@ def is_one_run(box: Box, shape: tuple[int, ...]) -> bool:
     """Whether the bytes of a box are consecutive in a row-major tensor."""
     if box.numel == 0:
         return True
-    first_runs = list(itertools.islice(overlap(box, _whole(shape), 1), 2))
+    first_runs = list(itertools.islice(overlap(box, whole_box(shape), 1), 2))
     return len(first_runs) == 1
 
 
@@ -217,9 +244,9 @@ def _row(row: int, shape: tuple[int, ...], first: int, last: int) -> Iterator[Bo
 
 def is_interleaved(tensor: Tensor) -> bool:
     """Whether the slices of a tensor are interleaved in one place of a file."""
-    if isinstance(tensor.slices, ComputedSlices):
+    if not isinstance(tensor.slices, tuple):
         return tensor.slices.interleaved
-    return any(piece.interleaved for piece in tensor.slices)
+    return any(stored.interleaved for stored in tensor.slices)
 
 
 def contiguous_slices(tensor: Tensor) -> tuple[Slice, ...] | ComputedSlices:
@@ -230,18 +257,19 @@ def contiguous_slices(tensor: Tensor) -> tuple[Slice, ...] | ComputedSlices:
     return (whole_slice(tensor.fqn, tensor.dtype, tensor.shape, first.file, first.start),)
 
 
-def runs_in_file(piece: Slice, shape: tuple[int, ...]) -> Iterator[Run]:
+def runs_in_file(stored: Slice, shape: tuple[int, ...]) -> Iterator[Run]:
     """Yield the byte ranges of a slice: ``source`` is the offset in the file, ``target`` that in the slice's bytes."""
-    if piece.strides is not None:
-        raise ValueError(f"{piece.fqn} is strided: its elements are in no byte ranges")
-    if not piece.interleaved:
-        yield Run(piece.start, 0, piece.nbytes)
+    if stored.strides is not None:
+        raise ValueError(f"{stored.fqn} is strided: its elements are in no byte ranges")
+    if not stored.interleaved:
+        yield Run(stored.start, 0, stored.nbytes)
         return
-    for run in overlap(_whole(shape), piece.box, DTYPE_BITS[piece.dtype] // 8):
-        yield Run(piece.start + run.source, run.target, run.nbytes)
+    for run in overlap(whole_box(shape), stored.box, DTYPE_BITS[stored.dtype] // 8):
+        yield Run(stored.start + run.source, run.target, run.nbytes)
 
 
-def _whole(shape: tuple[int, ...]) -> Box:
+def whole_box(shape: tuple[int, ...]) -> Box:
+    """The box of all elements of a tensor."""
     return Box((0,) * len(shape), shape)
 
 
@@ -311,88 +339,3 @@ def _strides(sizes: Sequence[int], itemsize: int) -> tuple[int, ...]:
 
 def _dot(strides: Sequence[int], at: Sequence[int], origin: Sequence[int]) -> int:
     return sum(stride * (a - o) for stride, a, o in zip(strides, at, origin, strict=True))
-
-
-def shape_fault(shape: Sequence[int]) -> str | None:
-    """Return why no program can have a tensor with this shape; None if one can.
-
-    Strides are computed from the dimensions even where one of them is 0, so that an empty tensor can overflow too.
-    """
-    if math.prod(max(extent, 1) for extent in shape) > MAX_EXTENTS:
-        return f"the dimensions {list(shape)} are larger than any tensor can have"
-    return None
-
-
-def tiling_fault(boxes: Sequence[Box], shape: tuple[int, ...]) -> str | None:
-    """Return why the boxes do not tile a tensor; None if they do.
-
-    Checks the number of dimensions and the bounds of every box, that no two boxes share an element, and that they
-    contain all elements. Any number of empty boxes, or none, tile an empty tensor; exactly one tiles a scalar.
-    """
-    if fault := shape_fault(shape):
-        return fault
-    if len(boxes) == 1 and boxes[0] == _whole(shape) and min(shape, default=0) >= 0:
-        return None
-    for box in boxes:
-        if len(box.offsets) != len(shape) or len(box.sizes) != len(shape):
-            return f"a slice has {len(box.sizes)} dimensions, the tensor {len(shape)}"
-        for offset, size, extent in zip(box.offsets, box.sizes, shape, strict=True):
-            if offset < 0 or size < 0 or offset + size > extent:
-                return f"the slice at {list(box.offsets)} of size {list(box.sizes)} exceeds the shape {list(shape)}"
-    filled = [box for box in boxes if box.numel]
-    have = sum(box.numel for box in filled)
-    want = math.prod(shape)
-    if not filled and not want:
-        return None
-    if have < want:
-        return f"{want - have} of {want} elements are not in any slice"
-    # Only the dimensions that a slice partitions: each further one would double the corners.
-    cut = [d for d, extent in enumerate(shape) if any(box.sizes[d] != extent for box in filled)]
-    if len(cut) > MAX_CUT_DIMENSIONS:
-        return f"its slices partition {len(cut)} dimensions, more than {MAX_CUT_DIMENSIONS}"
-    # The number of elements alone proves nothing: a gap and an overlap can cancel.
-    if _corners(filled, cut) == _corners([_whole(shape)], cut):
-        return None
-    if clash := _first_clash(filled[:_COMPARED]):
-        a, b = clash
-        return f"the slices at {list(a.offsets)} and {list(b.offsets)} overlap"
-    return "two slices overlap"
-
-
-def interleaving_fault(tensor: Tensor) -> str | None:
-    """Return why the interleaved slices of a tensor are inconsistent; None if they are not."""
-    if isinstance(tensor.slices, ComputedSlices):
-        return None
-    places = {(piece.file, piece.start, piece.interleaved) for piece in tensor.slices}
-    if len(places) > 1 and any(piece.interleaved for piece in tensor.slices):
-        return "some of its slices are interleaved, in one place, and others are not there"
-    return None
-
-
-def _corners(boxes: Sequence[Box], dims: Sequence[int]) -> dict[tuple[int, ...], int]:
-    """Count how often each corner occurs, with opposite signs for lower and upper ends of dimensions.
-
-    The counts are the mixed difference of the number of boxes at each element. They are therefore equal for two sets of
-    boxes if and only if both cover the same elements equally often.
-    """
-    found: dict[tuple[int, ...], int] = {}
-    for box in boxes:
-        ends = [((box.offsets[d], 1), (box.offsets[d] + box.sizes[d], -1)) for d in dims]
-        for corner in itertools.product(*ends):
-            at = tuple(place for place, _ in corner)
-            sign = math.prod(sign for _, sign in corner)
-            found[at] = found.get(at, 0) + sign
-    return {at: count for at, count in found.items() if count}
-
-
-def _first_clash(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
-    """Find two boxes that share an element, by a sweep along the first dimension; None if there are none."""
-    open_boxes: list[Box] = []
-    for box in sorted(boxes, key=lambda b: b.offsets):
-        if box.offsets:
-            open_boxes = [o for o in open_boxes if o.offsets[0] + o.sizes[0] > box.offsets[0]]
-        for other in open_boxes:
-            if intersection(other, box) is not None:
-                return other, box
-        open_boxes.append(box)
-    return None

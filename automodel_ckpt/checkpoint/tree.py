@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.slice_table import Read, SliceTable
 
 
+OBJECTS = "objects"
+"""The format of a tree with the values of an object that differ between ranks, and no tensors."""
+
+
 @dataclass(frozen=True, slots=True)
 class Blob:
     """A value written with ``torch.save``, at bytes ``start .. start + nbytes`` of a file."""
@@ -33,6 +37,9 @@ class Blob:
 @dataclass(frozen=True, slots=True)
 class Tree:
     """The state of a module or an optimizer: a directory of tensors and a few other values.
+
+    A tree in the format :data:`OBJECTS` has only values: the state of an object on each rank, by the name of the file
+    that the rank would have alone.
 
     *tied* maps each tensor name that was not stored to the stored one that shares its memory. *copies* are tensors
     stored a second time under such a name for other readers; loading ignores them. *table* has the regular slices of
@@ -69,15 +76,19 @@ def files_of(tree: Tree) -> set[str]:
     return files
 
 
-def slices_in_rank_file(tree: Tree, file: str) -> Iterator[tuple[Tensor, Slice]]:
-    """Yield the slices in a file of one rank that the table of the tree describes, each with its tensor."""
+def slices_in_rank_file(
+    tree: Tree, file: str, rank: int | None = None
+) -> Iterator[tuple[Tensor, Slice]]:
+    """Yield the slices in a file that the tree's table describes, of one *rank* or of all, each with its tensor."""
     if tree.table is None:
         return
     ranks = tree.table.ranks_in(file)
+    if rank is not None:
+        ranks = [rank] if rank in ranks else []
     for tensor in tree.stored if ranks else ():
         if isinstance(tensor.slices, RegularSlices) and tensor.slices.position is None:
-            for rank in ranks:
-                stored = tensor.slices.of_rank(rank)
+            for each in ranks:
+                stored = tensor.slices.of_rank(each)
                 if stored is not None and stored.file == file:
                     yield tensor, stored
 
@@ -155,9 +166,9 @@ def _tensor_to_json(tensor: Tensor, shardings: dict[Sharding, int] | None) -> di
 def _slices_to_json(tensor: Tensor) -> list[dict[str, Any]]:
     names = ("file", "start", "nbytes", "offsets", "sizes", "digest")
     slices = []
-    for piece in tensor.slices:
-        raw = {name: getattr(piece, name) for name in names}
-        if piece.interleaved:
+    for stored in tensor.slices:
+        raw = {name: getattr(stored, name) for name in names}
+        if stored.interleaved:
             raw["interleaved"] = True
         slices.append(raw)
     return slices
@@ -234,21 +245,21 @@ def _regular_of(
 def tensor_of(fqn: str, raw: Mapping[str, Any]) -> Tensor:
     """Convert a tensor from JSON. Raises KeyError, TypeError or ValueError if it is malformed."""
     dtype = text(raw["dtype"])
-    pieces = tuple(
+    slices = tuple(
         Slice(
             fqn,
             dtype,
-            sizes_of(piece["offsets"]),
-            sizes_of(piece["sizes"]),
-            text(piece["file"]),
-            integer(piece["start"]),
-            integer(piece["nbytes"]),
-            text(piece["digest"]),
-            flag(piece.get("interleaved", False)),
+            sizes_of(entry["offsets"]),
+            sizes_of(entry["sizes"]),
+            text(entry["file"]),
+            integer(entry["start"]),
+            integer(entry["nbytes"]),
+            text(entry["digest"]),
+            flag(entry.get("interleaved", False)),
         )
-        for piece in raw["slices"]
+        for entry in raw["slices"]
     )
-    return Tensor(text(fqn), dtype, sizes_of(raw["shape"]), pieces)
+    return Tensor(text(fqn), dtype, sizes_of(raw["shape"]), slices)
 
 
 def blob_of(raw: Mapping[str, Any]) -> Blob:

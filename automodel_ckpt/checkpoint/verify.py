@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.digests import FileRecord, digest_of
-from automodel_ckpt.checkpoint.files.durable_file import file_record
+from automodel_ckpt.checkpoint.digests import ContentDigest, FileRecord, digest_of
+from automodel_ckpt.checkpoint.files.durable_file import file_record, part_digests
 from automodel_ckpt.checkpoint.files.safe_open import is_sparse, link_on_the_way, open_safely
 from automodel_ckpt.checkpoint.manifest import Blob, Manifest
 from automodel_ckpt.checkpoint.merkle import (
@@ -54,12 +54,11 @@ def verify(
         return []
     try:
         mine = _share(list(_tasks(manifest)), rank, num_ranks)
-        for tree in manifest.trees.values():
-            if rank == 0 and tree.table is not None:
-                tree.table.check_counts()
+        problems = _table_problems(checkpoint, manifest) if rank == 0 else []
     except CheckpointUnusable as error:
         return list(error.problems)
-    problems = []
+    if problems:
+        return problems
     # A file is in a task of some rank: with thousands of files and ranks, no rank checks all sizes.
     my_files = {task.path for task in mine}
     for path, record in manifest.files.items():
@@ -73,37 +72,86 @@ def verify(
         return [problem for problem in found if problem is not None]
 
 
+def _table_problems(checkpoint: Path, manifest: Manifest) -> list[Problem]:
+    """Return the problem of the first table whose file has another size. Raises :class:`CheckpointUnusable` for the
+    first whose head does not match the tensors."""
+    for tree in manifest.trees.values():
+        if tree.table is None:
+            continue
+        file = tree.table.location.file
+        record = manifest.files.get(file)
+        # Before the counts, which take memory in proportion to this size. A caller may select some of the files.
+        problem = None if record is None else size_problem(checkpoint, file, record)
+        if problem is not None:
+            return [problem]
+        tree.table.check_counts()
+    return []
+
+
 class _Task(NamedTuple):
-    """A file to read, or of a file with a Merkle digest the slices ``held[first:last]``."""
+    """A file to read, or a part of it.
+
+    If the file has a Merkle digest: ``slices[first:last]``, or the slices of the rank *writer* if a table describes
+    them. If it has byte ranges: the ranges ``first:last``, which begin at byte *start*. Task 0 also reads what is
+    in no slice.
+    """
 
     path: str
     nbytes: int
-    held: Sequence[FileSlice] | None = None
+    slices: Sequence[FileSlice] | None = None
     first: int = 0
     last: int = 0
+    writer: int | None = None
+    start: int = 0
 
 
 def _tasks(manifest: Manifest) -> Iterator[_Task]:
     """Yield the work of verifying all files. Files with a Merkle digest are divided into tasks of about 64 MiB."""
-    held_by: dict[str, list[FileSlice]] = {}
+    slices_by: dict[str, list[FileSlice]] = {}
     if any(has_merkle_digest(record) for record in manifest.files.values()):
         stored = [tensor for tree in manifest.trees.values() for tensor in tree.stored]
-        held_by = slices_by_file(stored)
+        slices_by = slices_by_file(stored)
     for path, record in manifest.files.items():
-        held = held_by.get(path, [])
+        slices = slices_by.get(path, [])
+        if record.ranges:
+            yield from _range_tasks(path, record.ranges)
+            continue
         if not has_merkle_digest(record):
             # One task: XXH3 digests of parts cannot be combined into that of the file.
             yield _Task(path, record.size)
             continue
+        if writers := _writers(manifest, path):
+            for number, writer in enumerate(writers):
+                yield _Task(path, record.size // len(writers), first=number, writer=writer)
+            continue
         first = 0
         nbytes = 0
-        for last, one in enumerate(held, start=1):
-            nbytes += one.piece.nbytes
-            if nbytes >= _TASK_BYTES and last < len(held):
-                yield _Task(path, nbytes, held, first, last)
+        for last, one in enumerate(slices, start=1):
+            nbytes += one.stored.nbytes
+            if nbytes >= _TASK_BYTES and last < len(slices):
+                yield _Task(path, nbytes, slices, first, last)
                 first = last
                 nbytes = 0
-        yield _Task(path, nbytes, held, first, len(held))
+        yield _Task(path, nbytes, slices, first, len(slices))
+
+
+def _range_tasks(path: str, ranges: Sequence[tuple[int, str]]) -> Iterator[_Task]:
+    """Divide the byte ranges of a file into tasks of about 64 MiB: a hostile file has a range for each byte."""
+    first = start = nbytes = 0
+    for last, (size, _) in enumerate(ranges, start=1):
+        nbytes += size
+        if nbytes >= _TASK_BYTES or last == len(ranges):
+            yield _Task(path, nbytes, first=first, last=last, start=start)
+            first, start, nbytes = last, start + nbytes, 0
+
+
+def _writers(manifest: Manifest, path: str) -> list[int]:
+    """Return the ranks that store slices in a file according to a table."""
+    ranks: set[int] = set()
+    for tree in manifest.trees.values():
+        if tree.table is not None:
+            ranks.update(tree.table.ranks_in(path))
+    return sorted(ranks)
 
 
 def _share(tasks: Sequence[_Task], rank: int, num_ranks: int) -> list[_Task]:
@@ -128,8 +176,10 @@ def size_problem(checkpoint: Path, path: str, record: FileRecord) -> Problem | N
         return Problem("a checkpoint contains a symbolic link", str(checkpoint / link), path, _HINT)
     try:
         status = os.lstat(where)
-    except OSError as error:
+    except FileNotFoundError as error:
         return Problem("a file of the checkpoint is missing", str(where), error.strerror, _HINT)
+    except OSError as error:
+        return Problem("a file of the checkpoint cannot be read", str(where), error.strerror, _HINT)
     if not stat.S_ISREG(status.st_mode):
         return Problem(
             "a file of the checkpoint is not a regular file",
@@ -152,6 +202,8 @@ def _digest_problem(checkpoint: Path, manifest: Manifest, task: _Task) -> Proble
         is_intact, damaged_parts = _read_task(checkpoint, manifest, task)
     except OSError as error:
         return Problem("a file of the checkpoint cannot be read", str(where), error.strerror, _HINT)
+    except CheckpointUnusable as error:  # a damaged table
+        return error.problems[0]
     if is_intact:
         return None
     shown = damaged_parts[:_SHOWN]
@@ -172,13 +224,17 @@ def _read_task(checkpoint: Path, manifest: Manifest, task: _Task) -> tuple[bool,
     """Read a file or slices. Returns whether they are intact, and descriptions of the damaged tensors and values."""
     path = task.path
     record = manifest.files[path]
-    if task.held is not None:
-        wrong = damaged(checkpoint, path, task.held[task.first : task.last])
+    if task.slices is not None:
+        wrong = damaged(checkpoint, path, task.slices[task.first : task.last])
         is_intact = not wrong
         if is_intact and task.first == 0:
             # The first task of a file also checks the bytes before the first slice.
-            is_intact = head_fits(checkpoint, path, record, task.held)
-        return is_intact, [_named(piece) for piece in wrong]
+            is_intact = head_fits(checkpoint, path, record, task.slices)
+        return is_intact, [_named(stored) for stored in wrong]
+    if record.ranges:
+        return _read_range(checkpoint, manifest, task)
+    if task.writer is not None:
+        return _read_slices_of_writer(checkpoint, manifest, task, task.writer)
     if file_record(checkpoint / path) == record:
         return True, []
     with mapped(checkpoint, path) as data, contextlib.suppress(CheckpointUnusable):
@@ -186,13 +242,43 @@ def _read_task(checkpoint: Path, manifest: Manifest, task: _Task) -> tuple[bool,
     return False, []
 
 
+def _read_range(checkpoint: Path, manifest: Manifest, task: _Task) -> tuple[bool, list[str]]:
+    """Read byte ranges of a file. Returns as :func:`_read_task`."""
+    ranges = manifest.files[task.path].ranges[task.first : task.last]
+    sizes = [nbytes for nbytes, _ in ranges]
+    if part_digests(checkpoint / task.path, sizes, start=task.start) == [
+        each for _, each in ranges
+    ]:
+        return True, []
+    with mapped(checkpoint, task.path) as data, contextlib.suppress(CheckpointUnusable):
+        parts = _parts_in(manifest, task.path, _listed_parts(manifest))
+        end = task.start + task.nbytes
+        return False, list(
+            _damaged([part for part in parts if task.start <= part.start < end], data)
+        )
+    return False, []
+
+
+def _read_slices_of_writer(
+    checkpoint: Path, manifest: Manifest, task: _Task, writer: int
+) -> tuple[bool, list[str]]:
+    """Read what one rank wrote in a file whose slices a table describes. Returns as :func:`_read_task`."""
+    trees = manifest.trees.values()
+    wrong = damaged(checkpoint, task.path, slices_in(trees, task.path, writer))
+    is_intact = not wrong
+    if is_intact and task.first == 0:
+        record, slices = manifest.files[task.path], slices_in(trees, task.path)
+        is_intact = head_fits(checkpoint, task.path, record, slices, trees)
+    return is_intact, [_named(stored) for stored in wrong]
+
+
 def _listed_parts(manifest: Manifest) -> dict[str, list[Slice | Blob]]:
     """Map each file to its values, and to its slices that no table describes."""
     parts: dict[str, list[Slice | Blob]] = {}
     for tree in manifest.trees.values():
         for tensor in tree.tensors.values():
-            for piece in () if in_rank_files(tensor) else tensor.slices:
-                parts.setdefault(piece.file, []).append(piece)
+            for stored in () if in_rank_files(tensor) else tensor.slices:
+                parts.setdefault(stored.file, []).append(stored)
         for blob in tree.objects.values():
             parts.setdefault(blob.file, []).append(blob)
     return parts
@@ -202,7 +288,7 @@ def _parts_in(
     manifest: Manifest, path: str, listed: Mapping[str, Sequence[Slice | Blob]]
 ) -> list[Slice | Blob]:
     """Return the slices and values of a file. *listed* are those of :func:`_listed_parts`."""
-    in_tables = [one.piece for one in slices_in(manifest.trees.values(), path)]
+    in_tables = [one.stored for one in slices_in(manifest.trees.values(), path)]
     return [*in_tables, *listed.get(path, ())]
 
 
@@ -245,14 +331,21 @@ def verify_deep(checkpoint: Path, manifest: Manifest) -> list[Problem]:
     Exports have different manifests (``export_manifest.py``).
     """
     problems, listed = [], _listed_parts(manifest)
+    # All files of a tree have the damage of its table. A dict, because it has an order.
+    of_tables: dict[Problem, None] = {}
     for path in manifest.files:
         with contextlib.suppress(OSError, ValueError):
-            parts = _parts_in(manifest, path, listed)
+            try:
+                parts = _parts_in(manifest, path, listed)
+            except CheckpointUnusable as error:
+                of_tables.update(dict.fromkeys(error.problems))
+                parts = [*listed.get(path, ())]
             if wrong := _disagreeing(checkpoint, manifest, path, parts):
                 value = ", ".join(wrong)
                 problems.append(
                     Problem("the manifest's digests disagree", str(checkpoint / path), value, _HINT)
                 )
+    problems = [*of_tables, *problems]
     for path in unlisted_files(checkpoint, manifest):
         hint = "remove it if it is not yours; nothing reads it"
         problems.append(
@@ -269,7 +362,9 @@ def _disagreeing(
     if has_merkle_digest(record):
         return []  # its own digest is of its slices'
     with mapped(checkpoint, path) as data:
-        return [*_damaged(parts, data)] if digest_of(data) == record.digest else []
+        content = ContentDigest(record)
+        content.update(data)
+        return [*_damaged(parts, data)] if content.digest() == record.digest else []
 
 
 def unlisted_files(checkpoint: Path, manifest: Manifest) -> Sequence[str]:

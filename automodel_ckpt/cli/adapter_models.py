@@ -38,7 +38,7 @@ def _build(settings: AdapterSettings, base: str, run: Path) -> AdapterModel:
     from automodel_ckpt.models.parameter_list import parameters_of
     from automodel_ckpt.models.repository import base_directory
     from automodel_ckpt.models.signature import empty_model
-    from automodel_ckpt.recipes.adapters import adapter_assets
+    from automodel_ckpt.recipes.model.adapters import adapter_assets
 
     directory = None
     try:

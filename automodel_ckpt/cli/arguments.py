@@ -3,9 +3,67 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
+from typing import Any
+
+from automodel_ckpt.errors import RecipeError
 
 WHERE = "a run directory, a checkpoint, or a pointer such as checkpoints/LATEST"
+
+PATHS = frozenset(
+    {
+        "a",
+        "b",
+        "path",
+        "paths",
+        "source",
+        "sources",
+        "run",
+        "output",
+        "file",
+        "directory",
+        "base",
+        "card",
+        "config",
+        "eval",
+        "image",
+        "include_path",
+        "model_config",
+        "names",
+    }
+)
+"""The arguments of all commands whose value is a path, or a list of paths."""
+
+
+def resolve_paths(arguments: argparse.Namespace) -> None:
+    """Check each path, and replace ``~/`` at its beginning by the home directory of the user.
+
+    Shells do this for ``-o ~/model``, but not for ``--output=~/model``. Raises :class:`RecipeError` for an empty path.
+    """
+    for name, value in vars(arguments).items():
+        if name not in PATHS:
+            continue
+        # Path("") is the current directory: `ckpt prune "$RUN"` must not prune it if the variable is not set.
+        if value == "" or (isinstance(value, list) and "" in value):
+            raise RecipeError(
+                "a path is empty",
+                where=f"ckpt {arguments.command}",
+                value="''",
+                hint="check the variable that it comes from; . is the current directory",
+            )
+        if isinstance(value, list):
+            setattr(arguments, name, [_expanded(each) for each in value])
+        else:
+            setattr(arguments, name, _expanded(value))
+
+
+def _expanded(value: Any) -> Any:
+    """Return *value* with the home directory if it is a path that begins with ``~/``."""
+    # `~name` may be a file: an editor's backup, or a name from a pattern.
+    if not str(value).startswith("~/"):
+        return value
+    return type(value)(os.path.expanduser(value))
 
 
 def add_path(command: argparse.ArgumentParser) -> None:

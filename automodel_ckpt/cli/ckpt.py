@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from automodel_ckpt import __version__
+from automodel_ckpt.cli.arguments import resolve_paths
 from automodel_ckpt.cli.commands import (
     archive,
     average,
@@ -231,6 +232,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = argparse.Namespace(command="", json="--json" in words)
     try:
         arguments = parser().parse_args(words)
+        resolve_paths(arguments)
         verb = next(verb for verb in VERBS if verb.name == arguments.command)
         if not verb.accepts_urls:
             reject_urls(arguments)

@@ -31,10 +31,16 @@ _EXPORT = "export: verify it with `ckpt verify`"
 
 
 def is_external(path: Path) -> bool:
-    """Whether *path* is a directory, not a link, that another program wrote in a known format."""
+    """Whether *path* is a directory, not a link, that another program wrote in a known format.
+
+    False for a directory that cannot be read, such as lost+found.
+    """
     from automodel_ckpt.convert.sources.registry import formats_in
 
-    return not path.is_symlink() and bool(formats_in(path))
+    try:
+        return not path.is_symlink() and bool(formats_in(path))
+    except PermissionError:
+        return False
 
 
 def named_checkpoints(directory: Path) -> list[Path]:

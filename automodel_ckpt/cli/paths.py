@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from automodel_ckpt.cli.terminal import print_error
 from automodel_ckpt.errors import CheckpointUnusable
 
 if TYPE_CHECKING:
@@ -28,9 +29,16 @@ def run_directory(path: Path) -> Path | None:
 
 
 def run_around(path: Path) -> Path | None:
-    """Return the run directory that *path* is, contains, or is inside of; None if there is none."""
-    from automodel_ckpt.checkpoint import layout
+    """Return the run directory that *path* is, contains as ``checkpoints/``, or is inside of.
 
+    Returns None if there is none, or if *path* does not exist.
+    """
+    from automodel_ckpt.checkpoint import layout
+    from automodel_ckpt.checkpoint.run import resume
+
+    # `ckpt prune MISSPELLED` must not find the run next to it. A pointer may be a link without a target.
+    if not os.path.lexists(path):
+        return None
     run = run_directory(path)
     if run is not None:
         return run
@@ -39,13 +47,26 @@ def run_around(path: Path) -> Path | None:
     for inside in (real, *real.parents):
         if layout.parse_checkpoint_name(inside.name):
             return inside.parent
-    if path.is_dir():
-        return None
-    return run_directory(path.parent)
+    is_file_of_run = not path.is_dir() and bool(resume.checkpoint_names(path.parent))
+    return path.parent if is_file_of_run else None
+
+
+def run_with_logs(path: Path) -> Path:
+    """Return the run directory at or around *path*, or *path* itself: a run can have logs before its first checkpoint.
+
+    Raises :class:`CheckpointUnusable` if *path* does not exist.
+    """
+    if not os.path.lexists(path):
+        value, hint = "no such file or directory", "specify a run directory"
+        raise _not_found("run not found", path, value, hint)
+    return run_around(path) or path
 
 
 def runs_below(path: Path, depth: int = 3) -> Iterator[Path]:
-    """Yield the run directories below *path*, sorted, down to *depth* levels. Skips hidden directories and links."""
+    """Yield the run directories below *path*, sorted, down to *depth* levels.
+
+    Skips hidden directories, links, and directories that cannot be read.
+    """
     from automodel_ckpt.checkpoint.run import resume
 
     try:
@@ -55,7 +76,11 @@ def runs_below(path: Path, depth: int = 3) -> Iterator[Path]:
     for entry in entries:
         if entry.name.startswith(".") or not entry.is_dir(follow_symlinks=False):
             continue
-        if resume.checkpoint_names(Path(entry.path)):
+        try:
+            is_run = bool(resume.checkpoint_names(Path(entry.path)))
+        except OSError:
+            continue
+        if is_run:
             yield Path(entry.path)
         elif depth > 1:
             yield from runs_below(Path(entry.path), depth - 1)
@@ -63,7 +88,7 @@ def runs_below(path: Path, depth: int = 3) -> Iterator[Path]:
 
 def find_checkpoint(path: Path) -> Path:
     """Resolve *path*: a run to its newest complete checkpoint, a pointer to its target, a file of another program to
-    itself.
+    itself. Print a warning if a run has a newer checkpoint that cannot be used.
 
     Raises :class:`CheckpointUnusable` if nothing is found.
     """
@@ -151,6 +176,9 @@ def _newest(run: Path) -> Path:
     if newest is None:
         hint = "`ckpt ls` lists the reasons"
         raise _not_found("no complete checkpoint found", run, "", hint)
+    warning = resume.skipped_warning(run, newest)
+    if warning is not None:
+        print_error(f"warning: {warning}")
     return _resolved(run / newest.name)
 
 

@@ -26,10 +26,10 @@ from automodel_ckpt.cli.terminal import (
 )
 from automodel_ckpt.cli.write_launcher.options import LauncherOptions, launcher_options
 from automodel_ckpt.config.automodel.notices import report_lines
-from automodel_ckpt.config.bind import closest
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import CommandLine, parse
+from automodel_ckpt.config.schema_keys import closest
 from automodel_ckpt.config.yaml_tree import Node
 from automodel_ckpt.distributed.mesh_sizes import Sizes, choose_strategy, share_out
 from automodel_ckpt.errors import EXIT_DONE, AutomodelError, Problem, RecipeError, describe
@@ -140,7 +140,7 @@ def _run_recipe(line: CommandLine) -> int:
     if finished is not None:
         print_error(finished)
         return EXIT_DONE
-    from automodel_ckpt.config.targets import prepare
+    from automodel_ckpt.config.prepare import prepare
     from automodel_ckpt.config.trust import Trust
 
     trust = Trust(line.flags.trust)
@@ -172,7 +172,7 @@ def _write_launcher(loaded: LoadedRecipe, line: CommandLine, options: LauncherOp
 def _show_samples(loaded: LoadedRecipe, line: CommandLine) -> int:
     """Print samples as they are trained. Raises :class:`RecipeError`."""
     from automodel_ckpt.cli.checks.show_samples import report
-    from automodel_ckpt.config.targets import prepare
+    from automodel_ckpt.config.prepare import prepare
     from automodel_ckpt.config.trust import Trust
 
     (text,) = line.modes["show_samples"]
@@ -195,7 +195,7 @@ def _early_check(line: CommandLine) -> Callable[[Node], list[Problem]]:
 
     def check(root: Node) -> list[Problem]:
         from automodel_ckpt.cli.checks.data_files import missing_data_files
-        from automodel_ckpt.config.targets import untrusted_names
+        from automodel_ckpt.config.target_names import untrusted_names
         from automodel_ckpt.config.trust import Trust
         from automodel_ckpt.config.urls import missing_libraries
 
@@ -226,7 +226,7 @@ def _observed(
     line: CommandLine, loaded: LoadedRecipe, notes: Path, stop_after: int | None
 ) -> tuple[LoadedRecipe, type]:
     """Prepare the recipe with a class that records its samples and states. Raises :class:`RecipeError`."""
-    from automodel_ckpt.config.targets import prepare
+    from automodel_ckpt.config.prepare import prepare
     from automodel_ckpt.config.trust import Trust
     from automodel_ckpt.recipes.recipe import Recipe
     from automodel_ckpt.recipes.selftest_probe import observed

@@ -21,16 +21,13 @@ its entry.
 from __future__ import annotations
 
 import difflib
-import functools
 import importlib
-import os
-import re
 from collections.abc import Container, Iterator
-from dataclasses import dataclass
 from typing import Any
 
+from automodel_ckpt.config.allowlist_entries import ClassesOf, Entry, Exact, Group
 from automodel_ckpt.config.registry import own_classes
-from automodel_ckpt.config.schema import PROCESSOR_SETTINGS
+from automodel_ckpt.config.sections.preprocessor import PROCESSOR_SETTINGS
 
 CUSTOM = "custom"
 """Purpose of the sections that a custom recipe declares: any entry of the list."""
@@ -44,6 +41,7 @@ PURPOSES = {
     "validation_datasets": "dataset",
     "optimizer": "optimizer",
     "optimizer.groups": "optimizer",
+    "lr_scheduler": "lr_scheduler",
     "loss_fn": "loss_fn",
     "dataloader.collate_fn": "collate_fn",
     "distributed.tp_plan": "tp_plan",
@@ -66,77 +64,15 @@ NESTED = {
 Other parameters accept none."""
 
 
-@dataclass(frozen=True)
-class Exact:
-    """One callable, by its public name. ``arguments`` are the allowed keywords; None: those of its signature."""
-
-    name: str
-    arguments: frozenset[str] | None = None
-
-    def names(self, name: str) -> bool:
-        """Whether *name* is this entry's name."""
-        return name == self.name
-
-    def is_entry(self, name: str, found: Any) -> bool:
-        """Whether the object *found* under *name* belongs to the package of this entry."""
-        # The public name is re-exported from a module inside the package, so only the root is
-        # compared.
-        return _is_within(getattr(found, "__module__", None), self.name.partition(".")[0])
-
-
-@dataclass(frozen=True)
-class ClassesOf:
-    """The classes that *package* exports, are subclasses of *base* and defined in the package *defined_in*.
-
-    The public name is ``package.Class``, or ``package.Class.method``; *pattern* restricts the class's name.
-    """
-
-    package: str
-    base: str
-    defined_in: str
-    method: str = ""
-    pattern: str = r"[A-Z]\w*"
-    arguments: frozenset[str] | None = None
-
-    def names(self, name: str) -> bool:
-        """Whether *name* matches the pattern of this entry's names."""
-        method = re.escape(f".{self.method}") if self.method else ""
-        # fullmatch: with a match of the beginning, attributes of an allowed class would be allowed
-        # too.
-        return (
-            re.fullmatch(f"{re.escape(self.package)}\\.({self.pattern}){method}", name) is not None
-        )
-
-    def is_entry(self, name: str, found: Any) -> bool:
-        """Whether the object *found* under *name* is such a class, or that method of one."""
-        class_name = name.removeprefix(f"{self.package}.").partition(".")[0]
-        owner = getattr(importlib.import_module(self.package), class_name, None)
-        if not isinstance(owner, type) or not issubclass(owner, _object_at(self.base)):
-            return False
-        # The method is checked too, because it may be inherited from a class of another package.
-        return all(
-            _is_within(getattr(part, "__module__", None), self.defined_in)
-            for part in (owner, found)
-        )
-
-
-@dataclass(frozen=True)
-class Group:
-    """Entries that are listed for one *reason*."""
-
-    reason: str
-    entries: tuple[Exact | ClassesOf, ...]
-
-
 def _keywords(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Excluded on purpose: cache_dir and force_download (write and delete where the recipe says), storage_options,
+# Excluded on purpose: cache_dir and force_download (write and delete at any path of the recipe), storage_options,
 # download_config, data_files by chained URLs, features and other objects, weights_only, use_kernels, gguf_file,
 # adapter_kwargs, custom_generate, code_revision, quantization_config as plain data.
 _LOADING = _keywords(
-    # trust_remote_code is listed because false is harmless. targets.py rejects true without trust.
+    # trust_remote_code is listed because false is harmless. target_names.py rejects true without trust.
     "pretrained_model_name_or_path revision subfolder token local_files_only trust_remote_code"
 )
 _TEXT_LOADING = _LOADING | _keywords(
@@ -185,7 +121,7 @@ _OWN_DATASETS = Group(
     ),
 )
 _HUB_DATASETS = Group(
-    "tables read by `datasets`, which has run no script of a data set since version 4; see `wrong_location`",
+    "tables read by `datasets`, which has run no script of a data set since version 4; see argument_values.py",
     (
         Exact("datasets.load_dataset", _DATA_READING),
         Exact("datasets.load_from_disk", _keywords("dataset_path keep_in_memory")),
@@ -198,6 +134,18 @@ _OPTIMIZERS = Group(
         Exact("transformers.Adafactor"),
         Exact("automodel_ckpt.training.adam8bit.AdamW8bit"),
         Exact("automodel_ckpt.training.muon.Muon"),
+    ),
+)
+_SCHEDULES = Group(
+    "schedules of learning rates: they keep numbers",
+    (
+        ClassesOf(
+            "torch.optim.lr_scheduler",
+            "torch.optim.lr_scheduler.LRScheduler",
+            "torch.optim.lr_scheduler",
+            # These two call functions, which no recipe can have without trust.
+            pattern=r"(?!LambdaLR|MultiplicativeLR)[A-Z]\w*",
+        ),
     ),
 )
 _LOSSES = Group(
@@ -293,6 +241,7 @@ ALLOWED: dict[str, tuple[Group, ...]] = {
     "processor": (_PROCESSORS,),
     "dataset": (_OWN_DATASETS, _HUB_DATASETS),
     "optimizer": (_OPTIMIZERS,),
+    "lr_scheduler": (_SCHEDULES,),
     "loss_fn": (_LOSSES,),
     "collate_fn": (_COLLATORS,),
     "tp_plan": (),  # a plan names modules of one model: it is the user's code
@@ -308,13 +257,6 @@ ALLOWED["recipe"] = (
         "the training recipes of this package",
         tuple(Exact(name) for name in own_classes()),
     ),
-)
-
-# Builders of `datasets` that read plain tables. Others unpickle (pandas), run SQL or load classes by name (iceberg).
-SAFE_READERS = frozenset({"arrow", "csv", "imagefolder", "json", "parquet", "text"})
-_SCHEMES = frozenset({"gs", "hf", "http", "https", "s3"})
-_LOCATIONS = frozenset(
-    {"path", "data_dir", "data_files", "dataset_path", "pretrained_model_name_or_path"}
 )
 
 
@@ -333,7 +275,7 @@ def purpose_of(key: str, sections: Container[str]) -> str:
     return "" if key.partition(".")[0] in sections else CUSTOM
 
 
-def entries_for(purpose: str) -> Iterator[Exact | ClassesOf]:
+def entries_for(purpose: str) -> Iterator[Entry]:
     """Yield the entries for a purpose; none for an unknown purpose."""
     for group in ALLOWED.get(purpose, ()):
         yield from group.entries
@@ -344,7 +286,7 @@ def may_name(purpose: str, name: str) -> bool:
     return any(entry.names(name) for entry in entries_for(purpose))
 
 
-def entry_of(purpose: str, name: str, found: Any) -> Exact | ClassesOf | None:
+def entry_of(purpose: str, name: str, found: Any) -> Entry | None:
     """Return the entry that allows the object *found* under *name* for *purpose*; None if it is not on the list."""
     for entry in entries_for(purpose):
         if entry.names(name) and entry.is_entry(name, found):
@@ -413,67 +355,3 @@ def _listed(purpose: str) -> list[str]:
         suffix = f".{entry.method}" if entry.method else f" (each {base})"
         listed.append(f"{entry.package}.{prefix}*{suffix}")
     return listed
-
-
-def argument_problem(entry: Exact | ClassesOf, name: str, value: Any) -> str | None:
-    """Return why *value* is not allowed for the argument *name* without trust; None if it is allowed."""
-    if entry.arguments is not None:
-        if name not in entry.arguments and not _is_numbers(value):
-            return f"only these arguments are allowed: {', '.join(sorted(entry.arguments))}"
-        if name in NESTED and isinstance(value, dict):
-            return f"write it as a section with _target_: {suggestion(NESTED[name], '')}"
-    if name in _LOCATIONS:
-        return wrong_location(name, value)
-    return None
-
-
-def wrong_location(name: str, value: Any) -> str | None:
-    """Return why a text, or a text in a list or mapping, is not a path, Hub name or URL; None if all of them are.
-
-    fsspec reads chains of file systems (``reference::...``), some of which execute templates or start programs, and
-    the name of a builder of `datasets` takes precedence over a directory.
-    """
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        for item in value:
-            reason = wrong_location(name, item)
-            if reason is not None:
-                return reason
-        return None
-    if not isinstance(value, str | os.PathLike):
-        return None
-    text = os.fspath(value)
-    scheme, is_url, _ = text.partition("://")
-    if "::" in text or (is_url and scheme not in _SCHEMES):
-        schemes = ", ".join(sorted(_SCHEMES))
-        return f"only local paths, Hub names, and URLs with the scheme {schemes} are allowed"
-    may_be_reader = name == "path" and text.isidentifier() and text not in SAFE_READERS
-    if may_be_reader and text in _readers():
-        return f"only these builders of `datasets` are allowed: {', '.join(sorted(SAFE_READERS))}"
-    return None
-
-
-@functools.cache
-def _readers() -> frozenset[str]:
-    """Names that ``datasets.load_dataset`` parses as one of its readers, not as a path."""
-    modules = importlib.import_module("datasets.packaged_modules")
-    # Private, in datasets 2.0 to 4.x; without it, the names below remain, which are the dangerous ones.
-    known = getattr(modules, "_PACKAGED_DATASETS_MODULES", {})
-    return frozenset(known) | {"pandas", "sql", "webdataset", "generator", "spark", "cache"}
-
-
-def _is_numbers(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return all(_is_numbers(item) for item in value)
-    # bool is a subclass of int, but a boolean may switch something on, such as force_download.
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _object_at(name: str) -> Any:
-    module, _, attribute = name.rpartition(".")
-    return getattr(importlib.import_module(module), attribute)
-
-
-def _is_within(module: Any, package: str) -> bool:
-    return isinstance(module, str) and (module == package or module.startswith(f"{package}."))

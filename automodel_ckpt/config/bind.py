@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import functools
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from automodel_ckpt.config.convert import (
@@ -22,6 +20,7 @@ from automodel_ckpt.config.convert import (
     typed,
     untyped,
 )
+from automodel_ckpt.config.defaults import default_node, default_of, is_changed
 from automodel_ckpt.config.other_names import OTHER_NAMES
 from automodel_ckpt.config.references import (
     KEY_REFERENCE,
@@ -29,8 +28,8 @@ from automodel_ckpt.config.references import (
     is_reference,
     resolve,
 )
-from automodel_ckpt.config.rules import MISSING, Condition, Relation
-from automodel_ckpt.config.schema import Target
+from automodel_ckpt.config.rules import MISSING, Condition, Relation, Target
+from automodel_ckpt.config.schema_keys import closest, has_hints, hints_of, is_number, join, keys_of
 from automodel_ckpt.config.yaml_tree import DEFAULT, NULL_WORDS, Node, node_of, read_text
 from automodel_ckpt.errors import Problem
 
@@ -42,70 +41,14 @@ REMOTE_CODE = "trust_remote_code"
 """A key of this name is always a boolean: transformers would take the text ``no`` as true."""
 
 
-def hints_of(section: Any) -> dict[str, Any]:
-    """Resolved types of a dataclass's fields."""
-    # mypy does not accept a class as the argument of a cached function, which has to be hashable.
-    return _cached_hints(section)
-
-
-@functools.cache  # every override looks up the type of its key
-def _cached_hints(section: Any) -> dict[str, Any]:
-    return typing.get_type_hints(section)
-
-
-def _has_hints(section: type[Any]) -> bool:
-    """Whether the field types resolve. A library's dataclass may use names that only type checkers import."""
-    try:
-        hints_of(section)
-    except Exception:
-        return False
-    return True
-
-
-def annotation_at(schema: type[Any], key: str) -> Any:
-    """Type of the field at a dotted key; Any inside plug-ins, mappings and lists; None if the key cannot exist."""
-    annotation: Any = schema
-    for part in key.split("."):
-        alternatives = members(annotation)
-        section = section_type(alternatives)
-        hints = hints_of(section) if section else {}
-        if part in hints:
-            annotation = hints[part]
-        else:
-            has_any_key = section is None and not is_text_only(annotation)
-            return Any if has_any_key or target_type(alternatives) else None
-    return annotation
-
-
-def keys_of(schema: type[Any], prefix: str = "") -> Iterator[str]:
-    """Yield every dotted key of a schema, including sections."""
-    hints = hints_of(schema)
-    for field in dataclasses.fields(schema):
-        key = prefix + field.name
-        yield key
-        section = section_type(members(hints[field.name]))
-        if section:
-            yield from keys_of(section, f"{key}.")
-
-
-def closest(word: str, candidates: Iterable[str]) -> str | None:
-    """Return the candidate most similar to *word*, first of all one that differs in case; None if none is similar."""
-    names = list(candidates)
-    for name in names:
-        if name.lower() == word.lower():
-            return name
-    matches = difflib.get_close_matches(word, names, n=1, cutoff=0.7)
-    return matches[0] if matches else None
-
-
-def is_number(part: str) -> bool:
-    """Whether a part of a dotted key is a list index."""
-    return part.isascii() and part.isdecimal()
-
-
-def join(*parts: str) -> str:
-    """Join parts of a dotted key. Empty parts are ignored."""
-    return ".".join(part for part in parts if part)
+_ABBREVIATIONS = {
+    "half": "float16",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "fp32": "float32",
+    "fp64": "float64",
+}
+"""Values of other programs, and what they are here."""
 
 
 class Binder:
@@ -230,10 +173,10 @@ class Binder:
         value = self.value(annotation, node, full_key)
         if value is INVALID or value is None:
             return value
-        for rule in field.metadata.get("rules", ()):
-            if not rule.accepts(value):
-                self._note_invalid(full_key, node, rule.expected)
-        return value
+        broken = [rule for rule in field.metadata.get("rules", ()) if not rule.accepts(value)]
+        for rule in broken:
+            self._note_invalid(full_key, node, rule.expected)
+        return INVALID if broken else value
 
     def _mapping(self, alternatives: tuple[Any, ...], node: Node, key: str) -> Any:
         """Convert a mapping to a plug-in, a section, a dict, or a list whose items are given by index."""
@@ -252,7 +195,7 @@ class Binder:
         if "_target_" in node.value and accepts_plugin:
             return self._open_section(target or Target, node, key)
         section = section_type(alternatives)
-        if section and _has_hints(section):
+        if section and has_hints(section):
             if getattr(section, "takes_any", False):
                 return self._open_section(section, node, key)
             return self.section(section, node, key)
@@ -391,8 +334,9 @@ class Binder:
     def _note_invalid(
         self, key: str, node: Node, expected: str, listed: Iterable[str] = (), hint: str = ""
     ) -> Any:
-        meant = closest(str(node.value), listed)
-        if meant:
+        listed = list(listed)
+        meant = closest(str(node.value), listed) or _ABBREVIATIONS.get(str(node.value).lower())
+        if meant in listed:
             hint = f"did you mean {meant}?"
         self.note(
             f"{key} must be {expected}",
@@ -408,61 +352,6 @@ class Binder:
         if isinstance(value, Node) and isinstance(value.value, str) and is_reference(value.value):
             shown += " (resolved value hidden)"
         self.problems.append(Problem(what, node.origin, shown, hint))
-
-
-def default_of(field: dataclasses.Field[Any]) -> Any:
-    """Default of a field; MISSING if it has none."""
-    if field.default is not dataclasses.MISSING:
-        return field.default
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return MISSING
-
-
-def is_changed(cls: type[Any], values: Mapping[str, Any], key: str) -> bool:
-    """Whether the value at a dotted key differs from its default; False in a section that is null or a plug-in."""
-    name, _, inner = key.partition(".")
-    value = values[name]
-    if inner:
-        if not dataclasses.is_dataclass(value) or not hasattr(value, inner):
-            return False
-        return is_changed(type(value), vars(value), inner)
-    (field,) = [field for field in dataclasses.fields(cls) if field.name == name]
-    return bool(value != default_of(field))
-
-
-def _changed_keys(section: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted keys of a section and its subsections whose values differ from their defaults."""
-    values = vars(section)
-    for name, value in values.items():
-        if dataclasses.is_dataclass(value) and not isinstance(value, Target):
-            yield from _changed_keys(value, f"{prefix}{name}.")
-        elif is_changed(type(section), values, name):
-            yield prefix + name
-
-
-def unused_without_checkpoints(recipe: Any) -> list[str]:
-    """Changed keys that have no effect because ``checkpoint.enabled`` is false."""
-    if recipe.checkpoint.enabled:
-        return []
-    prefixes = ["checkpoint.", "step_scheduler.mtbf_hours", "logging.sample_ids"]
-    for name in vars(recipe.step_scheduler):
-        if name.startswith("ckpt_"):
-            prefixes.append(f"step_scheduler.{name}")
-    unused = []
-    for key in _changed_keys(recipe):
-        if key.startswith(tuple(prefixes)) and key != "checkpoint.enabled":
-            unused.append(key)
-    return unused
-
-
-def default_node(field: dataclasses.Field[Any], annotation: Any) -> Node:
-    """Node of a field's default. Words that the type lists, such as none, are not quoted."""
-    default = default_of(field)
-    node = node_of(default)
-    if isinstance(default, str) and default in choices(members(annotation)):
-        node.quoted = False
-    return node
 
 
 def _is_quoted_word(text: str, accepts_any: bool) -> bool:

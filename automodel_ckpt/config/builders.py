@@ -16,12 +16,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from automodel_ckpt.config.bind import INVALID, Binder, closest, hints_of, join
+from automodel_ckpt.config.bind import INVALID, Binder
 from automodel_ckpt.config.convert import members, section_type
 from automodel_ckpt.config.other_names import OTHER_NAMES
 from automodel_ckpt.config.references import is_reference
-from automodel_ckpt.config.rules import AT_LEAST_1, Rule
-from automodel_ckpt.config.schema import Target, own_keys
+from automodel_ckpt.config.rules import AT_LEAST_1, Rule, Target, own_keys
+from automodel_ckpt.config.schema_keys import closest, hints_of, join
 from automodel_ckpt.config.yaml_tree import Node
 from automodel_ckpt.errors import Problem
 

@@ -1,7 +1,7 @@
 """Canonical YAML scalars: a validated recipe is rewritten so that every YAML reader parses the same values.
 
 YAML 1.1 and 1.2 differ (``1e-5`` and ``017`` are text and a number in one, a number and text in the other), and a
-field's type decides here. What is printed and saved therefore says ``true``, ``1.0e-05``, ``17`` or ``'017'``.
+field's type decides here. Printed and saved recipes therefore contain ``true``, ``1.0e-05``, ``17`` or ``'017'``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import yaml
 
 from automodel_ckpt.config.convert import untyped
 from automodel_ckpt.config.references import is_reference
-from automodel_ckpt.config.schema import OptionsGroup, Target, own_keys
+from automodel_ckpt.config.rules import Target, own_keys
+from automodel_ckpt.config.sections.optimizer import OptionsGroup
 from automodel_ckpt.config.yaml_tree import Node
 
 _RESOLVER: Any = yaml.SafeLoader("")

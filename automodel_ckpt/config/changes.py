@@ -19,7 +19,8 @@ _IGNORED = (
     "model.mtp.weights",
     "peft.init",
 )
-_APPLIED_OPTIMIZER_KEYS = ("optimizer.on_resume", "optimizer._target_")
+_OPTIMIZER_CLASS = "optimizer._target_"
+_APPLIED_OPTIMIZER_KEYS = ("optimizer.on_resume", _OPTIMIZER_CLASS)
 _IN_SECTIONS = ("peft.init", "model.mtp.weights")
 """Ignored keys of sections that can be missing."""
 # The location of a run and its output do not change what it computes.
@@ -89,8 +90,10 @@ def differences(recipes: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
     joined = [_joined_lists(recipe) for recipe in recipes]
     rows: dict[str, list[str]] = {}
     for key in sorted(set().union(*joined)):
-        known = {recipe.get(key, NOT_SET) for recipe in joined if recipe}
-        if len(known) > 1 and not key.startswith(_NOT_COMPARED):
+        if key.startswith(_NOT_COMPARED):
+            continue
+        values = [recipe.get(key, NOT_SET) for recipe in joined if recipe]
+        if len(set(values)) > 1:
             rows[key] = [recipe.get(key, NOT_SET) if recipe else "" for recipe in joined]
     return rows
 
@@ -102,7 +105,10 @@ def ignored_by_resume(
 
     *saved* are the attributes whose state is in the checkpoint; *on_resume* is ``optimizer.on_resume``.
     """
-    keeps_options = "optimizer" in saved and on_resume == "checkpoint"
+    changes = list(changes)
+    # Another class has other options, and loading reports its other state.
+    is_other_class = any(change.key == _OPTIMIZER_CLASS for change in changes)
+    keeps_options = "optimizer" in saved and on_resume == "checkpoint" and not is_other_class
     ignored = []
     for change in changes:
         if change.key in _IN_SECTIONS and NOT_SET in (change.saved, change.now):
@@ -124,18 +130,20 @@ def check_overrides(
 
     *overridden* are the dotted keys of the overrides on the command line.
     """
-    problems = []
+    by_flag: dict[str, list[Change]] = {}
     for change in ignored:
-        for flag in overridden:
-            if _overlap(flag, change.key):
-                problems.append(override_problem(flag, change, checkpoint))
-                break
+        flag = next((each for each in overridden if _overlap(each, change.key)), None)
+        if flag is not None:
+            by_flag.setdefault(flag, []).append(change)
+    problems = []
+    for flag, changes in by_flag.items():
+        problems.append(override_problem(flag, changes, checkpoint))
     if problems:
         raise RecipeError.all_of(problems)
 
 
-def override_problem(flag: str, change: Change, checkpoint: Path) -> Problem:
-    """Describe an override of the key *flag* that has no effect on a run resumed from *checkpoint*."""
+def override_problem(flag: str, changes: Sequence[Change], checkpoint: Path) -> Problem:
+    """Describe an override of the key *flag* whose *changes* have no effect on a run resumed from *checkpoint*."""
     new_run = (
         f"start a new run from its weights (--init_from.path "
         f"{checkpoint} and another --checkpoint.checkpoint_dir)"
@@ -143,12 +151,17 @@ def override_problem(flag: str, change: Change, checkpoint: Path) -> Problem:
     options = ["remove the override", new_run]
     if flag.partition(".")[0] == "optimizer":
         options.append("apply it with --optimizer.on_resume recipe")
-    if change.key.startswith("init_from"):
+    if changes[0].key.startswith("init_from"):
         options = ["remove the override", "start a new run in another --checkpoint.checkpoint_dir"]
+    values = []
+    for change in changes:
+        # An override of a section changes several keys in it.
+        key = "" if change.key == flag else f"{change.key}: "
+        values.append(f"{key}{change.now}; {checkpoint.name} was saved with {change.saved}")
     return Problem(
         "this override has no effect on a resumed run, which uses the value in the checkpoint",
         f"--{flag}",
-        f"{change.now}; {checkpoint.name} was saved with {change.saved}",
+        "\n          ".join(values),
         "; or ".join(options),
     )
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-from automodel_ckpt.config.schema import Target
+from automodel_ckpt.config.rules import Target
 from automodel_ckpt.config.yaml_tree import NULL_WORDS
 
 # The words of YAML 1.1, and 1 and 0. Only boolean fields read them: elsewhere on is text.
@@ -145,19 +145,23 @@ def is_open(member: Any) -> bool:
 
 
 def _is_tensor(member: Any) -> bool:
-    # By name, because torch is not imported; builders.py has a class that stands for it.
+    # By name, because torch is not imported; builders.py has a class in its place.
     return getattr(member, "__name__", "") == "Tensor" and member.__module__.startswith("torch")
 
 
 def describe(alternatives: tuple[Any, ...]) -> str:
     """Describe the accepted values of a type."""
-    words = []
+    words: list[str] = []
     for member in alternatives:
-        if member is not type(None) and not _is_tensor(member):
-            words.append(_word(member))
+        if member is bool:
+            words += ["true", "false"]
+        elif member is not type(None) and not _is_tensor(member):
+            words += choices((member,)) or [_word(member)]
     if type(None) in alternatives:
         words.append("null")
-    return " or ".join(dict.fromkeys(words))
+    # Without a word, a tensor is the only type, which no value in a recipe has.
+    *others, last = dict.fromkeys(words) or ["a tensor"]
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def choices(alternatives: tuple[Any, ...]) -> list[str]:
@@ -172,8 +176,6 @@ def choices(alternatives: tuple[Any, ...]) -> list[str]:
 
 
 def _word(member: Any) -> str:
-    if listed := choices((member,)):
-        return ", ".join(listed)
     if find((member,), list, tuple, set):
         return "a list"
     if target_type((member,)):
@@ -181,7 +183,6 @@ def _word(member: Any) -> str:
     if find((member,), dict) or dataclasses.is_dataclass(member):
         return "a section"
     names = {
-        bool: "true or false",
         int: "a whole number",
         float: "a number",
         str: "text",

@@ -12,8 +12,8 @@ from shutil import get_terminal_size
 from typing import Any
 
 from automodel_ckpt.config.allowlist import ALLOWED, PURPOSES
-from automodel_ckpt.config.bind import closest, default_node, default_of, keys_of
 from automodel_ckpt.config.convert import describe, members, section_type, target_type
+from automodel_ckpt.config.defaults import default_node, default_of
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.plugin_help import (
     DATA,
@@ -24,6 +24,7 @@ from automodel_ckpt.config.plugin_help import (
 )
 from automodel_ckpt.config.rules import MISSING
 from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.schema_keys import closest, keys_of
 from automodel_ckpt.errors import RecipeError
 
 USAGE = """\
@@ -102,7 +103,7 @@ def _section_lines(name: str, hint: Any, builders: list[BuilderHelp]) -> Iterato
     section = section_type(members(hint))
     about = field_docs(RecipeConfig).get(name, "")
     if section is not None:
-        about = section.__doc__ or about
+        about = section_doc(section) or about
     yield from _wrapped(f"{name}: {plain(about)}")
     if section is not None:
         yield ""
@@ -200,7 +201,7 @@ def help_text() -> str:
 
 
 def field_docs(section: type[Any]) -> dict[str, str]:
-    """Field name -> the line of text below it in the source, for a dataclass and its bases."""
+    """Field name -> the text below it in the source as one line, for a dataclass and its bases."""
     docs: dict[str, str] = {}
     for cls in reversed([base for base in section.__mro__ if dataclasses.is_dataclass(base)]):
         # Python discards the string below a field, so it can only be read from the source.
@@ -211,8 +212,18 @@ def field_docs(section: type[Any]) -> dict[str, str]:
             if not isinstance(field, ast.AnnAssign) or not isinstance(text, ast.Expr):
                 continue
             if isinstance(field.target, ast.Name):
-                docs[field.target.id] = ast.literal_eval(text.value)
+                docs[field.target.id] = _one_line(ast.literal_eval(text.value))
     return docs
+
+
+def section_doc(section: type[Any]) -> str:
+    """Return the docstring of a section, as one line; empty if it has none."""
+    return _one_line(section.__doc__ or "")
+
+
+def _one_line(text: str) -> str:
+    # The lines of a string in the source are indented.
+    return " ".join(text.split())
 
 
 def _sections(schema: type[Any]) -> Iterator[str]:
@@ -224,7 +235,7 @@ def _sections(schema: type[Any]) -> Iterator[str]:
             plug_in = (
                 "; or _target_ with keyword arguments" if target_type(members(hints[name])) else ""
             )
-            yield f"\n{name}: {(section.__doc__ or '').rstrip('.')}{plug_in}"
+            yield f"\n{name}: {section_doc(section).rstrip('.')}{plug_in}"
             yield from _rows(section, f"{name}.")
 
 

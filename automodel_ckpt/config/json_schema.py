@@ -1,7 +1,7 @@
 """The JSON schema of a recipe file, with which editors complete keys and mark mistakes (``ckpt-train --schema``).
 
-It is generated from the dataclasses in ``schema.py`` and the signatures of the builders. It is less strict than the
-program: rules on values are described in words, and the relations between keys are left out.
+It is generated from the dataclass ``RecipeConfig``, those of its sections, and the signatures of the builders. It is
+less strict than the program: rules on values are described in words, and the relations between keys are left out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from automodel_ckpt.config.allowlist import PURPOSES
-from automodel_ckpt.config.bind import default_of, hints_of
 from automodel_ckpt.config.builders import signature
 from automodel_ckpt.config.convert import (
     choices,
@@ -23,8 +22,9 @@ from automodel_ckpt.config.convert import (
     section_type,
     target_type,
 )
+from automodel_ckpt.config.defaults import default_of
 from automodel_ckpt.config.extends import KEY as EXTENDS
-from automodel_ckpt.config.help import field_docs
+from automodel_ckpt.config.help import field_docs, section_doc
 from automodel_ckpt.config.plugin_help import (
     SUPPLIED,
     BuilderHelp,
@@ -33,8 +33,9 @@ from automodel_ckpt.config.plugin_help import (
     plain,
 )
 from automodel_ckpt.config.registry import registered
-from automodel_ckpt.config.rules import MISSING
-from automodel_ckpt.config.schema import RecipeConfig, Target, own_keys
+from automodel_ckpt.config.rules import MISSING, Target, own_keys
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.schema_keys import hints_of
 
 Schema = dict[str, Any]
 
@@ -147,7 +148,7 @@ class _Maker:
         """A reference to the schema of a section, which is made once."""
         name = section.__name__
         if name not in self.definitions:
-            schema: Schema = {"type": ["object", "null"], "description": section.__doc__ or ""}
+            schema: Schema = {"type": ["object", "null"], "description": section_doc(section)}
             self.definitions[name] = schema
             properties = self.properties(section, "")
             takes_any = bool(getattr(section, "takes_any", False))

@@ -11,9 +11,10 @@ import dataclasses
 import re
 from typing import Any
 
-from automodel_ckpt.config.bind import closest, default_node, hints_of, join, keys_of
 from automodel_ckpt.config.convert import members, section_type
+from automodel_ckpt.config.defaults import default_node
 from automodel_ckpt.config.references import KEY_REFERENCE
+from automodel_ckpt.config.schema_keys import closest, hints_of, join, keys_of
 from automodel_ckpt.config.yaml_tree import MAX_NODES, Node
 from automodel_ckpt.errors import Problem
 

@@ -12,7 +12,7 @@ from typing import Any
 from automodel_ckpt.config import automodel
 from automodel_ckpt.config.automodel.convert import converted_text
 from automodel_ckpt.config.automodel.notices import Notice
-from automodel_ckpt.config.bind import Binder, closest, join
+from automodel_ckpt.config.bind import Binder
 from automodel_ckpt.config.builders import builder_problems, needs_import
 from automodel_ckpt.config.canonical_yaml import canonical_tree
 from automodel_ckpt.config.extends import directory_of, read_with_bases
@@ -21,6 +21,7 @@ from automodel_ckpt.config.overrides import Override, graft
 from automodel_ckpt.config.references import is_reference
 from automodel_ckpt.config.registry import is_name, registered
 from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.schema_keys import closest, join
 from automodel_ckpt.config.urls import url_problems
 from automodel_ckpt.config.yaml_tree import Node, is_stream, lines
 from automodel_ckpt.errors import Problem, RecipeError

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from automodel_ckpt.config.bind import Binder, annotation_at, closest, hints_of, is_number
+from automodel_ckpt.config.bind import Binder
 from automodel_ckpt.config.convert import FALSE_WORDS, TRUE_WORDS, members
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.key_references import default_at
 from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.schema_keys import annotation_at, closest, hints_of, is_number
 from automodel_ckpt.config.yaml_tree import NULL_WORDS, Node, read_text
 from automodel_ckpt.errors import Problem
 

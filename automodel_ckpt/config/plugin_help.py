@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from automodel_ckpt.config import allowlist
+from automodel_ckpt.config.allowlist_entries import Exact
 from automodel_ckpt.config.bind import INVALID
 from automodel_ckpt.config.builders import Parameter, definition, signature
 from automodel_ckpt.config.convert import describe, members
@@ -24,7 +25,7 @@ DATA = (
     "A data section names a builder in _target_, with the builder's arguments beside it.",
     "Only tokens with labels are trained on. The end token of an answer or a document is added, and has a label.",
     "Relative paths start from the working directory, and images in a data file from the directory of that file.",
-    "A sample that is longer than seq_length is an error with its location, unless truncation says otherwise.",
+    "A sample that is longer than seq_length is an error with its location, unless truncation is set.",
 )
 """What all data sections have in common, one paragraph each."""
 
@@ -134,7 +135,7 @@ def other_names_of(purpose: str) -> list[str]:
     names = []
     for group in allowlist.ALLOWED[purpose]:
         for entry in group.entries:
-            if isinstance(entry, allowlist.Exact):
+            if isinstance(entry, Exact):
                 name = entry.name
             else:
                 method = f".{entry.method}" if entry.method else ""

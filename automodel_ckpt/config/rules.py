@@ -1,13 +1,13 @@
 """How the fields of a recipe's sections restrict their values: rules, relations and conditions.
 
-This module imports only the standard library. :mod:`.schema` has the sections, and ``kinds/`` those of single recipes.
+This module imports only the standard library. ``sections/`` has the sections, and ``kinds/`` those of single recipes.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
 
 T = TypeVar("T")
@@ -55,6 +55,7 @@ SEED = Rule(lambda number: 0 <= number < 2**63, "from 0 to 2^63 - 1")
 AT_LEAST_1 = Rule(lambda number: number >= 1, "1 or more")
 AT_LEAST_2 = Rule(lambda number: number >= 2, "2 or more")
 AT_LEAST_1_OR_AUTO = Rule(lambda value: value == "auto" or value >= 1, "1 or more, or auto")
+UP_TO_2 = Rule(lambda number: 0 <= number <= 2, "0, 1 or 2")
 # nan is rejected as well, because it compares false with every number.
 POSITIVE = Rule(lambda number: 0 < number < math.inf, "more than 0")
 # In minutes. gloo failed before the first step with a few seconds, and 1e30 was an overflow.
@@ -63,7 +64,7 @@ FINITE = Rule(lambda number: 0 <= number < math.inf, "0 or more, and finite")
 FRACTION = Rule(lambda number: 0 <= number <= 1, "from 0 to 1")
 BELOW_1 = Rule(lambda number: 0 <= number < 1, "from 0 to below 1")
 BETAS = Rule(lambda betas: all(0 <= beta < 1 for beta in betas), "two numbers from 0 to below 1")
-NOT_EMPTY = Rule(bool, "not empty")
+NOT_EMPTY = Rule(bool, "non-empty")
 
 
 def setting(default: T, *rules: Rule) -> T:
@@ -83,3 +84,8 @@ class Target:
     # A ClassVar is no field, so it is not a key of the recipe.
     takes_any: ClassVar[bool] = True
     """Whether the section accepts keys that are not fields of its dataclass. ``kwargs`` contains them."""
+
+
+def own_keys(section: Any) -> list[str]:
+    """Return the fields of a section's dataclass, without ``_target_`` and ``kwargs``."""
+    return [each.name for each in fields(section) if each.name not in ("_target_", "kwargs")]

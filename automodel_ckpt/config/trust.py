@@ -20,7 +20,9 @@ from typing import Any
 
 from automodel_ckpt.config import allowlist
 from automodel_ckpt.config.allowlist import CUSTOM
-from automodel_ckpt.config.bind import REMOTE_CODE, closest
+from automodel_ckpt.config.allowlist_entries import Entry
+from automodel_ckpt.config.bind import REMOTE_CODE
+from automodel_ckpt.config.schema_keys import closest
 from automodel_ckpt.errors import limit_error
 from automodel_ckpt.user_code import location_in_user_code, register_user_code
 
@@ -29,8 +31,6 @@ LIBRARIES = ("torch", "transformers", "datasets", "peft", "automodel_ckpt")
 """Packages whose code is never user code, even if it is trusted."""
 # Trust in os or builtins would be trust in every command.
 _NEVER = sys.stdlib_module_names | {"builtins", "__main__"}
-
-Entry = allowlist.Exact | allowlist.ClassesOf
 
 
 _trusts_remote_code: bool | None = None
@@ -155,7 +155,7 @@ def _not_listed(name: str, purpose: str) -> Rejected:
 
 
 def trust_hint(name: str | None) -> str:
-    """Return the hint that says how to trust a module or a dotted name; None is an object without a module."""
+    """Return the hint how to trust a module or a dotted name; None is an object without a module."""
     root = (name or "builtins").partition(".")[0]
     if root in _NEVER:
         return "recipes cannot call functions of the standard library; write a wrapper in your own package and trust it"

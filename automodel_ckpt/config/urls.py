@@ -9,7 +9,8 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from automodel_ckpt.config.references import ReferenceFailed, resolve
-from automodel_ckpt.config.schema import RecipeConfig, RemoteConfig
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.sections.checkpoint import RemoteConfig
 from automodel_ckpt.config.yaml_tree import Node
 from automodel_ckpt.errors import Problem, RecipeError, hide
 from automodel_ckpt.store_url import (

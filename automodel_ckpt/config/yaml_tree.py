@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -23,7 +24,7 @@ NULL_WORDS = frozenset({"", "~", "null", "Null", "NULL", "none", "None", "NONE"}
 _NONE_WORDS = frozenset({"none", "None", "NONE"})
 """Null here and text for other YAML readers. If a field lists none as a value, they are that value."""
 _RESOLVER = yaml.SafeLoader("")
-_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]+")  # written in YAML as it stands
+_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]+")  # written in YAML without quotes
 UNREADABLE = "use plain YAML: keys, text, numbers, lists and mappings"
 QUOTED = "quote words that begin with *, &, %, @ or a backquote, such as ['*.embed_tokens.*']"
 _MARKED_WORD = re.compile(r"[\s\[{,:-]?[*&%@`]")
@@ -103,7 +104,7 @@ def node_of(value: Any, origin: str = DEFAULT) -> Node:
         return Node([node_of(item, origin) for item in value], origin)
     if isinstance(value, str):
         is_reserved = value in NULL_WORDS or value.lower() in ("true", "false")
-        is_word = value[:1].isalpha() and not is_reserved
+        is_word = value[:1].isalnum() and not is_reserved and not _is_number(value)
         return Node(value, origin, quoted=not is_word)
     if value is None:
         return Node("null", origin)
@@ -111,6 +112,17 @@ def node_of(value: Any, origin: str = DEFAULT) -> Node:
         return Node(str(value).lower(), origin)
     text = str(value).replace("inf", ".inf").replace("nan", ".nan")
     return Node(text, origin)
+
+
+def _is_number(text: str) -> bool:
+    """Whether text could be read as a number: ``017`` and ``1_000``, but not ``1f1b``."""
+    if not text[0].isdigit():
+        return False
+    for parse in (float, lambda digits: int(digits, 0)):
+        with contextlib.suppress(ValueError):
+            parse(text)
+            return True
+    return False
 
 
 def is_stream(path: str | Path) -> bool:

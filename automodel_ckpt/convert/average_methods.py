@@ -99,7 +99,7 @@ class Slerp(Method):
 class Ties(Method):
     """TIES merging (Yadav et al., 2023, arXiv:2306.01708): trim, elect a sign, average the differences that agree.
 
-    Of each d_i, the int(density * numel) elements of the largest magnitude are kept (and those equal to the smallest
+    The int(density * numel) elements of each d_i with the largest magnitude are kept (and those equal to the smallest
     of them), the others become 0. The sign of an element is that of sum w_i d_i. The result is
     b + scale * (sum of w_i d_i over the sources with this sign) / (sum of their w_i).
     """
@@ -194,17 +194,19 @@ def _threshold(source: Blocks, base: Blocks, num_kept: int) -> np.uint32:
     The first pass counts the upper halves of the bits, the second the lower halves of those with the upper half that
     the result has. So the result is exact, and memory does not grow with the tensor.
     """
+    half_bits = np.uint32(_HALF_BITS)
     num_bins = 1 << _HALF_BITS
+    lower_mask = np.uint32(num_bins - 1)
     counts = np.zeros(num_bins, np.int64)
     for value, start in zip(source(), base(), strict=True):
-        upper = _magnitude_bits(value - start) >> np.uint32(_HALF_BITS)
-        counts += np.bincount(upper, minlength=num_bins)
+        bits = _magnitude_bits(value - start)
+        counts += np.bincount(bits >> half_bits, minlength=num_bins)
     upper_half, num_above = _bin_of(counts, num_kept)
     counts = np.zeros(num_bins, np.int64)
     for value, start in zip(source(), base(), strict=True):
         bits = _magnitude_bits(value - start)
-        selected = bits[(bits >> np.uint32(_HALF_BITS)) == upper_half]
-        counts += np.bincount(selected & np.uint32(num_bins - 1), minlength=num_bins)
+        in_bin = bits[(bits >> half_bits) == upper_half]
+        counts += np.bincount(in_bin & lower_mask, minlength=num_bins)
     lower_half, _ = _bin_of(counts, num_kept - num_above)
     return np.uint32(upper_half << _HALF_BITS | lower_half)
 

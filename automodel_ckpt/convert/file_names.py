@@ -48,7 +48,7 @@ _SPLITS = frozenset(["val", "valid", "validation", "eval", "test", "train", "bes
 
 @dataclass(frozen=True, slots=True)
 class NameMetadata:
-    """What the name of a checkpoint states: None or no metric where it says nothing.
+    """What the name of a checkpoint states: None or no metric for what it does not state.
 
     *is_last* means that the program marked it as its last checkpoint.
     """

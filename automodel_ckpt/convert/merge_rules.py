@@ -171,17 +171,24 @@ def merged_experts(
     scale = np.asarray(scale_of(config, rank, name), weight.dtype)
     a = a.reshape(experts.num_experts, rank, -1)
     b = b.reshape(len(b), rank, experts.num_experts)
-    numbers = range(experts.num_experts) if experts.expert is None else [experts.expert]
     result = weight.copy()
-    views = result if experts.expert is None else result[None]
-    if len(views) != len(numbers):
+    # With one expert per tensor, the tensor is its matrix; otherwise it stacks the matrices of all experts.
+    if experts.expert is None:
+        numbers = list(range(experts.num_experts))
+        matrices = result
+    else:
+        numbers = [experts.expert]
+        matrices = result[None]
+    if len(matrices) != len(numbers):
         raise ValueError(f"weight {weight.shape} for {experts.num_experts} experts")
-    for view, number in zip(views, numbers, strict=True):
+    for matrix, number in zip(matrices, numbers, strict=True):
         change = b[:, :, number] @ a[number]
-        matrix = (change.T if transposed else change)[experts.columns]
-        if matrix.shape != view.shape:
-            raise ValueError(f"weight {view.shape}, A and B {change.shape}")
-        view += scale * matrix
+        if transposed:
+            change = change.T
+        change = change[experts.columns]
+        if change.shape != matrix.shape:
+            raise ValueError(f"weight {matrix.shape}, A and B {change.shape}")
+        matrix += scale * change
     return result
 
 

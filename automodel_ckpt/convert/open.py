@@ -10,6 +10,7 @@ Checkpoints of this program have a manifest. Any other directory or file is open
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -45,6 +46,8 @@ from automodel_ckpt.convert.sources.files import names_in
 from automodel_ckpt.convert.sources.format import Format
 from automodel_ckpt.convert.sources.registry import DCP, detect
 from automodel_ckpt.errors import CheckpointUnusable, Problem
+
+log = logging.getLogger("automodel_ckpt")
 
 _HINT = "name a run directory, a checkpoint, a pointer such as checkpoints/LATEST, or a directory of *.safetensors"
 
@@ -214,6 +217,9 @@ def _resolved(path: Path) -> Path:
     newest = resume.newest(path)
     if newest is None:
         return path
+    warning = resume.skipped_warning(path, newest)
+    if warning is not None:
+        log.warning("%s", warning)
     return path / newest.name
 
 

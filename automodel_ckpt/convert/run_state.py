@@ -18,6 +18,7 @@ from automodel_ckpt.checkpoint.files.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.manifest import Blob, Manifest, Tree
 from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.sources.source import unusable
+from automodel_ckpt.checkpoint.tree import OBJECTS
 from automodel_ckpt.convert.sources.plain_values import plain_values
 from automodel_ckpt.convert.sources.torch_files import faults_of
 from automodel_ckpt.convert.sources.torch_objects import describe_archive
@@ -150,10 +151,7 @@ def _position(checkpoint: Path, manifest: Manifest) -> tuple[int, int]:
             stated = _state(checkpoint, path).get("epochs_done")
             if type(stated) is int:
                 epochs_done = stated
-    for path in manifest.files:
-        if not path.startswith("dataloader"):
-            continue
-        state = _state(checkpoint, path)
+    for state in _data_states(checkpoint, manifest):
         samples, size = state.get("consumed_samples"), state.get("global_batch_size")
         if type(samples) is not int or type(size) is not int or size < 1:
             continue
@@ -162,6 +160,20 @@ def _position(checkpoint: Path, manifest: Manifest) -> tuple[int, int]:
         # The last batch of an epoch can have fewer samples.
         return epochs_done, -(-samples // size)
     return epochs_done, 0
+
+
+def _data_states(checkpoint: Path, manifest: Manifest) -> Iterator[Mapping[str, Any]]:
+    """Yield the state of the data loader, of one rank after another."""
+    tree = manifest.trees.get("dataloader")
+    if tree is not None and tree.format == OBJECTS:
+        values = _Values(checkpoint)
+        for name, blob in tree.objects.items():
+            state = values.read(name, blob)
+            yield state if isinstance(state, dict) else {}
+        return
+    for path in manifest.files:
+        if path.startswith("dataloader"):
+            yield _state(checkpoint, path)
 
 
 def _state(checkpoint: Path, path: str) -> dict[str, Any]:

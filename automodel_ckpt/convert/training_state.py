@@ -56,7 +56,7 @@ class OptimizerState:
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """What a checkpoint states about its training run. A field is None if the checkpoint does not say.
+    """What a checkpoint states about its training run. A field is None if the checkpoint does not state it.
 
     *step* counts optimizer steps, *epoch* finished epochs, and *consumed_samples* the samples of all ranks. *scheduler*
     has the plain values of the LR scheduler's ``state_dict()``. *omitted* names, in words, what is not transferred.

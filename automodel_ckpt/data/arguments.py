@@ -31,7 +31,8 @@ def require_tokenizer(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTo
             "text data requires a tokenizer, but the recipe has none",
             where="tokenizer",
             value="none",
-            hint="set tokenizer.from_pretrained (a pretrained model provides its own)",
+            hint="set tokenizer.from_pretrained to a directory or Hub name; "
+            "only model.from_pretrained provides one, not a model with _target_ or from_config",
         )
     return tokenizer
 

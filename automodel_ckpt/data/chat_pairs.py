@@ -8,9 +8,11 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.data.arguments import require_tokenizer
-from automodel_ckpt.data.chat import ChatTemplate, conversations_of, template_of
+from automodel_ckpt.data.chat import conversations_of
+from automodel_ckpt.data.chat_template import ChatTemplate
 from automodel_ckpt.data.messages import turns_of
 from automodel_ckpt.data.rows import Rows
+from automodel_ckpt.data.template_choice import template_of
 from automodel_ckpt.data.tokenized import TokenizedSample
 from automodel_ckpt.errors import RecipeError
 

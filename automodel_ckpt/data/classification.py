@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.data.arguments import at_most, require_choice, require_tokenizer
-from automodel_ckpt.data.chat import ChatTemplate, template_of
+from automodel_ckpt.data.chat_template import ChatTemplate
 from automodel_ckpt.data.fields import names_in
 from automodel_ckpt.data.labels import Labels
 from automodel_ckpt.data.length_summary import LengthSummary
@@ -30,6 +30,7 @@ from automodel_ckpt.data.rows import RowRange, Rows
 from automodel_ckpt.data.sample_arrays import SampleArrays
 from automodel_ckpt.data.samples import identity, stored
 from automodel_ckpt.data.source import Source
+from automodel_ckpt.data.template_choice import template_of
 from automodel_ckpt.data.truncation import Truncation
 from automodel_ckpt.errors import RecipeError
 

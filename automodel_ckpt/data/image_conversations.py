@@ -1,7 +1,7 @@
 """Conversations with images, rendered by the processor's chat template with a placeholder for each image.
 
-The assistant's text is located in the rendered text (:mod:`.chat`). The processor converts the texts and images of a
-micro-batch to tensors (:mod:`.image_collate`).
+The assistant's text is located in the rendered text. The processor converts the texts and images of a micro-batch to
+tensors (:mod:`.image_collate`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from automodel_ckpt.data.answer_prefixes import answer_prefixes
 from automodel_ckpt.data.arguments import at_most, require_choice
-from automodel_ckpt.data.chat import CHOICES, ChatTemplate, read_template
+from automodel_ckpt.data.chat_renderer import ChatRenderer
+from automodel_ckpt.data.chat_template import ChatTemplate
 from automodel_ckpt.data.images import open_image, pillow
+from automodel_ckpt.data.marked_answers import marked_answers
 from automodel_ckpt.data.messages import UnusableSample, as_rendered, turns_of
 from automodel_ckpt.data.source import Source
+from automodel_ckpt.data.template_choice import CHOICES, read_template
 from automodel_ckpt.data.training_templates import select_template
 from automodel_ckpt.errors import RecipeError
 
@@ -185,6 +189,17 @@ def image_text(
 
 
 @dataclass(frozen=True)
+class ProcessorRenderer(ChatRenderer):
+    """Renders conversations with a processor's chat template: :attr:`tokenizer` is the processor."""
+
+    @property
+    def special_tokens(self) -> dict[str, Any]:
+        """The special tokens by name, which templates read as variables."""
+        processor: Any = self.tokenizer
+        return dict(processor.tokenizer.special_tokens_map)
+
+
+@dataclass(frozen=True)
 class ImageChatTemplate(ChatTemplate):
     """A processor's chat template: :attr:`tokenizer` is the processor."""
 
@@ -197,6 +212,11 @@ class ImageChatTemplate(ChatTemplate):
     def key(self) -> tuple[object, ...]:
         """Everything that the samples depend on besides the processor."""
         return *super().key, self.answer_prefix, self.image_marker
+
+    @cached_property
+    def renderer(self) -> ChatRenderer:
+        """The template with the processor and the variables that it gets."""
+        return ProcessorRenderer(self.tokenizer, self.template, self.variables)
 
     @property
     def placeholders(self) -> set[str]:
@@ -224,22 +244,22 @@ class ImageChatTemplate(ChatTemplate):
         """Whether the template writes the entries of a content that is a list, rather than the list as it is."""
         entries = [{"type": "image"}, {"type": "text", "text": "probe"}]
         try:
-            text = str(self._apply([{"role": "user", "content": entries}], None, tokenize=False))
+            text = self.renderer.text([{"role": "user", "content": entries}])
         except UnusableSample:
-            return not self._renders([{"role": "user", "content": "probe"}])
+            return not self.renderer.can_render([{"role": "user", "content": "probe"}])
         return re.search(r"['\"]type['\"]", text) is None
 
     def _located(self, turns: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
         """Render a conversation and locate the assistant's text that gets labels."""
-        if self.has_markers:
-            text, spans = self._marks(turns, None)
+        if self.renderer.has_markers:
+            text, spans = marked_answers(self.renderer, turns, None)
             if self.last_only:
                 spans = spans[-1:]
             return text, spans
-        whole = self._apply(turns, None, tokenize=False)
+        whole = self.renderer.text(turns)
         spans = []
-        for number in self._labeled_turns(turns):
-            before, after = self._prefixes(turns, None, number, whole)
+        for number in self.labeled_turns(turns):
+            before, after = answer_prefixes(self.renderer, turns, None, number, whole)
             spans.append((len(before), len(after)))
         return whole, spans
 
@@ -259,11 +279,6 @@ class ImageChatTemplate(ChatTemplate):
                 )
             texts.append(placeholder)
         return turn | {"content": "".join(texts)}
-
-    @property
-    def _special_tokens(self) -> dict[str, Any]:
-        processor: Any = self.tokenizer
-        return dict(processor.tokenizer.special_tokens_map)
 
 
 def _with_prefix(

@@ -54,7 +54,8 @@ class MegatronIndex:
         sequences = np.asarray(self.documents[first:last])
         # Empty documents at the end begin after the last sequence, and have no token.
         sequences = sequences[sequences < len(self.pointers)]
-        offsets = self.pointers[sequences] - self._offset(int(self.documents[first]))
+        first_sequence = int(self.documents[first])
+        offsets = self.pointers[sequences] - self._offset(first_sequence)
         return np.asarray(offsets // self.dtype.itemsize, np.int64)
 
     def _offset(self, sequence: int) -> int:

@@ -107,13 +107,17 @@ def collate(collate_fn: Collate, samples: list[Any], ids: Sequence[int], *, empt
         batch = collate_fn(samples)
     except Exception as error:
         raise with_location(
-            error, f"samples {list(ids)} of the data set", "could not be collated"
+            error,
+            f"samples {list(ids)} of the data set",
+            "could not be collated",
+            hint="pad samples of different lengths in dataloader.collate_fn, labels too, or leave it out: "
+            "the default pads",
         ) from error
     if not isinstance(batch, Mapping) or not isinstance(batch.get("labels"), torch.Tensor):
         raise RecipeError(
             "collate_fn must return a mapping of tensors with a key 'labels'",
             where="dataloader.collate_fn",
-            value=sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__,
+            value=_types_in(batch),
             hint="return {'input_ids': ..., 'attention_mask': ..., 'labels': ...}",
         )
     if empty:
@@ -121,7 +125,20 @@ def collate(collate_fn: Collate, samples: list[Any], ids: Sequence[int], *, empt
     return batch
 
 
-def with_location(error: Exception, where: str, what: str) -> AutomodelError:
+def _types_in(batch: object) -> str:
+    """The type of *batch*, and of each value in a mapping, as text."""
+    if not isinstance(batch, Mapping):
+        return type(batch).__name__
+    return ", ".join(f"{key}: {type(value).__name__}" for key, value in batch.items()) or "no keys"
+
+
+def with_location(
+    error: Exception,
+    where: str,
+    what: str,
+    *,
+    hint: str = "correct or remove this sample, or fix the data set's code",
+) -> AutomodelError:
     """Return *error* with the location *where* of its sample in front.
 
     An exception of another library is wrapped in an :class:`AutomodelError` with its file and line.
@@ -138,7 +155,7 @@ def with_location(error: Exception, where: str, what: str) -> AutomodelError:
         f"{where} {what}",
         where=location_in_user_code(error) or f"{frame.filename}:{frame.lineno} in {frame.name}",
         value=f"{type(error).__name__}: {error}",
-        hint="correct or remove this sample, or fix the data set's code",
+        hint=hint,
     )
 
 

@@ -17,7 +17,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -223,12 +223,13 @@ class _Reader(IterableDataset[Any]):
 
     def _own_places(self, lane_of: Sequence[int], worker: int) -> set[int]:
         """The positions in the global batch whose rows this process makes."""
-        places = [place for part in _parts(self.sizes) for place in part]
+        places = list(chain.from_iterable(_parts(self.sizes)))
         lanes = sorted({lane_of[place] for place in places})
+        # Each worker process has a contiguous part of this rank's lanes.
         first = worker * len(lanes) // self.num_workers
         last = (worker + 1) * len(lanes) // self.num_workers
-        chosen = set(lanes[first:last])
-        return {place for place in places if lane_of[place] in chosen}
+        own_lanes = set(lanes[first:last])
+        return {place for place in places if lane_of[place] in own_lanes}
 
     def _source(self, number: int, name: str, count: int, lanes: set[int]) -> _Lanes | _Indexed:
         source = self.stream.sources[name]
@@ -405,7 +406,10 @@ class _Documents:
     def __init__(
         self, stream: RowStream, name: str, number: int, count: int, rules: RowRules
     ) -> None:
-        self._stream, self._name, self._lane, self._rules = stream, name, (number, count), rules
+        self._stream = stream
+        self._name = name
+        self._lane = (number, count)
+        self._rules = rules
         self._rows = stream.rows.lane(number, count)
         self._beginning = self._rows.state_dict()
         self._iterator: Iterator[Any] | None = None

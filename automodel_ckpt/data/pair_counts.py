@@ -12,7 +12,7 @@ from automodel_ckpt.data.python_docs import language_modeling, train_tokenizer
 from automodel_ckpt.errors import RecipeError
 
 _LARGEST_VOCABULARY = 8192
-"""The table has 256 MB with so many entries."""
+"""With this many entries, the table has 256 MB."""
 
 
 def pair_counts(vocab_size: int = 1024, prior: float = 2.0) -> PairCounts:
@@ -26,7 +26,7 @@ def pair_counts(vocab_size: int = 1024, prior: float = 2.0) -> PairCounts:
     """
     if vocab_size > _LARGEST_VOCABULARY:
         raise RecipeError(
-            "the table of pairs of so many tokens would be too large",
+            "the table of pairs of this many tokens would be too large",
             where="vocab_size",
             value=vocab_size,
             hint=f"give at most {_LARGEST_VOCABULARY}",

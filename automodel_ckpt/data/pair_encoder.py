@@ -10,12 +10,14 @@ from typing import Any, Literal
 from transformers import PreTrainedTokenizerBase
 
 from automodel_ckpt.data.arguments import require_tokenizer
-from automodel_ckpt.data.chat import ChatTemplate, conversations, template_of
+from automodel_ckpt.data.chat import conversations
 from automodel_ckpt.data.chat_pairs import AsChat, chat_pairs, pair_template
+from automodel_ckpt.data.chat_template import ChatTemplate
 from automodel_ckpt.data.encoder import Encoder
 from automodel_ckpt.data.fields import names_in
 from automodel_ckpt.data.messages import prompt_and_completion
 from automodel_ckpt.data.rows import Rows
+from automodel_ckpt.data.template_choice import template_of
 from automodel_ckpt.data.tokenized import TokenizedSample
 from automodel_ckpt.errors import RecipeError
 

@@ -15,6 +15,7 @@ import importlib
 import json
 import logging
 import random
+from itertools import chain
 from pathlib import Path
 from typing import Literal, cast
 
@@ -150,11 +151,13 @@ def preferences(
     def build() -> TokenizedDataset:
         pairs = [pair for pair in library_pairs(split) if _has_words(pair)]
         prompts = [pair.prompt for pair in pairs]
+        paragraphs = [_paragraph(pair) for pair in pairs]
+        shuffled = [_shuffled(paragraph, keep_ends=keep_ends) for paragraph in paragraphs]
         encoder = Encoder(tokenizer)
-        chosen = encoder.pairs(prompts, [_paragraph(pair) for pair in pairs])
-        shuffled = [_shuffled(_paragraph(pair), keep_ends=keep_ends) for pair in pairs]
+        chosen = encoder.pairs(prompts, paragraphs)
         rejected = encoder.pairs(prompts, shuffled)
-        samples = [sample for both in zip(chosen, rejected, strict=True) for sample in both]
+        # A pair is two consecutive samples.
+        samples = list(chain.from_iterable(zip(chosen, rejected, strict=True)))
         return policy.apply_to_all(samples, lambda number: pairs[number].where, PreferenceDataset)
 
     require_choice("split", split, ("train", "validation"))

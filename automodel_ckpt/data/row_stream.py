@@ -15,7 +15,7 @@ from automodel_ckpt.data.arguments import at_most
 from automodel_ckpt.data.collate import IGNORE_INDEX
 from automodel_ckpt.data.files import UNREADABLE
 from automodel_ckpt.data.preparation import Encode
-from automodel_ckpt.data.row_files import RecordStream
+from automodel_ckpt.data.record_stream import RecordStream
 from automodel_ckpt.data.rows import OneRow
 from automodel_ckpt.data.sampler import derive_seed, permutation
 from automodel_ckpt.data.source import Source

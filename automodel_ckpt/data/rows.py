@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 from automodel_ckpt.data.fields import FieldTemplate, is_template, names_in
-from automodel_ckpt.data.row_files import RecordTable
+from automodel_ckpt.data.record_table import RecordTable
 from automodel_ckpt.errors import RecipeError
 
 _FIRST_ROWS = 100

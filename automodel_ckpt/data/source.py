@@ -6,20 +6,18 @@ directories whose README gives options for reading.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import glob
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from automodel_ckpt.data.datasets_library import has_reading_options, quiet, with_encoded_images
 from automodel_ckpt.data.files import (
     LOADERS,
     UNREADABLE,
@@ -32,65 +30,17 @@ from automodel_ckpt.data.files import (
     saved_table,
 )
 from automodel_ckpt.data.messages import without_nulls
-from automodel_ckpt.data.row_files import KINDS, Lane, RecordStream, RecordTable
+from automodel_ckpt.data.record_stream import RecordStream
+from automodel_ckpt.data.record_table import RecordTable
+from automodel_ckpt.data.row_files import KINDS
 from automodel_ckpt.data.rows import RecordRows, Rows, empty_data
+from automodel_ckpt.data.table_stream import TableStream
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.hub_access import check_access, explained, is_hub_name
 
 log = logging.getLogger(__name__)
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-
-
-class TableStream:
-    """The rows of an iterable data set of ``datasets``, as pairs of content and None: their location is unknown."""
-
-    fields: Sequence[str] = ()
-
-    def __init__(self, rows: Any) -> None:
-        self.rows = rows
-
-    def __iter__(self) -> Iterator[tuple[dict[str, Any], None]]:
-        for row in self.rows:
-            yield without_nulls(row), None
-
-    def take(self, limit: int) -> TableStream:
-        """The first *limit* rows."""
-        return TableStream(self.rows.take(limit))
-
-    def lane(self, number: int, count: int) -> TableLane:
-        """Every *count*-th row, beginning with row *number*. All rows are read."""
-        return TableLane(copy.deepcopy(self.rows), number, count)
-
-    def state_dict(self) -> Any:
-        return self.rows.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        self.rows.load_state_dict(state)
-
-
-class TableLane(TableStream):
-    """Every *count*-th row of an iterable data set of ``datasets``, beginning with row *number*."""
-
-    def __init__(self, rows: Any, number: int, count: int) -> None:
-        super().__init__(rows)
-        self._lane = (number, count)
-        self._row = 0
-
-    def __iter__(self) -> Iterator[tuple[dict[str, Any], None]]:
-        lane = Lane(*self._lane, row=self._row)
-        for content, place in super().__iter__():
-            is_taken = lane.takes_next()
-            self._row = lane.row
-            if is_taken:
-                yield content, place
-
-    def state_dict(self) -> Any:
-        return {"rows": self.rows.state_dict(), "row": self._row}
-
-    def load_state_dict(self, state: Any) -> None:
-        self.rows.load_state_dict(state["rows"])
-        self._row = state["row"]
 
 
 @dataclass(frozen=True)
@@ -153,7 +103,17 @@ class Source(Rows):
             )
         if self.revision is not None:
             raise self._has_no_revision()
-        return files_of(self.several or [self.path])
+        # First: a misspelled path of a directory is no file whose splits matter.
+        files = files_of(self.several or [self.path])
+        others = [name for name in self._split_names() if name != "train"]
+        if others:
+            raise RecipeError(
+                "a data file has only the split train",
+                where="dataset.split",
+                value=f"{self.split} ({self.path})",
+                hint="remove dataset.split, or select a part of the file, such as train[:90%]",
+            )
+        return files
 
     def _has_no_revision(self) -> RecipeError:
         hint = "remove dataset.revision: only data sets of the Hub have revisions"
@@ -226,7 +186,7 @@ class Source(Rows):
                 return rows
             if not self._filled:
                 raise empty_data(self.path)
-            with _quiet(datasets):
+            with quiet(datasets):
                 return datasets.load_dataset(**self._of_files(), split=self.split, streaming=True)
         except (*UNREADABLE, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
             raise self._cannot_read(error) from error
@@ -301,7 +261,7 @@ class Source(Rows):
         import datasets
 
         try:
-            with _quiet(datasets):
+            with quiet(datasets):
                 # datasets assigns the files to splits, as on the Hub. This reads no row.
                 builder = datasets.load_dataset_builder(**self._of_name())
         except (*UNREADABLE, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
@@ -313,7 +273,7 @@ class Source(Rows):
             files = [Path(name) for name in names]
             splits[str(split)] = [file for file in files if LOADERS.get(kind_of(file)) == reader]
             kinds.update(kind_of(file) for file in splits[str(split)])
-        if not kinds or not kinds <= KINDS or _has_reading_options(builder.config, kinds):
+        if not kinds or not kinds <= KINDS or has_reading_options(builder.config, kinds):
             return None
         self._report_others(reader)
         return splits
@@ -337,13 +297,17 @@ class Source(Rows):
         bounds = [(tables[part.splitname], part.from_, part.to) for part in parts]
         return RecordRows(self.path, bounds)
 
+    def _split_names(self) -> list[str]:
+        """The names of splits in :attr:`split`, known or not."""
+        parts = self.split.split("+")
+        return list(dict.fromkeys(part.partition("[")[0].strip() for part in parts))
+
     def _splits(self) -> list[str]:
         """The names of splits in :attr:`split`, for example in ``train[:90%]+test``.
 
         Raises :class:`RecipeError` for unknown ones.
         """
-        parts = self.split.split("+")
-        names = list(dict.fromkeys(part.partition("[")[0].strip() for part in parts))
+        names = self._split_names()
         known = list(self._record_files or ())
         for name in names:
             if name not in known:
@@ -410,9 +374,9 @@ class Source(Rows):
         # Imported here because it takes half a second, and cached samples do not need it.
         import datasets
 
-        with _quiet(datasets):
+        with quiet(datasets):
             table = self._read_files(datasets) if self.is_file else self._read_named(datasets)
-            return _with_encoded_images(table, datasets)
+            return with_encoded_images(table, datasets)
 
     def _read_files(self, datasets: Any) -> Any:
         from pyarrow import ArrowInvalid  # type: ignore[import-untyped]
@@ -481,63 +445,3 @@ class Source(Rows):
             hint="check these settings; a Hub name requires the network or a filled cache, "
             f"relative paths start at {Path.cwd()}",
         )
-
-
-def _has_reading_options(config: Any, kinds: set[str]) -> bool:
-    """Whether a directory's README has options for reading its files, which only ``datasets`` supports."""
-    not_options = {"name", "version", "data_dir", "data_files", "description"}
-    if kinds == {".tsv"}:
-        not_options |= {"sep", "delimiter"}
-    default = type(config)()
-    for field in dataclasses.fields(config):
-        if field.name in not_options:
-            continue
-        if getattr(config, field.name) != getattr(default, field.name):
-            return True
-    return False
-
-
-def _with_encoded_images(table: Any, datasets: Any) -> Any:
-    """Return *table* with images as the bytes of their files.
-
-    The library would decode them without a limit of their size, and report damaged ones without their location.
-    """
-    for column, feature in table.features.items():
-        encoded = _encoded(feature, datasets)
-        if encoded is not feature:
-            table = table.cast_column(column, encoded)
-    return table
-
-
-def _encoded(feature: Any, datasets: Any) -> Any:
-    """Return a feature of a table whose images are not decoded; *feature* itself if it has none."""
-    if isinstance(feature, datasets.Image):
-        return datasets.Image(decode=False)
-    if isinstance(feature, datasets.List | datasets.LargeList):
-        inner = _encoded(feature.feature, datasets)
-        return feature if inner is feature.feature else dataclasses.replace(feature, feature=inner)
-    if isinstance(feature, dict):
-        fields = {name: _encoded(value, datasets) for name, value in feature.items()}
-        is_changed = any(fields[name] is not value for name, value in feature.items())
-        return fields if is_changed else feature
-    return feature
-
-
-@contextmanager
-def _quiet(datasets: Any) -> Iterator[None]:
-    """Hide the progress bars and log lines of ``datasets``: errors are reported by exceptions."""
-    # These are settings of the process, so other threads see them, too.
-    has_bars = not datasets.are_progress_bars_disabled()
-    level = datasets.logging.get_verbosity()
-    cards = logging.getLogger("huggingface_hub.repocard")  # warns about a directory's README
-    cards_level = cards.level
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    cards.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        datasets.logging.set_verbosity(level)
-        cards.setLevel(cards_level)
-        if has_bars:
-            datasets.enable_progress_bars()

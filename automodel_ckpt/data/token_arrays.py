@@ -156,12 +156,18 @@ class TokenDocuments:
     ) -> None:
         self.arrays = list(arrays)
         self.vocab_size = vocab_size
-        bounds = [_bounds(array, first) for array, first in zip(arrays, starts, strict=True)]
-        numbers = [np.full(len(first), number) for number, (first, _) in enumerate(bounds)]
-        self._numbers = np.concatenate([np.empty(0, np.int64), *numbers])[:max_samples]
-        self._starts = np.concatenate([np.empty(0, np.int64), *(first for first, _ in bounds)])
-        lengths = np.concatenate([np.empty(0, np.int64), *(length for _, length in bounds)])
-        self.whole_lengths = lengths[:max_samples]
+        # Without an array, these are empty: np.concatenate() needs at least one.
+        numbers = [np.empty(0, np.int64)]
+        first_tokens = [np.empty(0, np.int64)]
+        lengths = [np.empty(0, np.int64)]
+        for number, (array, array_starts) in enumerate(zip(arrays, starts, strict=True)):
+            first, length = _bounds(array, array_starts)
+            numbers.append(np.full(len(first), number))
+            first_tokens.append(first)
+            lengths.append(length)
+        self._numbers = np.concatenate(numbers)[:max_samples]
+        self._starts = np.concatenate(first_tokens)
+        self.whole_lengths = np.concatenate(lengths)[:max_samples]
         """The number of tokens of each document before it is truncated."""
         self.lengths = self.whole_lengths
         if seq_length is not None:
@@ -176,7 +182,8 @@ class TokenDocuments:
             raise IndexError(index)
         array = self.arrays[int(self._numbers[index])]
         start = int(self._starts[index])
-        tokens = array.tokens[start : start + int(self.lengths[index])].astype(np.int64)
+        end = start + int(self.lengths[index])
+        tokens = array.tokens[start:end].astype(np.int64)
         check_tokens(array, start, tokens, self.vocab_size)
         return {"input_ids": tokens.tolist(), "labels": tokens.tolist()}
 
@@ -213,7 +220,8 @@ def _identity(arrays: Sequence[TokenArray], *settings: object) -> str:
         digest.update(f"{array.path.name} {array.dtype} {array.offset} {array.count}".encode())
         with open(array.path, "rb") as file:
             digest.update(file.read(_DIGESTED_BYTES))
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _DIGESTED_BYTES))
+            file_size = os.fstat(file.fileno()).st_size
+            file.seek(max(0, file_size - _DIGESTED_BYTES))
             digest.update(file.read(_DIGESTED_BYTES))
     return digest.hexdigest()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
@@ -71,9 +71,33 @@ def all_or_nothing(group: dist.ProcessGroup | None, error: BaseException | None)
     # Ranks without an error take part too: if a failed rank raised before this, they would wait for
     # it here.
     reports = gather_objects(group, None if error is None else _portable(error))
-    failed = {rank: report for rank, report in enumerate(reports) if report is not None}
-    if failed:
-        raise _combined(failed, len(reports)) from error
+    _raise_reported(reports, error)
+
+
+def gather_or_raise(
+    group: dist.ProcessGroup | None,
+    work: Callable[[], T],
+    convert: Callable[[Exception], AutomodelError] | None = None,
+) -> list[T]:
+    """The result of *work* on each rank, ordered by rank in the group. Raises on all ranks what it raises on one rank.
+
+    It takes one exchange. *work* must not contain a collective after the point where one rank can fail. *convert* is
+    that of :func:`raise_on_all_ranks`.
+    """
+    if size(group) == 1:
+        with raise_on_all_ranks(group, convert):
+            return [work()]
+    result: T | None = None
+    failure: Exception | None = None
+    try:
+        result = work()
+    except Exception as error:
+        failure = _for_all_ranks(error, convert)
+    outcomes = gather_objects(group, (result, None if failure is None else _portable(failure)))
+    _raise_reported([report for _, report in outcomes], failure)
+    # None failed, so that all have a result.
+    results: list[Any] = [value for value, _ in outcomes]
+    return results
 
 
 @contextlib.contextmanager
@@ -91,22 +115,33 @@ def raise_on_all_ranks(
     try:
         yield
     except Exception as error:
-        if convert is not None:
-            failure = convert(error)
-        elif isinstance(error, AutomodelError | OSError):
-            failure = error
-        else:
-            # A defect ends this rank only. The launcher then ends the others, which wait in the
-            # gather below.
-            raise
+        failure = _for_all_ranks(error, convert)
     all_or_nothing(group, failure)
 
 
-def while_working(group: dist.ProcessGroup | None, work: Callable[[], T]) -> T:
+def _for_all_ranks(
+    error: Exception, convert: Callable[[Exception], AutomodelError] | None
+) -> Exception:
+    """The error to raise on all ranks for *error* of this rank. Raises *error* itself if it is a defect."""
+    if convert is not None:
+        return convert(error)
+    if isinstance(error, AutomodelError | OSError):
+        return error
+    # A defect ends this rank only. The launcher then ends the others, which wait in the next
+    # exchange.
+    raise error
+
+
+def while_working(
+    group: dist.ProcessGroup | None,
+    work: Callable[[], T],
+    meanwhile: Callable[[], object] = lambda: None,
+) -> T:
     """Call *work*, which may take longer than the group's timeout, and return its value when all ranks are done.
 
-    The ranks exchange their status at least every half second, so no collective waits long. An exception of *work* is
-    raised when all ranks are done, on this rank only.
+    The ranks exchange their status at least every half second, so no collective waits long. Until all are done, each
+    also calls *meanwhile* every half second, which raises nothing; a group of one rank does not. An exception of *work*
+    is raised when all ranks are done, on this rank only.
     """
     if size(group) == 1:
         return work()
@@ -118,6 +153,8 @@ def while_working(group: dist.ProcessGroup | None, work: Callable[[], T]) -> T:
         # Every rank sees the same list, so all leave the loop in the same iteration.
         while not all(gather_objects(group, done.done())):
             wait([done], timeout=pause)
+            if pause == _LAST_PAUSE_SECONDS:
+                meanwhile()
             pause = min(2 * pause, _LAST_PAUSE_SECONDS)
     return done.result()
 
@@ -142,6 +179,13 @@ def _portable(error: BaseException) -> AutomodelError:
         value="",
         hint="this is a bug: please report it with the traceback of that rank",
     )
+
+
+def _raise_reported(reports: Sequence[AutomodelError | None], error: BaseException | None) -> None:
+    """Raise the error that all ranks raise if any of them reported one. *error* is that of this rank."""
+    failed = {rank: report for rank, report in enumerate(reports) if report is not None}
+    if failed:
+        raise _combined(failed, len(reports)) from error
 
 
 def _combined(failed: Mapping[int, AutomodelError], num_ranks: int) -> AutomodelError:

@@ -1,8 +1,11 @@
 """Steps that do not end: the state of each rank, which rank the others wait for, and stacks of all threads.
 
 Ranks that wait in a collective cannot communicate through it, and the rank that serves their store may be the one that
-hangs. They exchange their states through files in a directory that all of them share: ``rank_R.txt`` has the state of
-rank R as a line of JSON, and the stacks of its threads.
+hangs. They exchange their states through files in a directory that all of them share:
+
+    rank_R.txt              the state of rank R as a line of JSON, and the stacks of its threads
+    stacks_of_rank_R.txt    of a rank that does not respond: what processes of its node found out about it
+    report.txt              the outcome
 """
 
 from __future__ import annotations
@@ -10,42 +13,37 @@ from __future__ import annotations
 import contextlib
 import errno
 import faulthandler
+import importlib
 import json
 import os
-import signal
-import socket
 import sys
-import tempfile
 import threading
-import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
 from types import FrameType
 from typing import TextIO
 
-import torch.distributed as dist
+from automodel_ckpt.distributed.process_stacks import ProcessReport
 
-DUMP_SIGNAL = signal.SIGRTMAX - 2
-"""A process that receives it writes the stacks of its threads, also while its main thread holds the interpreter."""
-SUSPENDED = "suspended"
+REPORT = "report.txt"
+_MIN_POLL_SECONDS, _MAX_POLL_SECONDS = 0.2, 15.0
 _SEQUENCE_NUMBER = "_get_sequence_number_for_group"
 _MAX_BYTES = 2**20
-_DUMP_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class RankState:
     """Where a rank is: the number of *completed* steps, its *phase*, and *seconds* since the last step ended.
 
-    *collectives* is how many collectives it has begun, by process group. *place* is the function that runs.
-    *is_overdue*: the rank itself found that the step takes too long.
+    *start* identifies the start of the run, since files of earlier ones may remain. *collectives* is how many
+    collectives it has begun, by process group. *place* is the function that runs. *is_overdue*: the rank itself found
+    that the step takes too long.
     """
 
     rank: int
-    time: float
+    start: str
     completed: int
     phase: str
     seconds: float
@@ -62,7 +60,7 @@ class RankState:
             collectives = {str(name): int(count) for name, count in state.collectives.items()}
             return cls(
                 int(state.rank),
-                float(state.time),
+                str(state.start),
                 int(state.completed),
                 str(state.phase),
                 float(state.seconds),
@@ -89,21 +87,23 @@ class Verdict:
 
 def verdict(
     states: Mapping[int, RankState],
-    num_ranks: int,
+    ranks: Iterable[int],
     notes: Mapping[int, str],
     working: Sequence[str],
+    hosts: Sequence[str] = (),
 ) -> Verdict | None:
     """Return the ranks that did not arrive at the collective in which the others wait.
 
-    *states* are those of the ranks that responded, and *notes* what is known of others. None: a rank is in a phase that
-    is not in *working*, such as a save, for which the others wait as they should.
+    *states* are those of the *ranks* that responded, and *notes* what is known of others. *hosts* are the names of the
+    nodes of all ranks. None: a rank is in a phase that is not in *working*, such as a save, for which the others wait
+    as they should.
     """
-    silent = [rank for rank in range(num_ranks) if rank not in states]
+    silent = [rank for rank in ranks if rank not in states]
     if silent:
         described = []
         for rank in silent:
             note = notes.get(rank, "does not respond: its node or process may be lost or blocked")
-            described.append(f"rank {rank} {note}")
+            described.append(f"{rank_name(rank, hosts)} {note}")
         return Verdict(silent, "; ".join(described))
     if any(state.phase not in working for state in states.values()):
         return None
@@ -112,8 +112,13 @@ def verdict(
         return Verdict(
             [], "all ranks are at the same collective: check the network and the devices"
         )
-    texts = [f"rank {rank} did not arrive: {states[rank].place}" for rank in late]
+    texts = [f"{rank_name(rank, hosts)} did not arrive: {states[rank].place}" for rank in late]
     return Verdict(late, "; ".join(texts))
+
+
+def rank_name(rank: int, hosts: Sequence[str]) -> str:
+    """Return the name of a rank for the user, with its node if *hosts*, those of all ranks, has several."""
+    return f"rank {rank} (node {hosts[rank]})" if len(set(hosts)) > 1 else f"rank {rank}"
 
 
 def _behind(states: Mapping[int, RankState]) -> list[int]:
@@ -134,22 +139,14 @@ def _behind(states: Mapping[int, RankState]) -> list[int]:
     return sorted(found)
 
 
-def stragglers(waits: Sequence[float], step_seconds: float, share: float) -> list[int]:
-    """Return the ranks that others wait for at the collective of each step.
-
-    *waits* are the mean seconds that each rank waits there: the rank that arrives last does not wait. A rank is a
-    straggler if it waits less than the median by more than a *share* of the time of a step.
-    """
-    usual = median(waits)
-    return [rank for rank, wait in enumerate(waits) if usual - wait > share * step_seconds]
-
-
 def collective_counts() -> dict[str, int]:
     """Return how many collectives this rank has begun, by the name of the process group."""
     counts = {}
     with contextlib.suppress(Exception):
+        # Not at the import: a launcher imports this module before it sets the variables that torch reads.
+        distributed = importlib.import_module("torch.distributed.distributed_c10d")
         # torch has no public function for the groups of a process.
-        for group, name in dict(dist.distributed_c10d._world.pg_names).items():
+        for group, name in dict(distributed._world.pg_names).items():
             with contextlib.suppress(RuntimeError):
                 # Its stubs lack the method.
                 counts[str(name)] = int(getattr(group, _SEQUENCE_NUMBER)())
@@ -176,50 +173,6 @@ def _is_of_library(frame: FrameType) -> bool:
 def _text_of(frame: FrameType) -> str:
     name = Path(frame.f_code.co_filename).name
     return f"{frame.f_code.co_name} ({name}:{frame.f_lineno})"
-
-
-class StackDump:
-    """Writes the stacks of this process when it receives :data:`DUMP_SIGNAL`, into an unnamed temporary file."""
-
-    def __init__(self) -> None:
-        # It is open as long as the handler is registered.
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115
-        faulthandler.register(DUMP_SIGNAL, self._file, all_threads=True)
-
-    @property
-    def address(self) -> tuple[str, int, int]:
-        """The host, the number of this process and of the file in it, by which processes of the host can read it."""
-        return socket.gethostname(), os.getpid(), self._file.fileno()
-
-    def __enter__(self) -> StackDump:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Handle the signal no more."""
-        faulthandler.unregister(DUMP_SIGNAL)
-        self._file.close()
-
-
-def stacks_of(address: tuple[str, int, int]) -> tuple[str, str]:
-    """Return the stacks of another process, and a note about it. Both are empty for a process of another host."""
-    host, process, descriptor = address
-    if host != socket.gethostname():
-        return "", ""
-    try:
-        status = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "", "has ended"
-    if status in ("T", "t"):
-        return "", f"is {SUSPENDED} (process {process})"
-    with contextlib.suppress(OSError):
-        os.kill(process, DUMP_SIGNAL)
-        time.sleep(_DUMP_SECONDS)
-        text = Path(f"/proc/{process}/fd/{descriptor}").read_text("utf-8", "replace")
-        return text[-_MAX_BYTES:], f"does not respond (process {process}), its stacks were dumped"
-    return "", ""
 
 
 def write_state(directory: Path, state: RankState) -> None:
@@ -252,15 +205,59 @@ def _written(directory: Path, name: str) -> Iterator[TextIO]:
         staged.unlink(missing_ok=True)
 
 
-def read_states(directory: Path, since: float) -> dict[int, RankState]:
-    """Return the states in *directory* that are newer than *since*, in seconds since 1970, by rank."""
+def write_note(directory: Path, rank: int, start: str, report: ProcessReport) -> None:
+    """Write ``stacks_of_rank_R.txt``: what this node found out about a rank that does not respond. Raises OSError."""
+    head = json.dumps({"rank": rank, "start": start, "note": report.note})
+    write_text(directory, f"stacks_of_rank_{rank}.txt", f"{head}\n\n{report.text}")
+
+
+def read_notes(directory: Path, start: str) -> dict[int, str]:
+    """Return the notes of :func:`write_note` in *directory* by rank; only those of this *start* of the run."""
+    notes = {}
+    for line in _first_lines(directory, "stacks_of_rank_*.txt"):
+        with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+            head = json.loads(line)
+            if head["start"] == start:
+                notes[int(head["rank"])] = str(head["note"])
+    return notes
+
+
+def read_states(directory: Path, start: str) -> dict[int, RankState]:
+    """Return the states in *directory* by rank; only those of this *start* of the run."""
     states = {}
-    for path in directory.glob("rank_*.txt"):
-        with contextlib.suppress(OSError):
-            # A pipe would block, and a link may lead elsewhere.
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            with os.fdopen(descriptor, "rb") as file:
-                state = RankState.parsed(file.readline(_MAX_BYTES).decode("utf-8", "replace"))
-            if state is not None and state.time >= since:
-                states[state.rank] = state
+    for line in _first_lines(directory, "rank_*.txt"):
+        state = RankState.parsed(line)
+        if state is not None and state.start == start:
+            states[state.rank] = state
     return states
+
+
+def newest_start(directory: Path) -> str:
+    """Return the start of the run that has written the newest state in *directory*; empty if there is none."""
+    found = []
+    for path in directory.glob("rank_*.txt"):
+        state = RankState.parsed(read_text(path).partition("\n")[0])
+        with contextlib.suppress(OSError):
+            if state is not None:
+                found.append((path.stat().st_mtime, state.start))
+    return max(found, default=(0.0, ""))[1]
+
+
+def poll_seconds(min_seconds: float) -> float:
+    """How often processes look whether a step hangs, for at least *min_seconds*, or another one has found that."""
+    return min(max(min_seconds / 20, _MIN_POLL_SECONDS), _MAX_POLL_SECONDS)
+
+
+def read_text(path: Path) -> str:
+    """Return the beginning of a file; empty if it cannot be read."""
+    with contextlib.suppress(OSError):
+        # A pipe would block, and a link may lead elsewhere.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            return file.read(_MAX_BYTES).decode("utf-8", "replace")
+    return ""
+
+
+def _first_lines(directory: Path, pattern: str) -> Iterator[str]:
+    for path in directory.glob(pattern):
+        yield read_text(path).partition("\n")[0]

@@ -81,10 +81,10 @@ def parallelize(
     """Distribute *model*: shard it in place, or wrap it (ddp). Returns this rank's model on its device.
 
     Parameters may be on the meta device: *materialise* then fills this rank's shards of them. Parameters with values
-    must be equal on every rank. fsdp2 creates a group for each decoder layer, for the embedding, and for the output
-    layer, and one for the rest, which contains tied parameters. It gathers them in the compute dtype; the other
-    strategies require :func:`compute_context`. *mesh* is the result of :func:`build_mesh`, if the caller has one.
-    Raises :class:`RecipeError` for what this model does not support.
+    must be equal on every rank. fsdp2 creates a group for each decoder layer, for an embedding and an output layer that
+    are larger than one, and a group for the rest, which contains tied parameters. It gathers them in the compute dtype;
+    the other strategies require :func:`compute_context`. *mesh* is the result of :func:`build_mesh`, if the caller has
+    one. Raises :class:`RecipeError` for what this model does not support.
     """
     strategy = choose_strategy(how.strategy, layout.sizes)
     if mesh is None and (strategy == "fsdp2" or layout.sizes.tp > 1):
@@ -163,7 +163,7 @@ def _shard(model: nn.Module, mesh: DeviceMesh, options: dict[str, Any], how: Par
     options = {**options, "mesh": mesh}
     is_trained = _is_trained(model)
     # Before anything is sharded, which changes classes.
-    embeddings, heads = untied_ends(model)
+    embeddings, heads = separate_ends(model)
     # Layers before the root: fully_shard gives the root's group all parameters that no inner group
     # has.
     for layer in untied_layers(model):
@@ -183,14 +183,18 @@ def _shard(model: nn.Module, mesh: DeviceMesh, options: dict[str, Any], how: Par
     _prefetch(model, embeddings, heads)
 
 
-def untied_ends(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """The modules of the input embedding and of the output layer that share no parameter with other modules.
+def separate_ends(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
+    """The modules of the input embedding and of the output layer that fsdp2 gathers separately.
 
-    fsdp2 gathers each separately: the largest parameters outside of the layers would otherwise stay gathered for a
-    whole step. If peft trains a copy of one of them, these are the copy and the original.
+    These are the ones larger than a decoder layer, which would otherwise stay gathered for a whole step with the rest
+    of the model. Gathering a smaller one separately saves little memory and costs two more collectives a step. A module
+    that shares a parameter with others is never separate. If peft trains a copy of one, these are the copy and the
+    original.
     """
     any_model: Any = model
-    layer_parts = {id(part) for layer in decoder_layers(model) for part in layer.modules()}
+    layers = decoder_layers(model)
+    layer_parts = {id(part) for layer in layers for part in layer.modules()}
+    size_of_layer = max(map(_num_elements, layers), default=0)
     uses_in_model = _num_uses(model)
     ends: list[list[nn.Module]] = []
     for name in ("get_input_embeddings", "get_output_embeddings"):
@@ -201,10 +205,16 @@ def untied_ends(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
             # A model of transformers that does not state its embedding.
             continue
         for module in _copies(end):
-            if id(module) not in layer_parts and _is_untied(module, uses_in_model):
+            is_large = _num_elements(module) > size_of_layer
+            if is_large and id(module) not in layer_parts and _is_untied(module, uses_in_model):
                 ends[-1].append(module)
     embeddings, heads = ends
     return embeddings, [module for module in heads if module not in embeddings]
+
+
+def _num_elements(module: nn.Module) -> int:
+    """The number of elements of all parameters of *module*, on all ranks together."""
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _copies(module: nn.Module | None) -> list[nn.Module]:
@@ -240,7 +250,7 @@ def _prefetch(model: nn.Module, embeddings: list[nn.Module], heads: list[nn.Modu
             if len(layers) and any(child in embeddings for child in children):
                 for embedding in embeddings:
                     _prefetch_after(embedding, layers[0])
-                # Of a trained copy and its original, only the copy runs.
+                # If a layer has a trained copy, only the copy runs, not the original.
                 _prefetch_after(layers[-1], heads[-1] if heads else None)
 
 
@@ -273,12 +283,15 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
     These are the modules of the classes in ``_no_split_modules``, or else the elements of the longest ModuleList.
     """
+    modules = list(model.modules())
     names = set(getattr(model, "_no_split_modules", None) or ())
-    layers = [module for module in model.modules() if type(module).__name__ in names]
+    layers = [module for module in modules if type(module).__name__ in names]
     if not layers:
-        lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+        lists = [list(module) for module in modules if isinstance(module, nn.ModuleList)]
         layers = max(lists, key=len, default=[])
-    inner = {id(part) for layer in layers for part in layer.modules() if part is not layer}
+    inner: set[int] = set()
+    for layer in layers:
+        inner.update(id(part) for part in layer.modules() if part is not layer)
     return [layer for layer in layers if id(layer) not in inner]
 
 

@@ -14,12 +14,14 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Protocol
+from datetime import timedelta
+from typing import Any, Protocol
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
@@ -40,6 +42,8 @@ endpoint is HOST:PORT; port 0 selects a free port on a single node.
 JOIN_SECONDS = 600.0
 """How long nodes wait for each other; torch's default for its rendezvous is the same."""
 POLL_SECONDS = 0.1
+EXIT_POLL_SECONDS = 0.25
+CLOSED_KEY = "closed"
 SILENT_SECONDS = 15.0
 """How long a launcher waits for a response of the node that hosts the rendezvous."""
 
@@ -53,8 +57,26 @@ class Host(Protocol):
     def waiting(self) -> AbstractContextManager[None]:
         """A context that is entered while the host of the rendezvous cannot be reached."""
 
+    def poll(self) -> None:
+        """Called several times per second while ranks run."""
+
     def joining_nodes(self) -> None:
         """Called when nodes wait to join a running job, before its ranks are stopped for them."""
+
+    def lost_connection(self) -> None:
+        """Called when the host of the rendezvous does not answer any more, before the agent stops the ranks."""
+
+    def can_rejoin(self) -> bool:
+        """Whether another agent of this launcher may join the other nodes after this one has lost them."""
+
+    def starts_again(self) -> bool:
+        """Whether the ranks of this node, which have ended, start again when those of other nodes have failed."""
+
+    def leave(self, handler: RendezvousHandler) -> bool:
+        """Called when the agent ends. Shuts the handler down, or keeps it for :meth:`kept`."""
+
+    def kept(self) -> RendezvousHandler | None:
+        """Return the handler of an earlier agent of this launcher, which still has its connection."""
 
 
 class MasterRendezvous(RendezvousHandler):
@@ -118,34 +140,100 @@ class MasterRendezvous(RendezvousHandler):
         return self._run_id
 
     def is_closed(self) -> bool:
-        return False
+        return self._store is not None and bool(self._store.check([CLOSED_KEY]))
 
     def set_closed(self) -> None:
-        return None
+        if self._store is not None:
+            self._store.set(CLOSED_KEY, "1")
 
     def num_nodes_waiting(self) -> int:
         return 0
 
     def shutdown(self) -> bool:
+        # The base class of torch's store and network errors: node 0, which serves the store, may have ended.
+        with contextlib.suppress(RuntimeError):
+            self.set_closed()
         self._store = None
         return True
 
 
+class OtherNodesStartAgain(BaseException):
+    """The ranks of this node have ended, and those of another node have failed and start again.
+
+    It is not an Exception: the agent logs those in its exit barrier, and ends with the results of the ranks.
+    """
+
+
+class AgentStore:
+    """The agents' *store*, with an exit barrier that ends when another node needs this one, or has left the run.
+
+    In that barrier, torch's agent waits for the other nodes after its ranks have ended, up to 300 seconds. It serves
+    the store, or could join a new rendezvous, but looks at neither. *check_others* is called repeatedly; it returns
+    whether no other node is left to wait for, and may raise. All other methods are those of *store*.
+    """
+
+    def __init__(self, store: Store, check_others: Callable[[], bool]) -> None:
+        self._store = store
+        self._check_others = check_others
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def wait(self, keys: list[str]) -> None:
+        """Wait for *keys*. Only the exit barrier calls it. Raises TimeoutError after the timeout of the store."""
+        timeout: timedelta = self._store.timeout  # type: ignore[attr-defined]
+        end = time.monotonic() + timeout.total_seconds()
+        while not (self._store.check(keys) or self._check_others()):
+            if time.monotonic() > end:
+                raise TimeoutError("other nodes have not ended")
+            time.sleep(EXIT_POLL_SECONDS)
+
+
 class HostedRendezvous(RendezvousHandler):
-    """Wraps another rendezvous to notify the launcher of its waits and of joining nodes."""
+    """Wraps another rendezvous to notify the launcher of its waits, of joining nodes, and of a lost connection."""
 
     def __init__(self, inner: RendezvousHandler, host: Host) -> None:
         self._inner, self._host = inner, host
+        self._is_connected = True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        with self._host.meeting():
-            return self._inner.next_rendezvous()
+        with self._host.meeting(), self._noticing_loss():
+            info = self._inner.next_rendezvous()
+        store: Any = AgentStore(info.store, self._check_others)
+        address: Any = info.bootstrap_store_info
+        return RendezvousInfo(store, info.rank, info.world_size, address)
+
+    def _check_others(self) -> bool:
+        """Return whether another node has closed the rendezvous, which this one, whose ranks have ended, waits in.
+
+        Raises :class:`OtherNodesStartAgain` if one waits for a new rendezvous, unless this one takes no part in it.
+        """
+        if self._inner.is_closed():
+            return True
+        if self._inner.num_nodes_waiting() == 0:
+            return False
+        if not self._host.starts_again():
+            return True
+        self._host.joining_nodes()
+        raise OtherNodesStartAgain
 
     def num_nodes_waiting(self) -> int:
-        waiting: int = self._inner.num_nodes_waiting()
+        # The agent calls this method again and again while ranks run.
+        self._host.poll()
+        with self._noticing_loss():
+            waiting: int = self._inner.num_nodes_waiting()
         if waiting > 0:
             self._host.joining_nodes()
         return waiting
+
+    @contextlib.contextmanager
+    def _noticing_loss(self) -> Iterator[None]:
+        try:
+            yield
+        except RendezvousConnectionError:
+            self._is_connected = False
+            self._host.lost_connection()
+            raise
 
     @property
     def use_agent_store(self) -> bool:
@@ -164,7 +252,12 @@ class HostedRendezvous(RendezvousHandler):
         self._inner.set_closed()  # type: ignore[no-untyped-call]
 
     def shutdown(self) -> bool:
-        return bool(self._inner.shutdown())
+        if self._is_connected or not self._host.can_rejoin():
+            return self._host.leave(self._inner)
+        # Not closed: if the connection works again, that would end the run of the others. A thread that is left would
+        # run while ranks are forked.
+        self._inner._stop_heartbeats()  # type: ignore[attr-defined]
+        return False
 
 
 def register_rendezvous() -> None:
@@ -204,6 +297,9 @@ def _create(parameters: RendezvousParameters) -> RendezvousHandler:
     if node_rank is not None:
         master = MasterRendezvous((name, port), parameters.run_id, node_rank, parameters.max_nodes)
         return HostedRendezvous(master, host)
+    kept = host.kept()
+    if kept is not None:
+        return HostedRendezvous(kept, host)
     if not is_own_address(name):
         with host.waiting():
             # torch's c10d gives up after a minute if its host has not started.

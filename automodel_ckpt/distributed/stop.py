@@ -10,6 +10,7 @@ rank does not see a signal that only another rank received: :class:`PeerStop` tr
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import sys
@@ -24,6 +25,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 """The default signals that request a stop (``step_scheduler.stop_signals``)."""
 SAME_SIGNAL_SECONDS = 1.0
 """Signals within this time are one request: one Ctrl-C reaches a rank from the terminal and from the launcher."""
+WAIT_END_SECONDS = 5.0
+"""How long a wait after a save may go on after the signal that ends it. The next signal ends the process."""
 # By default the kernel ignores SIGURG, so that it does no harm before a handler is installed.
 WAKE = signal.SIGURG
 """The signal that a thread sends to interrupt a wait of the main thread. A SIGURG of other programs has no effect."""
@@ -67,8 +70,12 @@ class StopRequest:
     a_peer_died: Callable[[], bool] = staticmethod(lambda: False)
     """Whether another rank has died, so that a signal comes from the launcher, which ends the other ranks, and is not
     reported to the user."""
+    is_restart: Callable[[], bool] = staticmethod(lambda: False)
+    """Whether the launcher stops the ranks to start them again, so that they must not wait for anything."""
     exit_code: int = 0
     """The exit code of the process after it has saved."""
+    grace_seconds: float = math.inf
+    """How long the launcher waits from a signal to the end of this process before it kills it, if that is known."""
 
     def __init__(self) -> None:
         self._first_at = 0.0
@@ -77,6 +84,8 @@ class StopRequest:
         self._is_acknowledged = False
         self._catches_unraisable = False
         self._leave: Callable[[int], None] | None = None
+        self._ends_wait: threading.Event | None = None
+        self._wait_ended_at = 0.0
 
     def install(self) -> None:
         """Handle :attr:`signals` from now on. Main thread only. Calling it again has no effect."""
@@ -107,6 +116,25 @@ class StopRequest:
         self.elsewhere = self.interrupted = self.finished = False
         self._first_at = 0.0
         self._is_acknowledged = False
+        self.grace_seconds = math.inf
+
+    @property
+    def seconds_since_request(self) -> float:
+        """The seconds since this process received the first signal; 0 if it received none."""
+        return time.monotonic() - self._first_at if self._first_at else 0.0
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[threading.Event]:
+        """A context for a wait after a save. A second signal sets the event instead of ending the process.
+
+        If the process is still in the context WAIT_END_SECONDS later, because another rank has died or the store
+        hangs, a further signal ends it.
+        """
+        self._ends_wait = threading.Event()
+        try:
+            yield self._ends_wait
+        finally:
+            self._ends_wait = None
 
     @property
     def wanted(self) -> bool:
@@ -203,6 +231,15 @@ class StopRequest:
             self._first_arrived(number)
         if is_first or time.monotonic() - self._first_at < SAME_SIGNAL_SECONDS:
             return
+        ends_wait = self._ends_wait
+        if ends_wait is not None:
+            now = time.monotonic()
+            if not ends_wait.is_set():
+                self._wait_ended_at = now
+                ends_wait.set()
+            # The terminal and the launcher may both send the same signal.
+            if now - self._wait_ended_at < WAIT_END_SECONDS:
+                return
         try:
             if self.at_once is not None:
                 self.at_once(number)

@@ -224,7 +224,28 @@ def _plan_for_base(model: nn.Module, given: Plan | None, tp_size: int) -> dict[s
     styles = {}
     for name, style in found.items():
         styles[name] = _STYLES[style]() if isinstance(style, str) else style
+    for name in _activations(model, found):
+        # Without it, each rank would train the parameters with the gradients of its own columns.
+        styles.setdefault(name, Replicated(partial=True))
     return styles
+
+
+def _activations(model: nn.Module, found: Plan) -> Iterator[str]:
+    """The names of activation functions with parameters (xIELU of Apertus) that see a rank's columns only.
+
+    transformers' plans leave them out.
+    """
+    cut = {name.rpartition(".")[0] for name, style in found.items() if _is_colwise(style)}
+    for name, module in model.named_modules():
+        parent, _, own_name = name.rpartition(".")
+        is_activation = own_name in ("act_fn", "act", "activation_fn")
+        if is_activation and parent in cut and _own_parameters([module]):
+            yield name
+
+
+def _is_colwise(style: str | ParallelStyle) -> bool:
+    """Whether a layer of this style returns a rank's columns."""
+    return style == "colwise" or isinstance(style, ColwiseParallel)
 
 
 def _first_of(names: Sequence[str]) -> str:
@@ -260,8 +281,13 @@ def _unmatched(given: Plan, model: nn.Module) -> Iterator[Problem]:
 
 def _experts(model: nn.Module, found: Plan, of_parameters: Plan) -> list[str]:
     """Modules and parameters with a style that are experts: several matrices in one parameter [experts, out, in]."""
-    stacked = {name for name, parameter in model.named_parameters() if parameter.dim() == 3}
-    modules = {name.rpartition(".")[0] for name in stacked}
+    stacked = set()
+    modules = set()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 3:
+            module, _, _ = name.rpartition(".")
+            stacked.add(name)
+            modules.add(module)
     in_modules = [name for name in found if name in modules]
     in_parameters = [name for name in of_parameters if name in stacked]
     return in_modules + in_parameters

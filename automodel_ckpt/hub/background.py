@@ -9,7 +9,7 @@ from pathlib import Path
 from automodel_ckpt.checkpoint import commit, layout
 from automodel_ckpt.checkpoint.remote.child_process import Child, Status
 from automodel_ckpt.checkpoint.remote.pending import clear_links, link, pending, step_of, unlink
-from automodel_ckpt.config.hub import HubConfig
+from automodel_ckpt.config.sections.hub import HubConfig
 from automodel_ckpt.errors import RecipeError, SaveFailed
 from automodel_ckpt.hub.client import has_token
 from automodel_ckpt.hub.job import LINK, LOCK, STATUS, Job

@@ -113,7 +113,8 @@ def _exported(checkpoint: Path, log: Log) -> Iterator[Path]:
     from automodel_ckpt.checkpoint.export.consolidate import consolidate
 
     run = checkpoint.parent
-    # A start of the run removes such a directory that a killed process left.
+    # What a killed process left. A start of the run removes it, too.
+    commit.remove_abandoned_exports(run)
     staging = run / layout.staging_name(layout.HUB_EXPORT, owner_digits(run))
     os.mkdir(staging)
     try:

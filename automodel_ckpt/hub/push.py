@@ -7,17 +7,22 @@ upload transferred are not transferred again.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.hub.address import MAIN, HubAddress
-from automodel_ckpt.hub.client import HubError, client, has_token, missing_token, reporting
+from automodel_ckpt.hub.client import (
+    HubError,
+    client,
+    has_token,
+    missing_token,
+    read_file,
+    reporting,
+)
 from automodel_ckpt.hub.listing import Content, Listed, differences, listed, size_of
 
 NUM_THREADS = 5
@@ -47,8 +52,9 @@ def push(
 ) -> Pushed:
     """Upload *files* (local files or contents, by path in the repository) to a branch, and check them there.
 
-    A repository or branch that does not exist is created, the repository *private*. Files of the model that the branch
-    had before are removed by the same commit; others are kept.
+    A repository or branch that does not exist is created, the repository *private*. A new branch begins with the first
+    commit of the repository: from the main branch, it would show another model until the commit. Files of the model
+    that the branch had before are removed by the same commit; others are kept.
 
     Raises:
         HubError: if the Hub fails or rejects the upload, or has other files than those that were uploaded.
@@ -68,13 +74,11 @@ def push(
             hint="to publish the model: --public (in a recipe, hub.private: false)",
         )
     with reporting(address, "the upload"):
-        if address.branch != MAIN:
-            api.create_branch(address.repo, branch=address.branch, exist_ok=True)
-        before = listed(api, address.repo, address.branch)
+        before = _listed_or_created(api, address)
         head = str(api.repo_info(address.repo, revision=address.branch).sha)
         if not differences(files, before):
             return Pushed(address, head, 0, True)
-        obsolete = _obsolete(api, address.repo, head, before, files)
+        obsolete = _obsolete(address.repo, head, before, files)
         commit = _commit(api, address, files, obsolete, message, head, num_threads)
         problems = differences(files, listed(api, address.repo, commit))
     if problems:
@@ -114,8 +118,21 @@ def _commit(
     return str(done.oid)
 
 
+def _listed_or_created(api: Any, address: HubAddress) -> dict[str, Listed]:
+    """List the files of a branch, which is created if necessary. Raises the library's exceptions."""
+    from huggingface_hub.errors import RevisionNotFoundError
+
+    try:
+        return listed(api, address.repo, address.branch)
+    except RevisionNotFoundError:
+        if address.branch == MAIN:
+            raise
+    first = api.list_repo_commits(address.repo)[-1].commit_id
+    api.create_branch(address.repo, branch=address.branch, revision=first, exist_ok=True)
+    return listed(api, address.repo, address.branch)
+
+
 def _obsolete(
-    api: Any,
     repo: str,
     head: str,
     before: Mapping[str, Listed],
@@ -124,11 +141,10 @@ def _obsolete(
     """List the files of the model that the branch has now, and that are not uploaded again."""
     if layout.EXPORT_MANIFEST not in before:
         return []
-    with tempfile.TemporaryDirectory(prefix="ckpt-") as directory:
-        path = api.hf_hub_download(repo, layout.EXPORT_MANIFEST, revision=head, local_dir=directory)
-        try:
-            listed = list(parse_json(Path(path).read_bytes())["files"])
-        except (OSError, ValueError, KeyError, TypeError):
-            # Somebody else's: then nothing is removed.
-            return []
-    return sorted(({*listed, CURVES} & before.keys()) - files.keys())
+    data = read_file(repo, layout.EXPORT_MANIFEST, head)
+    try:
+        names = list(parse_json(data)["files"])
+    except (ValueError, KeyError, TypeError):
+        # Somebody else's: then nothing is removed.
+        return []
+    return sorted(({*names, CURVES} & before.keys()) - files.keys())

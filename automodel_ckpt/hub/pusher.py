@@ -25,7 +25,6 @@ from automodel_ckpt.hub.job import LINK, LOCK, STATUS, Job
 from automodel_ckpt.hub.push import push
 
 _MIB = 1 << 20
-_NICENESS = 10
 _ATTEMPTS_AT_END = 3
 """How often a rejected upload is tried after the run has ended: another attempt would be rejected, too."""
 _EXPORT_SECONDS = 60.0
@@ -160,7 +159,6 @@ def main(arguments: list[str]) -> int:
     from huggingface_hub import utils
 
     library: Any = utils
-    os.nice(_NICENESS)
     library.disable_progress_bars()
     root = Path(arguments[0])
     return serve(root, LOCK, lambda job: Pusher(root, Job(**job)))

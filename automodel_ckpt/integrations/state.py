@@ -31,7 +31,7 @@ class DeferredRandomState:
         self._loaded = state
 
     def derive(self, step: int) -> None:
-        """Let :meth:`restore` seed the generators for a run that goes on after *step* on other ranks."""
+        """Let :meth:`restore` seed the generators for a run that continues after *step* on other ranks."""
         self._derive_after = step
 
     def restore(self) -> None:

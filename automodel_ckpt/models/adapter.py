@@ -213,21 +213,28 @@ def find_modules(
         patterns = [patterns]
     found: set[str] = set()
     experts = _mistaken_for_experts(model, adaptable)
+    not_linear = _not_linear(model, adaptable)
+    lost = _lost_by_peft(model, adaptable)
     if ALL_LINEAR in patterns:
         found |= _all_linear(model, adaptable) - _within(saved, adaptable)
-        if omitted := sorted(found & experts - set(excluded)):
-            names = ", ".join(_leaves(omitted))
-            log.warning(
-                "peft treats layers with these names as experts, so they get no adapter: %s", names
-            )
         # peft would adapt the fused experts instead, and the saved adapter would give other outputs
         # in peft.
-        found -= experts
+        reasons = {
+            "peft treats layers with these names as experts, so they get no adapter": experts,
+            "peft does not support adapters on these layers of this model": _rejected_by_peft(
+                model, found - experts
+            ),
+            "these layers do not return what a linear layer does, so they get no adapter": not_linear,
+            "peft cannot load adapters of these layers, so they get none": lost,
+        }
+        for reason, names in reasons.items():
+            if omitted := sorted(found & names - set(excluded)):
+                log.warning("%s: %s", reason, ", ".join(_leaves(omitted)))
+            found -= names
     named = [pattern for pattern in patterns if pattern != ALL_LINEAR]
     found |= set(_matching(named, adaptable, modules, "peft.target_modules", problems))
     found -= {*excluded, *_within(head, adaptable)}
-    if wrong := sorted(found & experts):
-        problems.append(_expert_problem(wrong))
+    problems += _unsuited_problems(found, experts, not_linear, lost)
     if both := sorted(found & _within(saved, adaptable)):
         what = "these modules would be both fully trained and adapted"
         hint = "list them in only one of the two settings"
@@ -364,9 +371,100 @@ def _mistaken_for_experts(model: Any, adaptable: Iterable[str]) -> set[str]:
     return {name for name in adaptable if name.rpartition(".")[2] in experts}
 
 
-def _expert_problem(names: Sequence[str]) -> Problem:
-    what = "peft treats layers with these names as experts, and would adapt the experts instead"
-    return Problem(what, "peft.target_modules", names[:5], "select other layers, or use all-linear")
+def _rejected_by_peft(model: Any, names: Iterable[str]) -> set[str]:
+    """The *names* of layers that peft rejects in models of this type, such as those whose kernels read the weight."""
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
+
+    def is_rejected(leaf: str) -> bool:
+        try:
+            _check_lora_target_modules_mamba(LoraConfig(), model, leaf)
+        except ValueError:
+            return True
+        return False
+
+    candidates = set(names)
+    rejected = {leaf for leaf in _leaves(candidates) if is_rejected(leaf)}
+    return {name for name in candidates if name.rpartition(".")[2] in rejected}
+
+
+def _lost_by_peft(model: nn.Module, names: Iterable[str]) -> set[str]:
+    """The *names* of layers whose adapters peft saves, and ignores when it loads them, with a warning.
+
+    peft applies the renamings that transformers has for old weights to adapters, too, and some rename the present name
+    of a layer (peft 0.21: shared_experts of Laguna).
+    """
+    from peft import LoraConfig
+
+    try:
+        from peft.utils.transformers_weight_conversion import (
+            convert_peft_adapter_state_dict_for_transformers as loaded_state,
+        )
+    except ImportError:  # a version of peft that renames nothing
+        return set()
+    keys = {f"base_model.model.{name}.lora_A.weight": name for name in names}
+    # Only the names matter. Adapters on the meta device take no memory.
+    state = {key: torch.empty(1, 1, device="meta") for key in keys}
+    config: Any = LoraConfig(target_modules=list(keys.values()))
+    loaded = loaded_state(model, config, state, ADAPTER_NAME)
+    found = {key.replace(f".{ADAPTER_NAME}.", ".") for key in loaded}
+    return {name for key, name in keys.items() if key not in found}
+
+
+def _not_linear(model: nn.Module, adaptable: Mapping[str, nn.Module]) -> set[str]:
+    """The names of layers that the model's code derives from ``nn.Linear``, but that compute something else.
+
+    Examples are routers that return scores and indices, and block-diagonal projections. peft adds the output of an
+    adapter to what such a layer returns, and the forward pass fails.
+    """
+    found = set()
+    for name, layer in adaptable.items():
+        # Classes of other packages, such as quantized layers, have adapters of their own in peft.
+        is_own_class = type(layer).__module__ == type(model).__module__
+        if isinstance(layer, nn.Linear) and is_own_class and not _maps_rows(layer):
+            found.add(name)
+    return found
+
+
+def _maps_rows(layer: nn.Linear) -> bool:
+    """Whether *layer* maps rows of ``in_features`` values to a tensor with rows of ``out_features`` values."""
+    if type(layer).forward is nn.Linear.forward:
+        return True
+    # On the meta device, nothing is computed and no random numbers are drawn.
+    state = [*layer.named_parameters(), *layer.named_buffers()]
+    tensors = {name: torch.empty_like(tensor, device="meta") for name, tensor in state}
+    rows = torch.empty(2, 3, layer.in_features, dtype=layer.weight.dtype, device="meta")
+    try:
+        with torch.no_grad():
+            output = torch.func.functional_call(layer, tensors, (rows,))
+    except (RuntimeError, ValueError, TypeError, IndexError):
+        return False
+    return isinstance(output, torch.Tensor) and output.shape == (2, 3, layer.out_features)
+
+
+def _unsuited_problems(
+    found: set[str], experts: set[str], not_linear: set[str], lost: set[str]
+) -> list[Problem]:
+    """The problems of the layers *found* that were selected by name and can have no adapter."""
+    leave_out = "leave them out: peft.exclude_modules"
+    causes = [
+        (
+            "peft treats layers with these names as experts, and would adapt the experts instead",
+            experts,
+            "select other layers, or use all-linear",
+        ),
+        (
+            "these layers do not return what a linear layer does, so they can have no adapter",
+            not_linear,
+            leave_out,
+        ),
+        ("peft saves adapters of these layers, and cannot load them", lost, leave_out),
+    ]
+    problems = []
+    for what, names, hint in causes:
+        if wrong := sorted(found & names):
+            problems.append(Problem(what, "peft.target_modules", wrong[:5], hint))
+    return problems
 
 
 def did_you_mean(pattern: str, wanted: Mapping[str, nn.Module]) -> str:

@@ -379,7 +379,9 @@ def attention_by_pairs(
         scores = request.softcap * torch.tanh(scores / request.softcap)
     scores = scores.masked_fill(~mask, -math.inf)
     if sinks is not None:
+        # A sink takes part in the softmax as a key without a value.
         column = sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, column], dim=3)
-    weights = scores.softmax(dim=3)[..., : key.shape[2]]
+    num_keys = key.shape[2]
+    weights = scores.softmax(dim=3)[..., :num_keys]
     return (weights @ value).transpose(1, 2)

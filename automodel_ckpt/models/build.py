@@ -12,6 +12,7 @@ import logging
 import os
 import pickle
 import re
+import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,12 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.nn.parameter import is_lazy
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
@@ -136,7 +139,7 @@ def _read_config(
     auto_class: Any,
 ) -> PreTrainedConfig:
     require_local(name, where)
-    check_revision(name, repository)
+    check_revision(name, repository.revision)
     config, content = _config_of(name, where, repository)
     if overrides:
         merged = merged_config(content, config, overrides)
@@ -266,6 +269,7 @@ def check_task(config: PreTrainedConfig, auto_class: Any) -> None:
     mapping = getattr(auto_class, "_model_mapping", None)
     remote_classes = getattr(config, "auto_map", None) or {}
     if mapping is None or type(config) in mapping or auto_class.__name__ in remote_classes:
+        _check_causality(config, auto_class)
         return
     architectures = getattr(config, "architectures", None) or ()
     listed = ", ".join(architectures) or "no class listed in its config"
@@ -276,6 +280,48 @@ def check_task(config: PreTrainedConfig, auto_class: Any) -> None:
         hint="name a causal language model, or for a vision-language model recipe: vlm_finetune; encoders and "
         "encoder-decoders need a recipe of your own",
     )
+
+
+def _check_causality(config: PreTrainedConfig, auto_class: Any) -> None:
+    """Raise :class:`RecipeError` for an encoder such as BERT, which sees the tokens that it would learn to predict."""
+    setting = _setting_of_encoder(config.get_text_config())
+    if auto_class is not AutoModelForCausalLM or setting is None:
+        return
+    name, value, causal = setting
+    hint = "name a causal language model; recipe: sequence_classification and recipe: embedding train encoders"
+    if causal:
+        override = f"model.config_overrides: {{{name}: {causal}}}"
+        hint += f"; or let tokens see only earlier ones with {override}"
+    raise RecipeError(
+        "this model is an encoder: each token sees the later ones, which it would learn to predict",
+        where="model",
+        value=f"a {config.model_type} model with {name}: {value}",
+        hint=hint,
+    )
+
+
+def _setting_of_encoder(config: PreTrainedConfig) -> tuple[str, str, str] | None:
+    """Return the setting that lets tokens see later ones, or None if the model is causal.
+
+    The setting is its name, its value, and the value with which the model is causal. That one is empty if the model
+    would differ in more than that.
+    """
+    # Some decoders have an is_decoder of False too, but no class for masked tokens.
+    is_encoder = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not config.is_encoder_decoder
+    if is_encoder and not getattr(config, "is_decoder", True):
+        return "is_decoder", "false", "true"
+    # XLM and FlauBERT.
+    if is_encoder and not getattr(config, "causal", True):
+        return "causal", "false", "true"
+    # Gemma, as in EmbeddingGemma; "vision" concerns the tokens of an image only. Its config has already halved the
+    # sliding window when overrides are applied.
+    bidirectional = getattr(config, "use_bidirectional_attention", None)
+    if bidirectional in (True, "all"):
+        return "use_bidirectional_attention", str(bidirectional).lower(), ""
+    # transformers' masks follow it for any model.
+    if getattr(config, "is_causal", True) is False:
+        return "is_causal", "false", "true"
+    return None
 
 
 def check_attention(model: nn.Module, device: torch.device) -> None:
@@ -405,6 +451,8 @@ def _build_errors(from_pretrained: str | None, attn_implementation: str | None) 
         hint = "correct the model section; weights are read from *.safetensors beside config.json"
         if attn_implementation is not None and "flash" in str(error).lower():
             hint = "install what it needs, or set model.attn_implementation to sdpa or eager, or leave it out"
+        elif attn_implementation is not None and "attention implementation" in str(error).lower():
+            hint = "leave model.attn_implementation out: transformers then chooses one that the model supports"
         value = first_line(error, 3)
         raise RecipeError(
             "the model cannot be built", where="model", value=value, hint=hint
@@ -438,8 +486,7 @@ def _read_model(
     auto_class: Any, name: str, options: Mapping[str, Any]
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Read the model, and return it with the arguments of :meth:`Verdict.of_differences`."""
-    # transformers logs a table of differences, which are reported by name later.
-    with _quiet("transformers.modeling_utils"):
+    with _quiet(*_NOISY), _bars_on_terminals_only():
         model, info = auto_class.from_pretrained(name, output_loading_info=True, **options)
     misshapen = {fqn: (tuple(there), tuple(here)) for fqn, there, here in info["mismatched_keys"]}
     missing = set(info["missing_keys"]) - misshapen.keys()
@@ -450,15 +497,39 @@ def _read_model(
     }
 
 
+_NOISY = (
+    # A table of differences, which are reported by name later.
+    "transformers.modeling_utils",
+    # Layers that its own tensor parallelism would not shard; the second name is that of versions before 5.23.
+    "transformers.distributed.tensor_parallel",
+    "transformers.integrations.tensor_parallel",
+)
+
+
 @contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    logger = logging.getLogger(name)
-    before = logger.level
-    logger.setLevel(logging.ERROR)
+def _quiet(*names: str) -> Iterator[None]:
+    levels = {name: logging.getLogger(name).level for name in names}
+    for name in names:
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+
+
+@contextmanager
+def _bars_on_terminals_only() -> Iterator[None]:
+    """Hide the progress bars of transformers if standard error is not a terminal: a file would get each state."""
+    library: Any = transformers.utils.logging
+    if sys.stderr.isatty() or not library.is_progress_bar_enabled():
+        yield
+        return
+    library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        library.enable_progress_bar()
 
 
 def freeze(model: nn.Module, patterns: Sequence[str], if_present: Sequence[str] = ()) -> int:

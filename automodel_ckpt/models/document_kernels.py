@@ -37,7 +37,7 @@ _BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a layer asks of attention, besides its tensors. Counts are those of this rank."""
+    """What a layer requests of attention, besides its tensors. Counts are those of this rank."""
 
     device_type: str
     dtype: torch.dtype

@@ -3,7 +3,7 @@
 Counted is what the mathematics of a step needs, as in the model FLOPs utilization of PaLM (Chowdhery et al., 2022,
 appendix B): a product of [n, k] and [k, m] is 2 n k m. Activations that are computed again in the backward pass do not
 count. Attention is counted per document, over all pairs of its positions although half of them are masked. A query of
-a layer with a sliding window has at most as many keys as the window. Of a mixture, the experts that a token is routed
+a layer with a sliding window has at most as many keys as the window. In a mixture, the experts that a token is routed
 to count. Layers of multi-token prediction count once per depth, and the output layer once more per depth, for all
 labels: that a depth has a few labels less is not considered.
 

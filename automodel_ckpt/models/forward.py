@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedConfig
 
 
@@ -19,12 +20,15 @@ def attention_of(model: nn.Module) -> str:
 
 
 def forward_parameters(model: nn.Module) -> Mapping[str, inspect.Parameter]:
-    """The parameters of the model's forward; those of the base if the model has adapters, which pass everything on."""
+    """The parameters of the model's forward; those of the base if adapters or ddp wrap it, which pass everything on."""
     return inspect.signature(model_without_adapters(model).forward).parameters
 
 
 def model_without_adapters(model: nn.Module) -> Any:
-    """The base that peft's adapters wrap; *model* itself if it has none."""
+    """The base that peft's adapters and ``DistributedDataParallel`` wrap; *model* itself if neither does."""
+    if isinstance(model, DistributedDataParallel):
+        # Its forward takes any arguments, whatever those of the model are.
+        model = model.module
     get_base_model: Any = getattr(model, "get_base_model", None)
     if get_base_model is None:
         return model
@@ -32,7 +36,7 @@ def model_without_adapters(model: nn.Module) -> Any:
 
 
 def accepts_use_cache(model: nn.Module) -> bool:
-    """Whether the model's forward takes ``use_cache``, or passes it to a text model with a setting of this name."""
+    """Whether the model's forward takes ``use_cache``, or passes it to a model inside that takes it."""
     parameters = forward_parameters(model)
     if "use_cache" in parameters:
         return True
@@ -40,6 +44,15 @@ def accepts_use_cache(model: nn.Module) -> bool:
     config = getattr(model, "config", None)
     if not passes_on or not isinstance(config, PreTrainedConfig):
         return False
+    if config.is_encoder_decoder:
+        # T5Gemma's classifier passes use_cache itself, and fails if it gets another one.
+        return False
+    # Granite's mixtures of experts: only the forward of the model without the output layer names it.
+    # The user's own module may have a config, and no base model.
+    outer = model_without_adapters(model)
+    inner = getattr(outer, "base_model", outer)
+    if "use_cache" in inspect.signature(inner.forward).parameters:
+        return True
     # Vision-language models such as LLaVA: only the text model's forward names it.
     return config.get_text_config() is not config and hasattr(config.get_text_config(), "use_cache")
 

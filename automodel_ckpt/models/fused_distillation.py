@@ -316,7 +316,7 @@ class Distillation:
             logits = transform(logits)
             slope = transform.slope(logits)
         num_columns = self.targets.num_columns
-        # None is the end of the slice, and stands for all columns.
+        # None as the end of the slice means all columns.
         student = log_softmax_(logits[:, :num_columns] / weights.temperature, part)
         log_probs = log_softmax_(logits, part)
         where = _Columns.of(labels.unsqueeze(1), logits.shape[1], part)

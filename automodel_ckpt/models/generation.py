@@ -109,15 +109,22 @@ def generate(
 ) -> Completion:
     """Generate one completion with ``model.generate``. *on_text* gets the text in parts while it is generated.
 
-    With *synced*, all ranks make as many forward passes as the rank that needs the most.
+    The prompt and the completion have at most as many tokens as the model's context. With *synced*, all ranks make as
+    many forward passes as the rank that needs the most.
     """
     tokenizer = getattr(preprocessor, "tokenizer", preprocessor)
     started = time.perf_counter()
     streamer = _Callback(tokenizer, on_text) if on_text is not None else None
     num_prompt_tokens = inputs["input_ids"].shape[1]
+    arguments = sampling.arguments()
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(context, int):
+        # Beyond it, learned positions are an error, and others are of low quality.
+        left = max(1, context - num_prompt_tokens)
+        arguments["max_new_tokens"] = min(sampling.max_new_tokens, left)
     output = model.generate(
         **inputs,
-        **sampling.arguments(),
+        **arguments,
         streamer=streamer,
         pad_token_id=_padding(model, tokenizer),
         synced_gpus=synced,

@@ -95,8 +95,10 @@ class _Markers:
         Raises ValueError if *value* is not a slice of one row of one marker.
         """
         numbers = value.flatten()
+        # The numbers of all markers are different, so the first one identifies the marker.
         index = bisect_right(self._starts, int(numbers[0])) - 1
-        name, start = self._names[index], self._starts[index]
+        name = self._names[index]
+        start = self._starts[index]
         marker = self.tensors[name]
         if torch.equal(value, marker):
             return name, None
@@ -105,11 +107,11 @@ class _Markers:
         in_marker = tuple(slice(low, high + 1) for low, high in zip(first, last, strict=True))
         if marker.dim() < 2 or not torch.equal(value, marker[row][in_marker]):
             raise ValueError(f"{name} is not only split row by row")
+        row_shape = self.shapes[name][1:]
         in_tensor = []
-        extents = zip(self.shapes[name][1:], marker.shape[1:], strict=True)
-        for part, (extent, small) in zip(in_marker, extents, strict=True):
+        for part, extent, marker_extent in zip(in_marker, row_shape, marker.shape[1:], strict=True):
             # Exact, because the extent of a marker divides that of its tensor.
-            factor = extent // small
+            factor = extent // marker_extent
             in_tensor.append(slice(part.start * factor, part.stop * factor))
         return name, (row, tuple(in_tensor))
 

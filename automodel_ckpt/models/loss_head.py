@@ -101,7 +101,7 @@ class ComputesLoss:
 
     def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [n, V] of *hidden* [n, H] in a new tensor, with what the model does to them, outside of its forward
-        pass. Of a layer that ranks share, the columns of this rank. The weights have to be gathered."""
+        pass. If ranks share the layer, these are the columns of this rank. The weights have to be gathered."""
         raise NotImplementedError
 
 

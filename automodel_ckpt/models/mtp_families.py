@@ -166,7 +166,7 @@ def plan_mtp(
     wanted = num_depths or in_files
     if wanted > MOST_DEPTHS:
         raise RecipeError(
-            "so many further tokens are not supported",
+            "the model cannot predict this many further tokens",
             where=f"{WHERE}.num_depths",
             value=wanted,
             hint=f"set it to {MOST_DEPTHS} or less",

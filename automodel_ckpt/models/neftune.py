@@ -35,13 +35,15 @@ class EmbeddingNoise:
     def _add_noise(self, module: nn.Module, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
         if not module.training:
             return output
+        rows = output.shape[:2]
         length, size = output.shape[-2:]
-        lengths = torch.full(output.shape[:2], float(length), device=output.device)
-        if self._lengths is not None and self._lengths.shape == output.shape[:2]:
+        if self._lengths is not None and self._lengths.shape == rows:
             lengths = self._lengths.to(output.device)
-        largest = self.alpha / torch.sqrt(lengths * size).unsqueeze(-1)
+        else:
+            lengths = torch.full(rows, float(length), device=output.device)
+        largest = self.alpha / torch.sqrt(lengths * size)
         noise = torch.empty_like(output).uniform_(-1, 1)
-        return output + noise * largest.to(output.dtype)
+        return output + noise * largest.unsqueeze(-1).to(output.dtype)
 
 
 def sample_lengths(rows: Mapping[str, torch.Tensor]) -> torch.Tensor | None:

@@ -256,8 +256,10 @@ class _Probe:
         if len(first) != len(second) or not all(map(torch.equal, first, second)):
             raise _Unsupported("its layers get more than hidden states from the layers before")
         positions = [number for number, name in enumerate(calls) if name == _LAYER]
-        start, stop = positions[0], positions[-1] + 1
-        if positions != list(range(start, stop)) or len(positions) != len(self._layers):
+        start = positions[0]
+        stop = positions[-1] + 1
+        are_consecutive = positions == list(range(start, stop))
+        if not are_consecutive or len(positions) != len(self._layers):
             raise _Unsupported("it calls other modules between its layers")
         return calls[:start], calls[stop:]
 

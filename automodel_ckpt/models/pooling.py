@@ -24,9 +24,12 @@ def pool(
     hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
     if how == "mean":
         weights = mask.to(hidden.dtype).unsqueeze(-1)
-        pooled = (hidden * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1.0)
+        num_tokens = weights.sum(dim=1)
+        # A row without tokens is divided by 1, not by 0.
+        pooled = (hidden * weights).sum(dim=1) / num_tokens.clamp(min=1.0)
     else:
-        pooled = hidden[torch.arange(len(hidden), device=hidden.device), _position(mask, how)]
+        rows = torch.arange(len(hidden), device=hidden.device)
+        pooled = hidden[rows, _position(mask, how)]
     return F.normalize(pooled, dim=-1) if normalize else pooled
 
 

@@ -155,7 +155,7 @@ class _IgnoresVideos(_PROCESSOR):  # type: ignore[misc]
 
 @functools.cache
 def without_videos(processor_class: Any) -> Any:
-    """*processor_class* for text and images alone. It is saved as the whole is, with what its files say of videos."""
+    """*processor_class* for text and images alone. It is saved as the original, with its settings for videos."""
     parts: list[str] = processor_class.get_attributes()
 
     class TextAndImages(processor_class, _IgnoresVideos):  # type: ignore[misc]

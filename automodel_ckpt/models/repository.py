@@ -92,14 +92,22 @@ def base_directory(name: str, revision: str | None = None) -> Path | None:
     return Path(found).parent if found else None
 
 
-def check_revision(name: str, options: RepositoryOptions) -> None:
-    """Raise :class:`RecipeError` if *name* is a local path, which has no revisions, and *options* name one."""
-    if options.revision is not None and os.path.exists(os.path.expanduser(name)):
+def check_revision(
+    name: str,
+    revision: str | None,
+    where: str = "model.revision",
+    name_key: str = "model.from_pretrained",
+) -> None:
+    """Raise :class:`RecipeError` if *name* is a local path, which has no revisions, and a *revision* is given.
+
+    *where* and *name_key* are the keys of both.
+    """
+    if revision is not None and os.path.exists(os.path.expanduser(name)):
         raise RecipeError(
             "a local directory has no revisions",
-            where="model.revision",
-            value=options.revision,
-            hint="remove the key, or name a model of the Hugging Face Hub in model.from_pretrained",
+            where=where,
+            value=revision,
+            hint=f"remove the key, or name a repository of the Hugging Face Hub in {name_key}",
         )
 
 

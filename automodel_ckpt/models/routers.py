@@ -18,7 +18,7 @@ _OFF = "set model.router_aux_loss: false to train without it"
 
 @dataclass(frozen=True, slots=True)
 class RouterSettings:
-    """What a model's config says about the loss of its routers."""
+    """What a model's config states about the loss of its routers."""
 
     coefficient: float
     top_k: int

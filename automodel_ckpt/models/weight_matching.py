@@ -115,7 +115,7 @@ def _hint(verdict: Verdict, section: str) -> str:
         parts.append(f"{section}.allow_missing: {_patterns(missing)}")
     if unexpected:
         parts.append(f"{section}.allow_unexpected: {_patterns(unexpected)}")
-    return f"name the weights of this model, or, to go on without these, set {' and '.join(parts)}"
+    return f"name the weights of this model, or, to ignore these, set {' and '.join(parts)}"
 
 
 def _patterns(names: Sequence[str]) -> str:

@@ -68,7 +68,7 @@ class Follower:
     """Sends the lines of the logs of *run* to *trackers* (options by name) that they do not have yet.
 
     *after* is the step that a starting run continues from, None if no run starts; *went_back* means that the run
-    ignores later checkpoints. Of the training steps, only those that *every_steps* divides are sent. A tracker that
+    ignores later checkpoints. Only the training steps that *every_steps* divides are sent. A tracker that
     raises is reported once with *warn*, and disabled.
     """
 

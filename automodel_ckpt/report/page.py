@@ -10,10 +10,10 @@ from importlib import resources
 from statistics import median
 
 from automodel_ckpt.report.charts import Chart, charts_of, legend_of
-from automodel_ckpt.report.goodput import CATEGORIES
+from automodel_ckpt.report.goodput import CATEGORIES, slow_rank_text
 from automodel_ckpt.report.history import Checkpoint, History, Series
 from automodel_ckpt.report.svg import MAX_POINTS, more_colors, svg
-from automodel_ckpt.units import counted, size_text
+from automodel_ckpt.units import counted, exact_time, size_text
 
 _SYMBOLS = {"saved": "▲", "best": "◯", "resumed": "┆", "dots": "┄"}
 """The symbols in the legend. Faint lines need none: the pointer shows their labels."""
@@ -145,13 +145,16 @@ def _time_bars(runs: Sequence[History]) -> Iterator[str]:
             share = seconds / found.total
             if seconds <= 0:
                 continue
-            text = f"{title} {seconds:,.1f} s ({share:.1%})"
+            text = f"{title} {exact_time(seconds)}: {share:.1%}"
             bars.append(f'<i class="t{color}" style="flex-grow:{share:.6f}" title="{text}"></i>')
             entries.append(f'<span><i class="t{color}"></i>{text}</span>')
         yield (
             f"<h2>{_color_key(number)}Time of {escape(run.name)}: {found.share:.1%} useful</h2>"
             f'<div class="time">{"".join(bars)}</div><p class="legend">{"".join(entries)}</p>'
         )
+        if found.slow_ranks:
+            rows = [f"<li>{escape(slow_rank_text(slow))}</li>" for slow in found.slow_ranks]
+            yield f"<p>Ranks that were slower than the others:</p><ul>{''.join(rows)}</ul>"
 
 
 def _completion_tables(runs: Sequence[History]) -> Iterator[str]:

@@ -79,7 +79,7 @@ def draw_figure(pyplot: Any, runs: Sequence[History]) -> Any:
 
 def _draw_time(runs: Sequence[History], axis: Any) -> None:
     """Draw a bar per run that shows how its time was spent."""
-    axis.set_title("share of the time (%)", fontsize=10, loc="left")
+    axis.set_title("Share of the time, %", fontsize=10, loc="left")
     names = [f"{run.name[:_MAX_NAME_CHARS]} " for run in runs]
     ends = [0.0] * len(runs)
     for name, title in CATEGORIES.items():

@@ -116,10 +116,12 @@ def _step_marks(chart: Chart, x_scale: Scale) -> Iterator[str]:
 
 def _value_marks(chart: Chart, x_scale: Scale, y_scale: Scale) -> Iterator[str]:
     for mark in chart.marks:
-        if mark.kind == "best" and mark.value is not None:
-            position = f'cx="{x_scale(mark.step):.1f}" cy="{y_scale(mark.value):.1f}" r="6"'
-            title = f"<title>{escape(mark.text)}</title>"
-            yield f'<circle class="best c{mark.run}" {position}>{title}</circle>'
+        if mark.kind != "best" or mark.value is None:
+            continue
+        x = x_scale(mark.step)
+        y = y_scale(mark.value)
+        title = f"<title>{escape(mark.text)}</title>"
+        yield f'<circle class="best c{mark.run}" cx="{x:.1f}" cy="{y:.1f}" r="6">{title}</circle>'
 
 
 def _line(line: Line, x_scale: Scale, y_scale: Scale, num_runs: int) -> Iterator[str]:

@@ -151,7 +151,7 @@ class MLflow(Tracker):
         self._id = memory["id"]
         # close() of an earlier process has marked the run as finished.
         client.update_run(self._id, status="RUNNING")
-        # Values that were sent just before a kill may be missing in the memory: ask the server.
+        # Values that were sent just before a kill may be missing in the memory: query the server.
         self._stored: set[tuple[str, int]] = set()
         if is_resumed:
             for name in client.get_run(self._id).data.metrics:

@@ -234,7 +234,7 @@ def _table(is_signed: bool, device: torch.device) -> torch.Tensor:
 def dynamic_table(is_signed: bool) -> torch.Tensor:
     """The 256 values of dynamic quantization between -1 (or 0) and 1, sorted, in float32.
 
-    Source: arXiv:2110.02861, section 2.1. Of each power of ten from 1e-6 to 1, the mantissas are in the middle between
+    Source: arXiv:2110.02861, section 2.1. For each power of ten from 1e-6 to 1, the mantissas are in the middle between
     equidistant points from 0.1 to 1: 1, 2, 4, ... 64 of them if there are negative values, otherwise twice as many. 0
     and 1 are added.
     """

@@ -6,7 +6,10 @@ caller divides once by the global count.
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,8 +17,12 @@ import torch
 import torch.nn.functional as F
 
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.training.rng import StatefulRNG
 
 IGNORE_INDEX = -100
+_NUM_TRIED = 16
+_MEAN_TOLERANCE = 0.02
+"""The relative difference by which two equal means in bfloat16 may differ; a sum doubles."""
 WHOLE = slice(None)
 """All positions of a row."""
 
@@ -23,8 +30,8 @@ LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """``loss_fn(logits [N, V], labels [N])`` -> 0-dim *sum* over the positions whose label is not -100.
 
 The tensors are shifted (position i predicts label i), flattened over the batch, and in the model's dtype. A
-``loss_fn: {_target_: ...}`` section builds one; ``reduction="sum"`` is supplied where the callable has that parameter
-(so ``torch.nn.CrossEntropyLoss`` works as it is).
+``loss_fn: {_target_: ...}`` section names one or its builder; ``reduction="sum"`` is supplied where the callable has
+that parameter (so ``torch.nn.CrossEntropyLoss`` works as it is).
 """
 
 
@@ -114,6 +121,42 @@ def _require_logits(logits: object, labels: torch.Tensor) -> None:
     )
 
 
+def check_is_sum(loss_fn: LossFn, logits: torch.Tensor, labels: torch.Tensor) -> bool:
+    """Validate that *loss_fn* is a sum: compute it for a few positions, and for each of them twice.
+
+    *logits* [N, V] and *labels* [N] are those of a :data:`LossFn`. Returns False if other labels have to be tried,
+    because there are none here, or the loss is not finite. Raises :class:`RecipeError` for a mean, whose value does not
+    change. The random generators do not change either, nor does the state of an object *loss_fn*, but that of a closure
+    does.
+    """
+    positions = (labels != IGNORE_INDEX).nonzero().flatten()[:_NUM_TRIED]
+    if not len(positions):
+        return False
+    logits, labels = logits.detach()[positions], labels[positions]
+    try:
+        # A loss may have state or draw random numbers, which a resumed run must not find changed.
+        copied = copy.deepcopy(loss_fn)
+        with StatefulRNG(0, reseed=False).preserved(), torch.no_grad():
+            once = float(copied(logits, labels))
+            twice = float(copied(logits.repeat(2, 1), labels.repeat(2)))
+    except Exception:
+        # Some losses need complete rows. What fails for other reasons fails, and is reported, with the batch.
+        return True
+    if not math.isfinite(once):
+        return False
+    if once == 0 or not math.isclose(once, twice, rel_tol=_MEAN_TOLERANCE):
+        return True
+    function: Any = loss_fn.func if isinstance(loss_fn, partial) else loss_fn
+    name = f"{function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+    count = len(positions)
+    raise RecipeError(
+        "the loss is a mean, but must be the sum over the labels",
+        where="loss_fn",
+        value=f"{name}: {once:.4g} for {count} labels, {twice:.4g} for each of them twice",
+        hint="return the sum over all labels except -100: the recipe divides it by the labels of the global batch",
+    )
+
+
 def check_labels(loss_fn: LossFn) -> None:
     """Validate that a loss of torch accepts the arguments of a :data:`LossFn`, by calling it for two positions.
 
@@ -128,5 +171,5 @@ def check_labels(loss_fn: LossFn) -> None:
             "this loss does not accept logits and label ids",
             where="loss_fn",
             value=f"{type(loss_fn).__name__}: {error}",
-            hint="use torch.nn.CrossEntropyLoss, or a function of your own with the arguments (logits, labels)",
+            hint="use torch.nn.CrossEntropyLoss, or a function (logits, labels) of your own that returns the sum",
         ) from error

@@ -1,8 +1,9 @@
-"""Learning-rate schedules of transformers, over the optimizer steps of the whole run."""
+"""Learning-rate schedules over the optimizer steps of a run: those of transformers by name, and checks of others."""
 
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -70,9 +71,42 @@ def build_schedule(
     return schedule
 
 
+def check_scalable(optimizer: Optimizer) -> None:
+    """Raise :class:`RecipeError` if *optimizer* has no learning rates that a schedule could scale."""
+    if any(group["lr"] is None for group in optimizer.param_groups):
+        raise RecipeError(
+            "the optimizer sets its own learning rates, which a schedule cannot scale",
+            where="lr_scheduler",
+            value=f"{type(optimizer).__name__} without lr",
+            hint="remove the section lr_scheduler, or set optimizer.lr (Adafactor: and relative_step: false)",
+        )
+
+
+def check_schedule(schedule: object) -> None:
+    """Raise :class:`RecipeError` unless *schedule* is a schedule of torch that depends on nothing but the step."""
+    if not isinstance(schedule, LRScheduler):
+        raise RecipeError(
+            "the schedule is not a torch.optim.lr_scheduler.LRScheduler",
+            where="lr_scheduler",
+            value=type(schedule).__name__,
+            hint="return one from this section's function or class",
+        )
+    needed = [
+        p.name for p in inspect.signature(schedule.step).parameters.values() if p.default is p.empty
+    ]
+    if needed:
+        raise RecipeError(
+            "this schedule needs more than the step",
+            where="lr_scheduler",
+            value=f"{type(schedule).__name__}.step({', '.join(needed)})",
+            hint="use another schedule; step_scheduler.early_stopping ends a run that no longer improves",
+        )
+
+
 def current_rate(optimizer: Optimizer) -> float:
-    """The learning rate of the first parameter group for the next step."""
-    return float(optimizer.param_groups[0]["lr"])
+    """The learning rate of the first parameter group for the next step; NaN if the optimizer computes it itself."""
+    rate = optimizer.param_groups[0]["lr"]
+    return math.nan if rate is None else float(rate)
 
 
 def follow_schedule(schedule: LambdaLR) -> None:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 
@@ -90,12 +90,12 @@ class JsonlLog:
             # line.
             self._unwritten = self._unwritten[count:]
 
-    def truncate_after(self, step: float) -> int:
+    def truncate_after(self, step: float) -> Removed:
         """Remove the records of later steps and repair the rest, by an atomic rewrite.
 
         Of two records of one step, the earlier one is removed, and so are damaged lines. Records without a step are
         unchanged. All three cases are logged with the text of the lines, except for a torn last line, which a killed
-        process leaves. Returns the number of removed lines. Raises :class:`SaveFailed` if the file cannot be rewritten.
+        process leaves. Returns what was removed. Raises :class:`SaveFailed` if the file cannot be rewritten.
         """
         with self._os_errors_as_save_failed():
             return self._truncate_after(step)
@@ -111,19 +111,19 @@ class JsonlLog:
             problem = os_problem(error, "a log of the run cannot be truncated", hint=hint)
             raise SaveFailed.all_of([problem]) from error
 
-    def _truncate_after(self, step: float) -> int:
+    def _truncate_after(self, step: float) -> Removed:
         # The rewrite renames a new file into place: an open descriptor would still append to the
         # old one.
         self.close()
         if not os.path.lexists(self.path):
-            return 0
+            return Removed(0, None)
         content = _Content(_lines(self.path), step)
         if content.num_dropped:
             self._before_writing()
             replace_file(self.path, b"".join(content.kept))
         for message, lines in content.reports():
             log.warning("%s: %s:%s", self.path, message, _shown(lines))
-        return content.num_dropped
+        return Removed(content.num_dropped, content.last_later_step)
 
     def close(self) -> None:
         with self._lock:
@@ -143,12 +143,20 @@ class JsonlLog:
         return self._file
 
 
+class Removed(NamedTuple):
+    """What a log lost when it was truncated: a number of lines, and the last of the later steps among them, if any."""
+
+    num_lines: int
+    last_step: int | None
+
+
 class _Content:
     """The *lines* of a log, divided into those that a run which continues after *step* keeps and those it removes."""
 
     def __init__(self, lines: Iterable[tuple[bytes, dict[str, Any] | None]], step: float) -> None:
         self.kept: list[bytes] = []
         self.num_dropped = 0
+        self.last_later_step: int | None = None
         self._damaged: list[bytes] = []
         self._duplicates: list[bytes] = []
         self._without_step: list[bytes] = []
@@ -160,6 +168,7 @@ class _Content:
                     self._damaged.append(line)
             elif record.get("step", 0) > step:
                 self.num_dropped += 1
+                self.last_later_step = max(record["step"], self.last_later_step or 0)
             else:
                 self._keep(line, record, positions)
 

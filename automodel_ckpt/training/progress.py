@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import threading
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from automodel_ckpt.training.text_log import TextLog
-from automodel_ckpt.units import folded, size_text
+from automodel_ckpt.units import duration, folded, size_text
 
 PACKAGE_LOGGER = "automodel_ckpt"
 _CLEAR = "\r\x1b[K"
@@ -265,7 +266,8 @@ class Progress:
         parts = [step, f"epoch {view.epoch}", f"loss {view.loss:.4f}"]
         if view.aux_loss is not None:
             parts.append(f"aux {view.aux_loss:.4f}")
-        parts.append(f"lr {view.lr:.2e}")
+        if not math.isnan(view.lr):
+            parts.append(f"lr {view.lr:.2e}")
         parts += self._speed_parts(view)
         if self._saving is not None:
             parts.append(str(self._saving))
@@ -364,15 +366,3 @@ def _columns_of(descriptor: int) -> int:
     with suppress(OSError):
         return os.get_terminal_size(descriptor).columns or _COLUMNS
     return _COLUMNS
-
-
-def duration(seconds: float) -> str:
-    """Format seconds with at most two units: ``8 s``, ``3 min 20 s``, ``5 h 04 min``, ``2 d 3 h``."""
-    total = round(seconds)
-    if total < 60:
-        return f"{total} s"
-    if total < 3600:
-        return f"{total // 60} min {total % 60:02d} s"
-    if total < 86400:
-        return f"{total // 3600} h {total % 3600 // 60:02d} min"
-    return f"{total // 86400} d {total % 86400 // 3600} h"

@@ -30,11 +30,10 @@ class SpikeRule:
 
 @dataclass(frozen=True, slots=True)
 class Spike:
-    """The step that was a spike, why, in words, and whether its loss and gradient norm were finite."""
+    """The step that was a spike, and why, in words."""
 
     step: int
     reason: str
-    is_finite: bool = True
 
 
 class SpikeDetector:
@@ -61,7 +60,7 @@ class SpikeDetector:
             if factor is None:
                 continue
             if not math.isfinite(value):
-                return Spike(step, f"the {name} is {value}", is_finite=False)
+                return Spike(step, f"the {name} is {value}")
             if len(values) == rule.window and value > factor * median(values):
                 return Spike(
                     step,

@@ -11,6 +11,7 @@ import contextlib
 import json
 import math
 import os
+import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator
@@ -31,6 +32,7 @@ from automodel_ckpt.checkpoint.run.timeline import (
     SLOT_BYTES,
     START,
     STARTUP,
+    STEP_TIMES,
     STEPS,
     VALIDATION,
     read_state,
@@ -48,11 +50,13 @@ _Item = TypeVar("_Item")
 
 
 class Timeline:
-    """Measures the phases of this start. Not thread-safe: the main thread of a rank uses it.
+    """Measures the phases of this start. The main thread of a rank uses it; others may call :meth:`seconds_in`.
 
     It measures on every rank. Only rank 0 calls :meth:`open`, and so writes files.
     """
 
+    step_times: dict[str, Any] | None = None
+    """What steps usually take, for the starts after this one (``recipes/step_times.py``)."""
     outcome: str = FAILED
     """What ended this start: ``done``, ``stopped`` (by a signal, after saving) or ``failed``."""
 
@@ -65,23 +69,28 @@ class Timeline:
         self._phase = STARTUP
         self._since = time.monotonic() - (now - self.started)
         self._logged = 0.0
+        self._num_steps = 0
         self._identity = uuid.uuid4().hex
         self._log: JsonlLog | None = None
         self._state: int | None = None
         """Descriptor of the file of the state."""
         self._num_published = 0
         self._publish_after = 0.0
+        self._lock = threading.Lock()
+        """Held while the state changes or is written."""
+        self._closed = threading.Event()
 
     # ---------------------------------------------------------------- measuring
 
     def enter(self, phase: str) -> str:
         """End the present phase now, and begin *phase*; returns the one before."""
         now = time.monotonic()
-        earlier = self._phase
-        self._seconds[earlier] += now - self._since
-        self._since, self._phase = now, phase
-        if now >= self._publish_after or phase in (SAVES, VALIDATION, OTHER):
-            self._publish(now)
+        with self._lock:
+            earlier = self._phase
+            self._seconds[earlier] += now - self._since
+            self._since, self._phase = now, phase
+            if now >= self._publish_after or phase in (SAVES, VALIDATION, OTHER):
+                self._publish(now)
         return earlier
 
     @property
@@ -93,6 +102,10 @@ class Timeline:
         phase, since = self._phase, self._since
         seconds = sum(self._seconds[name] for name in phases)
         return seconds + time.monotonic() - since if phase in phases else seconds
+
+    def seconds_outside(self, phases: Collection[str]) -> float:
+        """Return the seconds in complete phases other than *phases*."""
+        return sum(value for name, value in self._seconds.items() if name not in phases)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -121,6 +134,7 @@ class Timeline:
     def seconds_of_step(self, step: int) -> float:
         """Return the seconds of the phase ``steps`` since the last call, for the line of *step* in the log."""
         self.step = step
+        self._num_steps += 1
         self.enter(self._phase)
         seconds = self._seconds[STEPS] - self._logged
         self._logged += seconds
@@ -136,10 +150,13 @@ class Timeline:
         step: int,
         resumed_from: str | None,
         world_size: int,
+        beat_seconds: float | None = None,
     ) -> None:
         """Write this start to the files in *directory*, and the end of the one before if it was killed.
 
-        The run continues after *step*. *check_lease* raises :class:`LeaseLost` if another run owns the directory.
+        The run continues after *step*. *check_lease* raises :class:`LeaseLost` if another run owns the directory. With
+        *beat_seconds*, a thread updates the state as often: a phase may be long, and a kill may end it, as it ends a
+        step that hangs.
         """
         self.step = step
         log = JsonlLog(directory / TIMELINE_LOG, before_writing=check_lease)
@@ -157,10 +174,22 @@ class Timeline:
             # A process that still writes to the earlier file does not change this one.
             replace_file(path, b" " * (2 * SLOT_BYTES))
             self._state = open_regular(path, os.O_WRONLY)
-        self._publish(time.monotonic())
+        with self._lock:
+            self._publish(time.monotonic())
+        if beat_seconds is not None and self._state is not None:
+            beat = threading.Thread(
+                target=self._beat, args=(beat_seconds,), name="timeline", daemon=True
+            )
+            beat.start()
+
+    def _beat(self, seconds: float) -> None:
+        while not self._closed.wait(seconds):
+            with self._lock:
+                self._publish(time.monotonic())
 
     def close(self, *, lease_is_lost: bool = False) -> None:
         """Write the line of the end. With *lease_is_lost*, the files belong to another run."""
+        self._closed.set()
         self.enter(OTHER)
         if self.outcome != FAILED:
             # What follows the last step is no lost step.
@@ -169,28 +198,36 @@ class Timeline:
         log, self._log = self._log, None
         if log is not None and not lease_is_lost:
             with contextlib.suppress(OSError, LeaseLost):
-                log.append(self._record() | {"outcome": self.outcome})
+                log.append(self._record(time.monotonic()) | {"outcome": self.outcome})
                 log.close()
-        if self._state is not None:
-            os.close(self._state)
-            self._state = None
+        with self._lock:
+            if self._state is not None:
+                os.close(self._state)
+                self._state = None
 
-    def _record(self) -> dict[str, Any]:
-        return {
+    def _record(self, now: float) -> dict[str, Any]:
+        seconds = dict(self._seconds)
+        seconds[self._phase] += now - self._since
+        record = {
             "event": END,
             "start": self._identity,
-            "time": self.started + sum(self._seconds.values()),
+            "time": self.started + sum(seconds.values()),
             "step": self.step,
+            # More than the difference of the steps if the run went back after a spike.
+            "num_steps": self._num_steps,
             "logged": self._logged,
-            "seconds": self._seconds,
+            "seconds": seconds,
         }
+        if self.step_times is not None:
+            record[STEP_TIMES] = self.step_times
+        return record
 
     def _publish(self, now: float) -> None:
         if self._state is None:
             return
         self._publish_after = now + _PUBLISH_SECONDS
         self._num_published += 1
-        text = json.dumps(self._record()).encode().ljust(SLOT_BYTES - 1) + b"\n"
+        text = json.dumps(self._record(now)).encode().ljust(SLOT_BYTES - 1) + b"\n"
         # A kill never interrupts it. A full or lost disk must not fail a run here.
         with contextlib.suppress(OSError):
             os.pwrite(self._state, text, SLOT_BYTES * (self._num_published % 2))

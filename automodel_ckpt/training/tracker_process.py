@@ -41,8 +41,8 @@ def require_trackers(names: Collection[str], *, has_logs: bool) -> None:
 class Tracking:
     """Follows the logs in *run* until :meth:`close`; ends after this process, however that ends, not before.
 
-    The run goes on from step *after*; *went_back*: and leaves later checkpoints aside. Of the training steps, only
-    those that *every_steps* divides are sent.
+    The run continues from step *after*; with *went_back*, it ignores later checkpoints. Only the training steps
+    that *every_steps* divides are sent.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Tracking:
             self._pipe.close()
 
     def close(self) -> None:
-        """Have the rest sent; what takes longer than a few seconds goes on without us."""
+        """Have the rest sent. The process continues on its own if that takes longer than a few seconds."""
         with contextlib.suppress(BrokenPipeError):
             self._pipe.close()
         try:

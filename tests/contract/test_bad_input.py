@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from automodel_ckpt.cli.train import check_node_counts, examples, main
-from automodel_ckpt.config.bind import keys_of
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.schema_keys import keys_of
 from automodel_ckpt.errors import EXIT_DONE, EXIT_USAGE, RecipeError
 from tests.support.measure import seconds_of_children
 
@@ -106,6 +106,16 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
         ],
     ),
     ("clip_grad_norm: 0\n", [], ["clip_grad_norm must be more than 0"]),
+    # A relation of two keys is not checked with a value that breaks a rule.
+    ("", ["--step_scheduler.local_batch_size=0"], ["local_batch_size must be 1 or more"]),
+    (
+        "",
+        [
+            "--dataset={_target_: automodel_ckpt.data.text.prompt_completion, path: x, seq_length: 8, prompt: q}"
+        ],
+        ["unknown key dataset.prompt", "did you mean dataset.prompt_field?"],
+    ),
+    ("", ["--model.dtype=fp16"], ["float64, auto or null", "did you mean float16?"]),
     (
         "step_scheduler:\n  ckpt_every_steps: 0\n",
         [],
@@ -144,7 +154,7 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
         "checkpoint:\n  save_consolidated: sometimes\n",
         [],
         [
-            "checkpoint.save_consolidated must be final, every or true or false or null",
+            "checkpoint.save_consolidated must be final, every, true, false or null",
             "value:  sometimes",
         ],
     ),
@@ -161,13 +171,13 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
     (
         "checkpoint:\n  model_save_format: safetensor\n",
         [],
-        ["safetensors, torch_save", "did you mean safetensors?"],
+        ["safetensors or torch_save", "did you mean safetensors?"],
     ),
     ("checkpoint:\n  checkpoint_dir: null\n", [], ["checkpoint.checkpoint_dir must be text"]),
     (
         "distributed:\n  strategy: fsdp\n",
         [],
-        ["distributed.strategy must be auto, fsdp2, ddp, single", "fsdp2?"],
+        ["distributed.strategy must be auto, fsdp2, ddp or single", "fsdp2?"],
     ),
     (
         "distributed:\n  mixed_precision: float16\n",
@@ -274,6 +284,14 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
 ]
 
 
+def test_a_section_that_is_missing_is_one_problem(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe.write_text("model: {from_pretrained: x}\n")
+    error = say(capsys, str(recipe))
+    assert "error: dataset is missing" in error and error.count("where:") == 1
+
+
 @pytest.mark.parametrize(("text", "words", "pieces"), TABLE, ids=lambda value: str(value)[:40])
 def test_a_mistake_is_named_with_its_place_and_a_hint(
     recipe: Path, capsys: pytest.CaptureFixture[str], text: str, words: list[str], pieces: list[str]
@@ -326,7 +344,7 @@ loss_fn: {_target_: os.system}
         "max_steps must be",
         "unknown key dataset.pth\n  where:  recipe.yaml:6\n  value:  x.jsonl\n  hint:   did you mean dataset.path?",
         "dataset.seq_length must be a whole number",
-        "dataset.truncation must be error, right",
+        "dataset.truncation must be error or right",
         "max_samples must be 1",
         "dataset.path is missing",
         "validation_dataset.seq_length must be 2 or more",

@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.config.evaluation import HarnessConfig
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.overrides import parse
-from automodel_ckpt.config.targets import check_targets
+from automodel_ckpt.config.sections.evaluation import HarnessConfig
+from automodel_ckpt.config.target_checks import check_targets
 from automodel_ckpt.config.trust import Trust
 from automodel_ckpt.errors import RecipeError, Stopped
 from automodel_ckpt.models.harness import HarnessTasks, TaskMetric
@@ -75,7 +75,7 @@ def run_stand_in(
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("automodel_ckpt.recipes.benchmarks.run_tasks", run_stand_in)
     for name in ("require_harness", "check_tasks", "check_data"):
-        monkeypatch.setattr(f"automodel_ckpt.recipes.recipe.{name}", lambda *given: None)
+        monkeypatch.setattr(f"automodel_ckpt.recipes.benchmarks.{name}", lambda *given: None)
 
 
 def lines_of(run: Path) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.config.load import load_recipe
-from automodel_ckpt.config.schema import GenerationConfig
+from automodel_ckpt.config.sections.evaluation import GenerationConfig
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.generation import Completion
 from automodel_ckpt.recipes import completions as recipe_completions
@@ -212,7 +212,7 @@ def test_the_model_evaluates_in_its_dtype_and_continues_training_as_before(
     ("also", "what"),
     [
         ("generation: {}\n", "generation.prompts is missing"),
-        ("generation: {prompts: []}\n", "generation.prompts must be not empty"),
+        ("generation: {prompts: []}\n", "generation.prompts must be non-empty"),
         ("generation: {prompts: [a], max_new_tokens: 0}\n", "must be 1 or more"),
         ("generation: {prompts: [a], temperature: -1}\n", "must be 0 or more"),
         ("generation: {prompts: [a], raw: true, system: b}\n", "generation.system has no effect"),

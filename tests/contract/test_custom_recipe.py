@@ -14,7 +14,7 @@ import pytest
 
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.overrides import parse
-from automodel_ckpt.config.targets import prepare
+from automodel_ckpt.config.prepare import prepare
 from automodel_ckpt.config.trust import Trust
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.loop import TrainingLoop

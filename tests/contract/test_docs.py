@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import textwrap
 import tomllib
@@ -26,6 +27,11 @@ PAGES = sorted(DOCS.rglob("*.md"))
 GUIDES = sorted((DOCS / "guides").glob("*.md"))
 FENCE = re.compile(r"^```(\w+)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 RECIPE_FILES = {".yaml", ".sbatch"}
+VALIDATION = re.compile(
+    r"(_target_: automodel_ckpt\.data\.python_docs\.language_modeling\n(?:  .*\n)*  split: validation\n)"
+)
+MOST_STEPS = {"max_steps": 24, "ckpt_every_steps": 12}
+STEPS = re.compile(rf"\b({'|'.join(MOST_STEPS)}): (\d+)")
 SHOWN_ONLY = {"text", "yaml", "json", "toml"}
 
 
@@ -47,13 +53,21 @@ def blocks(page: Path) -> list[Block]:
 def prepare(page: Path, directory: Path) -> None:
     uses = re.search(r"<!-- uses: ([^>]*) -->", page.read_text())
     for thing in uses[1].split() if uses else ():
-        {"my-llama": make_model, "train.jsonl": write_samples, "examples": link_examples}[thing](
+        {"my-llama": make_model, "train.jsonl": write_samples, "examples": copy_examples}[thing](
             directory / thing
         )
 
 
-def link_examples(place: Path) -> None:
-    place.symlink_to(ROOT / "examples")
+def copy_examples(place: Path) -> None:
+    """This repository's examples, which train for fewer steps and validate with fewer samples."""
+    shutil.copytree(ROOT / "examples", place)
+    for recipe in place.rglob("*.yaml"):
+        text = VALIDATION.sub(r"\1  max_samples: 32\n", recipe.read_text())
+        recipe.write_text(STEPS.sub(_fewer, text))
+
+
+def _fewer(steps: re.Match[str]) -> str:
+    return f"{steps[1]}: {min(int(steps[2]), MOST_STEPS[steps[1]])}"
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
@@ -176,7 +190,7 @@ def test_every_test_and_campaign_that_a_guarantee_names_is_there() -> None:
 def test_what_troubleshooting_quotes_is_what_the_program_says() -> None:
     """A symptom's words stand in the code or among the messages; … stands for what varies."""
     page = (DOCS / "troubleshooting.md").read_text()
-    code = [*(ROOT / "automodel_ckpt").rglob("*.py"), *(ROOT / "recipes").glob("*.py")]
+    code = [*(ROOT / "automodel_ckpt").rglob("*.py"), *(ROOT / "recipes").rglob("*.py")]
     said = re.sub(r'"\s*f?"|\s+', " ", " ".join(path.read_text() for path in code)).replace(
         "  ", " "
     )

@@ -13,7 +13,9 @@ import pytest
 
 from automodel_ckpt.cli.checks.device_memory import parse_size
 from automodel_ckpt.cli.train import main
-from automodel_ckpt.config.schema import CheckpointConfig, RecipeConfig, StepSchedulerConfig
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.sections.checkpoint import CheckpointConfig
+from automodel_ckpt.config.sections.step_scheduler import StepSchedulerConfig
 from automodel_ckpt.recipes.disk_use import kept_at_once, still_to_come
 from tests.support.command_server import CommandServer
 from tests.support.mtp import FAMILIES

@@ -39,12 +39,15 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from automodel_ckpt.checkpoint import discover
 from automodel_ckpt.cli.launch.launcher import _stop_signals
 from automodel_ckpt.cli.train import mesh_sizes
-from automodel_ckpt.config.bind import hints_of, unused_without_checkpoints
 from automodel_ckpt.config.convert import find, members, section_type
+from automodel_ckpt.config.defaults import unused_without_checkpoints
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import parse
-from automodel_ckpt.config.schema import RecipeConfig, Target
-from automodel_ckpt.config.targets import check_targets, resolve_recipe
+from automodel_ckpt.config.prepare import resolve_recipe
+from automodel_ckpt.config.rules import Target
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.schema_keys import hints_of
+from automodel_ckpt.config.target_checks import check_targets
 from automodel_ckpt.config.trust import Trust
 from automodel_ckpt.data.text_pairs import PairCollator
 from automodel_ckpt.distributed.mesh import RankLayout
@@ -53,23 +56,26 @@ from automodel_ckpt.distributed.pipeline import Pipeline, StageTensorSpec
 from automodel_ckpt.errors import AutomodelError, RecipeError
 from automodel_ckpt.hub.background import Pushes
 from automodel_ckpt.models.fake_quantization import FakeQuantization
-from automodel_ckpt.recipes.adapters import adapt, quantization
-from automodel_ckpt.recipes.deferred_model import DeferredModel
+from automodel_ckpt.recipes.cadence import cadence_of
 from automodel_ckpt.recipes.distill import Distill, weights_of
 from automodel_ckpt.recipes.embedding import Contrastive, EmbeddingFinetune
 from automodel_ckpt.recipes.embedding_pairs import PairsOverRanks
 from automodel_ckpt.recipes.exports import check_export
+from automodel_ckpt.recipes.forecast.activations import num_in_progress
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.loop import TrainingLoop
-from automodel_ckpt.recipes.memory_estimate import _num_in_progress
+from automodel_ckpt.recipes.model.adapters import adapt, quantization
+from automodel_ckpt.recipes.model.deferred_model import DeferredModel
+from automodel_ckpt.recipes.model.model_config import read_model_config
+from automodel_ckpt.recipes.model.sections import row_multiple
+from automodel_ckpt.recipes.model.sharding import shard
 from automodel_ckpt.recipes.objective import Objective
 from automodel_ckpt.recipes.precision import float32_precision
-from automodel_ckpt.recipes.recipe import cadence_of
 from automodel_ckpt.recipes.records import Control, StepResult
 from automodel_ckpt.recipes.run_log import RunLog, build_profiler
 from automodel_ckpt.recipes.sequence_classification import SequenceClassification
 from automodel_ckpt.recipes.teacher import teacher_model
-from automodel_ckpt.recipes.trainable import Trainable, read_model_config, row_multiple, shard
+from automodel_ckpt.recipes.trainable import Trainable
 from automodel_ckpt.training.rng import StatefulRNG
 from automodel_ckpt.training.step_scheduler import StepScheduler, total_steps
 from tests.support import ranks, tiny
@@ -439,13 +445,14 @@ def followed(it: Subject) -> bool:
     run_log = RunLog(it.recipe.config.logging, it.recipe.layout)
     try:
         run_log.start_trackers(it.directory, 0)
-        return run_log.is_tracked
+        return run_log._tracking is not None
     finally:
         run_log.close()
 
 
 def vocabulary(it: Subject) -> Any:
     """The tokens of the tokenizer."""
+    it.recipe.check_sections()
     tokenizer = it.recipe.build_tokenizer()
     return getattr(tokenizer, "vocab_size", tokenizer)
 
@@ -571,7 +578,7 @@ def uploads(it: Subject) -> Any:
     it.recipe.layout = it.recipe.join_ranks()
     try:
         checkpointer = it.recipe.build_checkpointer()
-        uploads = checkpointer._uploads
+        uploads = checkpointer._transfers.uploads
         return uploads and replace(uploads.job, token="")
     finally:
         it.recipe.close()
@@ -630,7 +637,7 @@ def pipelined(it: Subject) -> Any:
             section.pp_schedule,
         )
         schedule = type(pipeline._new_schedule(True, 4)).__name__
-        return schedule, section.stages_per_rank, _num_in_progress(it.recipe, two)
+        return schedule, section.stages_per_rank, num_in_progress(it.config, two)
     finally:
         dist.destroy_process_group()
 
@@ -705,6 +712,7 @@ FP8_RUN = "tests/distributed/test_fp8.py::test_a_sharded_run_resumes_exactly_and
 QAT = "--qat={}"
 PROFILE = "--profile={}"
 DISTILLED = ("--recipe=distill", "--distill.teacher.from_pretrained=teacher")
+REVISIONS = "tests/unit/training/test_hub_commits.py::test_names_are_read_at_their_revisions"
 DISTILLS = "tests/distributed/test_distill.py::"
 COMPLETIONS = (
     "tests/contract/test_completions.py::test_every_key_of_generation_changes_the_completions"
@@ -750,6 +758,7 @@ CLASSIFIES = (
     "--model.config_overrides={pad_token_id: 0}",
 )
 HANGS = "tests/unit/training/test_hang_watch.py::test"
+STRAGGLERS = "tests/unit/training/test_stragglers.py::test"
 EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "recipe": Observed(recipe_class, "vlm_finetune"),
     "seed": Observed(batches, "7"),
@@ -810,6 +819,8 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "init_from.path": Proven(
         START + "test_every_form_of_a_checkpoint_gives_the_same_weights", "base"
     ),
+    "init_from.revision": Proven(REVISIONS, "v2"),
+    "init_from.0.revision": Proven(REVISIONS, "v2"),
     "init_from.allow_missing": Proven(
         START + "test_missing_and_unexpected_weights_stop_the_run_unless_a_pattern_allows_them",
         "['*bias']",
@@ -826,6 +837,8 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "tokenizer": Observed(vocabulary, f"{{_target_: {__name__}.some_tokenizer}}"),
     "tokenizer.from_pretrained": Observed(vocabulary, "tokenizer", files=tokenizer),
     "processor": Observed(vocabulary, f"{{_target_: {__name__}.some_tokenizer}}"),
+    "tokenizer.revision": Proven(REVISIONS, "v2"),
+    "processor.revision": Proven(REVISIONS, "v2"),
     "processor.kwargs": Proven(
         "tests/distributed/test_vlm.py::test_settings_of_the_processor_are_those_of_the_recipe",
         "{do_convert_rgb: true}",
@@ -838,6 +851,7 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "kto.beta": Proven(KTO_RUN, "0.5"),
     "kto.desirable_weight": Proven(KTO_RUN, "2.0"),
     "kto.undesirable_weight": Proven(KTO_RUN, "1.4"),
+    "kto.reference_revision": Proven(REVISIONS, "v2"),
     "kto.reference": Proven(KTO_REFERENCE, "other"),
     "reward_model": Proven(REWARD_RUN, "{}"),
     "reward_model.center_coefficient": Proven(REWARD_RUN, "0.01"),
@@ -845,6 +859,7 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "dpo.beta": Proven(DPO_RUN, "0.5"),
     "dpo.loss": Proven(DPO_RUN, "ipo"),
     "dpo.label_smoothing": Proven(DPO_RUN, "0.2"),
+    "dpo.reference_revision": Proven(REVISIONS, "v2"),
     "dpo.reference": Proven(DPO + "test_a_named_reference_is_another_model", "other"),
     "dpo.precompute": Proven(
         DPO + "test_precompute_keeps_scores_in_a_cache_that_is_not_trusted_blindly", "true"
@@ -1060,7 +1075,7 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "optimizer.groups.0.betas": Observed(updated, "[0.5, 0.5]", GROUP),
     "optimizer.groups.0.eps": Observed(updated, "1", GROUP),
     "optimizer.groups.0.weight_decay": Observed(updated, "0.25", GROUP),
-    "lr_scheduler": Observed(rates, "{name: linear}"),
+    "lr_scheduler": Observed(rates, "{_target_: torch.optim.lr_scheduler.StepLR, step_size: 1}"),
     "lr_scheduler.name": Observed(rates, "linear", SCHEDULE),
     "lr_scheduler.warmup_steps": Observed(rates, "4", SCHEDULE),
     "lr_scheduler.warmup_ratio": Observed(rates, "0.5", SCHEDULE),
@@ -1131,6 +1146,11 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
         "tests/unit/checkpoint/test_incremental.py::test_nothing_is_shared_if_that_is_switched_off",
         "false",
     ),
+    "checkpoint.files_per_node": Proven(
+        "tests/distributed/test_files_per_node.py::"
+        "test_the_ranks_of_a_node_share_files_of_which_every_byte_is_checked",
+        "2",
+    ),
     "checkpoint.export_best": Proven(
         "tests/distributed/test_save_failures.py::"
         "test_export_best_exports_what_lowest_val_points_to_and_a_killed_final_export_is_made_up_for",
@@ -1181,6 +1201,11 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
         "test_the_end_of_a_run_waits_for_a_store_that_is_required",
         "true",
     ),
+    "checkpoint.remote.wait_after_signal_seconds": Proven(
+        "tests/unit/checkpoint/test_remote.py::"
+        "test_the_time_for_uploads_after_a_signal_begins_with_the_signal",
+        "5",
+    ),
     "checkpoint.remote.keep_last": Observed(uploads, "2", (REMOTE,)),
     "checkpoint.remote.keep_best": Observed(
         uploads, "2", (REMOTE, "--checkpoint.remote.keep_last=1")
@@ -1204,6 +1229,13 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "checkpoint.memory": Observed(copied_to_memory, MEMORY.partition("=")[2]),
     "checkpoint.memory.every_steps": Observed(copied_to_memory, "7", (MEMORY,)),
     "checkpoint.memory.directory": Observed(copied_to_memory, "/tmp", (MEMORY,)),
+    "checkpoint.memory.replicas": Proven(
+        "tests/distributed/test_memory_nodes.py::test_nodes_that_are_lost_absent_or_slow",
+        "0",
+    ),
+    "checkpoint.memory.max_mb_per_second": Proven(
+        "tests/distributed/test_memory_nodes.py::test_nodes_that_are_lost_absent_or_slow", "50"
+    ),
     "checkpoint.on_incompatible": Observed(
         loaded_into_another_model, "sibling", default_is_rejected=True
     ),
@@ -1228,9 +1260,8 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     ),
     "hangs.factor": Proven(f"{HANGS}_only_a_step_far_beyond_the_median_and_the_limit_hangs", "20"),
     "hangs.restart": Proven(f"{HANGS}_a_hang_is_reported_or_the_ranks_are_restarted", "false"),
-    "hangs.straggler_share": Proven(
-        f"{HANGS}_a_rank_that_others_wait_for_in_two_windows_is_reported_with_numbers", "0.9"
-    ),
+    "hangs.straggler_share": Proven(f"{STRAGGLERS}_the_section_sets_what_is_slow", "0.9"),
+    "hangs.straggler_steps": Proven(f"{STRAGGLERS}_the_section_sets_what_is_slow", "7"),
 }
 
 

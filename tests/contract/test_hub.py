@@ -8,10 +8,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.support.command_server import CommandServer
 from tests.support.hub_server import TOKEN, HubServer, hub_server
+
+ROOT = Path(__file__).parents[2]
 
 GATED = """
 model: {from_pretrained: org/gated}
@@ -28,17 +32,13 @@ def server() -> Iterator[HubServer]:
 
 
 def run(
-    words: list[str], directory: Path, environment: dict[str, str]
+    program: str, *words: str, directory: Path, environment: dict[str, str]
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command of this package as a user would."""
-    program = Path(sys.executable).with_name(words[0])
+    """Run a program in a new process, which reads the variables of the Hub as those of users do."""
+    path = Path(sys.executable).with_name(program)
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 120}
     return subprocess.run(
-        [str(program), *words[1:]],
-        cwd=directory,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
+        [path, *words], cwd=directory, env={**os.environ, **environment}, **options
     )
 
 
@@ -47,7 +47,7 @@ def test_a_gated_model_ends_the_run_after_one_request(server: HubServer, tmp_pat
     server.add("org/gated", {"config.json": b"{}"}, gated="manual")
     (tmp_path / "recipe.yaml").write_text(GATED)
     environment = server.environment(str(tmp_path / "home"), token=None)
-    done = run(["ckpt-train", "recipe.yaml"], tmp_path, environment)
+    done = run("ckpt-train", "recipe.yaml", directory=tmp_path, environment=environment)
     assert done.returncode == 2
     # One problem, and nothing before it.
     assert len(done.stderr.splitlines()) == 4
@@ -57,7 +57,7 @@ def test_a_gated_model_ends_the_run_after_one_request(server: HubServer, tmp_pat
     assert requests == ["HEAD /org/gated/resolve/main/config.json"]
 
 
-BASE = Path(__file__).parents[1] / "fixtures/trainer/adapter/base"
+BASE = ROOT / "tests/fixtures/trainer/adapter/base"
 TRAINED = """
 model: {from_pretrained: org/base, revision: v1}
 tokenizer: null
@@ -83,7 +83,7 @@ hub: {repo: org/lora, private: false}
 """
 )
 LOADED = """
-import json, sys
+import sys
 import torch
 from peft import AutoPeftModelForCausalLM
 from transformers import AutoModelForCausalLM
@@ -101,7 +101,7 @@ assert not torch.equal(adapted(tokens).logits, base(tokens).logits)
 
 
 def test_models_are_uploaded_while_they_train_and_loaded_by_their_name(
-    server: HubServer, tmp_path: Path
+    server: HubServer, commands: CommandServer, tmp_path: Path
 ) -> None:
     server.reset()
     base = {path.name: path.read_bytes() for path in BASE.iterdir()}
@@ -109,10 +109,12 @@ def test_models_are_uploaded_while_they_train_and_loaded_by_their_name(
     repository = server.add("org/base", {"config.json": b"{}"})
     repository.commit("v1", base, "weights")
     environment = server.environment(str(tmp_path / "home"))
+    train = ("python", "-m", "tests.support.hub_command", "ckpt-train")
+    here = {**os.environ, **environment, "PYTHONPATH": str(ROOT)}
     commit = repository.branches["v1"]
     for name, text in (("full", FULL), ("lora", LORA)):
         (tmp_path / f"{name}.yaml").write_text(text)
-        done = run(["ckpt-train", f"{name}.yaml"], tmp_path, environment)
+        done = commands.run(*train, f"{name}.yaml", cwd=tmp_path, env=here)
         assert done.returncode == 0, done.stderr
         assert f"base model: org/base at commit {commit[:12]}" in done.stderr + done.stdout
         assert TOKEN not in done.stderr + done.stdout
@@ -128,5 +130,5 @@ def test_models_are_uploaded_while_they_train_and_loaded_by_their_name(
 
     (tmp_path / "loaded.py").write_text(LOADED)
     export = tmp_path / "full/LATEST/model/consolidated"
-    done = run(["python", "loaded.py", str(export)], tmp_path, environment)
+    done = run("python", "loaded.py", str(export), directory=tmp_path, environment=environment)
     assert done.returncode == 0, done.stderr

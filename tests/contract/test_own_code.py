@@ -11,7 +11,7 @@ from automodel_ckpt.cli.launch.failures import FailureRecord, failure_text
 from automodel_ckpt.cli.launch.worker import run_rank
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.overrides import parse
-from automodel_ckpt.config.targets import prepare
+from automodel_ckpt.config.prepare import prepare
 from automodel_ckpt.config.trust import Trust
 from automodel_ckpt.errors import EXIT_INTERNAL, EXIT_USAGE, AutomodelError, describe
 from tests.support import ranks

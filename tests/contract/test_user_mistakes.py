@@ -165,6 +165,33 @@ MISTAKES = {
     "a tokenizer of no kind": tokens(
         "the tokenizer cannot be read", **{"tokenizer.json": '{"model": {"type": "x"}}'}
     ),
+    "a model without a tokenizer": tokens(
+        r"no tokenizer[\s\S]*tok has config.json, tokenizer_config.json\n[\s\S]*tokenizer: null",
+        **{"config.json": "{}", "tokenizer_config.json": "{}"},
+    ),
+    "a directory of models": Mistake(
+        ("--model={from_pretrained: '@/models'}", "--tokenizer={from_pretrained: null}"),
+        r"the directory has no model[\s\S]*models has llama\n[\s\S]*with config.json",
+        {"models/llama/config.json": "{}"},
+    ),
+    "a model of a target, and no tokenizer": Mistake(
+        (
+            f"--model={{_target_: transformers.AutoModelForCausalLM.from_config, config: {SMALL_GPT2}}}",
+            "--tokenizer={from_pretrained: null}",
+            "--dataset={_target_: automodel_ckpt.data.text.text, path: '@/a.txt', seq_length: 16}",
+        ),
+        r"requires a tokenizer[\s\S]*not a model with _target_",
+        {"a.txt": "a"},
+    ),
+    "a collator that does not pad": Mistake(
+        (
+            "--dataset={_target_: automodel_ckpt.data.text.text, path: '@/a.txt', seq_length: 32}",
+            "--dataloader.collate_fn={_target_: transformers.DefaultDataCollator}",
+        ),
+        r"could not be collated[\s\S]*expected sequence of length[\s\S]*the default pads",
+        {"a.txt": "".join(f"{'a ' * n}\n" for n in range(1, 9))},
+        1,
+    ),
     "arguments that a library refuses": Mistake(
         ("--optimizer={_target_: torch.optim.SGD, lr: -3}",),
         r"calling torch.optim.SGD failed[\s\S]*rate: -3",
@@ -187,6 +214,32 @@ MISTAKES = {
     "an encoder and a decoder": pretrained(
         r"does not support this kind of model[\s\S]*a t5 model \(T5Model\), which AutoModelForCausalLM",
         **{"config.json": '{"model_type": "t5", "architectures": ["T5Model"]}'},
+    ),
+    "an encoder": Mistake(
+        (
+            "--model={from_config: {model_type: bert, hidden_size: 8, num_hidden_layers: 1, num_attention_heads: 1}}",
+        ),
+        r"is an encoder[\s\S]*a bert model[\s\S]*is_decoder: true",
+    ),
+    "an attention that the model does not support": Mistake(
+        ("--model.from_config={model_type: gpt_oss}", "--model.attn_implementation=sdpa"),
+        r"GptOssForCausalLM does not support[\s\S]*leave model.attn_implementation out",
+    ),
+    "a decoder that sees later tokens": Mistake(
+        ("--model.from_config={model_type: gemma3_text, use_bidirectional_attention: true}",),
+        r"is an encoder[\s\S]*use_bidirectional_attention: true\s+hint: [^{]*train encoders$",
+    ),
+    "an optimizer for sparse gradients": Mistake(
+        ("--optimizer={_target_: torch.optim.SparseAdam}",),
+        r"sparse gradients only[\s\S]*\d+ of \d+ parameters, the first model[\s\S]*AdamW",
+    ),
+    "an optimizer with rates of its own, and a schedule": Mistake(
+        ("--optimizer={_target_: transformers.Adafactor}",),
+        r"sets its own learning rates[\s\S]*relative_step",
+    ),
+    "a schedule that follows the loss": Mistake(
+        ("--lr_scheduler={_target_: torch.optim.lr_scheduler.ReduceLROnPlateau}",),
+        r"needs more than the step[\s\S]*ReduceLROnPlateau.step\(metrics",
     ),
     "no optimizer": part("optimizer", "relu", "is not a torch.optim.Optimizer"),
     "no model": part("model", "config", "is not a torch.nn.Module"),
@@ -230,6 +283,10 @@ MISTAKES = {
     "a mean for a loss": Mistake(
         ("--loss_fn={_target_: torch.nn.CrossEntropyLoss, reduction: mean}",),
         "has to be the sum over the labels",
+    ),
+    "a mean of a user's own": Mistake(
+        ("--loss_fn={_target_: tests.support.training_parts.mean_loss}",),
+        r"the loss is a mean[\s\S]*training_parts.mean_loss: ([\d.]+) for \d+ labels, \1[\s\S]*return the sum",
     ),
     "a base that cannot be written": Mistake(
         ("--peft={r: 4, base_dir: /proc/x}",),

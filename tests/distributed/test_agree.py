@@ -14,6 +14,7 @@ from automodel_ckpt.distributed.agree import (
     all_or_nothing,
     broadcast_object,
     gather_objects,
+    gather_or_raise,
     while_working,
 )
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, SaveFailed
@@ -104,6 +105,19 @@ def test_gather_and_broadcast_carry_any_object() -> None:
     assert ranks.run(rank, 2) == [(everyone, "from 1"), (everyone, "from 1")]
 
 
+def test_results_are_gathered_or_one_ranks_error_is_raised_on_all() -> None:
+    def rank() -> tuple[list[int], str, type[BaseException]]:
+        me = dist.get_rank()
+        results = gather_or_raise(dist.group.WORLD, lambda: 10 * me)
+        with pytest.raises(AutomodelError, match="rank 1: cannot write") as caught:
+            gather_or_raise(dist.group.WORLD, lambda: 1 // (1 - me), lambda error: disk_full(1))
+        return results, str(caught.value), type(caught.value)
+
+    (results, message, kind), other = ranks.run(rank, 2)
+    assert (results, kind) == ([0, 10], SaveFailed)
+    assert (results, message, kind) == other
+
+
 def test_broadcast_counts_ranks_within_the_group() -> None:
     def rank() -> object:
         group = dist.new_group([1, 2], backend="gloo")
@@ -115,7 +129,10 @@ def test_broadcast_counts_ranks_within_the_group() -> None:
 def test_one_rank_needs_no_group() -> None:
     assert gather_objects(None, 7) == [7]
     assert broadcast_object(None, "x") == "x"
+    assert gather_or_raise(None, lambda: 8) == [8]
     all_or_nothing(None, None)
+    with pytest.raises(SaveFailed, match="cannot write"):
+        gather_or_raise(None, lambda: 1 // 0, lambda error: disk_full(0))
     with pytest.raises(ValueError, match="odd"):
         all_or_nothing(None, ValueError("odd"))
 
@@ -131,7 +148,7 @@ def test_the_helper_itself_reports_errors_deaths_and_time_outs() -> None:
             signal.pause()
         return "fine"
 
-    killed, raised, hung, fine = ranks.outcomes(rank, 4, timeout=5, init=False)
+    killed, raised, hung, fine = ranks.outcomes(rank, 4, timeout=10, init=False)
     assert (killed.exitcode, killed.error, killed.ok) == (-signal.SIGKILL, None, False)
     assert isinstance(raised.error, KeyError)
     assert "missing" in raised.traceback
@@ -143,9 +160,14 @@ def test_the_helper_itself_reports_errors_deaths_and_time_outs() -> None:
 
 def test_work_that_takes_longer_than_the_groups_timeout_is_waited_for() -> None:
     def rank() -> tuple[int, str]:
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=1))
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=4))
         number = dist.get_rank()
-        value = while_working(group, lambda: time.sleep(2.5 * number) or number)
+        calls: list[int] = []
+        value = while_working(
+            group, lambda: time.sleep(6 * number) or number, lambda: calls.append(1)
+        )
+        # The rank that is done takes care meanwhile of what the other one waits for.
+        assert 1 < len(calls) < 20
         try:
             while_working(group, lambda: 1 // number)
         except ZeroDivisionError as error:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,14 +52,18 @@ class Model(torch.nn.Module):
         return self.head(self.second(torch.tanh(self.first(self.embed(ids))))).square().mean()
 
 
-def build(strategy: str, seed: int = 0, **more: Any) -> SimpleNamespace:
-    model: torch.nn.Module = Model(seed)
+def parallelize(model: Model, strategy: str) -> torch.nn.Module:
     if strategy == "fsdp2":
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         fully_shard(model.first, mesh=mesh)
         fully_shard(model, mesh=mesh)
     elif strategy == "ddp":
-        model = DistributedDataParallel(model)
+        return DistributedDataParallel(model)
+    return model
+
+
+def build(strategy: str, seed: int = 0, **more: Any) -> SimpleNamespace:
+    model = parallelize(Model(seed), strategy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones=[1, 3])
     made = SimpleNamespace(model=model, optimizer=optimizer, lr_scheduler=schedule, **more)
@@ -189,6 +196,122 @@ def fails_on_rank_1(root: Path) -> tuple[str, float]:
     durable_file.write_all = write if dist.get_rank() == 1 else durable_file.write_all
     tiny.save(root, made, step=60)
     return str(caught.value), time.monotonic() - started
+
+
+def differences_after_resuming(root: Path) -> list[str]:
+    """Trains with batch normalization; what differs on this rank after a resume and two more steps."""
+
+    def made() -> SimpleNamespace:
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1)]
+        model = DistributedDataParallel(torch.nn.Sequential(*layers, torch.nn.BatchNorm1d(1)))
+        return SimpleNamespace(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def train(it: SimpleNamespace, *steps: int) -> None:
+        for step in steps:
+            generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+            it.optimizer.zero_grad()
+            it.model(torch.randn(6, 4, generator=generator)).square().mean().backward()
+            it.optimizer.step()
+
+    one, other = made(), made()
+    train(one, 1, 2)
+    tiny.save(root, one)
+    train(one, 3, 4)
+    assert tiny.load(root, other) is not None
+    train(other, 3, 4)
+    expected = one.model.state_dict()
+    return [k for k, v in other.model.state_dict().items() if not torch.equal(v, expected[k])]
+
+
+def test_a_resume_is_exact_where_ranks_have_different_buffers_which_ddp_broadcasts(
+    tmp_path: Path,
+) -> None:
+    assert ranks.run(differences_after_resuming, 2, tmp_path) == [[], []]
+
+
+class WithExtraState(Model):
+    """A model with a value that is not a tensor."""
+
+    extra = 0
+
+    def get_extra_state(self) -> int:
+        return self.extra
+
+    def set_extra_state(self, state: int) -> None:
+        self.extra = state
+
+
+@contextmanager
+def differences_logged() -> Iterator[list[str]]:
+    """Yield the list of what is logged in the context about values that differ between ranks."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    handler.addFilter(lambda record: "differs between ranks" in record.getMessage())
+    # Another test of this worker may have changed the level.
+    logging.getLogger("automodel_ckpt").setLevel(logging.WARNING)
+    logging.getLogger("automodel_ckpt").addHandler(handler)
+    yield messages
+    logging.getLogger("automodel_ckpt").removeHandler(handler)
+
+
+def warnings_of_a_save(root: Path, strategy: str, *, differing: bool) -> list[str]:
+    """What rank 0 logs about values that differ when ranks save the same model, or another one on rank 1."""
+    here = dist.get_rank() * differing
+    model: Any = WithExtraState(0)
+    model.extra, model.count[...] = here, here
+    model = parallelize(model, strategy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 + here)
+    with differences_logged() as messages:
+        tiny.save(root, SimpleNamespace(model=model, optimizer=optimizer))
+    return messages
+
+
+def warnings_of_later_saves(root: Path) -> list[list[str]]:
+    """What rank 0 logs at three saves, of which the first has the same values on all ranks."""
+    model: Any = parallelize(WithExtraState(0), "fsdp2")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    state = discover(SimpleNamespace(model=model, optimizer=optimizer))
+    saver = tiny.checkpointer(root)
+    found = []
+    for step in (1, 2, 3):
+        with differences_logged() as messages:
+            saver.save(state, step=step, epoch=0, config_yaml="", losses={}, progress={})
+        found.append(messages)
+        assert tiny.kept_plan(saver) is not None
+        model.count[...] = dist.get_rank()
+        optimizer.param_groups[0]["lr"] = 0.1 + dist.get_rank()
+    saver.close()
+    return found
+
+
+def test_values_that_begin_to_differ_after_the_first_save_are_named_once(tmp_path: Path) -> None:
+    of_rank_0, of_rank_1 = ranks.run(warnings_of_later_saves, 2, tmp_path)
+    names = [[message.split(" differs")[0] for message in warnings] for warnings in of_rank_0]
+    assert names == [[], ["model: count", "optimizer: optimizer.param_groups.0.lr"], []]
+    assert of_rank_1 == [[], [], []]
+
+
+def warnings_of_saves(root: Path) -> list[list[str]]:
+    cases = [("fsdp2", True), ("fsdp2", False), ("ddp", True)]
+    found = []
+    for number, (strategy, differing) in enumerate(cases):
+        found.append(warnings_of_a_save(root / str(number), strategy, differing=differing))
+    return found
+
+
+def test_what_only_one_rank_stores_is_named_if_the_ranks_differ(tmp_path: Path) -> None:
+    of_rank_0, of_rank_1 = ranks.run(warnings_of_saves, 2, tmp_path)
+    names = [[message.split(" differs")[0] for message in warnings] for warnings in of_rank_0]
+    options = "optimizer: optimizer.param_groups.0.lr"
+    sharded = ["model: _extra_state", "model: count", options]
+    # DDP copies the buffers of rank 0 to the others.
+    assert [sorted(each) for each in names] == [sharded, [], ["model: _extra_state", options]]
+    assert of_rank_0[0][0].endswith(
+        "rank 0, and a resume gives it to all ranks. Others have: rank 1"
+    )
+    assert of_rank_1 == [[], [], []]
 
 
 def test_a_save_that_fails_on_one_rank_fails_on_all_with_its_path_and_reason(

@@ -26,7 +26,7 @@ from automodel_ckpt.distributed.parallelize import Parallelism, clip_gradients, 
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.meta_init import on_meta
 from automodel_ckpt.models.pipeline_stage import keep_stages
-from automodel_ckpt.recipes.context_parallel import divide_rows
+from automodel_ckpt.recipes.model.context_parallel import divide_rows
 from automodel_ckpt.training.loss import WHOLE, next_token_loss
 from tests.distributed.test_training import failure, lines, lines_of_steps, run, run_each
 from tests.support import ranks
@@ -123,6 +123,7 @@ def test_a_later_stage_of_a_pipeline_gets_slices_and_does_not_divide_them_again(
 FLAT = (
     "--model.from_config.attention_dropout=0",
     "--step_scheduler.max_steps=4",
+    "--checkpoint.save_consolidated=false",
     "--lr_scheduler.decay_steps=4",
     "--step_scheduler.ckpt_every_steps=2",
     "--packed_sequence.size=32",

@@ -19,7 +19,7 @@ from automodel_ckpt.data.python_docs import train_tokenizer
 from automodel_ckpt.distributed.mesh_sizes import Sizes
 from automodel_ckpt.errors import AutomodelError, RecipeError
 from automodel_ckpt.recipes.distill import Distill
-from automodel_ckpt.recipes.memory_estimate import plan
+from automodel_ckpt.recipes.forecast.plan import plan
 from automodel_ckpt.recipes.teacher import Teacher
 from tests.fixtures.distill.make_reference_losses import (
     BATCH,
@@ -179,7 +179,7 @@ def test_a_sample_that_one_rank_cannot_read_ends_all_ranks_before_training(
 ) -> None:
     more = f"\ndistributed: {{strategy: fsdp2}}\ndataset: {{_target_: {HERE}.unreadable}}"
     path = write_mixed(tmp_path, models, more, top_k=4, cache_dir=str(tmp_path / "logits"))
-    ended = ranks.outcomes(run, 2, path, init=False, timeout=20)
+    ended = ranks.outcomes(run, 2, path, init=False, timeout=60)
     for outcome in ended:
         assert isinstance(outcome.error, AutomodelError)
         assert str(outcome.error).startswith("rank 1: dataset[39] could not be read")

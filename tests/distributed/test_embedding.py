@@ -20,7 +20,11 @@ from tests.support.training import killed_after, steps_of, train
 
 LORA = ("--peft.r=4", "--peft.dropout=0.0", "--optimizer.lr=0.01")
 METRICS = ("val_loss", "val_accuracy", "val_mrr", "val_recall_at_10")
-BATCH = ("--step_scheduler.global_batch_size=12", "--step_scheduler.max_steps=4")
+BATCH = (
+    "--step_scheduler.global_batch_size=12",
+    "--checkpoint.save_consolidated=false",
+    "--step_scheduler.max_steps=4",
+)
 WAYS: dict[str, tuple[str, ...]] = {
     "fsdp2": ("--step_scheduler.local_batch_size=3",),
     "ddp": ("--step_scheduler.local_batch_size=6", "--distributed.strategy=ddp"),
@@ -78,6 +82,7 @@ INTERRUPTED = (
     *BATCH,
     "--step_scheduler.local_batch_size=3",
     "--step_scheduler.max_steps=6",
+    "--checkpoint.save_consolidated=false",
     "--step_scheduler.ckpt_every_steps=2",
     "--model.config_overrides={hidden_dropout_prob: 0.2, attention_probs_dropout_prob: 0.1}",
 )

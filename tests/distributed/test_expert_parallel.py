@@ -41,6 +41,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 # SGD shows a wrong scale of a gradient, which AdamW would hide.
 SGD = (
+    "--checkpoint.save_consolidated=false",
     "--optimizer={_target_: torch.optim.SGD, lr: 0.5}",
     "--lr_scheduler=null",
     "--step_scheduler.max_steps=4",
@@ -96,7 +97,8 @@ def compare_families() -> None:
             ours = outputs_and_gradients(module, 4)
             theirs = outputs_and_gradients(original, 4)
             for found, value in zip(ours, theirs, strict=True):
-                torch.testing.assert_close(found, value, rtol=1e-5, atol=1e-6, msg=family)
+                # The matrices have other sizes, for which a processor may have other kernels.
+                torch.testing.assert_close(found, value, rtol=1e-4, atol=1e-5, msg=family)
             for (name, parameter), value in zip(
                 module.named_parameters(), original.parameters(), strict=True
             ):

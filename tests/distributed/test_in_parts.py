@@ -16,9 +16,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from automodel_ckpt.config.schema import ModelConfig
+from automodel_ckpt.config.sections.model import ModelConfig
 from automodel_ckpt.distributed.parallelize import Parallelism, parallelize
-from automodel_ckpt.recipes.deferred_model import build_deferred
+from automodel_ckpt.recipes.model.deferred_model import build_deferred
 from tests.support import ranks
 from tests.support.parallel import config_of, layout_here
 

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from automodel_ckpt.distributed.mesh_sizes import Sizes
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.evaluation import EvaluationTotals
+from automodel_ckpt.recipes.forecast.plan import plan
 from automodel_ckpt.recipes.kto import KTO, KTOFinetune
-from automodel_ckpt.recipes.memory_estimate import plan
 from tests.fixtures.preference import tiny_policy
 from tests.support.preference import (
     check_resumes,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,7 +12,8 @@ import torch.distributed as dist
 
 from automodel_ckpt.checkpoint import Checkpointer
 from automodel_ckpt.checkpoint.layout import DataParallelRanks
-from automodel_ckpt.config.schema import CheckpointConfig, MemoryConfig
+from automodel_ckpt.config.sections.checkpoint import CheckpointConfig, MemoryConfig
+from automodel_ckpt.recipes import memory_saves
 from automodel_ckpt.recipes.memory_saves import MemorySaves
 from tests.distributed.test_signals import STEPS, wait_for
 from tests.support import ranks
@@ -30,20 +30,20 @@ def test_a_killed_rank_continues_from_memory_and_a_failed_run_from_its_copy_on_d
     # No save on disk is due before the end.
     keys: dict[str, Any] = {"step_scheduler.ckpt_every_steps": "null"}
     with whole.start(steps=STEPS, keys=keys) as trainer:
-        assert trainer.wait(60) and trainer.code == 0, trainer.log
+        assert trainer.wait(150) and trainer.code == 0, trainer.log
     keys |= {"checkpoint.memory.every_steps": 1, "checkpoint.memory.directory": memory}
     with killed.start(steps=STEPS, max_restarts=1, keys=keys) as trainer:
         wait_for(trainer, 1, "step", 4)
         trainer.send("rank1", signal.SIGKILL)
         wait_for(trainer, 0, "data", 8)
-        assert "was loaded from memory" in trainer.log, trainer.log
+        assert "was loaded from memory, where every rank's state was" in trainer.log, trainer.log
         wait_for(trainer, 1, "step", 6)
         trainer.send("rank1", signal.SIGKILL)
-        assert trainer.wait(60) and trainer.code == 1, trainer.log
+        assert trainer.wait(150) and trainer.code == 1, trainer.log
     assert "the newest checkpoint in memory was copied to" in trainer.log, trainer.log
     assert os.listdir(memory) == [] and killed.newest() >= 4
     with killed.start(steps=STEPS, keys=keys) as trainer:
-        assert trainer.wait(60) and trainer.code == 0, trainer.log
+        assert trainer.wait(150) and trainer.code == 0, trainer.log
     assert endurance.differences(killed.root, endurance.result_of(whole.root, STEPS), STEPS) == []
     assert os.listdir(memory) == []
 
@@ -51,11 +51,14 @@ def test_a_killed_rank_continues_from_memory_and_a_failed_run_from_its_copy_on_d
 def test_with_auto_all_ranks_save_at_the_same_steps(tmp_path: Path) -> None:
     (tmp_path / "tmpfs").mkdir()
     steps, other = ranks.run(saved_steps, 2, tmp_path)
-    assert steps == other and len(steps) > 1
+    # On rank 0, a save takes 2.5 % of the time of a step, and may take 1 % of the time.
+    assert steps == other == [*range(1, 41, 3)]
 
 
 def saved_steps(base: Path) -> list[int]:
-    """The steps that are saved to memory with ``auto``. A save takes longer on rank 1, as its step takes longer."""
+    """The steps that are saved to memory with ``auto``. A save takes longer on rank 1."""
+    clock = SimpleNamespace(now=0.0)
+    vars(memory_saves)["time"] = SimpleNamespace(monotonic=lambda: clock.now)
     layout = DataParallelRanks(dist.get_rank(), 2)
     disk = Checkpointer(base / "run", layout, dist.group.WORLD)
     disk.open()
@@ -65,10 +68,10 @@ def saved_steps(base: Path) -> list[int]:
     saved = []
 
     def save(checkpointer: Checkpointer) -> None:
-        time.sleep(0.002 * dist.get_rank())
+        clock.now += 0.00025 + 0.002 * dist.get_rank()
 
     for step in range(1, 41):
-        time.sleep(0.01)
+        clock.now += 0.01
         if memory.is_due(cast(Any, SimpleNamespace(step=step))):
             memory.save(step, save)
             saved.append(step)

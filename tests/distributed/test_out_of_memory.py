@@ -22,8 +22,8 @@ LOSS = "--loss_fn={_target_: tests.support.training_parts.runs_out_of_memory, "
 @pytest.mark.parametrize(
     ("options", "doing"),
     [
-        ("call: 5, rank: 0}", "in the forward pass, backward pass or update of step 3"),
-        ("call: 11, rank: 0}", "in the validation of step 5"),
+        ("call: 7, rank: 0}", "in the forward pass, backward pass or update of step 3"),
+        ("call: 13, rank: 0}", "in the validation of step 5"),
         ("call: 0, rank: 0, when: build}", "while the model and the optimizer were built"),
     ],
 )
@@ -49,7 +49,7 @@ def test_the_report_states_when_how_large_and_what_to_change(
 
 
 def test_the_step_before_is_logged_although_the_host_was_ahead_of_it(tmp_path: Path) -> None:
-    error = failure(tmp_path, LOSS + "call: 7, rank: 0}", recipe_class=AheadRecipe)
+    error = failure(tmp_path, LOSS + "call: 9, rank: 0}", recipe_class=AheadRecipe)
     assert isinstance(error, DeviceMemoryError)
     assert [step["step"] for step in steps_of(tmp_path / "run")] == [1, 2, 3]
 
@@ -64,7 +64,7 @@ def test_the_rank_without_memory_is_the_root_cause_of_a_run_on_several(
         "tests",
         "--nproc-per-node=2",
         f"--checkpoint.checkpoint_dir={tmp_path / 'run'}",
-        LOSS + "call: 2, rank: 1}",
+        LOSS + "call: 4, rank: 1}",
         cwd=Path(__file__).parents[2],
     )
     assert done.returncode == EXIT_USAGE, done.stderr

@@ -12,8 +12,8 @@ from torch import nn
 from automodel_ckpt.distributed.pipeline import idle_share
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.recipes.model.pipeline import train_stages
 from automodel_ckpt.recipes.objective import Objective
-from automodel_ckpt.recipes.pipeline import train_stages
 from automodel_ckpt.recipes.records import LossSum
 from tests.distributed.test_training import failure, lines_of_steps, run, run_each
 from tests.support import ranks
@@ -29,6 +29,7 @@ GROUPS = "--optimizer.groups=[{params: [model.norm.weight], lr: 5e-3}, {params: 
 """Either stage has no parameter of one of these groups."""
 SHORT = (
     GROUPS,
+    "--checkpoint.save_consolidated=false",
     "--step_scheduler.max_steps=4",
     "--lr_scheduler.decay_steps=4",
     "--step_scheduler.ckpt_every_steps=2",
@@ -72,6 +73,7 @@ FOUR_LAYERS = TEXT.replace("num_hidden_layers: 2", "num_hidden_layers: 4")
 INTERLEAVED = (STAGES, "--distributed.pp_schedule=interleaved1f1b")
 # SGD shows a wrong scale of a gradient, which AdamW would hide.
 SGD = (
+    "--checkpoint.save_consolidated=false",
     "--optimizer={_target_: torch.optim.SGD, lr: 0.5}",
     "--lr_scheduler=null",
     "--step_scheduler.max_steps=4",

@@ -4,12 +4,14 @@ process be each rank of a grid in turn."""
 from __future__ import annotations
 
 import os
+import pickle
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,16 +29,20 @@ from automodel_ckpt.checkpoint.formats.reading import read_tree
 from automodel_ckpt.checkpoint.formats.tree_layout import TreeLayout
 from automodel_ckpt.checkpoint.manifest import Manifest, Tree
 from automodel_ckpt.checkpoint.sharding import RegularSlices
-from automodel_ckpt.checkpoint.slices import Tensor, tiling_fault
+from automodel_ckpt.checkpoint.slices import Tensor
+from automodel_ckpt.checkpoint.tiling import tiling_fault
 from automodel_ckpt.checkpoint.verify import verify, verify_deep
 from automodel_ckpt.checkpoint.writing import rank_manifest
-from automodel_ckpt.checkpoint.writing.jobs import run_all
+from automodel_ckpt.checkpoint.writing.file_groups import FileGroups, groups_of
+from automodel_ckpt.checkpoint.writing.jobs import Job, run_all
 from automodel_ckpt.checkpoint.writing.rank_manifest import (
     RankManifest,
     finalize,
+    merge_tree,
     read_rank_manifests,
 )
 from tests.support import ranks
+from tests.support.dcp_metadata import metadata_by_torch
 from tests.unit.checkpoint.test_manifest import example
 
 WORLD = 8
@@ -122,11 +128,13 @@ def part_of(whole: torch.Tensor, layout: Layout, mesh: DeviceMesh) -> DTensor:
     )
 
 
-def save_all(made: list[Case], directory: Path) -> Path:
+def save_all(made: list[Case], directory: Path, groups: FileGroups | None) -> Path:
     """Plan as each rank, divide the work, write what each would write, and publish it as rank 0 would.
 
-    The cases with even numbers are a module, the others an optimizer; each has a table.
+    The cases with even numbers are a module, the others an optimizer; each has a table. With *groups*, the ranks of a
+    group write into common files.
     """
+    files = safetensors.ShardFiles(groups=groups)
     trees: dict[int, list[TreePlan]] = {}
     for rank, meshes in as_each_rank():
         states: list[dict[str, Any]] = [{}, {}]
@@ -138,20 +146,25 @@ def save_all(made: list[Case], directory: Path) -> Path:
             TreePlan("model", "model", states[0], nested=False),
             TreePlan("optimizer", "optim", states[1], nested=True),
         ]
+        for tree in trees[rank]:
+            tree.flatten()
         described[rank] = [tree.describe() for tree in trees[rank]]
         listed[rank] = [tree.irregular([case.name for case in made]) for tree in trees[rank]]
     staging = commit.reserve(directory, "epoch_0_step_20")
+    for tree in trees[0]:
+        (staging / tree.directory).mkdir()
     layouts: list[TreeLayout] = []
     for rank, of_rank in trees.items():
         written = RankManifest(rank)
         for number, tree in enumerate(of_rank):
             tree.assign(shares_of(number), rank)
             if number == 0:
-                layouts.append(safetensors.lay_out(tree))
-                jobs = list(safetensors.plan_jobs(tree, rank))
+                layouts.append(safetensors.lay_out(tree, files))
+                jobs: list[Job] = list(safetensors.plan_jobs(tree, rank, files))
             else:
                 layouts.append(torch_save.lay_out(tree))
-                jobs = [torch_save.plan_jobs(tree, rank)]
+                group = () if groups is None else groups.of(rank)
+                jobs = list(torch_save.plan_jobs(tree, rank, group))
             written.trees[tree.name] = layouts[-1].rank_tree()
             run_all(jobs, staging, written)
         (staging / layout.rank_manifest_file(rank)).write_bytes(written.to_bytes())
@@ -161,7 +174,13 @@ def save_all(made: list[Case], directory: Path) -> Path:
     }
     partial_manifest = replace(example(), state={}, trees=planned, files={})
     rank_manifest.MIN_TABLE_ROWS = 0
-    finalize(staging, partial_manifest, read_rank_manifests(staging, WORLD))
+    written_by_all = read_rank_manifests(staging, WORLD)
+    merged = merge_tree("optimizer", "torch_save", written_by_all, {}, planned["optimizer"])
+    plan = trees[0][1]
+    assert pickle.loads(torch_save.metadata_of(plan, merged)) == metadata_by_torch(
+        merged, dict(plan.paths)
+    )
+    finalize(staging, partial_manifest, written_by_all)
     return commit.publish(staging, "epoch_0_step_20")
 
 
@@ -211,9 +230,11 @@ def load_all(made: list[Case], manifest: Manifest, directory: Path) -> list[str]
     return wrong
 
 
-def there_and_back(directory: Path) -> tuple[list[str], list[str], int, list[str]]:
+def there_and_back(
+    directory: Path, groups: FileGroups | None
+) -> tuple[list[str], list[str], int, list[str]]:
     made = cases()
-    checkpoint = save_all(made, directory)
+    checkpoint = save_all(made, directory, groups)
     manifest = Manifest.read(checkpoint)
     torn = []
     num_regular = 0
@@ -229,11 +250,12 @@ def there_and_back(directory: Path) -> tuple[list[str], list[str], int, list[str
     return torn, wrong, num_regular, [str(problem) for problem in problems]
 
 
+@pytest.mark.parametrize("groups", [None, groups_of([*"aaaaabbb"], 1), groups_of([*"abababab"], 1)])
 def test_what_random_layouts_save_tiles_each_tensor_and_loads_into_any_other_layout(
-    tmp_path: Path,
+    tmp_path: Path, groups: FileGroups | None
 ) -> None:
     ((torn, wrong, num_regular, problems),) = ranks.run(
-        there_and_back, 1, tmp_path, init=False, timeout=max(170, NUM_LAYOUTS // 3)
+        there_and_back, 1, tmp_path, groups, init=False, timeout=max(170, NUM_LAYOUTS // 3)
     )
     assert torn == []
     assert wrong == []

@@ -14,23 +14,15 @@ from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.optimizers import trained_parameters
 from automodel_ckpt.recipes.pretrain import Pretrain
 from tests.support import ranks
+from tests.support.tiny_model import tiny_llama
 from tests.support.training import build, killed_after, steps_of, train, write_recipe
 
 DOCUMENTS = "{_target_: automodel_ckpt.data.python_docs.documents"
+MODEL = tiny_llama(max_position_embeddings=64, initializer_range=0.02, tie_word_embeddings=False)
 TEXT = f"""
 recipe: pretrain
 seed: 7
-model:
-  from_config:
-    model_type: llama
-    hidden_size: 32
-    intermediate_size: 48
-    num_hidden_layers: 2
-    num_attention_heads: 4
-    num_key_value_heads: 2
-    max_position_embeddings: 64
-    tie_word_embeddings: false
-tokenizer: {{_target_: automodel_ckpt.data.python_docs.train_tokenizer, vocab_size: 300}}
+{MODEL}tokenizer: {{_target_: automodel_ckpt.data.python_docs.train_tokenizer, vocab_size: 300}}
 dataset:
   _target_: automodel_ckpt.data.mixture.mixture
   weights: {{tokens: 0.4, stream: 0.6}}

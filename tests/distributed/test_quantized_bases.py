@@ -22,11 +22,11 @@ from transformers import (
 )
 
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.config.schema import ModelConfig
+from automodel_ckpt.config.sections.model import ModelConfig
 from automodel_ckpt.data.python_docs import train_tokenizer
 from automodel_ckpt.distributed.parallelize import Parallelism, parallelize
 from automodel_ckpt.models.build import build_model
-from automodel_ckpt.recipes.deferred_model import build_deferred
+from automodel_ckpt.recipes.model.deferred_model import build_deferred
 from tests.support import ranks
 from tests.support.parallel import layout_here
 from tests.support.training import RECIPE, train, write_recipe

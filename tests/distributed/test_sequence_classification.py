@@ -12,6 +12,7 @@ from transformers import pipeline
 
 from automodel_ckpt.recipes.sequence_classification import SequenceClassification
 from tests.support import ranks
+from tests.support.tiny_model import tiny_llama
 from tests.support.training import build, killed_after, steps_of, train, write_recipe
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "classification"
@@ -31,17 +32,6 @@ checkpoint: {{checkpoint_dir: {run}}}
 TOPICS = """
 recipe: sequence_classification
 seed: 7
-model:
-  from_config:
-    model_type: llama
-    hidden_size: 32
-    intermediate_size: 48
-    num_hidden_layers: 2
-    num_attention_heads: 4
-    num_key_value_heads: 2
-    max_position_embeddings: 32
-    attention_dropout: DROPOUT
-    initializer_range: 0.3
 classification: {labels: [json, statistics, tarfile]}
 tokenizer: {_target_: automodel_ckpt.data.python_docs.train_tokenizer, vocab_size: 300}
 dataset: &data
@@ -73,7 +63,7 @@ def test_losses_are_those_of_transformers_trainer(tmp_path: Path, problem: str) 
 
 
 def topics(directory: Path, dropout: float = 0.0) -> Path:
-    return write_recipe(directory, TOPICS.replace("DROPOUT", str(dropout)))
+    return write_recipe(directory, tiny_llama(attention_dropout=dropout) + TOPICS)
 
 
 def run(recipe: Path, name: str, num_ranks: int = 1, *overrides: str, die_after: int = 0) -> Any:
@@ -87,7 +77,10 @@ def run(recipe: Path, name: str, num_ranks: int = 1, *overrides: str, die_after:
         num_ranks,
         init=False,
     )
-    if not die_after:
+    if die_after:
+        # The ranks were killed, and did not end by an error before.
+        assert not any(outcome.traceback for outcome in outcomes), outcomes[0].traceback
+    else:
         assert all(outcome.ok for outcome in outcomes), outcomes[0].traceback
     return outcomes[0].value
 
@@ -121,7 +114,7 @@ def test_two_ranks_train_as_one_and_one_rank_continues_their_run(tmp_path: Path)
     recipe = topics(tmp_path)
     run(recipe, "whole")
     # 45 samples: the last global batch of the epoch has 5, of which one rank gets a filler.
-    run(recipe, "resharded", 2, die_after=4)
+    run(recipe, "resharded", 2, "--distributed.strategy=ddp", die_after=4)
     run(recipe, "resharded", 1)
     losses = [
         [float.fromhex(step["loss"]) for step in steps_of(tmp_path / name)]
@@ -148,7 +141,7 @@ def test_two_ranks_train_as_one_and_one_rank_continues_their_run(tmp_path: Path)
 def test_a_section_without_a_meaning_for_labels_is_rejected(
     tmp_path: Path, section: str, where: str
 ) -> None:
-    recipe = write_recipe(tmp_path, TOPICS.replace("DROPOUT", "0") + section)
+    recipe = write_recipe(tmp_path, tiny_llama() + TOPICS + section)
     made = build(recipe, recipe_class=SequenceClassification)
     assert isinstance(made, SequenceClassification)
     [problem] = made.config_problems()

@@ -15,13 +15,16 @@ from tests.support import ranks
 from tests.support.parallel import VOCABULARY, layout_here, model_of
 
 LAYERS = ["model.layers.0", "model.layers.1"]
+LARGE_VOCABULARY = 600
+"""Embeddings of so many rows are larger than a layer, those of VOCABULARY smaller."""
 
 
 def sharded_model(kind: str) -> nn.Module:
-    model = model_of(tie_word_embeddings=kind == "tied")
+    num_rows = VOCABULARY if kind == "small" else LARGE_VOCABULARY
+    model = model_of(tie_word_embeddings=kind == "tied", vocab_size=num_rows)
     if kind == "adapters":
         lora = Lora(modules_to_save=["lm_head"])
-        model = add_adapters(model, lora, task_type=None, num_base_rows=VOCABULARY).model
+        model = add_adapters(model, lora, task_type=None, num_base_rows=num_rows).model
     return parallelize(model, layout_here(), Parallelism("fsdp2"))
 
 
@@ -43,6 +46,7 @@ def groups(kind: str) -> tuple[list[str], dict[str, list[str]]]:
     [
         ("untied", ["lm_head", "model.embed_tokens"], "lm_head"),
         ("tied", [], None),
+        ("small", [], None),
         (
             "adapters",
             ["lm_head.modules_to_save.default", "lm_head.original_module", "model.embed_tokens"],
@@ -50,7 +54,7 @@ def groups(kind: str) -> tuple[list[str], dict[str, list[str]]]:
         ),
     ],
 )
-def test_embedding_and_head_are_gathered_separately_unless_they_are_tied(
+def test_embedding_and_head_are_gathered_separately_unless_they_are_tied_or_smaller_than_a_layer(
     kind: str, expected: list[str], head: str | None
 ) -> None:
     found, prefetched = ranks.run(groups, 2, kind)[0]

@@ -8,13 +8,14 @@ import subprocess
 import time
 from collections import Counter
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from automodel_ckpt.cli.launch import failures, worker
+from automodel_ckpt.cli.launch import failures, suspended
 from automodel_ckpt.distributed.mesh import close_distributed, init_distributed
 from automodel_ckpt.distributed.stop import PeerStop
 from tests.support import ranks
@@ -38,10 +39,10 @@ def wait_for(trainer: Trainer, rank: int, name: str, times: int = 1, seconds: fl
 
 @pytest.mark.slow
 def test_signals_at_random_instants_stop_all_ranks_in_order() -> None:
-    # Other phases in each run of the suite; `python -m tools.crash signals` has hundreds of points.
-    done = signals.run(points_wanted=6, seed=int(time.time()), seconds=150, compares=False)
+    # `python -m tools.crash signals` has hundreds of points.
+    done = signals.run(points_wanted=4, seed=1, seconds=150, compares=False)
     assert done.failures == []
-    assert done.points == 6
+    assert done.points == 4
 
 
 @pytest.mark.parametrize(("is_async", "target"), [("false", "rank1"), ("true", "launcher")])
@@ -76,9 +77,9 @@ def test_a_rank_that_is_killed_is_started_again_and_the_run_ends_as_if_it_had_no
         wait_for(trainer, 1, "step", 6)
         since = trainer.send("rank1", signal.SIGKILL)
         assert trainer.wait(90) and trainer.code == 0, trainer.log
-        again = next(
-            mark for mark in trainer.marks(0) if mark.name == "data" and mark.seconds > since + 0.5
-        )
+        batches = [mark for mark in trainer.marks(0) if mark.name == "data"]
+    # The rank that is not killed may read another batch before it is ended.
+    again = next(after for before, after in pairwise(batches) if after.step < before.step)
     assert "restart 1 of 1" in trainer.log
     assert again.step == 4, "the newest checkpoint's"
     assert again.seconds - since < 30
@@ -97,7 +98,7 @@ def test_restarted_ranks_are_not_told_what_was_meant_for_those_before(
 
 def test_machines_that_were_restarted_another_number_of_times_meet() -> None:
     """One that comes when others have lost a machine has restarted nothing yet."""
-    assert ranks.run(partial(met, timeout_minutes=0.25), 2, init=False) == [2, 2]
+    assert ranks.run(partial(met, timeout_minutes=1), 2, init=False) == [2, 2]
 
 
 def met(timeout_minutes: float) -> int:
@@ -107,14 +108,14 @@ def met(timeout_minutes: float) -> int:
 
 def test_ranks_leave_their_group_and_join_again() -> None:
     """As two recipes in one program do: nothing of the first group is left in the second one."""
-    assert ranks.run(joined_again, 2, init=False, timeout=20) == [[2, 2, 2]] * 2
+    assert ranks.run(joined_again, 2, init=False, timeout=60) == [[2, 2, 2]] * 2
 
 
 def joined_again() -> list[int]:
     """How many ranks there are each time. Rank 1 joins again before rank 0 has left."""
     sizes = []
     for _ in range(3):
-        init_distributed(backend="gloo", timeout_minutes=0.25)
+        init_distributed(backend="gloo", timeout_minutes=1)
         count = torch.ones(1)
         dist.all_reduce(count)
         sizes.append(int(count))
@@ -127,7 +128,7 @@ def joined_again() -> list[int]:
 def joined(port: int, attempt: int) -> tuple[int, bool]:
     """How many ranks there are, and whether one was asked to stop; then all are asked."""
     os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_RESTART_COUNT": str(attempt)}
-    init_distributed(backend="gloo", timeout_minutes=0.25)
+    init_distributed(backend="gloo", timeout_minutes=1)
     store = dist.distributed_c10d._get_default_store()
     found = bool(store.check([PeerStop.KEY]))
     count = torch.ones(1)
@@ -166,7 +167,8 @@ def test_a_rank_that_hangs_in_its_data_set_is_named_when_the_others_have_waited_
     assert "Traceback" not in trainer.log
 
 
-def test_a_rank_that_was_stopped_is_told_of_once(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_was_stopped_is_told_of_once() -> None:
+    warnings: list[str] = []
     with subprocess.Popen(["sleep", "60"]) as peer:
         os.kill(peer.pid, signal.SIGSTOP)
         while not failures.is_suspended(peer.pid):
@@ -175,11 +177,12 @@ def test_a_rank_that_was_stopped_is_told_of_once(capfd: pytest.CaptureFixture[st
             {0: os.getpid(), 1: peer.pid, 2: os.getpid()},
             [Counter[int](), Counter[int]()],
         )
-        for _ in range(worker.SUSPENDED_POLLS + 2):
+        for _ in range(suspended.SUSPENDED_POLLS + 2):
             for rank, mine in zip((0, 2), seen, strict=True):
-                worker._warn_suspended(processes, rank, mine)
+                warnings += suspended.suspension_warnings(processes, rank, mine)
         peer.kill()
-    assert capfd.readouterr().err.count(f"warning: rank 1 (process {peer.pid}) is suspended") == 1
+    (warning,) = warnings
+    assert warning.startswith(f"warning: rank 1 (process {peer.pid}) is suspended")
 
 
 def test_a_rank_in_the_models_collectives_ends_soon_after_its_peer_was_killed(

@@ -18,6 +18,7 @@ STEPS = 9
 SPIKE = 5
 """The step whose batch has a loss far above the others, in the first of two epochs of six steps."""
 OPTIONS = (
+    "--checkpoint.save_consolidated=false",
     f"--step_scheduler.max_steps={STEPS}",
     "--step_scheduler.num_epochs=3",
     "--step_scheduler.ckpt_every_steps=2",
@@ -40,15 +41,13 @@ class Poisoned(training.Recipe):
 
 
 class Killed(training.Recipe):
-    """It is killed in the first step after the batches that it left out."""
+    """It is killed after it went back, when the batches are to be left out."""
 
     class Loop(PoisonedLoop):
-        def _skip_batches(self) -> None:
-            spikes = self.step_scheduler.spikes
-            assert spikes is not None
-            if spikes.skip_after == self.step_scheduler.step:
+        def run_epoch(self) -> None:
+            super().run_epoch()
+            if self.divergence.skip_is_due():
                 signal.raise_signal(signal.SIGKILL)
-            super()._skip_batches()
 
     loop_class = Loop
 
@@ -79,8 +78,10 @@ def test_the_run_goes_back_without_the_batches_and_a_killed_one_does_the_same(
     assert (event["step"], event["spike_step"], event["skipped_batches"]) == (2, SPIKE, 3)
     assert "times the median" in event["reason"]
     # It is still one start.
-    (start,) = read_goodput(tmp_path / "run").starts
+    found = read_goodput(tmp_path / "run")
+    (start,) = found.starts
     assert start.outcome == "done"
+    assert found.num_lost_steps == SPIKE - 2
 
     ended = ranks.outcomes(run, 2, recipe, tmp_path / "killed", Killed, init=False)
     assert [outcome.exitcode for outcome in ended] == [-signal.SIGKILL] * 2

@@ -19,7 +19,7 @@ from tests.distributed.test_training import installed, saved
 from tests.support import ranks
 from tests.support.training import RECIPE, Recipe, with_loop, write_recipe
 
-SECONDS = 5.0
+SECONDS = 30.0
 
 
 class Blocks:
@@ -84,7 +84,7 @@ def test_ranks_that_wait_for_data_save_and_stop_within_seconds(
     training = partial(installed, write_recipe(tmp_path), *overrides)
     started = time.monotonic()
     ended = ranks.run(partial(stopped_in, training, 0.5, signalled), 2, init=False)
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 55
     for message, seconds, children in ended:
         assert "after step 2, which is saved" in message
         assert seconds < SECONDS

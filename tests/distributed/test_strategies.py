@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -61,15 +62,27 @@ def test_so_it_does_with_tied_weights_and_norms_of_single_heads() -> None:
     )
 
 
-def tied_after_tensor_parallel() -> tuple[bool, bool]:
+def after_tensor_parallel() -> tuple[bool, bool, dict[str, float]]:
+    """On two ranks: whether tied weights are tied, and sharded; gradients of activations over those of one rank."""
     layout = layout_here(tp_size=2)
     model: Any = parallelize(model_of(tie_word_embeddings=True), layout, Parallelism())
     weight = model.lm_head.weight
-    return weight is model.model.embed_tokens.weight, isinstance(weight, DTensor)
+    is_tied = weight is model.model.embed_tokens.weight
+    alone: Any = model_of("apertus")
+    cut: Any = parallelize(model_of("apertus"), layout, Parallelism())
+    tokens = torch.arange(8)[None]
+    for each in (alone, cut):
+        each(input_ids=tokens, labels=tokens).loss.backward()
+    ratios = {}
+    for name, expected in alone.model.layers[0].mlp.act_fn.named_parameters():
+        found = cut.model.layers[0].mlp.act_fn.get_parameter(name).grad.to_local()
+        ratios[name] = (found / expected.grad).item()
+    return is_tied, isinstance(weight, DTensor), ratios
 
 
-def test_tied_weights_stay_tied_when_they_are_cut() -> None:
-    assert ranks.run(tied_after_tensor_parallel, 2) == [(True, True)] * 2
+def test_cut_weights_stay_tied_and_activations_get_their_whole_gradient() -> None:
+    ratios = {name: pytest.approx(1, rel=1e-4) for name in ("alpha_p", "alpha_n")}
+    assert ranks.run(after_tensor_parallel, 2) == [(True, True, ratios)] * 2
 
 
 def by_hand(model: nn.Module) -> dict[str, Any]:
@@ -86,6 +99,7 @@ FOUR_HEADS = (
     "--model.from_config.attention_dropout=0",
 )
 SHORT = (
+    "--checkpoint.save_consolidated=false",
     "--step_scheduler.max_steps=3",
     "--lr_scheduler.decay_steps=3",
     "--step_scheduler.ckpt_every_steps=2",

@@ -7,7 +7,7 @@ import math
 import os
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,9 @@ import numpy
 import pytest
 import torch
 
-from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.errors import RecipeError, Stopped
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
-from automodel_ckpt.recipes.loop import TrainingLoop
+from automodel_ckpt.recipes.objective import Objective, Tensors
 from tests.support import ranks
 from tests.support.training import (
     RECIPE,
@@ -28,7 +27,6 @@ from tests.support.training import (
     killed_after,
     steps_of,
     train,
-    with_loop,
     write_recipe,
 )
 from tests.support.training_parts import Signalled, SignalledInStep, SignalledInValidation, WithMore
@@ -172,17 +170,18 @@ def test_the_logs_hold_each_step_each_save_and_each_validation(tmp_path: Path) -
     assert "state: model" not in text
 
 
-class RandomInValidationLoop(TrainingLoop):
+class RandomInValidationObjective(Objective):
     """Draws a random number from each generator for every validation batch."""
 
-    def validation_sums(self, batch: GlobalBatch) -> tuple[float, int, int]:
+    def losses(self, micro_batches: Sequence[Tensors]) -> Iterable[torch.Tensor]:
         torch.rand(1)
         numpy.random.random()
         random.random()
-        return super().validation_sums(batch)
+        return super().losses(micro_batches)
 
 
-RandomInValidation = with_loop(Recipe, RandomInValidationLoop)
+class RandomInValidation(Recipe):
+    objective_class = RandomInValidationObjective
 
 
 def test_validation_leaves_no_trace_in_the_training_even_if_it_draws_random_numbers(

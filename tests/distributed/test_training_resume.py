@@ -52,6 +52,15 @@ def test_killed_twice_between_checkpoints_and_resumed_equals_uninterrupted(
     assert sorted(sample for record in steps[:6] for sample in record["samples"]) == list(range(44))
 
 
+def test_a_resume_logs_how_many_steps_it_repeats(tmp_path: Path) -> None:
+    run(tmp_path, 1, "run", "--step_scheduler.max_steps=7")
+    log = tmp_path / "run" / "log.txt"
+    assert "repeated" not in log.read_text()
+    again = "--checkpoint.restore_from=epoch_0_step_5"
+    run(tmp_path, 1, "run", "--step_scheduler.max_steps=7", again)
+    assert "2 logged steps after step 5 will be repeated" in log.read_text()
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_two_ranks_train_on_the_same_global_batches_as_one(tmp_path: Path, strategy: str) -> None:
     overrides = ("--step_scheduler.local_batch_size=1", "--model.from_config.attention_dropout=0.0")

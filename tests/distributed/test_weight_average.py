@@ -17,12 +17,12 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.module_tensors import module_state
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.config.schema import EmaConfig
+from automodel_ckpt.config.sections.optimizer import EmaConfig
 from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.distributed.mesh_sizes import Sizes
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from automodel_ckpt.recipes.forecast.plan import plan
 from automodel_ckpt.recipes.loop import TrainingLoop
-from automodel_ckpt.recipes.memory_estimate import plan
 from automodel_ckpt.recipes.records import Control
 from automodel_ckpt.recipes.weight_average import WeightAverage
 from automodel_ckpt.training.step_scheduler import Due
@@ -169,7 +169,11 @@ LAYOUTS = {
 def test_it_is_divided_and_named_as_the_model_is(tmp_path: Path) -> None:
     # With decay 0, the average is the weights.
     recipe = write_recipe(tmp_path, RECIPE + "ema: {decay: 0.0}\n")
-    short = ("--step_scheduler.max_steps=2", "--step_scheduler.local_batch_size=2")
+    short = (
+        "--step_scheduler.max_steps=2",
+        "--checkpoint.save_consolidated=false",
+        "--step_scheduler.local_batch_size=2",
+    )
     for num_ranks, layouts in ((4, HYBRID), (2, LAYOUTS)):
         trainings = []
         for layout, options in layouts.items():

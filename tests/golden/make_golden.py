@@ -1,4 +1,4 @@
-"""Makes tests/golden/v2_*: checkpoints of format version 2 that every later version has to read.
+"""Makes tests/golden/v3_*: checkpoints of format version 3 that every later version has to read.
 
 python -m tests.golden.make_golden tests/golden        # only ever for a new format version; old ones stay as they are
 """
@@ -10,11 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.manifest import FORMAT_VERSION
-from automodel_ckpt.checkpoint.saving import planner
+from automodel_ckpt.checkpoint.manifest_file import FORMAT_VERSION
+from automodel_ckpt.checkpoint.saving import publisher
 from automodel_ckpt.checkpoint.saving.environment import environment
 from automodel_ckpt.checkpoint.writing import rank_manifest
-from tests.support import tiny
+from tests.support import ranks, tiny
 
 FORMATS = ("safetensors", "torch_save")
 
@@ -26,17 +26,26 @@ def golden_state(seed: int = 5) -> SimpleNamespace:
     return made
 
 
+def save_golden(root: Path, model_save_format: str) -> None:
+    """Save on two ranks, which write common files: version 3 is that of files of several ranks."""
+    tiny.save(
+        root,
+        golden_state(),
+        model_save_format=model_save_format,
+        files_per_node=1,
+        losses={"step": 20, "val_loss": 0.5},
+        validated=True,
+    )
+
+
 def main(directory: Path) -> None:
     # The fixtures do not name the machine that made them.
-    planner.environment = lambda: {"packages": environment()["packages"]}  # type: ignore[assignment]
+    publisher.environment = lambda: {"packages": environment()["packages"]}  # type: ignore[assignment]
     # A checkpoint that is so small has version 1 otherwise.
     rank_manifest.MIN_TABLE_ROWS = 0
     for model_save_format in FORMATS:
         root = directory / f"v{FORMAT_VERSION}_{model_save_format}"
-        losses = {"step": 20, "val_loss": 0.5}
-        tiny.save(
-            root, golden_state(), model_save_format=model_save_format, losses=losses, validated=True
-        )
+        ranks.run(save_golden, 2, root, model_save_format)
         for pointer in layout.POINTERS:
             (
                 root / pointer

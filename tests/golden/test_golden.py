@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from automodel_ckpt.checkpoint import Manifest
-from automodel_ckpt.checkpoint.manifest import FORMAT_VERSION
+from automodel_ckpt.checkpoint.manifest_file import FORMAT_VERSION
 from automodel_ckpt.checkpoint.verify import verify, verify_deep
 from automodel_ckpt.cli.ckpt import main
 from tests.golden.make_golden import golden_state

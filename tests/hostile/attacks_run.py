@@ -138,6 +138,7 @@ def _leftovers(add: Add) -> None:
         "followed": f".link-{unique}",
         "superseded": f"{NAME}.superseded-1",
         "fetched": ".fetched",
+        "unusable": f".unusable-{NAME}",
         "export_to_upload": f".hub.staging-{unique}",
         "strange": "epoch_0_step_7\x1b[2J",
         "new_line": "epoch_0_step_7\nx",
@@ -204,9 +205,11 @@ def _recipes(add: Add) -> None:
 
 
 LATE, NOTES, TRACKERS = "late_validations.json", ".verified.json", ".trackers.json"
+GENERATION = ".generation.json"
 JSONL = ("training.jsonl", "validation.jsonl")
 OF_UPLOADS = (
     ".remote.json",
+    ".remote-part.json",
     ".remote.lock",
     ".remote-start.json",
     ".upload-epoch_0_step_20",
@@ -224,6 +227,7 @@ READ_BY = {
     **dict.fromkeys(OF_UPLOADS, frozenset({"uploads"})),
     **dict.fromkeys(OF_PUSHES, frozenset({"pushes"})),
     ".memory.json": frozenset({"memory"}),
+    GENERATION: frozenset({"generation"}),
     "hangs": frozenset({"hangs"}),
     "timeline.jsonl": frozenset({"plot", "goodput", "timeline"}),
     ".timeline.json": frozenset({"plot", "goodput", "timeline"}),
@@ -298,6 +302,14 @@ def _own_files(add: Add) -> None:
             partial(_verified, change={"stamp": value}),
             READ_BY[NOTES],
         )
+        for key in ("number", "name", "kept", "has_logs"):
+            change = {key: value}
+            add(
+                "generation_values",
+                f"{name}_{key}",
+                partial(_generation_of, change=change),
+                READ_BY[GENERATION],
+            )
         add(
             "tracker_values",
             name,
@@ -363,6 +375,11 @@ def _verified(case: Attacked, change: dict[str, Any], name: str = NAME) -> None:
     _own_json(
         case, NOTES, {name: {"time": 1.0, "ok": True, "stamp": [*stamp(case.checkpoint)], **change}}
     )
+
+
+def _generation_of(case: Attacked, change: dict[str, Any]) -> None:
+    generation = {"number": 1, "name": "a", "kept": [], "has_logs": True}
+    _own_json(case, GENERATION, {**generation, **change})
 
 
 def _tracked(case: Attacked, entry: dict[str, Any]) -> None:

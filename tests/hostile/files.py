@@ -58,6 +58,7 @@ _RUN = {
     ".epoch_*.staging-*": "leftover",
     ".trash-*": "leftover",
     ".fetched": "leftover",
+    ".unusable-*": "leftover",
     ".hub.staging-*": "leftover",
     ".LATEST.*": "leftover",
     ".pin-*": "leftover",
@@ -67,11 +68,18 @@ _RUN = {
     "averaged": "special_as_averages",
     ".verified.json": "verified_values",
     ".trackers.json": "tracker_values",
+    ".generation.json": "generation_values",
     **{
         name: "own_file_text"
         for name in READ_BY
         if name
-        not in ("training.jsonl", "late_validations.json", ".verified.json", ".trackers.json")
+        not in (
+            "training.jsonl",
+            "late_validations.json",
+            ".verified.json",
+            ".trackers.json",
+            ".generation.json",
+        )
     },
 }
 ATTACKED = {**_RUN, **{f"epoch_0_step_*/{path}": kind for path, kind in _CHECKPOINT.items()}}
@@ -112,6 +120,7 @@ def documented(text: str) -> set[str]:
         "pin-NAME": "pin-epoch_0_step_20",
         "upload-NAME": "upload-epoch_0_step_20",
         "hub-NAME": "hub-epoch_0_step_20",
+        "unusable-NAME": "unusable-epoch_0_step_20",
         "-N": "-1",
         "-U": f"-{'0' * 32}",
         ".U": f".{'0' * 32}",

@@ -19,8 +19,11 @@ import yaml
 
 from automodel_ckpt.config import allowlist
 from automodel_ckpt.config.load import load_recipe
-from automodel_ckpt.config.schema import RecipeConfig, Target
-from automodel_ckpt.config.targets import _signature, build, check_targets
+from automodel_ckpt.config.plugins import build
+from automodel_ckpt.config.rules import Target
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.signatures import signature_of
+from automodel_ckpt.config.target_checks import check_targets
 from automodel_ckpt.config.trust import Rejected, Trust, resolve
 from automodel_ckpt.errors import RecipeError
 
@@ -226,7 +229,7 @@ class Place:
         """Arguments for the callable *name*: each canary as all arguments, and as single ones."""
         function = resolve(name, Trust())
         entry = allowlist.entry_of(allowlist.CUSTOM, name, function)
-        parameters = _signature(function).required
+        parameters = signature_of(function).required
         listed = entry.arguments if entry is not None and entry.arguments is not None else ()
         keywords = sorted({*parameters, *listed} - {*SUPPLIED})
         values = self.canaries()

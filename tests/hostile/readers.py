@@ -14,12 +14,14 @@ from typing import Any
 
 from automodel_ckpt.checkpoint import discover, layout
 from automodel_ckpt.checkpoint.commit import point
-from automodel_ckpt.checkpoint.remote import gone_back, uploader
+from automodel_ckpt.checkpoint.manifest import Summary
+from automodel_ckpt.checkpoint.memory.opening import open_memory
+from automodel_ckpt.checkpoint.remote import gone_back, part_uploader, uploader
 from automodel_ckpt.checkpoint.remote.child_process import Status, only_one
 from automodel_ckpt.checkpoint.remote.pending import pending
 from automodel_ckpt.checkpoint.remote.transfer import UploadMemory
 from automodel_ckpt.checkpoint.run.finished import reason_if_finished
-from automodel_ckpt.checkpoint.run.memory_directory import open_memory
+from automodel_ckpt.checkpoint.run.generation import RunGeneration
 from automodel_ckpt.cli import ckpt
 from automodel_ckpt.cli.terminal import print_error
 from automodel_ckpt.distributed.hangs import RankState, read_states, write_state
@@ -116,8 +118,11 @@ def _follow(run: Path) -> int:
 
 def _uploads(run: Path) -> int:
     """Read what the process that uploads checkpoints keeps in the run directory."""
-    memory = UploadMemory.read(run / f"{uploader.LINK}epoch_0_step_20.json", "xxh3_128:0")
+    memory = UploadMemory.read(
+        run / f"{uploader.LINK}epoch_0_step_20.json", "xxh3_128:0", "s3://bucket/run"
+    )
     Status.read(run, uploader.STATUS)
+    Status.read(run, part_uploader.STATUS)
     gone_back.GoneBack.read(run)
     try:
         pending(run, uploader.LINK)
@@ -144,6 +149,20 @@ def _memory(run: Path) -> int:
         return 4
     finally:
         shutil.rmtree(parent)
+
+
+def _generation(run: Path) -> int:
+    """Begin the generation of a start on nodes without shared storage, after the one that is recorded."""
+    generation = RunGeneration.read(run).next(["xxh3_128:0"])
+    summary = Summary.read(run / "epoch_0_step_20")
+    generation.is_current(summary)
+    try:
+        generation.write(run)
+    except OSError as error:
+        print_error(str(error))
+        return 4
+    assert RunGeneration.read(run) == generation
+    return 0
 
 
 def _pushes(run: Path) -> int:
@@ -232,6 +251,7 @@ READERS: dict[str, Callable[[Path], int]] = {
     "uploads": _uploads,
     "pushes": _pushes,
     "memory": _memory,
+    "generation": _generation,
     "goodput": lambda run: ckpt.main(["goodput", str(run)]),
     "timeline": _timeline,
     "hangs": _hangs,
@@ -253,7 +273,17 @@ VALUES = frozenset({"show_stats", "diff"})
 LOGS = frozenset({"plot", "cut_back", "follow"})
 # One reads the manifest only after the note of a finished run, the other only writes.
 NOTES = frozenset(
-    {"finished", "text_log", "uploads", "pushes", "memory", "goodput", "timeline", "hangs"}
+    {
+        "finished",
+        "text_log",
+        "uploads",
+        "pushes",
+        "memory",
+        "generation",
+        "goodput",
+        "timeline",
+        "hangs",
+    }
 )
 # It needs a Llama with a tokenizer.
 GGUF = frozenset({"gguf"})

@@ -156,10 +156,12 @@ class _Watch:
         path = self._absolute(os.fsdecode(path))
         writes = flags & _WRITES or (mode is not None and set(mode) & set("wax+"))
         self.opened.append(path)
+        # With the flag, the system rejects a link as the last part of a path.
+        follow = not flags & os.O_NOFOLLOW
         if writes:
-            self._writes("open for writing", path)
+            self._writes("open for writing", path, follow=follow)
         else:
-            self._reads("open", path, follow=not flags & os.O_NOFOLLOW)
+            self._reads("open", path, follow=follow)
 
     def _absolute(self, path: str) -> str:
         """The path of an open() below a directory's descriptor, which the event does not tell."""
@@ -198,8 +200,10 @@ class _Watch:
         if not self._inside(real) and not real.startswith(_READABLE):
             self.violations.append(f"{event} of {real}")
 
-    def _writes(self, event: str, path: Any, directory: int | None = None) -> None:
-        real = self._real(path, directory, follow=event == "open for writing")
+    def _writes(
+        self, event: str, path: Any, directory: int | None = None, *, follow: bool = False
+    ) -> None:
+        real = self._real(path, directory, follow=follow)
         if not self._inside(real) and real != "/dev/null":
             self.violations.append(f"{event} of {real}")
 

@@ -13,7 +13,7 @@ import pytest
 
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.cli import ckpt
-from automodel_ckpt.convert import checkpoint_archive
+from automodel_ckpt.convert.checkpoint_archive import reading
 from tests.support.shards import checkpoint_in
 
 from . import sandbox
@@ -22,7 +22,7 @@ zstandard = pytest.importorskip("zstandard", reason="the extra [archive] is not 
 
 NAME = "epoch_0_step_1"
 # Imported here, because a module that is compiled in the sandbox writes a file.
-assert checkpoint_archive.FORMAT
+assert reading.extract
 Members = list[tuple[tarfile.TarInfo, bytes]]
 
 

@@ -7,9 +7,9 @@ with the ranks. There are two ways to start one:
     commands.run("ckpt-train", "recipe.yaml", cwd=directory)    # or ckpt, python; like subprocess.run, popen like Popen
     environment = {**os.environ, **commands.on_path()}          # for shell scripts: all of these commands
 
-``python`` is for a script or ``-m module``; on the PATH it takes scripts only, else it is the real one. ``plain`` runs
-a script where torch and transformers have been imported and nothing of this package. What torchrun starts are modules
-of the server too. pytest-xdist's workers come from it as well (``worker``, tests/conftest.py).
+``python`` is for a script or ``-m module``; on the PATH it takes scripts and ``-m pytest`` only, else it is the real
+one. ``plain`` runs a script where torch and transformers have been imported and nothing of this package. What torchrun
+starts are modules of the server too. pytest-xdist's workers come from it as well (``worker``, tests/conftest.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ NUMBER_BYTES = 16
 PLAIN = ".plain"
 SHIM = """#!{python} -IS
 import json, os, signal, socket, sys
-if {name!r} == "python" and not sys.argv[1:2][0].endswith(".py"):
+if {name!r} == "python" and sys.argv[1:3] != ["-m", "pytest"] and not sys.argv[1].endswith(".py"):
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({place!r})
@@ -60,14 +60,14 @@ class CommandServer:
         self._process_id = directory / "pid"
         self._process: subprocess.Popen[bytes] | None = None
 
-    def begin(self) -> CommandServer:
-        """Start it, unless another process of this test session has."""
+    def begin(self, meanwhile: Callable[[], None] = lambda: None) -> CommandServer:
+        """Start it, unless another process of this test session has; call *meanwhile* during its imports."""
         self.bin.mkdir(parents=True, exist_ok=True)
         with open(self.bin.parent / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not self._place.exists():
                 self._write_shims()
-                self._start()
+                self._start(meanwhile)
         return self
 
     def _write_shims(self) -> None:
@@ -76,7 +76,7 @@ class CommandServer:
             shim.write_text(SHIM.format(python=sys.executable, name=name, place=str(self._place)))
             shim.chmod(0o755)
 
-    def _start(self) -> None:
+    def _start(self, meanwhile: Callable[[], None]) -> None:
         # torch reads the last when it is imported, and a launcher sets it before that.
         environment = {
             **os.environ,
@@ -88,6 +88,7 @@ class CommandServer:
             [sys.executable, __file__, str(self._place)], env=environment
         )
         self._process_id.write_text(str(self._process.pid))
+        meanwhile()
         end = time.monotonic() + 300
         while not self._place.exists():
             assert self._process.poll() is None
@@ -225,6 +226,8 @@ NEEDED = (
 def serve(place: str) -> None:
     # Tests that run under nohup inherit that it is ignored, which commands would take for the user's wish.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    # Modules are no garbage.
+    gc.disable()
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: F401
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
@@ -241,6 +244,8 @@ def serve(place: str) -> None:
 def listen(place: str, parent: int) -> None:
     """Fork for each request, until *parent* is no more."""
     gc.freeze()
+    gc.enable()
+    importlib.import_module("huge_pages").collapse()  # beside this file, which runs as a script
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(place + ".new")

@@ -18,7 +18,7 @@ from typing import Any
 
 from automodel_ckpt.cli.launch.launcher import exit_process, launch
 from automodel_ckpt.config.flags import LaunchFlags
-from automodel_ckpt.config.schema import StepSchedulerConfig
+from automodel_ckpt.config.sections.step_scheduler import StepSchedulerConfig
 from automodel_ckpt.distributed.stop import stop_request
 from automodel_ckpt.errors import RecipeError, SaveFailed, Stopped
 from tests.support.networks import enter_network
@@ -47,6 +47,9 @@ class FakeRecipe:
             dist.init_process_group("gloo")
         self.note("started", f"{os.getpid()} {os.environ.get('OMP_NUM_THREADS')}")
         self.fail_to_connect()
+        if self.config.case == "killed_while_starting" and self.is_first_start():
+            self.die_alone(signal.SIGKILL)
+            time.sleep(60)
 
     def run(self) -> None:
         for _ in range(2):
@@ -58,6 +61,22 @@ class FakeRecipe:
             self.note("closing", "")
             time.sleep(2)
         self.note("closed", "")
+        if self.config.case in ("killed_at_the_end", "fails_at_the_end") and self.is_first_start():
+            self.fail_after_the_others()
+
+    def fail_after_the_others(self) -> None:
+        """Rank 1 fails when rank 0 is done and waits for its launcher."""
+        if self.rank == 1:
+            while not (self.notes / "closed_0").exists():
+                time.sleep(0.05)
+            time.sleep(1)
+        if self.config.case == "killed_at_the_end":
+            self.die_alone(signal.SIGKILL)
+        elif self.rank == 1:
+            raise ValueError("boom")
+
+    def is_first_start(self) -> bool:
+        return len((self.notes / f"started_{self.rank}").read_text().splitlines()) == 1
 
     def note(self, name: str, text: str) -> None:
         with open(self.notes / f"{name}_{os.environ.get('RANK', 0)}", "a") as file:
@@ -113,6 +132,21 @@ class FakeRecipe:
             time.sleep(60)
         self.step()
 
+    def killed_while_starting(self) -> None:
+        self.ok()
+
+    def killed_beside_a_busy_rank(self) -> None:
+        if self.is_first_start():
+            self.die_alone(signal.SIGKILL)
+            time.sleep(60)
+        self.ok()
+
+    def killed_at_the_end(self) -> None:
+        self.ok()
+
+    def fails_at_the_end(self) -> None:
+        self.ok()
+
     def save_fails_on_all(self) -> None:
         import torch.distributed as dist
 
@@ -142,7 +176,7 @@ class FakeRecipe:
         self.die(signal.SIGSEGV)
 
     def killed_once(self) -> None:
-        if len((self.notes / "started_1").read_text().splitlines()) == 1:
+        if self.is_first_start():
             self.killed()
 
     def leaves_without_a_word(self) -> None:
@@ -160,12 +194,15 @@ class FakeRecipe:
         self.only_on_rank_1(RuntimeError("tracking server: Connection reset by peer"))
 
     def die(self, number: int) -> None:
+        self.die_alone(number)
+        self.step()
+
+    def die_alone(self, number: int) -> None:
         if self.rank == 1:
             import resource
 
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             os.kill(os.getpid(), number)
-        self.step()
 
     def only_on_rank_1(self, error: Exception) -> None:
         if self.rank == 1:
@@ -198,6 +235,9 @@ def main() -> int:
         "--peer-grace", type=float, help="seconds that a rank has to notice that another one failed"
     )
     parser.add_argument(
+        "--linger", type=float, help="seconds that other machines have to read why a rank failed"
+    )
+    parser.add_argument(
         "--silence", type=int, help="seconds after which a machine that does not answer is lost"
     )
     given = vars(parser.parse_args())
@@ -207,6 +247,8 @@ def main() -> int:
         importlib.import_module("automodel_ckpt.distributed.rendezvous").SILENT_SECONDS = seconds
     if (seconds := given.pop("peer_grace")) is not None:
         importlib.import_module("automodel_ckpt.cli.launch.worker").PEER_GRACE_SECONDS = seconds
+    if (seconds := given.pop("linger")) is not None:
+        importlib.import_module("automodel_ckpt.cli.launch.worker").STORE_LINGER_SECONDS = seconds
     if (seconds := given.pop("last_call")) is not None:
         dynamic = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
         dynamic.RendezvousTimeout._DEFAULT_TIMEOUTS["last_call"] = timedelta(seconds=seconds)

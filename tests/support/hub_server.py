@@ -17,11 +17,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Literal
-from unittest import mock
 from urllib.parse import parse_qs, unquote, urlsplit
 
+import pytest
 from huggingface_hub import constants
 from huggingface_hub.utils._http import close_session
+
+from tests.support.serving import serve
 
 TOKEN = "hf_theTokenThatNoLogAndNoFileHas"
 USER = "org"
@@ -54,6 +56,14 @@ class Reset(Exception):
     """Raised by a fault: the connection is closed without a reply."""
 
 
+class Refused(Exception):
+    """What a request asks for cannot be read by this user: *reply* is the Hub's."""
+
+    def __init__(self, reply: Reply) -> None:
+        super().__init__(reply.status)
+        self.reply = reply
+
+
 Fault = Callable[[Request], Reply | None]
 
 
@@ -74,14 +84,22 @@ class Repository:
     branches: dict[str, str] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
     messages: list[str] = field(default_factory=list)
+    parents: dict[str, str | None] = field(default_factory=dict)
 
     def commit(self, branch: str, files: dict[str, bytes], message: str) -> str:
         text = f"{len(self.commits)} {branch} {sorted(files)}"
         name = hashlib.sha1(text.encode()).hexdigest()
         self.commits[name] = files
+        self.parents[name] = self.branches.get(branch)
         self.branches[branch] = name
         self.messages.append(message)
         return name
+
+    def history(self, commit: str | None) -> Iterator[str]:
+        """Yield *commit* and those before it, the newest first."""
+        while commit is not None:
+            yield commit
+            commit = self.parents[commit]
 
     def resolve(self, revision: str) -> str | None:
         named = self.branches.get(revision) or self.tags.get(revision)
@@ -94,19 +112,23 @@ class Repository:
 
 
 class HubServer:
-    """The server. *fault* sees each request first; *requests* lists them as ``METHOD path``."""
+    """The server. *fault* sees each request first, and *after* each one that was carried out, before the reply is sent;
+    *requests* lists them as ``METHOD path``."""
 
     def __init__(self) -> None:
         self.fault: Fault | None = None
+        self.after: Callable[[Request], None] | None = None
         self.requests: list[str] = []
         self.repositories: dict[tuple[str, str], Repository] = {}
         self.objects: dict[str, bytes] = {}
         """LFS objects that are complete, by SHA-256."""
         self.parts: dict[str, dict[int, bytes]] = {}
+        self.buckets: dict[str, dict[str, int]] = {}
+        """The sizes of the objects in each bucket. They can only be listed."""
         self.lock = threading.Lock()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread = threading.Thread(target=serve, args=(self._server,), daemon=True)
         self._thread.start()
         self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
 
@@ -124,8 +146,14 @@ class HubServer:
 
     def reset(self) -> None:
         """Forget all repositories, objects, requests and faults."""
-        self.fault = None
-        for each in (self.requests, self.repositories, self.objects, self.parts):
+        self.fault = self.after = None
+        for each in (
+            self.requests,
+            self.repositories,
+            self.objects,
+            self.parts,
+            self.buckets,
+        ):
             each.clear()
 
     def environment(self, home: str, *, token: str | None = TOKEN) -> dict[str, str]:
@@ -152,21 +180,25 @@ class HubServer:
             if found and request.method in method:
                 handle: Callable[..., Reply] = getattr(self, f"_{name}")
                 with self.lock:
-                    return handle(request, body, query, **found.groupdict())
+                    try:
+                        return handle(request, body, query, **found.groupdict())
+                    except Refused as refused:
+                        return refused.reply
         return error(404, "EntryNotFound", f"no route for {request.method} {request.path}")
 
     def _user(self, request: Request) -> str | None:
         return USER if request.headers.get("authorization") == f"Bearer {TOKEN}" else None
 
-    def _open(self, request: Request, repo: str, kind: str | None) -> Repository | Reply:
-        """The repository, or the Hub's reply to a user who may not read it."""
+    def _open(self, request: Request, repo: str, kind: str | None) -> Repository:
+        """The repository. Raises :class:`Refused` for a user who may not read it."""
         has_token = request.headers.get("authorization") is not None
         if has_token and self._user(request) is None:
-            return error(401, message="Invalid credentials in Authorization header")
+            raise Refused(error(401, message="Invalid credentials in Authorization header"))
         repository = self.repositories.get(((kind or "model").rstrip("s"), repo))
         if repository is None or (repository.private and self._user(request) is None):
             status = 404 if has_token else 401
-            return error(status, "RepoNotFound" if has_token else "", "Repository not found")
+            code = "RepoNotFound" if has_token else ""
+            raise Refused(error(status, code, "Repository not found"))
         return repository
 
     def _whoami(self, request: Request, body: bytes, query: Any) -> Reply:
@@ -208,10 +240,7 @@ class HubServer:
         kind: str,
         revision: str = "main",
     ) -> Reply:
-        found = self._revision(request, repo, kind, revision)
-        if isinstance(found, Reply):
-            return found
-        repository, commit = found
+        repository, commit = self._revision(request, repo, kind, revision)
         siblings = [{"rfilename": path} for path in sorted(repository.commits[commit])]
         document = {
             "_id": "0",
@@ -226,22 +255,18 @@ class HubServer:
 
     def _revision(
         self, request: Request, repo: str, kind: str | None, revision: str
-    ) -> tuple[Repository, str] | Reply:
+    ) -> tuple[Repository, str]:
+        """The repository and the commit of a revision. Raises :class:`Refused`."""
         repository = self._open(request, repo, kind)
-        if isinstance(repository, Reply):
-            return repository
         commit = repository.resolve(unquote(revision))
         if commit is None:
-            return error(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+            raise Refused(error(404, "RevisionNotFound", f"Invalid rev id: {revision}"))
         return repository, commit
 
     def _tree(
         self, request: Request, body: bytes, query: Any, repo: str, kind: str, revision: str
     ) -> Reply:
-        found = self._revision(request, repo, kind, revision)
-        if isinstance(found, Reply):
-            return found
-        repository, commit = found
+        repository, commit = self._revision(request, repo, kind, revision)
         entries = [
             self._entry(path, data) for path, data in sorted(repository.commits[commit].items())
         ]
@@ -250,10 +275,8 @@ class HubServer:
     def _paths_info(
         self, request: Request, body: bytes, query: Any, repo: str, kind: str, revision: str
     ) -> Reply:
-        found = self._revision(request, repo, kind, revision)
-        if isinstance(found, Reply):
-            return found
-        files = found[0].commits[found[1]]
+        repository, commit = self._revision(request, repo, kind, revision)
+        files = repository.commits[commit]
         wanted = (
             parse_qs(body.decode()).get("paths", [])
             if body[:1] != b"{"
@@ -274,20 +297,26 @@ class HubServer:
 
     def _refs(self, request: Request, body: bytes, query: Any, repo: str, kind: str) -> Reply:
         repository = self._open(request, repo, kind)
-        if isinstance(repository, Reply):
-            return repository
         branches = [
             {"name": name, "ref": f"refs/heads/{name}", "targetCommit": commit}
             for name, commit in repository.branches.items()
         ]
         return _json({"branches": branches, "tags": [], "converts": []})
 
+    def _commits(
+        self, request: Request, body: bytes, query: Any, repo: str, kind: str, revision: str
+    ) -> Reply:
+        repository, commit = self._revision(request, repo, kind, revision)
+        entries: list[dict[str, Any]] = []
+        for name in repository.history(commit):
+            date = "2026-01-01T00:00:00.000Z"
+            entries.append({"id": name, "title": "", "message": "", "authors": [], "date": date})
+        return _json(entries)
+
     def _branch(
         self, request: Request, body: bytes, query: Any, repo: str, kind: str, branch: str
     ) -> Reply:
         repository = self._open(request, repo, kind)
-        if isinstance(repository, Reply):
-            return repository
         name = unquote(branch)
         if name in repository.branches:
             return error(409, message=f"Reference already exists: {name}")
@@ -298,23 +327,19 @@ class HubServer:
     def _tag(
         self, request: Request, body: bytes, query: Any, repo: str, kind: str, revision: str
     ) -> Reply:
-        found = self._revision(request, repo, kind, revision)
-        if isinstance(found, Reply):
-            return found
-        found[0].tags[json.loads(body)["tag"]] = found[1]
+        repository, commit = self._revision(request, repo, kind, revision)
+        repository.tags[json.loads(body)["tag"]] = commit
         return _json({})
 
     def _auth_check(self, request: Request, body: bytes, query: Any, repo: str, kind: str) -> Reply:
-        repository = self._open(request, repo, kind)
-        return repository if isinstance(repository, Reply) else _json({})
+        self._open(request, repo, kind)
+        return _json({})
 
     def _preupload(
         self, request: Request, body: bytes, query: Any, repo: str, kind: str, revision: str
     ) -> Reply:
-        found = self._revision(request, repo, kind, revision)
-        if isinstance(found, Reply):
-            return found
-        files = found[0].commits[found[1]]
+        repository, commit = self._revision(request, repo, kind, revision)
+        files = repository.commits[commit]
         replies = []
         for file in json.loads(body)["files"]:
             path = file["path"]
@@ -331,10 +356,7 @@ class HubServer:
     ) -> Reply:
         if self._user(request) is None:
             return error(403, message="You don't have write access")
-        found = self._revision(request, repo, kind, revision)
-        if isinstance(found, Reply):
-            return found
-        repository, parent = found
+        repository, parent = self._revision(request, repo, kind, revision)
         files, message = dict(repository.commits[parent]), ""
         for line in body.splitlines():
             item = json.loads(line)
@@ -402,6 +424,22 @@ class HubServer:
     def _lfs_verify(self, request: Request, body: bytes, query: Any, oid: str) -> Reply:
         return _json({}) if oid in self.objects else error(404)
 
+    # ---------------------------------------------------------------- buckets
+
+    def _bucket(self, request: Request, body: bytes, query: Any, repo: str) -> Reply:
+        size = sum(self.buckets[repo].values())
+        facts = {"id": repo, "private": True, "createdAt": "2026-01-01T00:00:00.000Z"}
+        return _json({**facts, "size": size, "totalFiles": len(self.buckets[repo])})
+
+    def _bucket_tree(
+        self, request: Request, body: bytes, query: Any, repo: str, prefix: str
+    ) -> Reply:
+        entries = []
+        for path, size in self.buckets[repo].items():
+            if path.startswith(f"{unquote(prefix)}/"):
+                entries.append({"type": "file", "path": path, "size": size, "xetHash": "0" * 64})
+        return _json(entries)
+
     # ---------------------------------------------------------------- downloads
 
     def _resolve(
@@ -414,10 +452,7 @@ class HubServer:
         path: str,
         kind: str | None = None,
     ) -> Reply:
-        found = self._revision(request, repo, kind, revision)
-        if isinstance(found, Reply):
-            return found
-        repository, commit = found
+        repository, commit = self._revision(request, repo, kind, revision)
         if repository.gated:
             status = 403 if self._user(request) else 401
             return error(
@@ -445,12 +480,15 @@ _KIND = r"(?P<kind>models|datasets)"
 _ROUTES = (
     (("GET",), r"/api/whoami-v2", "whoami"),
     (("POST",), r"/api/repos/create", "create"),
+    (("GET",), rf"/api/buckets/{_REPO}", "bucket"),
+    (("GET",), rf"/api/buckets/{_REPO}/tree/(?P<prefix>.+)", "bucket_tree"),
     (("POST",), r"/api/validate-yaml", "validate_yaml"),
     (("GET",), rf"/api/{_KIND}/{_REPO}", "info"),
     (("GET",), rf"/api/{_KIND}/{_REPO}/revision/(?P<revision>[^/]+)", "info"),
     (("GET",), rf"/api/{_KIND}/{_REPO}/tree/(?P<revision>[^/]+)/?", "tree"),
     (("POST",), rf"/api/{_KIND}/{_REPO}/paths-info/(?P<revision>[^/]+)", "paths_info"),
     (("GET",), rf"/api/{_KIND}/{_REPO}/refs", "refs"),
+    (("GET",), rf"/api/{_KIND}/{_REPO}/commits/(?P<revision>[^/]+)", "commits"),
     (("POST",), rf"/api/{_KIND}/{_REPO}/branch/(?P<branch>.+)", "branch"),
     (("POST",), rf"/api/{_KIND}/{_REPO}/tag/(?P<revision>[^/]+)", "tag"),
     (("GET",), rf"/api/{_KIND}/{_REPO}/auth-check", "auth_check"),
@@ -499,6 +537,8 @@ class _Handler(BaseHTTPRequestHandler):
             reply = self.hub.fault(request) if self.hub.fault is not None else None
             if reply is None:
                 reply = self.hub.reply(request, parse_qs(url.query), body)
+            if self.hub.after is not None:
+                self.hub.after(request)
         except Reset:
             self.close_connection = True
             return
@@ -549,8 +589,14 @@ def hub_server() -> Iterator[HubServer]:
 
 
 @contextlib.contextmanager
-def using(server: HubServer, home: str, *, token: str | None = TOKEN) -> Iterator[None]:
-    """Let huggingface_hub in this process use *server*, with its cache in *home*: it read the environment before."""
+def using(
+    server: HubServer, home: str, monkeypatch: pytest.MonkeyPatch, *, token: str | None = TOKEN
+) -> Iterator[None]:
+    """Let huggingface_hub in this process use *server*, with its cache in *home*: it read the environment before.
+
+    The changes end with *monkeypatch*, which tests also change these values with. Restored by another one, a value of
+    this server could remain for the tests that follow.
+    """
     settings = {
         "ENDPOINT": server.endpoint,
         "HUGGINGFACE_CO_URL_TEMPLATE": server.endpoint + "/{repo_id}/resolve/{revision}/{filename}",
@@ -559,10 +605,14 @@ def using(server: HubServer, home: str, *, token: str | None = TOKEN) -> Iterato
         "HF_HUB_DISABLE_XET": True,
         "HF_TOKEN_PATH": f"{home}/token",
     }
-    with contextlib.ExitStack() as stack:
-        for name, value in settings.items():
-            stack.enter_context(mock.patch.object(constants, name, value))
-        environment = {"HF_TOKEN": token} if token else {}
-        stack.enter_context(mock.patch.dict("os.environ", environment))
-        stack.callback(close_session)
+    for name, value in settings.items():
+        monkeypatch.setattr(constants, name, value)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    if token is None:
+        monkeypatch.delenv("HF_TOKEN", raising=False)
+    else:
+        monkeypatch.setenv("HF_TOKEN", token)
+    try:
         yield
+    finally:
+        close_session()

@@ -16,6 +16,7 @@ from werkzeug.serving import make_server
 from werkzeug.wrappers import Request, Response
 
 from tests.support.fault_proxy import FaultProxy, fault_proxy
+from tests.support.serving import serve
 
 BUCKET = "bucket"
 
@@ -31,7 +32,7 @@ class ObjectStore:
         self.requests: list[tuple[str, str]] = []
         self._app: Any = DomainDispatcherApplication(create_backend_app)
         self._server = make_server("127.0.0.1", 0, self._reply, threaded=True)
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread = threading.Thread(target=serve, args=(self._server,), daemon=True)
         self._thread.start()
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
         self.environment = {

@@ -11,7 +11,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig, Qwen3Config
+from transformers import (
+    ApertusConfig,
+    AutoModelForCausalLM,
+    GraniteConfig,
+    LlamaConfig,
+    Qwen3Config,
+)
 
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.mesh_sizes import share_out
@@ -22,7 +28,7 @@ from automodel_ckpt.distributed.parallelize import (
     parallelize,
 )
 from automodel_ckpt.distributed.pipeline import Kind
-from automodel_ckpt.recipes.pipeline import PipelineStage, split_stages, train_stages
+from automodel_ckpt.recipes.model.pipeline import PipelineStage, split_stages, train_stages
 
 VOCABULARY = 37  # divisible by nothing
 GLOBAL_BATCH = 8
@@ -53,6 +59,7 @@ def config_of(kind: str = "llama", **settings: Any) -> Any:
         "llama": LlamaConfig,
         "qwen3": Qwen3Config,
         "granite": GraniteConfig,
+        "apertus": ApertusConfig,
     }
     return classes[kind](**common | settings)
 

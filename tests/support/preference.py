@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.recipes.recipe import Recipe
+from tests.fixtures.preference import tiny_policy
 from tests.support import ranks
 from tests.support.training import killed_after, steps_of, train
 
@@ -47,13 +46,6 @@ def recorded() -> dict[str, Any]:
     return found
 
 
-def tiny_policy() -> Any:
-    """The module that makes the policy, which is not part of a package."""
-    if str(FIXTURES) not in sys.path:
-        sys.path.insert(0, str(FIXTURES))
-    return importlib.import_module("tiny_policy")
-
-
 def write_run(directory: Path, recipe: str, *, rows: list[dict[str, Any]] | None = None) -> Path:
     """Write the policy, the rows (default: those of TRL) and a recipe file to *directory*; return the recipe's path."""
     from transformers import AutoModelForCausalLM
@@ -61,7 +53,7 @@ def write_run(directory: Path, recipe: str, *, rows: list[dict[str, Any]] | None
     known = recorded()
     model, data = directory / "model", directory / "pairs.jsonl"
     if not model.exists():
-        tiny_policy().save(model, AutoModelForCausalLM)
+        tiny_policy.save(model, AutoModelForCausalLM)
     lines = [json.dumps(row) + "\n" for row in (known["rows"] if rows is None else rows)]
     data.write_text("".join(lines))
     path = directory / f"{recipe}.yaml"
@@ -81,7 +73,7 @@ def write_recorded(
     """
     from transformers import AutoModelForCausalLM
 
-    tiny_policy().save(directory / "base", AutoModelForCausalLM)
+    tiny_policy.save(directory / "base", AutoModelForCausalLM)
     write_rows(directory, rows)
     values = {name: directory / name for name in ("base", "run")}
     values |= {"rows": directory / "rows.jsonl", **recorded_runs["optimizer"]}

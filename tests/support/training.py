@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+from automodel_ckpt.checkpoint.saving.environment import environment
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.overrides import parse
-from automodel_ckpt.config.targets import check_targets
+from automodel_ckpt.config.target_checks import check_targets
 from automodel_ckpt.config.trust import Trust
 from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
@@ -24,28 +25,20 @@ from automodel_ckpt.recipes.loop import TrainingLoop
 from automodel_ckpt.recipes.recipe import Recipe as AnyRecipe
 from automodel_ckpt.recipes.records import Control
 from automodel_ckpt.training.step_scheduler import Due
+from tests.support.tiny_model import tiny_llama
 
-# What each rank would otherwise do for itself after the fork: 0.1 s of regular expressions, and some imports.
+# What each rank would otherwise do for itself after the fork: 0.1 s of regular expressions, some imports, and two
+# processes of git and the metadata of packages for the manifest.
 importlib.import_module("transformers.models.llama.modeling_llama")
 importlib.import_module("transformers.optimization")
 importlib.import_module("automodel_ckpt.data.python_docs")
 get_checkpoint_conversion_mapping("llama")  # type: ignore[no-untyped-call]
+environment()
 
-RECIPE = """
+MODEL = tiny_llama(attention_dropout=0.2, tie_word_embeddings=True)
+RECIPE = f"""
 seed: 7
-model:
-  from_config:
-    model_type: llama
-    hidden_size: 32
-    intermediate_size: 48
-    num_hidden_layers: 2
-    num_attention_heads: 4
-    num_key_value_heads: 2
-    max_position_embeddings: 32
-    attention_dropout: 0.2
-    initializer_range: 0.3
-    tie_word_embeddings: true
-tokenizer:
+{MODEL}tokenizer:
   _target_: automodel_ckpt.data.python_docs.train_tokenizer
   vocab_size: 300
 dataset:

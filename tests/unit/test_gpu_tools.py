@@ -31,11 +31,31 @@ H200 = {
 }  # fmt: skip
 
 
+HELD_PART = """
+import sys, time, types
+from tools.gpu import __main__ as gpu
+
+def figures():
+    yield "first", {"value": 1}
+    time.sleep(600)
+    yield "never", {"value": 2}
+
+def run(part):
+    part.measure("held", figures)
+
+sys.modules["tools.gpu.parts.held"] = types.SimpleNamespace(run=run, __doc__="A part that does not end.")
+gpu.PARTS["held"] = gpu.Part("held", 60)
+sys.exit(gpu.main())
+"""
+"""A script that measures like ``python -m tools.gpu``, with a part that is still running when the test stops it."""
+
+
 def session_in(directory: Path) -> Session:
     directory.mkdir(exist_ok=True)
     return Session("cpu", True, directory, directory, {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parts",
     [
@@ -66,7 +86,8 @@ def test_a_dry_run_of_each_part_has_figures_and_leaves_nothing(
 
 
 def test_every_part_of_the_command_is_in_a_dry_run_above() -> None:
-    of_dry_runs = test_a_dry_run_of_each_part_has_figures_and_leaves_nothing.pytestmark[0]  # type: ignore[attr-defined]
+    marks = test_a_dry_run_of_each_part_has_figures_and_leaves_nothing.pytestmark  # type: ignore[attr-defined]
+    (of_dry_runs,) = [mark for mark in marks if mark.name == "parametrize"]
     covered = [part for parts in of_dry_runs.args[1] for part in parts]
     assert sorted(covered) == sorted(PARTS)
     # With a minute for the imports.
@@ -89,18 +110,22 @@ def test_a_stopped_call_leaves_complete_figures_and_no_process(
     scratch, out = tmp_path / "scratch", tmp_path / "out"
     scratch.mkdir()
     environment = {**os.environ, "GPU_SCRATCH": str(scratch)}
-    command = ["python", "-m", "tools.gpu", "--dry-run", "--out", str(out), "full"]
+    environment["PYTHONPATH"] = str(ROOT)
+    script = tmp_path / "held.py"
+    script.write_text(HELD_PART)
     process = commands.popen(
-        *command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+        "python", str(script), "--dry-run", "--out", str(out), "held",
+        cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
     end = time.monotonic() + 100
-    while "ours, defaults" not in read_all(out).get("full", {}).get("figures", {}):
+    while not read_all(out).get("held", {}).get("figures"):
         assert time.monotonic() < end and process.poll() is None
         time.sleep(0.02)
     children = _children(_owner(scratch))
     os.kill(_owner(scratch), number)
-    process.wait(30)
-    result = read_all(out)["full"]
+    process.wait(60)
+    result = read_all(out)["held"]
+    assert list(result["figures"]) == ["first"]
     if number == signal.SIGTERM:
         assert (result["ended"], process.returncode) == ("stopped by SIGTERM", 128 + number)
         assert list(scratch.iterdir()) == []
@@ -112,7 +137,7 @@ def test_a_stopped_call_leaves_complete_figures_and_no_process(
             cwd=ROOT, env=environment,
         )  # fmt: skip
         assert list(scratch.iterdir()) == []
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while any(Path(f"/proc/{child}").exists() for child in children):
         assert time.monotonic() < end
         time.sleep(0.05)

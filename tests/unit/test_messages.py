@@ -31,13 +31,13 @@ from automodel_ckpt.cli.train import _observed
 from automodel_ckpt.cli.train import main as train
 from automodel_ckpt.config.convert import _boolean, typed
 from automodel_ckpt.config.load import load_recipe
+from automodel_ckpt.config.prepare import prepare
 from automodel_ckpt.config.schema import RecipeConfig
-from automodel_ckpt.config.targets import prepare
 from automodel_ckpt.config.trust import Rejected, Trust, resolve
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.data import digits, images, python_docs
 from automodel_ckpt.data.image_collate import ImageTextCollator
-from automodel_ckpt.data.row_files import _unique
+from automodel_ckpt.data.json_records import _unique
 from automodel_ckpt.data.sampler import accumulation_steps
 from automodel_ckpt.data.source import Source
 from automodel_ckpt.distributed import rendezvous
@@ -179,7 +179,7 @@ def test_an_adapter_has_nothing_to_consolidate(tmp_path: Path) -> None:
     manifest = Manifest.read(checkpoint)
     manifest.files["model/adapter_config.json"] = next(iter(manifest.files.values()))  # type: ignore[index]
     (checkpoint / "MANIFEST.json").write_bytes(manifest.to_bytes())
-    with pytest.raises(CheckpointUnusable, match="needs no consolidation"):
+    with pytest.raises(CheckpointUnusable, match="are not a complete model"):
         open_source(checkpoint)
 
 
@@ -318,7 +318,7 @@ def test_a_section_of_a_custom_recipe_may_check_itself(tmp_path: Path) -> None:
 def test_only_recipes_with_steps_of_ours_can_be_tried_for_their_resume(
     tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr("automodel_ckpt.config.targets.prepare", lambda *_: (None, dict))
+    monkeypatch.setattr("automodel_ckpt.config.prepare.prepare", lambda *_: (None, dict))
     line: Any = SimpleNamespace(flags=SimpleNamespace(trust=()))
     loaded: Any = None
     refused(lambda: _observed(line, loaded, tmp_path, None), "derived from Recipe")

@@ -87,12 +87,15 @@ def main() -> int:
 
 
 def _note(name: str, answer: dict[str, Any]) -> None:
-    """Enter an answer into the log, and what the log says into docs/clients.md."""
-    log: dict[str, Any] = json.loads(LOG.read_text()) if LOG.is_file() else {}
+    """Add the answer of a client to the log; write docs/clients.md if the log has all clients."""
+    log: dict[str, Any] = {}
+    if LOG.is_file():
+        log = json.loads(LOG.read_text())
     log[name] = {"date": time.strftime("%Y-%m-%d"), **answer}
     LOG.write_text(json.dumps(log, indent=1) + "\n")
-    if all(client in log for client in CLIENTS):
-        PAGE.write_text(page({client: log[client] for client in CLIENTS}))
+    if set(CLIENTS) <= log.keys():
+        answers = {client: log[client] for client in CLIENTS}
+        PAGE.write_text(page(answers))
 
 
 def _job(work: Path) -> Path:

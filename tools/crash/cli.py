@@ -6,10 +6,33 @@ import argparse
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
+from types import ModuleType
 
-from tools.crash import baseline, endurance, faults, flips, goodput, kill, power, remote, signals
+from tools.bench_report import write_block
+from tools.bench_rounds import machine
+from tools.crash import (
+    baseline,
+    endurance,
+    faults,
+    flips,
+    goodput,
+    kill,
+    node_disks,
+    node_failures,
+    power,
+    remote,
+    signals,
+)
 from tools.crash.record import Record
-from tools.crash.subjects import BASELINES, OURS, OURS_ASYNC, OURS_INCREMENTAL, Subject
+from tools.crash.sigterm import end_in_order_on_sigterm
+from tools.crash.subjects import (
+    BASELINES,
+    OURS,
+    OURS_ASYNC,
+    OURS_INCREMENTAL,
+    OURS_NODE_FILES,
+    Subject,
+)
 from tools.crash.syscalls import unsupported
 
 CANNOT_RUN = 3
@@ -18,6 +41,7 @@ CANNOT_RUN = 3
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a campaign; the exit code."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    end_in_order_on_sigterm()
     logging.getLogger("automodel_ckpt").setLevel(
         logging.CRITICAL
     )  # what is tested here is meant to fail
@@ -26,8 +50,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if reason := CAMPAIGNS[options.campaign][1](options):
         print(f"{options.campaign} cannot run here: {reason}")
         return CANNOT_RUN
-    records = CAMPAIGNS[options.campaign][0](options)
-    return max(record.finish() for record in records)
+    code = 0
+    for record in CAMPAIGNS[options.campaign][0](options):
+        code = max(code, record.finish())
+        if options.docs and record.table:
+            write_block(options.campaign, f"{_conditions(record)}\n\n{record.table}")
+    return code
+
+
+def _conditions(record: Record) -> str:
+    here, load = machine(), os.getloadavg()[2]
+    place = f"{here['cores']} cores ({here['processor']}), load average {load:.0f}, {here['date']}"
+    return f"{place}; {record.points} failures, {len(record.failures)} violations."
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -47,6 +81,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--only", help="the one point of a record's failures to run again (kill, faults)"
     )
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=1,
+        help="how many processes run a part of the campaign each (1; goodput, goodput-nodes)",
+    )
+    parser.add_argument(
+        "--docs", action="store_true", help="write docs/performance.md (goodput, goodput-nodes)"
+    )
     return parser
 
 
@@ -60,6 +103,10 @@ def _kill_async(options: argparse.Namespace) -> Iterable[Record]:
 
 def _kill_incremental(options: argparse.Namespace) -> Iterable[Record]:
     return _kill_sweep(options, OURS_INCREMENTAL, "kill sweep, incremental")
+
+
+def _kill_node_files(options: argparse.Namespace) -> Iterable[Record]:
+    return _kill_sweep(options, OURS_NODE_FILES, "kill sweep, files of several ranks")
 
 
 def _kill_sweep(
@@ -108,7 +155,9 @@ def _faults(options: argparse.Namespace) -> Iterable[Record]:
 
 
 def _flips(options: argparse.Namespace) -> Iterable[Record]:
-    return [flips.run(OURS, points=options.points, seed=options.seed, seconds=options.seconds)]
+    # An asynchronous save writes the same files.
+    subjects = (*OURS, *OURS_NODE_FILES[:2])
+    return [flips.run(subjects, points=options.points, seed=options.seed, seconds=options.seconds)]
 
 
 def _baseline(options: argparse.Namespace) -> Iterable[Record]:
@@ -126,7 +175,25 @@ def _signals(options: argparse.Namespace) -> Iterable[Record]:
 
 
 def _goodput(options: argparse.Namespace) -> Iterable[Record]:
-    return [goodput.run(points_wanted=options.points, seed=options.seed, seconds=options.seconds)]
+    return [_failures(goodput, options)]
+
+
+def _goodput_nodes(options: argparse.Namespace) -> Iterable[Record]:
+    return [_failures(node_failures, options)]
+
+
+def _node_disks(options: argparse.Namespace) -> Iterable[Record]:
+    return [_failures(node_disks, options)]
+
+
+def _failures(campaign: ModuleType, options: argparse.Namespace) -> Record:
+    record: Record = campaign.run(
+        points_wanted=options.points,
+        seed=options.seed,
+        seconds=options.seconds,
+        processes=options.processes,
+    )
+    return record
 
 
 def _remote(options: argparse.Namespace) -> Iterable[Record]:
@@ -142,6 +209,10 @@ def _no_power(_: argparse.Namespace) -> str | None:
     return "; ".join(reason for reason in reasons if reason) if all(reasons) else None
 
 
+def _no_nodes(_: argparse.Namespace) -> str | None:
+    return node_failures.unsupported()
+
+
 def _always(_: argparse.Namespace) -> str | None:
     return None
 
@@ -155,6 +226,11 @@ CAMPAIGNS: dict[
         _kill_incremental,
         _no_calls,
         "the same where saves share files with the checkpoint before",
+    ),
+    "kill-node-files": (
+        _kill_node_files,
+        _no_calls,
+        "the same where the ranks write into common files",
     ),
     "power-incremental": (
         _power_incremental,
@@ -177,7 +253,17 @@ CAMPAIGNS: dict[
     "goodput": (
         _goodput,
         _always,
-        "ranks, writers and launchers killed in a training with checkpoints in memory; what each failure costs",
+        "what failures cost a training with checkpoints in memory, on disk, and under torchrun with DCP",
+    ),
+    "goodput-nodes": (
+        _goodput_nodes,
+        _no_nodes,
+        "the same on two nodes of this machine, which are also lost with their memory (root)",
+    ),
+    "node-disks": (
+        _node_disks,
+        _no_nodes,
+        "the same on two nodes that share no storage, with their checkpoints in a store (root)",
     ),
     "remote": (
         _remote,

@@ -138,7 +138,9 @@ def _plain_state(value: Any) -> Any:
         return [str(value.dtype), value.tolist()]
     if isinstance(value, dict):
         return {key: _plain_state(entry) for key, entry in value.items() if key not in _CLOCKS}
-    return [_plain_state(entry) for entry in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_plain_state(entry) for entry in value]
+    return value
 
 
 def _flat(states: dict[str, Any]) -> dict[str, Any]:
@@ -192,10 +194,12 @@ def _differing(mine: Any, right: Any) -> str:
     """Some of the places where two results differ."""
     if isinstance(mine, list):
         mine, right = dict(enumerate(mine)), dict(enumerate(right))
-    keys = [key for key in mine.keys() | right.keys() if _other(mine.get(key), right.get(key))]
-    return ", ".join(f"{key} ({mine.get(key)}, not {right.get(key)})" for key in sorted(keys)[:3])[
-        :600
-    ]
+    differing = []
+    for key in sorted(mine.keys() | right.keys()):
+        if _other(mine.get(key), right.get(key)):
+            differing.append(f"{key} ({mine.get(key)}, not {right.get(key)})")
+    text = ", ".join(differing[:3])
+    return text[:600]
 
 
 def _other(mine: Any, right: Any) -> bool:

@@ -83,10 +83,11 @@ class Bench:
     def flip(self, directory: Path, files: list[str]) -> Flip:
         """Any bit of any file: half of the time all files are alike, half of the time all bytes."""
         sizes = [(directory / file).stat().st_size for file in files]
-        (file,) = self.random.choices(files, weights=sizes if self.random.random() < 0.5 else None)
-        return Flip(
-            file, self.random.randrange((directory / file).stat().st_size), self.random.randrange(8)
-        )
+        weights = sizes if self.random.random() < 0.5 else None
+        (index,) = self.random.choices(range(len(files)), weights=weights)
+        byte = self.random.randrange(sizes[index])
+        bit = self.random.randrange(8)
+        return Flip(files[index], byte, bit)
 
 
 def owners(manifest: Manifest, file: str, at: int) -> set[str]:

@@ -172,11 +172,13 @@ class Sweep:
 
     def kill(self, point: Point) -> Killer:
         """Run the scenario, killed at the point."""
-        self.lay_out(point.subject, point.scenario)
-        final = str(self.root / point.scenario.final) if point.scenario.final else None
+        subject, scenario = point.subject, point.scenario
+        self.lay_out(subject, scenario)
+        final = str(self.root / scenario.final) if scenario.final else None
         with Pair(str(self.root)) as pair:
-            killer = Killer(pair, final, point.mode, point.at, self.random.uniform(0, 0.03))
-            pair.run(jobs.whole, self._run(point.subject, point.scenario), decide=killer)
+            delay = self.random.uniform(0, 0.03)
+            killer = Killer(pair, final, point.mode, point.at, delay)
+            pair.run(jobs.whole, self._run(subject, scenario), decide=killer)
         return killer
 
     def restart(self, point: Point) -> list[Outcome]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import random
 import shutil
@@ -248,10 +249,13 @@ def run(
     usable = [name for name in file_systems if not _skipped(name, record)]
     parts = [(subject, name) for subject in subjects for name in usable]
     for subject, name in parts:
-        share = {"points": -(-points // len(parts)), "seconds": seconds / len(parts)}
-        for number, (outcome, wrong) in enumerate(cycles(subject, name, seed=seed, **share)):  # type: ignore[arg-type]
+        points_here = math.ceil(points / len(parts))
+        seconds_here = seconds / len(parts)
+        found = cycles(subject, name, points=points_here, seed=seed, seconds=seconds_here)
+        for number, (outcome, wrong) in enumerate(found):
             point = f"{subject.name}/{name}/{number}"
-            record.add(f"{name}: {outcome}", wrong if violations else (), point=point, seed=seed)
+            counted = wrong if violations else ()
+            record.add(f"{name}: {outcome}", counted, point=point, seed=seed)
     return record
 
 

@@ -8,7 +8,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,11 @@ class Record:
     points: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     failures: list[dict[str, Any]] = field(default_factory=list)
+    marked: Counter[str] = field(default_factory=Counter)
+    """The failures at each marked point that must have one."""
     notes: dict[str, Any] = field(default_factory=dict)
+    table: str = ""
+    """The results in Markdown, of campaigns that measure costs."""
     _told: float = field(default_factory=time.time)
 
     def add(self, outcome: str, violations: Sequence[str] = (), **point: Any) -> None:
@@ -43,6 +47,26 @@ class Record:
         if time.time() - self._told > _TELL_SECONDS:
             self._told = time.time()
             print(self.summary, file=sys.stderr, flush=True)
+
+    def require(self, points: Iterable[str]) -> None:
+        """Make it a violation if :meth:`count_at` is not called for each of these marked points."""
+        self.marked.update(dict.fromkeys(points, 0))
+
+    def count_at(self, point: str) -> None:
+        """Count a failure at a marked point."""
+        self.marked[point] += 1
+
+    def check_marked(self) -> None:
+        """Add a violation for the marked points without a failure."""
+        if missing := [point for point, count in self.marked.items() if not count]:
+            self.failures.append({"violations": [f"no failure at: {', '.join(missing)}"]})
+
+    def add_all(self, other: Record) -> None:
+        """Add what another process of the campaign has found."""
+        self.points += other.points
+        self.outcomes.update(other.outcomes)
+        self.failures += other.failures
+        self.marked.update(other.marked)
 
     @property
     def summary(self) -> str:
@@ -65,9 +89,12 @@ class Record:
             "started": self.started,
             "outcomes": dict(self.outcomes),
             "failures": self.failures,
+            "marked points": dict(self.marked),
             "notes": self.notes,
             "machine": platform.platform(),
         }
         path.write_text(json.dumps(document, indent=1, default=str) + "\n")
+        if self.table:
+            print(self.table)
         print(self.summary, flush=True)
         return 1 if self.failures or not self.points else 0

@@ -1,12 +1,7 @@
-"""What the ranks of the `signals` campaign run: a tiny recipe that notes when it does what, and data that can block.
-
-Each rank appends lines ``seconds name step`` (of the system's monotonic clock) to ``marks_{rank}`` in the directory
-that CRASH_MARKS names. CRASH_HANG="place step rank" makes that rank hang there, once its training has come so far.
-"""
+"""What the ranks of the `signals` campaign run: a tiny recipe that notes when it does what."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
@@ -16,7 +11,7 @@ import torch
 from automodel_ckpt.checkpoint import Checkpointer
 from automodel_ckpt.checkpoint.saving.async_saves import AsyncSaves
 from automodel_ckpt.checkpoint.saving.exports import Exports
-from automodel_ckpt.checkpoint.saving.planner import SaveReport
+from automodel_ckpt.checkpoint.saving.save import SaveReport
 from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.loop import TrainingLoop
@@ -25,47 +20,7 @@ from automodel_ckpt.recipes.readback import Number
 from automodel_ckpt.recipes.records import Control, LossSum
 from automodel_ckpt.recipes.saves import Saves
 from automodel_ckpt.training.step_scheduler import StepScheduler
-
-MICRO_BATCH_SECONDS = 0.04
-SAMPLE_SECONDS = 0.005
-HANG_SECONDS = 60.0
-
-_last_step = 0
-
-
-def mark(name: str, step: int | None = None) -> None:
-    """Note that *name* begins now."""
-    global _last_step
-    _last_step = _last_step if step is None else step
-    path = os.path.join(os.environ["CRASH_MARKS"], f"marks_{os.environ['RANK']}")
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    os.write(descriptor, f"{time.monotonic()} {name} {_last_step}\n".encode())
-    os.close(descriptor)
-
-
-def hang(place: str) -> None:
-    """Sleep here if CRASH_HANG says so; a signal's handler may end it."""
-    where, step, rank = os.environ.get("CRASH_HANG", "nowhere 0 0").split()
-    if where == place and int(step) <= _last_step and rank == os.environ["RANK"]:
-        mark("hang")
-        time.sleep(HANG_SECONDS)
-
-
-class Samples:
-    """96 samples of 12 tokens that take their time; in training they can ``hang``."""
-
-    def __init__(self, *, trains: bool = True) -> None:
-        self.trains = trains
-
-    def __len__(self) -> int:
-        return 96 if self.trains else 16
-
-    def __getitem__(self, index: int) -> dict[str, list[int]]:
-        time.sleep(SAMPLE_SECONDS)
-        if self.trains:
-            hang("data")
-        tokens = [3 + (index * 7 + position * position * 11) % 120 for position in range(12)]
-        return {"input_ids": tokens, "labels": tokens}
+from tools.crash.marks import MICRO_BATCH_SECONDS, hang, mark
 
 
 class MarkedSaves(Saves):

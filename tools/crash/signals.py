@@ -61,8 +61,8 @@ model:
   from_config: {model_type: llama, vocab_size: 128, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2,
     num_attention_heads: 4, num_key_value_heads: 2, max_position_embeddings: 32, attention_dropout: 0.1}
 distributed: {backend: gloo}
-dataset: {_target_: tools.crash.signal_parts.Samples}
-validation_dataset: {_target_: tools.crash.signal_parts.Samples, trains: false}
+dataset: {_target_: tools.crash.marks.Samples}
+validation_dataset: {_target_: tools.crash.marks.Samples, trains: false}
 optimizer: {lr: 1e-2}
 lr_scheduler: {name: cosine}
 step_scheduler: {global_batch_size: 8, local_batch_size: 2, num_epochs: 100, ckpt_every_epochs: null}
@@ -260,16 +260,19 @@ def judge(
     wrong += [f"left over: {path.name}" for path in (trainer.directory / "tmp").iterdir()]
     wrong += inspect.damage(chain.root)
     if not sent:
-        return "ended before", wrong + ([] if trainer.code == 0 else [f"exit code {trainer.code}"])
+        if trainer.code != 0:
+            wrong.append(f"exit code {trainer.code}")
+        return "ended before", wrong
     if point.phase == "twice" and trainer.code != 75:
         return "twice", wrong + _at_once(point, trainer, chain, before, sent[1])
-    wrong += [
-        text for text in inspect.leftovers(chain.root, running=False) if not text.endswith(".jsonl")
-    ]
-    marks = [trainer.marks(rank) for rank in (0, 1)]
+    for text in inspect.leftovers(chain.root, running=False):
+        if not text.endswith(".jsonl"):
+            wrong.append(text)
     if trainer.code == 0 and chain.newest() == STEPS:
         return "after the last step", wrong
-    met = phase_at(marks[0 if point.target != "rank1" else 1], marks[0], sent[0])
+    marks = [trainer.marks(rank) for rank in (0, 1)]
+    target_rank = 1 if point.target == "rank1" else 0
+    met = phase_at(marks[target_rank], marks[0], sent[0])
     return met, wrong + stopped_wrongly(met, trainer, chain, before, marks, sent[0])
 
 

@@ -96,10 +96,16 @@ def listen() -> int:
     """Hand this thread's, and its later threads', calls to the holder of the descriptor that is returned."""
     libc = ctypes.CDLL(None, use_errno=True)
     numbers = sorted(NAMES)
-    program = [(0x20, 0, 0, 4), (0x15, 0, len(numbers) + 1, _ARCH), (0x20, 0, 0, 0)]
-    program += [(0x15, len(numbers) - index, 0, number) for index, number in enumerate(numbers)]
+    # A program of BPF: (operation, jump if true, jump if false, operand). Calls of another architecture are allowed.
+    load_architecture = (0x20, 0, 0, 4)
+    compare_architecture = (0x15, 0, len(numbers) + 1, _ARCH)
+    load_number = (0x20, 0, 0, 0)
+    program = [load_architecture, compare_architecture, load_number]
+    for index, number in enumerate(numbers):
+        program.append((0x15, len(numbers) - index, 0, number))
     program += [(0x06, 0, 0, _ALLOW), (0x06, 0, 0, _NOTIFY)]
-    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in program))
+    instructions = [struct.pack("=HBBI", *line) for line in program]
+    code = ctypes.create_string_buffer(b"".join(instructions))
     header = ctypes.create_string_buffer(struct.pack("@HP", len(program), ctypes.addressof(code)))
     libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0)
     descriptor: int = libc.syscall(_SECCOMP, _SET_MODE_FILTER, _NEW_LISTENER, header)
@@ -171,9 +177,17 @@ class Stopped:
 
     def _changes(self, name: str) -> bool:
         if name in _FLAGS_ARGUMENT:
-            return bool(self._arguments[_FLAGS_ARGUMENT[name]] & (os.O_CREAT | os.O_TRUNC))
+            flags = self._arguments[_FLAGS_ARGUMENT[name]]
+            return bool(flags & (os.O_CREAT | os.O_TRUNC))
         if name in CLOSES:
-            with open(f"/proc/{self._thread}/fdinfo/{self._arguments[0]}") as file:
-                flags = next(int(line.split()[1], 8) for line in file if line.startswith("flags:"))
+            flags = self._flags_of(self._arguments[0])
             return bool(flags & (os.O_WRONLY | os.O_RDWR))
         return True
+
+    def _flags_of(self, descriptor: int) -> int:
+        """The flags with which the calling thread has opened a file."""
+        with open(f"/proc/{self._thread}/fdinfo/{descriptor}") as file:
+            for line in file:
+                if line.startswith("flags:"):
+                    return int(line.split()[1], 8)
+        raise ValueError(f"descriptor {descriptor} has no flags")

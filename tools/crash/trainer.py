@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -10,7 +11,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -19,7 +20,7 @@ from tools.crash.endurance import kill_session, members
 
 
 class Mark(NamedTuple):
-    """A line of a rank's marks (:mod:`tools.crash.signal_parts`)."""
+    """A line of a rank's marks (:mod:`tools.crash.marks`)."""
 
     seconds: float
     name: str
@@ -28,11 +29,16 @@ class Mark(NamedTuple):
 
 @dataclass
 class Trainer:
-    """A started command. *directory* gets its output, its marks and its temporary files."""
+    """A started command. *directory* gets its output, its marks and its temporary files.
+
+    *enter* is called in the process of the command first. Marks may be in another directory, *marks_at*.
+    """
 
     words: Sequence[str]
     directory: Path
     environment: Mapping[str, str]
+    enter: Callable[[], None] | None = None
+    marks_at: Path | None = None
     pid: int = 0
     code: int | None = None
     _marks: dict[int, tuple[int, list[Mark]]] = field(default_factory=dict)
@@ -56,23 +62,39 @@ class Trainer:
         code = 1
         try:
             os.setsid()
+            if self.enter is not None:
+                self.enter()
             output = os.open(self.directory / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             for number in (1, 2):
                 os.dup2(output, number)
             os.environ.update(self.environment)
             os.environ |= {
                 "TMPDIR": str(self.directory / "tmp"),
-                "CRASH_MARKS": str(self.directory),
+                "CRASH_MARKS": str(self.marks_directory),
             }
             sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
             tempfile.tempdir = None  # it was asked for before
-            code = _command(self.words)
+            code = self.command()
         except BaseException:
             traceback.print_exc()
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
+
+    def command(self) -> int:
+        """Run ``ckpt-train`` in this process; the exit code."""
+        from automodel_ckpt.cli.train import main
+
+        logging.getLogger("automodel_ckpt").setLevel(logging.NOTSET)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        return main(list(self.words))
+
+    @property
+    def marks_directory(self) -> Path:
+        """Where the ranks note what they do."""
+        return self.marks_at or self.directory
 
     def wait(self, seconds: float) -> bool:
         """Whether the command ends within so many seconds; then *code* is its exit code, negative for a signal."""
@@ -91,7 +113,7 @@ class Trainer:
         """What this rank has noted so far."""
         done, known = self._marks.get(rank, (0, []))
         try:
-            with (self.directory / f"marks_{rank}").open() as file:
+            with (self.marks_directory / f"marks_{rank}").open() as file:
                 file.seek(done)
                 text = file.read()
         except FileNotFoundError:
@@ -104,9 +126,15 @@ class Trainer:
         return known
 
     def ranks(self) -> dict[int, int]:
-        """The process ids of the ranks that have started, by rank."""
-        pids = sorted((self.directory / "tmp").glob("ckpt-train-*/launch_*/attempt_*/rank_*.pid"))
-        return {int(path.stem.removeprefix("rank_")): int(path.read_text()) for path in pids}
+        """The process ids of the ranks of the last start on this node, by rank."""
+        paths = (self.directory / "tmp").glob("ckpt-train-*/launch_*/attempt_*/rank_*.pid")
+        by_start: dict[tuple[int, int], dict[int, int]] = {}
+        for path in paths:
+            # A file is created before it is written, and removed with its directory.
+            with contextlib.suppress(OSError, ValueError):
+                rank = int(path.stem.removeprefix("rank_"))
+                by_start.setdefault(_start_of(path), {})[rank] = int(path.read_text())
+        return by_start[max(by_start)] if by_start else {}
 
     def orphans(self, seconds: float = 2.0) -> list[int]:
         """Processes of the command that are left so long after its end."""
@@ -142,12 +170,7 @@ class Trainer:
         return self.pid if target == "launcher" else self.ranks().get(int(target[-1]))
 
 
-def _command(words: Sequence[str]) -> int:
-    from automodel_ckpt.cli.train import main
-
-    logging.getLogger("automodel_ckpt").setLevel(logging.NOTSET)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(
-            number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
-        )
-    return main(list(words))
+def _start_of(path: Path) -> tuple[int, int]:
+    """The numbers of the launch and of the start of the ranks that a file of a rank belongs to."""
+    attempt = path.parent
+    return int(attempt.parent.name.rpartition("_")[2]), int(attempt.name.rpartition("_")[2])

@@ -17,7 +17,9 @@ class ShortAnswers:
     def __init__(self, num_samples: int, longest: int, mean: float, vocab_size: int) -> None:
         """Lengths have a log-normal distribution with this *mean*, from 8 tokens to the *longest*."""
         generator = np.random.default_rng(0)
-        drawn = generator.lognormal(math.log(mean) - _SIGMA**2 / 2, _SIGMA, num_samples)
+        # The mean of a log-normal distribution is exp(location + sigma**2 / 2).
+        location = math.log(mean) - _SIGMA**2 / 2
+        drawn = generator.lognormal(location, _SIGMA, num_samples)
         self.lengths = np.clip(drawn, 8, longest).astype(int)
         self.answers = generator.integers(*_ANSWER_TOKENS, num_samples)
         self.vocab_size = vocab_size
@@ -28,9 +30,11 @@ class ShortAnswers:
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        length, answer = int(self.lengths[index]), int(self.answers[index])
-        tokens = np.random.default_rng([1, index]).integers(0, self.vocab_size, length).tolist()
-        labels = [-100] * (length - answer) + tokens[length - answer :]
+        length = int(self.lengths[index])
+        prompt_length = length - int(self.answers[index])
+        generator = np.random.default_rng([1, index])
+        tokens = generator.integers(0, self.vocab_size, length).tolist()
+        labels = [-100] * prompt_length + tokens[prompt_length:]
         return {"input_ids": tokens, "labels": labels}
 
 

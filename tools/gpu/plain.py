@@ -93,10 +93,12 @@ def documents_of(row: Sample) -> list[Sample]:
     """The documents of a pack, whose positions restart at 0; a sample without positions is one document."""
     tokens = list(row["input_ids"])
     positions = list(row.get("position_ids", range(len(tokens))))
+    labels = list(row["labels"])
     starts = [number for number, position in enumerate(positions) if position == 0]
+    ends = [*starts[1:], len(tokens)]
     documents: list[Sample] = []
-    for start, end in zip(starts, [*starts[1:], len(tokens)], strict=True):
-        documents.append({"input_ids": tokens[start:end], "labels": list(row["labels"])[start:end]})
+    for start, end in zip(starts, ends, strict=True):
+        documents.append({"input_ids": tokens[start:end], "labels": labels[start:end]})
     return documents
 
 

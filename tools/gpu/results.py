@@ -65,10 +65,13 @@ class Results:
         self._write()
 
     def _write(self) -> None:
-        self.content["seconds"] = round(time.monotonic() - self._started, 1)
+        seconds = time.monotonic() - self._started
+        self.content["seconds"] = round(seconds, 1)
+        text = json.dumps(finite(self.content), indent=1) + "\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        # Renamed when it is complete, because a reader may open it at any time.
         partial = self.path.with_name(f".{self.path.name}.partial")
-        partial.write_text(json.dumps(finite(self.content), indent=1) + "\n")
+        partial.write_text(text)
         os.replace(partial, self.path)
 
 

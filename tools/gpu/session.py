@@ -143,18 +143,18 @@ def _run_child(
         os.close(read_end)
         _be_child(parent, write_end, output, measurement, arguments)
     os.close(write_end)
-    end = None
+    status = None
     try:
         end = _read_figures(read_end, receive, time.monotonic() + seconds)
+        if end is None:
+            # Without a report, the child has ended, or ends now. Its exit status states how; a signal would hide it.
+            status = os.waitpid(child, 0)[1]
     finally:
         os.close(read_end)
-        if end is None:
-            # The child has closed its end of the pipe, so that it ends, or has ended, without help.
-            status = os.waitpid(child, 0)[1]
         _kill_group(child)
-        if end is not None:
+        if status is None:
             os.waitpid(child, 0)
-    if end is None:
+    if status is not None:
         return f"its process ended with {os.waitstatus_to_exitcode(status)} before it was done"
     if end == _TIMEOUT:
         return f"stopped after {seconds:.0f} s"

@@ -78,13 +78,18 @@ def work_of(config: Mapping[str, Any], *, is_dry_run: bool, **sizes: int) -> Wor
 
 def num_parameters(config: Mapping[str, Any]) -> tuple[int, int]:
     """(all parameters of a Llama of these shapes, those of its embedding that compute nothing)."""
-    hidden, layers = config["hidden_size"], config["num_hidden_layers"]
-    head = hidden // config["num_attention_heads"]
-    attention = 2 * hidden * hidden + 2 * hidden * head * config["num_key_value_heads"]
-    layer = attention + 3 * hidden * config["intermediate_size"] + 2 * hidden
-    table = hidden * config["vocab_size"]
-    embedding = 0 if config["tie_word_embeddings"] else table
-    return layers * layer + hidden + table + embedding, embedding
+    hidden = config["hidden_size"]
+    head_size = hidden // config["num_attention_heads"]
+    queries_and_output = 2 * hidden * hidden
+    keys_and_values = 2 * hidden * head_size * config["num_key_value_heads"]
+    mlp = 3 * hidden * config["intermediate_size"]
+    norms = 2 * hidden
+    layers = config["num_hidden_layers"] * (queries_and_output + keys_and_values + mlp + norms)
+    final_norm = hidden
+    output_layer = hidden * config["vocab_size"]
+    # A tied embedding is the output layer, which computes.
+    embedding = 0 if config["tie_word_embeddings"] else output_layer
+    return layers + final_norm + output_layer + embedding, embedding
 
 
 def flops_per_token(config: Mapping[str, Any], length: int, *, trains_all: bool) -> float:

@@ -107,7 +107,8 @@ def _compared(
     steps = list(range(first, _NUM_STEPS + 1))
     if list(found) != steps:
         return Check(what, f"steps {list(found)} instead of {steps}", False)
-    difference = max(abs(found[step] - expected[step]) / expected[step] for step in steps)
+    differences = [abs(found[step] - expected[step]) / expected[step] for step in steps]
+    difference = max(differences)
     text = f"losses of steps {first} to {_NUM_STEPS} differ by {difference:.1e}"
     return Check(what, text, difference <= _MAX_DIFFERENCE)
 

@@ -69,11 +69,13 @@ def _restored(
     report.unlink(missing_ok=True)
     workplace.run_script(_HERE / "scripts" / "restore_nemo.py", path, _PREFIX, expected, report)
     found: dict[str, Any] = json.loads(report.read_text())
-    difference = (torch.tensor(found["logits"]) - logits.flatten()).abs().max().item()
-    equal = "bit-equal" if found["equal"] else "different"
-    text = f"weights {equal}, logits differ by {difference:.1e}, {found['artifacts']} artifacts"
-    good = found["equal"] and difference < 1e-5 and found["artifacts"] >= 2
-    yield Check(f"restore_from reads {what}", text, good)
+    found_logits = torch.tensor(found["logits"])
+    difference = (found_logits - logits.flatten()).abs().max().item()
+    are_equal, num_artifacts = found["equal"], found["artifacts"]
+    weights = "bit-equal" if are_equal else "different"
+    text = f"weights {weights}, logits differ by {difference:.1e}, {num_artifacts} artifacts"
+    is_good = are_equal and difference < 1e-5 and num_artifacts >= 2
+    yield Check(f"restore_from reads {what}", text, is_good)
 
 
 def _write_llama(directory: Path) -> torch.Tensor:

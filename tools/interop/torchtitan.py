@@ -76,8 +76,9 @@ def _logits_check(what: str, directory: Path, expected: dict[str, Any]) -> Check
     """Compare the logits of transformers' Llama with *expected*, those of torchtitan's."""
     load: Any = AutoModelForCausalLM.from_pretrained
     model = load(directory, dtype=torch.float32)
+    ids = torch.tensor([expected["ids"]])
     with torch.no_grad():
-        logits = model.eval()(torch.tensor([expected["ids"]])).logits[0]
+        logits = model.eval()(ids).logits[0]
     difference = (logits - torch.tensor(expected["logits"])).abs().max().item()
     return Check(what, f"logits differ by {difference:.1e}", difference < _TOLERANCE)
 

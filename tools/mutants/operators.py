@@ -149,14 +149,14 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_Compare(self, node: ast.Compare) -> None:
-        is_deadline = isinstance(node.ops[0], ast.Lt | ast.LtE | ast.Gt | ast.GtE) and (
-            _reads_clock(node.left) or _reads_clock(node.comparators[0])
-        )
+        operator = node.ops[0]
+        has_clock = _reads_clock(node.left) or _reads_clock(node.comparators[0])
+        is_deadline = has_clock and isinstance(operator, ast.Lt | ast.LtE | ast.Gt | ast.GtE)
         if len(node.ops) == 1 and not is_deadline:
-            swapped = ast.Compare(node.left, [_COMPARISONS[type(node.ops[0])]()], node.comparators)
-            self._replace(
-                node, f"({ast.unparse(swapped)})", f"{_short(node)} becomes {_short(swapped)}"
-            )
+            other = _COMPARISONS[type(operator)]()
+            swapped = ast.Compare(node.left, [other], node.comparators)
+            description = f"{_short(node)} becomes {_short(swapped)}"
+            self._replace(node, f"({ast.unparse(swapped)})", description)
         self.generic_visit(node)
 
     def visit_BinOp(self, node: ast.BinOp) -> None:

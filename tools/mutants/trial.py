@@ -6,6 +6,7 @@ The parent imports the slow libraries once and nothing of this repository, so a 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import shutil
@@ -121,6 +122,9 @@ def _run_tests(copy: Path, scratch: Path, tests: Sequence[str]) -> None:
     """End this process with pytest's exit code."""
     code = 1
     try:
+        # An object that the parent has not collected yet may belong to a thread that does not exist here: its
+        # destructor can end this process.
+        gc.freeze()
         os.setsid()  # so that a trial that hangs is killed with its ranks and commands
         output = os.open(scratch / "output", os.O_WRONLY | os.O_CREAT)
         os.dup2(output, 1)

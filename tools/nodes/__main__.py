@@ -30,6 +30,7 @@ from typing import Any
 
 from tests.support.command_server import CommandServer
 from tests.support.networks import LINK, ip, nodes_at, processes_of
+from tests.support.tiny_model import tiny_llama
 
 ROOT = Path(__file__).parents[2]
 NUM_NODES, RANKS_PER_NODE = 4, 4
@@ -42,18 +43,7 @@ RELATIVE = 2e-6
 """How far a loss may be off on another number of ranks: float32 sums in another order, over eight steps."""
 RECIPE = f"""
 seed: 7
-model:
-  from_config:
-    model_type: llama
-    hidden_size: 32
-    intermediate_size: 48
-    num_hidden_layers: 2
-    num_attention_heads: 4
-    num_key_value_heads: 2
-    max_position_embeddings: 32
-    initializer_range: 0.3
-    tie_word_embeddings: true
-tokenizer:
+{tiny_llama(tie_word_embeddings=True)}tokenizer:
   _target_: automodel_ckpt.data.python_docs.train_tokenizer
   vocab_size: 300
 dataset:

@@ -75,11 +75,11 @@ class Job:
     def check(self, *, restarts: int, texts: Iterable[str] = ()) -> None:
         """Wait for the end. Raises AssertionError unless the job completed, with each step once."""
         self.wait_for_end()
-        fields, log = self.cluster.job(self.number), self.log
-        state = {name: fields[name] for name in ("JobState", "ExitCode", "Restarts")}
-        assert state == {"JobState": "COMPLETED", "ExitCode": "0:0", "Restarts": str(restarts)}, (
-            f"{state}\n{log}"
-        )
+        fields = self.cluster.job(self.number)
+        log = self.log
+        expected = {"JobState": "COMPLETED", "ExitCode": "0:0", "Restarts": str(restarts)}
+        state = {name: fields[name] for name in expected}
+        assert state == expected, f"{state}\n{log}"
         assert self.steps() == list(range(1, STEPS + 1)), f"{self.steps()}\n{log}"
         for text in texts:
             assert log.count(text) == 1, f"{text!r} is printed {log.count(text)} times\n{log}"

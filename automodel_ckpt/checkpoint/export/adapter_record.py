@@ -54,7 +54,7 @@ def _fault(record: Mapping[str, Any]) -> str | None:
     if not _is_path(base.get("name")) or not (
         base.get("relative_to_run") is None or _is_path(base["relative_to_run"])
     ):
-        return "it does not say where the base is"
+        return "it does not state where the base is"
     return None
 
 

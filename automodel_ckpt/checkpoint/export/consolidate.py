@@ -140,7 +140,20 @@ def _workers(num_procs: int, num_threads: int) -> Workers:
     return Workers(num_procs, num_threads)
 
 
+def adapter_of_another_program(directory: Path) -> CheckpointUnusable:
+    """Return the error of an export of the adapter in *directory*, which another program saved."""
+    return CheckpointUnusable(
+        "this is an adapter, not a complete model",
+        where=str(directory),
+        value=layout.ADAPTER_MODEL,
+        hint="peft loads this directory as it is; to merge it with its base, import it with `ckpt import DIR RUN`, "
+        "then `ckpt export RUN --merge`",
+    )
+
+
 def _check_needs_consolidation(source: Source) -> None:
+    if layout.ADAPTER_MODEL in source.files:
+        raise adapter_of_another_program(source.model_directory)
     if source.finished and source.manifest is None:
         raise CheckpointUnusable(
             "these are complete Hugging Face files, not shards: they need no consolidation",
@@ -205,7 +218,7 @@ def _write(plan: Plan, source: Source, staging: Path, workers: Workers) -> list[
         written = workers.run(
             partial(copy, source.root, staging, clones), shares(plan.files, workers.num_procs)
         )
-        if damaged := [piece for part in written for piece in part.damaged]:
+        if damaged := [stored for part in written for stored in part.damaged]:
             raise _damaged(source, damaged, workers)
         # Through descriptors open since before the first write: a failed write-back is reported here in any case.
         for descriptor in descriptors:
@@ -218,10 +231,11 @@ def _write(plan: Plan, source: Source, staging: Path, workers: Workers) -> list[
 
 def _donor(source: Source, file: OutputFile, stack: contextlib.ExitStack) -> int | None:
     """A file that the output takes blocks from, opened to try whether it can."""
-    piece = next((piece for tensor in file.tensors for piece in tensor.stored.slices), None)
-    if piece is None:
+    slices = (each for tensor in file.tensors for each in tensor.stored.slices)
+    first = next(slices, None)
+    if first is None:
         return None
-    descriptor = open_safely(source.root, piece.file)
+    descriptor = open_safely(source.root, first.file)
     stack.callback(os.close, descriptor)
     return descriptor
 

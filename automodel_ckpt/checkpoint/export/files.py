@@ -174,15 +174,19 @@ def write_side_files(files: Mapping[str, bytes], staging: Path) -> None:
 def write_manifest(plan: Plan, source: Source, staging: Path, parts: Iterable[Digested]) -> None:
     """Write the export's manifest, its last file. *parts* are the digests of all bytes of the weights."""
     manifest = source.manifest
+    casts: dict[str, int] = {}
+    for (stored, written), count in sorted(plan.casts.items()):
+        casts[f"{stored}->{written}"] = count
     document = {
         "format": "automodel_ckpt.export",
         "format_version": 1,
-        "created": time.time(),
+        # Exports of one checkpoint are equal, so that a repeated upload finds that nothing has changed.
+        "created": manifest.created if manifest else time.time(),
         "step": manifest.step if manifest else None,
         "epoch": manifest.epoch if manifest else None,
         "checkpoint": source.root.name,
         "checked": manifest is not None,
-        "casts": {f"{a}->{b}": count for (a, b), count in sorted(plan.casts.items())},
+        "casts": casts,
         # Lists the directory: all other files must be in it by now.
         "files": _listed(plan, staging, parts),
     }
@@ -197,11 +201,10 @@ def _listed(plan: Plan, staging: Path, parts: Iterable[Digested]) -> dict[str, d
     listed: dict[str, dict[str, Any]] = {}
     for name in sorted(_regular_files(staging)):
         if name in found:
-            ends = sorted(found[name])
-            listed[name] = {
-                "size": sum(nbytes for _, nbytes, _ in ends),
-                "parts": [[n, d] for _, n, d in ends],
-            }
+            in_order = sorted(found[name])
+            digests = [[nbytes, digest] for _, nbytes, digest in in_order]
+            size = sum(nbytes for _, nbytes, _ in in_order)
+            listed[name] = {"size": size, "parts": digests}
         else:
             record = file_record(staging / name)
             listed[name] = {"size": record.size, "digest": record.digest}

@@ -34,7 +34,12 @@ def _computes_embeddings(directory: Path) -> bool:
 
 
 def hf_lines(directory: Path) -> list[str]:
-    """The commands for the Hugging Face files in *directory*: this program, vLLM, transformers."""
+    """The commands for the Hugging Face files in *directory*: this program, vLLM, transformers.
+
+    Empty if there is no config.json: then no program can load them.
+    """
+    if not (directory / "config.json").is_file():
+        return []
     if _is_classifier(directory):
         return [f"try it:       {try_command(directory)}"]
     path = shlex.quote(str(directory))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ from automodel_ckpt.durable_io import naming, write_all
 
 _READ_BYTES = 8 << 20
 _SMALL_BYTES = 64 << 10
+_UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 class DurableFile:
@@ -31,22 +33,30 @@ class DurableFile:
     first, so that a full disk is found before data is written. A file of 8 MiB or more bypasses the page cache where
     the file system supports it, which leaves host memory to others. A failed write or fsync is never retried. Raises
     :class:`OSError` naming the file.
+
+    With *start*, other processes write other byte ranges of the same file, in any order: it need not be new, and
+    :attr:`record` is that of the bytes from *start*.
     """
 
-    def __init__(self, path: Path, *, nbytes: int = 0) -> None:
+    def __init__(self, path: Path, *, nbytes: int = 0, start: int | None = None) -> None:
         self.path = path
+        self._is_shared = start is not None
         self.record: FileRecord | None = None
         self._hash = xxhash.xxh3_128()
         self._small = bytearray()
         self._written = 0
-        self._passed_on = 0
+        self._position = start or 0
         self._failure: OSError | None = None
         self._stream: DirectStream | None = None
         # O_EXCL: a leftover or a second writer is an error, and their bytes are never mixed.
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        how = os.O_NOFOLLOW if self._is_shared else os.O_EXCL
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | how, 0o666)
         try:
             with self._named():
-                preallocate(self._descriptor, nbytes)
+                if self._is_shared:
+                    reserve_range(self._descriptor, self._position, nbytes)
+                else:
+                    preallocate(self._descriptor, nbytes)
                 if nbytes >= DIRECT_FROM_BYTES:
                     self._stream = DirectStream(self._descriptor, path)
         except OSError:
@@ -78,10 +88,10 @@ class DurableFile:
                 block = view[start : start + BLOCK_BYTES]
                 self._hash.update(block)
                 if self._stream is not None:
-                    self._stream.write(block, self._passed_on)
+                    self._stream.write(block, self._position)
                 else:
-                    write_all(self._descriptor, block, self._passed_on)
-                self._passed_on += len(block)
+                    write_all(self._descriptor, block, self._position)
+                self._position += len(block)
                 METER.nbytes += len(block)
 
     def tell(self) -> int:
@@ -101,8 +111,9 @@ class DurableFile:
                 try:
                     if self._stream is not None:
                         self._stream.close(finish=True)
-                    # The reserved size can be larger than what was written.
-                    os.ftruncate(descriptor, self._written)
+                    if not self._is_shared:
+                        # The reserved size can be larger than what was written.
+                        os.ftruncate(descriptor, self._written)
                     # A failed fsync is not repeated: the kernel may have dropped the data, and a
                     # second call can succeed without it.
                     os.fsync(descriptor)
@@ -209,8 +220,28 @@ def preallocate(descriptor: int, nbytes: int) -> None:
         return
     try:
         # Where the file system lacks fallocate, the C library writes zeros instead. So this is only
-        # for files of one process; SharedFile uses the system call.
+        # for files of one process; reserve_range uses the system call.
         os.posix_fallocate(descriptor, 0, nbytes)
     except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+        if error.errno not in _UNSUPPORTED:
             raise
+
+
+def reserve_range(descriptor: int, start: int, nbytes: int) -> bool:
+    """Allocate disk space for bytes from *start* on without changing bytes that other processes may have written.
+
+    Returns False where the file system does not support that. Raises OSError if the disk is full.
+    """
+    if nbytes <= 0:
+        return True
+    # The system call: where a file system lacks it, the C library's posix_fallocate writes zeros into blocks that it
+    # finds empty, which another process may be writing.
+    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    if fallocate is None:
+        return False
+    if fallocate(descriptor, 0, ctypes.c_int64(start), ctypes.c_int64(nbytes)) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code not in _UNSUPPORTED:
+        raise OSError(code, os.strerror(code))
+    return False

@@ -34,7 +34,7 @@ def file_system_of(path: Path) -> str | None:
         before, _, after = line.partition(" - ")
         # proc(5): spaces, tabs, newlines and backslashes are written as octal numbers.
         point = _ESCAPED.sub(lambda match: chr(int(match[1], 8)), before.split()[4])
-        # Of mounts on the same path, the last one hides the others.
+        # The last mount on a path hides the others on the same path.
         if after and path.is_relative_to(point) and len(point) >= found[0]:
             found = len(point), after.split()[0]
     return found[1]

@@ -13,6 +13,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import socket
 import time
 import uuid
 from collections.abc import Iterator
@@ -37,12 +38,37 @@ def kernel_boot_id() -> str | None:
         return None
 
 
+def node_identity(directory: Path) -> str:
+    """A text that is equal for two ranks of a run only if they are on one node, and share its page cache of the files
+    in *directory*.
+
+    Containers on a node count as several nodes if they have different names or mounts, or if the launcher numbers them
+    so. The directory need not exist yet.
+    """
+    # More than the boot: virtual machines that were cloned while they ran have the same one.
+    parts = [kernel_boot_id() or "", socket.gethostname(), os.environ.get("GROUP_RANK", "")]
+    for place in (directory, *directory.parents):
+        with contextlib.suppress(OSError):
+            parts.append(str(os.stat(place).st_dev))
+            break
+    return " ".join(parts)
+
+
 def pid_namespace() -> str:
     """The kernel's name for the process numbers that this process sees; empty where there is none."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
         return ""
+
+
+def file_system_at(directory: Path) -> tuple[int, int]:
+    """The :func:`file_system_identity` of a directory. Raises OSError where there is none."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        return file_system_identity(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def file_system_identity(descriptor: int) -> tuple[int, int]:
@@ -116,19 +142,15 @@ def is_abandoned(path: Path, *, after_seconds: float = ABANDONED_SECONDS) -> boo
         if made_by[8:18] == _process_digits() and is_gone(int(made_by[18:24], 16)):
             return True
         if is_locked and made_by[:8] == _lock_digits(path.parent):
-            return _untouched_seconds(path) > UNLOCKED_SECONDS
-        return _untouched_seconds(path) > after_seconds
+            return untouched_seconds(path) > UNLOCKED_SECONDS
+        return untouched_seconds(path) > after_seconds
     finally:
         os.close(descriptor)
 
 
 def _lock_digits(directory: Path) -> str:
     """Equal for two processes only where they share the locks on what is in *directory*."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        identity = file_system_identity(descriptor)
-    finally:
-        os.close(descriptor)
+    identity = file_system_at(directory)
     # Without a boot id, a random value: then no two processes count as sharing locks.
     return _hashed(f"{kernel_boot_id() or uuid.uuid4()} {identity}")[:8]
 
@@ -143,7 +165,7 @@ def _hashed(text: str) -> str:
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
-def _untouched_seconds(path: Path) -> float:
+def untouched_seconds(path: Path) -> float:
     """How long ago something was written in a directory, or to a file, by the clock of this node."""
     newest = os.lstat(path).st_mtime
     for parent, _, names in os.walk(path):

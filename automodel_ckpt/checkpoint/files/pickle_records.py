@@ -60,8 +60,10 @@ def read_records(program: bytes, names: Names) -> Any:
 
 
 class _Reader(RestrictedUnpickler):
-    # Protocol 4, with which PyTorch DCP writes .metadata, and the creation of records.
+    # Protocol 4, with which PyTorch DCP writes .metadata, and the creation of records. With POP, our own .metadata
+    # removes from the stack what it has stored in the memo (dcp_metadata.py).
     extra_opcodes = (
+        "POP",
         "FRAME",
         "SHORT_BINUNICODE",
         "MEMOIZE",

@@ -18,7 +18,8 @@ from typing import NamedTuple, NoReturn
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import open_safely
-from automodel_ckpt.checkpoint.slices import nbytes_of, shape_fault
+from automodel_ckpt.checkpoint.slices import nbytes_of
+from automodel_ckpt.checkpoint.tiling import shape_fault
 from automodel_ckpt.errors import CheckpointUnusable
 
 # The safetensors library's own limit; a file with more would not load anywhere.

@@ -44,7 +44,7 @@ def archive_ranges(data: bytes | memoryview) -> dict[str, tuple[int, int]]:
         if stored != length or begin + length > start or total > len(data):
             raise Fault(f"the archive's record {name!r} is not in the archive")
         at += 46 + name_bytes + extra_bytes + comment_bytes
-    # Of two records with one name, readers could use different ones.
+    # If two records had one name, readers could use different ones.
     if at != start + size or len(records) != count:
         raise Fault("the archive's directory is damaged")
     return records
@@ -86,6 +86,6 @@ def _body(data: bytes | memoryview, offset: int) -> int:
     """Return where a record's bytes begin (4.3.7: 30 fixed bytes, a name and an extra field of these lengths)."""
     signature, name_bytes, extra_bytes = struct.unpack_from("<4s22xHH", data, offset)
     if signature != b"PK\x03\x04":
-        raise Fault("an archive's record does not begin where the directory says")
+        raise Fault("an archive's record does not begin where the directory states")
     # These lengths may differ from the directory's: torch pads this extra field for alignment.
     return int(offset + 30 + name_bytes + extra_bytes)

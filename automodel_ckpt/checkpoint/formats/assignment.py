@@ -12,12 +12,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.sharding import RegularSlices, Sharding, smallest_split
 from automodel_ckpt.checkpoint.slices import Slice, Tensor, nbytes_of
 from automodel_ckpt.errors import SaveFailed
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.formats.description import Described, Mesh, TreeDescription
+
+_SliceKey = tuple[str, tuple[int, ...]]
+"""A slice of an irregular tensor: the name of the tensor, and the offsets of the slice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,7 @@ class Assignment:
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     irregular: Mapping[str, Tensor] = field(default_factory=dict)
-    writers: Mapping[tuple[str, tuple[int, ...]], int] = field(default_factory=dict)
+    writers: Mapping[_SliceKey, int] = field(default_factory=dict)
     values: Mapping[str, int] = field(default_factory=dict)
     paths: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     kinds: Mapping[str, str] = field(default_factory=dict)
@@ -86,19 +90,24 @@ def assign(name: str, shares: Sequence[Share]) -> Assignment:
         for fqn in share.description.values:
             # Writing one takes microseconds: they are not distributed.
             values.setdefault(fqn, share.ranks[0])
+    for fqn in values:
+        if fqn in described or fqn in irregular_names:
+            raise _tensor_and_value(name, fqn, shares)
     first_ranks: dict[str, tuple[Sharding, int]] = {}
     for family, names in candidates.items():
         sharding, replicas = families.replicas(family)
-        for fqn, first in _balanced(names, described, sharding, replicas):
+        for fqn, first in _balanced(names, described, sharding, replicas, kinds):
             first_ranks[fqn] = sharding, first
     tensors: dict[str, Tensor] = {}
     for fqn, tensor in described.items():
         sharding, first = first_ranks[fqn]
         slices = RegularSlices(fqn, tensor.dtype, tensor.shape, sharding, first)
         tensors[fqn] = Tensor(fqn, tensor.dtype, tensor.shape, slices)
-    irregular, writers = _assign_irregular(shares)
+    irregular, writers = _assign_irregular(name, shares)
     return Assignment(tensors, irregular, writers, values, paths, kinds)
 
+
+_HINT = "state that differs between ranks needs different names"
 
 _Family = tuple[tuple[int, ...], "Mesh | None", Any]
 """Tensors with the same replicas: numbers of the shares that have them, their mesh, and how it partitions them."""
@@ -120,7 +129,8 @@ class _Families:
             if other is None:
                 continue
             if other[:2] != tensor[:2]:
-                raise self._mismatch(fqn, tensor, other, self._shares[number].ranks[0])
+                rank = self._shares[number].ranks[0]
+                raise _mismatch(f"{self._tree}: {fqn}", tensor[:2], other[:2], rank)
             # Another sharding of the same tensor is a further copy of it, which is not used.
             if other == tensor:
                 numbers.append(number)
@@ -157,13 +167,34 @@ class _Families:
             )
         return sharding, firsts
 
-    def _mismatch(self, fqn: str, one: Described, other: Described, rank: int) -> SaveFailed:
-        return SaveFailed(
-            "a tensor has another shape or dtype on another rank",
-            where=f"{self._tree}: {fqn}",
-            value=f"{one.dtype} {list(one.shape)}, on rank {rank} {other.dtype} {list(other.shape)}",
-            hint="state that differs between ranks needs different names",
-        )
+
+_DtypeAndShape = tuple[str, tuple[int, ...]]
+
+
+def _mismatch(where: str, one: _DtypeAndShape, other: _DtypeAndShape, rank: int) -> SaveFailed:
+    texts = [f"{dtype} {list(shape)}" for dtype, shape in (one, other)]
+    return SaveFailed(
+        "a tensor has another shape or dtype on another rank",
+        where=where,
+        value=f"{texts[0]}, on rank {rank} {texts[1]}",
+        hint=_HINT,
+    )
+
+
+def _tensor_and_value(tree: str, fqn: str, shares: Sequence[Share]) -> SaveFailed:
+    ranks: dict[bool, int] = {}
+    for share in shares:
+        description = share.description
+        if fqn in description.values:
+            ranks.setdefault(False, share.ranks[0])
+        elif fqn in description.tensors or fqn in description.irregular:
+            ranks.setdefault(True, share.ranks[0])
+    return SaveFailed(
+        "a name is that of a tensor on one rank, and of another value on another",
+        where=f"{tree}: {fqn}",
+        value=f"a tensor on rank {ranks[True]}, another value on rank {ranks[False]}",
+        hint=_HINT,
+    )
 
 
 def _balanced(
@@ -171,9 +202,14 @@ def _balanced(
     described: Mapping[str, Described],
     sharding: Sharding,
     replicas: Sequence[int],
+    kinds: Mapping[str, str],
 ) -> Iterable[tuple[str, int]]:
     """Yield each tensor with the first rank of the replica that writes it: the largest tensors first, each to the
-    replica with the fewest bytes."""
+    replica with the fewest bytes.
+
+    The first replica writes all buffers. Ranks may have different ones: those of batch normalization are of the rank's
+    own samples, until DDP broadcasts those of its first rank with the next forward pass.
+    """
     if len(replicas) == 1:
         yield from ((fqn, replicas[0]) for fqn in names)
         return
@@ -182,8 +218,13 @@ def _balanced(
     for fqn in names:
         tensor = described[fqn]
         nbytes[fqn] = nbytes_of(tensor.dtype, sharding.box(tensor.shape, origin).sizes)
+    # All ranks must compute the same: no order of a set may count.
+    buffers = {fqn: replicas[0] for fqn in names if kinds.get(fqn) == layout.BUFFERS}
+    yield from buffers.items()
     loads = [(0, number) for number in range(len(replicas))]
-    for fqn in sorted(names, key=lambda name: -nbytes[name]):
+    heapq.heapreplace(loads, (sum(nbytes[fqn] for fqn in buffers), 0))
+    others = [fqn for fqn in names if fqn not in buffers]
+    for fqn in sorted(others, key=lambda name: -nbytes[name]):
         load, number = loads[0]
         yield fqn, replicas[number]
         # At least one byte: many tiny tensors are distributed, too.
@@ -191,33 +232,49 @@ def _balanced(
 
 
 def _assign_irregular(
-    shares: Iterable[Share],
-) -> tuple[dict[str, Tensor], dict[tuple[str, tuple[int, ...]], int]]:
-    """The irregular tensors with the slices of all ranks, and the rank that writes each slice: of those that have it,
-    the one with the fewest bytes."""
-    holders: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-    slices: dict[str, dict[tuple[int, ...], Slice]] = {}
+    tree: str, shares: Iterable[Share]
+) -> tuple[dict[str, Tensor], dict[_SliceKey, int]]:
+    """The irregular tensors with the slices of all ranks, and the rank that writes each slice, by name and offsets.
+
+    Raises :class:`SaveFailed` where a tensor has another dtype or shape on another rank.
+    """
+    ranks_with: dict[_SliceKey, list[int]] = {}
+    slices: dict[_SliceKey, Slice] = {}
     tensors: dict[str, Tensor] = {}
     of_ranks = {rank: each for share in shares for rank, each in share.irregular.items()}
     for rank, of_rank in sorted(of_ranks.items()):
         for tensor in of_rank:
+            first = tensors.setdefault(tensor.fqn, tensor)
+            expected = (first.dtype, first.shape)
+            found = (tensor.dtype, tensor.shape)
+            if found != expected:
+                raise _mismatch(f"{tree}: {tensor.fqn}", expected, found, rank)
             (stored,) = tensor.slices
             if stored.nbytes == 0 and 0 not in tensor.shape:
                 continue
-            tensors.setdefault(tensor.fqn, tensor)
-            slices.setdefault(tensor.fqn, {}).setdefault(stored.offsets, stored)
-            holders.setdefault((tensor.fqn, stored.offsets), []).append(rank)
-    loads: Counter[int] = Counter()
-    writers: dict[tuple[str, tuple[int, ...]], int] = {}
-    for key, ranks in holders.items():
-        writer = min(ranks, key=lambda rank: loads[rank])
-        writers[key] = writer
-        fqn, offsets = key
-        loads[writer] += slices[fqn][offsets].nbytes or 1
+            key = (tensor.fqn, stored.offsets)
+            slices.setdefault(key, stored)
+            ranks_with.setdefault(key, []).append(rank)
+    by_tensor: dict[str, list[Slice]] = {}
+    for (fqn, _), stored in slices.items():
+        by_tensor.setdefault(fqn, []).append(stored)
     merged: dict[str, Tensor] = {}
-    for fqn, tensor in tensors.items():
-        merged[fqn] = replace(tensor, slices=tuple(slices[fqn].values()))
-    return merged, writers
+    for fqn, of_tensor in by_tensor.items():
+        merged[fqn] = replace(tensors[fqn], slices=tuple(of_tensor))
+    return merged, _writers(slices, ranks_with)
+
+
+def _writers(
+    slices: Mapping[_SliceKey, Slice], ranks_with: Mapping[_SliceKey, Sequence[int]]
+) -> dict[_SliceKey, int]:
+    """The rank that writes each slice: of those that have it, the one with the fewest bytes so far."""
+    num_bytes: Counter[int] = Counter()
+    writers: dict[_SliceKey, int] = {}
+    for key, ranks in ranks_with.items():
+        writer = min(ranks, key=lambda rank: num_bytes[rank])
+        writers[key] = writer
+        num_bytes[writer] += slices[key].nbytes or 1
+    return writers
 
 
 def _product(sizes: Iterable[int]) -> int:

@@ -77,7 +77,7 @@ def describe(
     paths: Mapping[str, tuple[Any, ...]],
     kinds: Mapping[str, str],
 ) -> TreeDescription:
-    """Describe a flat state dict. Tensors on a mesh without this rank are left out."""
+    """Describe a flat state dict of tensors that can be stored. Those on a mesh without this rank are left out."""
     tensors: dict[str, Described] = {}
     irregular: list[str] = []
     values: list[str] = []
@@ -94,6 +94,14 @@ def describe(
             else:
                 tensors[fqn] = described
     return TreeDescription(tensors, tuple(irregular), tuple(values), paths, kinds, meshes.origins)
+
+
+def unstorable_placement(tensor: torch.Tensor) -> str:
+    """The placement of a DTensor that is neither sharded nor replicated (partial sums); empty if there is none."""
+    for placement in tensor.placements if isinstance(tensor, DTensor) else ():
+        if not isinstance(placement, Shard | _StridedShard | Replicate):
+            return repr(placement)
+    return ""
 
 
 class _Meshes:
@@ -186,6 +194,31 @@ def _split_of(placements: Iterable[Placement]) -> Split | None:
         # It divides what the mesh dimensions after it leave: FSDP after tensor parallelism.
         split[dim].reverse()
     return tuple((dim, tuple(mesh_dims)) for dim, mesh_dims in sorted(split.items()))
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor; any other tensor itself."""
+    # Not to_local(), which makes a node for autograd: that takes longer than writing a small tensor.
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+class LocalBoxes:
+    """The boxes of tensors that this rank has (:func:`local_box`), computed once for each mesh, placements and shape.
+
+    The meshes of the tensors must live as long as this object.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], Box | None] = {}
+
+    def __call__(self, value: torch.Tensor) -> Box | None:
+        """Return the box of a tensor that this rank has; None for a DTensor on a mesh without this rank."""
+        if not isinstance(value, DTensor):
+            return local_box(value)
+        key = (id(value.device_mesh), value.placements, value.shape)
+        if key not in self._known:
+            self._known[key] = local_box(value)
+        return self._known[key]
 
 
 def local_box(value: torch.Tensor) -> Box | None:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.checkpoint.device_bytes import blocks_of, gathered
 from automodel_ckpt.checkpoint.discovery import flat_bytes, raw_bytes
@@ -26,12 +25,13 @@ from automodel_ckpt.checkpoint.formats.description import (
     TreeDescription,
     describe,
     irregular_slices,
+    local_tensor,
 )
 from automodel_ckpt.checkpoint.sharding import RegularSlices
 from automodel_ckpt.checkpoint.slices import Slice, Tensor
 from automodel_ckpt.checkpoint.writing.jobs import Blocks
 
-__all__ = ["DTYPES", "DTYPE_CODES", "Fetch", "TreePlan", "file_index", "located"]
+__all__ = ["DTYPES", "DTYPE_CODES", "Fetch", "TreePlan", "located"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +75,15 @@ class TreePlan:
     _own: list[Tensor] = dataclasses.field(default_factory=list)
     _own_values: Sequence[str] = ()
 
-    def describe(self) -> TreeDescription:
-        """Describe this rank's state. *nested* state dicts (of optimizers) are flattened into one level."""
+    def flatten(self) -> Mapping[str, Any]:
+        """Flatten *nested* state dicts (of optimizers) into one level. Returns :meth:`flat`."""
         self._flat = self.state_dict
         if self.nested:
             self._flat, self.paths = flatten_state_dict(self.state_dict)
+        return self._flat
+
+    def describe(self) -> TreeDescription:
+        """Describe this rank's state. Call :meth:`flatten` first."""
         return describe(self._flat, self.paths, self.kinds)
 
     def irregular(self, names: Sequence[str]) -> list[Tensor]:
@@ -98,13 +102,16 @@ class TreePlan:
     def take(self, rank: int) -> None:
         """Keep the share of *rank* in the assignment."""
         self._own_values = self.assignment.values_of(rank)
-        self._own = []
+        self._own = self.tensors_of(rank)
+
+    def tensors_of(self, rank: int) -> list[Tensor]:
+        """The slices that *rank* writes, as :meth:`tensors` has those of this rank."""
+        found: list[Tensor] = []
         for tensor in self.assignment.tensors.values():
-            mine = _slice_of(tensor, rank)
-            if mine is not None:
-                self._own.append(replace(tensor, slices=(mine,)))
-        for tensor in self.assignment.irregular_of(rank):
-            self._own.append(tensor)
+            stored = _slice_of(tensor, rank)
+            if stored is not None:
+                found.append(Tensor(tensor.fqn, tensor.dtype, tensor.shape, (stored,)))
+        return found + self.assignment.irregular_of(rank)
 
     def tensors(self) -> list[Tensor]:
         """The slices that this rank writes: tensors with one slice each, which has no file yet.
@@ -131,7 +138,7 @@ class TreePlan:
         """The local data of a slice of shape *sizes*, on its device, from the present state dict."""
         # Looked up at each save: a kept plan must see parameters that were replaced.
         value = self._flat[fqn]
-        local: torch.Tensor = value.to_local() if isinstance(value, DTensor) else value
+        local = local_tensor(value)
         if local.requires_grad:
             local = local.detach()
         return local if local.shape == sizes else local.reshape(sizes)
@@ -159,9 +166,4 @@ def _slice_of(tensor: Tensor, rank: int) -> Slice | None:
 def located(tensor: Tensor, file: str, start: int) -> Tensor:
     """*tensor*, which has one slice, with this slice from byte *start* of *file*."""
     (stored,) = tensor.slices
-    return replace(tensor, slices=(replace(stored, file=file, start=start),))
-
-
-def file_index(fqn: str, mapping: Mapping[str, int]) -> int:
-    """The number (from 1) of the base's file for a tensor; the last one for a tensor that the base does not have."""
-    return mapping.get(fqn, max(mapping.values(), default=1))
+    return Tensor(tensor.fqn, tensor.dtype, tensor.shape, (stored.moved(file, start),))

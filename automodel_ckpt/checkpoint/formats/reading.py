@@ -13,12 +13,17 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files import pickle_reader
 from automodel_ckpt.checkpoint.files.safe_open import open_safely, read_safely
-from automodel_ckpt.checkpoint.formats.description import DTYPE_CODES, DTYPES, local_box
+from automodel_ckpt.checkpoint.formats.description import (
+    DTYPE_CODES,
+    DTYPES,
+    LocalBoxes,
+    local_tensor,
+    unstorable_placement,
+)
 from automodel_ckpt.checkpoint.manifest import Blob, Tree
 from automodel_ckpt.checkpoint.slices import (
     Box,
@@ -111,11 +116,12 @@ def read_tree(
     file.
     """
     reads: list[_Read | _ReadValue] = []
+    boxes = LocalBoxes()
     for fqn, value in state_dict.items():
         if fqn in tree.objects:
             reads.append(_ReadValue(fqn, tree.objects[fqn]))
         elif fqn in tree.tensors:
-            reads += _reads(tree.tensors[fqn], value)
+            reads += _reads(tree.tensors[fqn], value, boxes(value))
     # In the order of the disk.
     reads.sort(key=lambda read: read.position)
     if remote is not None:
@@ -129,21 +135,24 @@ def read_tree(
                 state_dict[read.fqn] = pickle_reader.load(data, read.fqn)
 
 
-def _reads(tensor: Tensor, value: torch.Tensor) -> Iterator[_Read]:
-    """What to read of a stored tensor into the part of it that this rank has in *value*."""
-    box = local_box(value)
+def _reads(tensor: Tensor, value: torch.Tensor, box: Box | None) -> Iterator[_Read]:
+    """What to read of a stored tensor into *value*, of which this rank has *box*."""
     if box is None:
         return
     if tuple(value.shape) != tensor.shape:
         raise ValueError(
             f"{tensor.fqn} has the shape {list(tensor.shape)}, not {list(value.shape)}"
         )
-    local = value.to_local() if isinstance(value, DTensor) else value
+    local = local_tensor(value).detach()
+    zeros = (0,) * len(box.sizes)
     for stored in tensor.overlapping(box):
+        if stored.sizes == box.sizes and stored.offsets == box.offsets:
+            yield _Read(stored, Box(zeros, box.sizes), local)
+            continue
         common = intersection(stored.box, box)
         assert common is not None
         offsets = tuple(a - b for a, b in zip(common.offsets, stored.offsets, strict=True))
-        yield _Read(stored, Box(offsets, common.sizes), local.detach()[common.within(box)])
+        yield _Read(stored, Box(offsets, common.sizes), local[common.within(box)])
 
 
 class _Files:
@@ -193,8 +202,9 @@ class _Files:
         dtype = storage_dtype(stored.dtype, DTYPE_BITS[stored.dtype])
         with os.fdopen(os.dup(self._descriptor(stored.file)), "rb") as file:
             values = map_slice(file, stored, dtype)
-        index = wanted.within(Box((0,) * len(stored.sizes), stored.sizes))
-        np.frombuffer(memory, dtype).reshape(wanted.sizes)[...] = values[index]
+        whole = Box((0,) * len(stored.sizes), stored.sizes)
+        target = np.frombuffer(memory, dtype).reshape(wanted.sizes)
+        target[...] = values[wanted.within(whole)]
 
     def _read(self, file: str, memory: memoryview, start: int) -> None:
         if self._remote is not None:
@@ -204,7 +214,7 @@ class _Files:
             count = os.preadv(self._descriptor(file), [memory], start)
             if count == 0:
                 raise CheckpointUnusable(
-                    "a file is shorter than the manifest says",
+                    "a file is shorter than the manifest states",
                     where=str(self._checkpoint / file),
                     value=start,
                     hint=_HINT,
@@ -241,5 +251,8 @@ def differences(tree: Tree, state_dict: Mapping[str, Any]) -> list[str]:
 
 def _describe(value: object) -> str:
     if isinstance(value, torch.Tensor):
-        return f"{DTYPE_CODES.get(value.dtype, str(value.dtype))} {list(value.shape)}"
+        text = f"{DTYPE_CODES.get(value.dtype, str(value.dtype))} {list(value.shape)}"
+        # Each rank would get the whole value as its summand.
+        placement = unstorable_placement(value)
+        return f"{text} with the placement {placement}" if placement else text
     return f"a value of type {type(value).__name__}"

@@ -8,43 +8,86 @@ PyTorch's ``HuggingFaceStorageReader`` and NeMo AutoModel's offline tool read th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
-from automodel_ckpt.checkpoint.formats.planning import TreePlan, file_index, located
+from automodel_ckpt.checkpoint.formats.joined import joined_files
+from automodel_ckpt.checkpoint.formats.planning import TreePlan, located
 from automodel_ckpt.checkpoint.formats.tree_layout import TreeLayout, ordered
 from automodel_ckpt.checkpoint.manifest import Blob
+from automodel_ckpt.checkpoint.sharding import RegularSlices, Sharding
 from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.sources.shard_header import Entry, shard_header
-from automodel_ckpt.checkpoint.writing.jobs import Chunk, FileJob
+from automodel_ckpt.checkpoint.writing.file_groups import FileGroups
+from automodel_ckpt.checkpoint.writing.jobs import Chunk, FileJob, Job, SharedFileJob
 
 NAME = "safetensors"
 _TRAINED = "model"
+# Tensors in a file of one rank, where several ranks write those of the others.
+_APART = "apart"
 
 
 _FileKey = tuple[int, str]
 """The number (from 1) of the base's file, and the kind of the tensors."""
 
 
-def lay_out(
-    plan: TreePlan,
-    file_mapping: Mapping[str, int] | None = None,
-    untrained: Mapping[str, str] | None = None,
-) -> TreeLayout:
-    """The order of an assigned plan's tensors in the files of each rank. The arguments are those of
-    :func:`plan_jobs`."""
-    key_of = partial(_file_key, file_mapping or {}, untrained or {})
+@dataclass(frozen=True)
+class ShardFiles:
+    """How a tree is divided into files; the same on all ranks.
+
+    *file_mapping* has the number (from 1) of the base model's file for each tensor; a rank's tensors are split into the
+    same number of files. *untrained* has the kind of each tensor that does not train; those of each kind are stored in
+    separate files, which can be reused. With *groups*, the ranks of a group write into common files
+    (:mod:`~automodel_ckpt.checkpoint.formats.joined`), and the other two are empty: they would multiply the files.
+    """
+
+    file_mapping: Mapping[str, int] = field(default_factory=dict)
+    untrained: Mapping[str, str] = field(default_factory=dict)
+    groups: FileGroups | None = None
+
+    @cached_property
+    def num_files(self) -> int:
+        """The number of the base's files."""
+        return max(self.file_mapping.values(), default=1)
+
+    def key(self, fqn: str) -> _FileKey:
+        """The file of a tensor; the last one for a tensor that the base does not have."""
+        index = self.file_mapping.get(fqn, self.num_files)
+        return index, self.untrained.get(fqn, _TRAINED)
+
+    def name(self, directory: str, rank: int, key: _FileKey) -> str:
+        """The file of *rank* with the tensors of *key*."""
+        index, kind = key
+        # The base's number, also where this rank has slices of some of its files only.
+        return layout.shard_file(directory, rank, index, self.num_files, kind=kind)
+
+
+def lay_out(plan: TreePlan, files: ShardFiles) -> TreeLayout:
+    """The order of an assigned plan's tensors in the files of each rank."""
     tensors = plan.assignment.tensors
-    keys = sorted({key_of(fqn) for fqn in tensors})
-    parts = {fqn: keys.index(key_of(fqn)) for fqn in tensors}
+    if files.groups is None:
+        keys = {fqn: files.key(fqn) for fqn in tensors}
+        numbers = {key: number for number, key in enumerate(sorted(set(keys.values())))}
+        parts = {fqn: numbers[key] for fqn, key in keys.items()}
+    else:
+        parts = _parts_of_groups(tensors)
     by_width = sorted(tensors.values(), key=_width)
     return ordered(sorted(by_width, key=lambda tensor: parts[tensor.fqn]), parts.__getitem__)
 
 
-def _file_key(file_mapping: Mapping[str, int], kinds: Mapping[str, str], fqn: str) -> _FileKey:
-    return file_index(fqn, file_mapping), kinds.get(fqn, _TRAINED)
+def _parts_of_groups(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """The parts of the files of groups, in their order: a rank has the slices of tensors with the same sharding in the
+    same file, and those of a part one after the other."""
+    shardings: dict[Sharding, int] = {}
+    keys: dict[str, tuple[int, int]] = {}
+    for fqn, tensor in tensors.items():
+        assert isinstance(tensor.slices, RegularSlices)
+        number = shardings.setdefault(tensor.slices.sharding, len(shardings))
+        keys[fqn] = _width(tensor), number
+    numbers = {key: number for number, key in enumerate(sorted(set(keys.values())))}
+    return {fqn: numbers[key] for fqn, key in keys.items()}
 
 
 def _width(tensor: Tensor) -> int:
@@ -52,29 +95,49 @@ def _width(tensor: Tensor) -> int:
     return -DTYPE_BITS[tensor.dtype]
 
 
-def plan_jobs(
-    plan: TreePlan,
-    rank: int,
-    file_mapping: Mapping[str, int] | None = None,
-    untrained: Mapping[str, str] | None = None,
-) -> Iterator[FileJob]:
-    """The jobs of *rank* for a tree.
-
-    *file_mapping* has the number (from 1) of the base model's file for each tensor; this rank's tensors are then split
-    into the same number of files. *untrained* has the kind of each tensor that does not train; those of each kind are
-    stored in separate files, which can be reused.
-    """
-    # The base's number, also where this rank has slices of some of its files only.
-    num_files = max((file_mapping or {}).values(), default=1)
-    by_file: dict[_FileKey, list[Tensor]] = {}
-    for tensor in plan.tensors():
-        key = _file_key(file_mapping or {}, untrained or {}, tensor.fqn)
-        by_file.setdefault(key, []).append(tensor)
-    for index, kind in sorted(by_file):
-        file = layout.shard_file(plan.directory, rank, index, num_files, kind=kind)
-        job = _shard_job(plan, by_file[index, kind], file)
-        yield replace(job, reusable=kind != _TRAINED)
+def plan_jobs(plan: TreePlan, rank: int, files: ShardFiles) -> Iterator[Job]:
+    """The jobs of *rank* for a tree."""
+    group = (rank,) if files.groups is None else files.groups.of(rank)
+    own = plan.tensors()
+    if files.groups is not None:
+        parts = _parts_of_groups(plan.assignment.tensors)
+        own = sorted(own, key=lambda tensor: parts.get(tensor.fqn, len(parts)))
+    if len(group) > 1:
+        yield from _joined_jobs(plan, rank, group, files)
+        # If a sharding is no formula, the slices in a file of another rank are unknown.
+        own = [tensor for tensor in own if tensor.fqn in plan.assignment.irregular]
+        if own:
+            file = files.name(plan.directory, rank, (1, _APART))
+            yield _shard_job(plan, own, file)
+    else:
+        by_file: dict[_FileKey, list[Tensor]] = {}
+        for tensor in own:
+            by_file.setdefault(files.key(tensor.fqn), []).append(tensor)
+        for key in sorted(by_file):
+            job = _shard_job(plan, by_file[key], files.name(plan.directory, rank, key))
+            yield replace(job, reusable=key[1] != _TRAINED)
     yield from values_job(plan, layout.objects_file(plan.directory, rank))
+
+
+def _joined_jobs(
+    plan: TreePlan, rank: int, group: Sequence[int], files: ShardFiles
+) -> Iterator[SharedFileJob]:
+    """The jobs of *rank* for the files that its *group* writes."""
+    tensors = plan.assignment.tensors
+    parts = _parts_of_groups(tensors)
+    in_order = sorted(tensors.values(), key=lambda tensor: parts[tensor.fqn])
+    own = {tensor.fqn: tensor for tensor in plan.tensors()}
+    for number, joined in enumerate(joined_files(in_order, group)):
+        file = files.name(plan.directory, group[number], (1, _TRAINED))
+        chunks: list[Chunk] = []
+        for fqn in joined.slices:
+            start = joined.start_of(own[fqn], rank) if fqn in own else None
+            if start is not None:
+                entry = located(own[fqn], file, start)
+                chunks.append(Chunk(start, plan.fetch(own[fqn]), entry, dtype=own[fqn].dtype))
+        header = joined.header if rank == group[number] else None
+        if chunks or header is not None:
+            yield SharedFileJob(file, joined.nbytes, chunks, plan.name, header, reusable=False)
 
 
 def _shard_job(plan: TreePlan, tensors: Sequence[Tensor], file: str) -> FileJob:

@@ -9,31 +9,30 @@ nor the pickle in ``.metadata``.
 from __future__ import annotations
 
 import os
-import pickle
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
-import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    STORAGE_TYPES,
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+import numpy as np
 
 from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.files.dcp_metadata import (
+    DcpChunk,
+    DcpLocation,
+    DcpMetadata,
+    Extents,
+    Items,
+)
+from automodel_ckpt.checkpoint.files.direct import SECTOR_BYTES
 from automodel_ckpt.checkpoint.files.torch_archive import tensor_archive
 from automodel_ckpt.checkpoint.formats.planning import DTYPES, TreePlan, located
 from automodel_ckpt.checkpoint.formats.tree_layout import TreeLayout, ordered
 from automodel_ckpt.checkpoint.manifest import Blob, Tree
-from automodel_ckpt.checkpoint.slices import Tensor
+from automodel_ckpt.checkpoint.sharding import RegularSlices
+from automodel_ckpt.checkpoint.slice_columns import BoxesOf, columns_of
+from automodel_ckpt.checkpoint.slices import Slice, Tensor, nbytes_of
 from automodel_ckpt.checkpoint.writing.jobs import Chunk, FileJob
 
 NAME = "torch_save"
-_VERSION = "1.0.0"
 
 
 def lay_out(plan: TreePlan) -> TreeLayout:
@@ -41,67 +40,144 @@ def lay_out(plan: TreePlan) -> TreeLayout:
     return ordered(plan.assignment.tensors.values())
 
 
-def plan_jobs(plan: TreePlan, rank: int) -> FileJob:
-    """The job of *rank* for a tree."""
+def plan_jobs(plan: TreePlan, rank: int, group: Sequence[int] = ()) -> Iterator[FileJob]:
+    """The jobs of *rank* for a tree.
+
+    The ranks of a *group* write their tensors into one file, each a range of bytes; a rank without others has a file of
+    its own. Their values have sizes that the others do not know: they are in a file of the rank that has them.
+    """
     file = layout.distcp_file(plan.directory, rank)
-    chunks: list[Chunk] = []
+    if len(group) <= 1:
+        chunks = [*_value_chunks(plan, file)]
+        end = _end_of(chunks)
+        tensor_chunks, end = _tensor_chunks(plan, file, end)
+        yield FileJob(file, [*chunks, *tensor_chunks], plan.name, end)
+        return
+    if values := [*_value_chunks(plan, layout.distcp_file(plan.directory, rank, 1))]:
+        yield FileJob(layout.distcp_file(plan.directory, rank, 1), values, plan.name)
+    # After the ranges of the ranks before this one: all ranks compute the same sizes.
+    start = sum(_range_bytes(plan.tensors_of(each)) for each in group if each < rank)
+    shared = layout.distcp_file(plan.directory, group[0])
+    tensor_chunks, end = _tensor_chunks(plan, shared, start)
+    if tensor_chunks:
+        # The range ends at a sector, so that no two ranks write into one.
+        padding = -end % SECTOR_BYTES
+        tensor_chunks.append(Chunk(end, bytes(padding)))
+        yield FileJob(shared, tensor_chunks, plan.name, end + padding - start, start=start)
+
+
+def _value_chunks(plan: TreePlan, file: str) -> Iterator[Chunk]:
     end = 0
     for fqn, data in plan.values():
-        chunks.append(Chunk(end, data, Blob(fqn, file, end, len(data), "")))
+        yield Chunk(end, data, Blob(fqn, file, end, len(data), ""))
         end += len(data)
+
+
+def _end_of(chunks: Sequence[Chunk]) -> int:
+    blob = chunks[-1].entry if chunks else None
+    return blob.start + blob.nbytes if isinstance(blob, Blob) else 0
+
+
+def _tensor_chunks(plan: TreePlan, file: str, start: int) -> tuple[list[Chunk], int]:
+    """The chunks of this rank's tensors from byte *start* of *file* on, and the byte after the last one."""
+    chunks: list[Chunk] = []
+    end = start
     for tensor in plan.tensors():
         (stored,) = tensor.slices
         archive = tensor_archive(DTYPES[tensor.dtype], stored.sizes, stored.nbytes)
         # Head, data, tail: an archive of torch.save around the tensor's raw bytes. The tail contains their checksum,
         # which is known only when they are written.
-        start = end
-        data_start = start + len(archive.head)
+        data_start = end + len(archive.head)
         tail_start = data_start + stored.nbytes
-        end = tail_start + len(archive.tail)
         entry = located(tensor, file, data_start)
-        chunks.append(Chunk(start, archive.head))
+        chunks.append(Chunk(end, archive.head))
         chunks.append(Chunk(data_start, plan.fetch(tensor), entry))
         chunks.append(Chunk(tail_start, archive.tail, crc_at=archive.crc_at))
-    return FileJob(file, chunks, plan.name, end)
+        end = tail_start + len(archive.tail)
+    return chunks, end
+
+
+def _range_bytes(tensors: Iterable[Tensor]) -> int:
+    """The bytes of a rank's range of a common file, with its padding."""
+    nbytes = sum(_archive_bytes(tensor.dtype, tensor.slices[0]) for tensor in tensors)
+    return nbytes + -nbytes % SECTOR_BYTES
+
+
+def _archive_bytes(dtype: str, stored: Slice) -> int:
+    archive = tensor_archive(DTYPES[dtype], stored.sizes, stored.nbytes)
+    return len(archive.head) + stored.nbytes + len(archive.tail)
 
 
 def metadata_of(plan: TreePlan, tree: Tree) -> bytes:
     """A tree's ``.metadata`` for torch's reader; unchanged while the plan is reused."""
-    storage: dict[MetadataIndex, _StorageInfo] = {}
-    described: dict[str, STORAGE_TYPES] = {}
+    metadata = DcpMetadata(has_paths=plan.nested)
+    columns = _Columns(tree, metadata)
     for fqn, tensor in tree.tensors.items():
-        described[fqn] = _add_tensor(tensor, storage)
+        path = plan.paths[fqn] if plan.nested else (fqn,)
+        if isinstance(tensor.slices, RegularSlices):
+            extents, items = columns.of(tensor.slices)
+            metadata.add_chunks(path, tensor.dtype, tensor.shape, extents, items)
+        else:
+            metadata.add_tensor(path, tensor.dtype, tensor.shape, _chunks(tensor))
     for fqn, blob in tree.objects.items():
-        described[fqn] = BytesStorageMetadata()
-        storage[MetadataIndex(fqn)] = _StorageInfo(
-            os.path.basename(blob.file), blob.start, blob.nbytes
-        )
-    metadata = Metadata(
-        described,
-        planner_data=dict(plan.paths) if plan.nested else None,
-        storage_data=storage,
-        # Empty: torch's own writer stores the path of the directory, here that of the staging
-        # directory.
-        storage_meta=StorageMeta(),
-        version=_VERSION,
-    )
-    return pickle.dumps(metadata)
+        path = plan.paths[fqn] if plan.nested else (fqn,)
+        metadata.add_value(path, DcpLocation(_file_name(blob.file), blob.start, blob.nbytes))
+    return metadata.to_bytes()
 
 
-def _add_tensor(
-    tensor: Tensor, storage: dict[MetadataIndex, _StorageInfo]
-) -> TensorStorageMetadata:
-    """Describe a tensor, and add where its slices are to *storage*."""
-    chunks: list[ChunkStorageMetadata] = []
-    dtype = DTYPES[tensor.dtype]
+def _file_name(file: str) -> str:
+    # torch's reader looks for the file beside .metadata.
+    return os.path.basename(file)
+
+
+def _chunks(tensor: Tensor) -> list[DcpChunk]:
+    """The chunks of a tensor whose slices are listed."""
+    chunks: list[DcpChunk] = []
     for stored in tensor.slices:
-        offsets = torch.Size(stored.offsets)
-        chunks.append(ChunkStorageMetadata(offsets, torch.Size(stored.sizes)))
         # torch's reader gets the whole archive, the manifest's entry has only the raw bytes in it.
-        archive = tensor_archive(dtype, stored.sizes, stored.nbytes)
-        length = len(archive.head) + stored.nbytes + len(archive.tail)
-        # Only the name: torch's reader looks for the file beside .metadata.
-        name = os.path.basename(stored.file)
-        info = _StorageInfo(name, stored.start - len(archive.head), length)
-        storage[MetadataIndex(tensor.fqn, offsets)] = info
-    return TensorStorageMetadata(TensorProperties(dtype), torch.Size(tensor.shape), chunks)
+        archive = tensor_archive(DTYPES[tensor.dtype], stored.sizes, stored.nbytes)
+        length = _archive_bytes(tensor.dtype, stored)
+        start = stored.start - len(archive.head)
+        location = DcpLocation(_file_name(stored.file), start, length)
+        chunks.append(DcpChunk(stored.offsets, stored.sizes, location))
+    return chunks
+
+
+class _Columns:
+    """The chunks of the regular tensors of a *tree*, whose slices are read from its table as arrays."""
+
+    def __init__(self, tree: Tree, metadata: DcpMetadata) -> None:
+        self._boxes = BoxesOf()
+        self._extents: dict[int, Extents] = {}
+        self._archives: dict[tuple[int, str], Any] = {}
+        if tree.table is not None:
+            self._columns = columns_of(tree.table, self._boxes)
+            numbers = [metadata.file_number(_file_name(file)) for file in tree.table.files]
+            self._files = np.array(numbers, np.int64)[self._columns.files]
+
+    def of(self, slices: RegularSlices) -> tuple[Extents, Items]:
+        """The extents and items of a tensor's chunks."""
+        boxes = self._boxes(slices.sharding, slices.shape)
+        # The boxes are the same object for all tensors of this shape and sharding.
+        key = id(boxes)
+        if key not in self._extents:
+            self._extents[key] = Extents(boxes.offsets(), boxes.sizes())
+        extents = self._extents[key]
+        if (key, slices.dtype) not in self._archives:
+            self._archives[key, slices.dtype] = _added_bytes(slices.dtype, extents.sizes)
+        head_bytes, other_bytes = self._archives[key, slices.dtype]
+        bounds, _, starts, nbytes = self._columns
+        here = slice(bounds[slices.number], bounds[slices.number + 1])
+        items = Items(self._files[here], starts[here] - head_bytes, nbytes[here] + other_bytes)
+        return extents, items
+
+
+def _added_bytes(dtype: str, sizes: Any) -> tuple[Any, Any]:
+    """The bytes before the data in the archives of tensors of these *sizes*, and all but the data: two arrays."""
+    heads: list[int] = []
+    others: list[int] = []
+    for row in map(tuple, sizes.tolist()):
+        archive = tensor_archive(DTYPES[dtype], row, nbytes_of(dtype, row))
+        heads.append(len(archive.head))
+        others.append(len(archive.head) + len(archive.tail))
+    return np.array(heads, np.int64), np.array(others, np.int64)

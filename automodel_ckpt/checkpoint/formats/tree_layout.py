@@ -33,7 +33,10 @@ def ordered(tensors: Iterable[Tensor], part_of: Callable[[str], int] = lambda fq
     found: dict[str, Tensor] = {}
     for tensor in tensors:
         assert isinstance(tensor.slices, RegularSlices)
-        found[tensor.fqn] = replace(tensor, slices=replace(tensor.slices, part=part_of(tensor.fqn)))
+        part = part_of(tensor.fqn)
+        if part != tensor.slices.part:
+            tensor = replace(tensor, slices=replace(tensor.slices, part=part))
+        found[tensor.fqn] = tensor
     return TreeLayout(found)
 
 

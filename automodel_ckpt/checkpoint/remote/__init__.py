@@ -1,4 +1,4 @@
-"""Checkpoints in object stores: ``s3://``, ``gs://``, ``az://``, ``hf://`` and other URLs of fsspec. Imports no torch.
+"""Checkpoints in object stores: ``s3://``, ``gs://``, ``az://`` and other URLs of fsspec. Imports no torch.
 
 ``url`` checks URLs, ``store`` reads and writes objects, ``conditional`` has its writes that depend on the version of an
 object, ``multipart`` uploads files to S3, ``run`` has the names of a run's objects and the protocol that makes a remote

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -10,7 +13,14 @@ from automodel_ckpt.checkpoint import commit, layout, policy
 from automodel_ckpt.checkpoint.export_manifest import exports_in
 from automodel_ckpt.checkpoint.options import RemoteOptions
 from automodel_ckpt.checkpoint.remote import gone_back
-from automodel_ckpt.checkpoint.remote.child_process import Child, Status
+from automodel_ckpt.checkpoint.remote.child_process import (
+    NUM_END_ATTEMPTS,
+    Child,
+    Status,
+    restart_pause_seconds,
+)
+from automodel_ckpt.checkpoint.remote.part_uploader import STATUS as PART_STATUS
+from automodel_ckpt.checkpoint.remote.part_uploader import PartJob
 from automodel_ckpt.checkpoint.remote.pending import link, pending, step_of, unlink
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.remote.store import Store
@@ -22,6 +32,7 @@ log = logging.getLogger("automodel_ckpt")
 
 _KEY = "checkpoint.remote"
 _MODULE = "automodel_ckpt.checkpoint.remote.uploader"
+_PART_MODULE = "automodel_ckpt.checkpoint.remote.part_uploader"
 
 
 def check_remote(settings: RemoteOptions) -> None:
@@ -43,7 +54,6 @@ class Uploads:
         self.root = root
         self._settings = settings
         self._run = RemoteRun(Store(settings.url, settings.options, where=_KEY))
-        rate = settings.max_mb_per_second
         self.job = Job(
             url=settings.url,
             options=dict(settings.options),
@@ -54,11 +64,15 @@ class Uploads:
             keep_best=settings.keep_best,
             keep_every_steps=settings.keep_every_steps,
             keep_steps=list(settings.keep_steps),
-            bytes_per_second=None if rate is None else 1e6 * rate,
+            bytes_per_second=_bytes_per_second(settings),
             num_threads=settings.num_threads,
         )
         self._process: Child | None = None
         self._newest: str | None = None
+        self._went_back_to = 0
+        self._num_kills = 0
+        # The thread that publishes and the one that watches the process can both start it again.
+        self._lock = threading.Lock()
 
     # ---------------------------------------------------------------- the start
 
@@ -88,23 +102,72 @@ class Uploads:
 
     def _launch(self, went_back_to: int) -> None:
         # The process writes the owner's object: here, a slow store would delay training.
+        self._went_back_to = went_back_to
         job = replace(self.job, went_back_to=went_back_to)
         self._process = Child(_MODULE, self.root, LOCK, asdict(job))
+        self._process.watch(self._start_again_soon)
+
+    def _launch_again(self, step: int) -> None:
+        """Start another process after one that ended. This start has published checkpoints up to *step*, or none."""
+        record = gone_back.GoneBack.read(self.root)
+        # While there is a record, the process has not marked the abandoned checkpoints of earlier starts, and has
+        # uploaded nothing of this one.
+        self._launch(step if record is None else record.step)
+
+    def _start_again_soon(self, killed: Child) -> None:
+        """Start the process again after a pause, unless another thread has done so. Called by a thread."""
+        time.sleep(restart_pause_seconds(self._num_kills))
+        self._num_kills += 1
+        self._replace(killed)
+
+    def _replace(self, killed: Child) -> None:
+        """Start another process in place of *killed*, unless that was replaced or closed. A failure is logged."""
+        with self._lock:
+            if self._process is not killed or self._status().is_over:
+                return
+            log.warning("the uploading process ended unexpectedly; it is started again")
+            killed.close()
+            # Later checkpoints than the newest one of this start are abandoned, and not those that it has uploaded.
+            step = self._went_back_to if self._newest is None else step_of(self._newest)
+            try:
+                self._launch_again(step)
+            except OSError as error:
+                log.warning("it could not be started: %s", error)
+
+    def _finish_process(self, *, waits: bool, must_end: Callable[[], bool]) -> None:
+        """Wait for the process, and for the one that replaces it if it is killed meanwhile."""
+        for _ in range(NUM_END_ATTEMPTS):
+            process = self._process
+            if process is None:
+                return
+            process.finish(self._status, waits=waits, must_end=must_end)
+            if not process.was_killed or must_end():
+                return
+            self._replace(process)
 
     def note_published(self, name: str) -> None:
         """Have a published checkpoint uploaded. Until it is, it is not removed from the local disk."""
         self._newest = name
-        process = self._process
-        has_ended = process is None or process.has_ended
-        if has_ended and self._status().is_over:
-            # Another run took over the URL: a link would keep the checkpoint on the local disk forever.
-            log.warning("%s is not uploaded: %s", name, self._status().error)
-            return
-        link(self.root, LINK, name)
-        if has_ended:
-            if process is not None:
-                log.warning("the uploading process ended unexpectedly; it is started again")
-            self._launch(step_of(name))
+        self._request(name)
+
+    def note_exported(self, name: str) -> None:
+        """Have an export of a checkpoint uploaded. The checkpoint may be in the store already."""
+        self._request(name)
+
+    def _request(self, name: str) -> None:
+        with self._lock:
+            process = self._process
+            has_ended = process is None or process.has_ended
+            if has_ended and self._status().is_over:
+                # Another run took over the URL: a link would keep the checkpoint on the local disk forever.
+                log.warning("%s is not uploaded: %s", name, self._status().error)
+                return
+            link(self.root, LINK, name)
+            if has_ended:
+                if process is not None:
+                    log.warning("the uploading process ended unexpectedly; it is started again")
+                    process.close()
+                self._launch_again(step_of(name))
 
     def _status(self) -> Status:
         return Status.read(self.root, STATUS)
@@ -112,27 +175,56 @@ class Uploads:
     # ---------------------------------------------------------------- the end
 
     def finish(self) -> None:
-        """Have the exports of the newest and the best checkpoint uploaded, and wait for all uploads of a run that ends.
+        """Have the exports of the newest and the best checkpoint uploaded, and wait for all uploads as a run ends.
 
         Without ``required``, only as long as they make progress. Raises :class:`SaveFailed` if the newest checkpoint
         is not in the store then.
         """
-        process = self._process
-        if process is None:
+        if self._process is None:
             return
         for pointer in layout.POINTERS:
             name = commit.pointed(self.root, pointer)
             if name is not None and (self.root / name).is_dir() and exports_in(self.root / name):
-                # It was made after the checkpoint was uploaded. The rules of the store never remove these two.
+                # An earlier start or `ckpt` may have made it. The rules of the store never remove these two.
                 link(self.root, LINK, name)
-        process.finish(self._status, waits=self._settings.required)
+        self._finish_process(waits=self._settings.required, must_end=lambda: False)
         missing = pending(self.root, LINK)
         if missing or not self._newest_is_stored():
+            place, hint = (
+                "the local disk",
+                f"upload it with `ckpt push {self.root} {self._run.store}`",
+            )
+            if self.job.num_nodes > 1:
+                place, hint = "the disks of the nodes", "run the same command on the same nodes"
             raise SaveFailed(
-                "the newest checkpoint is not in the store; it is complete on the local disk",
+                f"the newest checkpoint is not in the store; it is complete on {place}",
                 where=str(self._run.store),
                 value=self._status().error or ", ".join(missing) or str(self._newest),
-                hint=f"upload it with `ckpt push {self.root} {self._run.store}`",
+                hint=hint,
+            )
+
+    def finish_before_stop(self, seconds: float, must_end: Callable[[], bool]) -> None:
+        """Wait up to *seconds* for the pending uploads, after a signal. Raises nothing.
+
+        The wait ends when *must_end* returns true. It is logged if a checkpoint is not in the store then.
+        """
+        missing = pending(self.root, LINK)
+        if self._process is None or not missing:
+            return
+        if seconds > 0:
+            message = "waiting up to %.0f s for the upload of %s; another signal ends the wait"
+            log.info(message, seconds, ", ".join(missing))
+            end = time.monotonic() + seconds
+            self._finish_process(
+                waits=True,
+                must_end=lambda: must_end() or time.monotonic() > end,
+            )
+        missing = pending(self.root, LINK)
+        if missing:
+            log.warning(
+                "not in the store yet: %s; the upload continues for up to a minute while this machine runs, and "
+                "otherwise when the run is started again with this disk",
+                ", ".join(missing),
             )
 
     def _newest_is_stored(self) -> bool:
@@ -145,6 +237,65 @@ class Uploads:
 
     def close(self) -> None:
         """Let the process finish what is pending, without waiting for it."""
-        if self._process is not None:
+        with self._lock:
+            if self._process is not None:
+                self._process.leave()
+                self._process = None
+
+
+class PartUploads:
+    """Uploads the files of a node other than rank 0's, if the nodes of a run have separate directories.
+
+    The first rank of the node *node* uses it. *token* is that of rank 0's uploads. Nothing waits for the network.
+    """
+
+    def __init__(self, root: Path, settings: RemoteOptions, token: str, node: int) -> None:
+        """Start the uploading process."""
+        self._root = root
+        self._job = PartJob(
+            url=settings.url,
+            options=dict(settings.options),
+            token=token,
+            node=node,
+            bytes_per_second=_bytes_per_second(settings),
+            num_threads=settings.num_threads,
+        )
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._num_kills = 0
+        self._process = self._launch()
+
+    def _launch(self) -> Child:
+        process = Child(_PART_MODULE, self._root, LOCK, asdict(self._job))
+        process.watch(self._start_again_soon)
+        return process
+
+    def _start_again_soon(self, killed: Child) -> None:
+        time.sleep(restart_pause_seconds(self._num_kills))
+        self._num_kills += 1
+        self.restart_if_ended()
+
+    def restart_if_ended(self) -> None:
+        """Start the process again if it has ended unexpectedly. A failure is logged. Called by several threads."""
+        with self._lock:
+            is_needed = self._process.has_ended and not self._is_closed
+            if not is_needed or Status.read(self._root, PART_STATUS).is_over:
+                return
+            message = "the uploading process of this node ended unexpectedly; it is started again"
+            log.warning(message)
+            self._process.close()
+            try:
+                self._process = self._launch()
+            except OSError as error:
+                log.warning("it could not be started: %s", error)
+
+    def close(self) -> None:
+        """Let the process finish what is pending, without waiting for it."""
+        with self._lock:
+            self._is_closed = True
             self._process.leave()
-            self._process = None
+
+
+def _bytes_per_second(settings: RemoteOptions) -> float | None:
+    rate = settings.max_mb_per_second
+    return None if rate is None else 1e6 * rate

@@ -39,6 +39,9 @@ _NOTE_SECONDS = 5.0
 """How often the status shows the bytes that were sent of a file."""
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 60.0
 _END_POLL_SECONDS = 0.2
+_RESTART_SECONDS, _LONGEST_RESTART_SECONDS = 5.0, 300.0
+NUM_END_ATTEMPTS = 3
+"""How often the end of a run starts a process that is killed while it finishes."""
 _STATUS_BYTES = 1 << 20
 _TOKEN_BYTES = 64
 _NICENESS = 19
@@ -90,6 +93,11 @@ class UploadLoop:
         """The bytes that were sent."""
         return 0
 
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is pending."""
+        return not pending(self.root, self._prefix)
+
     def catch_up(self) -> None:
         """Upload all pending checkpoints. Raises what an upload raises; then it is called again."""
         raise NotImplementedError
@@ -114,9 +122,11 @@ class UploadLoop:
             try:
                 self.catch_up()
                 pause = _FIRST_PAUSE_SECONDS
-                if self.finishing.is_set() and not pending(self.root, self._prefix):
+                if self.finishing.is_set() and self.is_done:
                     return
-                self.finishing.wait(POLL_SECONDS)
+                # An event that is set does not wait.
+                event = self.stopping if self.finishing.is_set() else self.finishing
+                event.wait(POLL_SECONDS)
             except LeaseLost as error:
                 self.note(error=str(error), is_over=True)
                 print_line(f"error: {error}")
@@ -183,7 +193,16 @@ def _open_lock(root: Path, lock_file: str) -> Iterator[int]:
 
 def lower_priority(niceness: int) -> None:
     """Leave the processors to training, and the disk: the priority of its reads follows from *niceness*."""
-    os.nice(niceness)
+    value = min(os.getpriority(os.PRIO_PROCESS, 0) + niceness, 19)
+    # On Linux, each thread has its own, which threads that it starts inherit. The library of a store has a thread
+    # already, which does most of the work.
+    threads = [0]
+    with contextlib.suppress(OSError):
+        threads = [int(name) for name in os.listdir("/proc/self/task")]
+    for thread in threads:
+        # It may have ended.
+        with contextlib.suppress(ProcessLookupError):
+            os.setpriority(os.PRIO_PROCESS, thread, value)
     # A session is a group of the scheduler on some systems, which compares niceness only within groups.
     with contextlib.suppress(OSError):
         Path("/proc/self/autogroup").write_text(str(niceness))
@@ -238,6 +257,15 @@ def _line(commands: Any) -> bytes:
 # ---------------------------------------------------------------- in the trainer
 
 
+def restart_pause_seconds(num_restarts: int) -> float:
+    """The pause before a process that was killed is started again, after so many restarts.
+
+    It may have been killed for want of memory, or fail again and again.
+    """
+    pause = _RESTART_SECONDS * 2.0 ** min(num_restarts, 30)
+    return min(pause, _LONGEST_RESTART_SECONDS)
+
+
 class Child:
     """The process from the trainer's side."""
 
@@ -258,12 +286,37 @@ class Child:
         """Whether the process has ended."""
         return self._process.poll() is not None
 
-    def finish(self, status: Callable[[], Status], *, waits: bool) -> None:
-        """Let the process finish what is pending, and wait for it; unless it *waits*, only while it makes progress."""
+    @property
+    def was_killed(self) -> bool:
+        """Whether the process has ended before it was asked to, or was killed while it finished."""
+        return self.has_ended and self._process.returncode != 0
+
+    def watch(self, on_killed: Callable[[Child], object]) -> None:
+        """Call *on_killed* in a thread when the process is killed, or fails."""
+
+        def wait() -> None:
+            if self._process.wait() != 0:
+                on_killed(self)
+
+        threading.Thread(target=wait, name="uploader-watch", daemon=True).start()
+
+    def finish(
+        self,
+        status: Callable[[], Status],
+        *,
+        waits: bool,
+        must_end: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Let the process finish what is pending, and wait for it; unless it *waits*, only while it makes progress.
+
+        The wait ends when *must_end* returns true.
+        """
         self._send(FINISH)
         last_progress = time.monotonic()
         before = status()
         while not self.has_ended:
+            if must_end():
+                return
             time.sleep(_END_POLL_SECONDS)
             now = status()
             if (now.sent_bytes, now.uploaded) != (before.sent_bytes, before.uploaded):
@@ -275,11 +328,15 @@ class Child:
     def leave(self) -> None:
         """Let the process finish what is pending, without waiting for it."""
         self._send(FINISH)
+        self.close()
+        # It may outlive this process: without a thread that waits, Python would warn about that.
+        threading.Thread(target=self._process.wait, name="uploader", daemon=True).start()
+
+    def close(self) -> None:
+        """Close the connection to the process, which then ends after some time at the latest."""
         with contextlib.suppress(OSError):
             assert self._process.stdin is not None
             self._process.stdin.close()
-        # It may outlive this process: without a thread that waits, Python would warn about that.
-        threading.Thread(target=self._process.wait, name="uploader", daemon=True).start()
 
     def _send(self, line: bytes) -> None:
         assert self._process.stdin is not None

@@ -36,6 +36,14 @@ class Conditions:
         except FileNotFoundError:
             return None
 
+    def exists(self, path: str) -> bool:
+        """Whether there is an object."""
+        try:
+            self.fs.info(path)
+        except FileNotFoundError:
+            return False
+        return True
+
     def listed(self, info: Mapping[str, Any]) -> str:
         """Return the version of an object in a listing; empty if the listing has none."""
         return ""
@@ -100,6 +108,9 @@ class _S3Conditions(_Compared):
             return str(self.fs.call_s3("head_object", Bucket=bucket, Key=key)["ETag"])
         except FileNotFoundError:
             return None
+
+    def exists(self, path: str) -> bool:
+        return self.version(path) is not None
 
     def put(self, path: str, data: bytes, version: str | None) -> bool:
         condition = {"IfNoneMatch": "*"} if version is None else {"IfMatch": version}
@@ -197,8 +208,8 @@ def s3_call(fs: Any, method: str, path: str, **arguments: Any) -> bool:
     bucket, key, _ = fs.split_path(path)
     try:
         fs.call_s3(method, Bucket=bucket, Key=key, **arguments)
-    except FileNotFoundError:
-        if "UploadId" in arguments:
+    except FileNotFoundError as error:
+        if "UploadId" in arguments or is_missing_bucket(error):
             raise
         # If-Match of an object that was deleted.
         return False
@@ -210,6 +221,14 @@ def s3_call(fs: Any, method: str, path: str, **arguments: Any) -> bool:
             raise NotSupported from error
         raise
     return True
+
+
+def is_missing_bucket(error: BaseException) -> bool:
+    """Return whether *error*, which s3fs translated from one of botocore, means that the bucket does not exist."""
+    response = getattr(error.__cause__, "response", None)
+    if not isinstance(response, dict):
+        return False
+    return bool(response.get("Error", {}).get("Code") == "NoSuchBucket")
 
 
 def _s3_status(error: BaseException) -> int | None:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 
-import xxhash
-
-from automodel_ckpt.checkpoint.digests import digest_from, digest_of
+from automodel_ckpt.checkpoint.digests import ContentDigest, digest_of
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.merkle import (
     FileSlice,
+    digest_fits,
     has_merkle_digest,
-    merkle_digest,
     slices_by_file,
+    slices_in,
 )
 from automodel_ckpt.checkpoint.remote.ranges import VerifiedRanges
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
@@ -31,12 +30,13 @@ def digest_problems(
 
     Raises :class:`StoreError` if the store fails, and FileNotFoundError for a file that was removed meanwhile.
     """
-    held = slices_by_file(tensor for tree in manifest.trees.values() for tensor in tree.stored)
+    slices = slices_by_file(tensor for tree in manifest.trees.values() for tensor in tree.stored)
     problems = []
-    with contextlib.closing(VerifiedRanges(run, name, manifest)) as ranges:
+    with contextlib.closing(VerifiedRanges(run.store, name, manifest)) as ranges:
         for file in files:
             if has_merkle_digest(manifest.files[file]):
-                damage = _damage_by_slices(run, name, manifest, file, ranges, held.get(file, []))
+                of_file = slices.get(file) or slices_in(manifest.trees.values(), file)
+                damage = _damage_by_slices(run, name, manifest, file, ranges, of_file)
             else:
                 damage = _damage(run, name, manifest, file, ranges)
             if damage is not None:
@@ -49,9 +49,9 @@ def _damage(
     run: RemoteRun, name: str, manifest: Manifest, file: str, ranges: VerifiedRanges
 ) -> list[str] | None:
     """Return the names of damaged tensors and values; None if the file is intact."""
-    hashed = xxhash.xxh3_128()
-    run.store.stream(f"{name}/{file}", hashed.update)
-    if digest_from(hashed) == manifest.files[file].digest:
+    content = ContentDigest(manifest.files[file])
+    run.store.stream(f"{name}/{file}", content.update)
+    if content.digest() == manifest.files[file].digest:
         return None
     # Only now, a second time: to find where the damage is.
     return ranges.damaged(file)
@@ -63,14 +63,14 @@ def _damage_by_slices(
     manifest: Manifest,
     file: str,
     ranges: VerifiedRanges,
-    held: Sequence[FileSlice],
+    slices: Sequence[FileSlice],
 ) -> list[str] | None:
-    """As :func:`_damage`, for a file whose digest is that of its slices' digests."""
+    """Return what is damaged in a file whose digest is that of its slices' digests; None if the file is intact."""
     record = manifest.files[file]
-    end = held[0].piece.start if held else record.size
+    end = slices[0].stored.start if slices else record.size
     head = run.store.read_patiently(f"{name}/{file}", 0, end) if end else b""
     damaged = ranges.damaged(file)
-    is_intact = merkle_digest(digest_of(head), held) == record.digest
+    is_intact = digest_fits(manifest.trees.values(), file, record, digest_of(head), slices)
     return None if is_intact and not damaged else damaged
 
 

@@ -1,4 +1,4 @@
-"""Upload the exports of a checkpoint: the Hugging Face files beside its own, with their manifest last."""
+"""The exports of a checkpoint in a store: the Hugging Face files beside its own, uploaded with their manifest last."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.export_manifest import (
     ExportManifest,
+    complete_exports,
     export_problems,
-    exports_in,
 )
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
-from automodel_ckpt.checkpoint.manifest import MAX_BYTES
+from automodel_ckpt.checkpoint.manifest_file import MAX_BYTES
 from automodel_ckpt.checkpoint.remote.push import blocks_of
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.remote.transfer import Throttle
@@ -29,11 +29,25 @@ def push_exports(
     """
     throttle = throttle or Throttle()
     sent_before = throttle.nbytes
-    for export in exports_in(checkpoint):
-        if (export / layout.EXPORT_MANIFEST).is_file():
-            name = f"{checkpoint.name}/{export.relative_to(checkpoint).as_posix()}"
-            _push(run, export, name, throttle, num_threads)
+    for export in complete_exports(checkpoint):
+        name = f"{checkpoint.name}/{export.relative_to(checkpoint).as_posix()}"
+        _push(run, export, name, throttle, num_threads)
     return throttle.nbytes - sent_before
+
+
+def exported_files(run: RemoteRun, name: str) -> dict[str, int]:
+    """List the files of the complete exports that the store has of the checkpoint *name*.
+
+    Return their sizes in bytes by their paths in the checkpoint.
+    """
+    sizes = run.store.sizes(name)
+    exported = {}
+    for file, size in sizes.items():
+        parts = file.split("/")
+        is_exported = len(parts) > 2 and parts[1] in layout.EXPORTS
+        if is_exported and f"{parts[0]}/{parts[1]}/{layout.EXPORT_MANIFEST}" in sizes:
+            exported[file] = size
+    return exported
 
 
 def _push(run: RemoteRun, export: Path, name: str, throttle: Throttle, num_threads: int) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint import layout, policy
-from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.manifest import Manifest, Summary
 from automodel_ckpt.checkpoint.options import RemoteOptions
 from automodel_ckpt.checkpoint.remote.gone_back import GoneBack
 from automodel_ckpt.checkpoint.remote.locate import locate_checkpoint, read_manifest
@@ -61,12 +61,23 @@ class Fetched:
         files = {name: each for name, each in manifest.files.items() if name not in remote}
         return replace(manifest, files=files, trees={}, state={})
 
+    def bring(self, root: Path) -> None:
+        """Download the files of the local directory to that of another node, whose run directory is *root*.
+
+        Raises :class:`StoreError`, and what :func:`~.pull.pull_files` raises.
+        """
+        remove_fetched(root)
+        run = RemoteRun(Store(self.url, self.options, where=_KEY))
+        manifest = read_manifest(run, self.path.name)
+        (root / DIRECTORY).mkdir()
+        _pull_files_without_tensors(run, manifest, self.path.name, root, self.num_threads)
+
     def ranges(self, manifest: Manifest) -> VerifiedRanges | None:
         """Open the other files, to read them by byte ranges; None if there are none."""
         if not self.is_streamed:
             return None
-        run = RemoteRun(Store(self.url, self.options, where=_KEY))
-        return VerifiedRanges(run, self.path.name, manifest, num_threads=self.num_threads)
+        store = Store(self.url, self.options, where=_KEY)
+        return VerifiedRanges(store, self.path.name, manifest, num_threads=self.num_threads)
 
 
 class Fetcher:
@@ -77,6 +88,8 @@ class Fetcher:
 
     def __init__(self, root: Path, settings: RemoteOptions | None) -> None:
         self._root, self._settings = root, settings
+        self.always_streams = False
+        """Whether nothing is downloaded whole: the ranks of other nodes do not see *root*."""
         self._run: RemoteRun | None = None
         if settings is not None:
             self._run = RemoteRun(Store(settings.url, settings.options, where=_KEY))
@@ -92,15 +105,9 @@ class Fetcher:
         otherwise, and what :func:`~.pull.pull_checkpoint` raises.
         """
         remove_fetched(self._root)
-        try:
-            found = self.find(restore_from, memory)
-        except StoreError as error:
-            if not self._can_do_without(restore_from, memory):
-                raise
-            message = "the store cannot be read, resuming from the local disk: %s"
-            log.warning(message, error)
-            return None
+        found = self._find_if_needed(restore_from, memory)
         if found is None:
+            self._pull_missing_logs()
             return None
         run, name, is_own = found
         fetched = self._bring(run, name, is_own=is_own)
@@ -108,20 +115,49 @@ class Fetcher:
             pull_logs(run, self._root)
         return fetched
 
+    def _pull_missing_logs(self) -> None:
+        """Download the logs if another node had them, and continues from a checkpoint on the disks of the nodes."""
+        had_nodes = self.always_streams or (self._root / layout.GENERATION).exists()
+        if self._run is None or not had_nodes:
+            return
+        # The checkpoint does not need them.
+        with contextlib.suppress(StoreError):
+            pull_logs(self._run, self._root)
+
+    def expected(self, restore_from: str | None, memory: Path | None = None) -> Summary | None:
+        """Read the summary of the checkpoint that :meth:`fetch` would fetch; None if it would fetch none.
+
+        Raises as :meth:`fetch`.
+        """
+        found = self._find_if_needed(restore_from, memory, logging.DEBUG)
+        if found is None:
+            return None
+        run, name, _ = found
+        data = run.manifest(name)
+        return None if data is None else Summary.parse(data, f"{run.store}/{name}")
+
+    def _find_if_needed(
+        self, restore_from: str | None, memory: Path | None, level: int = logging.WARNING
+    ) -> tuple[RemoteRun, str, bool] | None:
+        """Find the checkpoint to load.
+
+        Returns None, and logs it, if the store cannot be read and there is a local checkpoint.
+        """
+        try:
+            return self.find(restore_from, memory)
+        except StoreError as error:
+            if not self._can_do_without(restore_from, memory):
+                raise
+            message = "the store cannot be read, resuming from the local disk: %s"
+            log.log(level, message, error)
+            return None
+
     def _can_do_without(self, restore_from: str | None, memory: Path | None) -> bool:
         """Whether a local checkpoint is the one to resume from, as far as this can be known without the store."""
         name = own_name(restore_from, self._settings)
         if name is not None and is_url(name):
             return resume.is_continued(self._root, name)
-        return self._newest(memory) is not None
-
-    def _newest(self, memory: Path | None) -> policy.Record | None:
-        """The newest complete checkpoint on this machine."""
-        found = [resume.newest(self._root)]
-        if memory is not None:
-            found.append(resume.newest(memory))
-        records = [record for record in found if record is not None]
-        return max(records, key=lambda record: record.step, default=None)
+        return resume.newest(self._root, memory) is not None
 
     def find(
         self, restore_from: str | None, memory: Path | None = None
@@ -133,7 +169,8 @@ class Fetcher:
         """
         name = own_name(restore_from, self._settings)
         if self._run is not None:
-            found = wanted(self._run, self._root, name, self._newest(memory))
+            newest = resume.newest(self._root, memory)
+            found = wanted(self._run, self._root, name, newest)
             if found is not None:
                 return self._run, str(found.name), True
         if name is None or not is_url(name) or resume.is_continued(self._root, name):
@@ -146,10 +183,12 @@ class Fetcher:
         """Download the checkpoint *name*, or the files of it without tensors if the disk lacks the space."""
         num_threads = _NUM_THREADS if self._settings is None else self._settings.num_threads
         manifest = read_manifest(run, name)
-        is_streamed = not _has_space(self._root, manifest)
+        is_streamed = self.always_streams or not _has_space(self._root, manifest)
         started = time.monotonic()
         target = self._root
-        if is_streamed:
+        if self.always_streams:
+            log.info("%s/%s: each rank reads what it needs", run.store, name)
+        elif is_streamed:
             free = size_text(shutil.disk_usage(self._root).free)
             message = "%s/%s is not downloaded: %s, %s free in %s; each rank reads what it needs"
             size = size_text(manifest.nbytes)
@@ -161,8 +200,7 @@ class Fetcher:
             target = self._root / DIRECTORY
             target.mkdir()
         if is_streamed:
-            files = manifest.files.keys() - _files_with_tensors(manifest)
-            path = pull_files(run, name, files, target, num_threads=num_threads)
+            path = _pull_files_without_tensors(run, manifest, name, self._root, num_threads)
         else:
             log.info("downloading %s from %s", name, run.store)
             path = pull_checkpoint(run, name, target, num_threads=num_threads)
@@ -172,6 +210,13 @@ class Fetcher:
             return None
         options = options_for(run.store.url, self._settings)
         return Fetched(path, run.store.url, is_streamed, options, num_threads)
+
+
+def _pull_files_without_tensors(
+    run: RemoteRun, manifest: Manifest, name: str, root: Path, num_threads: int
+) -> Path:
+    files = manifest.files.keys() - _files_with_tensors(manifest)
+    return pull_files(run, name, files, root / DIRECTORY, num_threads=num_threads)
 
 
 def wanted(

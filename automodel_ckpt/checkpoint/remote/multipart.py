@@ -18,8 +18,12 @@ from automodel_ckpt.checkpoint.remote.conditional import NotSupported, s3_call
 from automodel_ckpt.checkpoint.remote.store import Store
 from automodel_ckpt.checkpoint.remote.transfer import Throttle, UploadMemory
 
-PART_BYTES = 32 << 20
-"""Bytes of a part. S3 accepts parts from 5 MiB, and at most 10,000 of them."""
+PART_BYTES = 16 << 20
+"""Bytes of a part. S3 accepts parts from 5 MiB, and at most 10,000 of them.
+
+The C library returns blocks of more than 32 MiB to the kernel each time, and the copies of a part in the client then
+cost a page fault for every 4 KiB (docs/performance.md).
+"""
 _MAX_PARTS = 10_000
 _DIGEST = "xxh3"
 """Name of the metadata with a file's digest."""

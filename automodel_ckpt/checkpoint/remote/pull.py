@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 from automodel_ckpt.checkpoint import commit, layout
+from automodel_ckpt.checkpoint.export_manifest import complete_exports, export_problems
 from automodel_ckpt.checkpoint.files.durable_file import DurableFile
 from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.remote.exports import exported_files
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.remote.store import Store
 from automodel_ckpt.checkpoint.run.maintenance import without_optimizer
@@ -22,6 +24,9 @@ from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 from automodel_ckpt.store_url import public
 from automodel_ckpt.units import size_text
 
+LOGS = (layout.TRAINING_LOG, layout.VALIDATION_LOG, layout.TIMELINE_LOG)
+"""The logs of a run that are uploaded with each checkpoint."""
+
 
 def pull_checkpoint(
     run: RemoteRun,
@@ -30,14 +35,16 @@ def pull_checkpoint(
     *,
     num_threads: int = 8,
     on_file: Callable[[str], None] = lambda name: None,
+    with_exports: bool = False,
 ) -> Path:
     """Download the checkpoint *name* into the run directory *root*, and return its path.
 
-    It appears under its name when all its files are there, verified and durable. *on_file* is called with the name of
-    each file that has arrived.
+    It appears under its name when all its files are there, verified and durable; *with_exports*, also those of its
+    complete exports. *on_file* is called with the name of each file of the checkpoint that has arrived.
 
     Raises:
-        CheckpointUnusable: if the store has no complete checkpoint of this name, or its files do not match it.
+        CheckpointUnusable: if the store has no complete checkpoint of this name, or its files do not match it or, of an
+            export, the export's manifest.
         SaveFailed: if the local disk lacks the space.
         StoreError: if the store fails.
     """
@@ -45,10 +52,12 @@ def pull_checkpoint(
     if data is None:
         raise _absent(run, name)
     manifest = run.parse_manifest(name, data)
-    _check_space(root, manifest)
+    exported = exported_files(run, name) if with_exports else {}
+    _check_space(root, manifest.nbytes + sum(exported.values()))
     staging = commit.reserve(root, name)
     try:
         _download(run, name, manifest, staging, num_threads, on_file)
+        _download_exports(run, name, exported, staging, num_threads)
         commit.finalize(staging, data)
         return commit.publish(staging, name)
     except BaseException:
@@ -79,7 +88,7 @@ def pull_files(
 
 def pull_logs(run: RemoteRun, root: Path) -> None:
     """Download the logs of the run to *root*, unless they are there. Raises StoreError."""
-    for file in (layout.TRAINING_LOG, layout.VALIDATION_LOG, layout.TIMELINE_LOG):
+    for file in LOGS:
         path = root / file
         if not os.path.lexists(path):
             with contextlib.suppress(FileNotFoundError):
@@ -100,7 +109,7 @@ def pull_weights(run: RemoteRun, name: str | None, target: Path, *, num_threads:
         raise _absent(run, name)
     whole = run.parse_manifest(name, data)
     manifest = without_optimizer(whole)
-    _check_space(target, manifest)
+    _check_space(target, manifest.nbytes)
     path = target / name
     path.mkdir()
     _download(run, name, manifest, path, num_threads, lambda file: None)
@@ -118,27 +127,52 @@ def _pull_directory(store: Store, target: Path, num_threads: int) -> Path:
             value="no objects",
             hint="check the URL; `ckpt ls URL` lists the checkpoints of a run",
         )
+    _check_space(target, sum(sizes.values()))
+    path = target / public(store.url).rpartition("/")[2]
+    path.mkdir()
+    _fetch_all(store, "", sizes, path, num_threads)
+    return path
+
+
+def _download_exports(
+    run: RemoteRun, name: str, sizes: Mapping[str, int], target: Path, num_threads: int
+) -> None:
+    """Download the exports of a checkpoint, whose files have *sizes*, into the checkpoint's directory *target*.
+
+    They are verified by their manifests. Raises :class:`CheckpointUnusable`.
+    """
+    _fetch_all(run.store, f"{name}/", sizes, target, num_threads)
+    problems = []
+    for export in complete_exports(target):
+        problems += export_problems(export)
+    if problems:
+        hint = "download the checkpoint without its exports (--no-exports), or push it again"
+        raise CheckpointUnusable.all_of([replace(each, hint=hint) for each in problems])
+
+
+def _fetch_all(
+    store: Store, prefix: str, sizes: Mapping[str, int], target: Path, num_threads: int
+) -> None:
+    """Download the objects that *sizes* names, below *prefix* in the store, into the directory *target*.
+
+    Raises :class:`CheckpointUnusable` for a name that is no file in *target*.
+    """
     for file in sizes:
         if reason := layout.unsafe_path(file):
             raise CheckpointUnusable(
                 f"an object cannot be a file: {reason}",
                 where=str(store),
-                value=file,
+                value=f"{prefix}{file}",
                 hint="remove it, or use another URL",
             )
-    free = shutil.disk_usage(target).free
-    if free < sum(sizes.values()):
-        raise _no_space(target, sum(sizes.values()), free)
-    path = target / public(store.url).rpartition("/")[2]
-    path.mkdir()
 
     def fetch(file: str) -> None:
-        (path / file).parent.mkdir(parents=True, exist_ok=True)
-        _fetch(store, file, path / file, sizes[file])
+        (target / file).parent.mkdir(parents=True, exist_ok=True)
+        _fetch(store, f"{prefix}{file}", target / file, sizes[file])
 
     with ThreadPoolExecutor(num_threads, "pull") as pool:
+        # list() raises the first failure.
         list(pool.map(fetch, sizes))
-    return path
 
 
 def _download(
@@ -188,16 +222,12 @@ def _fetch(store: Store, name: str, path: Path, size: int) -> None:
         ) from None
 
 
-def _check_space(root: Path, manifest: Manifest) -> None:
-    free = shutil.disk_usage(root).free
-    if free < manifest.nbytes:
-        raise _no_space(root, manifest.nbytes, free)
-
-
-def _no_space(root: Path, nbytes: int, free: int) -> SaveFailed:
-    return SaveFailed(
-        "the disk lacks the space for the checkpoint",
-        where=str(root),
-        value=f"{size_text(nbytes)} needed, {size_text(free)} free",
-        hint="free disk space, or choose another directory",
-    )
+def _check_space(directory: Path, nbytes: int) -> None:
+    free = shutil.disk_usage(directory).free
+    if free < nbytes:
+        raise SaveFailed(
+            "the disk lacks the space for the checkpoint",
+            where=str(directory),
+            value=f"{size_text(nbytes)} needed, {size_text(free)} free",
+            hint="free disk space, or choose another directory",
+        )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.digests import FileRecord
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
-from automodel_ckpt.checkpoint.manifest import MAX_BYTES, Manifest
+from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.manifest_file import MAX_BYTES
 from automodel_ckpt.checkpoint.remote.multipart import (
     PART_BYTES,
     abort_uploads,
@@ -18,6 +21,7 @@ from automodel_ckpt.checkpoint.remote.multipart import (
     upload_in_one_request,
     upload_in_parts,
 )
+from automodel_ckpt.checkpoint.remote.parts import OtherNodes, files_here
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.remote.store import BLOCK_BYTES, StoreError
 from automodel_ckpt.checkpoint.remote.transfer import Throttle, UploadMemory
@@ -38,17 +42,20 @@ def push_checkpoint(
     num_threads: int = NUM_THREADS,
     on_file: Callable[[str], None] = lambda name: None,
     on_other: Callable[[str], None] = lambda name: None,
+    others: OtherNodes | None = None,
 ) -> int:
     """Upload *checkpoint* unless it is in the store; return the bytes sent.
 
     *memory_file* records on the local disk what is in the store, so that a later attempt continues. *on_file* is
     called with the name of each file that has arrived. A different checkpoint of this name in the store is removed
-    first, unless a pointer names it; *on_other* is called with the name before.
+    first, unless a pointer names it; *on_other* is called with the name before. *others* upload the files that
+    *checkpoint* does not have.
 
     Raises:
         CheckpointUnusable: if the local files do not match the manifest, or another checkpoint is in the way.
         StoreError: if the store fails.
         LeaseLost: if another run took over the URL.
+        InterruptedError: if the process is stopped.
     """
     throttle = throttle or Throttle()
     name = checkpoint.name
@@ -57,17 +64,58 @@ def push_checkpoint(
     remote = run.manifest(name)
     is_superseded = run.is_superseded(name)
     if remote == data and not is_superseded:
+        if others is not None:
+            # A kill may have prevented that.
+            others.remove(run.store, name)
         return 0
-    problems = verify(checkpoint, manifest, "digest")
+    local = manifest if others is None else only(manifest, files_here(manifest, checkpoint))
+    problems = verify(checkpoint, local, "digest")
     if problems:
         raise CheckpointUnusable.all_of(problems)
-    memory = UploadMemory.read(memory_file, manifest.digest)
+    memory = UploadMemory.read(memory_file, manifest.digest, str(run.store))
     if is_superseded or (remote is not None and remote != data):
         on_other(name)
         _make_way(run, name)
         memory.forget()
-        memory = UploadMemory(memory_file, manifest.digest)
+        memory = UploadMemory(memory_file, manifest.digest, str(run.store))
     sent_before = throttle.nbytes
+    if others is not None:
+        others.request(run.store, name, manifest.digest, local.files)
+    send_files(run, checkpoint, local, memory, throttle, num_threads, on_file)
+    if others is not None:
+        try:
+            others.wait(run.store, checkpoint, manifest.files.keys() - local.files.keys())
+        except CheckpointUnusable:
+            others.remove(run.store, name)
+            # A pointer can only name a complete one.
+            with contextlib.suppress(ValueError):
+                run.withdraw(name)
+            raise
+    _check_sizes(run, name, manifest, memory)
+    run.publish(name, data)
+    # Of attempts whose memory was lost: no run continues them.
+    abort_uploads(run.store, name)
+    memory.forget()
+    if others is not None:
+        others.remove(run.store, name)
+    return throttle.nbytes - sent_before
+
+
+def only(manifest: Manifest, files: Mapping[str, FileRecord]) -> Manifest:
+    """Restrict *manifest* to some *files*, which are then verified as a whole."""
+    return replace(manifest, files=dict(files), trees={}, state={})
+
+
+def send_files(
+    run: RemoteRun,
+    checkpoint: Path,
+    manifest: Manifest,
+    memory: UploadMemory,
+    throttle: Throttle,
+    num_threads: int,
+    on_file: Callable[[str], None] = lambda name: None,
+) -> None:
+    """Upload the files of *manifest* that *memory* does not have. Raises as :func:`push_checkpoint`."""
     missing = [file for file in manifest.files if file not in memory.done]
     with (
         ThreadPoolExecutor(num_threads, "push") as files,
@@ -82,12 +130,6 @@ def push_checkpoint(
 
         # list() raises the first failure. Files that arrived are in the memory.
         list(files.map(send, missing))
-    _check_sizes(run, name, manifest, memory)
-    run.publish(name, data)
-    # Of attempts whose memory was lost: no run continues them.
-    abort_uploads(run.store, name)
-    memory.forget()
-    return throttle.nbytes - sent_before
 
 
 def _make_way(run: RemoteRun, name: str) -> None:
@@ -162,11 +204,12 @@ def blocks_of(path: Path, throttle: Throttle) -> Iterator[bytes]:
 
 def _check_sizes(run: RemoteRun, name: str, manifest: Manifest, memory: UploadMemory) -> None:
     """Check that every file is in the store with its size. Raises :class:`StoreError`; then all are sent again."""
+    # One request for a thousand files. What it does not show may still be there: a listing can be behind.
+    listed = run.store.sizes(name)
     for file, record in manifest.files.items():
-        try:
-            size = run.store.size(f"{name}/{file}")
-        except FileNotFoundError:
-            size = -1
+        size = listed.get(file, -1)
+        if size != record.size:
+            size = _size(run, f"{name}/{file}")
         if size != record.size:
             memory.forget()
             raise StoreError(
@@ -175,3 +218,11 @@ def _check_sizes(run: RemoteRun, name: str, manifest: Manifest, memory: UploadMe
                 value="missing" if size < 0 else f"{size} bytes instead of {record.size}",
                 hint="it is sent again",
             )
+
+
+def _size(run: RemoteRun, name: str) -> int:
+    """The size of an object in bytes; -1 if there is none."""
+    try:
+        return run.store.size(name)
+    except FileNotFoundError:
+        return -1

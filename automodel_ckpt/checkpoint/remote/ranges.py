@@ -12,13 +12,13 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import xxhash
 
 from automodel_ckpt.checkpoint.digests import digest_from
 from automodel_ckpt.checkpoint.manifest import Blob, Manifest
 from automodel_ckpt.checkpoint.merkle import slices_in
-from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.slices import (
     Slice,
     Tensor,
@@ -71,13 +71,20 @@ class _Batch:
         return self.parts[-1].end
 
 
+class Files(Protocol):
+    """The files of checkpoints in a store, or in the memory of several nodes. ``str()`` is for messages."""
+
+    def read_patiently(self, name: str, start: int, end: int) -> bytes:
+        """Read bytes *start* to before *end* of the file *name* (CHECKPOINT/FILE). Raises FileNotFoundError."""
+
+
 class VerifiedRanges:
     """Reads byte ranges of the checkpoint *name*, with *num_threads* requests at the same time. Used by one thread."""
 
     def __init__(
-        self, run: RemoteRun, name: str, manifest: Manifest, *, num_threads: int = 8
+        self, files: Files, name: str, manifest: Manifest, *, num_threads: int = 8
     ) -> None:
-        self._run, self._name = run, name
+        self._files, self._name = files, name
         self._trees = tuple(manifest.trees.values())
         self._listed = _listed_parts(manifest)
         self._parts: dict[str, list[Part]] = {}
@@ -143,9 +150,9 @@ class VerifiedRanges:
         """The parts of a file in their order. Of a table, only the rows of the ranks that wrote the file are read."""
         if file not in self._parts:
             parts = list(self._listed.get(file, ()))
-            for held in slices_in(self._trees, file):
-                piece = held.piece
-                parts.append(Part(file, piece.start, piece.nbytes, ((piece, held.shape),)))
+            for one in slices_in(self._trees, file):
+                stored = one.stored
+                parts.append(Part(file, stored.start, stored.nbytes, ((stored, one.shape),)))
             self._parts[file] = sorted(parts, key=lambda part: part.start)
         return self._parts[file]
 
@@ -172,7 +179,7 @@ class VerifiedRanges:
 
     def _fetch(self, file: str, start: int, end: int) -> bytes:
         try:
-            return self._run.store.read_patiently(f"{self._name}/{file}", start, end)
+            return self._files.read_patiently(f"{self._name}/{file}", start, end)
         except FileNotFoundError:
             raise self._unusable("a file of the checkpoint is missing", file, "") from None
 
@@ -203,7 +210,7 @@ class VerifiedRanges:
     def _unusable(self, what: str, file: str, value: str) -> CheckpointUnusable:
         return CheckpointUnusable(
             what,
-            where=f"{self._run.store}/{self._name}/{file}",
+            where=f"{self._files}/{self._name}/{file}",
             value=value,
             hint="resume from another checkpoint (checkpoint.restore_from)",
         )
@@ -242,10 +249,10 @@ def _listed_parts(manifest: Manifest) -> dict[str, list[Part]]:
 def _parts_of(tensor: Tensor) -> Iterator[Part]:
     for whole in contiguous_slices(tensor):
         # An interleaved slice may be in many short ranges, between those of others.
-        pieces: Sequence[Slice] = [whole]
+        slices: Sequence[Slice] = [whole]
         if is_interleaved(tensor):
-            pieces = tensor.slices
-        checks = tuple((piece, tensor.shape) for piece in pieces if piece.nbytes)
+            slices = tensor.slices
+        checks = tuple((stored, tensor.shape) for stored in slices if stored.nbytes)
         if whole.nbytes:
             yield Part(whole.file, whole.start, whole.nbytes, checks)
 

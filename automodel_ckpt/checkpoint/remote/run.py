@@ -140,8 +140,10 @@ class RemoteRun:
 
     def checkpoint(self, name: layout.CheckpointName) -> RemoteCheckpoint | None:
         """Read the summary of a checkpoint; None if it is absent, incomplete, damaged or superseded."""
-        if self.is_superseded(str(name)):
-            return None
+        return None if self.is_superseded(str(name)) else self._complete(name)
+
+    def _complete(self, name: layout.CheckpointName) -> RemoteCheckpoint | None:
+        """Read the summary of a checkpoint; None if it is absent, incomplete or damaged."""
         known = self._known.get(str(name))
         if known is not None:
             return known
@@ -176,11 +178,7 @@ class RemoteRun:
 
     def is_superseded(self, name: str) -> bool:
         """Whether the run went back to a step before this checkpoint."""
-        try:
-            self.store.size(f"{name}/{SUPERSEDED}")
-        except FileNotFoundError:
-            return False
-        return True
+        return self.store.exists(f"{name}/{SUPERSEDED}")
 
     # ---------------------------------------------------------------- writing
 
@@ -319,9 +317,14 @@ class RemoteRun:
 
     def removable(self, keep: policy.KeepPolicy, metric_key: str) -> list[str]:
         """List the complete checkpoints that *keep* does not keep and no pointer names."""
+        return self._not_kept(self.checkpoints(), keep, metric_key)
+
+    def _not_kept(
+        self, checkpoints: Iterable[RemoteCheckpoint], keep: policy.KeepPolicy, metric_key: str
+    ) -> list[str]:
         if keep.last is None:
             return []
-        records = [_record(each, metric_key) for each in self.checkpoints()]
+        records = [_record(each, metric_key) for each in checkpoints]
         protected = set()
         for pointer in layout.POINTERS:
             target = self.pointed(pointer)
@@ -343,10 +346,16 @@ class RemoteRun:
 
     def prune(self, keep: policy.KeepPolicy, metric_key: str) -> list[str]:
         """Remove the checkpoints that *keep* does not keep, and return their names."""
-        removable = self.removable(keep, metric_key)
-        for name in self.superseded():
-            if self._is_being_removed(name):
-                removable.append(name)
+        complete: list[RemoteCheckpoint] = []
+        leftovers: list[str] = []
+        # In one pass: each request takes longer than a small checkpoint.
+        for each in self.names():
+            if not self.is_superseded(str(each)):
+                found = self._complete(each)
+                complete += [] if found is None else [found]
+            elif self._is_being_removed(str(each)):
+                leftovers.append(str(each))
+        removable = [*self._not_kept(complete, keep, metric_key), *leftovers]
         removed = []
         for name in removable:
             # A pointer may have been set to it meanwhile.

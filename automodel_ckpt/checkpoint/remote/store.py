@@ -7,6 +7,7 @@ longer; :mod:`.uploader` repeats whole uploads.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from automodel_ckpt.checkpoint.remote.conditional import (
     Conditions,
     NotSupported,
     conditions_of,
+    is_missing_bucket,
 )
 from automodel_ckpt.checkpoint.remote.transient import patiently
 from automodel_ckpt.errors import AutomodelError, SaveFailed
@@ -62,6 +64,7 @@ class Store:
         self.fs, root = opened
         self._root = root.rstrip("/")
         self._conditions = conditions_of(self.fs)
+        self._read_options = _read_options(self.fs)
 
     def __str__(self) -> str:
         return public(self.url)
@@ -75,7 +78,8 @@ class Store:
     def read(self, name: str, start: int | None = None, end: int | None = None) -> bytes:
         """Read an object, or its bytes from *start* to before *end*. Raises FileNotFoundError."""
         with self.reporting("read", name):
-            found: bytes = self.fs.cat_file(self.key(name), start=start, end=end)
+            key = self.key(name)
+            found: bytes = self.fs.cat_file(key, start=start, end=end, **self._read_options)
             return found
 
     def read_patiently(self, name: str, start: int, end: int) -> bytes:
@@ -101,6 +105,11 @@ class Store:
         """The size of an object in bytes. Raises FileNotFoundError."""
         with self.reporting("read", name):
             return int(self.fs.info(self.key(name))["size"])
+
+    def exists(self, name: str) -> bool:
+        """Whether there is an object."""
+        with self.reporting("read", name):
+            return self._conditions.exists(self.key(name))
 
     def sizes(self, name: str = "") -> dict[str, int]:
         """List all objects below *name* with their sizes in bytes, by names relative to it; empty if there are none."""
@@ -259,16 +268,28 @@ class Store:
         """Raise :class:`StoreError` for what the library of the store raises in the context."""
         try:
             yield
-        except (AutomodelError, FileNotFoundError):
+        except AutomodelError:
             raise
+        except FileNotFoundError as error:
+            if not is_missing_bucket(error):
+                raise
+            raise StoreError(
+                "the bucket does not exist",
+                where=str(self),
+                value=self.key("").partition("/")[0],
+                hint="create it, or check the URL and the endpoint (AWS_ENDPOINT_URL)",
+            ) from error
         except Exception as error:  # each library has its own exceptions
             scrub(error)
             text = scrubbed(str(error).strip() or type(error).__name__).splitlines()[0]
+            hint = "check the bucket, the network, and the credentials in the environment"
+            if self._has_directories:
+                hint = "check the path, its permissions and the free space"
             raise StoreError(
                 f"an object could not be {done}" if name else f"the store could not be {done}",
                 where=f"{self}/{name}" if name else str(self),
                 value=text[:300],
-                hint="check the bucket, the network, and the credentials in the environment",
+                hint=hint,
             ) from error
 
 
@@ -284,6 +305,17 @@ def _write_blocks(target: Any, blocks: Iterable[bytes]) -> None:
         with contextlib.suppress(AttributeError):
             target.closed = True
         raise
+
+
+def _read_options(fs: Any) -> dict[str, Any]:
+    """Return the options of reads with which s3fs makes one request for an object.
+
+    Newer versions ask for its size first, to read a large one in parts, unless only one part may be read at a time.
+    """
+    is_s3 = "s3" in fs.protocol
+    if is_s3 and "max_concurrency" in inspect.signature(fs.cat_file).parameters:
+        return {"max_concurrency": 1}
+    return {}
 
 
 def _library_options(protocol: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -25,22 +25,23 @@ class Throttle:
         bytes_per_second: float | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], object] | None = None,
     ) -> None:
         self.bytes_per_second = bytes_per_second
         self.nbytes = 0
-        self._clock, self._sleep = clock, sleep
+        self._stopped = threading.Event()
+        # A wait that stop() ends: at a low rate, it can take minutes.
+        self._clock, self._sleep = clock, sleep or self._stopped.wait
         self._lock = threading.Lock()
         self._free_at = clock()
-        self._is_stopped = False
 
     def stop(self) -> None:
         """Make :meth:`take` raise from here on, so that uploads end after the requests in progress."""
-        self._is_stopped = True
+        self._stopped.set()
 
     def take(self, nbytes: int) -> None:
         """Wait until *nbytes* more may be sent. Raises InterruptedError after :meth:`stop`."""
-        if self._is_stopped:
+        if self._stopped.is_set():
             raise InterruptedError("the upload was stopped")
         with self._lock:
             self.nbytes += nbytes
@@ -51,33 +52,39 @@ class Throttle:
             self._free_at = begin + nbytes / self.bytes_per_second
         if begin > now:
             self._sleep(begin - now)
+            if self._stopped.is_set():
+                raise InterruptedError("the upload was stopped")
 
 
 @dataclass
 class UploadMemory:
     """What an interrupted upload of one checkpoint has sent, in a file on the local disk.
 
-    It belongs to the checkpoint whose manifest has the *digest*. *done* are the files that are in the store. *parts*
-    are uploads of large files in parts: the ID of the upload and the bytes of a part, by file.
+    It belongs to the checkpoint whose manifest has the *digest*, and to the store at *url*. *done* are the files that
+    are in the store. *parts* are uploads of large files in parts: the ID of the upload and the bytes of a part, by
+    file.
     """
 
     path: Path
     digest: str
+    url: str
     done: set[str] = field(default_factory=set)
     parts: dict[str, dict[str, Any]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
-    def read(cls, path: Path, digest: str) -> UploadMemory:
-        """Read the memory of the upload with the manifest *digest*; empty if there is none, or if it is damaged."""
-        memory = cls(path, digest)
+    def read(cls, path: Path, digest: str, url: str) -> UploadMemory:
+        """Read the memory of the upload with the manifest *digest* to *url*; empty if there is none, or if it is
+        damaged."""
+        memory = cls(path, digest, url)
         try:
             found = parse_json(read_safely(path.parent, path.name, limit=_MAX_MEMORY_BYTES))
-            if found["digest"] == digest:
+            # What was sent to another store is not in this one.
+            if found["digest"] == digest and found["url"] == url:
                 memory.done = {str(name) for name in found["done"]}
                 memory.parts = {str(name): dict(entry) for name, entry in found["parts"].items()}
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            return cls(path, digest)
+            return cls(path, digest, url)
         return memory
 
     def note_done(self, name: str) -> None:
@@ -101,5 +108,10 @@ class UploadMemory:
         self.path.unlink(missing_ok=True)
 
     def _write(self) -> None:
-        document = {"digest": self.digest, "done": sorted(self.done), "parts": self.parts}
+        document = {
+            "digest": self.digest,
+            "url": self.url,
+            "done": sorted(self.done),
+            "parts": self.parts,
+        }
         replace_file(self.path, json.dumps(document).encode())

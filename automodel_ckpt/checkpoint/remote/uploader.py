@@ -15,12 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.checkpoint import layout, policy
+from automodel_ckpt.checkpoint import policy
+from automodel_ckpt.checkpoint.export_manifest import complete_exports
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.remote import gone_back
 from automodel_ckpt.checkpoint.remote.child_process import UploadLoop, print_line, serve
 from automodel_ckpt.checkpoint.remote.exports import push_exports
-from automodel_ckpt.checkpoint.remote.pending import pending, step_of, unlink
+from automodel_ckpt.checkpoint.remote.parts import OtherNodes
+from automodel_ckpt.checkpoint.remote.pending import link, pending, step_of, unlink
+from automodel_ckpt.checkpoint.remote.pull import LOGS
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.remote.store import Store, StoreError
@@ -31,7 +34,6 @@ from automodel_ckpt.errors import CheckpointUnusable
 LINK = ".upload-"
 STATUS = ".remote.json"
 LOCK = ".remote.lock"
-_LOGS = (layout.TRAINING_LOG, layout.VALIDATION_LOG, layout.TIMELINE_LOG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,8 @@ class Job:
     bytes_per_second: float | None = None
     num_threads: int = 8
     went_back_to: int = 0
+    num_nodes: int = 1
+    """More than one: each node has a part of the files of each checkpoint, and uploads it."""
 
     @property
     def keep(self) -> policy.KeepPolicy:
@@ -72,6 +76,7 @@ class Uploader(UploadLoop):
         self._store = Store(job.url, job.options, where="checkpoint.remote")
         self._run = RemoteRun(self._store, token=job.token)
         self._throttle = Throttle(job.bytes_per_second)
+        self._sent_by_others = 0
         self._has_begun = False
         # After a run went back, the status of an earlier process may name a later step.
         self._is_first = True
@@ -79,8 +84,8 @@ class Uploader(UploadLoop):
 
     @property
     def sent_bytes(self) -> int:
-        """The bytes that were sent."""
-        return self._throttle.nbytes
+        """The bytes that were sent, also by the other nodes."""
+        return self._throttle.nbytes + self._sent_by_others
 
     def stop(self) -> None:
         """Make :meth:`run` return after the request in progress, however much is pending."""
@@ -136,11 +141,25 @@ class Uploader(UploadLoop):
         if self._run.supersede([name], "the run saved this step again", job.metric_key, job.mode):
             print_line(f"marked {self._store}/{name} as superseded")
 
+    def _other_nodes(self) -> OtherNodes | None:
+        """The nodes that upload their parts of a checkpoint; None if this one has all files."""
+        job = self._job
+        if job.num_nodes == 1:
+            return None
+        before = self._sent_by_others
+
+        def note(sent_bytes: int) -> None:
+            self._sent_by_others = max(self._sent_by_others, before + sent_bytes)
+            self.note_progress()
+
+        return OtherNodes(job.num_nodes, job.token, self.stopping, note)
+
     def _upload(self, name: str) -> None:
         job = self._job
         started = time.monotonic()
+        sent_before = self.sent_bytes
         try:
-            nbytes = push_checkpoint(
+            push_checkpoint(
                 self._run,
                 self.root / name,
                 self.root / f"{LINK}{name}.json",
@@ -148,8 +167,10 @@ class Uploader(UploadLoop):
                 num_threads=job.num_threads,
                 on_file=lambda file: self.note(),
                 on_other=self._supersede,
+                others=self._other_nodes(),
             )
-            nbytes += push_exports(
+            exports = set(complete_exports(self.root / name))
+            push_exports(
                 self._run,
                 self.root / name,
                 throttle=self._throttle,
@@ -161,19 +182,23 @@ class Uploader(UploadLoop):
             self.note(error=str(error))
             unlink(self.root, LINK, name)
             return
-        for log in _LOGS:
+        for log in LOGS:
             with contextlib.suppress(FileNotFoundError):
                 data = read_safely(self.root, log)
                 self._run.check_owner()
                 self._store.write(log, data)
         self._run.point(job.metric_key, job.mode)
         unlink(self.root, LINK, name)
+        if set(complete_exports(self.root / name)) - exports:
+            # It was made meanwhile, and its request was the link that is removed now.
+            link(self.root, LINK, name)
         newest = self.status.uploaded
         if newest is None or step_of(newest) < step_of(name) or self._is_first:
             newest = name
         self._is_first = False
         self.note(uploaded=newest, failures=0, error="")
         seconds = max(time.monotonic() - started, 1e-3)
+        nbytes = self.sent_bytes - sent_before
         if nbytes:
             size = f"{nbytes / 1e6:.1f} MB in {seconds:.1f} s"
             print_line(f"uploaded {name} to {self._store}: {size}")

@@ -39,6 +39,8 @@ class RunDirectory:
         self._pointers_are_behind = False
         self.on_published: Callable[[str], None] = lambda name: None
         """Called with the name of each published checkpoint, before others are removed."""
+        self.on_exported: Callable[[str], None] = lambda name: None
+        """Called with the name of a checkpoint when an export of it is complete."""
         self.memory: Path | None = None
         """The directory of the memory checkpoints of this run."""
         self.went_back_to: int | None = None
@@ -75,7 +77,7 @@ class RunDirectory:
             self._was_created = True
         self._lease = Lease(self.root)
         before = self._lease.taken_over
-        if before is not None:
+        if before is not None and not before.is_of_this_launch():
             message = "taking over %s from process %d on %s, which did not release it"
             log.info(message, self.path, before.pid, before.host)
 

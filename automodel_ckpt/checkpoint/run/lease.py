@@ -10,36 +10,39 @@ boot of the same kernel, same mounted file system), or the owner's process does 
 
 Taking over replaces the lock file by rename. An owner that was only suspended then finds another token in the file:
 :meth:`Lease.check`, called before everything that the run publishes or logs, raises :class:`LeaseLost`.
-
-The file is opened for every read, because network file systems compare their caches with the server when a file is
-opened.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import json
 import os
 import socket
-import stat
 import sys
 import threading
 import time
 import uuid
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.file_system import file_system_of
 from automodel_ckpt.checkpoint.files.ownership import (
     file_system_identity,
-    is_gone,
     kernel_boot_id,
     lock,
     pid_namespace,
 )
 from automodel_ckpt.checkpoint.layout import LOCK_FILE
+from automodel_ckpt.checkpoint.run.lock_file import (
+    Holder,
+    has_ended,
+    is_at,
+    is_beating,
+    link_or_rename,
+    lost,
+    open_lock_file,
+    reject_special_file,
+    rejection,
+    this_launch,
+)
 from automodel_ckpt.errors import LeaseLost, RecipeError
 
 BEAT_SECONDS = 5.0
@@ -48,68 +51,6 @@ CACHED_WATCH_SECONDS = 90.0
 """The watch on a FUSE mount: gcsfuse caches for 60 seconds, sshfs for 20."""
 SETTLE_SECONDS = 2.0
 """The time after a takeover in which another run that watched the same dead owner may also take over."""
-_RECORD_BYTES = 2048
-_NO_HARD_LINKS_HERE = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES)
-
-
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """The content of a lock file. Fields with defaults are missing in files of older versions."""
-
-    host: str
-    boot_id: str
-    pid: int
-    command: str
-    beat: int
-    token: str = ""
-    pid_namespace: str = ""
-    device: int = -1
-    file_system_id: int = -1
-
-    @classmethod
-    def read(cls, descriptor: int) -> Holder | None:
-        """Read the record at the start of an open lock file; None if the content is not a record."""
-        try:
-            # A record can exceed its padding: JSON escapes the command's non-ASCII characters.
-            raw = parse_json(os.pread(descriptor, 2 * _RECORD_BYTES, 0))
-            fields = {name: raw[name] for name in cls.__slots__ if name in raw}
-            holder = cls(**fields)
-        except (ValueError, TypeError):
-            return None
-        texts = (holder.host, holder.boot_id, holder.command, holder.token, holder.pid_namespace)
-        numbers = (holder.pid, holder.beat, holder.device, holder.file_system_id)
-        if not all(isinstance(text, str) for text in texts):
-            return None
-        if not all(type(number) is int for number in numbers):
-            return None
-        return holder
-
-    def to_bytes(self) -> bytes:
-        """Convert to JSON, padded to a fixed size, so that a shorter record overwrites a longer one completely."""
-        content = json.dumps({**asdict(self), "time": time.time()}).encode()
-        return content.ljust(_RECORD_BYTES)
-
-    def shares_locks_with(self, descriptor: int) -> bool:
-        """Whether a lock on this open file certainly conflicts with the lock of the holder.
-
-        This is the case on the same boot of the same kernel and on the same mounted file system, where the kernel has
-        one set of locks for each file.
-        """
-        if self.boot_id != kernel_boot_id():
-            return False
-        return (self.device, self.file_system_id) == file_system_identity(descriptor)
-
-    def is_known_to_be_dead(self) -> bool:
-        """Whether the holder's process has certainly ended.
-
-        False if that cannot be determined: on another node, in another container, or if another process has the same
-        number now.
-        """
-        if self.boot_id != kernel_boot_id():
-            return False
-        if not self.pid_namespace or self.pid_namespace != pid_namespace():
-            return False
-        return is_gone(self.pid)
 
 
 class Lease:
@@ -189,11 +130,11 @@ class Lease:
         if self._loss is not None:
             raise self._loss
         try:
-            descriptor = _open(self._path, flags)
+            descriptor = open_lock_file(self._path, flags)
         except FileNotFoundError:
             if not self._path.parent.is_dir():
                 raise  # the whole directory was removed, which the next save reports
-            self._loss = _lost(self._path, None)
+            self._loss = lost(self._path, None)
             raise self._loss from None
         holder = None
         try:
@@ -207,7 +148,7 @@ class Lease:
             if holder is None or holder.token != self._token:
                 os.close(descriptor)
         if holder is None or holder.token != self._token:
-            self._loss = _lost(self._path, holder)
+            self._loss = lost(self._path, holder)
             raise self._loss
         return descriptor
 
@@ -244,6 +185,7 @@ class Lease:
             pid_namespace=pid_namespace(),
             device=device,
             file_system_id=file_system_id,
+            launch=this_launch(),
         )
 
     def _forget(self) -> None:
@@ -264,10 +206,10 @@ class Lease:
             descriptor, is_locked = found
             try:
                 before = Holder.read(descriptor)
-                watched = before is not None and not _has_ended(before, descriptor, is_locked)
-                if watched and _is_beating(self._path, watch_seconds):
-                    raise _rejection(self._path, before)
-                if not _is_at(self._path, descriptor):
+                watched = before is not None and not has_ended(before, descriptor, is_locked)
+                if watched and is_beating(self._path, watch_seconds):
+                    raise rejection(self._path, before)
+                if not is_at(self._path, descriptor):
                     # The owner removed the file, and another run may have created a new one, between opening and
                     # locking it or during the watch. A lock on a file without a name excludes no process.
                     continue
@@ -284,9 +226,9 @@ class Lease:
 
         Returns None if there is no lock file. Raises :class:`RecipeError` if another run has locked it.
         """
-        _reject_special_file(self._path)
+        reject_special_file(self._path)
         try:
-            descriptor = _open(self._path, os.O_RDWR)
+            descriptor = open_lock_file(self._path, os.O_RDWR)
         except FileNotFoundError:
             return None
         try:
@@ -294,7 +236,7 @@ class Lease:
         except BlockingIOError:
             holder = Holder.read(descriptor)
             os.close(descriptor)
-            raise _rejection(self._path, holder) from None
+            raise rejection(self._path, holder) from None
         except BaseException:
             os.close(descriptor)
             raise
@@ -305,7 +247,7 @@ class Lease:
         Without *replace*, returns False if another run has created the file meanwhile.
         """
         temporary = self._path.with_name(f"{LOCK_FILE}.{uuid.uuid4().hex}")
-        descriptor = _open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        descriptor = open_lock_file(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         placed = False
         try:
             lock(descriptor)
@@ -314,7 +256,7 @@ class Lease:
                 os.rename(temporary, self._path)
                 placed = True
             else:
-                placed = _link_or_rename(temporary, self._path)
+                placed = link_or_rename(temporary, self._path)
         finally:
             if not placed:
                 os.close(descriptor)
@@ -329,11 +271,11 @@ class Lease:
         time.sleep(min(SETTLE_SECONDS, watch_seconds))
         try:
             self.check()
-        except LeaseLost as lost:
+        except LeaseLost as loss:
             raise RecipeError(
                 "another run took over this directory at the same time",
                 where=str(self._path.parent),
-                value=lost.problems[0].value,
+                value=loss.problems[0].value,
                 hint="wait for it or stop it, or give this run its own checkpoint.checkpoint_dir",
             ) from None
 
@@ -354,9 +296,9 @@ def check_token(lock_file: Path, token: str) -> None:
     Raises :class:`LeaseLost` if it does not, OSError if it cannot be read.
     """
     try:
-        descriptor = _open(lock_file, os.O_RDONLY)
+        descriptor = open_lock_file(lock_file, os.O_RDONLY)
     except FileNotFoundError:
-        raise _lost(lock_file, None) from None
+        raise lost(lock_file, None) from None
     try:
         holder = Holder.read(descriptor)
     except PermissionError:
@@ -364,7 +306,7 @@ def check_token(lock_file: Path, token: str) -> None:
     finally:
         os.close(descriptor)
     if holder is None or holder.token != token:
-        raise _lost(lock_file, holder)
+        raise lost(lock_file, holder)
 
 
 def _watch_seconds(root: Path) -> float:
@@ -372,117 +314,3 @@ def _watch_seconds(root: Path) -> float:
     if kind.startswith(("fuse", "virtiofs")):
         return CACHED_WATCH_SECONDS
     return WATCH_SECONDS
-
-
-def _has_ended(holder: Holder, descriptor: int, is_locked: bool) -> bool:
-    """Whether the run that wrote this record has certainly ended. *is_locked*: this run has locked the file."""
-    if is_locked and holder.shares_locks_with(descriptor):
-        return True
-    return holder.is_known_to_be_dead()
-
-
-def _is_beating(path: Path, seconds: float) -> bool:
-    """Watch the lock file for *seconds*. Returns True as soon as its record changes; False if it does not."""
-    first = _read(path)
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        time.sleep(min(0.2, seconds / 10))
-        now = _read(path)
-        if now is None and not os.path.lexists(path):
-            return False  # the owner released the directory
-        if first is None:
-            first = now
-        if now is not None and now != first:
-            return True
-    return False
-
-
-def _read(path: Path) -> Holder | None:
-    """Return the current record in the lock file; None if it cannot be read."""
-    try:
-        descriptor = _open(path, os.O_RDONLY)
-    except OSError:
-        return None
-    try:
-        return Holder.read(descriptor)
-    except OSError:
-        return None
-    finally:
-        os.close(descriptor)
-
-
-def _open(path: Path, flags: int) -> int:
-    # A link or a pipe that replaced the file after its type was checked is neither followed nor
-    # waited for.
-    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    """Whether *path* is still the name of the open file."""
-    try:
-        found = os.lstat(path)
-    except FileNotFoundError:
-        return False
-    return os.path.samestat(found, os.fstat(descriptor))
-
-
-def _link_or_rename(source: Path, target: Path) -> bool:
-    """Name the file *source* *target*, by a hard link if the file system has them. Returns False if *target* exists."""
-    try:
-        os.link(source, target)
-    except FileExistsError:
-        return False
-    except OSError as error:
-        if error.errno not in _NO_HARD_LINKS_HERE:
-            raise
-        # Two runs that start at the same time may both rename. The first check of one of them detects that.
-        if os.path.lexists(target):
-            return False
-        os.rename(source, target)
-    return True
-
-
-def _reject_special_file(path: Path) -> None:
-    """Raise :class:`RecipeError` if the lock file is a link or a device, which must not be opened."""
-    with contextlib.suppress(FileNotFoundError):
-        mode = os.lstat(path).st_mode
-        if not stat.S_ISREG(mode):
-            raise RecipeError(
-                "the lock file of this directory is not a regular file",
-                where=str(path),
-                value=stat.filemode(mode),
-                hint="remove it: a run creates only regular files",
-            )
-
-
-def _rejection(path: Path, holder: Holder | None) -> RecipeError:
-    return RecipeError(
-        "another run is using this directory",
-        where=str(path.parent),
-        value=_described(holder),
-        hint="wait for it or stop it, or give this run its own checkpoint.checkpoint_dir",
-    )
-
-
-def _lost(path: Path, holder: Holder | None) -> LeaseLost:
-    if holder is None and not os.path.lexists(path):
-        return LeaseLost(
-            "this run lost the lock on its directory: its lock file was removed, by a user or by another run "
-            "that has ended since",
-            where=str(path),
-            value="no such file",
-            hint="this run writes nothing more here; run the same command to resume from the newest checkpoint",
-        )
-    return LeaseLost(
-        "this run lost the lock on its directory: another run has taken over",
-        where=str(path.parent),
-        value=_described(holder),
-        hint="this run writes nothing more here. The other run took over because this one wrote no heartbeat for "
-        "too long: check what suspended this process or stalled its disk",
-    )
-
-
-def _described(holder: Holder | None) -> str:
-    if holder is None:
-        return "unknown"
-    return f"process {holder.pid} on {holder.host}, running {holder.command}"

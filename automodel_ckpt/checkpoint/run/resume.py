@@ -5,6 +5,7 @@ Imports no torch. The trainer and ``ckpt`` use it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -73,9 +74,47 @@ def records(root: Path, metric_key: str, known: Known | None = None) -> Iterator
             yield found
 
 
-def newest(root: Path) -> policy.Record | None:
-    """Return the newest complete checkpoint of a run, without its metric; None if there is none."""
-    return next(records(root, ""), None)
+def newest(root: Path, memory: Path | None = None) -> policy.Record | None:
+    """Return the newest complete checkpoint of a run, without its metric; None if there is none.
+
+    *memory* is the directory of the run's memory checkpoints.
+    """
+    for path in _newest_first(root, memory):
+        found = record(path.parent, path.name, "", {})
+        if found is not None:
+            return found
+    return None
+
+
+def skipped_warning(root: Path, used: policy.Record) -> str | None:
+    """Describe the checkpoints that are newer than *used*, the newest complete one; None if there is none.
+
+    A command that is given a run must not silently use the weights of an earlier step.
+    """
+    reasons = []
+    for name in checkpoint_names(root):
+        if name.step <= used.step:
+            break
+        try:
+            Summary.read(root / str(name))
+        except CheckpointUnusable as error:
+            problem = error.problems[0]
+            reasons.append(f"{name} cannot be used ({problem.what}: {problem.value})")
+        except OSError as error:
+            reasons.append(f"{name} cannot be used ({error.strerror})")
+    if not reasons:
+        return None
+    return f"using {root / used.name}: {'; '.join(reasons)}"
+
+
+def expected(root: Path, restore_from: str | None, memory: Path | None = None) -> Summary | None:
+    """Read the summary of the first of :func:`candidates` that can be read; None if there is none. Verifies nothing."""
+    # The load reports a missing or damaged one.
+    with contextlib.suppress(CheckpointUnusable):
+        for path in candidates(root, restore_from, memory).candidates:
+            with contextlib.suppress(CheckpointUnusable):
+                return Summary.read(path)
+    return None
 
 
 def record(root: Path, name: str, metric_key: str, known: Known) -> policy.Record | None:
@@ -148,7 +187,7 @@ def up_to(request: Request, step: int) -> Request:
 
 
 def _newest_first(root: Path, memory: Path | None) -> list[Path]:
-    """List the checkpoints on disk and in *memory*, newest first. Of the same step, that on disk comes first."""
+    """List the checkpoints on disk and in *memory*, newest first. If both have a step, the one on disk comes first."""
     found = [(name, root) for name in checkpoint_names(root)]
     if memory is not None:
         found += [(name, memory) for name in checkpoint_names(memory)]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
 from torch.distributed import ProcessGroup
 
 from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.collective_errors import raise_on_all_ranks
+from automodel_ckpt.checkpoint.collective_errors import gather_or_raise, raise_on_all_ranks
+from automodel_ckpt.checkpoint.failures import as_failure
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.run import resume, verification_results
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
@@ -46,11 +48,13 @@ class Chooser:
         fetched: FetchedCheckpoint | None = None,
         *,
         newest_step: int | None = None,
+        held: Mapping[Path, FetchedCheckpoint] | None = None,
     ) -> tuple[Path, Manifest] | None:
         """Choose and verify the newest usable checkpoint of *run*, or the one that *restore_from* names. Collective.
 
         *fetched* is a checkpoint that was fetched from a store to be loaded, and the only one to choose from then.
-        With *newest_step*, checkpoints of later steps are left out. Returns None if the run has no checkpoint. Rank 0
+        With *newest_step*, checkpoints of later steps are left out. *held* are the checkpoints that are distributed
+        over several nodes, by path. Returns None if the run has no checkpoint. Rank 0
         logs each skipped checkpoint with the reason. Raises :class:`CheckpointUnusable` on all ranks if no checkpoint
         can be used.
         """
@@ -66,17 +70,21 @@ class Chooser:
         # _examine() is collective, so all ranks must try the same checkpoints in the same order.
         request = agree.broadcast_object(self._group, request)
         assert request is not None
-        chosen = self._first_usable(run, request, fetched)
+        chosen = self._first_usable(run, request, fetched, held or {})
         if chosen is not None and request.note and is_rank_0:
             log.info("%s", request.note)
         return chosen
 
     def _first_usable(
-        self, run: RunDirectory, request: resume.Request, fetched: FetchedCheckpoint | None
+        self,
+        run: RunDirectory,
+        request: resume.Request,
+        fetched: FetchedCheckpoint | None,
+        held: Mapping[Path, FetchedCheckpoint],
     ) -> tuple[Path, Manifest] | None:
         skipped: list[resume.Rejected] = []
         for path in request.candidates:
-            manifest, problems = self._examine(path, fetched)
+            manifest, problems = self._examine(path, held.get(path, fetched))
             # *problems* are those of all ranks: a rank that could read everything must skip the
             # checkpoint, too.
             if manifest is not None and not problems:
@@ -115,19 +123,25 @@ class Chooser:
 
         Returns the manifest (None if it cannot be read) and the problems found by all ranks.
         """
-        manifest = None
-        problems: list[Problem] = []
-        try:
-            manifest = Manifest.read(path)
-            local = manifest if fetched is None else fetched.stored_locally(manifest)
-            problems = verify(
-                path, local, self._level, rank=self._ranks.rank, num_ranks=self._ranks.world_size
-            )
-        except CheckpointUnusable as error:
-            problems = list(error.problems)
-        # Every rank must get here: an exception of one rank would leave the others waiting. The
-        # dict removes duplicates, because all ranks check the sizes of all files.
+        manifest: Manifest | None = None
+
+        def problems_here() -> list[Problem]:
+            nonlocal manifest
+            try:
+                manifest = Manifest.read(path)
+                local = manifest if fetched is None else fetched.stored_locally(manifest)
+                ranks = self._ranks
+                return verify(path, local, self._level, rank=ranks.rank, num_ranks=ranks.world_size)
+            except CheckpointUnusable as error:
+                return list(error.problems)
+            except OSError as error:
+                failure = as_failure(error, f"verifying {path.name}", path, CheckpointUnusable)
+                return list(failure.problems)
+
+        doing = f"verifying {path.name}"
+        by_rank = gather_or_raise(self._group, problems_here, doing, path, CheckpointUnusable)
+        # The dict removes duplicates: all ranks find the same in the manifest.
         found: dict[Problem, None] = {}
-        for problems_of_rank in agree.gather_objects(self._group, problems):
-            found.update(dict.fromkeys(problems_of_rank))
+        for problems in by_rank:
+            found.update(dict.fromkeys(problems))
         return manifest, list(found)

@@ -24,6 +24,12 @@ PHASES = (STARTUP, STEPS, DATA, SAVES, VALIDATION, OTHER)
 """Start-up until the first step; steps; training waits for data, or for a save; validation; what remains."""
 DONE, STOPPED, FAILED, KILLED = "done", "stopped", "failed", "killed"
 START, END = "start", "end"
+STEP_TIMES = "step_times"
+"""The field of a line of an end with what steps usually took, for the starts after it."""
+STRAGGLER = "straggler"
+"""The event of a line of ``training.jsonl`` about a rank that is slower than the others."""
+FORWARD, ARRIVAL = "forward", "arrival"
+"""Its part: in forward passes, or in what precedes a step."""
 SLOT_BYTES = 1024
 """The state is written alternately to two slots of a file, so that a kill damages at most one."""
 _MAX_BYTES = 64 * 2**20
@@ -75,6 +81,9 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     if record.get("event") != END or not isinstance(seconds, dict):
         return None
     values = [seconds.get(phase) for phase in PHASES] + [record.get("logged")]
+    num_steps = record.get("num_steps", 0)
+    if type(num_steps) is not int or not 0 <= num_steps <= _MAX_STEP:
+        return None
     return record if all(map(_is_number, values)) else None
 
 

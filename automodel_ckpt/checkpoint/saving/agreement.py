@@ -3,32 +3,159 @@
 Every rank sends a digest of its description and the first ranks of its meshes. Usually all digests of a tree are equal,
 and nothing else is sent. Otherwise (stages of a pipeline), one rank of each digest sends its description. Only slices
 whose sharding is no formula are listed.
+
+What each rank has as a whole is stored by one of them. Another digest shows whether the ranks have the same; if not, a
+warning names what differs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
+from automodel_ckpt.checkpoint.collective_errors import gather_or_raise
+from automodel_ckpt.checkpoint.digests import digest_of
 from automodel_ckpt.checkpoint.formats.assignment import Share
 from automodel_ckpt.checkpoint.formats.description import Mesh, TreeDescription
 from automodel_ckpt.checkpoint.formats.planning import TreePlan
+from automodel_ckpt.checkpoint.layout import BUFFERS
+from automodel_ckpt.checkpoint.state.storable import check_safe
 from automodel_ckpt.distributed import agree
+
+log = logging.getLogger("automodel_ckpt")
+
+_MAX_NAMED = 5
 
 
 @dataclass(frozen=True, slots=True)
 class TreeSummary:
-    """What each rank sends about a tree: the digest of its description, and the first rank of each mesh."""
+    """What each rank sends about a tree: the digest of its description, and the first rank of each mesh.
+
+    *replicated* is the digest of :func:`replicated_digests`.
+    """
 
     digest: str
     origins: Mapping[Mesh, int]
+    replicated: str = ""
 
 
-def summarize(description: TreeDescription) -> TreeSummary:
+def summarize(description: TreeDescription, replicated: Mapping[str, str]) -> TreeSummary:
     """Return what this rank sends first."""
-    return TreeSummary(description.digest(), description.origins)
+    return TreeSummary(description.digest(), description.origins, digest_of_all(replicated))
+
+
+def digest_of_all(digests: Mapping[str, str]) -> str:
+    """Return one digest of the :func:`replicated_digests` of a tree."""
+    return digest_of(repr(sorted(digests.items())).encode())
+
+
+def replicated_digests(plan: TreePlan, *, compares_buffers: bool) -> dict[str, str]:
+    """Return the digests of what this rank has as a whole, and only one rank stores, by name.
+
+    That is what is not a tensor, the options of parameter groups and, with *compares_buffers*, buffers. Parameters and
+    their optimizer state are not compared: they are the same wherever a strategy does not shard them.
+    """
+    options = f"{plan.name}.param_groups."
+    found: dict[str, str] = {}
+    for name, value in plan.flat().items():
+        whole = _whole(value)
+        is_compared = name.startswith(options) or not isinstance(value, torch.Tensor)
+        if compares_buffers and plan.kinds.get(name) == BUFFERS:
+            is_compared = True
+        if is_compared and whole is not None:
+            found[name] = check_safe(name, whole)
+    return found
+
+
+def present_digests(
+    compared: Mapping[str, Iterable[str]], trees: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, str]]:
+    """Return the digests of the present values in *trees*, by tree and name, of the names that were *compared*."""
+    found: dict[str, dict[str, str]] = {}
+    for tree, names in compared.items():
+        values = trees.get(tree, {})
+        found[tree] = {name: check_safe(name, _whole(values[name])) for name in names}
+    return found
+
+
+def _whole(value: Any) -> Any:
+    """Return *value*; of a tensor on a mesh the copy of this rank, None where it has only a part."""
+    if not isinstance(value, DTensor):
+        return value
+    is_whole = all(placement.is_replicate() for placement in value.placements)
+    return value.to_local() if is_whole else None
+
+
+class ReplicaWarnings:
+    """Warns where ranks have different values of what only one of them stores: once for each value."""
+
+    def __init__(self) -> None:
+        self._reported: set[tuple[str, str]] = set()
+
+    def compare(
+        self,
+        group: ProcessGroup | None,
+        mine: Mapping[str, Mapping[str, str]],
+        digests: Sequence[Mapping[str, str]],
+        *,
+        is_reporter: bool,
+    ) -> None:
+        """Compare the values of all ranks. Collective.
+
+        *mine* has the :func:`replicated_digests` of this rank by tree, *digests* are the :func:`digest_of_all` of all
+        ranks by tree. *is_reporter*: whether this rank prints the warnings.
+        """
+        differing = {}
+        for tree, values in mine.items():
+            if len({of_rank[tree] for of_rank in digests}) > 1:
+                differing[tree] = values
+        # The digests are the same on all ranks, so that all of them enter this collective, or none does.
+        if not differing:
+            return
+        all_digests = agree.gather_objects(group, differing)
+        if not is_reporter:
+            return
+        for tree in sorted(differing):
+            self._report(tree, _differing([of_rank[tree] for of_rank in all_digests]))
+
+    def _report(self, tree: str, ranks_of: Mapping[str, tuple[int, list[int]]]) -> None:
+        new = [name for name in ranks_of if (tree, name) not in self._reported]
+        self._reported.update((tree, name) for name in new)
+        for name in new[:_MAX_NAMED]:
+            _warn(tree, name, *ranks_of[name])
+        if len(new) > _MAX_NAMED:
+            log.warning("%s: %d more values differ", tree, len(new) - _MAX_NAMED)
+
+
+def _differing(digests: Sequence[Mapping[str, str]]) -> dict[str, tuple[int, list[int]]]:
+    """Return, for each name with several digests, the first rank that has it, and the ranks with another digest."""
+    first: dict[str, int] = {}
+    others: dict[str, list[int]] = {}
+    for rank, of_rank in enumerate(digests):
+        for name, digest in of_rank.items():
+            if digests[first.setdefault(name, rank)][name] != digest:
+                others.setdefault(name, []).append(rank)
+    return {name: (first[name], ranks) for name, ranks in others.items()}
+
+
+def _warn(tree: str, name: str, stored: int, others: Sequence[int]) -> None:
+    listed = ", ".join(map(str, others[:_MAX_NAMED]))
+    if len(others) > _MAX_NAMED:
+        listed += f" and {len(others) - _MAX_NAMED} more"
+    log.warning(
+        "%s: %s differs between ranks. The checkpoint has the value of rank %d, and a resume gives it to all ranks. "
+        "Others have: rank %s",
+        tree,
+        name,
+        stored,
+        listed,
+    )
 
 
 def shares_of_all(
@@ -39,7 +166,8 @@ def shares_of_all(
 ) -> list[Share]:
     """Return what all ranks have of a tree; the same on all ranks. Collective.
 
-    *mine* is the description of this rank, *summaries* are those of all ranks, in order.
+    *mine* is the description of this rank, *summaries* are those of all ranks, in order. Raises on all ranks what one
+    of them raises.
     """
     ranks_of: dict[str, list[int]] = {}
     for number, summary in enumerate(summaries):
@@ -54,7 +182,8 @@ def shares_of_all(
     if not names:
         return shares
     # A formula on one rank may be none on another: all list their slices then.
-    slices = agree.gather_objects(group, plan.irregular(names))
+    doing = "describing the slices of a tree"
+    slices = gather_or_raise(group, lambda: plan.irregular(names), doing, plan.name)
     return [
         replace(share, irregular={rank: slices[rank] for rank in share.ranks}) for share in shares
     ]

@@ -5,9 +5,10 @@ This module coordinates the ranks; ``background.py`` is the part of one rank.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,18 +17,22 @@ import torch
 from torch.distributed import ProcessGroup
 
 from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.collective_errors import raise_on_all_ranks
-from automodel_ckpt.checkpoint.discovery import Item
+from automodel_ckpt.checkpoint.collective_errors import gather_or_raise, raise_on_all_ranks
+from automodel_ckpt.checkpoint.discovery import Item, classify
 from automodel_ckpt.checkpoint.export_leftovers import clear_leftovers
 from automodel_ckpt.checkpoint.failures import as_failure
 from automodel_ckpt.checkpoint.formats.assignment import Share
+from automodel_ckpt.checkpoint.manifest import Tree
 from automodel_ckpt.checkpoint.saving.background import Background, Cancelled, Upload
 from automodel_ckpt.checkpoint.saving.host_memory import MemoryLayout, lay_out
 from automodel_ckpt.checkpoint.saving.plan_reuse import PlanReuse
-from automodel_ckpt.checkpoint.saving.planner import Planner, Proposal, Save, SaveReport
+from automodel_ckpt.checkpoint.saving.planner import Planner
+from automodel_ckpt.checkpoint.saving.publisher import Publisher
+from automodel_ckpt.checkpoint.saving.save import Proposal, Save, SaveReport
 from automodel_ckpt.checkpoint.writing.jobs import Job
 from automodel_ckpt.checkpoint.writing.rank_manifest import (
     RankManifest,
+    merge_tree,
     rank_manifest_paths,
     read_rank_manifests,
 )
@@ -37,6 +42,9 @@ from automodel_ckpt.errors import AutomodelError, ExportFailed, LeaseLost
 log = logging.getLogger("automodel_ckpt")
 
 _POLL_SECONDS = 0.02
+_NODES_POLL_SECONDS = 0.5
+# Side files, headers and the alignment of files, in addition to a rank's share of the tensors.
+_SLACK_BYTES = 1 << 20
 
 
 @dataclass(slots=True)
@@ -64,6 +72,9 @@ class AsyncSaves:
         on_cuda: bool,
     ) -> None:
         self._planner, self._group = planner, group
+        self._settings = planner.settings
+        self._publisher = Publisher(planner.settings)
+        self._nodes = planner.settings.nodes
         self._timeout_seconds = timeout_seconds
         self._background = Background(on_cuda=on_cuda)
         self._in_flight: Save | None = None
@@ -76,7 +87,7 @@ class AsyncSaves:
 
     @property
     def _is_rank0(self) -> bool:
-        return self._planner.ranks.rank == 0
+        return self._settings.ranks.rank == 0
 
     # ---------------------------------------------------------------- a new plan
 
@@ -90,7 +101,7 @@ class AsyncSaves:
         Raises :class:`SaveFailed` on all ranks.
         """
         try:
-            with raise_on_all_ranks(self._group, f"saving {save.name}", self._planner.run.path):
+            with raise_on_all_ranks(self._group, f"saving {save.name}", self._settings.run.path):
                 written, jobs, objects = self._planner.plan(save, proposals, shares)
                 live = self._reuse.live_state(save)
                 trees = lay_out(jobs)
@@ -106,7 +117,7 @@ class AsyncSaves:
         for tree in save.trees.values():
             tree.release_values()
         save.stall_seconds = time.monotonic() - save.started
-        path = self._planner.run.path / str(save.name)
+        path = self._settings.run.path / str(save.name)
         return SaveReport(path, save.name.step, save.stall_seconds, published=False)
 
     def _upload(
@@ -114,10 +125,15 @@ class AsyncSaves:
     ) -> None:
         """Copy the state, then write the copy in the background."""
         self._in_flight = save
+        self._planner.create_on_node(save)
         layouts = [trees, lay_out(list(objects), trees.end)]
         staged = self._background.stage(layouts, copy_now=_buffers(save.items))
         # From here on the state may change.
-        complete = partial(self._complete, save) if self._is_rank0 else None
+        complete: Callable[[Upload], None] | None = None
+        if self._is_rank0:
+            complete = partial(self._complete, save)
+        elif self._nodes is not None and self._nodes.is_leader:
+            complete = partial(self._nodes.contribute, save.staging.path)
         self._background.start(
             save.staging.path,
             written,
@@ -144,7 +160,7 @@ class AsyncSaves:
             self._upload(save, self._plan.written, self._plan.layout, reuse.prepare())
         except Exception as error:
             # Not raised: the last exchange is over, so the other ranks would not notice.
-            self._background.fail(as_failure(error, f"saving {save.name}", self._planner.run.path))
+            self._background.fail(as_failure(error, f"saving {save.name}", self._settings.run.path))
         return self._report_started(save)
 
     # ---------------------------------------------------------------- in rank 0's thread
@@ -156,35 +172,46 @@ class AsyncSaves:
         Work that grows with the number of tensors is done in the writer process: in this thread it would contend with
         training for the GIL.
         """
-        planner = self._planner
+        publisher, ranks = self._publisher, self._settings.ranks
         staging = save.staging.path
-        num_ranks = planner.ranks.world_size
-        common = RankManifest(planner.ranks.rank)
-        planner.write_common(save, common)
+        num_ranks = ranks.world_size
+        common = RankManifest(ranks.rank)
+        publisher.write_common(save, common)
+        if self._nodes is not None:
+            self._nodes.contribute(staging, upload)
         # No collective: two threads that use one process group hang or crash. A rank manifest
         # appears complete, by a rename, and is the last thing that the writer of its rank creates.
         for path in rank_manifest_paths(staging, num_ranks):
             while not path.exists():
                 upload.pause(_POLL_SECONDS)
-        read_all = partial(read_rank_manifests, staging, num_ranks)
-        common.files.update(planner.write_metadata(save, read_all))
+        manifest = publisher.partial_manifest(save)
+
+        def merged(name: str) -> Tree:
+            written = read_rank_manifests(staging, num_ranks)
+            planned = manifest.trees[name]
+            return merge_tree(name, planned.format, written, planned.tied, planned)
+
+        common.files.update(publisher.write_metadata(save, merged))
         if save.before_publishing is not None:
             save.before_publishing()
-        manifest = planner.partial_manifest(save)
         nbytes = upload.finalize(staging, manifest, common, save.previous)
-        report = planner.publish(save, nbytes)
+        if self._nodes is not None:
+            # Before rank 0's node: its own checkpoint is the one that the next save continues.
+            self._nodes.publish(staging, str(save.name), upload)
+        report = publisher.publish(save, nbytes)
+        if self._nodes is not None:
+            self._nodes.remove_others(upload)
         save.is_published = True
-        if save.on_saved is not None:
-            save.on_saved(report)
-        if planner.exports(save.last):
+        publisher.notify(save, report)
+        if self._settings.exports(save.last):
             self._export_in_background(save, upload)
 
     def _export_in_background(self, save: Save, upload: Upload) -> None:
-        path = self._planner.run.root / str(save.name)
-        sources = [path / layout.state_directory(name) for name in self._planner.assets]
+        path = self._settings.run.root / str(save.name)
+        sources = [path / layout.state_directory(name) for name in self._settings.assets]
         try:
-            self._planner.run.check_lease()
-            lease = self._planner.run.lease_token
+            self._settings.run.check_lease()
+            lease = self._settings.run.lease_token
             output, log_lines = self._background.export(upload, sources, lease)
         except Cancelled:
             # disable_exports killed the writer, so that nothing else removes its staging directory.
@@ -200,6 +227,7 @@ class AsyncSaves:
                 error, f"exporting {save.name} (the checkpoint itself is safe)", path, ExportFailed
             )
             raise ExportFailed.all_of(failure.problems) from error
+        self._settings.run.on_exported(str(save.name))
         for line in log_lines:
             log.info("%s", line)
         log.info("Hugging Face export of %s: %s", save.name, output)
@@ -262,7 +290,13 @@ class AsyncSaves:
         """Stop a failed save on all ranks, remove its staging directory, and raise its failure."""
         # The exchange below is also a barrier: rank 0 removes the directory only after every rank
         # has stopped its writer, which would write into it.
-        failure = self._background.abandon()
+        try:
+            failure = self._background.abandon()
+        except Exception as error:
+            # Not raised here: every rank must reach the exchange.
+            failure = as_failure(
+                error, f"stopping the save of {save.name}", self._settings.run.path
+            )
         self._in_flight = None
         self._reuse.forget()
         try:
@@ -270,9 +304,61 @@ class AsyncSaves:
         finally:
             save.staging.remove()
 
+    def abandon_save(self) -> None:
+        """Stop the upload in progress of this rank. Not collective."""
+        save, self._in_flight = self._in_flight, None
+        if save is not None and self._background.state == "busy":
+            self._background.abandon()
+            self._reuse.forget()
+            save.staging.remove()
+
     def wait(self) -> None:
         """Wait until this rank has no upload in progress. Not collective."""
         self._background.wait()
+
+    def wait_unless_dead(self, dead_ranks: Callable[[], Collection[int]]) -> None:
+        """Like :meth:`wait`, but abandon a save that lacks the files of *dead_ranks*: their writers ended with them.
+
+        If each node has its own directory, the save is complete when rank 0 has published it on this node, too. It is
+        abandoned if a node has ended that this one waits for.
+        """
+        poll_seconds = _POLL_SECONDS if self._nodes is None else _NODES_POLL_SECONDS
+        while self._background.state == "busy":
+            if self._lacks_files(dead_ranks()) or self._lacks_node():
+                self.abandon_save()
+            self._background.wait(poll_seconds)
+        if not self.has_failed:
+            self._await_publication()
+
+    def _lacks_files(self, ranks: Collection[int]) -> bool:
+        """Whether one of *ranks* has not written its part of the save in progress."""
+        return not self._absent_ranks.isdisjoint(ranks)
+
+    @property
+    def _absent_ranks(self) -> set[int]:
+        """The ranks whose parts of the save in progress are not on this node."""
+        save = self._in_flight
+        # The directory was renamed if it is published.
+        if save is None or not save.staging.path.is_dir():
+            return set()
+        paths = rank_manifest_paths(save.staging.path, self._settings.ranks.world_size)
+        return {rank for rank, path in enumerate(paths) if not path.exists()}
+
+    def _lacks_node(self) -> bool:
+        """Whether a node has ended that this one waits for: rank 0's, or one whose files rank 0 does not have yet."""
+        nodes = self._nodes
+        if nodes is None or self._in_flight is None or not nodes.is_leader:
+            return False
+        return nodes.have_ended(self._absent_ranks if self._is_rank0 else [0])
+
+    def _await_publication(self) -> None:
+        """Wait until rank 0 has published the save in progress on this node, whose process serves it until then."""
+        save = self._in_flight
+        if save is None or self._nodes is None or self._is_rank0 or not self._nodes.is_leader:
+            return
+        while save.staging.path.is_dir() and not self._lacks_node():
+            time.sleep(_NODES_POLL_SECONDS)
+        save.staging.remove()
 
     def close(self) -> None:
         """Wait, then release the memory and the writer process."""
@@ -280,7 +366,46 @@ class AsyncSaves:
         self._background.close()
 
 
-def on_cuda(state: Mapping[str, Any]) -> bool:
+def create_async_saves(
+    planner: Planner,
+    group: ProcessGroup | None,
+    state: Mapping[str, Any],
+    *,
+    timeout_seconds: float,
+) -> tuple[AsyncSaves | None, str]:
+    """Set up asynchronous saves of *state*, with memory for this rank's share of it. Collective.
+
+    Returns None and the reason where a rank does not support them. Raises on all ranks what one of them raises.
+    """
+    created: list[AsyncSaves] = []
+    # Closed again where any rank does not support them, or fails.
+    opened = contextlib.ExitStack()
+
+    def create() -> str:
+        """Return why this rank does not support asynchronous saves; empty where it does."""
+        try:
+            saves = AsyncSaves(
+                planner, group, timeout_seconds=timeout_seconds, on_cuda=_on_cuda(state)
+            )
+            opened.callback(saves.close)
+            created.append(saves)
+            nbytes = planner.disk_space.forecast(classify(state)).nbytes
+            saves.reserve(nbytes // planner.settings.ranks.world_size + _SLACK_BYTES)
+        except (OSError, AttributeError) as error:  # AttributeError: a system without memfd_create
+            return str(error) or type(error).__name__
+        return ""
+
+    doing = "preparing asynchronous saves"
+    with opened:
+        found = gather_or_raise(group, create, doing, planner.settings.run.path)
+        reasons = [reason for reason in found if reason]
+        if reasons:
+            return None, reasons[0]
+        opened.pop_all()
+    return created[0], ""
+
+
+def _on_cuda(state: Mapping[str, Any]) -> bool:
     """Whether a module of the state has parameters on a GPU."""
     modules = [value for value in state.values() if isinstance(value, torch.nn.Module)]
     return any(parameter.is_cuda for module in modules for parameter in module.parameters())

@@ -234,7 +234,10 @@ class Background:
         self._uploads.idle.wait(seconds)
 
     def abandon(self) -> AutomodelError | None:
-        """Stop the upload and prepare for the next one. Returns the failure of the upload, or None."""
+        """Stop the upload and prepare for the next one. Returns the failure of the upload, or None.
+
+        Raises OSError where a new writer process is needed and cannot be started.
+        """
         self._upload.abandon()
         if not self._uploads.idle.is_set():
             self._writer.kill()
@@ -242,8 +245,10 @@ class Background:
             # The thread may be in a call that cannot be interrupted. A new one replaces it. It ends when the call
             # returns: its upload stays abandoned, and its writer dead.
             if not self._uploads.idle.is_set():
+                # First: without it, the next upload would wait for a thread that was stopped.
+                writer = Writer(self._memory.descriptor)
                 self._uploads.end()
-                self._writer, self._uploads = Writer(self._memory.descriptor), _Uploads()
+                self._writer, self._uploads = writer, _Uploads()
         failure, self._failure = self._failure, None
         return failure
 

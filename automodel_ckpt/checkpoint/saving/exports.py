@@ -13,9 +13,10 @@ from typing import TypeVar
 from torch.distributed import ProcessGroup
 
 from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.checkpoint.collective_errors import raise_on_all_ranks
+from automodel_ckpt.checkpoint.collective_errors import gather_or_raise, raise_on_all_ranks
 from automodel_ckpt.checkpoint.saving.inline_export import export_from_memory
-from automodel_ckpt.checkpoint.saving.planner import Planner, Save, SaveReport
+from automodel_ckpt.checkpoint.saving.save import Save, SaveReport
+from automodel_ckpt.checkpoint.saving.settings import SaveSettings
 from automodel_ckpt.distributed import agree
 from automodel_ckpt.errors import AutomodelError, ExportFailed, LeaseLost
 
@@ -25,34 +26,37 @@ T = TypeVar("T")
 
 
 class Exports:
-    """The exports of the checkpoints of *planner*'s run, on all ranks of *group*.
+    """The exports of the checkpoints of a run with *settings*, on all ranks of *group*.
 
     *wait_for_save* is called before a checkpoint is exported from its files: it may still be in progress.
     """
 
     def __init__(
-        self, planner: Planner, group: ProcessGroup | None, wait_for_save: Callable[[], object]
+        self,
+        settings: SaveSettings,
+        group: ProcessGroup | None,
+        wait_for_save: Callable[[], object],
     ) -> None:
-        self._planner, self._group = planner, group
+        self._settings, self._group = settings, group
         self._wait_for_save = wait_for_save
 
     @property
     def only_at_end(self) -> bool:
         """Whether the last checkpoint of a run is exported, and not each one."""
-        return self._planner.exports(last=True) and not self._planner.exports(last=False)
+        return self._settings.exports(last=True) and not self._settings.exports(last=False)
 
     @property
     def of_each_checkpoint(self) -> bool:
         """Whether each checkpoint is exported."""
-        return self._planner.exports(last=False)
+        return self._settings.exports(last=False)
 
     def command(self, checkpoint: Path) -> str | None:
         """The shell command that exports a checkpoint as Hugging Face files; None where there is nothing to export."""
-        return self._planner.export_command(checkpoint)
+        return self._settings.export_command(checkpoint)
 
     def is_exported(self, checkpoint: Path) -> bool:
         """Whether a checkpoint has its Hugging Face export."""
-        for attribute in self._planner.assets:
+        for attribute in self._settings.assets:
             export = checkpoint / layout.state_directory(attribute) / layout.CONSOLIDATED
             if not export.is_dir():
                 return False
@@ -64,7 +68,7 @@ class Exports:
         Does nothing where the options ask for no export of this checkpoint (*last*: the last one of a run), or where it
         belongs to another run. Raises :class:`ExportFailed` on all ranks.
         """
-        if self._planner.exports(last) and checkpoint.parent == self._planner.run.root:
+        if self._settings.exports(last) and checkpoint.parent == self._settings.run.root:
             self._export_once(checkpoint.name)
 
     def export_best(self) -> None:
@@ -73,15 +77,17 @@ class Exports:
         Raises :class:`ExportFailed` on all ranks. In the layouts hf and adapter nothing is written: the checkpoint's
         model files are the export.
         """
-        name = self._planner.run.best() if self._is_rank0 else None
-        if self._is_rank0 and name is None:
-            log.warning("export_best: no checkpoint was validated, so there is no best one")
-        if not self._planner.model_files_are_the_export:
+        self._wait_for_save()
+        name = self._of_rank0("looking for the best checkpoint", self._settings.run.best)
+        if name is None:
+            if self._is_rank0:
+                log.warning("export_best: no checkpoint was validated, so there is no best one")
+        elif not self._settings.model_files_are_the_export:
             self._export_once(name)
-        elif name is not None:
+        elif self._is_rank0:
             log.info(
                 "export_best: nothing to export, the model files of %s are already in Hugging Face format",
-                self._planner.run.path / name,
+                self._settings.run.path / name,
             )
 
     def export_average(self, checkpoint: Path) -> None:
@@ -91,7 +97,7 @@ class Exports:
         average are the export.
         """
         directory = checkpoint / layout.AVERAGE
-        if self._planner.model_files_are_the_export:
+        if self._settings.model_files_are_the_export:
             log.info(
                 "export_ema: nothing to export, %s is already in Hugging Face format", directory
             )
@@ -106,43 +112,55 @@ class Exports:
         doing = f"exporting the average in {checkpoint.name} (the checkpoint itself is safe)"
         done = self.run_on_rank0(doing, export)
         if done is not None:
+            self._settings.run.on_exported(checkpoint.name)
             log.info("Hugging Face export of the average of %s: %s", checkpoint.name, done)
 
     def _consolidated(self, directory: Path) -> Path:
         """Export the module in *directory* of a published checkpoint. Returns the directory of the export."""
         from automodel_ckpt.checkpoint.export.consolidate import consolidate
 
-        run = self._planner.run
+        run = self._settings.run
         run.check_lease()
         # Checked again before the rename: a run that is suspended in a long export can lose its lease.
         return consolidate(directory, log=log.info, before_publishing=run.check_lease).output
 
     @property
     def _is_rank0(self) -> bool:
-        return self._planner.ranks.rank == 0
+        return self._settings.ranks.rank == 0
 
-    def _export_once(self, name: str | None) -> None:
-        """Export the checkpoint *name* (rank 0's value), unless it is None or already exported."""
+    def _of_rank0(self, doing: str, find: Callable[[], T]) -> T | None:
+        """Return the result of *find* on rank 0 on all ranks. Collective. Raises on all ranks what it raises there.
+
+        The ranks may see different states of the directory, and all must call the same collectives.
+        """
+
+        def find_on_rank0() -> T | None:
+            return find() if self._is_rank0 else None
+
+        where = self._settings.run.path
+        return gather_or_raise(self._group, find_on_rank0, doing, where, ExportFailed)[0]
+
+    def _export_once(self, name: str) -> None:
+        """Export the checkpoint *name*, unless it is already exported."""
         self._wait_for_save()
-        if name is not None and self.is_exported(self._planner.run.root / name):
-            name = None
-        # The ranks may see different states of the directory. Rank 0 decides, because all ranks
-        # must call the same collectives.
-        name = agree.broadcast_object(self._group, name)
-        parsed = layout.parse_checkpoint_name(name) if name else None
-        if parsed is None:
+        checkpoint = self._settings.run.root / name
+        doing = f"looking for the export of {name}"
+        is_exported = self._of_rank0(doing, lambda: self.is_exported(checkpoint))
+        parsed = layout.parse_checkpoint_name(name)
+        if is_exported or parsed is None:
             return
         export = self._export_from_files(parsed)
         if export is not None:
+            self._settings.run.on_exported(str(parsed))
             log.info("Hugging Face export of %s: %s", parsed, export)
 
     def _export_from_files(self, name: layout.CheckpointName) -> Path | None:
         """Export a published checkpoint on rank 0. Returns the directory there, None elsewhere."""
-        checkpoint = self._planner.run.root / str(name)
+        checkpoint = self._settings.run.root / str(name)
 
         def export() -> Path | None:
             output = None
-            for attribute in self._planner.assets:
+            for attribute in self._settings.assets:
                 output = self._consolidated(checkpoint / layout.state_directory(attribute))
             return output
 
@@ -162,7 +180,7 @@ class Exports:
         def work_of_rank0() -> T | None:
             return work() if self._is_rank0 else None
 
-        with raise_on_all_ranks(self._group, doing, self._planner.run.path, kind):
+        with raise_on_all_ranks(self._group, doing, self._settings.run.path, kind):
             # Not in one collective: work on a large model can outlast the group's timeout.
             return agree.while_working(self._group, work_of_rank0)
 
@@ -172,23 +190,24 @@ class Exports:
         Every rank writes its slices. If the export fails, the published checkpoint is unchanged and the failure is in
         the report. Raises :class:`LeaseLost` on all ranks where another run took over the directory.
         """
-        run = self._planner.run
+        run = self._settings.run
         try:
             with self._raise_on_all_ranks(save.name):
                 run.check_lease()
-            for attribute, assets in self._planner.assets.items():
+            for attribute, assets in self._settings.assets.items():
                 export = export_from_memory(
                     save.trees[attribute],
                     run.root / str(save.name),
                     assets,
                     save.tied[attribute],
-                    rank=self._planner.ranks.rank,
+                    rank=self._settings.ranks.rank,
                     group=self._group,
                     raise_on_all_ranks=lambda: self._raise_on_all_ranks(save.name),
                     log=log.info,
                     before_publishing=run.check_lease,
                 )
                 report = replace(report, export=export)
+            run.on_exported(str(save.name))
         except LeaseLost:
             raise
         except AutomodelError as failure:
@@ -198,4 +217,4 @@ class Exports:
 
     def _raise_on_all_ranks(self, name: layout.CheckpointName) -> AbstractContextManager[None]:
         doing = f"exporting {name} (the checkpoint itself is safe)"
-        return raise_on_all_ranks(self._group, doing, self._planner.run.path, ExportFailed)
+        return raise_on_all_ranks(self._group, doing, self._settings.run.path, ExportFailed)

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.discovery import Item
-from automodel_ckpt.checkpoint.manifest import MAX_BYTES
+from automodel_ckpt.checkpoint.manifest_file import MAX_BYTES
 from automodel_ckpt.checkpoint.module_tensors import module_state, stored_layout
 from automodel_ckpt.checkpoint.slice_table import MIN_TABLE_ROWS
 from automodel_ckpt.checkpoint.state.optimizer_names import trained_by_all

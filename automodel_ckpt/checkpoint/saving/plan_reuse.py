@@ -18,9 +18,16 @@ from torch.distributed import ProcessGroup
 from automodel_ckpt.checkpoint.discovery import classify
 from automodel_ckpt.checkpoint.failures import as_failure
 from automodel_ckpt.checkpoint.files.pickle_values import saved
+from automodel_ckpt.checkpoint.saving.agreement import digest_of_all, present_digests
 from automodel_ckpt.checkpoint.saving.forecast import Forecast, free_bytes
-from automodel_ckpt.checkpoint.saving.planner import Planner, Proposal, Save
+from automodel_ckpt.checkpoint.saving.planner import Planner
+from automodel_ckpt.checkpoint.saving.save import Proposal, Save
 from automodel_ckpt.checkpoint.state.live_state import LiveState, inspect_state
+from automodel_ckpt.checkpoint.state.optimizer_state import (
+    check_consistent,
+    digests_of_own,
+    has_digests_of_own,
+)
 from automodel_ckpt.checkpoint.state.storable import check_safe, check_safe_values
 from automodel_ckpt.checkpoint.writing.jobs import FileJob
 from automodel_ckpt.checkpoint.writing.reuse import Previous
@@ -42,15 +49,18 @@ class Values(Protocol):
 class _ReuseProposal:
     """What a rank reports to the others before a save with the plan of the previous save.
 
-    *digests* are those of its small state, None where the plan does not match that rank's state; *staging* is the path
-    of the directory that rank 0 created; *failed*, whether rank 0 could not create it; *previous*, the checkpoint whose
-    files are shared.
+    *digests* are those of a :class:`~automodel_ckpt.checkpoint.saving.save.Proposal`, None where the plan does not
+    match that rank's state, and *sizes* its bytes; *replicated* has a digest by tree of what one rank stores; *staging*
+    is the path of the directory that rank 0 created; *failed*, whether rank 0 could not create it; *previous*, the
+    checkpoint whose files are shared.
     """
 
     digests: dict[str, str] | None
     staging: str = ""
     failed: bool = False
     previous: Previous | None = None
+    sizes: dict[str, int] = field(default_factory=dict)
+    replicated: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -58,7 +68,7 @@ class _Kept:
     """The plan of *save*, for later saves while the state has the same *signature*.
 
     *values* are the planned values that are not tensors, and *pickled* what they were; *nbytes* is what a save takes on
-    disk.
+    disk. *compared* are the optimizers with state that must be the same on all ranks.
     """
 
     signature: list[Any]
@@ -66,6 +76,7 @@ class _Kept:
     dp_ranks: list[int]
     values: Values
     nbytes: int
+    compared: frozenset[str]
     pickled: dict[tuple[str, str], bytes] = field(default_factory=dict)
 
 
@@ -78,12 +89,13 @@ class Reuse:
     live: LiveState
     digests: list[dict[str, str]]
     dp_ranks: list[int]
+    sizes: list[dict[str, int]]
 
     def prepare(self) -> list[FileJob]:
         """Take the present values; return the jobs of objects. The jobs of the trees are those of the plan."""
         for name, tree in self.save.trees.items():
             tree.set_values(self.live.trees[name])
-        return self.planner.object_jobs(self.save, self.digests, self.dp_ranks)
+        return self.planner.object_jobs(self.save, self.digests, self.dp_ranks, self.sizes)
 
 
 class PlanReuse:
@@ -101,7 +113,7 @@ class PlanReuse:
         """The live state that a later save can compare; None where it differs from what was planned."""
         # A custom state_dict may do anything. The save itself has succeeded with it: only the plan is not reused.
         with contextlib.suppress(Exception):
-            live = inspect_state(save.items, save_optimizer=self._planner.save_optimizer)
+            live = inspect_state(save.items, save_optimizer=self._planner.settings.save_optimizer)
             planned = {name: tree.flat() for name, tree in save.trees.items()}
             if live.matches(planned):
                 return live
@@ -117,13 +129,17 @@ class PlanReuse:
         if live is not None and all(is_reusable):
             dp_ranks = [proposal.dp_rank for proposal in proposals]
             nbytes = self._planner.expected_bytes
-            self._kept = _Kept(live.signature, save, dp_ranks, values, nbytes)
+            # With the same signature, later saves have such state in the same optimizers.
+            digests = proposals[self._planner.settings.ranks.rank].digests
+            compared = {item.name for item in save.items if has_digests_of_own(item.name, digests)}
+            self._kept = _Kept(live.signature, save, dp_ranks, values, nbytes, frozenset(compared))
 
     def agree(self, save: Save, state: Mapping[str, Any]) -> Reuse | None:
         """Agree to save with the kept plan; return None, with no effect, where there is none or it does not match on
         some rank.
 
-        Collective. Raises on all ranks what prevented rank 0 from creating the staging directory. The caller then calls
+        Collective. Raises on all ranks what prevented rank 0 from creating the staging directory, and
+        :class:`RecipeError` where state of an optimizer differs that must not. The caller then calls
         :meth:`Reuse.prepare`.
         """
         kept = self._kept
@@ -134,7 +150,7 @@ class PlanReuse:
         # Whatever fails here fails again, and is reported, when the save is planned anew.
         with contextlib.suppress(Exception):
             save.items = classify(state)
-            live = inspect_state(save.items, save_optimizer=self._planner.save_optimizer)
+            live = inspect_state(save.items, save_optimizer=self._planner.settings.save_optimizer)
         proposal, failure = self._propose(kept, live, save)
         proposals = agree.gather_objects(self._group, proposal)
         # All ranks see rank 0's flag, so that all of them enter this collective, or none does.
@@ -146,9 +162,14 @@ class PlanReuse:
             self._kept = None
             save.staging.remove()
             return None
+        check_consistent(digests)
+        # The plan may be of a time when the ranks had the same values.
+        replicated = [proposal.replicated for proposal in proposals]
+        self._planner.compare_replicas(self._group, save.replicated, replicated)
         save.staging.path = Path(proposals[0].staging)
         save.previous = proposals[0].previous
-        return Reuse(self._planner, save, live, digests, kept.dp_ranks)
+        sizes = [proposal.sizes for proposal in proposals]
+        return Reuse(self._planner, save, live, digests, kept.dp_ranks, sizes)
 
     def _propose(
         self, kept: _Kept, live: LiveState, save: Save
@@ -158,18 +179,22 @@ class PlanReuse:
         Returns this rank's proposal, and the failure on rank 0 or None.
         """
         digests = self._matching_digests(kept, live, save)
-        if digests is None or self._planner.ranks.rank != 0:
-            return _ReuseProposal(digests), None
+        sizes = save.sizes
+        replicated = {name: digest_of_all(values) for name, values in save.replicated.items()}
+        if digests is None or self._planner.settings.ranks.rank != 0:
+            return _ReuseProposal(digests, sizes=sizes, replicated=replicated), None
         try:
-            forecast = Forecast(kept.nbytes, free_bytes(self._planner.run.path))
+            forecast = Forecast(kept.nbytes, free_bytes(self._planner.settings.run.path))
             staging = self._planner.reserve(save, forecast)
         except Exception as error:
-            failure = as_failure(error, f"saving {save.name}", self._planner.run.path)
+            failure = as_failure(error, f"saving {save.name}", self._planner.settings.run.path)
             return _ReuseProposal(digests, failed=True), failure
-        return _ReuseProposal(digests, staging, previous=save.previous), None
+        proposal = _ReuseProposal(digests, staging, previous=save.previous, sizes=sizes)
+        proposal.replicated = replicated
+        return proposal, None
 
     def _matching_digests(self, kept: _Kept, live: LiveState, save: Save) -> dict[str, str] | None:
-        """The digests of this rank's small state, which is read into *save*; None where the plan does not match."""
+        """The digests of this rank, whose small state is read into *save*; None where the plan does not match."""
         # Whatever fails here fails again, and is reported, when the save is planned anew.
         with contextlib.suppress(Exception):
             if live.signature != kept.signature or not self._update_values(kept, live):
@@ -177,7 +202,13 @@ class PlanReuse:
             for item in save.items:
                 if item.kind == "object":
                     save.objects[item.name] = item.value.state_dict()
-            return {key: check_safe(key, value) for key, value in save.objects.items()}
+            digests = {key: check_safe(key, value) for key, value in save.objects.items()}
+            for item in save.items:
+                if item.name in kept.compared:
+                    digests |= digests_of_own(item.name, item.value)
+            save.replicated = present_digests(kept.save.replicated, live.trees)
+            self._planner.read_contents(save)
+            return digests
         return None
 
     def _update_values(self, kept: _Kept, live: LiveState) -> bool:

@@ -13,7 +13,8 @@ class Staging:
     """The staging directory of a save; it is created by :meth:`reserve`.
 
     Rank 0 owns the directory from its creation until its checkpoint is published. Any failure in between, on any rank,
-    must end in :meth:`remove`. On other ranks only :attr:`path` is used.
+    must end in :meth:`remove`. On other ranks only :attr:`path` is used; but if each node has its own directory, one
+    rank of each owns that.
     """
 
     def __init__(self) -> None:
@@ -34,6 +35,10 @@ class Staging:
             self.remove()
             raise
         return self.path
+
+    def own(self) -> None:
+        """Make this rank the owner of the directory :attr:`path` on its node, which it has created."""
+        self._is_owner = True
 
     def remove(self) -> None:
         """Delete the directory, if this rank owns one."""

@@ -14,13 +14,17 @@ from automodel_ckpt.checkpoint.collective_errors import raise_on_all_ranks
 from automodel_ckpt.checkpoint.files.direct import METER
 from automodel_ckpt.checkpoint.formats.assignment import Share
 from automodel_ckpt.checkpoint.manifest import Blob
+from automodel_ckpt.checkpoint.memory.nodes import Waiting
 from automodel_ckpt.checkpoint.saving.exports import Exports
 from automodel_ckpt.checkpoint.saving.plan_reuse import PlanReuse
-from automodel_ckpt.checkpoint.saving.planner import Planner, Proposal, Save, SaveReport
+from automodel_ckpt.checkpoint.saving.planner import Planner
+from automodel_ckpt.checkpoint.saving.publisher import Publisher
+from automodel_ckpt.checkpoint.saving.save import Proposal, Save, SaveReport
 from automodel_ckpt.checkpoint.writing.jobs import Data, FileJob, Job, run_all, with_data
 from automodel_ckpt.checkpoint.writing.rank_manifest import (
     RankManifest,
     finalize,
+    merge_trees,
     read_rank_manifests,
 )
 
@@ -30,6 +34,8 @@ class SyncSaves:
 
     def __init__(self, planner: Planner, group: ProcessGroup | None, exports: Exports) -> None:
         self._planner, self._group, self._exports = planner, group, exports
+        self._settings = planner.settings
+        self._publisher = Publisher(planner.settings)
         self._reuse = PlanReuse(planner, group)
         self._jobs: list[Job] = []
         self.in_progress: Save | None = None
@@ -65,7 +71,7 @@ class SyncSaves:
         reuse = self._reuse.agree(save, state)
         if reuse is None:
             return None
-        written = RankManifest(self._planner.ranks.rank)
+        written = RankManifest(self._settings.ranks.rank)
         for name, tree_layout in save.layouts.items():
             written.trees[name] = tree_layout.rank_tree()
         with self._saving(save):
@@ -92,22 +98,65 @@ class SyncSaves:
     ) -> SaveReport:
         """Write the *jobs* of the trees, which *plan* may add to, and those of objects, which it returns; publish."""
         report = None
-        planner, group = self._planner, self._group
-        where = planner.run.path
+        settings, group = self._settings, self._group
+        is_rank0 = settings.ranks.rank == 0
+        where = settings.run.path
         with raise_on_all_ranks(group, f"saving {save.name}", where):
             written, objects = plan()
-            _write(save, written, [*jobs, *objects], planner)
+            self._planner.create_on_node(save)
+            self._write(save, written, [*jobs, *objects])
+        if settings.nodes is not None:
+            with raise_on_all_ranks(group, f"saving {save.name}", where):
+                if settings.nodes.is_leader:
+                    settings.nodes.contribute(save.staging.path, Waiting())
+        exports = settings.exports(save.last)
         # The exchange above is also a barrier: all rank manifests exist when rank 0 reads them.
         with raise_on_all_ranks(group, f"publishing {save.name}", where):
-            if planner.ranks.rank == 0:
-                report = _publish(save, planner)
-        save.total_bytes = None
+            if is_rank0:
+                report = self._publish(save)
+            save.total_bytes = None
+            if report is not None and not exports:
+                self._publisher.notify(save, report)
         if report is None:
-            report = planner.report(save)
-        if planner.exports(save.last):
+            report = self._publisher.report(save)
+        if exports:
             report = self._exports.export_save(save, report)
-        if save.on_saved is not None and planner.ranks.rank == 0:
-            save.on_saved(report)
+            with raise_on_all_ranks(group, f"reporting {save.name}", where):
+                if is_rank0:
+                    self._publisher.notify(save, report)
+        return report
+
+    def _write(self, save: Save, written: RankManifest, jobs: Sequence[Job]) -> None:
+        """Write this rank's files and its rank manifest below the staging directory."""
+        staging = save.staging.path
+        save.bytes_before = METER.nbytes
+        save.total_bytes = sum(job.size for job in jobs)
+        run_all(jobs, staging, written, previous=save.previous)
+        if self._settings.ranks.rank == 0:
+            self._publisher.write_common(save, written)
+        # Last: a rank manifest on disk means that all files of its rank are durable.
+        commit.write_file(
+            staging / layout.rank_manifest_file(self._settings.ranks.rank), written.to_bytes()
+        )
+
+    def _publish(self, save: Save) -> SaveReport:
+        """Merge the rank manifests and publish the checkpoint. Called by rank 0 after all ranks have written."""
+        staging = save.staging.path
+        rank_manifests = read_rank_manifests(staging, self._settings.ranks.world_size)
+        manifest = self._publisher.partial_manifest(save)
+        trees = merge_trees(manifest, rank_manifests)
+        rank_manifests[0].files.update(self._publisher.write_metadata(save, trees.__getitem__))
+        if save.before_publishing is not None:
+            # A recipe flushes its logs here: no checkpoint is published before the log lines of its
+            # step.
+            save.before_publishing()
+        nbytes = finalize(staging, manifest, rank_manifests, save.previous, trees)
+        if self._settings.nodes is not None:
+            # Before rank 0's node: its own checkpoint is the one that the next save continues.
+            self._settings.nodes.publish(staging, str(save.name), Waiting())
+        report = self._publisher.publish(save, nbytes)
+        if self._settings.nodes is not None:
+            self._settings.nodes.remove_others(Waiting())
         return report
 
 
@@ -142,29 +191,3 @@ class _Values:
         if is_same_size:
             self._data[name] = data
         return is_same_size
-
-
-def _write(save: Save, written: RankManifest, jobs: Sequence[Job], planner: Planner) -> None:
-    """Write this rank's files and its rank manifest below the staging directory."""
-    staging = save.staging.path
-    save.bytes_before = METER.nbytes
-    save.total_bytes = sum(job.size for job in jobs)
-    run_all(jobs, staging, written, previous=save.previous)
-    if planner.ranks.rank == 0:
-        planner.write_common(save, written)
-    # Last: a rank manifest on disk means that all files of its rank are durable.
-    commit.write_file(staging / layout.rank_manifest_file(planner.ranks.rank), written.to_bytes())
-
-
-def _publish(save: Save, planner: Planner) -> SaveReport:
-    """Merge the rank manifests and publish the checkpoint. Called by rank 0 after all ranks have written."""
-    staging = save.staging.path
-    rank_manifests = read_rank_manifests(staging, planner.ranks.world_size)
-    metadata = planner.write_metadata(save, lambda: rank_manifests)
-    rank_manifests[0].files.update(metadata)
-    if save.before_publishing is not None:
-        # A recipe flushes its logs here: no checkpoint is published before the log lines of its
-        # step.
-        save.before_publishing()
-    nbytes = finalize(staging, planner.partial_manifest(save), rank_manifests, save.previous)
-    return planner.publish(save, nbytes)

@@ -67,13 +67,10 @@ def read_files(directory: Path, patterns: Iterable[str]) -> dict[str, bytes]:
     for folder in _FOLDERS:
         candidates += directory.glob(folder)
     # Links are followed: in the Hub's cache, every file is a link.
-    names = {
-        path.relative_to(directory).as_posix(): path
-        for path in sorted(candidates)
-        if path.is_file()
-    }
-    return {
-        name: path.read_bytes()
-        for name, path in names.items()
-        if any(fnmatch(name, p) for p in wanted)
-    }
+    files: dict[str, bytes] = {}
+    for path in sorted(candidates):
+        name = path.relative_to(directory).as_posix()
+        is_wanted = any(fnmatch(name, pattern) for pattern in wanted)
+        if is_wanted and path.is_file():
+            files[name] = path.read_bytes()
+    return files

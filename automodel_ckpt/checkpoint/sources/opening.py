@@ -115,11 +115,13 @@ def _module_of(
     """Describe the module *name* of a checkpoint, which is stored in *directory*."""
     prefix = f"{directory.name}/"
     if f"{prefix}{layout.ADAPTER_CONFIG}" in manifest.files:
+        ema = " --ema" if name == layout.AVERAGE else ""
         raise CheckpointUnusable(
-            "an adapter checkpoint needs no consolidation",
+            "the checkpoint has adapters, which are not a complete model",
             where=str(directory),
             value=layout.ADAPTER_MODEL,
-            hint="load the directory with peft as it is",
+            hint="peft loads this directory as it is; `ckpt export --merge"
+            f"{ema}` combines them with their base, and the result can be exported to other formats",
         )
     check_no_links(checkpoint, (directory.name, f"{prefix}{layout.HF_METADATA}"))
     _check_no_unlisted_files(directory, {path.removeprefix(prefix) for path in manifest.files})

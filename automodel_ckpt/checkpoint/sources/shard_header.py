@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
+from automodel_ckpt.checkpoint.digests import FileRecord
 from automodel_ckpt.checkpoint.files.safe_open import begins_with
 from automodel_ckpt.checkpoint.files.safetensors_header import build_header
-from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.manifest import Manifest, Tree
+from automodel_ckpt.checkpoint.merkle import FileSlice, has_merkle_digest, head_fits
 from automodel_ckpt.checkpoint.slices import Slice
 
 # A sector (files/direct.py): O_DIRECT reads and cloned blocks must begin at one.
@@ -31,7 +33,8 @@ def shard_header(entries: Sequence[Entry]) -> tuple[bytes, dict[str, int]]:
 
 
 def files_covered_by_slices(root: Path, manifest: Manifest) -> set[str]:
-    """Return the files that consist of exactly the header that a save writes, and slices up to the end.
+    """Return the files that consist of exactly the header that a save writes, and slices up to the end; of those of
+    several ranks, the ones whose header fits to their digest.
 
     The digests of their slices then verify every byte after the header, so the digest of the file needs no second
     read. A file that cannot be read, or has another header, is not among them.
@@ -43,8 +46,15 @@ def files_covered_by_slices(root: Path, manifest: Manifest) -> set[str]:
                 entry = (stored.fqn, stored.dtype, stored.offsets, stored.sizes, tensor.shape)
                 slices_by_file.setdefault(stored.file, []).append((stored, entry))
     covered: set[str] = set()
+    trees = manifest.trees.values()
     for path, slices in slices_by_file.items():
-        if _is_covered(root, path, slices, manifest.files[path].size):
+        record = manifest.files[path]
+        if has_merkle_digest(record):
+            filled = [FileSlice(stored, shape) for stored, (*_, shape) in slices if stored.nbytes]
+            filled.sort(key=lambda one: (one.stored.start, one.stored.offsets))
+            if _head_fits(root, path, record, filled, trees):
+                covered.add(path)
+        elif _is_covered(root, path, slices, manifest.files[path].size):
             covered.add(path)
     return covered
 
@@ -66,3 +76,16 @@ def _is_covered(
         return False
     end = max(stored.start + stored.nbytes for stored, _ in ordered)
     return end == file_bytes
+
+
+def _head_fits(
+    root: Path,
+    path: str,
+    record: FileRecord,
+    slices: Sequence[FileSlice],
+    trees: Collection[Tree],
+) -> bool:
+    try:
+        return head_fits(root, path, record, slices, trees)
+    except OSError:
+        return False

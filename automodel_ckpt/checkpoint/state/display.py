@@ -11,7 +11,8 @@ from typing import Any
 from automodel_ckpt.checkpoint.files.pickle_records import read_records
 from automodel_ckpt.checkpoint.files.safe_open import open_safely, read_safely
 from automodel_ckpt.checkpoint.files.torch_archive_reading import archive_records
-from automodel_ckpt.checkpoint.manifest import Blob, Tree
+from automodel_ckpt.checkpoint.manifest import Blob, Manifest, Tree
+from automodel_ckpt.checkpoint.tree import OBJECTS
 
 _MAX_FILE_BYTES = 1 << 20
 # The names of a group's parameters, of which there can be a hundred thousand.
@@ -20,10 +21,18 @@ _MAX_GROUPS = 100
 _OPTION = re.compile(r".*\.param_groups\.([0-9]{1,3})\.(\w+)", re.ASCII)
 
 
-def plain_state(checkpoint: Path, file: str) -> dict[str, Any]:
-    """The mapping of text to values in a state file; empty where it has none or cannot be read."""
+def plain_state(checkpoint: Path, manifest: Manifest, attribute: str) -> dict[str, Any]:
+    """The mapping of text to values in the state of an object, of one rank; empty where it has none or cannot be
+    read."""
+    record = manifest.state.get(attribute)
+    tree = manifest.trees.get(attribute)
     try:
-        state = _value(read_safely(checkpoint, file, limit=_MAX_FILE_BYTES))
+        if tree is not None and tree.format == OBJECTS:
+            state = _value(_bytes_of(checkpoint, next(iter(tree.objects.values()))))
+        elif record is not None and record.files:
+            state = _value(read_safely(checkpoint, record.files[0], limit=_MAX_FILE_BYTES))
+        else:
+            return {}
     except Exception:
         # A damaged or unusual file may make the reader raise anything. It is then not displayed.
         return {}
@@ -48,12 +57,16 @@ def optimizer_groups(checkpoint: Path, tree: Tree) -> list[dict[str, Any]]:
 
 def _option(checkpoint: Path, name: str, blob: Blob) -> Mapping[str, Any]:
     try:
-        with os.fdopen(open_safely(checkpoint, blob.file), "rb") as file:
-            file.seek(blob.start)
-            value = _value(file.read(blob.nbytes))
+        value = _value(_bytes_of(checkpoint, blob))
     except Exception:  # a damaged file, as in plain_state
         return {}
     return {name: len(value) if name == "params" else value}
+
+
+def _bytes_of(checkpoint: Path, blob: Blob) -> bytes:
+    with os.fdopen(open_safely(checkpoint, blob.file), "rb") as file:
+        file.seek(blob.start)
+        return file.read(min(blob.nbytes, _MAX_FILE_BYTES))
 
 
 def _value(archive: bytes) -> Any:

@@ -11,16 +11,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from automodel_ckpt.checkpoint.formats.description import local_tensor
 from automodel_ckpt.checkpoint.formats.reading import read_tree
 from automodel_ckpt.checkpoint.manifest import Tree
 from automodel_ckpt.checkpoint.module_tensors import (
     StoredLayout,
     complete_state,
     module_state,
-    set_module_state,
 )
 from automodel_ckpt.checkpoint.slices import Box, Tensor, nbytes_of
 from automodel_ckpt.checkpoint.sources.source import Tensors
+from automodel_ckpt.checkpoint.state.module_loading import set_module_state
 from automodel_ckpt.checkpoint.state.quantized_tensors import QuantizedTensor, dequantized_rows
 from automodel_ckpt.checkpoint.state.stored_rows import read_rows
 
@@ -68,8 +69,9 @@ def fill_module(
     """Read the stored tensors of *fillings* (by stored name) into the module; other tensors keep their values.
 
     *layout* replaces the module's own stored layout. Tensors may be sharded and on any device; values are cast to the
-    parameter's dtype. Of a resized tensor the common rows are read; with *new_rows* ``mean`` the others become the mean
-    of all stored rows, with ``init`` they are unchanged. Tensors that only other ranks have are skipped; no collective.
+    parameter's dtype. The common rows of a resized tensor are read. With *new_rows* ``mean``, its other rows become the
+    mean of all stored rows; with ``init``, they are unchanged. Tensors that only other ranks have are skipped; no
+    collective.
     Raises :class:`CheckpointUnusable` naming the file.
     """
     state, tied = module_state(module, layout)
@@ -135,7 +137,7 @@ def local_part(target: torch.Tensor) -> tuple[torch.Tensor, Box]:
     sizes, offsets = compute_local_shape_and_global_offset(
         target.shape, target.device_mesh, target.placements
     )
-    return target.to_local().detach(), Box(tuple(offsets), tuple(sizes))
+    return local_tensor(target).detach(), Box(tuple(offsets), tuple(sizes))
 
 
 def _blocks(

@@ -16,6 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.checkpoint.discovery import Item
+from automodel_ckpt.checkpoint.formats.description import local_tensor
 from automodel_ckpt.checkpoint.module_tensors import (
     stored_layout,
     stored_names,
@@ -112,12 +113,14 @@ def _spec(value: Any, *, nested: bool = False) -> Any:
             type(value),
             value.dtype,
             value.shape,
-            value.to_local().shape,
+            local_tensor(value).shape,
             value.placements,
             value.device_mesh,
+            value.requires_grad,
         )
     if isinstance(value, torch.Tensor):
-        return type(value), value.dtype, value.shape
+        # Frozen parameters are stored in other files.
+        return type(value), value.dtype, value.shape, value.requires_grad
     if not nested:
         return type(value)
     if isinstance(value, list) and all(isinstance(element, str) for element in value):
@@ -135,7 +138,6 @@ def _is_same(live: Any, planned: Any) -> bool:
         return False
     if isinstance(live, DTensor) != isinstance(planned, DTensor):
         return False
-    one = live.to_local() if isinstance(live, DTensor) else live
-    other = planned.to_local() if isinstance(planned, DTensor) else planned
+    one, other = local_tensor(live), local_tensor(planned)
     same_memory = one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
     return same_memory and one.dtype == other.dtype and one.shape == other.shape

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.discovery import Item
@@ -20,34 +18,19 @@ from automodel_ckpt.checkpoint.formats.reading import (
     read_value,
 )
 from automodel_ckpt.checkpoint.manifest import NOT_SAVED, Manifest, StateRecord, Tree
-from automodel_ckpt.checkpoint.module_tensors import complete_state, module_state, set_module_state
-from automodel_ckpt.checkpoint.state.optimizer_names import Owners, optimizer_tree, trained_by_all
-from automodel_ckpt.checkpoint.state.optimizer_state import (
-    FORMS,
-    Forms,
-    Location,
-    StateAllocator,
-    forms_in,
-    load_read_state,
-    locations,
-)
-from automodel_ckpt.checkpoint.state.param_groups import GroupMatch, match_groups
-from automodel_ckpt.errors import AutomodelError, CheckpointUnusable
+from automodel_ckpt.checkpoint.module_tensors import complete_state, module_state
+from automodel_ckpt.checkpoint.state.mismatch import check_differences, unusable
+from automodel_ckpt.checkpoint.state.module_loading import set_module_state
+from automodel_ckpt.checkpoint.state.optimizer_loading import OptimizerLoader
+from automodel_ckpt.checkpoint.state.optimizer_names import Owners, optimizer_tree
+from automodel_ckpt.checkpoint.tree import OBJECTS
+from automodel_ckpt.errors import AutomodelError
 from automodel_ckpt.user_code import location_in_user_code
 
 log = logging.getLogger("automodel_ckpt")
 
-_MAX_LINES = 20
 # A module is read before the optimizers whose state is created by its shape, and those before other objects.
 _ORDER = {"module": 0, "optimizer": 1, "object": 2}
-
-
-def first_lines(lines: list[str]) -> str:
-    """The first of many lines, indented, as the value of a message."""
-    first = lines[:_MAX_LINES]
-    if len(lines) > _MAX_LINES:
-        first.append(f"... and {len(lines) - _MAX_LINES} more")
-    return "".join(f"\n    {line}" for line in first)
 
 
 class Loader:
@@ -65,6 +48,8 @@ class Loader:
         self._path, self._manifest, self._remote = path, manifest, remote
         self._ranks, self._allow_missing = ranks, allow_missing
         self._absent: dict[str, str] = {}
+        self.started_anew: frozenset[str] = frozenset()
+        """The optimizers, and their LR schedulers, that :meth:`load` left without the saved state."""
         self._module_states: dict[str, tuple[dict[str, Any], dict[str, str]]] = {}
 
     def load(self, items: list[Item]) -> None:
@@ -73,6 +58,13 @@ class Loader:
         Raises :class:`CheckpointUnusable` where the checkpoint does not match.
         """
         records, owners = self._match(items), Owners(items)
+        optimizers = OptimizerLoader(
+            self._path,
+            self._remote,
+            self._absent,
+            self._allow_missing,
+            is_rank0=self._ranks.rank == 0,
+        )
         # LR schedulers are stored and loaded with their optimizer.
         matched = [item for item in items if item.name in records and item.kind != "lr_scheduler"]
         trees: dict[str, Tree] = {}
@@ -84,7 +76,7 @@ class Loader:
             if item.kind == "module":
                 # All modules before any is read: a later mismatch would leave the others
                 # overwritten.
-                self._check_differences(item, trees[item.name], self._complete_state(item))
+                check_differences(self._path, item, trees[item.name], self._complete_state(item))
         # Before modules are read: an optimizer's state is created by a step of it, which may change weights.
         created: dict[str, dict[str, Any]] = {}
         for item in matched:
@@ -94,7 +86,9 @@ class Loader:
             if item.kind == "module":
                 self._load_module(item, trees[item.name])
             elif item.kind == "optimizer":
-                self._load_optimizer(item, items, trees[item.name], owners, created[item.name])
+                self.started_anew |= optimizers.load(
+                    item, items, trees[item.name], owners, created[item.name]
+                )
             else:
                 self._load_object(item, records[item.name][1])
 
@@ -132,7 +126,8 @@ class Loader:
         self._absent = {name: kind for name, kind in kinds.items() if name not in on_both_sides}
         if lines:
             names = sorted({line.split(":")[0][2:] for line in lines})
-            self._raise_unusable(
+            raise unusable(
+                self._path,
                 "the state in the checkpoint does not match this recipe",
                 lines,
                 f"to continue without it: --checkpoint.allow_missing_state '[{', '.join(names)}]'",
@@ -169,119 +164,15 @@ class Loader:
                 lines.append(f"- {name}: saved, but not here")
         return matched, lines
 
-    def _raise_unusable(self, what: str, lines: list[str], hint: str) -> NoReturn:
-        raise CheckpointUnusable(what, where=str(self._path), value=first_lines(lines), hint=hint)
-
     def _load_module(self, item: Item, tree: Tree) -> None:
         state, tied = self._module_state(item)
         read_tree(self._path, tree, state, self._remote)
         set_module_state(item.value, state, tied, strict=True)
 
-    def _load_optimizer(
-        self, item: Item, items: list[Item], tree: Tree, owners: Owners, state: dict[str, Any]
-    ) -> None:
-        """Load an optimizer and its LR schedulers; the saved values are read into *state*."""
-        name = item.name
-        optimizer_state = state[name]
-        saved_groups = self._groups(name, tree)
-        groups = [group["params"] for group in optimizer_state["param_groups"]]
-        absent = {key: kind for key, kind in self._absent.items() if key in self._allow_missing}
-        match = match_groups(name, saved_groups, groups, tree, _module_prefixes(absent))
-        skipped = _Skipped(name, absent, match)
-        saved_forms, tree = self._forms(name, tree)
-        forms, tree = match.renumbered_forms(saved_forms), match.renumbered(tree)
-
-        # What the checkpoint has no state for starts without: its state was created here only to be read into.
-        without_state = self._without_state(name, tree, saved_groups)
-        without_state -= {fqn for _, fqn in forms}
-        for fqn in list(optimizer_state["state"]):
-            if fqn in without_state or skipped.drops(f"{name}.state.{fqn}."):
-                del optimizer_state["state"][fqn]
-
-        parameters = owners.parameters(item, optimizer_state)
-        here = self._locations(name, state)
-        stored = {*tree.tensors, *tree.objects}
-        tree = _select(tree, lambda key: skipped.takes(key, on_both_sides=key in here))
-        StateAllocator(name, tree, forms, parameters).allocate_in(optimizer_state)
-        here = self._locations(name, state)
-        values: dict[str, Any] = {}
-        for key, (container, index) in here.items():
-            if skipped.takes(key, on_both_sides=key in stored):
-                values[key] = container[index]
-        compared = _without_other_ranks(item, tree, owners)
-        self._check_differences(item, compared, values, match.mismatched)
-        read_tree(self._path, tree, values, self._remote)
-        # Tensors were read in place; other values were replaced in the mapping only.
-        for key in tree.objects.keys() & values.keys():
-            container, index = here[key]
-            container[index] = values[key]
-        load = partial(owners.set_optimizer_state, item)
-        load_read_state(item.value, optimizer_state, parameters, load)
-        for scheduler in items:
-            if scheduler.owner == name and scheduler.name in state:
-                (saved_schedule,) = state[scheduler.name]
-                schedule = match.schedule_state(saved_schedule, scheduler.value)
-                scheduler.value.load_state_dict(schedule)
-
-    @staticmethod
-    def _locations(name: str, state: dict[str, Any]) -> dict[str, Location]:
-        """The location of each value of an optimizer's state by flat name, without the parameter lists of groups."""
-        prefix = f"{name}.param_groups."
-        found: dict[str, Location] = {}
-        for key, location in locations(state).items():
-            if not (key.startswith(prefix) and key.endswith(".params")):
-                found[key] = location
-        return found
-
-    def _check_differences(
-        self, item: Item, tree: Tree, state: Mapping[str, Any], further: Iterable[str] = ()
-    ) -> None:
-        lines = [*differences(tree, state), *further]
-        if lines:
-            self._raise_unusable(
-                f"the checkpoint's {item.name!r} does not match this recipe",
-                lines,
-                "resume with the recipe that wrote it (its config.yaml is in the checkpoint), "
-                "or start a new run in another checkpoint.checkpoint_dir "
-                "(checkpoint.on_incompatible sibling creates one)",
-            )
-
-    def _forms(self, name: str, tree: Tree) -> tuple[Forms, Tree]:
-        """(container forms saved for the optimizer *name*, the tree without them)."""
-        key = f"{name}.{FORMS}"
-        if key not in tree.objects:
-            return {}, tree
-        forms = forms_in(read_object(self._path, tree, key, self._remote))
-        return forms, _select(tree, lambda entry: entry != key)
-
-    def _groups(self, name: str, tree: Tree) -> list[list[str]]:
-        """The parameters of each group that the optimizer *name* had, by FQN."""
-        prefix = f"{name}.param_groups."
-        keys = [key for key in tree.objects if key.startswith(prefix) and key.endswith(".params")]
-        # By number: as text, group 10 would come before group 2.
-        keys.sort(key=lambda key: int(key.split(".")[-2]))
-        return [read_object(self._path, tree, key, self._remote) for key in keys]
-
-    def _without_state(self, name: str, tree: Tree, groups: list[list[str]]) -> set[str]:
-        """The parameters that the optimizer *name* was to train, and that no step had updated when it was saved."""
-        trained = {fqn for group in groups for fqn in group}
-        prefix = f"{name}.state."
-        for key in (*tree.tensors, *tree.objects):
-            if not key.startswith(prefix):
-                continue
-            # The FQN ends at one of the dots: both FQNs and the keys that follow may contain dots.
-            entry = key.removeprefix(prefix)
-            end = entry.find(".")
-            while end >= 0:
-                trained.discard(entry[:end])
-                end = entry.find(".", end + 1)
-        return trained
-
     def _load_object(self, item: Item, record: StateRecord) -> None:
-        file = self._file_of(record)
-        state = read_value(self._path, file) if file is not None else None
+        found, state = self._saved_state(record)
         fits: Callable[[Any], bool] = getattr(item.value, "fits", lambda state: True)
-        if file is not None and fits(state):
+        if found and fits(state):
             self._load_state_dict(item, state)
         elif item.name not in self._allow_missing:
             self._recompute(item)
@@ -297,11 +188,12 @@ class Loader:
             location = location_in_user_code(error)
             if location is not None:
                 lines.append(f"in {location}")
-            self._raise_unusable(
+            raise unusable(
+                self._path,
                 f"{item.name!r} could not load the state that was saved",
                 lines,
                 "resume with the recipe that wrote it, or use another checkpoint of this run",
-            )
+            ) from error
 
     def _recompute(self, item: Item) -> None:
         """Recompute per-rank state from the step, for a run with a different number of ranks.
@@ -310,7 +202,8 @@ class Loader:
         """
         derive: Callable[[int], object] | None = getattr(item.value, "derive", None)
         if derive is None:
-            self._raise_unusable(
+            raise unusable(
+                self._path,
                 f"{item.name!r} was saved by {self._manifest.world_size} ranks, each with its own state",
                 [f"~ {item.name}: this run has {self._ranks.world_size} ranks"],
                 f"resume on the same number of ranks, or --checkpoint.allow_missing_state '[{item.name}]'",
@@ -321,77 +214,33 @@ class Loader:
             log.warning("%s: %s is recomputed from the seed and the step", what, item.name)
         derive(self._manifest.step)
 
-    def _file_of(self, record: StateRecord) -> str | None:
-        """The file for this rank; any where all are equal; None where the number of ranks must be the saved one."""
+    def _saved_state(self, record: StateRecord) -> tuple[bool, Any]:
+        """Whether the checkpoint has an object's state for this rank, and that state."""
+        tree = self._manifest.trees.get(_saved_name(record))
+        if tree is not None and tree.format == OBJECTS:
+            digests = {name: blob.digest for name, blob in tree.objects.items()}
+            name = self._name_of(record, digests)
+            if name is None:
+                return False, None
+            return True, read_object(self._path, tree, name, self._remote)
+        file = self._name_of(
+            record, {file: self._manifest.files[file].digest for file in record.files}
+        )
+        return file is not None, None if file is None else read_value(self._path, file)
+
+    def _name_of(self, record: StateRecord, digests: Mapping[str, str]) -> str | None:
+        """The name of this rank's state among those of *digests*; any where all are equal; None where the number of
+        ranks must be the saved one."""
         scope: Any = record.scope
         saved, ranks = self._manifest, self._ranks
         same_ranks = saved.world_size == ranks.world_size and saved.dp_size == ranks.dp_size
         if same_ranks and scope != "replicated":
-            file = layout.rank_file(_saved_name(record), scope, ranks)
-            return file if file in record.files else None
-        digests = {saved.files[file].digest for file in record.files}
+            name = layout.rank_file(_saved_name(record), scope, ranks)
+            return name if name in digests else None
         # Random states that are equal now must not stay equal: they are recomputed.
-        if len(digests) != 1 or scope == "rank_rng":
+        if len(set(digests.values())) != 1 or scope == "rank_rng":
             return None
-        return record.files[0]
-
-
-def _module_prefixes(absent: Mapping[str, str]) -> tuple[str, ...]:
-    """The FQN prefixes of optimizer parameters that belong to the modules in *absent* (name: kind)."""
-    return tuple(f"{module.replace('.', '%')}." for module in absent)
-
-
-class _Skipped:
-    """Which values of an optimizer are skipped because attributes in *absent* (name: kind) are on one side only.
-
-    These are the state of absent modules, groups without other parameters, and the options that an absent LR scheduler
-    adds. *match* is the match of its groups to the saved ones.
-    """
-
-    def __init__(self, name: str, absent: Mapping[str, str], match: GroupMatch) -> None:
-        dropped = [f"{name}.state.{prefix}" for prefix in _module_prefixes(absent)]
-        if absent:
-            dropped += match.new_groups
-        self._dropped = tuple(dropped)
-        self._schedules = {schedule for schedule, kind in absent.items() if kind == "lr_scheduler"}
-        self._options = f"{name}.param_groups."
-
-    def drops(self, name: str) -> bool:
-        """Whether a name of the (flat) tree belongs to what is absent."""
-        return name.startswith(self._dropped)
-
-    def takes(self, name: str, *, on_both_sides: bool) -> bool:
-        """Whether a name is compared and read: it is on both sides, or must be."""
-        if self.drops(name):
-            return False
-        if on_both_sides or not self._schedules:
-            return True
-        return name not in self._schedules and not name.startswith(self._options)
-
-
-def _select(tree: Tree, is_selected: Callable[[str], bool]) -> Tree:
-    """The entries of *tree* whose names are selected."""
-    tensors = {name: tensor for name, tensor in tree.tensors.items() if is_selected(name)}
-    objects = {name: blob for name, blob in tree.objects.items() if is_selected(name)}
-    return replace(tree, tensors=tensors, objects=objects)
-
-
-def _without_other_ranks(item: Item, tree: Tree, owners: Owners) -> Tree:
-    """An optimizer's tree without the state of parameters that only other ranks train."""
-    trained = trained_by_all(item.value)
-    if trained is None:
-        return tree
-    others = {fqn for group in trained for fqn in group}
-    others -= {fqn for group in owners.groups(item) for fqn in group}
-    prefix = f"{item.name}.state."
-
-    def is_here(name: str) -> bool:
-        if not name.startswith(prefix):
-            return True
-        fqn, _, _ = name.removeprefix(prefix).rpartition(".")
-        return fqn not in others
-
-    return _select(tree, is_here)
+        return next(iter(digests))
 
 
 def _saved_name(record: StateRecord) -> str:

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Optimizer
 
 from automodel_ckpt.checkpoint.discovery import Item
-from automodel_ckpt.checkpoint.module_tensors import without_memory
+from automodel_ckpt.checkpoint.module_tensors import has_plain_names, unwrap, without_memory
 from automodel_ckpt.checkpoint.state.optimizer_state import FORMS, forms_of
 from automodel_ckpt.errors import RecipeError
 
@@ -49,12 +49,34 @@ class Owners:
         The groups name what all ranks train, the state is this rank's.
         """
         self.check_parameters(item)
-        state: dict[str, Any] = dict(get_optimizer_state_dict(self.root, item.value))
+        state = self._state_dict(item.value)
         trained = trained_by_all(item.value)
         if trained is not None:
             for group, names in zip(state["param_groups"], trained, strict=False):
                 group["params"] = list(names)
         return state
+
+    def _state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The result of PyTorch's ``get_optimizer_state_dict``, which is slow with thousands of parameters (see
+        :func:`has_plain_names`)."""
+        modules = {name: unwrap(module) for name, module in self.root.named_children()}
+        if not optimizer.state or not all(map(has_plain_names, modules.values())):
+            return dict(get_optimizer_state_dict(self.root, optimizer))
+        fqns: dict[int, str] = {}
+        for prefix, module in modules.items():
+            for name, parameter in module.named_parameters():
+                # PyTorch also uses the first name of a tied parameter.
+                fqns.setdefault(id(parameter), f"{prefix}.{name}")
+        names: list[str] = []
+        for group in optimizer.param_groups:
+            names += [fqns[id(parameter)] for parameter in group["params"]]
+        with torch.no_grad():
+            numbered = optimizer.state_dict()
+        state = {names[number]: entry for number, entry in numbered["state"].items()}
+        groups: list[dict[str, Any]] = []
+        for group in numbered["param_groups"]:
+            groups.append({**group, "params": [names[number] for number in group["params"]]})
+        return {"state": state, "param_groups": groups}
 
     def groups(self, item: Item) -> Groups:
         """What each parameter group of this rank's optimizer trains."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import xxhash
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 
 from automodel_ckpt.checkpoint.formats.planning import DTYPES
 from automodel_ckpt.checkpoint.manifest import Tree
@@ -142,6 +142,11 @@ def _digest(name: str, value: Any) -> bytes:
         if not isinstance(container[key], DTensor):
             digests.append(check_safe(name, container[key]))
     return "".join(digests).encode()
+
+
+def has_digests_of_own(name: str, digests: Mapping[str, str]) -> bool:
+    """Whether there are any of :func:`digests_of_own` for the optimizer *name* among the *digests* of a rank."""
+    return any(key.startswith(f"{name}{_OF_ALL}") for key in digests)
 
 
 def check_consistent(digests: Sequence[Mapping[str, str]]) -> None:
@@ -300,13 +305,21 @@ def load_read_state(
         load(state)
         return
     leaves_moments = _leaves_moments(optimizer)
+    unchanged_steps: frozenset[str] = frozenset()
+    # Others may require the step of every parameter (__setstate__).
+    if leaves_moments and isinstance(optimizer, Adam | AdamW):
+        unchanged_steps = _with_unchanged_steps(state)
     loadable: dict[str, dict[Any, Any]] = {}
     for fqn, entry in state["state"].items():
-        loadable[fqn] = {}
+        of_parameter: dict[Any, Any] = {}
         for key, value in entry.items():
             is_left = leaves_moments and _is_moment(key, value, parameters.get(fqn))
             if isinstance(value, _LOADED_BY_TORCH) and not is_left:
-                loadable[fqn][key] = value
+                of_parameter[key] = value
+        # Not beside other values: PyTorch expects a step where a parameter has any.
+        if fqn in unchanged_steps and _is_only_a_step(of_parameter):
+            of_parameter = {}
+        loadable[fqn] = of_parameter
     load({**state, "state": loadable})
     for fqn, entry in state["state"].items():
         loaded = optimizer.state.get(parameters[fqn])
@@ -332,6 +345,24 @@ def _leaves_moments(optimizer: Optimizer) -> bool:
         *optimizer._optimizer_load_state_dict_post_hooks,
     ]
     return not hooks and type(optimizer).__setstate__.__module__.startswith("torch.optim.")
+
+
+def _with_unchanged_steps(state: Mapping[str, Any]) -> frozenset[str]:
+    """The parameters whose steps PyTorch would load unchanged, if they are tensors: it casts only those of fused and
+    capturable optimizers.
+
+    For each step, it searches the parameters of all groups for its parameter. With 10,000 parameters, that takes longer
+    than reading the values.
+    """
+    found: set[str] = set()
+    for group in state["param_groups"]:
+        if not group.get("fused") and not group.get("capturable"):
+            found.update(group["params"])
+    return frozenset(found)
+
+
+def _is_only_a_step(entry: Mapping[Any, Any]) -> bool:
+    return list(entry) == ["step"] and isinstance(entry["step"], torch.Tensor)
 
 
 def _is_moment(key: Any, value: Any, parameter: torch.Tensor | None) -> bool:

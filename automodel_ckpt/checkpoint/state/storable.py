@@ -13,10 +13,10 @@ from typing import Any, cast
 import numpy as np
 import torch
 import xxhash
-from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.checkpoint.discovery import raw_bytes
 from automodel_ckpt.checkpoint.files.pickle_values import has_counterpart, is_saved
+from automodel_ckpt.checkpoint.formats.description import local_tensor, unstorable_placement
 from automodel_ckpt.checkpoint.formats.planning import DTYPE_CODES
 from automodel_ckpt.errors import Problem, RecipeError
 
@@ -77,10 +77,10 @@ def check_safe_values(name: str, tree: Mapping[str, Any]) -> None:
             check_safe(name, {key: value})
 
 
-def check_storable(name: str, module: Mapping[str, Any]) -> None:
-    """Raise :class:`RecipeError` naming the tensors of a module's state that cannot be stored in a checkpoint."""
+def check_storable(name: str, tree: Mapping[str, Any]) -> None:
+    """Raise :class:`RecipeError` naming the tensors of a flat *tree* that cannot be stored in a checkpoint."""
     problems: list[Problem] = []
-    for key, value in module.items():
+    for key, value in tree.items():
         found = _unstorable(value) if isinstance(value, torch.Tensor) else ""
         if not found:
             continue
@@ -89,7 +89,7 @@ def check_storable(name: str, module: Mapping[str, Any]) -> None:
                 "a tensor that cannot be stored in a checkpoint",
                 f"recipe attribute {name!r}, {key}",
                 found,
-                "register it with persistent=False, or store it in another format",
+                "store it in another format, or leave it out (register a buffer with persistent=False)",
             )
         )
     if problems:
@@ -98,7 +98,11 @@ def check_storable(name: str, module: Mapping[str, Any]) -> None:
 
 def _unstorable(tensor: torch.Tensor) -> str:
     """The reason why a tensor cannot be stored; empty where it can."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if placement := unstorable_placement(tensor):
+        return f"the placement {placement}: no rank has its values (redistribute it to Replicate() or Shard())"
+    local = local_tensor(tensor)
+    if local.device.type == "meta":
+        return "it is without values (on the device meta)"
     if local.is_nested or local.layout != torch.strided or local.is_quantized:
         kind = str(local.layout).removeprefix("torch.")
         return f"it is nested, sparse or quantized: {kind}, {local.dtype}"

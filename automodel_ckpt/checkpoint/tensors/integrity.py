@@ -17,8 +17,8 @@ def damaged_slices(root: Path, tensor: Tensor) -> list[Slice]:
     Slices without a digest are skipped. Raises OSError if a file cannot be read.
     """
     found: list[Slice] = []
-    for file, held in slices_by_file([tensor], with_tables=True).items():
-        found += damaged(root, file, [one for one in held if one.piece.digest is not None])
+    for file, slices in slices_by_file([tensor], with_tables=True).items():
+        found += damaged(root, file, [one for one in slices if one.stored.digest is not None])
     return found
 
 

@@ -109,11 +109,11 @@ class _Plan:
         data_start = start + len(archive.head)
         tail_start = data_start + nbytes
         self.end = tail_start + len(archive.tail)
-        piece = Slice(fqn, dtype, box.offsets, box.sizes, self.file, data_start, nbytes)
+        stored = Slice(fqn, dtype, box.offsets, box.sizes, self.file, data_start, nbytes)
         # The manifest's entry has only the raw bytes, torch's reader gets the whole archive.
         self.chunks.append(Chunk(start, archive.head))
         self.chunks.append(
-            Chunk(data_start, _Read(read, nbytes), Tensor(fqn, dtype, shape, (piece,)))
+            Chunk(data_start, _Read(read, nbytes), Tensor(fqn, dtype, shape, (stored,)))
         )
         self.chunks.append(Chunk(tail_start, archive.tail, crc_at=archive.crc_at))
         return DcpChunk(box.offsets, box.sizes, self._located(start, self.end - start))
@@ -143,7 +143,7 @@ def _written_boxes(tensor: Tensor) -> Iterator[Box]:
 
     A tensor in one slice is mapped, not read. A single row may be larger than a block.
     """
-    filled = [piece for piece in tensor.slices if piece.nbytes]
+    filled = [stored for stored in tensor.slices if stored.nbytes]
     if len(filled) <= 1 or tensor.nbytes <= _BLOCK_BYTES:
         yield tensor.box
         return

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import xxhash
 
@@ -21,7 +22,7 @@ from automodel_ckpt.checkpoint.digests import FileRecord, digest_from, digest_of
 from automodel_ckpt.checkpoint.files.durable_file import DurableFile
 from automodel_ckpt.checkpoint.manifest import Blob
 from automodel_ckpt.checkpoint.slices import Tensor
-from automodel_ckpt.checkpoint.writing.rank_manifest import RankManifest, RankTree
+from automodel_ckpt.checkpoint.writing.rank_manifest import RankManifest, RankTree, WrittenRange
 from automodel_ckpt.checkpoint.writing.reuse import Previous, ReusableFiles
 from automodel_ckpt.checkpoint.writing.shared_file import SharedFile, slice_digest
 
@@ -56,8 +57,7 @@ Data = bytes | Span | Blocks | Callable[[], memoryview]
 possible, as the bytes may be a copy."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Bytes that a job writes, from byte *start* of its file.
 
     *entry* is the manifest entry of the chunk, still without digest; None for headers. *crc_at* lists offsets in the
@@ -76,11 +76,12 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class FileJob:
-    """A new file that only this rank writes, sequentially.
+    """A new file that only this rank writes, or a byte range of it, sequentially.
 
     *file* is relative to the checkpoint; *tree* is the tree of the chunks' entries, None for a file without entries.
     *nbytes* of disk space are reserved first; 0 where the size is not known. *reusable*: the content rarely changes, so
-    that the file of the previous checkpoint can be shared.
+    that the file of the previous checkpoint can be shared. With *start*, the chunks are the range of the file from this
+    byte on, and other ranks write the others.
     """
 
     file: str
@@ -88,6 +89,7 @@ class FileJob:
     tree: str | None = None
     nbytes: int = 0
     reusable: bool = False
+    start: int | None = None
 
     @property
     def size(self) -> int:
@@ -112,19 +114,25 @@ class FileJob:
             return
         tree = RankTree() if self.tree is None else written.trees.setdefault(self.tree, RankTree())
         contiguous = _contiguous_span(self.chunks)
-        with DurableFile(path, nbytes=self.nbytes) as out:
+        with DurableFile(path, nbytes=self.nbytes, start=self.start) as out:
             for chunk, data in _with_checksums(self.chunks, memory):
                 if isinstance(data, Blocks):
                     _add_entry(tree, chunk, _write_blocks(out, data))
                     continue
                 if contiguous is None:
                     out.write(data)
-                _add_entry(tree, chunk, digest_of(data))
+                # A header of each archive has none.
+                if chunk.entry is not None:
+                    _add_entry(tree, chunk, digest_of(data))
             # One call for the whole file: its chunks may be far smaller than a block of O_DIRECT.
             # Only after the loop, which fills the checksums into this memory.
             if contiguous is not None:
                 out.write(_bytes_of(contiguous, memory))
-        written.files[self.file] = out.close()
+        record = out.close()
+        if self.start is None:
+            written.files[self.file] = record
+        else:
+            written.ranges[self.file] = WrittenRange(self.start, record.size, record.digest)
 
     def digested(self, chunk: Chunk, memory: memoryview) -> Tensor | None:
         """The entry of a chunk of a reusable file, with the digest of its bytes; None for the header."""
@@ -239,9 +247,12 @@ class Comparison:
 
 def with_data(job: Job, data: Sequence[Data]) -> Job:
     """A copy of *job* whose chunks have other *data*, one for each chunk."""
-    chunks = [
-        replace(chunk, data=new_data) for chunk, new_data in zip(job.chunks, data, strict=True)
-    ]
+    chunks: list[Chunk] = []
+    for old, new_data in zip(job.chunks, data, strict=True):
+        chunk = old
+        if new_data is not old.data:
+            chunk = Chunk(old.start, new_data, old.entry, old.crc_at, old.dtype, old.is_copy)
+        chunks.append(chunk)
     return replace(job, chunks=chunks)
 
 
@@ -380,4 +391,4 @@ def _slice_entry(chunk: Chunk) -> Tensor:
 def _digested(entry: Tensor, digest: str) -> Tensor:
     """*entry*, a tensor with one slice, with the digest of this slice."""
     (stored,) = entry.slices
-    return replace(entry, slices=(replace(stored, digest=digest),))
+    return Tensor(entry.fqn, entry.dtype, entry.shape, (stored.digested(digest),))

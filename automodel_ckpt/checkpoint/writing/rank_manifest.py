@@ -10,15 +10,15 @@ from __future__ import annotations
 import io
 import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from automodel_ckpt.checkpoint import commit, layout
-from automodel_ckpt.checkpoint.digests import FileRecord
+from automodel_ckpt.checkpoint.digests import FileRecord, record_of_ranges
 from automodel_ckpt.checkpoint.manifest import Blob, Manifest, Tree
-from automodel_ckpt.checkpoint.merkle import merkle_digest, slices_by_file
+from automodel_ckpt.checkpoint.merkle import FileSlice, file_digest, slices_by_file, slices_in
 from automodel_ckpt.checkpoint.sharding import RegularSlices
 from automodel_ckpt.checkpoint.slice_table import (
     MIN_TABLE_ROWS,
@@ -69,10 +69,19 @@ class RankTree:
         return [tensor for tensor in tensors if tensor.fqn not in self.rows]
 
 
+class WrittenRange(NamedTuple):
+    """The bytes of a file that one rank wrote, from byte *start* on, and their digest."""
+
+    start: int
+    nbytes: int
+    digest: str
+
+
 @dataclass(slots=True)
 class RankManifest:
     """What one rank wrote of a checkpoint. Rank 0 merges those of all ranks into the manifest.
 
+    *ranges* has this rank's range of each file of which several ranks write one each (``checkpoint.files_per_node``).
     *placed* has, for each file that several ranks write and this one created, its size and the digest of its header.
     *reused* names the files that several ranks write, and to which this one wrote nothing, because the previous
     checkpoint has all its slices (``reuse.py``). The names of the fields are keys of the file.
@@ -83,6 +92,7 @@ class RankManifest:
     trees: dict[str, RankTree] = field(default_factory=dict)
     placed: dict[str, FileRecord] = field(default_factory=dict)
     reused: list[str] = field(default_factory=list)
+    ranges: dict[str, WrittenRange] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """The content of the file: a line of JSON, then the rows of all segments in their order."""
@@ -122,6 +132,7 @@ class RankManifest:
             files=_parse_records(raw["files"]),
             placed=_parse_records(raw["placed"]),
             reused=list(raw["reused"]),
+            ranges={file: WrittenRange(*each) for file, each in raw["ranges"].items()},
             trees={name: _parse_tree(tree, remaining) for name, tree in raw["trees"].items()},
         )
 
@@ -134,7 +145,7 @@ def _fields(record: Any) -> dict[str, Any]:
 
 
 def _parse_records(raw: Mapping[str, Any]) -> dict[str, FileRecord]:
-    return {path: FileRecord(**record) for path, record in raw.items()}
+    return {path: FileRecord(record["size"], record["digest"]) for path, record in raw.items()}
 
 
 def _parse_tree(raw: Mapping[str, Any], rows: IO[bytes]) -> RankTree:
@@ -168,16 +179,56 @@ def merge_files(rank_manifests: Iterable[RankManifest]) -> dict[str, FileRecord]
     return dict(sorted(files.items()))
 
 
+def merge_ranges(rank_manifests: Iterable[RankManifest]) -> dict[str, FileRecord]:
+    """The records of the files of which several ranks wrote a range each.
+
+    Raises :class:`SaveFailed` where the ranges do not make up a file.
+    """
+    ranges_of: dict[str, list[WrittenRange]] = {}
+    for written in rank_manifests:
+        for file, one in written.ranges.items():
+            ranges_of.setdefault(file, []).append(one)
+    files: dict[str, FileRecord] = {}
+    for file, ranges in ranges_of.items():
+        end = 0
+        for one in sorted(ranges):
+            if one.start != end:
+                raise SaveFailed(
+                    "the ranks of a node wrote other parts of a file than planned",
+                    where=file,
+                    value=f"a part begins at byte {one.start}, the one before ends at byte {end}",
+                    hint="earlier checkpoints are unchanged; please report this, and remove checkpoint.files_per_node",
+                )
+            end += one.nbytes
+        files[file] = record_of_ranges([(one.nbytes, one.digest) for one in sorted(ranges)])
+    return files
+
+
 def merge_shared_files(
-    rank_manifests: Iterable[RankManifest], tensors: Iterable[Tensor]
+    rank_manifests: Iterable[RankManifest], trees: Collection[Tree]
 ) -> dict[str, FileRecord]:
-    """The records of the files that several ranks wrote, from the digests of their headers and slices."""
-    slices = slices_by_file(tensors)
+    """The records of the files in which several ranks wrote slices, from the digests of their headers and slices."""
+    # Most regular slices are in files of one rank each.
+    stored = [tensor for tree in trees for tensor in tree.stored if not in_rank_files(tensor)]
+    by_file = slices_by_file(stored)
+    in_tables = _files_in_tables(trees)
     files: dict[str, FileRecord] = {}
     for written in rank_manifests:
         for path, header in written.placed.items():
-            digest = merkle_digest(header.digest, slices.get(path, ()))
+            slices: Sequence[FileSlice] = ()
+            if path not in in_tables:
+                slices = by_file.get(path) or slices_in(trees, path)
+            digest = file_digest(trees, path, header.digest, slices)
             files[path] = FileRecord(header.size, digest)
+    return files
+
+
+def _files_in_tables(trees: Iterable[Tree]) -> set[str]:
+    """The files whose slices the stored tables of *trees* describe."""
+    files: set[str] = set()
+    for tree in trees:
+        if tree.table is not None and tree.table.is_stored:
+            files.update(tree.table.files)
     return files
 
 
@@ -190,7 +241,7 @@ def merge_tree(
 ) -> Tree:
     """The tree *name*, merged from the rank manifests. *planned* has its regular tensors, in the order of their rows.
 
-    Raises :class:`CheckpointUnusable` where the ranks wrote other slices than planned.
+    Raises :class:`SaveFailed` where the ranks wrote other slices than planned.
     """
     tensors: list[Tensor] = []
     copies: list[Tensor] = []
@@ -207,7 +258,7 @@ def merge_tree(
             objects[blob.fqn] = blob
     if planned is None:
         planned = Tree(format, {}, {})
-    table = SliceTable.merged(segments) if planned.tensors else None
+    table = SliceTable.merged(segments, name) if planned.tensors else None
     merged = _with_records(planned.tensors, table) | _merge_tensors(tensors)
     merged_copies = _with_records(planned.copies, table) | _merge_tensors(copies)
     if table is not None:
@@ -231,7 +282,10 @@ def _merge_tensors(written: Iterable[Tensor]) -> dict[str, Tensor]:
     for tensor in written:
         first.setdefault(tensor.fqn, tensor)
         slices.setdefault(tensor.fqn, []).extend(tensor.slices)
-    return {fqn: replace(first[fqn], slices=tuple(slices[fqn])) for fqn in first}
+    merged: dict[str, Tensor] = {}
+    for fqn, tensor in first.items():
+        merged[fqn] = Tensor(fqn, tensor.dtype, tensor.shape, tuple(slices[fqn]))
+    return merged
 
 
 def readable_bytes(manifest: Manifest, checkpoint: Path) -> bytes:
@@ -265,21 +319,21 @@ def finalize(
     partial_manifest: Manifest,
     rank_manifests: Sequence[RankManifest],
     previous: Previous | None = None,
+    trees: Mapping[str, Tree] | None = None,
 ) -> int:
     """Complete the manifest and finalize *staging* with it; return the bytes of the checkpoint's files.
 
     *partial_manifest* has no files, and of each tree only its format and tied names. *previous* is the checkpoint whose
-    files the ranks reused. Raises OSError, and :class:`SaveFailed` where the result is not a checkpoint that can be
-    read back.
+    files the ranks reused. *trees* is the result of :func:`merge_trees`, if the caller has it. Raises OSError, and
+    :class:`SaveFailed` where the result is not a checkpoint that can be read back.
     """
-    trees = merge_trees(partial_manifest, rank_manifests)
-    # Other regular slices are in files of one rank each.
-    stored = [
-        tensor for tree in trees.values() for tensor in tree.stored if not in_rank_files(tensor)
-    ]
-    files = merge_files(rank_manifests) | merge_shared_files(rank_manifests, stored)
-    _complete_reused(staging, files, rank_manifests, trees, previous)
+    if trees is None:
+        trees = merge_trees(partial_manifest, rank_manifests)
+    files = merge_files(rank_manifests) | merge_ranges(rank_manifests)
+    # First: the digests of some files depend on whether their slices are in a table.
     files |= _write_tables(staging, trees)
+    files |= merge_shared_files(rank_manifests, trees.values())
+    _complete_reused(staging, files, rank_manifests, trees, previous)
     manifest = replace(partial_manifest, created=time.time(), trees=trees, files=files)
     checkpoint = staging.parent / str(layout.CheckpointName(manifest.step, manifest.epoch))
     commit.finalize(staging, readable_bytes(manifest, checkpoint))

@@ -15,7 +15,7 @@ import contextlib
 import os
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,7 +74,7 @@ class ReusableFiles:
         self._root = Path(previous.root)
         self._avoid = None if previous.avoid is None else Path(previous.avoid)
         self._manifest = manifest
-        self._held: dict[str, list[FileSlice]] | None = None
+        self._slices: dict[str, list[FileSlice]] | None = None
 
     @classmethod
     def open(cls, previous: Previous | None) -> ReusableFiles | None:
@@ -92,7 +92,10 @@ class ReusableFiles:
         record = self._manifest.files.get(file)
         if record is None or size_problem(self._root, file, record) is not None:
             return None
-        status = os.lstat(self._root / file)
+        try:
+            status = os.lstat(self._root / file)
+        except OSError:
+            return None
         # A clock that was set back makes a file look younger than it is, but not forever.
         if not 0 <= time.time() - status.st_mtime <= MAX_AGE_SECONDS:
             return None
@@ -102,6 +105,20 @@ class ReusableFiles:
                 if (other.st_dev, other.st_ino) == (status.st_dev, status.st_ino):
                     return None
         return record
+
+    def shared_bytes(self, unchanged: Mapping[str, Collection[str]]) -> int:
+        """The bytes of the files that a save shares if the tensors *unchanged*, by tree, are as they were.
+
+        Raises :class:`CheckpointUnusable` where a table of the previous checkpoint is damaged.
+        """
+        files: dict[str, bool] = {}
+        for name, tree in self._manifest.trees.items():
+            names = unchanged.get(name, ())
+            for tensor in tree.stored:
+                for stored in tensor.slices:
+                    files[stored.file] = files.get(stored.file, True) and tensor.fqn in names
+        records = [self.record(file) for file, is_unchanged in files.items() if is_unchanged]
+        return sum(record.size for record in records if record is not None)
 
     def link(self, file: str, record: FileRecord, staging: Path) -> bool:
         """Link *file* of the previous checkpoint, which has this *record*, below *staging*. False if that fails."""
@@ -129,12 +146,13 @@ class ReusableFiles:
         record = self.record(file)
         if record is None:
             return False
-        held = self.slices_of(file)
-        stored = {one.piece for one in held}
+        previous = self.slices_of(file)
+        available = {one.stored for one in previous}
         # An empty slice has no bytes, and no entry in a Merkle digest.
-        if any(piece.nbytes and piece not in stored for piece in slices):
+        filled = [stored for stored in slices if stored.nbytes]
+        if not available.issuperset(filled):
             return False
-        return head is None or merkle_digest(head, held) == record.digest
+        return head is None or merkle_digest(head, previous) == record.digest
 
     def same_file(self, file: str, header: bytes, slices: Sequence[Slice]) -> FileRecord | None:
         """The record of a file of the previous checkpoint that consists of *header* and *slices*; None for any other.
@@ -144,10 +162,10 @@ class ReusableFiles:
         record = self.record(file)
         if record is None or not self.has_slices(file, slices, None):
             return None
-        nbytes = len(header) + sum(piece.nbytes for piece in slices)
-        if nbytes != record.size or len(self.slices_of(file)) != sum(
-            1 for piece in slices if piece.nbytes
-        ):
+        filled = [stored for stored in slices if stored.nbytes]
+        nbytes = len(header) + sum(stored.nbytes for stored in filled)
+        has_others = len(self.slices_of(file)) != len(filled)
+        if nbytes != record.size or has_others:
             return None
         # No digest in the manifest covers the header alone.
         return record if begins_with(self._root, file, header) else None
@@ -157,9 +175,9 @@ class ReusableFiles:
         trees = self._manifest.trees.values()
         # A damaged table of an earlier checkpoint must not prevent saves: nothing of it is shared.
         with contextlib.suppress(CheckpointUnusable):
-            if self._held is None:
-                self._held = slices_by_file(tensor for tree in trees for tensor in tree.stored)
-            return self._held.get(file) or slices_in(trees, file)
+            if self._slices is None:
+                self._slices = slices_by_file(tensor for tree in trees for tensor in tree.stored)
+            return self._slices.get(file) or slices_in(trees, file)
         return ()
 
     def complete(
@@ -183,17 +201,17 @@ class ReusableFiles:
             if self.record(file) == record and self.link(file, record, staging):
                 return
             _copy_file(self._root / file, target)
-            held = self.slices_of(file)
-            if damaged(staging, file, held) or not head_fits(staging, file, record, held):
+            slices = self.slices_of(file)
+            if damaged(staging, file, slices) or not head_fits(staging, file, record, slices):
                 raise _damaged(self._root / file)
             return
         with _open_pair(self._root, file, target) as (source, out):
             if needs_head:
-                head_bytes = self.slices_of(file)[0].piece.start
+                head_bytes = self.slices_of(file)[0].stored.start
                 write_all(out, memoryview(os.pread(source, head_bytes, 0)), 0)
             for tensor in tensors:
-                for piece in tensor.slices:
-                    if _copy_slice(source, out, piece, tensor.shape) != piece.digest:
+                for stored in tensor.slices:
+                    if _copy_slice(source, out, stored, tensor.shape) != stored.digest:
                         raise _damaged(self._root / file)
             os.fsync(out)
 
@@ -212,10 +230,10 @@ def _open_pair(root: Path, file: str, target: Path) -> Iterator[tuple[int, int]]
         os.close(source)
 
 
-def _copy_slice(source: int, out: int, piece: Slice, shape: tuple[int, ...]) -> str:
+def _copy_slice(source: int, out: int, stored: Slice, shape: tuple[int, ...]) -> str:
     """Copy the bytes of a slice to the same position; return their digest."""
     hashed = xxhash.xxh3_128()
-    for run in runs_in_file(piece, shape):
+    for run in runs_in_file(stored, shape):
         for offset in range(0, run.nbytes, _COPY_BYTES):
             length = min(_COPY_BYTES, run.nbytes - offset)
             data = os.pread(source, length, run.source + offset)

@@ -6,7 +6,6 @@ bytes of its slices, so that the order of the ranks does not matter. Imports no 
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,12 +22,12 @@ from automodel_ckpt.checkpoint.files.direct import (
     METER,
     DirectStream,
 )
+from automodel_ckpt.checkpoint.files.durable_file import reserve_range
 from automodel_ckpt.checkpoint.slices import Run, Tensor, runs_in_file
 from automodel_ckpt.durable_io import naming, write_all
 
 # Shorter runs that do not continue the stream are written without it: each would cost a switch of threads.
 _STREAM_FROM_BYTES = 64 << 10
-_UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
 class SharedFile:
@@ -54,8 +53,14 @@ class SharedFile:
     def create(self, header: bytes, nbytes: int) -> None:
         """Reserve *nbytes* for the whole file, so that a full disk is found now, and write its header."""
         with naming(self.path):
-            _reserve(self._descriptor, nbytes)
+            if not reserve_range(self._descriptor, 0, nbytes):
+                self._extend(nbytes)
             write_all(self._descriptor, memoryview(header), 0)
+
+    def _extend(self, nbytes: int) -> None:
+        # Never shortens the file: nbytes is the size of the whole file, so no rank's bytes are lost.
+        if os.fstat(self._descriptor).st_size < nbytes:
+            os.ftruncate(self._descriptor, nbytes)
 
     def write_slice(self, entry: Tensor, data: bytes | memoryview, dtype: str) -> str:
         """Write the one slice of *entry* at its position; return the digest of its bytes as stored.
@@ -145,22 +150,3 @@ def _cast(view: memoryview, group: Sequence[Run], source: str, target: str) -> m
     elements = view[first * source_bits // target_bits : end * source_bits // target_bits]
     values = np.frombuffer(elements, storage_dtype(source, source_bits))
     return memoryview(cast(values, source, target).view(np.uint8).data)
-
-
-def _reserve(descriptor: int, nbytes: int) -> None:
-    """Allocate disk space without changing bytes that other ranks may have written.
-
-    Uses the system call: where a file system lacks it, the C library's posix_fallocate writes zeros into blocks that
-    it finds empty, which another rank may be writing.
-    """
-    fallocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
-    done = -1
-    if fallocate is not None:
-        done = fallocate(descriptor, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes))
-        code = ctypes.get_errno()
-        if done != 0 and code not in _UNSUPPORTED:
-            raise OSError(code, os.strerror(code))
-    if done != 0 and os.fstat(descriptor).st_size < nbytes:
-        # Never shortens the file: nbytes is the size of the whole file, so no rank's bytes are
-        # lost.
-        os.ftruncate(descriptor, nbytes)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from automodel_ckpt.checkpoint import commit, layout
+from automodel_ckpt.checkpoint.collector import collector_paused
 from automodel_ckpt.checkpoint.files.direct import METER
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.run.lease import check_token
@@ -62,6 +63,7 @@ class Write:
     memory_bytes: int
     previous: Previous | None = None
 
+    @collector_paused()
     def run(self, memory: SharedMemory) -> None:
         staging = Path(self.staging)
         view = memory.view(self.memory_bytes)
@@ -114,6 +116,7 @@ class Finalize:
     common: RankManifest
     previous: Previous | None = None
 
+    @collector_paused()
     def run(self, memory: SharedMemory) -> int:
         staging = Path(self.staging)
         rank_manifests = read_rank_manifests(staging, self.partial_manifest.world_size)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from automodel_ckpt.config.bind import join
 from automodel_ckpt.config.builders import Plugin, argument, plugins, signature
 from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.schema_keys import join
 from automodel_ckpt.config.yaml_tree import Node
 from automodel_ckpt.errors import Problem, RecipeError
 

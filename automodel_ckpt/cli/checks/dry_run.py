@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.files.file_system import overlay_warning
 from automodel_ckpt.cli.terminal import printable, size_text
-from automodel_ckpt.config.bind import unused_without_checkpoints
 from automodel_ckpt.config.changes import (
     changed_keys,
     check_overrides,
     ignored_by_resume,
     saved_recipe,
 )
+from automodel_ckpt.config.defaults import unused_without_checkpoints
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.load import LoadedRecipe
-from automodel_ckpt.config.schema import MemoryConfig
+from automodel_ckpt.config.sections.checkpoint import MemoryConfig
 from automodel_ckpt.config.urls import with_local_directory
 from automodel_ckpt.config.yaml_tree import DEFAULT, leaves
 from automodel_ckpt.distributed.mesh_sizes import Sizes
@@ -28,8 +28,9 @@ from automodel_ckpt.units import counted
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.manifest import Manifest
-    from automodel_ckpt.config.schema import CheckpointConfig
-    from automodel_ckpt.recipes.memory_estimate import Memory, Plan
+    from automodel_ckpt.config.sections.checkpoint import CheckpointConfig
+    from automodel_ckpt.recipes.forecast.memory import Memory
+    from automodel_ckpt.recipes.forecast.plan import Plan
     from automodel_ckpt.recipes.recipe import Recipe
 
 Rows = Iterator[tuple[str, str]]
@@ -50,7 +51,7 @@ def report(
     *device_bytes* is the memory of the GPU that the forecast is for; None: the forecast is for this machine.
     Raises :class:`RecipeError` if the recipe could not train: unreadable data or model, or sizes that do not fit.
     """
-    from automodel_ckpt.recipes.memory_estimate import ForecastDevice, plan
+    from automodel_ckpt.recipes.forecast.plan import ForecastDevice, plan
     from automodel_ckpt.recipes.recipe import Recipe
 
     loaded = replace(loaded, config=with_local_directory(loaded.config))
@@ -64,7 +65,7 @@ def report(
             device = ForecastDevice("cuda", device_bytes, "GPU")
         planned = plan(recipe, sizes or Sizes(), device)
         config_json = planned.config_json
-        rows += _resource_rows(loaded, planned)
+        rows += _resource_rows(loaded, planned, flags)
     if loaded.config.checkpoint.enabled:
         rows += _resume_rows(loaded, sizes, config_json)
     resumes = any(title == "resume" and text.startswith("from ") for title, text in rows)
@@ -101,7 +102,7 @@ def _run_rows(
     yield "until", ", ".join(limits)
 
 
-def _resource_rows(loaded: LoadedRecipe, plan: Plan) -> Rows:
+def _resource_rows(loaded: LoadedRecipe, plan: Plan, flags: LaunchFlags) -> Rows:
     """Describe the model, the number of steps, and the memory and disk space that training needs."""
     trained = "all" if plan.num_trained == plan.num_parameters else f"{plan.num_trained:,}"
     yield "model", f"{plan.model}, {plan.num_parameters:,} parameters, {trained} of them trained"
@@ -118,7 +119,9 @@ def _resource_rows(loaded: LoadedRecipe, plan: Plan) -> Rows:
         return
     yield "checkpoints", _checkpoints_text(loaded, plan, plan.checkpoint_bytes)
     if loaded.config.checkpoint.memory is not None:
-        yield "in memory", _memory_copies_text(loaded.config.checkpoint.memory, plan)
+        num_nodes = int(flags.nnodes.partition(":")[0])
+        section = loaded.config.checkpoint.memory
+        yield "in memory", _memory_copies_text(section, plan, num_nodes)
     directory = Path(loaded.config.checkpoint.checkpoint_dir)
     warning = overlay_warning(directory)
     if warning is not None:
@@ -184,26 +187,32 @@ def _checkpoints_text(loaded: LoadedRecipe, plan: Plan, nbytes: int) -> str:
     return text
 
 
-def _memory_copies_text(section: MemoryConfig, plan: Plan) -> str:
+def _memory_copies_text(section: MemoryConfig, plan: Plan, num_nodes: int) -> str:
     """Describe the memory that ``checkpoint.memory`` takes, and whether its file system has enough space."""
     from automodel_ckpt.checkpoint.saving.forecast import free_bytes
 
     nbytes = plan.checkpoint_bytes or 0
     free = free_bytes(Path(section.directory))
+    copies = 1 + min(section.replicas, num_nodes - 1)
     # The newest checkpoint is removed only when the next one is complete.
-    needed = 2 * nbytes
-    text = f"{size_text(needed)} for two checkpoints in {section.directory}; {size_text(free)} free"
+    needed = 2 * nbytes * copies // num_nodes
+    content = "two checkpoints"
+    ranks = "all ranks"
+    if num_nodes > 1:
+        content = f"each node's part of two checkpoints, {copies} times,"
+        ranks = "the ranks of a node"
+    text = f"{size_text(needed)} for {content} in {section.directory}; {size_text(free)} free"
     if needed > free:
         text += ", NOT ENOUGH"
-    return f"{text}; and {size_text(nbytes)} for the copies of all ranks"
+    return f"{text}; and {size_text(nbytes // num_nodes)} for the copies of {ranks}"
 
 
 def _resume_rows(loaded: LoadedRecipe, sizes: Sizes | None, config_json: bytes | None) -> Rows:
     """Describe the checkpoint that the run would resume from, the ones it would skip, and what has changed since."""
     from automodel_ckpt.checkpoint.manifest import Manifest
+    from automodel_ckpt.checkpoint.memory.directory import memory_of
     from automodel_ckpt.checkpoint.remote.fetch import own_name
     from automodel_ckpt.checkpoint.run import resume
-    from automodel_ckpt.checkpoint.run.memory_directory import memory_of
     from automodel_ckpt.checkpoint.verify import verify
 
     section = loaded.config.checkpoint

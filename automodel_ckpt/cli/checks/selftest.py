@@ -24,10 +24,10 @@ from automodel_ckpt.cli.checks.compare_runs import (
     compare_loosely,
 )
 from automodel_ckpt.cli.launch.topology import started_world_size, visible_gpus
-from automodel_ckpt.config.bind import is_number
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.load import LoadedRecipe
 from automodel_ckpt.config.overrides import CommandLine, parse
+from automodel_ckpt.config.schema_keys import is_number
 from automodel_ckpt.errors import EXIT_DONE, EXIT_INTERNAL, EXIT_STOPPED, Problem, RecipeError
 
 DEFAULT_STEPS = 6

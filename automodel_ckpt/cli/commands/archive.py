@@ -57,7 +57,7 @@ def add_unarchive_arguments(command: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run ``ckpt archive``."""
     from automodel_ckpt.checkpoint import layout
-    from automodel_ckpt.convert.checkpoint_archive import archive
+    from automodel_ckpt.convert.checkpoint_archive.writing import archive
     from automodel_ckpt.convert.publishing import check_file_target
 
     path = Path(arguments.path).expanduser()
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def run_unarchive(arguments: argparse.Namespace) -> int:
     """Run ``ckpt unarchive``."""
-    from automodel_ckpt.convert.checkpoint_archive import extract
+    from automodel_ckpt.convert.checkpoint_archive.reading import extract
 
     log = _ignore if arguments.json else print
     paths = extract(Path(arguments.file).expanduser(), Path(arguments.output).expanduser(), log=log)

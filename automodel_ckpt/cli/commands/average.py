@@ -17,7 +17,8 @@ from automodel_ckpt.units import counted
 
 if TYPE_CHECKING:
     from automodel_ckpt.checkpoint.layout import CheckpointName
-    from automodel_ckpt.convert.average import Average, AverageOptions
+    from automodel_ckpt.convert.average import Average
+    from automodel_ckpt.convert.average_options import AverageOptions
 
 _METHODS = ("linear", "slerp", "ties", "dare")
 _MAX_NAMES = 5
@@ -136,7 +137,7 @@ def _sources(arguments: argparse.Namespace) -> list[Path]:
 
 
 def _options(arguments: argparse.Namespace) -> AverageOptions:
-    from automodel_ckpt.convert.average import AverageOptions
+    from automodel_ckpt.convert.average_options import AverageOptions
 
     base = None
     if arguments.base is not None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _SECTIONS = ("general", "recipe", "environment")
 _GENERAL = ("step", "epoch", "world_size", "dp_size", "losses", "progress")
-# State of the data loader that a resume restores whatever the recipe says, and its key in the recipe.
+# State of the data loader that a resume restores whatever the recipe states, and its key in the recipe.
 _RESTORED = {"seed": "seed", "shuffle": "dataloader.shuffle"}
 # Keys of the optimizer section that are not options of its parameter groups.
 _NOT_IN_GROUPS = ("optimizer.lr", "optimizer._target_", "optimizer.on_resume")
@@ -136,9 +136,14 @@ def _side_of(path: Path, manifest: Manifest) -> Side:
     """Read the checkpoint of this program at *path*, by its *manifest*."""
     from automodel_ckpt.checkpoint import layout
     from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
+    from automodel_ckpt.checkpoint.tree import OBJECTS
     from automodel_ckpt.config.changes import saved_recipe
 
-    trees = {name: StoredTensors(path, tree.tensors) for name, tree in manifest.trees.items()}
+    trees = {
+        name: StoredTensors(path, tree.tensors)
+        for name, tree in manifest.trees.items()
+        if tree.format != OBJECTS
+    }
     saved = {name for name, record in manifest.state.items() if record.scope != "not saved"}
     return Side(
         path,
@@ -156,8 +161,7 @@ def _state_of(path: Path, manifest: Any, attribute: str) -> dict[str, Any]:
     """Return the plain values in the state of an attribute; empty if it has none."""
     from automodel_ckpt.checkpoint.state.display import plain_state
 
-    record = manifest.state.get(attribute)
-    return plain_state(path, record.files[0]) if record and record.files else {}
+    return plain_state(path, manifest, attribute)
 
 
 def _document(a: Side, b: Side) -> dict[str, Any]:
@@ -290,10 +294,10 @@ def _learning_rate_lines(a: Side, b: Side, step: int, changed: Collection[str]) 
     new_peak = b.recipe.get("optimizer.lr") if _applies_recipe(b) else saved_peak
     before = _learning_rate(a, saved_peak, step)
     after = _learning_rate(b, new_peak, step)
-    if before is not None and after is not None:
-        yield f"the learning rate of step {step + 1} is {after:.6g} instead of {before:.6g}"
-    else:
+    if before is None or after is None:
         yield "the learning rate follows the new schedule"
+    elif f"{after:.6g}" != f"{before:.6g}":
+        yield f"the learning rate of step {step + 1} is {after:.6g} instead of {before:.6g}"
 
 
 def _learning_rate(side: Side, peak: str | None, step: int) -> float | None:

@@ -108,8 +108,12 @@ def _table(metrics: Sequence[TaskMetric]) -> list[str]:
     for each in metrics:
         error = "" if each.stderr is None else f" +- {each.stderr:.4f}"
         rows.append((each.task, each.metric, f"{each.value:.4f}{error}"))
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    return [f"{task:{widths[0]}}  {metric:{widths[1]}}  {value}" for task, metric, value in rows]
+    task_width = max(len(task) for task, _, _ in rows)
+    metric_width = max(len(metric) for _, metric, _ in rows)
+    lines = []
+    for task, metric, value in rows:
+        lines.append(f"{task:{task_width}}  {metric:{metric_width}}  {value}")
+    return lines
 
 
 def _document(metric: TaskMetric) -> dict[str, object]:

@@ -119,10 +119,22 @@ def run(arguments: argparse.Namespace) -> int:
     target = _TARGETS[arguments.to]
     _check_used(arguments, target.name, target.options)
     source = find_checkpoint(Path(arguments.path))
+    _check_no_adapter(source, target.name)
     report = target.run(arguments, _average_in(source) if arguments.ema else source)
     if arguments.json:
         print(json.dumps(report, indent=2))
     return EXIT_DONE
+
+
+def _check_no_adapter(source: Path, target: str) -> None:
+    """Raise :class:`CheckpointUnusable` if *source* is an adapter of another program: most targets would write its
+    tensors as a model. ``hf`` checks its source itself, because ``--merge`` accepts other ones."""
+    from automodel_ckpt.checkpoint import layout
+    from automodel_ckpt.checkpoint.export.consolidate import adapter_of_another_program
+
+    is_ours = any(os.path.lexists(each / layout.MANIFEST) for each in (source, source.parent))
+    if target != "hf" and not is_ours and os.path.lexists(source / layout.ADAPTER_MODEL):
+        raise adapter_of_another_program(source)
 
 
 def _average_in(source: Path) -> Path:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from automodel_ckpt.cli.paths import run_around
+from automodel_ckpt.cli.paths import run_with_logs
 from automodel_ckpt.cli.terminal import json_text, printable, table
 from automodel_ckpt.errors import EXIT_DONE
+from automodel_ckpt.units import counted, exact_time
 
 if TYPE_CHECKING:
-    from automodel_ckpt.report.goodput import Goodput
+    from automodel_ckpt.report.goodput import Goodput, Start
+
+_MAX_LINES = 10
+"""Starts and slow ranks that are listed; ``--json`` has all."""
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -34,8 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run ``ckpt goodput``. Raises :class:`CheckpointUnusable` if the run has no record of its time."""
     from automodel_ckpt.report.goodput import read_goodput
 
-    path = Path(arguments.path)
-    directory = run_around(path) or path
+    directory = run_with_logs(Path(arguments.path))
     found = read_goodput(directory)
     if arguments.json:
         print(json_text(_document(found)))
@@ -45,12 +50,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _lines(directory: Path, found: Goodput) -> Iterator[str]:
-    from automodel_ckpt.report.goodput import CATEGORIES
+    from automodel_ckpt.report.goodput import CATEGORIES, slow_rank_text
 
     num_starts = len(found.starts)
     starts = "1 start" if num_starts == 1 else f"{num_starts} starts"
     yield printable(
-        f"{directory}: {found.share:.1%} of {found.total:,.1f} s in {starts} was useful"
+        f"{directory}: {found.share:.1%} of {exact_time(found.total)} in {starts} was useful"
     )
     rows = []
     for name, title in CATEGORIES.items():
@@ -58,9 +63,30 @@ def _lines(directory: Path, found: Goodput) -> Iterator[str]:
         share = seconds / found.total if found.total > 0 else 0.0
         note = ""
         if name == "lost_steps" and found.num_lost_steps:
-            note = f"{found.num_lost_steps:,} steps made again"
+            note = f"{counted(found.num_lost_steps, 'step')} made again"
         rows.append((f"  {title}", f"{seconds:,.1f} s", f"{share:.1%}", note))
     yield from (line.rstrip() for line in table(rows, right=(1, 2)))
+    if num_starts > 1:
+        yield "starts"
+        yield from _starts(found.starts)
+    if found.slow_ranks:
+        yield "slow ranks"
+        for slow in found.slow_ranks[:_MAX_LINES]:
+            yield printable(f"  {slow_rank_text(slow)}")
+
+
+def _starts(starts: Sequence[Start]) -> Iterator[str]:
+    """Yield a line for each of the newest starts: when it began, how long it lasted, its steps, and what ended it."""
+    if len(starts) > _MAX_LINES:
+        yield f"  ... {counted(len(starts) - _MAX_LINES, 'earlier start')}"
+    rows = []
+    for start in starts[-_MAX_LINES:]:
+        began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(start.began))
+        steps = "no step"
+        if start.last_step > start.first_step:
+            steps = f"steps {start.first_step + 1:,} to {start.last_step:,}"
+        rows.append((f"  {began}", exact_time(start.duration), steps, start.outcome))
+    yield from (line.rstrip() for line in table(rows, right=(1,)))
 
 
 def _document(found: Goodput) -> dict[str, Any]:
@@ -81,5 +107,6 @@ def _document(found: Goodput) -> dict[str, Any]:
         "seconds": found.seconds,
         "steps": found.num_steps,
         "lost_steps": found.num_lost_steps,
+        "slow_ranks": [asdict(slow) for slow in found.slow_ranks],
         "starts": starts,
     }

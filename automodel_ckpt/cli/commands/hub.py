@@ -18,8 +18,6 @@ from automodel_ckpt.errors import EXIT_DONE, RecipeError
 if TYPE_CHECKING:
     from automodel_ckpt.hub.card import Metric
 
-_MAX_CARD_BYTES = 4 << 20
-
 
 def add_card_arguments(command: argparse.ArgumentParser) -> None:
     """Describe the command ``ckpt card``."""

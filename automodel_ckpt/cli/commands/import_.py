@@ -18,7 +18,7 @@ from automodel_ckpt.errors import EXIT_DONE, RecipeError
 from automodel_ckpt.units import counted
 
 if TYPE_CHECKING:
-    from automodel_ckpt.convert.import_checkpoint import Import
+    from automodel_ckpt.convert.new_checkpoint import NewCheckpoint
 
 _MAX_NAMES = 5
 
@@ -71,7 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises :class:`RecipeError` for a negative step or epoch.
     """
-    from automodel_ckpt.convert.import_checkpoint import prepare, run_import
+    from automodel_ckpt.convert.import_checkpoint import ImportOptions, prepare
+    from automodel_ckpt.convert.new_checkpoint import write_checkpoint
 
     for name in ("step", "epoch"):
         if (getattr(arguments, name) or 0) < 0:
@@ -81,9 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
                 value=getattr(arguments, name),
                 hint="use 0 or more",
             )
-    planned = prepare(
-        Path(arguments.source),
-        Path(arguments.run),
+    options = ImportOptions(
         step=arguments.step,
         epoch=arguments.epoch,
         parameters=parameters_in if arguments.training_state else None,
@@ -91,6 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
         config=None if arguments.config is None else Path(arguments.config).expanduser(),
         adapters=adapter_builder(arguments.base, Path(arguments.run)),
     )
+    planned = prepare(Path(arguments.source), Path(arguments.run), options)
     if arguments.base is not None and planned.adapter is None:
         raise RecipeError(
             "--base is for adapters, and the source is a complete model",
@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.json:
         print("\n".join(_lines(planned)))
     if not arguments.dry_run:
-        run_import(planned)
+        write_checkpoint(planned)
     if arguments.json:
         print(json.dumps(_document(planned, arguments.dry_run), indent=2))
     elif not arguments.dry_run:
@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _document(planned: Import, dry_run: bool) -> dict[str, Any]:
+def _document(planned: NewCheckpoint, dry_run: bool) -> dict[str, Any]:
     return {
         "source": str(planned.source),
         "kind": planned.kind,
@@ -132,7 +132,7 @@ def _document(planned: Import, dry_run: bool) -> dict[str, Any]:
     }
 
 
-def _lines(planned: Import) -> Iterator[str]:
+def _lines(planned: NewCheckpoint) -> Iterator[str]:
     """Describe what will be imported, and how to start a run from it."""
     yield coloured(printable(f"{planned.source} -> {planned.target}"), "bold", sys.stdout)
     num_tensors, size = len(planned.weights.tensors), size_text(planned.plan.nbytes)
@@ -168,7 +168,7 @@ def _lines(planned: Import) -> Iterator[str]:
         yield printable(f"to start from it: ckpt-train RECIPE.yaml --init_from.path {run}")
 
 
-def _side_files_text(planned: Import) -> str:
+def _side_files_text(planned: NewCheckpoint) -> str:
     names = list(planned.side_files)
     if not names:
         return "none: no config.json"

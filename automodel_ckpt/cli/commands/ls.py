@@ -268,7 +268,14 @@ def row_of(path: Path, pointers: Mapping[str, Sequence[str]], notes: Mapping[str
     if path.is_symlink() and not path.is_dir():
         reason = f"moved to {os.readlink(path)}, which does not exist"
         return Row(name, False, step, epoch, pointers=pointers_here, reason=reason)
-    if not os.path.lexists(path / layout.MANIFEST):
+    try:
+        has_manifest = bool(os.lstat(path / layout.MANIFEST))
+    except PermissionError as error:
+        reason = f"cannot be read: {error.strerror}"
+        return Row(name, False, step, epoch, pointers=pointers_here, reason=reason)
+    except OSError:
+        has_manifest = False
+    if not has_manifest:
         return _row_without_manifest(path, step, epoch, pointers_here)
     try:
         summary = Summary.read(path)
@@ -342,7 +349,7 @@ def _named_rows(paths: Sequence[Path]) -> list[Row]:
     for path in paths:
         found = metadata[path.name]
         if found.step is None:
-            # The name says nothing, such as last.ckpt: then the file is asked, which takes longer.
+            # The name states nothing, such as last.ckpt: then the file is read, which takes longer.
             stated = external_checkpoints.counters_in(path)
             found = replace(found, step=stated.step, epoch=stated.epoch)
             metadata[path.name] = found

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.checkpoint.layout import CONFIG
-from automodel_ckpt.cli.paths import run_around
+from automodel_ckpt.cli.paths import run_with_logs
 from automodel_ckpt.cli.terminal import can_print, print_path, printable
 from automodel_ckpt.config.changes import differences, saved_recipe
 from automodel_ckpt.errors import EXIT_DONE, AutomodelError, RecipeError
@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run ``ckpt plot``. Raises :class:`CheckpointUnusable` if a path contains no run."""
     from automodel_ckpt.report.history import read_history
 
-    directories = [run_around(Path(path)) or Path(path) for path in arguments.paths]
+    directories = [run_with_logs(Path(path)) for path in arguments.paths]
     runs = []
     for path, name in zip(directories, _names(directories), strict=True):
         runs.append(read_history(path, name))

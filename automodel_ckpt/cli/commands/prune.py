@@ -108,6 +108,10 @@ def _prune_remote(arguments: argparse.Namespace) -> int:
         reject_url(arguments.path, "prune --drop-optimizer")
     policy = _policy(arguments)
     run, _ = locate(arguments.path)
+    if not run.names():
+        raise CheckpointUnusable(
+            "no checkpoints found", where=str(run.store), value="", hint="check the URL"
+        )
     removable = run.removable(policy, arguments.metric)
     if arguments.superseded:
         removable += run.superseded()

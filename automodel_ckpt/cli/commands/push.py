@@ -13,6 +13,7 @@ from automodel_ckpt.cli.paths import find_checkpoint
 from automodel_ckpt.cli.remote import locate, locate_one
 from automodel_ckpt.cli.terminal import printable, size_text
 from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, RecipeError
+from automodel_ckpt.store_url import is_url
 
 _URL = "URL of a run in a store, such as s3://BUCKET/RUN (s3, gs, az, hf, file)"
 
@@ -20,7 +21,8 @@ _URL = "URL of a run in a store, such as s3://BUCKET/RUN (s3, gs, az, hf, file)"
 def add_arguments(command: argparse.ArgumentParser) -> None:
     """Describe the command ``ckpt push``."""
     command.description = (
-        "Upload a checkpoint to an object store, or its model to the Hugging Face Hub, where it is complete or absent. "
+        "Upload a checkpoint with its exports to an object store, or its model to the Hugging Face Hub, where it is "
+        "complete or absent. "
         "An interrupted upload is continued. Credentials are those of the environment (for the Hub, `hf auth login`)."
     )
     command.add_argument(
@@ -50,9 +52,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def add_pull_arguments(command: argparse.ArgumentParser) -> None:
     """Describe the command ``ckpt pull``."""
     command.description = (
-        "Download a checkpoint from an object store into a run directory, or a model from the Hugging Face Hub, and "
-        "verify it. It appears there when it is complete. An interrupted download from the Hub is continued. A run "
-        "directory without logs gets those of the run."
+        "Download a checkpoint with its exports from an object store into a run directory, or a model from the Hugging "
+        "Face Hub, and verify it. It appears there when it is complete. An interrupted download from the Hub is "
+        "continued. A run directory without logs gets those of the run."
     )
     command.add_argument(
         "url",
@@ -64,6 +66,11 @@ def add_pull_arguments(command: argparse.ArgumentParser) -> None:
         nargs="?",
         metavar="DIR",
         help="run directory, or directory of the model (default: the last name in the URL)",
+    )
+    command.add_argument(
+        "--no-exports",
+        action="store_true",
+        help="with a store: download the checkpoint without its exports (consolidated/, merged/)",
     )
     _add_threads(command)
 
@@ -81,6 +88,7 @@ def _add_threads(command: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run ``ckpt push``. Raises :class:`CheckpointUnusable` for a damaged checkpoint, StoreError if the store fails."""
     from automodel_ckpt.checkpoint import layout
+    from automodel_ckpt.checkpoint.remote.exports import push_exports
     from automodel_ckpt.checkpoint.remote.push import push_checkpoint
     from automodel_ckpt.checkpoint.remote.transfer import Throttle
     from automodel_ckpt.hub.address import is_hub
@@ -112,6 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
         remote, checkpoint, memory, throttle=throttle, num_threads=arguments.num_threads
     )
     remote.point(arguments.metric, "max" if arguments.max else "min")
+    nbytes += push_exports(remote, checkpoint, throttle=throttle, num_threads=arguments.num_threads)
     seconds = time.monotonic() - started
     url = f"{remote.store}/{checkpoint.name}"
     if arguments.json:
@@ -126,12 +135,27 @@ def run(arguments: argparse.Namespace) -> int:
 def run_pull(arguments: argparse.Namespace) -> int:
     """Run ``ckpt pull``. Raises :class:`CheckpointUnusable` if there is no complete checkpoint, or if it is damaged."""
     from automodel_ckpt.checkpoint.commit import make_run_directory
+    from automodel_ckpt.checkpoint.export_manifest import complete_exports
     from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint, pull_logs
     from automodel_ckpt.checkpoint.run.lease import Lease
     from automodel_ckpt.hub.address import is_hub
 
     if is_hub(arguments.url):
+        if arguments.no_exports:
+            raise RecipeError(
+                "a model of the Hub has no exports beside it",
+                where="ckpt pull --no-exports",
+                value=arguments.url,
+                hint="remove --no-exports",
+            )
         return hub.run_pull(arguments)
+    if arguments.directory is not None and is_url(arguments.directory):
+        raise RecipeError(
+            "the target of a download is a local directory",
+            where="ckpt pull",
+            value=arguments.directory,
+            hint="download to a directory, then use `ckpt push` to copy the checkpoint to another store",
+        )
     remote, name, manifest = locate_one(arguments.url)
     directory = Path(arguments.directory or str(remote.store).rpartition("/")[2]).absolute()
     if (directory / name).exists():
@@ -146,15 +170,31 @@ def run_pull(arguments: argparse.Namespace) -> int:
     lease = Lease(directory)
     started = time.monotonic()
     try:
-        path = pull_checkpoint(remote, name, directory, num_threads=arguments.num_threads)
+        path = pull_checkpoint(
+            remote,
+            name,
+            directory,
+            num_threads=arguments.num_threads,
+            with_exports=not arguments.no_exports,
+        )
         pull_logs(remote, directory)
     finally:
         lease.release()
     seconds = time.monotonic() - started
+    exports = complete_exports(path)
+    nbytes = manifest.nbytes + sum(map(_nbytes_in, exports))
+    names = [str(export.relative_to(path)) for export in exports]
     if arguments.json:
-        document = {"path": str(path), "nbytes": manifest.nbytes, "seconds": seconds}
+        document = {"path": str(path), "exports": names, "nbytes": nbytes, "seconds": seconds}
         print(json.dumps(document))
     else:
-        size = size_text(manifest.nbytes)
-        print(f"downloaded {printable(str(path))}: {size} in {seconds:.1f} s, verified")
+        with_exports = f", with {' and '.join(names)}" if names else ""
+        size = size_text(nbytes)
+        print(
+            f"downloaded {printable(str(path))}: {size} in {seconds:.1f} s, verified{with_exports}"
+        )
     return EXIT_DONE
+
+
+def _nbytes_in(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())

@@ -107,11 +107,11 @@ def _document(path: Path, manifest: Manifest, stats: bool) -> dict[str, Any]:
     from automodel_ckpt.checkpoint import layout
     from automodel_ckpt.checkpoint.run.late_validations import recall
     from automodel_ckpt.checkpoint.state.display import plain_state
+    from automodel_ckpt.checkpoint.tree import OBJECTS
     from automodel_ckpt.config.changes import saved_recipe
 
     if stats:
         _check_sizes(path, manifest)
-    data = manifest.state.get("dataloader")
     return {
         "path": str(path),
         "step": manifest.step,
@@ -121,14 +121,18 @@ def _document(path: Path, manifest: Manifest, stats: bool) -> dict[str, Any]:
         "dp_size": manifest.dp_size,
         "nbytes": manifest.nbytes,
         "progress": dict(manifest.progress),
-        "data_position": plain_state(path, data.files[0]) if data and data.files else {},
+        "data_position": plain_state(path, manifest, "dataloader"),
         "losses": {**manifest.losses, **recall(path, manifest.digest)},
         "config": saved_recipe(path / layout.CONFIG),
         "environment": dict(manifest.environment),
         "lineage": dict(manifest.lineage),
         "state": {name: asdict(record) for name, record in manifest.state.items()},
         "files": {name: record.size for name, record in manifest.files.items()},
-        "trees": {name: _tree(path, tree, stats) for name, tree in manifest.trees.items()},
+        "trees": {
+            name: _tree(path, tree, stats)
+            for name, tree in manifest.trees.items()
+            if tree.format != OBJECTS
+        },
     }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.cli.arguments import add_run
-from automodel_ckpt.cli.paths import run_around
+from automodel_ckpt.cli.paths import run_with_logs
 from automodel_ckpt.cli.terminal import print_error, printable
 from automodel_ckpt.errors import EXIT_DONE, EXIT_INTERNAL, RecipeError
 from automodel_ckpt.report.trackers import TRACKERS
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     from automodel_ckpt.report.follow import Follower, upload_lock
     from automodel_ckpt.report.history import read_history
 
-    run = run_around(Path(arguments.path)) or Path(arguments.path)
+    run = run_with_logs(Path(arguments.path))
     last = max(read_history(run).series["loss"].steps, default=0)
     if importlib.util.find_spec(arguments.to) is None:
         raise RecipeError(

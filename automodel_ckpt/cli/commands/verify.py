@@ -117,6 +117,14 @@ def _problems(checkpoint: Path, arguments: argparse.Namespace) -> list[Problem]:
     from automodel_ckpt.checkpoint.manifest import Manifest
     from automodel_ckpt.checkpoint.verify import verify, verify_deep
 
+    try:
+        os.lstat(checkpoint / layout.MANIFEST)
+    except PermissionError as error:
+        # The others of the run are verified all the same.
+        hint = "check the owner and the permissions of the directory"
+        return [Problem("the checkpoint cannot be read", str(checkpoint), error.strerror, hint)]
+    except OSError:
+        pass  # there is no manifest
     if not os.path.lexists(checkpoint / layout.MANIFEST):
         if os.path.lexists(checkpoint / layout.EXPORT_MANIFEST):
             return _export_problems(checkpoint, arguments)
@@ -129,7 +137,8 @@ def _problems(checkpoint: Path, arguments: argparse.Namespace) -> list[Problem]:
         return list(error.problems)
     problems = verify(checkpoint, manifest, "digest", num_threads=arguments.num_threads)
     if arguments.deep:
-        problems += verify_deep(checkpoint, manifest)
+        # Both find damage of a slice table.
+        problems += [each for each in verify_deep(checkpoint, manifest) if each not in problems]
     return problems
 
 
@@ -150,12 +159,12 @@ def _export_problems(export: Path, arguments: argparse.Namespace) -> list[Proble
 def _is_external(target: Path) -> bool:
     """Whether *target* contains files of another program, without a manifest."""
     from automodel_ckpt.checkpoint import layout
-    from automodel_ckpt.convert.sources.registry import formats_in
+    from automodel_ckpt.cli.external_checkpoints import is_external
 
     for manifest in (layout.MANIFEST, layout.EXPORT_MANIFEST):
         if os.path.lexists(target / manifest):
             return False
-    return not target.is_symlink() and bool(formats_in(target))
+    return is_external(target)
 
 
 def _record(results: Sequence[Result]) -> None:

@@ -86,6 +86,8 @@ class FailureRecord:
     """Whether the rank was ended, or interrupted in a wait for data, because of others: it was in no collective."""
     node_unreachable: bool = False
     """Whether the rank's node does not respond, so that no rank can wait for its own record."""
+    is_hang: bool = False
+    """Whether a step hangs: no rank ends without being ended, and none has anything left to do."""
     was_training: bool = True
     """False if the rank was stopped before training, so that other ranks may wait for it to start."""
     follows_log: bool = False
@@ -221,6 +223,32 @@ def early_stop_record(rank: int, number: int) -> FailureRecord:
     message = f"stopped by {cause} before training began"
     return FailureRecord(
         time.time(), rank, EXIT_STOPPED, message, primary=bool(number), was_training=False
+    )
+
+
+def hang_record(report: str, rank: int) -> FailureRecord:
+    """Return the record of a rank that ends because a step hangs; *report* names the rank that is late."""
+    return FailureRecord(
+        time.time(),
+        rank,
+        EXIT_INTERNAL,
+        f"error: {report}",
+        names_rank=True,
+        follows_log=True,
+        is_hang=True,
+    )
+
+
+def terminated_record(rank: int, message: str) -> FailureRecord:
+    """Return the record of a rank that is ended because of others."""
+    return FailureRecord(
+        time.time(),
+        rank,
+        EXIT_INTERNAL,
+        message,
+        primary=False,
+        names_rank=True,
+        outside_collective=True,
     )
 
 

@@ -20,6 +20,7 @@ import importlib
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -28,20 +29,24 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from automodel_ckpt.checkpoint.layout import HANGS
 from automodel_ckpt.cli.launch.failure_channel import FailureChannel
 from automodel_ckpt.cli.launch.failures import (
+    BROKEN_CONNECTION,
     FailureDirectory,
     FailureRecord,
     death_record,
     failure_record,
     failure_text,
     has_ended,
+    is_connection_error,
     lost_connection_record,
     name_silent_ranks,
     printed_failure,
     root_cause,
 )
-from automodel_ckpt.cli.launch.memory import keep_memory
+from automodel_ckpt.cli.launch.hang_examiner import HangExaminer
+from automodel_ckpt.cli.launch.memory import keep_memory, keep_memory_of_rank
 from automodel_ckpt.cli.launch.nodes import RendezvousHost, RendezvousInterrupted
 from automodel_ckpt.cli.launch.shared_directory import scratch_directory
 from automodel_ckpt.cli.launch.topology import (
@@ -70,11 +75,14 @@ from automodel_ckpt.cli.launch.worker import (
 )
 from automodel_ckpt.cli.terminal import forgiving_streams
 from automodel_ckpt.config.flags import LaunchFlags
+from automodel_ckpt.config.urls import with_local_directory
+from automodel_ckpt.distributed.hangs import poll_seconds
 from automodel_ckpt.distributed.network import (
     address_towards,
     hosts_unknowingly,
     is_known,
     is_loopback,
+    is_own_address,
 )
 from automodel_ckpt.distributed.stop import (
     SAME_SIGNAL_SECONDS,
@@ -87,6 +95,7 @@ from automodel_ckpt.errors import (
     EXIT_INTERNAL,
     EXIT_STOPPED,
     AutomodelError,
+    Problem,
     RecipeError,
     describe,
     os_problem,
@@ -99,6 +108,8 @@ CONNECT_ATTEMPTS = 3
 STORE_SECONDS = 5.0
 READ_SECONDS = 20
 """How long the rendezvous may take to answer. torch's agent tries twice, and does not watch its ranks meanwhile."""
+TORCHRUN_GRACE_SECONDS = 20.0
+"""torchrun kills its ranks 30 seconds after it has passed a signal on to them. They also have to close."""
 NOISY_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
 
 Prepare = Callable[[], tuple[Loaded, RecipeClass]]
@@ -207,6 +218,8 @@ def _run_joined(prepare: Prepare, *, serve: bool) -> int:
     # torchrun distinguishes only success and failure, and a rank that saved because of a signal did not fail.
     is_under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ and not serve
     exit_stopped = EXIT_DONE if is_under_torchrun else EXIT_STOPPED
+    if is_under_torchrun:
+        stop_request().grace_seconds = TORCHRUN_GRACE_SECONDS
     has_asked = False
 
     def is_first() -> bool:
@@ -223,6 +236,7 @@ def _run_joined(prepare: Prepare, *, serve: bool) -> int:
         code = error.exit_code
     else:
         code = joined_rank(loaded, recipe_class, is_first, exit_stopped)
+        keep_memory_of_rank(loaded, code)
     if store is not None:
         if has_asked:  # the other ranks also ask this store whether they print their failure
             time.sleep(STORE_SECONDS)
@@ -289,18 +303,25 @@ def _run_forked(flags: LaunchFlags, rendezvous: Rendezvous, prepare: Prepare) ->
         # A signal after the imports: no rank exists yet that it could be sent to.
         if signals.received:
             raise StoppedWaiting
-        max_restarts = rendezvous.max_restarts(flags.max_restarts)
+        host.examiner = _hang_examiner(loaded, rendezvous)
+        host.max_restarts = rendezvous.max_restarts(flags.max_restarts)
         for attempt in range(1, CONNECT_ATTEMPTS + 1):
             # One per launch: records of ranks that could not connect must not count later.
             failure_dir = FailureDirectory(
                 directory / f"launch_{attempt}", is_elastic=rendezvous.is_elastic
             )
-            signals.failure_dir = host.failure_dir = failure_dir
+            signals.failure_dir = failure_dir
+            host.begin(failure_dir)
             try:
-                config = _launch_config(rendezvous, num_ranks, max_restarts, failure_dir, host)
-                codes, deaths = _elastic(loaded, recipe_class, rendezvous, config, failure_dir)
+                codes, deaths = _rejoining(
+                    loaded, recipe_class, rendezvous, num_ranks, failure_dir, host
+                )
             except RendezvousInterrupted:
+                if failure_dir.attempt >= 0:
+                    keep_memory(loaded, EXIT_INTERNAL)
                 return _stopped(signals.received, "while waiting for the other nodes")
+            finally:
+                host.close()
             is_last = attempt == CONNECT_ATTEMPTS
             is_local = rendezvous.rdzv_backend == LOCAL
             # Only on one node: the launchers of other nodes do not take part in this loop.
@@ -313,6 +334,15 @@ def _run_forked(flags: LaunchFlags, rendezvous: Rendezvous, prepare: Prepare) ->
         )
         keep_memory(loaded, code)
         return code
+
+
+def _hang_examiner(loaded: Loaded, rendezvous: Rendezvous) -> HangExaminer | None:
+    """Return what examines ranks of this node when a step hangs; None without the section ``hangs`` or other nodes."""
+    settings = getattr(loaded.config, "hangs", None)
+    if settings is None or rendezvous.max_nodes == 1:
+        return None
+    run = Path(with_local_directory(loaded.config).checkpoint.checkpoint_dir)
+    return HangExaminer(run / HANGS, poll_seconds(settings.min_seconds))
 
 
 def _estimated_ranks(requested: str) -> int:
@@ -332,6 +362,58 @@ def _never_connected(failure_dir: FailureDirectory) -> bool:
     return any(not record.connected for record in failure_dir.records(attempts[-1]))
 
 
+class _LostOtherNodes(Exception):
+    """This launcher lost its connection to the other nodes; *record* states how."""
+
+    def __init__(self, record: FailureRecord) -> None:
+        super().__init__(record.message)
+        self.record = record
+
+
+class _EarlierRunEnds(Exception):
+    """The nodes of an earlier run are still leaving the rendezvous at this address, as *error* shows."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _rejoining(
+    loaded: Loaded,
+    recipe_class: RecipeClass,
+    rendezvous: Rendezvous,
+    num_ranks: int,
+    failure_dir: FailureDirectory,
+    host: RendezvousHost,
+) -> tuple[dict[int, int], list[FailureRecord]]:
+    """Run the ranks with :func:`_elastic`, again whenever this launcher lost the other nodes and may rejoin them.
+
+    It also runs them again if those of another node fail after they have ended, and it tries again while the nodes of
+    an earlier run leave the rendezvous, as they do if a scheduler starts a node anew before the others have ended.
+    """
+    ours = importlib.import_module("automodel_ckpt.distributed.rendezvous")
+    max_restarts = host.max_restarts
+    while True:
+        config = _launch_config(rendezvous, num_ranks, max_restarts, failure_dir, host)
+        try:
+            return _elastic(loaded, recipe_class, rendezvous, config, failure_dir)
+        except ours.OtherNodesStartAgain:
+            max_restarts = host.max_restarts - host.restarts
+            continue
+        except _EarlierRunEnds as ends:
+            if not host.may_join_later():
+                raise _rendezvous_error(rendezvous, ends.error) from ends.error
+            host.pause()
+            continue
+        except _LostOtherNodes as lost:
+            if not host.may_rejoin():
+                return {}, [lost.record]
+        host.report_loss()
+        host.pause()
+        # The agent restarts the ranks, which is one of the restarts.
+        max_restarts = host.max_restarts - host.restarts - 1
+
+
 def _elastic(
     loaded: Loaded,
     recipe_class: RecipeClass,
@@ -339,7 +421,11 @@ def _elastic(
     config: Any,
     failure_dir: FailureDirectory,
 ) -> tuple[dict[int, int], list[FailureRecord]]:
-    """Run the ranks with torch's elastic agent; return their exit codes, or the deaths that the agent detected."""
+    """Run the ranks with torch's elastic agent; return their exit codes, or the deaths that the agent detected.
+
+    Raises :class:`_LostOtherNodes` if the connection to the other nodes broke, and :class:`_EarlierRunEnds` if the
+    rendezvous belongs to a run that ends.
+    """
     api = importlib.import_module("torch.distributed.launcher.api")
     flush()  # otherwise every rank would print the content of the buffers
     codes: dict[int, int] = {}
@@ -362,12 +448,16 @@ def _elastic(
         raise
     except Exception as error:
         if failure_dir.attempt < 0:
+            if is_of_ending_run(error):
+                raise _EarlierRunEnds(error) from error
             raise _rendezvous_error(rendezvous, error) from error
         # No rank has registered: the system could not start them.
         if isinstance(error, OSError) and not failure_dir.attempts():
             raise _start_error(error) from error
-        where = f"rendezvous {rendezvous.rdzv_backend} at {rendezvous.rdzv_endpoint}"
-        deaths.append(lost_connection_record(error, -1, "to the other nodes", where=where))
+        record = rendezvous_failure(rendezvous, error)
+        if is_connection_error(error):
+            raise _LostOtherNodes(record) from error
+        deaths.append(record)
     return codes, deaths
 
 
@@ -402,7 +492,11 @@ def _launch_config(
         configs["read_timeout"] = READ_SECONDS
         if hosts_unknowingly(rendezvous.rdzv_endpoint):
             configs["is_host"] = True
-    # torch 2.10 and 2.11 have no shutdown_timeout: their agent waits 30 seconds before it kills a rank.
+        elif not is_known(socket.gethostname()) and not is_own_address(host):
+            # torch would look up the name of this node to find out whether it is the host.
+            configs["is_host"] = False
+    # For ranks that the agent stops because of a signal or of its own error. After a rank has failed, torch (all
+    # versions up to 2.13) waits 30 seconds before it kills the others. torch 2.10 and 2.11 have no shutdown_timeout.
     optional = known_fields(api.LaunchConfig, {"shutdown_timeout": SHUTDOWN_SECONDS})
     return api.LaunchConfig(
         min_nodes=rendezvous.min_nodes,
@@ -426,6 +520,34 @@ def known_fields(config_class: type, settings: Mapping[str, Any]) -> dict[str, A
     """Return the *settings* that are fields of a dataclass; older versions of torch lack some."""
     names = {field.name for field in dataclasses.fields(config_class)}
     return {name: value for name, value in settings.items() if name in names}
+
+
+def rendezvous_failure(rendezvous: Rendezvous, error: Exception) -> FailureRecord:
+    """Return the record of a launcher that could not join the other nodes again, or whose connection to them broke."""
+    where = f"rendezvous {rendezvous.rdzv_backend} at {rendezvous.rdzv_endpoint}"
+    api = importlib.import_module("torch.distributed.elastic.rendezvous")
+    if isinstance(error, (TimeoutError, api.RendezvousTimeoutError)):
+        seconds = importlib.import_module("automodel_ckpt.distributed.rendezvous").JOIN_SECONDS
+        what = f"the other nodes did not join again within {seconds / 60:.0f} minutes"
+        hint = "run the same command on all nodes to resume from the newest checkpoint"
+    elif isinstance(error, api.RendezvousClosedError):
+        what = "another node ended the run"
+        hint = "see the log of that node"
+    else:
+        return lost_connection_record(error, -1, "to the other nodes", where=where)
+    problem = Problem(what, where, f"{type(error).__name__}: {error}", hint)
+    return FailureRecord(
+        time.time(), -1, EXIT_INTERNAL, f"error: {problem}", primary=False, names_rank=True
+    )
+
+
+def is_of_ending_run(error: Exception) -> bool:
+    """Whether a rendezvous failed because it was closed, or its host ended, and not because the host is unknown."""
+    api = importlib.import_module("torch.distributed.elastic.rendezvous")
+    if isinstance(error, api.RendezvousClosedError):
+        return True
+    cause = error.__cause__
+    return is_connection_error(error) and BROKEN_CONNECTION.search(str(cause)) is not None
 
 
 def _rendezvous_error(rendezvous: Rendezvous, error: Exception) -> AutomodelError:

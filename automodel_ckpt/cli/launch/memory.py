@@ -2,49 +2,41 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-from automodel_ckpt.checkpoint.failures import RETRY
-from automodel_ckpt.checkpoint.run.lease import Lease
-from automodel_ckpt.checkpoint.run.memory_directory import copy_to_disk, memory_of, remove_memory
+from automodel_ckpt.checkpoint.memory.keeping import keep_on_disk
 from automodel_ckpt.cli.launch.failures import SECOND_SIGNAL_CODE
 from automodel_ckpt.cli.launch.worker import Loaded, print_message
 from automodel_ckpt.config.urls import with_local_directory
-from automodel_ckpt.errors import (
-    EXIT_DONE,
-    EXIT_STOPPED,
-    AutomodelError,
-    describe,
-    os_problem,
-)
+from automodel_ckpt.distributed.hang_action import has_restarts_left
+from automodel_ckpt.errors import EXIT_DONE, EXIT_STOPPED
 
 
-def keep_memory(loaded: Loaded, code: int) -> None:
+def keep_memory(loaded: Loaded, code: int, *, by_rank: bool = False) -> None:
     """Copy the newest memory checkpoint to the run directory, and free the memory. All ranks have ended with *code*.
 
     A run that is done, or stopped after a save, has removed its memory checkpoints. After a second signal, they are
-    removed without a copy. Raises nothing: a failure is printed, and the memory is kept for the next start.
+    removed without a copy. With *by_rank*, this process is a rank (see :func:`keep_memory_of_rank`). Raises nothing: a
+    failure is printed, and the memory is kept for the next start.
     """
     section = getattr(getattr(loaded.config, "checkpoint", None), "memory", None)
     if section is None or code in (EXIT_DONE, EXIT_STOPPED):
         return
-    run = Path(with_local_directory(loaded.config).checkpoint.checkpoint_dir).absolute()
-    try:
-        directory = memory_of(run, Path(section.directory))
-        if directory is None:
-            return
-        # Another live run of this directory would own the memory, too.
-        lease = Lease(run)
-        try:
-            copy = copy_to_disk(directory, run) if code <= SECOND_SIGNAL_CODE else None
-            remove_memory(directory)
-        finally:
-            lease.release()
-    except AutomodelError as error:
-        print_message(f"the checkpoints in memory are kept: {describe(error)[1]}")
-    except OSError as error:
-        problem = os_problem(error, "the checkpoint in memory could not be copied", hint=RETRY)
-        print_message(str(problem))
-    else:
-        if copy is not None:
-            print_message(f"the newest checkpoint in memory was copied to {copy}")
+    run = Path(with_local_directory(loaded.config).checkpoint.checkpoint_dir)
+    copies = code <= SECOND_SIGNAL_CODE
+    message = keep_on_disk(run, Path(section.directory), copies=copies, by_rank=by_rank)
+    if message:
+        print_message(message)
+
+
+def keep_memory_of_rank(loaded: Loaded, code: int) -> None:
+    """Call :func:`keep_memory` in a rank of torchrun or srun that ends with *code*, unless a restart follows.
+
+    All ranks of a node call it as they end. The one that owned the memory does the work, or, if it was killed, another
+    one. If all are killed, the memory is kept for the next start. torchrun's agent kills the one that copies 30 seconds
+    after another rank has failed; the memory is then kept, too. No process is left to continue the copy: it would own
+    the run directory when the next start needs it, and clusters kill it with the job.
+    """
+    if not has_restarts_left(os.environ):
+        keep_memory(loaded, code, by_rank=True)

@@ -1,19 +1,43 @@
-"""The launcher's side of a rendezvous: counts attempts, reports a long wait, and ends the wait on a signal."""
+"""The launcher's side of a rendezvous: counts attempts, reports a long wait, and ends the wait on a signal.
+
+A launcher whose connection to the host of the rendezvous breaks, or that another node leaves alone while it joins, has
+not failed: with restarts left, it joins again (:meth:`RendezvousHost.may_rejoin`).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Iterator
+from typing import Protocol
 
-from automodel_ckpt.cli.launch.failures import FailureDirectory, root_cause
-from automodel_ckpt.cli.launch.topology import Rendezvous
+from automodel_ckpt.cli.launch.failures import (
+    FINAL_CODES,
+    FailureDirectory,
+    hang_record,
+    root_cause,
+)
+from automodel_ckpt.cli.launch.hang_examiner import HangExaminer
+from automodel_ckpt.cli.launch.suspended import kill_suspended_ranks
+from automodel_ckpt.cli.launch.topology import C10D, Rendezvous
 from automodel_ckpt.distributed.network import is_known
 from automodel_ckpt.errors import EXIT_STOPPED
 
 WAIT_REPORT_SECONDS = 15.0
 """How long the launcher waits for other nodes before it reports that it waits."""
+REJOIN_SECONDS = 600.0
+"""How long a launcher that lost its connection to the other nodes tries to join them again."""
+REJOIN_PAUSE_SECONDS = 1.0
+ENDING_SECONDS = 120.0
+"""How long a launcher waits until the nodes of an earlier run have left the rendezvous that it joins."""
+
+
+class Handler(Protocol):
+    """What the launcher needs of torch's RendezvousHandler."""
+
+    def shutdown(self) -> bool: ...
 
 
 class RendezvousInterrupted(BaseException):
@@ -27,22 +51,105 @@ class RendezvousHost:
     """A launcher's :class:`~automodel_ckpt.distributed.rendezvous.Host`.
 
     *failure_dir* is the directory of the ranks; its ``attempt`` is the number of completed rendezvous minus one.
+    *examiner* examines ranks that do not respond, None if there is nothing to examine.
     *received* is the signal that requested a stop, or 0.
+    *max_restarts* limits *restarts*, the restarts after failures. Those for joining nodes do not count.
     """
 
-    def __init__(self, rendezvous: Rendezvous) -> None:
+    def __init__(self, rendezvous: Rendezvous, max_restarts: int = 0) -> None:
         self.failure_dir: FailureDirectory | None = None
+        self.examiner: HangExaminer | None = None
         self.received = 0
         self.is_waiting = False
+        self.max_restarts = max_restarts
+        self.restarts = 0
         self._rendezvous = rendezvous
+        self._nodes_join = False
+        self._kept: Handler | None = None
+        self._alone_since = 0.0
+        self._has_reported_loss = False
+
+    def begin(self, failure_dir: FailureDirectory) -> None:
+        """Begin a launch whose ranks use *failure_dir*, with all restarts."""
+        self.failure_dir = failure_dir
+        self.restarts = 0
 
     @contextlib.contextmanager
     def meeting(self) -> Iterator[None]:
         """Entered during a rendezvous. Counts it when it is complete."""
         with self.waiting():
             yield
-        if self.failure_dir is not None:
-            self.failure_dir.attempt += 1
+        if self.failure_dir is None:
+            return
+        is_restart = self.failure_dir.attempt >= 0
+        if is_restart and not self._nodes_join:
+            self.restarts += 1
+        self._nodes_join = False
+        self._alone_since = 0.0
+        self._has_reported_loss = False
+        self.failure_dir.attempt += 1
+
+    def may_rejoin(self) -> bool:
+        """Whether this launcher, whose agent lost the other nodes, joins them again.
+
+        It needs a restart, and has REJOIN_SECONDS. Its ranks must be able to start again.
+        """
+        if not self.can_rejoin() or not self.starts_again():
+            return False
+        self._nodes_join = False
+        self._alone_since = self._alone_since or time.monotonic()
+        return time.monotonic() - self._alone_since < REJOIN_SECONDS
+
+    def starts_again(self) -> bool:
+        """Whether the ranks of this node, which have ended, may start again with those of other nodes.
+
+        They do not if they ended for a reason that a restart cannot fix, or for a signal.
+        """
+        failure_dir = self.failure_dir
+        if failure_dir is None or failure_dir.stop_signals():
+            return False
+        cause = root_cause(failure_dir.records(failure_dir.attempt))
+        is_final = cause is not None and cause.code in FINAL_CODES
+        # Ranks that the agent stopped, because it lost the other nodes, end with a final code.
+        return not is_final or failure_dir.has_joining_nodes(failure_dir.attempt)
+
+    def may_join_later(self) -> bool:
+        """Whether this launcher, which has not joined yet, waits for the end of an earlier run at the same address."""
+        if self._rendezvous.rdzv_backend != C10D:
+            return False
+        if not self._alone_since:
+            self._alone_since = time.monotonic()
+            text = f"waiting for the end of an earlier run at {self._rendezvous.rdzv_endpoint}"
+            os.write(2, f"{text}, for up to {ENDING_SECONDS / 60:.0f} minutes\n".encode())
+        return time.monotonic() - self._alone_since < ENDING_SECONDS
+
+    def can_rejoin(self) -> bool:
+        """Whether this launcher has a rendezvous that outlives its agent, and a restart left."""
+        is_hosted = self._rendezvous.rdzv_backend == C10D
+        return is_hosted and self.restarts < self.max_restarts
+
+    def pause(self) -> None:
+        """Wait before joining again. Raises :class:`RendezvousInterrupted` for a signal."""
+        with self.waiting():
+            time.sleep(REJOIN_PAUSE_SECONDS)
+
+    def leave(self, handler: Handler) -> bool:
+        """Shut a handler down, unless an agent may follow that uses it."""
+        if self.can_rejoin() or self._nodes_join:
+            self._kept = handler
+            return True
+        return handler.shutdown()
+
+    def kept(self) -> Handler | None:
+        """Return the handler that :meth:`leave` kept, once."""
+        kept, self._kept = self._kept, None
+        return kept
+
+    def close(self) -> None:
+        """Tell the other nodes that this one does not join again."""
+        handler = self.kept()
+        if handler is not None:
+            handler.shutdown()
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -74,10 +181,46 @@ class RendezvousHost:
             self.is_waiting = False
             raise RendezvousInterrupted
 
+    def poll(self) -> None:
+        """Examine the ranks of this node if a step hangs and none of them can."""
+        if self.examiner is not None and self.failure_dir is not None:
+            failure_dir = self.failure_dir
+            self.examiner.poll(lambda: failure_dir.processes(failure_dir.attempt))
+
     def joining_nodes(self) -> None:
         """Record that nodes wait to join, before the agent stops the ranks for them."""
-        if self.failure_dir is not None:
-            self.failure_dir.mark_joining_nodes()
+        self._nodes_join = True
+        self._mark_joining_nodes()
+
+    def lost_connection(self) -> None:
+        """Record that the agent stops the ranks for a new rendezvous, if there is one."""
+        if self.can_rejoin():
+            self._mark_joining_nodes()
+
+    def _mark_joining_nodes(self) -> None:
+        if self.failure_dir is None:
+            return
+        self.failure_dir.mark_joining_nodes()
+        attempt = self.failure_dir.attempt
+        report = self.examiner.take_report() if self.examiner is not None else ""
+        if report:
+            rank = min(self.failure_dir.processes(attempt))
+            self.failure_dir.write(attempt, hang_record(report, rank))
+        if report or not self.failure_dir.is_elastic:
+            # The ranks of another node have failed. The agent would wait half a minute for a suspended rank.
+            kill_suspended_ranks(self.failure_dir, attempt)
+
+    def report_loss(self) -> None:
+        """Report that this launcher joins the other nodes again, unless it did so already."""
+        if self._has_reported_loss:
+            return
+        self._has_reported_loss = True
+        minutes = REJOIN_SECONDS / 60
+        text = (
+            f"the connection to the other nodes broke: joining them again at {self._rendezvous.rdzv_endpoint}, "
+            f"for up to {minutes:.0f} minutes"
+        )
+        os.write(2, f"{self._last_failure()}{text}\n".encode())
 
     def report_wait(self) -> None:
         """Report which nodes the launcher waits for, after the failure that led to this restart, if any."""

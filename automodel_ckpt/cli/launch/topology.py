@@ -11,8 +11,8 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from automodel_ckpt.config.bind import is_number
 from automodel_ckpt.config.flags import LaunchFlags
+from automodel_ckpt.config.schema_keys import is_number
 from automodel_ckpt.errors import RecipeError
 
 DEFAULT_PORT = 29500

@@ -13,8 +13,9 @@ If only one rank fails, the others wait for it in a collective. They detect the 
    the failure directory, and returns its code if that is final.
 2. Each rank has a thread that looks for records of other ranks, and for ranks that died without one. It ends its own
    rank if that has not ended PEER_GRACE_SECONDS later: a backend may not detect the failure (NCCL), or the rank may be
-   busy elsewhere. After a second signal to one rank, it does not wait.
-3. The agent sends SIGTERM if a rank died, and SIGKILL later.
+   busy elsewhere. After a death, it waits only DEATH_NOTICE_SECONDS for a rank that has not noticed it: the others need
+   not learn the reason from this one. After a second signal to one rank, it does not wait.
+3. The agent sends SIGTERM if a rank died, and SIGKILL 30 seconds later.
 
 Ranks of other nodes are notified by :class:`~automodel_ckpt.cli.launch.failure_channel.FailureChannel`, which stores
 the failure in the failure directory of their node.
@@ -29,12 +30,13 @@ import contextlib
 import ctypes
 import importlib
 import os
+import secrets
 import signal
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -50,14 +52,16 @@ from automodel_ckpt.cli.launch.failures import (
     early_stop_record,
     failure_record,
     failure_text,
+    hang_record,
     has_ended,
-    is_suspended,
     printed_failure,
     root_cause,
     second_signal_record,
+    terminated_record,
     unreachable_node_record,
 )
-from automodel_ckpt.distributed import hang_action
+from automodel_ckpt.cli.launch.suspended import kill_suspended_ranks, suspension_warnings
+from automodel_ckpt.distributed import hang_action, peers
 from automodel_ckpt.distributed.keepalive import keep_connection, listen, serve_connections
 from automodel_ckpt.distributed.network import let_gloo_be_found
 from automodel_ckpt.distributed.stop import StoppedWaiting, StopRequest, stop_request
@@ -74,17 +78,19 @@ from automodel_ckpt.training.start_time import note_process_start
 from automodel_ckpt.user_code import reporting_user_failures
 
 PEER_GRACE_SECONDS = 10.0
+DEATH_NOTICE_SECONDS = 2.0
+"""How long a rank may take to notice that another one died without a failure record."""
 SECONDARY_DELAY_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
 POLL_SECONDS = 0.5
+AGENT_POLL_SECONDS = 0.02
 CHANNEL_POLLS = 4
 """The failure channel is read once in so many polls: it asks another node."""
 STORE_LINGER_SECONDS = 4.0
-"""How long the first node serves the store after a failure, so that the other nodes can read the cause."""
+"""How long the first node serves the store at most after a failure, so that the other nodes can read the cause."""
+RECEIVED_POLL_SECONDS = 0.1
 JOIN_NOTICE_SECONDS = 3.0
 """How long a stopped rank waits for its agent to report that nodes join."""
-SUSPENDED_POLLS = 20
-"""A peer must be suspended in so many polls in a row before a warning. Not seconds: the whole job may be suspended."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -212,16 +218,18 @@ def launched_rank(
     # Importing the packages, which the launcher does once, is a part of the first start.
     note_process_start(os.getpid() if attempt else launcher)
     channel = FailureChannel.of_this_rank(os.environ)
+    earlier = failure_dir.cause_of_end(attempt - 1) if attempt else None
     nodes_joined = failure_dir.has_joining_nodes(attempt - 1)
-    earlier: FailureRecord | None = None
-    if attempt and not nodes_joined:
-        earlier = failure_dir.cause_of_end(attempt - 1)
+    if nodes_joined and (earlier is None or not earlier.primary or earlier.code == EXIT_STOPPED):
+        # The records are those of ranks that were stopped.
+        earlier = None
     is_final = earlier is not None and earlier.code in FINAL_CODES
     if attempt and (failure_dir.stop_signals() or is_final):
         return earlier.code if earlier else EXIT_INTERNAL
     _register(failure_dir, attempt, rank)
     if attempt and _is_local_rank_0():
-        _report_restart(earlier, nodes_joined=nodes_joined)
+        is_elastic = failure_dir.is_elastic
+        _report_restart(earlier, nodes_joined=nodes_joined, is_elastic=is_elastic)
     done = threading.Event()
     watch = (failure_dir, attempt, rank, done, channel)
     threading.Thread(target=_watch_peers, args=watch, daemon=True).start()
@@ -233,8 +241,8 @@ def launched_rank(
     stores: list[Any] = []  # references that keep the ranks' store alive
 
     def on_failure(record: FailureRecord) -> None:
-        was_interrupted = stop_request().interrupted
-        outside = was_interrupted and not record.primary and not record.timed_out
+        record = unless_ended_by_agent(failure_dir, attempt, record)
+        outside = stop_request().interrupted and not record.primary and not record.timed_out
         record = replace(record, outside_collective=outside)
         failures.append(record)
         failure_dir.write(attempt, record)
@@ -249,9 +257,27 @@ def launched_rank(
     done.set()
     # Before this process ends: peers take one that ends without this file for a dead rank.
     failure_dir.mark_done(attempt, rank)
-    if stores and rank == 0:
-        time.sleep(STORE_LINGER_SECONDS)
+    if stores and rank == 0 and _has_reason_to_share(channel):
+        _serve_until_received(channel, STORE_LINGER_SECONDS)
     return _end_rank(failure_dir, attempt, code, failures, channel)
+
+
+def _has_reason_to_share(channel: FailureChannel | None) -> bool:
+    """Whether other nodes have to read from the store why a rank failed, or a launcher may still report it there.
+
+    If a restart follows, no process reports a rank that died silently, and all nodes restart without a reason.
+    """
+    is_reported = channel is not None and channel.receive() is not None
+    return is_reported or not hang_action.has_restarts_left(os.environ)
+
+
+def _serve_until_received(channel: FailureChannel | None, seconds: float) -> None:
+    """Wait until all other nodes have received why a rank failed, at most so long: this node may serve the store."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if channel is not None and channel.is_confirmed():
+            return
+        time.sleep(RECEIVED_POLL_SECONDS)
 
 
 def _restart_after_hang(
@@ -262,14 +288,21 @@ def _restart_after_hang(
     message: str,
 ) -> None:
     """End this rank because a step hangs, so that the agent restarts all ranks. Called by a thread."""
-    record = FailureRecord(
-        time.time(), rank, EXIT_INTERNAL, f"error: {message}", names_rank=True, follows_log=True
-    )
-    failure_dir.write(attempt, record)
+    record = hang_record(message, rank)
     if channel is not None:
         channel.report(record)
-    _kill_suspended_peers(failure_dir, attempt)
+    failure_dir.write(attempt, record)
+    kill_suspended_ranks(failure_dir, attempt)
+    # The ranks of this node end after this time, too: one of them may serve the store.
+    _serve_until_received(channel, _hang_grace())
     exit_now(EXIT_INTERNAL)
+
+
+def _hang_grace() -> float:
+    """How many seconds the ranks of this node continue after a hang, so that other nodes can read about it."""
+    is_first = os.environ.get("GROUP_RANK") == "0"
+    num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    return STORE_LINGER_SECONDS if is_first and num_nodes > 1 else 0.0
 
 
 def joined_rank(
@@ -293,12 +326,8 @@ def joined_rank(
         if is_reporter:
             print_message(printed_failure(record, several_ranks=world_size() > 1))
 
-    def restart(message: str) -> None:
-        print_message(f"error: {message}")
-        exit_now(EXIT_INTERNAL)
-
-    hang_action.restart = restart
-    return run_rank(loaded, recipe_class, on_failure, exit_stopped)
+    with hang_action.ending_processes():
+        return run_rank(loaded, recipe_class, on_failure, exit_stopped)
 
 
 def print_message(text: str) -> None:
@@ -346,15 +375,18 @@ def _end_rank(
 
     A secondary failure returns the code of the root cause, if that is final.
     """
+    if failures:
+        # run_rank() takes a signal of the agent, which ends this rank, for a stop request.
+        code = failures[0].code
     if failures and not failures[0].primary and code not in FINAL_CODES:
-        time.sleep(SECONDARY_DELAY_SECONDS)
+        _await_agent(SECONDARY_DELAY_SECONDS)
         failure_dir.mark_vanished(attempt)
         _receive_failure(channel, failure_dir, attempt)
         cause = root_cause(failure_dir.records(attempt))
         if cause is not None and cause.code in FINAL_CODES:
             return cause.code
     if code not in FINAL_CODES and code != EXIT_DONE:
-        _kill_suspended_peers(failure_dir, attempt)
+        kill_suspended_ranks(failure_dir, attempt)
         exit_now(EXIT_INTERNAL)
     if code == EXIT_STOPPED and failure_dir.is_elastic:
         _restart_if_nodes_join(failure_dir, attempt)
@@ -363,7 +395,44 @@ def _end_rank(
         # wait 30 seconds for a handler that only notes the signal.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     flush()
+    ending = (failure_dir, attempt, this_rank())
+    threading.Thread(target=_end_with_failed_peer, args=ending, daemon=True).start()
     return code
+
+
+def _await_agent(seconds: float) -> None:
+    """Wait until the agent ends the ranks of this node, because it has noticed a rank that died, at most so long."""
+    end = time.monotonic() + seconds
+    while not stop_request().requested and time.monotonic() < end:
+        time.sleep(AGENT_POLL_SECONDS)
+
+
+def _end_with_failed_peer(failure_dir: FailureDirectory, attempt: int, rank: int) -> None:
+    """End this rank, which has returned its code, if a peer dies or fails before it returns one. Runs in a thread.
+
+    A rank that is done ignores signals, so that they do not change its code. The agent would wait 30 seconds for it.
+    """
+    while not _is_ended_by_agent(failure_dir, attempt, rank):
+        time.sleep(POLL_SECONDS)
+    exit_now(EXIT_INTERNAL)
+
+
+def _is_ended_by_agent(failure_dir: FailureDirectory, attempt: int, rank: int) -> bool:
+    """Whether the agent ends the ranks of this node because another one, or one of another node, has failed."""
+    if failure_dir.has_joining_nodes(attempt):
+        return True
+    failed = {
+        record.rank for record in failure_dir.records(attempt) if record.code not in FINAL_CODES
+    }
+    for peer, process in failure_dir.processes(attempt).items():
+        if peer == rank or not has_ended(process):
+            continue
+        if not failure_dir.is_done(attempt, peer):
+            return True
+        # Without a signal, the agent may have taken its code for a success.
+        if peer in failed and stop_request().requested:
+            return True
+    return False
 
 
 def _receive_failure(
@@ -371,8 +440,9 @@ def _receive_failure(
 ) -> None:
     """Write the failure that another node reported, if any, to the failure directory of this node."""
     record = channel.receive() if channel is not None else None
-    if record is not None:
+    if channel is not None and record is not None:
         failure_dir.write(attempt, record)
+        channel.confirm()
 
 
 def _restart_if_nodes_join(failure_dir: FailureDirectory, attempt: int) -> None:
@@ -393,29 +463,6 @@ def _restart_if_nodes_join(failure_dir: FailureDirectory, attempt: int) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(PEER_GRACE_SECONDS)
     exit_now(EXIT_STOPPED)
-
-
-def _kill_suspended_peers(failure_dir: FailureDirectory, attempt: int) -> None:
-    """Kill the suspended ranks of this node. They cannot handle the agent's SIGTERM, and it would wait 30 seconds."""
-    for peer, process in failure_dir.processes(attempt).items():
-        if is_suspended(process):
-            message = f"rank {peer} was suspended when the other ranks had failed"
-            failure_dir.write(attempt, _terminated_record(peer, message))
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-
-
-def _terminated_record(rank: int, message: str) -> FailureRecord:
-    """Return the record of a rank that is ended because of others."""
-    return FailureRecord(
-        time.time(),
-        rank,
-        EXIT_INTERNAL,
-        message,
-        primary=False,
-        names_rank=True,
-        outside_collective=True,
-    )
 
 
 def exit_now(code: int) -> NoReturn:
@@ -450,6 +497,8 @@ def _register(failure_dir: FailureDirectory, attempt: int, rank: int) -> None:
     """
     stop = stop_request()
     stop.at_once = lambda number: failure_dir.write(attempt, second_signal_record(rank, number))
+    peers.find_dead = partial(_dead_peers, failure_dir, attempt, rank)
+    stop.is_restart = lambda: failure_dir.has_joining_nodes(attempt)
     stop.a_peer_died = lambda: _failed_peer(failure_dir, attempt, rank) is not None
     stop.install()
     failure_dir.register_process(attempt, rank)
@@ -459,15 +508,20 @@ def _register(failure_dir: FailureDirectory, attempt: int, rank: int) -> None:
         stop.note(number)
 
 
-def _report_restart(earlier: FailureRecord | None, *, nodes_joined: bool) -> None:
-    if nodes_joined:
-        print_message(f"nodes joined: restarted with {world_size()} ranks")
+def _report_restart(earlier: FailureRecord | None, *, nodes_joined: bool, is_elastic: bool) -> None:
+    if nodes_joined and earlier is None:
+        # Without a range of --nnodes, only nodes whose ranks have failed join again.
+        reason = "nodes joined" if is_elastic else "ranks of another node failed"
+        print_message(f"{reason}: restarted with {world_size()} ranks")
         return
     reason = "a rank died"
     if earlier and earlier.primary:
         reason = printed_failure(earlier, several_ranks=world_size() > 1)
     total = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
-    print_message(f"{reason}\nrestart {restart_count()} of {total}")
+    # The agent counts the failures of its own ranks.
+    number = f"restart {restart_count()} of {total}"
+    again = f"restarted with {world_size()} ranks" if nodes_joined else number
+    print_message(f"{reason}\n{again}")
 
 
 def _watch_peers(
@@ -487,22 +541,55 @@ def _watch_peers(
             return
         if poll % CHANNEL_POLLS == 0 and _is_local_rank_0():
             _receive_failure(channel, failure_dir, attempt)
-        _warn_suspended(failure_dir.processes(attempt), rank, num_polls_suspended)
+        processes = failure_dir.processes(attempt)
+        for warning in suspension_warnings(processes, rank, num_polls_suspended):
+            print_message(warning)
         if not stop_request().elsewhere and _stopped_before_training(failure_dir, attempt, rank):
             stop_request().follow()
         failed = _failed_peer(failure_dir, attempt, rank)
-        if failed is None:
+        if failed is not None:
+            reason = f"rank {failed} failed"
+        elif _others_restart(failure_dir, attempt):
+            reason = "ranks of another node failed"
+        else:
             continue
-        grace = PEER_GRACE_SECONDS
-        for record in failure_dir.records(attempt):
-            if record.code > SECOND_SIGNAL_CODE:
-                grace = 0.0
-            elif record.node_unreachable:
-                grace = min(grace, STORE_LINGER_SECONDS if _serves_other_nodes() else 0.0)
-        if not done.wait(grace):
-            message = f"rank {rank} was terminated because rank {failed} failed"
-            failure_dir.write(attempt, _terminated_record(rank, message))
+        if not _ends_in_time(failure_dir, attempt, rank, done):
+            failure_dir.write(attempt, terminated_record(rank, _terminated_text(rank, reason)))
+            kill_suspended_ranks(failure_dir, attempt)
             exit_now(EXIT_INTERNAL)
+
+
+def _others_restart(failure_dir: FailureDirectory, attempt: int) -> bool:
+    """Whether the agent ends the ranks of this node because those of another one have failed."""
+    # With a range of --nnodes, new nodes may join, and the ranks have to save.
+    return not failure_dir.is_elastic and failure_dir.has_joining_nodes(attempt)
+
+
+def _ends_in_time(
+    failure_dir: FailureDirectory, attempt: int, rank: int, done: threading.Event
+) -> bool:
+    """Wait for *done* after another rank has failed or died, as long as this rank may take to end."""
+    records = failure_dir.records(attempt)
+    if not any(record.rank != rank for record in records):
+        if done.wait(DEATH_NOTICE_SECONDS):
+            return True
+        # Without a failure record, it has nothing to close: it waits for other ranks, or its step cannot be used.
+        if not any(record.rank == rank for record in failure_dir.records(attempt)):
+            return False
+    return done.wait(_grace_seconds(records))
+
+
+def _grace_seconds(records: Iterable[FailureRecord]) -> float:
+    """How many seconds a rank has to end after failures of other ranks that wrote *records*."""
+    grace = PEER_GRACE_SECONDS
+    for record in records:
+        if record.code > SECOND_SIGNAL_CODE:
+            grace = 0.0
+        elif record.node_unreachable:
+            grace = min(grace, STORE_LINGER_SECONDS if _serves_other_nodes() else 0.0)
+        elif record.is_hang:
+            grace = min(grace, _hang_grace())
+    return grace
 
 
 def _serves_other_nodes() -> bool:
@@ -529,36 +616,13 @@ def _watch_nodes(failure_dir: FailureDirectory, attempt: int, rank: int) -> None
         failure_dir.write(attempt, record)
 
     if rank == 0:
-        listener = listen()
-        while not channel.publish_keepalive(listener.getsockname()[1]):
+        listener, token = listen(), secrets.token_hex(16)
+        while not channel.publish_keepalive(listener.getsockname()[1], token):
             time.sleep(POLL_SECONDS)
-        serve_connections(listener, report_unreachable)
-    while (address := channel.keepalive_address()) is None:
+        serve_connections(listener, token, report_unreachable)
+    while (published := channel.keepalive()) is None:
         time.sleep(POLL_SECONDS)
-    keep_connection(address, rank, report_unreachable)
-
-
-def _warn_suspended(processes: Mapping[int, int], rank: int, num_polls: Counter[int]) -> None:
-    """Warn once about each suspended rank of this node, which only a person can continue.
-
-    The lowest rank that is not suspended prints the warning. *num_polls* counts in how many polls in a row each peer
-    was suspended.
-    """
-    suspended = set()
-    for peer, process in processes.items():
-        if peer != rank and is_suspended(process):
-            suspended.add(peer)
-    for peer in num_polls.keys() - suspended:
-        del num_polls[peer]
-    num_polls.update(suspended)
-    if rank != min(processes.keys() - suspended):
-        return
-    for peer in suspended:
-        if num_polls[peer] == SUSPENDED_POLLS:
-            print_message(
-                f"warning: rank {peer} (process {processes[peer]}) is suspended; the other ranks wait for it, at most "
-                f"distributed.timeout_minutes. `kill -CONT {processes[peer]}` continues it"
-            )
+    keep_connection(*published, rank, report_unreachable)
 
 
 def _stopped_before_training(failure_dir: FailureDirectory, attempt: int, rank: int) -> bool:
@@ -576,11 +640,48 @@ def _failed_peer(failure_dir: FailureDirectory, attempt: int, rank: int) -> int 
         stopped_in_training = record.code == EXIT_STOPPED and record.was_training
         if record.rank != rank and not stopped_in_training:
             return record.rank
+    dead = _dead_peers(failure_dir, attempt, rank)
+    if not dead:
+        return None
+    failure_dir.mark_vanished(attempt)
+    return dead[0]
+
+
+def _dead_peers(failure_dir: FailureDirectory, attempt: int, rank: int) -> list[int]:
+    """Return the ranks of this node whose processes ended before they were done."""
+    dead = []
     for peer, process in failure_dir.processes(attempt).items():
         if peer != rank and has_ended(process) and not failure_dir.is_done(attempt, peer):
-            failure_dir.mark_vanished(attempt)
-            return peer
-    return None
+            dead.append(peer)
+    return dead
+
+
+def unless_ended_by_agent(
+    failure_dir: FailureDirectory, attempt: int, record: FailureRecord
+) -> FailureRecord:
+    """Return *record* unless it takes a signal of the agent, which ends this rank because of another, for a stop.
+
+    That of an early stop would end the run: nodes whose ranks only lost a connection would believe it.
+    """
+    is_early_stop = record.code == EXIT_STOPPED and record.primary and not record.was_training
+    if not is_early_stop or failure_dir.stop_signals():
+        return record
+    if _others_restart(failure_dir, attempt):
+        reason = "ranks of another node failed"
+        return terminated_record(record.rank, _terminated_text(record.rank, reason))
+    failure_dir.mark_vanished(attempt)
+    others = [*failure_dir.records(attempt), *failure_dir.vanished_ranks(attempt)]
+    failed = [
+        each.rank for each in others if each.code != EXIT_STOPPED and each.rank != record.rank
+    ]
+    if not failed:
+        return record
+    reason = f"rank {failed[0]} failed"
+    return terminated_record(record.rank, _terminated_text(record.rank, reason))
+
+
+def _terminated_text(rank: int, reason: str) -> str:
+    return f"rank {rank} was terminated because {reason}"
 
 
 def _close_quietly(recipe: Recipe | None) -> None:

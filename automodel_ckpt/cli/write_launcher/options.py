@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from automodel_ckpt.config.bind import closest
 from automodel_ckpt.config.overrides import CommandLine
+from automodel_ckpt.config.schema_keys import closest
 from automodel_ckpt.errors import Problem, RecipeError
 
 FLAG = "--write-launcher"

@@ -69,11 +69,9 @@ def _comments(job: Job, options: LauncherOptions) -> list[str]:
         f"the disks of a cluster are lost with it. Checkpoints are copied to {store}, and a new cluster resumes from "
         "there. Save often (step_scheduler.ckpt_every_minutes): a preempted cluster may end without a signal"
     )
-    key = "scratch_dir" if job.has_url_directory else "checkpoint_dir"
     shared = (
-        "shared storage: the nodes of a cluster share no disk, and the run directory must be on storage that they "
-        "share. Add a volume for several nodes (volumes: {/mnt/run: NAME}), and set "
-        f"checkpoint.{key} to a directory on it."
+        "shared storage: the nodes of a cluster share no disk. Set checkpoint.checkpoint_dir to the URL of an object "
+        "store, or add a volume (volumes: {/mnt/run: NAME}) and set it to a directory on that."
     )
     codes = (
         f"{EXIT_STOPPED} (saved after a signal) starts the run again without limit, as a preemption does; others do so "
@@ -84,7 +82,7 @@ def _comments(job: Job, options: LauncherOptions) -> list[str]:
         f"  sky jobs launch{flags} {options.output or 'FILE'}",
         "",
         f"storage: {storage}.",
-        *([shared] if job.num_nodes > 1 else []),
+        *([shared] if job.num_nodes > 1 and not job.has_url_directory else []),
         "workdir: the current directory is copied to each cluster, with the recipe, its data and custom code.",
         f"secrets: this file has none. Add {secrets or 'flags --secret'} if the run needs them.",
         f"exit codes: {codes}.",

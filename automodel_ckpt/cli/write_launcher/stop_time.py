@@ -40,12 +40,17 @@ def stop_time(loaded: LoadedRecipe, flags: LaunchFlags, sizes: Sizes, num_nodes:
     """Return the time from a signal to the end of a run.
 
     A signal is answered after the current step. A save may have to wait for an earlier one in the background. The time
-    is therefore twice that of a step and a save, plus 30 s, and at least 120 s. Step and save are measured if the run
-    directory has a log; otherwise, the size of a checkpoint is computed, which imports torch and reads the model's
+    is therefore twice that of a step and a save, plus 30 s, and at least 120 s. If checkpoints are uploaded, it is also
+    at least ``checkpoint.remote.wait_after_signal_seconds`` plus 30 s. Step and save are measured if the run directory
+    has a log; otherwise, the size of a checkpoint is computed, which imports torch and reads the model's
     config. If that fails, for example because the model is not on this machine, the time is 300 s.
     """
     if not loaded.config.checkpoint.enabled:
         return StopTime(_MIN_SECONDS, "the run saves no checkpoints")
+    least = _MIN_SECONDS
+    remote = with_local_directory(loaded.config).checkpoint.remote
+    if remote is not None:
+        least = max(least, math.ceil(remote.wait_after_signal_seconds) + _SLACK_SECONDS)
     log = Path(with_local_directory(loaded.config).checkpoint.checkpoint_dir) / "training.jsonl"
     measured = _measured(log)
     if measured is not None:
@@ -53,21 +58,21 @@ def stop_time(loaded: LoadedRecipe, flags: LaunchFlags, sizes: Sizes, num_nodes:
         found = (
             f"measured: a step takes {step:.3g} s, and the longest save took {save:.3g} s ({log})"
         )
-        return StopTime(_rounded(2 * (step + save) + _SLACK_SECONDS), found)
+        return StopTime(_rounded(2 * (step + save) + _SLACK_SECONDS, least), found)
     nbytes = _checkpoint_bytes(loaded, flags, sizes)
     if nbytes is None:
         reason = (
             "a guess, because no save was measured and the size of a checkpoint is unknown here"
         )
-        return StopTime(UNKNOWN_SECONDS, reason)
+        return StopTime(_rounded(UNKNOWN_SECONDS, least), reason)
     save = nbytes / (SAVE_BYTES_PER_SECOND * num_nodes)
     rate = f"{size_text(SAVE_BYTES_PER_SECOND)}/s per node"
     reason = f"estimated from a checkpoint of {size_text(nbytes)}, written at {rate}"
-    return StopTime(_rounded(2 * (_UNKNOWN_STEP_SECONDS + save) + _SLACK_SECONDS), reason)
+    return StopTime(_rounded(2 * (_UNKNOWN_STEP_SECONDS + save) + _SLACK_SECONDS, least), reason)
 
 
-def _rounded(seconds: float) -> int:
-    return max(_MIN_SECONDS, math.ceil(seconds / _ROUNDED_TO) * _ROUNDED_TO)
+def _rounded(seconds: float, least: int) -> int:
+    return math.ceil(max(seconds, least) / _ROUNDED_TO) * _ROUNDED_TO
 
 
 def _measured(log: Path) -> tuple[float, float] | None:
@@ -96,9 +101,9 @@ def _measured(log: Path) -> tuple[float, float] | None:
 
 def _checkpoint_bytes(loaded: LoadedRecipe, flags: LaunchFlags, sizes: Sizes) -> int | None:
     """Return the size of a checkpoint by the forecast of a dry run; None if the model or the data are not here."""
-    from automodel_ckpt.config.targets import prepare
+    from automodel_ckpt.config.prepare import prepare
     from automodel_ckpt.config.trust import Trust
-    from automodel_ckpt.recipes.memory_estimate import plan
+    from automodel_ckpt.recipes.forecast.plan import plan
     from automodel_ckpt.recipes.recipe import Recipe
 
     try:

@@ -2,7 +2,8 @@
 
 :func:`translate` is a pure function from the tree of a file to the tree of a recipe. Nodes keep their origins, so that
 every later message points into the user's file. ``rows.py`` has the kinds of rows, and one module per group of sections
-has their tables: ``model``, ``data``, ``training``, ``ranks`` (parallelism) and ``others``.
+has their tables: ``model``, ``ranks`` (parallelism), ``datasets`` (with ``dataset_rows``), ``batches``,
+``preprocessors``, ``training``, ``distill`` and ``others``.
 
 Facts about AutoModel are from its source, revision 36044ad3d (2026-08-22): ``recipes/_typed_config.py`` (sections and
 their defaults), ``components/*/config.py`` and ``components/config/loader.py`` (null words, overrides).
@@ -13,7 +14,16 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from automodel_ckpt.config.automodel import data, distill, model, others, ranks, training
+from automodel_ckpt.config.automodel import (
+    batches,
+    datasets,
+    distill,
+    model,
+    others,
+    preprocessors,
+    ranks,
+    training,
+)
 from automodel_ckpt.config.automodel.notices import Notice
 from automodel_ckpt.config.automodel.rows import (
     AUTOMODEL_DEFAULT,
@@ -22,7 +32,7 @@ from automodel_ckpt.config.automodel.rows import (
     is_of_automodel,
     put,
 )
-from automodel_ckpt.config.bind import join
+from automodel_ckpt.config.schema_keys import join
 from automodel_ckpt.config.yaml_tree import Node
 from automodel_ckpt.errors import Problem
 
@@ -43,7 +53,16 @@ _BRACES = re.compile(r"\$\{(?!oc\.env:)([A-Za-z_]\w*)(?=[,}])")
 _WHOLE = re.compile(r"^\$([A-Za-z_]\w*)$")
 
 # Later modules look at what earlier ones have translated: adapters before freezing, data before the steps.
-SECTIONS = (*model.ROWS, *ranks.ROWS, *data.ROWS, *training.ROWS, *distill.ROWS, *others.ROWS)
+SECTIONS = (
+    *model.ROWS,
+    *ranks.ROWS,
+    *datasets.ROWS,
+    *batches.ROWS,
+    *preprocessors.ROWS,
+    *training.ROWS,
+    *distill.ROWS,
+    *others.ROWS,
+)
 
 ONLY_THEIRS = frozenset(
     {

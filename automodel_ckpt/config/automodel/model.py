@@ -129,9 +129,16 @@ def model(section: Section) -> None:
 
 
 def _keep_attention(section: Section) -> None:
-    """Move an attention implementation that transformers has; the row of the table handles the others."""
+    """Move an attention implementation that transformers has; the row of the table handles the others.
+
+    ``sdpa`` is what transformers chooses for all models that support it. GPT-OSS has it in AutoModel only.
+    """
     node = section.peek("attn_implementation")
-    if node is not None and node.value not in _BACKENDS:
+    if node is None or node.value in _BACKENDS:
+        return
+    if node.value == "sdpa" and not node.is_flag:
+        NoEffect("attn_implementation").apply(section)
+    else:
         Key("attn_implementation").apply(section)
 
 
@@ -215,7 +222,7 @@ MTP = (
 
 
 def further_tokens(section: Section) -> None:
-    """Translate multi-token prediction; 0 tokens is no such training, whatever the other keys say.
+    """Translate multi-token prediction; 0 tokens is no such training, whatever the other keys are.
 
     Without a number, AutoModel and this program predict as many as the config of the base states.
     """

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from automodel_ckpt.config.automodel.notices import Notice
-from automodel_ckpt.config.bind import join
 from automodel_ckpt.config.convert import FALSE_WORDS, TRUE_WORDS, untyped
+from automodel_ckpt.config.schema_keys import join
 from automodel_ckpt.config.yaml_tree import Node
 from automodel_ckpt.errors import Problem
 
@@ -272,7 +272,7 @@ def switch(section: Section, name: str) -> bool:
 
 @dataclass(frozen=True)
 class Degraded:
-    """A key that is replaced by something weaker or different: *instead* says by what.
+    """A key that is replaced by something weaker or different: *instead* names the replacement.
 
     If *when* is false for the value, the key has no effect.
     """

@@ -23,6 +23,8 @@ class DPOConfig:
     """Probability that a preference is wrong, for the losses sigmoid and robust."""
     reference: str | None = setting(None, NOT_EMPTY)
     """Directory or Hub name of the reference model; null: the model that training starts from, with peft its base."""
+    reference_revision: str | None = setting(None, NOT_EMPTY)
+    """Branch, tag or commit of the Hub name in reference; null: the main branch."""
     precompute: bool = False
     """Compute the reference's log-probabilities of all pairs before training, and keep them in a cache. The reference
     is then not in memory during training."""
@@ -34,5 +36,12 @@ class DPOConfig:
             lambda dpo: dpo.loss in ("sigmoid", "robust"),
             "only the losses sigmoid and robust have it",
             "remove label_smoothing, or set loss sigmoid or robust",
+        ),
+        Condition(
+            ("reference_revision",),
+            ("reference",),
+            lambda dpo: dpo.reference is not None,
+            "without a name, the reference has the revision of the model",
+            "set dpo.reference, or remove the key",
         ),
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from automodel_ckpt.config.rules import FINITE, NOT_EMPTY, POSITIVE, setting
+from automodel_ckpt.config.rules import FINITE, NOT_EMPTY, POSITIVE, Condition, setting
 
 
 @dataclass
@@ -19,3 +20,15 @@ class KTOConfig:
     """Factor of the loss of undesirable completions."""
     reference: str | None = setting(None, NOT_EMPTY)
     """Directory or Hub name of the reference model; null: the model that training starts from, with peft its base."""
+    reference_revision: str | None = setting(None, NOT_EMPTY)
+    """Branch, tag or commit of the Hub name in reference; null: the main branch."""
+
+    conditions: ClassVar[tuple[Condition, ...]] = (
+        Condition(
+            ("reference_revision",),
+            ("reference",),
+            lambda kto: kto.reference is not None,
+            "without a name, the reference has the revision of the model",
+            "set kto.reference, or remove the key",
+        ),
+    )

@@ -123,7 +123,7 @@ class Architecture:
     norm_offset: int = 0
     """What llama.cpp's weights of norms are larger by: Gemma multiplies by 1 + weight, llama.cpp by weight."""
     tied_by_default: bool = False
-    """Whether the output layer is tied to the embedding where config.json does not say it."""
+    """Whether the output layer is tied to the embedding where config.json does not state it."""
     must_be_tied: bool = False
     """Whether llama.cpp has no output layer other than the embedding."""
     sliding_by_default: bool = False

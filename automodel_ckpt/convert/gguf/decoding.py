@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,10 +65,10 @@ def _rows(path: Path, info: TensorInfo) -> Array:
     """Return the rows of a tensor, mapped: blocks as bytes if it is quantized, else values."""
     if not info.nbytes:
         return np.empty((0, 1), np.float32)
-    num_rows = int(np.prod(info.shape[:-1], dtype=np.int64)) if info.shape else 1
-    if info.kind.dtype is None:
-        width = info.nbytes // num_rows
-        return np.memmap(path, np.uint8, "r", info.start, (num_rows, width))
-    dtype = storage_dtype(info.kind.dtype, DTYPE_BITS[info.kind.dtype])
-    width = info.nbytes // num_rows // dtype.itemsize
-    return np.memmap(path, dtype, "r", info.start, (num_rows, width))
+    num_rows = math.prod(info.shape[:-1])
+    row_bytes = info.nbytes // num_rows
+    dtype = np.dtype(np.uint8)
+    if info.kind.dtype is not None:
+        dtype = storage_dtype(info.kind.dtype, DTYPE_BITS[info.kind.dtype])
+    shape = (num_rows, row_bytes // dtype.itemsize)
+    return np.memmap(path, dtype, "r", info.start, shape)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint.files.safe_open import open_regular
-from automodel_ckpt.checkpoint.slices import shape_fault
+from automodel_ckpt.checkpoint.tiling import shape_fault
 from automodel_ckpt.convert.gguf.kinds import BY_NUMBER, Kind
 from automodel_ckpt.errors import CheckpointUnusable
 
@@ -27,7 +27,7 @@ _MAX_KEYS = 1 << 14
 # Vocabularies have up to some hundred thousand entries, and as many merges.
 _MAX_ELEMENTS = 1 << 23
 _MAX_STRING = 1 << 22
-# Of all texts that are kept: names of tensors, keys and values.
+# The total of the texts that are read: names of tensors, keys and values.
 _MAX_TEXT = 1 << 26
 _MAX_DIMENSIONS = 4
 _MAX_NAME = 64

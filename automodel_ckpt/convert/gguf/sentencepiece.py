@@ -21,7 +21,7 @@ from automodel_ckpt.units import counted
 # SentencePiece's character for a space.
 SPACE = "\u2581"
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
-# Of all tokens: a few odd ones are reported, and a tokenizer of another kind is rejected.
+# Share of all tokens: a few odd ones are reported, and a tokenizer of another kind is rejected.
 _MAX_DEVIATING = 0.01
 
 

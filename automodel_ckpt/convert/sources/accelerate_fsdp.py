@@ -1,14 +1,15 @@
-"""What accelerate saves of a model that FSDP shards: the model and the optimizer, each in one file or a DCP directory.
+"""What accelerate saves: the model and the optimizer, each in one file or, if FSDP shards them, a DCP directory.
 
 ``Accelerator.save_state`` and transformers' Trainer write (source: accelerate/utils/fsdp_utils.py and checkpointing.py,
 1.15):
 
+* without FSDP ``model.safetensors`` (or ``pytorch_model.bin``) and ``optimizer.bin``, which numbers the parameters;
 * with full state dicts ``pytorch_model_fsdp.bin`` and ``optimizer.bin``, files of ``torch.save``;
 * with sharded ones ``pytorch_model_fsdp_0/`` and ``optimizer_0/``, directories of PyTorch DCP, in which the state dicts
   are nested under ``model`` and ``optimizer``;
 * ``scheduler.bin``, or ``scheduler.pt`` and ``trainer_state.json`` in a checkpoint of the Trainer.
 
-The optimizer's state has the names of the parameters. Imports no torch.
+With FSDP, the optimizer's state has the names of the parameters. Imports no torch.
 """
 
 from __future__ import annotations
@@ -27,14 +28,21 @@ from automodel_ckpt.convert.sources.dcp_directory import read_content
 from automodel_ckpt.convert.sources.dcp_training_state import optimizer_key, read_optimizer
 from automodel_ckpt.convert.sources.files import check_regular_files, names_in, read_json
 from automodel_ckpt.convert.sources.format import Counters, Format
+from automodel_ckpt.convert.sources.hugging_face import HuggingFaceFiles
 from automodel_ckpt.convert.sources.numbered_optimizer import optimizer_state
 from automodel_ckpt.convert.sources.plain_values import plain_values
-from automodel_ckpt.convert.sources.torch_files import TorchFile, faults_of, read_archive
+from automodel_ckpt.convert.sources.torch_files import (
+    TorchFile,
+    TorchModelDirectory,
+    faults_of,
+    read_archive,
+)
 from automodel_ckpt.convert.training_state import OptimizerState, Parameters, TrainingState
 
 _MODEL_FILE = "pytorch_model_fsdp.bin"
 _MODEL_DIRECTORY = "pytorch_model_fsdp_0"
 _OPTIMIZER_FILES = ("optimizer.bin", "optimizer.pt")
+_STATE_OPTIMIZER = "optimizer.bin"
 _OPTIMIZER_DIRECTORY = "optimizer_0"
 _SCHEDULER_FILES = ("scheduler.bin", "scheduler.pt")
 _TRAINER_STATE = "trainer_state.json"
@@ -43,6 +51,9 @@ _OTHERS = re.compile(
     r"|custom_checkpoint_[0-9]{1,6}\.pkl|(dl_state_dict|sampler)(_[0-9]{1,6})?\.bin"
     r"|(optimizer|scheduler|pytorch_model_fsdp)_[1-9][0-9]{0,5}(\.bin)?",
     re.ASCII,
+)
+_OTHER_MODEL = re.compile(
+    r"(model_[1-9][0-9]{0,5}\.safetensors|pytorch_model_[1-9][0-9]{0,5}\.bin)", re.ASCII
 )
 _MAX_COUNT = 2**53
 
@@ -81,22 +92,7 @@ class AccelerateFsdp(Format):
         Without these, the step is that of the optimizer. Raises :class:`CheckpointUnusable` if a file is damaged, or
         the optimizer does not belong to the model.
         """
-        optimizer = self._optimizer(path, parameters)
-        scheduler = _scheduler(path)
-        if optimizer is None and scheduler is None:
-            return None
-        counters = self.counters(path)
-        step = counters.step
-        if step is None and optimizer is not None:
-            step = _common_step(optimizer)
-        omitted = [name for name in names_in(path) if _OTHERS.fullmatch(name)]
-        return TrainingState(
-            step=step,
-            epoch=counters.epoch,
-            optimizer=optimizer,
-            scheduler=scheduler,
-            omitted=tuple(sorted(omitted)),
-        )
+        return _training_state(path, self._optimizer(path, parameters), self.counters(path))
 
     def _optimizer(self, path: Path, parameters: Parameters) -> OptimizerState | None:
         directory = path / _OPTIMIZER_DIRECTORY
@@ -107,12 +103,73 @@ class AccelerateFsdp(Format):
                 directory, content, optimizer_key(content), self.open(path).tensors
             )
         for name in _OPTIMIZER_FILES:
-            if name not in names_in(path):
-                continue
-            check_no_links(path, [name])
-            archive = read_archive(path / name)
-            return optimizer_state(archive.value, archive, parameters, root=path, file=name)
+            if name in names_in(path):
+                return _optimizer_in(path, name, parameters)
         return None
+
+
+class AccelerateState(Format):
+    """A directory of ``Accelerator.save_state`` without FSDP: one process, or DistributedDataParallel."""
+
+    name = "accelerate"
+
+    def detect(self, path: Path, *, follow_links: bool = False) -> bool:
+        # The Trainer writes optimizer.pt, and DeepSpeed directories of its own.
+        if _STATE_OPTIMIZER not in names_in(path):
+            return False
+        return _weights_of(path, follow_links) is not None
+
+    def open(self, path: Path, *, follow_links: bool = False) -> Source:
+        """Describe the weights. Raises :class:`CheckpointUnusable` if there are several models."""
+        others = [name for name in names_in(path) if _OTHER_MODEL.fullmatch(name)]
+        if others:
+            what = "this directory has several models"
+            raise unusable(what, path, f"{', '.join(others)}: name the file of one")
+        known = _weights_of(path, follow_links)
+        assert known is not None, "detect() has found weights"
+        return known.open(path, follow_links=follow_links)
+
+    def training_state(self, path: Path, parameters: Parameters) -> TrainingState | None:
+        """Return the optimizer's state, the LR schedule, and the step that the optimizer counts.
+
+        Raises :class:`CheckpointUnusable` if a file is damaged, or the optimizer does not belong to the model.
+        """
+        optimizer = _optimizer_in(path, _STATE_OPTIMIZER, parameters)
+        return _training_state(path, optimizer, Counters())
+
+
+def _weights_of(path: Path, follow_links: bool) -> Format | None:
+    formats: tuple[Format, ...] = (HuggingFaceFiles(), TorchModelDirectory())
+    for known in formats:
+        if known.detect(path, follow_links=follow_links):
+            return known
+    return None
+
+
+def _training_state(
+    path: Path, optimizer: OptimizerState | None, counters: Counters
+) -> TrainingState | None:
+    """Return the *optimizer* with the schedule of the directory *path*, and the step; None if there is neither."""
+    scheduler = _scheduler(path)
+    if optimizer is None and scheduler is None:
+        return None
+    step = counters.step
+    if step is None and optimizer is not None:
+        step = _common_step(optimizer)
+    omitted = [name for name in names_in(path) if _OTHERS.fullmatch(name)]
+    return TrainingState(
+        step=step,
+        epoch=counters.epoch,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        omitted=tuple(sorted(omitted)),
+    )
+
+
+def _optimizer_in(path: Path, name: str, parameters: Parameters) -> OptimizerState:
+    check_no_links(path, [name])
+    archive = read_archive(path / name)
+    return optimizer_state(archive.value, archive, parameters, root=path, file=name)
 
 
 def _is_dcp(path: Path) -> bool:

@@ -23,15 +23,8 @@ from automodel_ckpt.checkpoint.dtypes import CODES, DTYPE_BITS
 from automodel_ckpt.checkpoint.files.pickle_records import RECORD, Names, Record, read_records
 from automodel_ckpt.checkpoint.files.safe_open import open_safely, read_safely
 from automodel_ckpt.checkpoint.files.torch_archive_reading import Fault
-from automodel_ckpt.checkpoint.slices import (
-    Box,
-    Slice,
-    Tensor,
-    counts,
-    nbytes_of,
-    shape_fault,
-    tiling_fault,
-)
+from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor, counts, nbytes_of
+from automodel_ckpt.checkpoint.tiling import shape_fault, tiling_fault
 from automodel_ckpt.convert.sources.torch_objects import StoredView, describe_archive
 from automodel_ckpt.errors import CheckpointUnusable
 
@@ -41,7 +34,7 @@ _MAX_BYTES = 1 << 29
 _DATA_RATIO = 128
 _MAX_DIMENSIONS = 64
 _MAX_PATH = 64
-# Of a tensor's pickle within an archive; a program of torch.save has some hundred bytes.
+# The limit of a tensor's pickle within an archive; a program of torch.save has some hundred bytes.
 _MAX_PROGRAM_BYTES = 1 << 16
 _META = "torch.distributed.checkpoint.metadata"
 _PLANNER = "torch.distributed.checkpoint.planner"
@@ -70,7 +63,7 @@ _METADATA_NAMES: Names = {
         )
     },
     "torch.distributed.checkpoint.filesystem._StorageInfo": RECORD,
-    # Megatron-Core also stores the plan of each rank, which repeats what the tensors and chunks say.
+    # Megatron-Core also stores the plan of each rank, which repeats the information of the tensors and chunks.
     **{f"{_PLANNER}.{name}": RECORD for name in ("SavePlan", "WriteItem", "TensorWriteData")},
     f"{_PLANNER}.WriteItemType": _nothing,
     **{f"{_MEGATRON}.{name}": RECORD for name in ("MCoreSavePlan", "MCoreMetadata")},
@@ -237,7 +230,7 @@ def _content(value: Any, budget: int) -> DcpContent:
             budget -= 1
             item = items.get((fqn, None))
             if item is None:
-                raise Fault(f"it does not say where the value {fqn[:200]!r} is stored")
+                raise Fault(f"it does not state where the value {fqn[:200]!r} is stored")
             values[fqn] = item
         else:
             tensors[fqn] = _described(fqn, entry, items)
@@ -288,7 +281,7 @@ def _described(fqn: str, entry: Record, items: Mapping[_Key, Item]) -> Described
         item = items.get((fqn, box.offsets))
         if item is None:
             chunk_text = f"the chunk at {list(box.offsets)} of {fqn[:200]!r}"
-            raise Fault(f"it does not say where {chunk_text} is stored")
+            raise Fault(f"it does not state where {chunk_text} is stored")
         found.append((box, item))
     shape = _extents(entry.get("size"))
     # Checked here too, not only with the tiling: `ckpt show` adds up sizes without it.
@@ -363,7 +356,7 @@ def _slice(fqn: str, described: Described, box: Box, item: Item, files: _Mapped)
         start = item.start + _raw_start(files.content(item.file), item, dtype, box.sizes)
     except Exception as error:  # a damaged archive can make its readers raise anything
         reason = str(error) if isinstance(error, Fault | OSError) else repr(error)
-        what = f"the stored chunk at {list(box.offsets)} of {fqn!r} is not what .metadata says"
+        what = f"the stored chunk at {list(box.offsets)} of {fqn!r} does not match .metadata"
         raise _unusable(what, files.path(item.file), reason[:300]) from error
     nbytes = nbytes_of(dtype, box.sizes)
     return Slice(fqn, dtype, box.offsets, box.sizes, item.file, start, nbytes)

@@ -8,7 +8,7 @@ Programs save the state dict of an optimizer with the names of its parameters, i
 * flattened, with ``StateDictOptions(flatten_optimizer_state_dict=True)``: the keys ``state.FQN.ENTRY`` and
   ``param_groups.FQN.OPTION``, as torchtitan and NeMo AutoModel save it.
 
-DCP flattens both to names in ``.metadata``, which also has the path of keys that each name stands for.
+DCP flattens both to names in ``.metadata``, which also has the path of keys of each name.
 """
 
 from __future__ import annotations

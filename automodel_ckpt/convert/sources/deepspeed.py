@@ -251,7 +251,7 @@ def _states_of(tag: Path) -> StateFile:
 
 
 def _check_states(states: StateFile) -> None:
-    """Raise :class:`CheckpointUnusable` if the model was divided by more than ZeRO, as far as its states tell."""
+    """Raise :class:`CheckpointUnusable` if the model was divided by more than ZeRO, as far as its states show."""
     if not isinstance(states.value, dict):
         kind = type(states.value).__name__
         raise unusable("this file has no states of a model", states.path, kind)

@@ -7,6 +7,7 @@ DeepSpeed in them (LossScaler, fragment_address, ZeroStageEnum) are never import
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
-from automodel_ckpt.checkpoint.slices import Tensor, counts, shape_fault
+from automodel_ckpt.checkpoint.slices import Tensor, counts
 from automodel_ckpt.checkpoint.sources.source import check_no_links, unusable
+from automodel_ckpt.checkpoint.tiling import shape_fault
 from automodel_ckpt.convert.sources.files import check_regular_files, names_in
 from automodel_ckpt.convert.sources.flat_vector import Segment
 from automodel_ckpt.convert.sources.torch_files import (
@@ -46,7 +48,7 @@ _STAGE_ENUM = "deepspeed.runtime.zero.config.ZeroStageEnum"
 _MAX_DIMENSIONS = 64
 _MAX_LISTED = 8
 _FLOATS = ("F64", "F32", "F16", "BF16")
-# Of tensors without dimensions, such as the step of each parameter.
+# The dtypes of tensors without dimensions, such as the step of each parameter.
 _NUMBERS = ("F64", "F32", "I64", "I32")
 
 Shape = tuple[int, ...]
@@ -165,7 +167,8 @@ class StateFile:
             raise unusable(f"{what} is not a tensor", self.path, type(view).__name__)
         with faults_of(self.path):
             check_view(what, view, self._archive)
-        is_flat = len(view.shape) == 1 and (view.shape[0] <= 1 or view.strides == (1,))
+        is_contiguous = view.strides == (1,) or math.prod(view.shape) <= 1
+        is_flat = len(view.shape) == 1 and is_contiguous
         if not is_flat or view.dtype not in _FLOATS:
             found = f"{view.dtype} of shape {list(view.shape)}"
             raise unusable(f"{what} is not a flat tensor of floats", self.path, found)

@@ -11,8 +11,9 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from automodel_ckpt.checkpoint.slices import Slice, Tensor, tiling_fault
+from automodel_ckpt.checkpoint.slices import Slice, Tensor
 from automodel_ckpt.checkpoint.sources.source import unusable
+from automodel_ckpt.checkpoint.tiling import tiling_fault
 from automodel_ckpt.convert.sources.deepspeed_files import Partition, Shape
 from automodel_ckpt.convert.sources.flat_vector import FlatVector
 

@@ -47,7 +47,7 @@ class FlatVector:
         them.
         """
         first, last = elements.start, elements.stop
-        # Of several segments that begin at this element, all but the last are empty.
+        # If several segments begin at this element, all but the last are empty.
         index = bisect.bisect_right(self._begins, position) - 1
         while first < last:
             segment = self._segments[index]

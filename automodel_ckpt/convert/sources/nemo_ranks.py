@@ -92,7 +92,7 @@ def merged_ranks(
 ) -> dict[str, Tensor]:
     """Return the tensors of the whole model as slices of the ranks' *files*.
 
-    *config* is NeMo's, with each scalar as text: it says whether the MLPs are gated. Raises
+    *config* is NeMo's, with each scalar as text: it states whether the MLPs are gated. Raises
     :class:`CheckpointUnusable` if a rank is missing, or a tensor has no known rule or a wrong shape.
     """
     stages = _stages(files, where)
@@ -213,12 +213,12 @@ def concatenated(parts: Sequence[Tensor], *, axis: int, num_groups: int = 1) -> 
     slices: list[Slice] = []
     for number, part in enumerate(parts):
         for stored in part.slices:
-            for piece, index in _by_group(stored, axis, group):
+            for divided, index in _by_group(stored, axis, group):
                 # Within its group, a rank's rows follow those of the ranks before it.
                 begin = index * group * len(parts) + number * group
-                offset = begin + piece.offsets[axis] - index * group
-                offsets = (*piece.offsets[:axis], offset, *piece.offsets[axis + 1 :])
-                slices.append(replace(piece, fqn=first.fqn, offsets=offsets))
+                offset = begin + divided.offsets[axis] - index * group
+                offsets = (*divided.offsets[:axis], offset, *divided.offsets[axis + 1 :])
+                slices.append(replace(divided, fqn=first.fqn, offsets=offsets))
     return Tensor(first.fqn, first.dtype, shape, tuple(slices))
 
 

@@ -104,7 +104,7 @@ def is_archive(path: Path) -> bool:
 def has_member(path: Path, name: str) -> bool:
     """Return whether the archive *path* contains *name* before any damage; False for a file that is no archive.
 
-    Of an archive compressed with gzip, everything before that member is decompressed.
+    If the archive is compressed with gzip, everything before that member is decompressed.
     """
     if not is_archive(path):
         return False
@@ -118,7 +118,7 @@ def has_member(path: Path, name: str) -> bool:
 def read_beginning(path: Path, name: str, limit: int) -> tuple[bytes, Mapping[str, int] | None]:
     """Return the content of the member *name*, of at most *limit* bytes, and the sizes of all files in the archive.
 
-    Of an archive compressed with gzip, only the part up to *name* is read, and the sizes are None. Raises
+    If the archive is compressed with gzip, only the part up to *name* is read, and the sizes are None. Raises
     :class:`CheckpointUnusable` for a damaged archive, or if it has no such member.
     """
     content: bytes | None = None

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.export_manifest import find_export_manifest
 from automodel_ckpt.checkpoint.sources.source import Source
+from automodel_ckpt.convert.sources.files import names_in
 from automodel_ckpt.convert.sources.format import Format
 from automodel_ckpt.convert.sources.hugging_face import source_of_files, tensors_in_file
+from automodel_ckpt.convert.sources.torch_files import BIN_FILE, BIN_INDEX
+
+_SINGLE = "model.safetensors"
 
 
 class PeftAdapter(Format):
-    """A directory with the file of an adapter. Its tensors have PEFT's names."""
+    """A directory with the file of an adapter. Its tensors have PEFT's names. Other weights in it are not read."""
 
     name = "PEFT adapter"
 
@@ -24,4 +29,14 @@ class PeftAdapter(Format):
         export = find_export_manifest(path, follow_links=follow_links)
         names = [layout.ADAPTER_MODEL]
         tensors = tensors_in_file(path, names[0], export, follow_links=follow_links)
-        return source_of_files(path, names, tensors, export, follow_links=follow_links)
+        source = source_of_files(path, names, tensors, export, follow_links=follow_links)
+        return replace(source, omitted=_other_weights(path))
+
+
+def _other_weights(path: Path) -> tuple[str, ...]:
+    """Describe the weights beside the adapter: torchtune saves the merged model in the same directory."""
+    found = set(names_in(path)) & {layout.HF_INDEX, _SINGLE, BIN_FILE, BIN_INDEX}
+    if not found:
+        return ()
+    names = " and ".join(sorted(found))
+    return (f"the model in {names}: to use it, move {layout.ADAPTER_MODEL} to another directory",)

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from automodel_ckpt.checkpoint import layout
-from automodel_ckpt.convert.sources.accelerate_fsdp import AccelerateFsdp
+from automodel_ckpt.convert.sources.accelerate_fsdp import AccelerateFsdp, AccelerateState
 from automodel_ckpt.convert.sources.automodel import AutoModel
 from automodel_ckpt.convert.sources.dcp import PyTorchDcp
 from automodel_ckpt.convert.sources.deepspeed import DeepSpeed
@@ -56,6 +56,8 @@ FORMATS: tuple[Format, ...] = (
     LightningDistributed(),
     # A checkpoint of the Trainer with FSDP can have model.safetensors, too.
     AccelerateFsdp(),
+    # It also has model.safetensors or pytorch_model.bin.
+    AccelerateState(),
     DCP,
     # It also has config.json and *.safetensors.
     TensorRtLlmDirectory(),
@@ -117,7 +119,8 @@ def formats_in(directory: Path) -> dict[str, Format]:
     """Return the readable formats of *directory* (``.``) and its subdirectories, by relative path; or of a file.
 
     Symbolic links are not followed, and a checkpoint of this program is not an external format. A subdirectory that is
-    a part of what *directory* itself contains is not listed again. Empty if no format is recognized.
+    a part of what *directory* itself contains is not listed again, and one that cannot be read is skipped. Empty if no
+    format is recognized. Raises PermissionError if *directory* itself cannot be read.
     """
     parts: frozenset[str] = frozenset()
     found: dict[str, Format] = {}
@@ -130,7 +133,13 @@ def formats_in(directory: Path) -> dict[str, Format]:
             continue
         if os.path.lexists(path / layout.MANIFEST):
             continue
-        known = detect(path, readable_only=True)
+        try:
+            known = detect(path, readable_only=True)
+        except PermissionError:
+            if name == ".":
+                raise
+            # A directory of another user, such as lost+found, does not hide the others.
+            continue
         if known is None or name in parts:
             continue
         found[name] = known

@@ -1,6 +1,6 @@
 """Safetensors shards: slices of tensors, as PyTorch's HuggingFaceStorageWriter and NeMo AutoModel write them.
 
-Each header says in ``DCP_SHARDING_INFO`` to which tensor its slices belong, and at which offsets. There are no digests.
+``DCP_SHARDING_INFO`` in each header has the tensor of each slice, and its offsets. There are no digests.
 A ``model/`` directory of this program without its manifest has this format, too.
 """
 
@@ -14,8 +14,9 @@ from typing import Any
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safetensors_header import Header, read_header
-from automodel_ckpt.checkpoint.slices import Slice, Tensor, counts, tiling_fault
+from automodel_ckpt.checkpoint.slices import Slice, Tensor, counts
 from automodel_ckpt.checkpoint.sources.source import Source, check_no_links, unusable
+from automodel_ckpt.checkpoint.tiling import tiling_fault
 from automodel_ckpt.convert.sources.files import check_regular_files, names_in
 from automodel_ckpt.convert.sources.format import Format
 from automodel_ckpt.errors import CheckpointUnusable
@@ -74,7 +75,7 @@ def _sharding_info(header: Header, path: Path) -> Mapping[str, Any]:
     text = header.metadata.get(SHARDING_INFO)
     if text is None:
         raise CheckpointUnusable(
-            "this file is not a shard: its header does not say where its slices belong",
+            "this file is not a shard: its header does not state where its slices belong",
             where=str(path),
             value=f"no {SHARDING_INFO}",
             hint="remove the file if it is not one of the shards; complete Hugging Face files need no consolidation",
@@ -101,7 +102,7 @@ def _slice(
         if "global_shape" in stated:
             shape = counts(stated["global_shape"])
     if offsets is None or len(offsets) != len(entry.shape):
-        what = f"the header does not say where its slice of {fqn!r} belongs"
+        what = f"the header does not state where its slice of {fqn!r} belongs"
         raise unusable(what, path, repr(stated)[:200])
     nbytes = entry.end - entry.start
     stored = Slice(fqn, entry.dtype, offsets, entry.shape, path.name, entry.start, nbytes)

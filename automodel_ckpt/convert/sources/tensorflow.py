@@ -16,9 +16,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.files.safe_open import open_regular, read_safely
-from automodel_ckpt.checkpoint.slices import Tensor, nbytes_of, shape_fault, whole_tensor
+from automodel_ckpt.checkpoint.slices import Tensor, nbytes_of, whole_tensor
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
+from automodel_ckpt.checkpoint.tiling import shape_fault
 from automodel_ckpt.convert.sources.files import check_regular_files, names_in
 from automodel_ckpt.convert.sources.format import Format, Inventory, TensorSummary
 from automodel_ckpt.convert.sources.tensorflow_index import (

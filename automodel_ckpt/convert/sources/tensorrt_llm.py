@@ -276,7 +276,7 @@ class _LlamaRanks:
             text = f"{rule.name} {list(parts[0].shape)}"
             raise self._unusable("a tensor does not have the rows of the model's heads", text)
         queries = [RowRange(rank, 0, query_rows) for rank in range(len(parts))]
-        # Of ranks that share key-value heads, the first one's are used.
+        # Ranks can share key-value heads: those of the first rank are used.
         owners = range(0, len(parts), self.heads.num_sharing)
         keys = [RowRange(rank, query_rows, key_rows) for rank in owners]
         values = [RowRange(rank, query_rows + key_rows, key_rows) for rank in owners]

@@ -22,9 +22,10 @@ from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import open_regular
 from automodel_ckpt.checkpoint.files.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
-from automodel_ckpt.checkpoint.slices import Tensor, shape_fault, whole_tensor
+from automodel_ckpt.checkpoint.slices import Tensor, whole_tensor
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
-from automodel_ckpt.convert.sources.files import first_bytes, names_in
+from automodel_ckpt.checkpoint.tiling import shape_fault
+from automodel_ckpt.convert.sources.files import first_bytes, names_in, wrapper_prefix
 from automodel_ckpt.convert.sources.format import Counters, Format
 from automodel_ckpt.convert.sources.torch_objects import (
     Archive,
@@ -43,8 +44,6 @@ LIGHTNING_VERSION = "pytorch-lightning_version"
 """The key in every file of PyTorch Lightning."""
 _UNCHECKED = "these files are unchecked: there is no manifest with their digests"
 _MODEL_KEYS = ("state_dict", "model_state_dict", "model", "module", "model_state")
-# Prefixes that wrappers add to every name: DistributedDataParallel, torch.compile, Lightning's strategy for DeepSpeed.
-_WRAPPER_PREFIXES = ("module.", "_orig_mod.", "_forward_module.")
 _MAX_DEPTH = 32
 # The elements of a tensor that is larger than its storage.
 _MAX_REPEATED_ELEMENTS = 1 << 16
@@ -369,16 +368,8 @@ def common_prefix(value: dict[Any, Any], names: list[str]) -> str:
 
     *value* is the object in the file.
     """
-    prefix = ""
-    rest = names
-    is_stripped = True
-    while is_stripped:
-        is_stripped = False
-        for wrapper in _WRAPPER_PREFIXES:
-            if all(name.startswith(wrapper) for name in rest):
-                prefix += wrapper
-                rest = [name.removeprefix(wrapper) for name in rest]
-                is_stripped = True
+    prefix = wrapper_prefix(names)
+    rest = [name.removeprefix(prefix) for name in names]
     if LIGHTNING_VERSION in value:
         prefix += attribute_prefix(rest)
     return prefix

@@ -274,7 +274,7 @@ _KNOWN: dict[str, Any] = {
 
 class _Reader(RestrictedUnpickler):
     # torch.save writes protocol 2 by default; these are the data instructions of the protocols up to 5.
-    # BYTEARRAY8 is missing: it allocates what a number in the program says.
+    # BYTEARRAY8 is missing: it allocates as many bytes as a number in the file states.
     extra_opcodes = (
         "FRAME",
         "SHORT_BINUNICODE",
@@ -304,7 +304,8 @@ class _Reader(RestrictedUnpickler):
             raise Fault(f"it has a storage of an unknown kind: {name!r:.100}")
         if type(key) is not str or counts([numel]) is None:
             raise Fault("the key or the size of a storage is of another form")
-        return _Storage(dtype, key, numel * DTYPE_BITS[dtype] // 8)
+        nbytes = numel * DTYPE_BITS[dtype] // 8
+        return _Storage(dtype, key, nbytes)
 
     def call(self, function: Any, arguments: tuple[Any, ...]) -> Any:
         if type(function) is _Function:

@@ -22,16 +22,9 @@ from typing import Any
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
-from automodel_ckpt.checkpoint.slices import (
-    Slice,
-    Tensor,
-    counts,
-    nbytes_of,
-    shape_fault,
-    tiling_fault,
-    whole_tensor,
-)
+from automodel_ckpt.checkpoint.slices import Slice, Tensor, counts, nbytes_of, whole_tensor
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
+from automodel_ckpt.checkpoint.tiling import shape_fault, tiling_fault
 from automodel_ckpt.convert.decoded import decoded_directory
 from automodel_ckpt.convert.sources.files import names_in
 from automodel_ckpt.convert.sources.format import Format, Inventory, TensorSummary

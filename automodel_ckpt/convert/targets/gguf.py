@@ -395,10 +395,13 @@ def _blocks(library: Any, root: Path, entry: _Entry, head_dim: int) -> Iterator[
     order = None
     if target.heads is not None:
         order = np.array(rotary_order(target.heads, head_dim))
-    num_rows = max(1, _BLOCK_BYTES // max(4 * values.shape[1], 1))
-    for first in range(0, values.shape[0], num_rows):
-        last = min(first + num_rows, values.shape[0])
-        rows = values[first:last] if order is None else values[order[first:last]]
+    num_rows = values.shape[0]
+    # Rows are computed in float32, and can be empty.
+    row_bytes = max(4 * values.shape[1], 1)
+    rows_per_block = max(1, _BLOCK_BYTES // row_bytes)
+    for first in range(0, num_rows, rows_per_block):
+        block = slice(first, first + rows_per_block)
+        rows = values[block] if order is None else values[order[block]]
         yield _converted(library, rows, source, entry.kind, target.offset)
 
 

@@ -10,9 +10,11 @@ import pytest
 from automodel_ckpt.checkpoint.formats.assignment import Share, assign
 from automodel_ckpt.checkpoint.formats.description import Described, Mesh, TreeDescription
 from automodel_ckpt.checkpoint.saving.agreement import TreeSummary
-from automodel_ckpt.checkpoint.saving.planner import Proposal, _require_same_trees
+from automodel_ckpt.checkpoint.saving.planner import _require_same_trees
+from automodel_ckpt.checkpoint.saving.save import Proposal
 from automodel_ckpt.checkpoint.sharding import RegularSlices
-from automodel_ckpt.checkpoint.slices import Slice, Tensor, tiling_fault
+from automodel_ckpt.checkpoint.slices import Slice, Tensor
+from automodel_ckpt.checkpoint.tiling import tiling_fault
 from automodel_ckpt.errors import SaveFailed
 
 # Two replicas of four ranks that shard dimension 0.
@@ -89,6 +91,29 @@ def test_slices_without_a_formula_are_written_once_by_one_of_the_ranks_that_have
     assert tiling_fault([each.box for each in assigned.irregular["w"].slices], (5,)) is None
     written = {rank: len(assigned.irregular_of(rank)) for rank in range(4)}
     assert written == {0: 1, 1: 0, 2: 1, 3: 0}
+
+
+def test_irregular_slices_and_values_that_do_not_match_fail_the_save() -> None:
+    def piece(dtype: str, shape: int, size: int) -> Tensor:
+        stored = Slice("w", dtype, (0,), (size,), "", 0, 4 * size)
+        return Tensor("w", dtype, (shape,), (stored,))
+
+    listed = replace(description(), irregular=("w",))
+    origins: list[dict[Mesh, int]] = [{}] * 2
+    # The last one has an empty slice.
+    for other in (piece("BF16", 5, 3), piece("F32", 6, 3), piece("F32", 6, 0)):
+        slices = {0: [piece("F32", 5, 3)], 1: [other]}
+        with pytest.raises(SaveFailed, match=r"another shape or dtype[\s\S]*model: w"):
+            assign("model", [Share(listed, range(2), origins, slices)])
+    for one in (
+        replace(description(lr=sharded(8, STAGE)), values=()),
+        replace(listed, irregular=("lr",), values=()),
+    ):
+        tensors = Share(one, range(4), [{STAGE: 0}] * 4)
+        with pytest.raises(
+            SaveFailed, match=r"model: lr\n.*a tensor on rank 0, another value on rank 4"
+        ):
+            assign("model", [tensors, share(range(4, 8), 4)])
 
 
 def test_ranks_with_other_trees_are_an_error_before_they_exchange_them() -> None:

@@ -170,20 +170,24 @@ def test_a_save_returns_when_the_state_is_copied_and_the_next_one_waits_for_it(
     saver.pause()
     first = saver.save(1)
     assert not first.published and saver.reports == [] and not first.path.exists()
-    threading.Timer(0.6, saver.go_on).start()
+    # Before the timer: this thread may not continue immediately.
     started = time.monotonic()
+    threading.Timer(0.6, saver.go_on).start()
     saver.save(2)
-    assert time.monotonic() - started > 0.4
+    waited = time.monotonic() - started
+    assert waited > 0.4
     assert [report.step for report in saver.reports] == [1] and first.path.is_dir()
     saver.checkpointer.wait_for_save()
     first, second = saver.reports
-    assert first.published and first.nbytes and first.total_seconds > 0.5 > first.stall_seconds
-    assert second.stall_seconds < 0.5
+    assert first.published and first.nbytes
+    # The time until go_on() is no stall of either save.
+    assert first.total_seconds - first.stall_seconds > 0.4
+    assert waited - second.stall_seconds > 0.4
 
 
 def test_latest_is_published_without_waiting_for_the_next_save_or_for_the_end(saver: Saver) -> None:
     path = saver.save(1).path
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while commit.pointed(path.parent, "LATEST") is None and time.monotonic() < end:
         time.sleep(0.01)
     assert commit.pointed(path.parent, "LATEST") == "epoch_0_step_1"
@@ -194,7 +198,7 @@ def names(root: Path) -> list[str]:
 
 
 def wait_until_it_failed(saver: Saver) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not saver.checkpointer.upload_failed and time.monotonic() < end:
         time.sleep(0.01)
     assert saver.checkpointer.upload_failed
@@ -221,13 +225,14 @@ def test_a_writer_that_is_killed_fails_its_save_only(saver: Saver) -> None:
 def test_a_writer_that_stands_still_fails_its_save_when_it_was_waited_for_long_enough(
     tmp_path: Path,
 ) -> None:
-    saver = Saver(tmp_path, timeout_seconds=0.5)
+    # More than a new writer needs on a busy machine before it makes progress.
+    saver = Saver(tmp_path, timeout_seconds=3.0)
     saver.pause()
     saver.save(1)
     writer = saver.writer
     with pytest.raises(
         SaveFailed,
-        match=rf"made no progress[\s\S]*epoch_0_step_1[\s\S]*process {writer}: none for 1 s",
+        match=rf"made no progress[\s\S]*epoch_0_step_1[\s\S]*process {writer}: none for ([3-9]|\d\d) s",
     ) as caught:
         saver.checkpointer.wait_for_save()
     assert caught.value.exit_code == 4 and names(tmp_path) == [] and not is_there(writer)
@@ -357,7 +362,7 @@ def test_a_trainer_that_is_killed_takes_its_writer_along_and_the_next_start_is_r
     writer = int((tmp_path / "writer").read_text())
     if while_writing:
         os.kill(writer, signal.SIGCONT)
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while is_there(writer) and time.monotonic() < end:
         time.sleep(0.01)
     assert not is_there(writer) and shared_memory() - before == set()
@@ -593,7 +598,7 @@ def test_an_export_in_the_background_keeps_nobody_and_is_waited_for_at_the_end(
     exporter: Saver,
 ) -> None:
     exporter.save(1)
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not exporter.reports and time.monotonic() < end:
         time.sleep(0.01)
     (report,) = exporter.reports
@@ -651,7 +656,7 @@ def test_an_export_in_the_background_that_fails_says_that_the_checkpoint_is_safe
     exporter: Saver,
 ) -> None:
     exporter.save(1)
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not exporter.reports and time.monotonic() < end:
         time.sleep(0.01)
     resource.prlimit(exporter.writer, resource.RLIMIT_NOFILE, (1, 1))
@@ -668,7 +673,7 @@ def test_an_export_in_the_background_that_fails_says_that_the_checkpoint_is_safe
 
 def test_a_stop_ends_an_export_in_the_background_and_the_next_save_works(exporter: Saver) -> None:
     exporter.save(1)
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not exporter.reports and time.monotonic() < end:
         time.sleep(0.01)
     leftover = exporter.reports[0].path / f"model/.consolidated.staging-{'0' * 32}"
@@ -738,9 +743,10 @@ def test_a_writer_that_makes_no_progress_is_idle_for_longer_and_longer(saver: Sa
     background.idle_seconds()
     time.sleep(0.2)
     assert background.idle_seconds() >= 0.2
+    went_on = time.monotonic()
     saver.go_on()
     saver.checkpointer.wait_for_save()
-    assert background.idle_seconds() < 0.2
+    assert background.idle_seconds() <= time.monotonic() - went_on
 
 
 def test_a_recipe_that_leaves_out_its_exports_has_none_at_its_end(tmp_path: Path) -> None:
@@ -873,7 +879,7 @@ def test_the_wait_of_an_abandoned_upload_ends_it_without_a_failure(
     started = time.monotonic()
     assert uploading.background.abandon() is None
     uploading.background.wait(20)
-    assert time.monotonic() - started < 5 and uploading.background.state == "idle"
+    assert time.monotonic() - started < 15 and uploading.background.state == "idle"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")

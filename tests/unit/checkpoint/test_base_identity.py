@@ -101,11 +101,11 @@ def test_a_base_that_moved_with_its_run_is_found_and_one_that_is_gone_is_not(
         ("{", "cannot be read"),
         ('{"base": {}}', "it lacks base or adapter"),
         ('{"base": {}, "adapter": {}, "format_version": 9}', "format_version 9 is later"),
-        ('{"base": {"name": "a\\u0000b"}, "adapter": {}}', "it does not say where the base is"),
-        ('{"base": {"name": 5}, "adapter": {}}', "it does not say where the base is"),
+        ('{"base": {"name": "a\\u0000b"}, "adapter": {}}', "it does not state where the base is"),
+        ('{"base": {"name": 5}, "adapter": {}}', "it does not state where the base is"),
         (
             '{"base": {"name": "org/base", "relative_to_run": 5}, "adapter": {}}',
-            "it does not say where the base is",
+            "it does not state where the base is",
         ),
     ],
 )

@@ -32,7 +32,7 @@ from automodel_ckpt.checkpoint.run.lease import LOCK_FILE
 from automodel_ckpt.checkpoint.saving import forecast
 from automodel_ckpt.checkpoint.saving.forecast import forecast_manifest_bytes
 from automodel_ckpt.checkpoint.sources.shard_header import files_covered_by_slices
-from automodel_ckpt.checkpoint.state.loading import first_lines
+from automodel_ckpt.checkpoint.state.mismatch import first_lines
 from automodel_ckpt.checkpoint.verify import unlisted_files, verify
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.cli.commands.ls import rows_of
@@ -559,7 +559,7 @@ def test_a_checkpoint_that_could_not_be_read_back_is_rejected_before_training(
 def test_a_disk_too_small_for_one_checkpoint_is_said_before_training_and_before_a_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("automodel_ckpt.checkpoint.saving.planner.free_bytes", lambda _: 1000)
+    monkeypatch.setattr("automodel_ckpt.checkpoint.saving.disk_space.free_bytes", lambda _: 1000)
     saver, made = tiny.checkpointer(tmp_path), tiny.recipe()
     with pytest.raises(SaveFailed, match=r"does not fit on the disk[\s\S]*1.0 kB are free"):
         saver.check_disk_space(discover(made))

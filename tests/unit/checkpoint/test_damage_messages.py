@@ -6,7 +6,9 @@ import errno
 import json
 import logging
 import os
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ import torch
 
 from automodel_ckpt.checkpoint import layout, verify
 from automodel_ckpt.checkpoint import verify as verify_module
-from automodel_ckpt.checkpoint.digests import FileRecord, digest_of
+from automodel_ckpt.checkpoint.digests import FileRecord, digest_of, record_of_ranges
 from automodel_ckpt.checkpoint.export_manifest import DigestedRange, ExportManifest, export_problems
 from automodel_ckpt.checkpoint.files.safe_open import SPARSE_FROM_BYTES
 from automodel_ckpt.checkpoint.files.safetensors_header import METADATA_KEY, build_header
@@ -28,7 +30,7 @@ from automodel_ckpt.cli.ckpt import main as ckpt
 from automodel_ckpt.consolidate import main as consolidate
 from automodel_ckpt.convert import import_checkpoint
 from automodel_ckpt.convert.open import open_source, open_weights
-from automodel_ckpt.errors import AutomodelError, CheckpointUnusable
+from automodel_ckpt.errors import CheckpointUnusable
 from tests.support import ranks, tiny
 from tests.support.shards import checkpoint_in
 
@@ -175,7 +177,7 @@ def test_a_file_that_was_cut_after_it_was_looked_at(tmp_path: Path) -> None:
     path = tiny.save(tmp_path, recipe).path
     for shard in (path / "model").glob("*.safetensors"):
         os.truncate(shard, 4100)
-    with pytest.raises(CheckpointUnusable, match="a file is shorter than the manifest says"):
+    with pytest.raises(CheckpointUnusable, match="a file is shorter than the manifest states"):
         tiny.load(tmp_path, tiny.recipe(), verify="none")
 
 
@@ -187,11 +189,9 @@ def test_ranks_that_see_different_directories(tmp_path: Path) -> None:
         rank = torch.distributed.get_rank()
         own = tmp_path / str(rank)
         own.mkdir()
-        try:
-            shared_storage.check_shared_storage(own, rank, torch.distributed.group.WORLD)
-        except AutomodelError as error:
-            return str(error)
-        return ""
+        group = torch.distributed.group.WORLD
+        without = shared_storage.ranks_without_storage(own, rank, group)
+        return str(shared_storage.no_shared_storage(own, without))
 
     for said in ranks.run(separate, 2):
         assert "the ranks do not share storage" in said and "not seen by rank 1" in said
@@ -276,7 +276,7 @@ def at(offset: int, shape: int) -> dict[str, object]:
     [
         (shard("{"), "DCP_SHARDING_INFO is not JSON"),
         (shard([]), "DCP_SHARDING_INFO is not a mapping"),
-        (shard({"w": {}}), "the header does not say where its slice of 'w' belongs"),
+        (shard({"w": {}}), "the header does not state where its slice of 'w' belongs"),
         (shard(at(0, 2)) | second(shard(at(1, 3))), "shards disagree on the shape of 'w'"),
         (
             shard(at(0, 2)) | second(shard(at(1, 2), "I32")),
@@ -327,3 +327,21 @@ def test_all_damaged_tensors_up_to_five_are_named() -> None:
         value = str(manifest._damage("w.safetensors", ranges[:count]).value)
         assert "tensor t4" in value and "tensor t5" not in value
         assert (more in value) if more else ("more" not in value)
+
+
+def test_a_hostile_file_with_a_range_for_each_byte_is_verified_in_bounded_time(
+    checkpoint: Path,
+) -> None:
+    """Of 50,000 ranges, a search for the beginning of each would take a minute."""
+    content = bytearray(50_000)
+    (checkpoint / "ranges").write_bytes(content)
+    record = record_of_ranges([(1, digest_of(b"\0"))] * len(content))
+    saved = Manifest.read(checkpoint)
+    manifest = replace(saved, files={**saved.files, "ranges": record})
+    began = time.process_time()
+    assert verify.verify(checkpoint, manifest) == []
+    content[30_000] = 1
+    (checkpoint / "ranges").write_bytes(content)
+    (problem,) = verify.verify(checkpoint, manifest)
+    assert problem.where == str(checkpoint / "ranges")
+    assert time.process_time() - began < 5

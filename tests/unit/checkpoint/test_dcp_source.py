@@ -181,7 +181,7 @@ def _transposed(directory: Path, metadata: Metadata) -> None:
     ("change", "said"),
     [
         (damaged(_missing_chunk), "elements are not in any slice"),
-        (damaged(_no_place), "does not say where the chunk"),
+        (damaged(_no_place), "does not state where the chunk"),
         (damaged(_outside), "'..' component"),
         (damaged(_beyond), "the item ends at"),
         (damaged(_compressed), "compressed"),

@@ -163,7 +163,7 @@ def test_the_processes_of_an_export_end_with_it() -> None:
         workers = [int(parent.stdout.readline()) for _ in range(2)]
         parent.kill()
         parent.wait()
-        end = time.monotonic() + 20
+        end = time.monotonic() + 60
         while any(is_running(pid) for pid in workers):
             assert time.monotonic() < end
             time.sleep(0.02)

@@ -18,7 +18,7 @@ from automodel_ckpt.checkpoint.files.safetensors_header import read_header
 from automodel_ckpt.checkpoint.layout import RankLayout
 from automodel_ckpt.checkpoint.tensors.stored import whole_checked
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.convert.merge import _base_tensors
+from automodel_ckpt.convert.merged_model import base_tensors
 from automodel_ckpt.convert.open import open_source, open_weights
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.recipes.init_from import verify_base, verify_side_files
@@ -168,7 +168,7 @@ def test_a_damaged_tokenizer_of_an_export_is_not_read(export: Path) -> None:
 
 def test_a_damaged_base_is_not_merged(export: Path) -> None:
     damage(export, "a")
-    tensors, _ = _base_tensors(export)
+    tensors, _ = base_tensors(export)
     assert whole_checked(Path("/"), tensors["b"]).tobytes() == bits(TENSORS["b"]).tobytes()
     with pytest.raises(CheckpointUnusable, match="'a' is damaged"):
         whole_checked(Path("/"), tensors["a"])

@@ -21,7 +21,7 @@ from automodel_ckpt.checkpoint.export.copy_engine import Workers
 from automodel_ckpt.checkpoint.files import direct, ownership
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.policy import KeepPolicy
-from automodel_ckpt.checkpoint.run import lease, links, maintenance
+from automodel_ckpt.checkpoint.run import lease, links, lock_file, maintenance
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.saving import host_memory
 from automodel_ckpt.checkpoint.sources.shard_header import files_covered_by_slices
@@ -216,7 +216,7 @@ def test_a_lock_file_that_is_removed_during_the_watch_ends_the_watch(tmp_path: P
     removal = threading.Timer(0.2, path.unlink)
     removal.start()
     begin = time.monotonic()
-    assert not lease._is_beating(path, 30)
+    assert not lock_file.is_beating(path, 30)
     assert time.monotonic() - begin < 10
     removal.join()
 
@@ -225,11 +225,11 @@ def test_a_lock_file_has_a_name_only_while_it_is_the_same_file(tmp_path: Path) -
     path = tmp_path / "lock"
     path.write_text("one")
     with path.open() as file:
-        assert lease._is_at(path, file.fileno())
+        assert lock_file.is_at(path, file.fileno())
         path.unlink()
-        assert not lease._is_at(path, file.fileno())
+        assert not lock_file.is_at(path, file.fileno())
         path.write_text("two")
-        assert not lease._is_at(path, file.fileno())
+        assert not lock_file.is_at(path, file.fileno())
 
 
 @pytest.mark.parametrize("links_exist", [True, False])
@@ -241,10 +241,10 @@ def test_a_lock_file_never_replaces_one_that_another_run_has_created(
     target.write_text("another")
     if not links_exist:
         monkeypatch.setattr(os, "link", failing(errno.EPERM))
-    assert not lease._link_or_rename(source, target)
+    assert not lock_file.link_or_rename(source, target)
     assert target.read_text() == "another"
     target.unlink()
-    assert lease._link_or_rename(source, target)
+    assert lock_file.link_or_rename(source, target)
     assert target.read_text() == "mine"
 
 
@@ -254,7 +254,7 @@ def test_a_file_system_error_is_not_taken_for_missing_hard_links(
     (tmp_path / "source").write_text("mine")
     monkeypatch.setattr(os, "link", failing(errno.EIO))
     with pytest.raises(OSError, match="Input/output"):
-        lease._link_or_rename(tmp_path / "source", tmp_path / "target")
+        lock_file.link_or_rename(tmp_path / "source", tmp_path / "target")
     assert os.listdir(tmp_path) == ["source"]
 
 

@@ -8,23 +8,25 @@ import numpy as np
 import pytest
 
 from automodel_ckpt.checkpoint.slices import (
-    MAX_CUT_DIMENSIONS,
-    MAX_EXTENTS,
     Box,
     Slice,
     Tensor,
     contiguous_slices,
     counts,
     flat_index,
-    interleaving_fault,
     intersection,
     is_one_run,
     overlap,
     row_major_boxes,
     runs_in_file,
+    whole_tensor,
+)
+from automodel_ckpt.checkpoint.tiling import (
+    MAX_CUT_DIMENSIONS,
+    MAX_EXTENTS,
+    interleaving_fault,
     shape_fault,
     tiling_fault,
-    whole_tensor,
 )
 
 

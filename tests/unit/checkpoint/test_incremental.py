@@ -17,12 +17,12 @@ from automodel_ckpt.checkpoint import Manifest, discover
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.hf_assets import HFAssets
 from automodel_ckpt.checkpoint.run import shared_files
-from automodel_ckpt.checkpoint.saving import planner
+from automodel_ckpt.checkpoint.saving import disk_space, plan_reuse, planner
 from automodel_ckpt.checkpoint.verify import verify_deep
 from automodel_ckpt.checkpoint.writing import rank_manifest, reuse
 from automodel_ckpt.checkpoint.writing.shared_file import SharedFile
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 from tests.support import tiny
 
 LAYOUTS = [{}, {"model_layout": "hf"}, {"is_async": True}, {"model_layout": "hf", "is_async": True}]
@@ -63,6 +63,22 @@ def assert_loads(root: Path, made: SimpleNamespace, **options: Any) -> None:
     options.pop("is_async", None)
     assert tiny.load(root, found, **options) is not None
     tiny.assert_equal_state(found, made)
+
+
+@pytest.mark.parametrize("options", LAYOUTS, ids=IDS)
+def test_a_parameter_that_is_frozen_during_the_run_is_shared_from_the_next_save_on(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    made = tiny.recipe()
+    saver = tiny.checkpointer(tmp_path, incremental=True, **options)
+    for step in range(1, 5):
+        made.model.one_row.requires_grad_(step < 2)
+        saver.save(discover(made), step=step, epoch=0)
+        saver.wait_for_save()
+    saver.close()
+    stored = Manifest.read(tmp_path / "epoch_0_step_4").trees["model"].tensors["one_row"]
+    assert {piece.file for piece in stored.slices} <= shared(tmp_path, 3, 4)
+    assert_loads(tmp_path, made)
 
 
 @pytest.mark.parametrize("options", LAYOUTS, ids=IDS)
@@ -226,6 +242,46 @@ def test_a_previous_checkpoint_without_a_manifest_is_not_used(tmp_path: Path) ->
     assert reuse.ReusableFiles.open(reuse.Previous(str(tmp_path / "gone"))) is None
     with pytest.raises(CheckpointUnusable):
         Manifest.read(tmp_path / "gone")
+
+
+def test_a_file_that_is_removed_while_it_is_compared_is_not_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = tiny.recipe()
+    save_all(tmp_path, made, 1)
+
+    def remove(root: Path, file: str, record: Any) -> None:
+        """Find nothing wrong with the file, which is removed right after that."""
+        os.unlink(root / file)
+
+    monkeypatch.setattr(reuse, "size_problem", remove)
+    save_all(tmp_path, made, 2)
+    monkeypatch.undo()
+    assert_complete(tmp_path, 2)
+
+
+@pytest.mark.parametrize("options", LAYOUTS[:3], ids=IDS[:3])
+def test_shared_files_need_no_space_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    made = tiny.recipe()
+    save_all(tmp_path, made, 1, **options)
+    saver = tiny.checkpointer(tmp_path, incremental=True, **options)
+    needed = saver.forecast(discover(made)).nbytes
+    frozen = made.model.frozen.nbytes
+    monkeypatch.setattr(disk_space, "free_bytes", lambda _: needed - frozen)
+    monkeypatch.setattr(plan_reuse, "free_bytes", lambda _: needed - frozen)
+    try:
+        saver.check_disk_space(discover(made))
+        for step in (2, 3):
+            saver.save(discover(made), step=step, epoch=0)
+            saver.wait_for_save()
+        assert shared(tmp_path, 2, 3)
+        made.model.frozen.requires_grad_(True)
+        with pytest.raises(SaveFailed, match="does not fit on the disk"):
+            saver.check_disk_space(discover(made))
+    finally:
+        saver.close()
 
 
 @pytest.mark.parametrize("options", LAYOUTS[:2], ids=IDS[:2])

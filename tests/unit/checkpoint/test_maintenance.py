@@ -57,6 +57,25 @@ def test_prune_previews_and_then_removes_the_same(
     assert [path.name for path in run.iterdir() if path.name.startswith(".")] == []
 
 
+def test_prune_of_a_misspelled_directory_does_not_prune_the_run_next_to_it(
+    run: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither ``checkpoints/`` of the current directory, nor the run that the misspelled path would be in."""
+    work = tmp_path_factory.mktemp("work")
+    (work / "checkpoints").symlink_to(run)
+    (work / "notes.txt").write_text("")
+    monkeypatch.chdir(work)
+    before = names(run)
+    for path in ("chekpoints", "notes.txt", "checkpoints/epoch_0_step_50", "checkpoints/LATESTT"):
+        assert main(["prune", path, "--keep-last", "1"]) == 3
+    assert names(run) == before
+    # A pointer without a target is still a path inside of the run.
+    (run / "LATEST").unlink()
+    (run / "LATEST").symlink_to("epoch_0_step_50")
+    assert main(["prune", "checkpoints/LATEST", "--keep-last", "1"]) == 0
+    assert len(names(run)) < len(before)
+
+
 def test_the_checkpoint_just_saved_is_not_removed_by_the_save_that_made_it(run: Path) -> None:
     """Not even where its step is not the newest in the directory, as after a copy from another run."""
     directory = RunDirectory(run, policy.KeepPolicy(last=1), "val_loss")

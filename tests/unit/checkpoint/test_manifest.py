@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from automodel_ckpt.checkpoint import manifest as manifest_module
+from automodel_ckpt.checkpoint import manifest_file
 from automodel_ckpt.checkpoint.commit import reserve
-from automodel_ckpt.checkpoint.digests import FileRecord, digest_of
+from automodel_ckpt.checkpoint.digests import FileRecord, digest_of, record_of_ranges
 from automodel_ckpt.checkpoint.files.bounded_json import FREE_BYTES
 from automodel_ckpt.checkpoint.json_values import MAX_INTEGER, sizes_of
 from automodel_ckpt.checkpoint.manifest import (
@@ -22,6 +23,7 @@ from automodel_ckpt.checkpoint.manifest import (
     Summary,
     Tree,
 )
+from automodel_ckpt.checkpoint.manifest_consistency import is_in_file
 from automodel_ckpt.checkpoint.slices import MAX_DIMENSIONS, Slice, Tensor
 from automodel_ckpt.checkpoint.writing.rank_manifest import (
     RankManifest,
@@ -106,7 +108,7 @@ def resealed(text: bytes) -> bytes:
         (b'"step":20', b'"step":"20"', "'20' is not a count"),
         (b'"step":20', b'"step":[20]', "a value of type list is not a count"),
         (b'"sizes":[2,2]', b'"sizes":[' + b"1," * 64 + b"1]", "65 dimensions"),
-        (b'"format_version":1', b'"format_version":3', "newer format"),
+        (b'"format_version":1', b'"format_version":4', "newer format"),
         (b'"step":20,', b"", "the manifest is malformed"),
         (b'"created":1.5', b'"created":-1', "is not a time"),
         (b'"validated":true', b'"validated":1', "neither true nor false"),
@@ -125,6 +127,25 @@ def test_a_manifest_that_lies_is_refused_whatever_its_digest(
     assert old in data
     with pytest.raises(CheckpointUnusable, match=message):
         Manifest.parse(resealed(data.replace(old, new, 1)), WHERE)
+
+
+def test_byte_ranges_of_a_file_are_compared_with_its_digest() -> None:
+    record = record_of_ranges([(16, "xxh3_128:44"), (8, "xxh3_128:55")])
+    manifest = replace(example(), files={**example().files, "model/a": record})
+    data = manifest.to_bytes()
+    read = Manifest.parse(data, WHERE)
+    assert replace(read, digest="", format_version=1) == manifest and read.format_version == 3
+    for old, new, message in (
+        (b'[16,"xxh3_128:44"]', b'[16,"xxh3_128:66"]', "byte ranges are not those of its digest"),
+        (b"[16,", b"[17,", "byte ranges are not those"),
+        (b"[16,", b"[-16,", "not a count"),
+        (b'[16,"xxh3_128:44"],', b"16,", "malformed"),
+        (b'"size":24', b'"size":23', "byte ranges are not those"),
+        (b'"ranges":[[16,"xxh3_128:44"],[8,"xxh3_128:55"]]', b'"ranges":[]', "lists none"),
+    ):
+        assert old in data
+        with pytest.raises(CheckpointUnusable, match=message):
+            Manifest.parse(resealed(data.replace(old, new, 1)), WHERE)
 
 
 def test_numbers_and_levels_up_to_the_limits_are_accepted() -> None:
@@ -300,16 +321,16 @@ def test_a_manifest_above_the_limit_is_rejected_before_it_is_read(
 ) -> None:
     data = example().to_bytes()
     (tmp_path / "MANIFEST.json").write_bytes(data)
-    monkeypatch.setattr(manifest_module, "MAX_BYTES", len(data))
+    monkeypatch.setattr(manifest_file, "MAX_BYTES", len(data))
     assert Manifest.read(tmp_path) == Manifest.parse(data, WHERE)
-    monkeypatch.setattr(manifest_module, "MAX_BYTES", len(data) - 1)
+    monkeypatch.setattr(manifest_file, "MAX_BYTES", len(data) - 1)
     with pytest.raises(CheckpointUnusable, match="too large"):
         Manifest.parse(data, WHERE)
 
     def read_all_the_same(*_: object) -> None:
         raise AssertionError("it was read")
 
-    monkeypatch.setattr(manifest_module, "_checked_json", read_all_the_same)
+    monkeypatch.setattr(manifest_module, "decode", read_all_the_same)
     for read in (Manifest.read, Summary.read):
         with pytest.raises(CheckpointUnusable, match="too large"):
             read(tmp_path)
@@ -318,9 +339,10 @@ def test_a_manifest_above_the_limit_is_rejected_before_it_is_read(
 def test_slices_and_values_have_to_be_within_their_files() -> None:
     manifest = example()
     (piece,) = manifest.trees["model"].tensors["w"].slices
-    assert manifest._is_in_file(piece)
-    assert manifest._is_in_file(replace(piece, start=0, nbytes=24))
-    assert manifest._is_in_file(replace(piece, start=24, nbytes=0))
+    files = manifest.files
+    assert is_in_file(piece, files)
+    assert is_in_file(replace(piece, start=0, nbytes=24), files)
+    assert is_in_file(replace(piece, start=24, nbytes=0), files)
     for wrong in (
         {"start": 9},
         {"start": -1},
@@ -329,7 +351,7 @@ def test_slices_and_values_have_to_be_within_their_files() -> None:
         {"start": 25, "nbytes": 0},
         {"file": "model/gone"},
     ):
-        assert not manifest._is_in_file(replace(piece, **wrong)), wrong
+        assert not is_in_file(replace(piece, **wrong), files), wrong
 
 
 def test_what_was_saved_and_what_was_left_out_is_known_by_every_name() -> None:

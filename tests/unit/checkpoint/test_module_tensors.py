@@ -8,9 +8,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
 
 from automodel_ckpt.checkpoint import module_tensors
-from automodel_ckpt.checkpoint.module_tensors import module_state, set_module_state
+from automodel_ckpt.checkpoint.discovery import classify
+from automodel_ckpt.checkpoint.module_tensors import module_state
+from automodel_ckpt.checkpoint.state import module_loading, optimizer_names
+from automodel_ckpt.checkpoint.state.module_loading import set_module_state
+from automodel_ckpt.checkpoint.state.optimizer_names import Owners
+from tests.support import ranks
 
 
 class Noting(nn.Linear):
@@ -76,10 +84,30 @@ def test_tensors_that_have_their_values_are_not_loaded_again(
     def fail(*_: Any, **__: Any) -> None:
         raise AssertionError("loaded by PyTorch, which is quadratic in the length of a list")
 
-    monkeypatch.setattr(module_tensors, "set_model_state_dict", fail)
+    monkeypatch.setattr(module_loading, "set_model_state_dict", fail)
     model = tied_list()
     read(model)
     assert all(bool((value == 2).all()) for value in model.state_dict().values())
+
+
+def read_sharded() -> bool:
+    """Load a module of fsdp2 without PyTorch; whether it has the values, also when it is used."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("loaded by PyTorch, which is quadratic in the length of a list")
+
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    fully_shard(model[0])
+    fully_shard(model)
+    module_loading.set_model_state_dict = fail
+    # Gathered parameters are freed first.
+    model(torch.ones(1, 2))
+    read(model)
+    return model(torch.ones(1, 2)).item() == 38
+
+
+def test_modules_of_fsdp2_that_have_their_values_are_not_loaded_again() -> None:
+    assert ranks.run(read_sharded, 1, init=True, timeout=100) == [True]
 
 
 @pytest.mark.parametrize(
@@ -97,13 +125,13 @@ def test_a_module_that_does_more_when_it_is_loaded_is_loaded_by_pytorch(
     make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
-    load = module_tensors.set_model_state_dict
+    load = module_loading.set_model_state_dict
 
     def counted(*words: Any, **options: Any) -> Any:
         calls.append(words)
         return load(*words, **options)
 
-    monkeypatch.setattr(module_tensors, "set_model_state_dict", counted)
+    monkeypatch.setattr(module_loading, "set_model_state_dict", counted)
     model = make()
     read(model)
     assert len(calls) == 1
@@ -116,3 +144,42 @@ def test_a_state_that_lacks_a_tensor_is_an_error() -> None:
     del state["1.bias"]
     with pytest.raises(RuntimeError, match="Missing key"):
         set_module_state(model, state, tied, strict=True)
+
+
+def bare(model: nn.Module) -> nn.Module:
+    return model
+
+
+def checkpointed(model: nn.Module) -> nn.Module:
+    model[0] = checkpoint_wrapper(model[0])  # type: ignore[index,operator]
+    return model
+
+
+@pytest.mark.parametrize("wrap", [bare, checkpointed])
+def test_names_are_those_of_pytorch(
+    wrap: Callable[[nn.Module], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = wrap(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4, 2)).sum().backward()
+    optimizer.step()
+    root = nn.Module()
+    root.model = model
+    expected = get_model_state_dict(model)
+    of_optimizer = get_optimizer_state_dict(root, optimizer)
+    if wrap is bare:
+
+        def walk(*_: Any) -> None:
+            raise AssertionError("PyTorch visits the modules several times for each name")
+
+        monkeypatch.setattr(module_tensors, "get_model_state_dict", walk)
+        monkeypatch.setattr(optimizer_names, "get_optimizer_state_dict", walk)
+    items = classify({"model": model, "optimizer": optimizer})
+    state, _ = module_state(model)
+    assert list(state) == list(expected)
+    assert all(state[name].data_ptr() == expected[name].data_ptr() for name in state)
+    found = Owners(items).optimizer_state(items[1])
+    assert found["param_groups"] == of_optimizer["param_groups"]
+    assert list(found["state"]) == list(of_optimizer["state"])
+    for fqn, entry in found["state"].items():
+        assert all(entry[key] is value for key, value in of_optimizer["state"][fqn].items())

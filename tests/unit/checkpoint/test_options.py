@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions
-from automodel_ckpt.checkpoint.saving.planner import _export_when
-from automodel_ckpt.config.schema import CheckpointConfig
+from automodel_ckpt.checkpoint.saving.settings import export_when
+from automodel_ckpt.config.sections.checkpoint import CheckpointConfig
 from automodel_ckpt.errors import RecipeError
 from tests.support import tiny
 
@@ -68,4 +68,4 @@ def test_hugging_face_layouts_reject_the_format_torch_save(tmp_path: Path) -> No
 def test_which_checkpoints_are_exported(
     when: bool | str | None, model_format: str, model_layout: str, expected: str
 ) -> None:
-    assert _export_when(when, model_format, model_layout) == expected
+    assert export_when(when, model_format, model_layout) == expected

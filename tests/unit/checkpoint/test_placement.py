@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from automodel_ckpt.checkpoint.files import direct
+from automodel_ckpt.checkpoint.files import direct, durable_file
 from automodel_ckpt.checkpoint.files.safetensors_header import read_header
 from automodel_ckpt.checkpoint.formats.hf import FileLayout, lay_out_tensors
 from automodel_ckpt.checkpoint.merkle import damaged, head_fits, slices_by_file
@@ -209,7 +209,7 @@ def test_ranks_that_write_at_once_make_files_that_safetensors_reads_and_whose_di
         assert found.keys() == by_key.keys()
         assert all((bits(found[key]) == bits(value)).all() for key, value in by_key.items())
         merged = merge_tree("model", "hf", parts, tied)
-        records = merge_shared_files(parts, merged.stored)
+        records = merge_shared_files(parts, [merged])
         for path, record in records.items():
             held = slices_by_file(merged.stored).get(path, [])
             assert head_fits(staging, path, record, held) and damaged(staging, path, held) == []
@@ -257,7 +257,7 @@ def test_a_flipped_bit_anywhere_is_found_and_its_slice_named(tmp_path: Path) -> 
     path, part, file_layout = one_file(tmp_path, tensors)
     merged = merge_tree("model", "hf", [part], {})
     held = slices_by_file(merged.stored)[f"model/{path.name}"]
-    (record,) = merge_shared_files([part], merged.stored).values()
+    (record,) = merge_shared_files([part], [merged]).values()
     data = path.read_bytes()
     end = len(file_layout.files[0].header)
     for index in [*range(0, end, 97), *range(end, len(data))]:
@@ -266,9 +266,9 @@ def test_a_flipped_bit_anywhere_is_found_and_its_slice_named(tmp_path: Path) -> 
         path.write_bytes(flipped)
         wrong = damaged(tmp_path, f"model/{path.name}", held)
         inside = [
-            one.piece
+            one.stored
             for one in held
-            for run in runs_in_file(one.piece, one.shape)
+            for run in runs_in_file(one.stored, one.shape)
             if run.source <= index < run.source + run.nbytes
         ]
         assert wrong == inside and len(inside) == (index >= end)
@@ -294,7 +294,7 @@ def test_a_cast_on_the_way_is_the_one_that_torch_makes_in_blocks_and_in_runs(
 def test_without_fallocate_a_file_gets_its_size_and_what_others_wrote_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_file.ctypes, "CDLL", lambda *_args, **_options: object())
+    monkeypatch.setattr(durable_file.ctypes, "CDLL", lambda *_args, **_options: object())
     tensors = {"a": grid("a", "F32", (64, 64), (2, 2))}
     file_layout = lay_out_tensors(tensors, "model")
     (tmp_path / "model").mkdir()

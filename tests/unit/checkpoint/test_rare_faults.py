@@ -21,7 +21,7 @@ import torch
 
 from automodel_ckpt.checkpoint import commit, layout, module_tensors
 from automodel_ckpt.checkpoint.export import files as export_files
-from automodel_ckpt.checkpoint.files import pickle_reader
+from automodel_ckpt.checkpoint.files import durable_file, pickle_reader
 from automodel_ckpt.checkpoint.files.torch_archive_reading import (
     Fault,
     archive_ranges,
@@ -31,7 +31,6 @@ from automodel_ckpt.checkpoint.files.torch_zip import ZipRecords
 from automodel_ckpt.checkpoint.sources import base_maps
 from automodel_ckpt.checkpoint.sources import opening as export_source
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
-from automodel_ckpt.checkpoint.writing import shared_file
 from automodel_ckpt.consolidate import main as consolidate
 from automodel_ckpt.convert import import_checkpoint
 from automodel_ckpt.convert.gguf.positions import read_positions
@@ -74,7 +73,7 @@ END = int.from_bytes(ARCHIVE[-34:-26], "little")
             changed(ARCHIVE, END + 32, (1).to_bytes(8, "little")),
             "the archive's directory is damaged",
         ),
-        (changed(ARCHIVE, 0, b"XX"), "does not begin where the directory says"),
+        (changed(ARCHIVE, 0, b"XX"), "does not begin where the directory states"),
     ],
 )
 def test_an_archive_whose_directory_is_damaged(data: bytes, said: str) -> None:
@@ -252,8 +251,19 @@ def test_system_calls_that_fail_are_not_taken_for_missing_ones(tmp_path: Path) -
     path.touch()
     descriptor = os.open(path, os.O_RDONLY)
     with pytest.raises(OSError, match="Bad file descriptor"):
-        shared_file._reserve(descriptor, 1)
+        durable_file.reserve_range(descriptor, 0, 1)
     os.close(descriptor)
+
+
+def test_a_rank_manifest_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: Patch
+) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match=r"\.rank_00001"):
+        commit.write_by_rename(tmp_path / "rank_00001", b"")
 
 
 def test_experts_that_a_plan_cuts_are_refused(monkeypatch: Patch) -> None:

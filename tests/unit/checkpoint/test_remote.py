@@ -18,7 +18,13 @@ from werkzeug.wrappers import Request, Response
 from automodel_ckpt.checkpoint import layout, policy
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.options import RemoteStorage
-from automodel_ckpt.checkpoint.remote import background, child_process, multipart, uploader
+from automodel_ckpt.checkpoint.remote import (
+    background,
+    child_process,
+    gone_back,
+    multipart,
+    uploader,
+)
 from automodel_ckpt.checkpoint.remote.child_process import Status
 from automodel_ckpt.checkpoint.remote.pending import pending
 from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint
@@ -30,28 +36,9 @@ from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.cli.ckpt import main as ckpt
 from automodel_ckpt.errors import CheckpointUnusable, LeaseLost, RecipeError, SaveFailed
 from automodel_ckpt.store_url import check_library, check_options, check_url
-from tests.support import tiny
-from tests.support.object_store import ObjectStore, object_store
-
-URL = "s3://bucket/runs/a"
-FIRST, SECOND = "epoch_0_step_10", "epoch_0_step_20"
-
-
-@pytest.fixture(scope="module")
-def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with two checkpoints."""
-    root = tmp_path_factory.mktemp("remote") / "run"
-    made = tiny.recipe()
-    for step in (10, 20):
-        tiny.train(made)
-        tiny.save(root, made, step)
-    return root
-
-
-@pytest.fixture
-def s3() -> Iterator[ObjectStore]:
-    with object_store() as store:
-        yield store
+from tests.support import ranks, tiny
+from tests.support.object_store import ObjectStore
+from tests.support.stored_runs import FIRST, SECOND, URL
 
 
 def failing_after(count: int, status: int = 400) -> Any:
@@ -82,6 +69,8 @@ def test_a_checkpoint_comes_back_as_it_was(s3: ObjectStore, local: Path, tmp_pat
     for name in (FIRST, SECOND):
         assert push_checkpoint(run, local / name, tmp_path / "memory") > 0
         run.point("val_loss", "min")
+    # A listing shows that all files have arrived, and not a request for each.
+    assert not [path for method, path in s3.requests if method == "HEAD" and "/model/" in path]
     assert push_checkpoint(run, local / SECOND, tmp_path / "memory") == 0
     is_sound(run, local)
     newest = run.newest()
@@ -95,6 +84,21 @@ def test_a_checkpoint_comes_back_as_it_was(s3: ObjectStore, local: Path, tmp_pat
     assert not any(name.startswith(FIRST) for name in run.store.sizes())
     with pytest.raises(ValueError, match="referenced"):
         run.withdraw(SECOND)
+
+
+def test_each_question_to_the_store_is_one_request(
+    s3: ObjectStore, local: Path, tmp_path: Path
+) -> None:
+    run = RemoteRun(Store(URL))
+    run.take_over()
+    for name in (FIRST, SECOND):
+        s3.requests.clear()
+        push_checkpoint(run, local / name, tmp_path / "memory")
+        run.point("val_loss", "min")
+        run.prune(policy.KeepPolicy(last=5), "val_loss")
+    questions = [path for method, path in s3.requests if method in ("GET", "HEAD")]
+    # Reading an object asked for its size before, and one that is absent for a directory of its name after.
+    assert len(questions) <= 24, questions
 
 
 def test_a_store_that_dies_at_any_request_has_no_incomplete_checkpoint(
@@ -157,7 +161,7 @@ def test_the_parts_of_a_large_file_are_sent_once_unless_the_store_lost_them(
     large = tmp_path / "large"
     large.write_bytes(os.urandom(17 << 20))
     store = Store(URL)
-    memory = UploadMemory(tmp_path / "memory", "digest")
+    memory = UploadMemory(tmp_path / "memory", "digest", URL)
     # HEAD, the creation of the upload, and two parts.
     s3.fault = failing_after(4)
     with ThreadPoolExecutor(1) as pool, pytest.raises(StoreError):
@@ -167,7 +171,7 @@ def test_the_parts_of_a_large_file_are_sent_once_unless_the_store_lost_them(
         store.size("large")
     if is_lost:
         multipart.abort_uploads(Store("s3://bucket"), "runs")
-    memory = UploadMemory.read(tmp_path / "memory", "digest")
+    memory = UploadMemory.read(tmp_path / "memory", "digest", URL)
     throttle = Throttle()
     with ThreadPoolExecutor(1) as pool:
         multipart.upload_in_parts(store, "large", large, "xxh3", memory, throttle, pool)
@@ -304,6 +308,130 @@ def test_the_end_of_a_run_accepts_that_an_older_checkpoint_was_uploaded_last(
     is_sound(RemoteRun(Store(settings.url)), root)
 
 
+def test_a_stop_by_signal_waits_for_the_upload(
+    local: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The disk may be lost with the node."""
+    caplog.set_level("INFO", logger="automodel_ckpt")
+    root = tmp_path / "run"
+    shutil.copytree(local, root)
+    settings = RemoteStorage(url=f"file://{tmp_path}/store")
+    uploads = background.Uploads(root, settings, "val_loss", "min")
+    uploads.note_published(SECOND)
+    uploads.finish_before_stop(600.0, lambda: False)
+    assert not pending(root, uploader.LINK)
+    is_sound(RemoteRun(Store(settings.url)), root)
+    assert f"waiting up to 600 s for the upload of {SECOND}" in caplog.text
+    assert "not in the store yet" not in caplog.text
+    uploads.close()
+
+
+def test_an_uploading_process_that_is_killed_is_started_again(
+    local: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """While the run trains, without another save, and as it ends."""
+    monkeypatch.setattr(child_process, "_RESTART_SECONDS", 0.0)
+    root = tmp_path / "run"
+    shutil.copytree(local, root)
+    settings = RemoteStorage(url=f"file://{tmp_path}/store")
+    uploads = background.Uploads(root, settings, "val_loss", "min")
+
+    def kill() -> None:
+        assert uploads._process is not None
+        uploads._process._process.kill()
+
+    uploads.note_published(FIRST)
+    kill()
+    end = time.monotonic() + 300
+    while pending(root, uploader.LINK):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    monkeypatch.setattr(child_process, "_RESTART_SECONDS", 1000.0)
+    monkeypatch.setattr(child_process, "_LONGEST_RESTART_SECONDS", 1000.0)
+    kill()
+    uploads.note_published(SECOND)
+    uploads.finish()
+    uploads.close()
+    is_sound(RemoteRun(Store(settings.url)), root)
+    assert [str(name) for name in RemoteRun(Store(settings.url)).names()] == [SECOND, FIRST]
+    assert caplog.text.count("ended unexpectedly; it is started again") == 2
+
+
+def test_the_uploading_process_of_another_node_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child_process, "_RESTART_SECONDS", 0.0)
+    settings = RemoteStorage(url=f"file://{tmp_path}/store")
+    uploads = background.PartUploads(tmp_path, settings, "start", 1)
+    killed = uploads._process
+    killed._process.kill()
+    end = time.monotonic() + 300
+    while uploads._process is killed:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    uploads.close()
+
+
+def test_a_process_that_is_killed_again_and_again_is_started_less_and_less_often() -> None:
+    pauses = [child_process.restart_pause_seconds(count) for count in (0, 1, 2, 1000)]
+    assert pauses == [5, 10, 20, 300]
+
+
+class EndlessProcess(child_process.Child):
+    """An uploading process that does not get on."""
+
+    def __init__(self) -> None:
+        self.num_polls = 0
+
+    @property
+    def has_ended(self) -> bool:
+        self.num_polls += 1
+        return False
+
+    def _send(self, line: bytes) -> None:
+        pass
+
+    @property
+    def was_killed(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(("seconds", "num_polls"), [(1000.0, 3), (0.0, 0), (-5.0, 0), (1e-9, 1)])
+def test_the_wait_after_a_signal_ends_with_the_time_or_another_signal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, seconds: float, num_polls: int
+) -> None:
+    settings = RemoteStorage(url=f"file://{tmp_path}/store")
+    uploads = background.Uploads(tmp_path, settings, "val_loss", "min")
+    process = uploads._process = EndlessProcess()
+    (tmp_path / SECOND).mkdir()
+    (tmp_path / f"{uploader.LINK}{SECOND}").symlink_to(SECOND)
+    uploads.finish_before_stop(seconds, lambda: process.num_polls == 3)
+    assert process.num_polls == num_polls
+    assert f"not in the store yet: {SECOND}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("grace_seconds", "expected"), [({}, 80.0), ({"grace_seconds": 20.0}, 10.0)]
+)
+def test_the_time_for_uploads_after_a_signal_begins_with_the_signal(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    grace_seconds: dict[str, float],
+    expected: float,
+) -> None:
+    remote = RemoteStorage(f"file://{tmp_path}/store", wait_after_signal_seconds=90)
+    saver = tiny.checkpointer(tmp_path / "run", remote=remote)
+    given: list[float] = []
+    monkeypatch.setattr(
+        saver._transfers, "finish_before_stop", lambda run, seconds, must_end: given.append(seconds)
+    )
+    saver.upload_before_stop(10.0, lambda: False, **grace_seconds)
+    assert given == [expected]
+
+
 def test_an_empty_disk_gets_the_newest_checkpoint(s3: ObjectStore, tmp_path: Path) -> None:
     options = {"remote": RemoteStorage(URL, keep_last=1)}
     made = tiny.recipe()
@@ -358,6 +486,18 @@ def test_uploads_obey_a_limit_of_the_rate() -> None:
     throttle.stop()
     with pytest.raises(InterruptedError):
         throttle.take(1)
+
+
+def test_a_process_that_ends_waits_for_no_limit_of_the_rate() -> None:
+    throttle = Throttle(0.01)
+    throttle.take(1)
+    ends = threading.Timer(0.1, throttle.stop)
+    ends.start()
+    started = time.monotonic()
+    with pytest.raises(InterruptedError):
+        throttle.take(1)
+    assert time.monotonic() - started < 90, "it has waited for the limit, 100 s"
+    ends.join()
 
 
 def test_an_upload_that_fails_on_a_disk_reports_why(tmp_path: Path) -> None:
@@ -417,6 +557,8 @@ class EndedProcess(child_process.Child):
     def leave(self) -> None:
         pass
 
+    close = leave
+
 
 def test_only_checkpoints_of_the_present_run_are_uploaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -437,18 +579,22 @@ def test_only_checkpoints_of_the_present_run_are_uploaded(
     # prevented the link of the first.
     uploads.start(10, FIRST)
     assert pending(tmp_path, uploader.LINK) == [FIRST]
-    # The process died: it is started again, and does not supersede the new checkpoint.
+    # The process died before it had marked the second one of an earlier start, which is in the store.
     uploads.note_published(SECOND)
-    assert launched == [10, 20]
+    assert launched == [10, 10]
+    # It died after that: it is started again, and does not supersede the new checkpoint.
+    gone_back.forget(tmp_path)
+    uploads.note_published(SECOND)
+    assert launched == [10, 10, 20]
     # The run goes back while it trains.
     uploads.roll_back(10)
-    assert launched == [10, 20, 10] and pending(tmp_path, uploader.LINK) == [FIRST]
+    assert launched == [10, 10, 20, 10] and pending(tmp_path, uploader.LINK) == [FIRST]
     uploads.note_published(SECOND)
-    del launched[2:]
+    del launched[3:]
     # It ended because another run took over: a link would keep the checkpoint forever.
     (tmp_path / uploader.STATUS).write_text(json.dumps({"is_over": True}))
     uploads.note_published("epoch_0_step_30")
-    assert launched == [10, 20]
+    assert launched == [10, 10, 20]
     assert pending(tmp_path, uploader.LINK) == [SECOND, FIRST]
 
 
@@ -519,3 +665,23 @@ def test_the_commands_accept_urls(
     assert ckpt(["prune", URL, "--keep-last=1"]) == 0
     assert ckpt(["ls", f"{URL}/{FIRST}"]) == 3
     assert ckpt(["push", str(tmp_path), URL]) == 3
+
+
+def priorities_of_threads() -> set[int]:
+    """The priorities of this process's threads, of which one started before they were lowered, and one after."""
+    # Not the session of the tests, which has a priority as a whole.
+    os.setsid()
+    over = threading.Event()
+    threads = [threading.Thread(target=over.wait) for _ in range(2)]
+    threads[0].start()
+    child_process.lower_priority(7)
+    threads[1].start()
+    found = {os.getpriority(os.PRIO_PROCESS, int(each)) for each in os.listdir("/proc/self/task")}
+    over.set()
+    return found
+
+
+def test_all_threads_of_the_uploading_process_have_a_low_priority() -> None:
+    """That of the library of a store starts when the store is opened, and does most of the work."""
+    (found,) = ranks.run(priorities_of_threads, 1, init=False)
+    assert found == {os.getpriority(os.PRIO_PROCESS, 0) + 7}

@@ -18,23 +18,9 @@ from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.remote.store import Store, StoreError
-from tests.support import tiny
 from tests.support.fault_proxy import Fault, FaultProxy, ProxyRequest, Rule
 from tests.support.object_store import faulty_store
-
-URL = "s3://bucket/runs/a"
-FIRST, SECOND = "epoch_0_step_10", "epoch_0_step_20"
-
-
-@pytest.fixture(scope="module")
-def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with two checkpoints, whose files are large enough for parts of 5 MiB, and for 8 MiB reads."""
-    root = tmp_path_factory.mktemp("faults") / "run"
-    made = tiny.recipe()
-    for step in (10, 20):
-        tiny.train(made)
-        tiny.save(root, made, step)
-    return root
+from tests.support.stored_runs import FIRST, SECOND, URL
 
 
 @pytest.fixture
@@ -197,7 +183,7 @@ def send_large(store: Store, checkpoint: Path, memory_file: Path, *, fails: bool
 
     from automodel_ckpt.checkpoint.remote.transfer import Throttle, UploadMemory
 
-    memory = UploadMemory.read(memory_file, "digest")
+    memory = UploadMemory.read(memory_file, "digest", str(store))
     name = f"{checkpoint.name}/data"
     with ThreadPoolExecutor(2) as pool:
         upload = (store, name, checkpoint / "data", "xxh3", memory, Throttle(), pool)

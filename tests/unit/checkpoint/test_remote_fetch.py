@@ -28,23 +28,12 @@ from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.store_url import scratch_directory
 from tests.support import tiny
 from tests.support.object_store import ObjectStore, object_store
-
-URL = "s3://bucket/runs/a"
-FIRST, SECOND = "epoch_0_step_10", "epoch_0_step_20"
+from tests.support.stored_runs import FIRST, SECOND, URL, write_run
 
 
 @pytest.fixture(autouse=True)
 def _no_uploading_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background.Uploads, "_launch", lambda self, went_back_to: None)
-
-
-def trained(root: Path, **options: Any) -> SimpleNamespace:
-    """A run with two checkpoints in *root*, and its state."""
-    made = tiny.recipe()
-    for step in (10, 20):
-        tiny.train(made)
-        tiny.save(root, made, step, **options)
-    return made
 
 
 def in_store(url: str, root: Path, names: tuple[str, ...] = (FIRST, SECOND)) -> RemoteRun:
@@ -73,7 +62,7 @@ def test_a_disk_without_space_does_not_prevent_loading(
 ) -> None:
     if has_tables:
         monkeypatch.setattr(rank_manifest, "MIN_TABLE_ROWS", 0)
-    saved = trained(tmp_path / "local", **options)
+    saved = write_run(tmp_path / "local", **options)
     url = f"file://{tmp_path}/store"
     run = in_store(url, tmp_path / "local")
     run.store.write(layout.TRAINING_LOG, b"{}\n")
@@ -90,7 +79,7 @@ def test_a_disk_without_space_does_not_prevent_loading(
 def test_a_changed_object_is_found_before_it_is_used(
     kind: str, tmp_path: Path, full_disk: None
 ) -> None:
-    trained(tmp_path / "local")
+    write_run(tmp_path / "local")
     url = f"file://{tmp_path}/store"
     run = in_store(url, tmp_path / "local")
     (file,) = {
@@ -116,7 +105,7 @@ def test_a_changed_object_is_found_before_it_is_used(
 
 
 def test_a_checkpoint_of_another_run_is_loaded_by_its_url(tmp_path: Path) -> None:
-    trained(tmp_path / "local")
+    write_run(tmp_path / "local")
     url = f"file://{tmp_path}/store"
     in_store(url, tmp_path / "local", (FIRST,))
     wanted = f"{url}/{FIRST}"
@@ -137,7 +126,7 @@ def test_a_checkpoint_of_another_run_is_loaded_by_its_url(tmp_path: Path) -> Non
 
 def test_a_requeued_command_continues_from_the_store_instead_of_rewinding(tmp_path: Path) -> None:
     root = tmp_path / "local"
-    made = trained(root)
+    made = write_run(root)
     url = f"file://{tmp_path}/store"
     in_store(url, root, (FIRST,))
     # On another machine, the run continued from the first one, and was requeued on an empty disk.
@@ -156,7 +145,7 @@ def test_a_run_that_went_back_without_its_store_does_not_fetch_what_it_left(
     tmp_path: Path,
 ) -> None:
     local = tmp_path / "local"
-    trained(local)
+    write_run(local)
     url = f"file://{tmp_path}/store"
     run = in_store(url, local)
     run.take_over()
@@ -179,7 +168,7 @@ def test_a_run_that_went_back_without_its_store_does_not_fetch_what_it_left(
 
 
 def test_the_mark_of_going_back_ends_with_the_marks_in_the_store(tmp_path: Path) -> None:
-    trained(tmp_path)
+    write_run(tmp_path)
     url = f"file://{tmp_path}/store"
     run = in_store(url, tmp_path)
     gone_back.note(tmp_path, 10, "token")
@@ -196,7 +185,7 @@ def test_a_damaged_mark_is_ignored(content: bytes, tmp_path: Path) -> None:
 
 
 def test_a_damaged_directory_of_this_name_does_not_prevent_a_download(tmp_path: Path) -> None:
-    saved = trained(tmp_path / "local")
+    saved = write_run(tmp_path / "local")
     url = f"file://{tmp_path}/store"
     in_store(url, tmp_path / "local")
     root = tmp_path / "run"
@@ -217,18 +206,18 @@ def test_a_url_is_a_directory_of_a_checkpointer(
     assert checkpointer.directory == local and local.parent == tmp_path / "scratch"
     made = tiny.recipe()
     assert checkpointer.load(discover(made)) is None
-    assert checkpointer._uploads is not None
+    assert checkpointer._transfers.uploads is not None
     # The rules are those of the store; the local disk keeps the newest.
-    assert checkpointer._uploads.job.keep_last == 3
+    assert checkpointer._transfers.uploads.job.keep_last == 3
     assert checkpointer._options.keep_last == 1
     checkpointer.save(discover(made), step=10, epoch=0)
     assert pending(local, uploader.LINK) == [FIRST]
-    checkpointer._uploads = None
+    checkpointer._transfers.uploads = None
     checkpointer.close()
 
 
 def test_a_start_reads_no_tensor_to_choose_a_checkpoint(tmp_path: Path, full_disk: None) -> None:
-    trained(tmp_path / "local")
+    write_run(tmp_path / "local")
     with object_store() as s3:
         in_store(URL, tmp_path / "local")
         requests = ranges_of(s3)

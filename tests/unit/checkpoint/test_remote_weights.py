@@ -10,7 +10,8 @@ from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.remote.store import Store
 from automodel_ckpt.checkpoint.writing import rank_manifest
-from automodel_ckpt.config.schema import CheckpointConfig, InitFromConfig, InitFromSource
+from automodel_ckpt.config.sections.checkpoint import CheckpointConfig
+from automodel_ckpt.config.sections.init_from import InitFromConfig, InitFromSource
 from automodel_ckpt.convert.open import open_weights
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.recipes.remote_weights import with_local_weights
@@ -34,7 +35,7 @@ def test_a_url_is_replaced_by_a_copy_of_the_weights(
     run.point("val_loss", "min")
     section = InitFromConfig(url + below, allow_missing=["x"])
     checkpoint = CheckpointConfig(checkpoint_dir=str(tmp_path / "new"))
-    with with_local_weights(section, checkpoint, is_rank0=True, group=None) as local:
+    with with_local_weights(section, checkpoint, downloads=True, group=None) as local:
         assert isinstance(local, InitFromConfig) and local.allow_missing == ["x"]
         weights = open_weights(local.path)
         weights.verify("digest", 0, 1)
@@ -49,8 +50,8 @@ def test_paths_stay_as_they_are(tmp_path: Path) -> None:
     checkpoint = CheckpointConfig(checkpoint_dir=str(tmp_path / "new"))
     with (
         pytest.raises(CheckpointUnusable, match="nothing at this URL"),
-        with_local_weights(section, checkpoint, is_rank0=True, group=None),
+        with_local_weights(section, checkpoint, downloads=True, group=None),
     ):
         raise AssertionError("not reached")
-    with with_local_weights(section[:1], checkpoint, is_rank0=True, group=None) as local:
+    with with_local_weights(section[:1], checkpoint, downloads=True, group=None) as local:
         assert local == section[:1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,8 @@ from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.remote.store import Store, StoreError
 from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, LeaseLost
-from tests.support import tiny
-from tests.support.object_store import ObjectStore, object_store
-
-URL = "s3://bucket/runs/a"
-FIRST, SECOND = "epoch_0_step_10", "epoch_0_step_20"
+from tests.support.object_store import ObjectStore
+from tests.support.stored_runs import FIRST, SECOND, URL, write_run
 
 
 @pytest.fixture(scope="module")
@@ -31,18 +27,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     roots = []
     for seed in (0, 1):
         root = tmp_path_factory.mktemp("writers") / "run"
-        made = tiny.recipe(seed)
-        for step in (10, 20):
-            tiny.train(made)
-            tiny.save(root, made, step)
+        write_run(root, seed)
         roots.append(root)
     return roots
-
-
-@pytest.fixture
-def s3() -> Iterator[ObjectStore]:
-    with object_store() as store:
-        yield store
 
 
 class Held:

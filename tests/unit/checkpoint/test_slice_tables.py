@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +20,11 @@ from automodel_ckpt.checkpoint.export.consolidate import consolidate
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.run.maintenance import drop_optimizer
 from automodel_ckpt.checkpoint.sharding import MAX_RANKS, RegularSlices, Sharding
-from automodel_ckpt.checkpoint.slice_table import ROW, SEGMENT, Segment, SliceTable, _ranks_of
-from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor, tiling_fault
+from automodel_ckpt.checkpoint.slice_columns import regular_boxes
+from automodel_ckpt.checkpoint.slice_table import ROW, SEGMENT, Segment, SliceTable, _rank_offsets
+from automodel_ckpt.checkpoint.slices import Box, Slice, Tensor
 from automodel_ckpt.checkpoint.tensors.integrity import require_intact
+from automodel_ckpt.checkpoint.tiling import tiling_fault
 from automodel_ckpt.checkpoint.tree import Tree
 from automodel_ckpt.checkpoint.verify import verify, verify_deep
 from automodel_ckpt.checkpoint.writing import rank_manifest
@@ -130,7 +133,7 @@ def test_every_flipped_bit_of_a_table_is_noticed(
     with pytest.raises(CheckpointUnusable, match="another size"):
         consolidate(path)
     table.write_bytes(content[:-1])
-    with pytest.raises(CheckpointUnusable, match="shorter than the manifest says"):
+    with pytest.raises(CheckpointUnusable, match="shorter than the manifest states"):
         read_all(path)
     (problem,) = verify(path, Manifest.read(path))
     assert problem.where == str(table)
@@ -289,6 +292,55 @@ def test_a_hostile_table_is_an_error(
         read_all(path)
 
 
+@pytest.mark.parametrize("name", ["rank", "gap"])
+def test_a_deep_verification_lists_the_damage_of_a_table_and_goes_on(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = saved(tmp_path, monkeypatch)
+    (path / "stray").touch()
+    resealed_table(path, set_field(name, 1))
+    problems = verify(path, Manifest.read(path)) + verify_deep(path, Manifest.read(path))
+    assert [problem.where for problem in problems] == [
+        str(path / "model/.slices"),
+        str(path / "stray"),
+    ]
+    assert ckpt(["verify", "--deep", str(path)]) == 3
+    assert capsys.readouterr().out.count("the table of the checkpoint's slices is damaged") == 1
+
+
+def test_ranks_that_wrote_other_slices_than_planned_fail_the_save_by_the_name_of_the_tree() -> None:
+    segments = {0: [Segment(0, "f", 0, 4, np.zeros(1, ROW).tobytes())]}
+    table = SliceTable.merged(segments, "optimizer")
+    table.add(RegularSlices("a", "U8", (4,), Sharding(), 1))
+    with pytest.raises(SaveFailed, match=r"did not write the slices[\s\S]*optimizer[\s\S]*report"):
+        table.check_counts()
+
+
+def test_a_huge_mesh_takes_no_memory_for_ranks_that_store_nothing() -> None:
+    sharding = Sharding((MAX_RANKS // 4, 4), (4, 1), ((0, (0,)), (1, (1,))))
+    tracemalloc.start()
+    ranks = _rank_offsets(sharding, (3, 2)) + 7
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert ranks.tolist() == [7, 8, 11, 12, 15, 16]
+    assert peak_bytes < 100_000
+
+
+def test_the_size_of_a_table_is_verified_before_its_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(tmp_path, monkeypatch)
+    table = path / "model/.slices"
+    with table.open("r+b") as file:
+        file.truncate(table.stat().st_size - 1)
+    monkeypatch.setattr(SliceTable, "check_counts", lambda self: 1 // 0)
+    (problem,) = verify(path, Manifest.read(path))
+    assert problem.what == "a file of the checkpoint has another size"
+
+
 # ---------------------------------------------------------------- formulas
 
 
@@ -313,7 +365,10 @@ def test_a_formula_divides_a_tensor_completely_and_finds_what_overlaps(
     slices = RegularSlices("w", "F32", shape, sharding, 3)
     boxes = [piece.box for piece in slices]
     assert tiling_fault(boxes, shape) is None and len(boxes) == len(slices)
-    ranks = sorted(int(rank) for rank in _ranks_of(slices).flat)
+    arrays = regular_boxes(sharding, shape)
+    assert arrays.offsets().tolist() == [list(box.offsets) for box in boxes]
+    assert arrays.sizes().tolist() == [list(box.sizes) for box in boxes]
+    ranks = sorted((arrays.ranks + slices.first).tolist())
     assert [rank for rank in range(40) if slices.of_rank(rank) is not None] == ranks
     assert len(ranks) == len(boxes)
     for box in (*boxes, Box((0,) * len(shape), shape)):

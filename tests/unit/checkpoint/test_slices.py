@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from automodel_ckpt.checkpoint.slices import Box, intersection, overlap, tiling_fault
+from automodel_ckpt.checkpoint.slices import Box, intersection, overlap
+from automodel_ckpt.checkpoint.tiling import tiling_fault
 
 
 @st.composite

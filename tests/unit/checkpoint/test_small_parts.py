@@ -41,10 +41,10 @@ def write_record(checkpoint: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"base": {"name": "\ud800"}}, "does not say where the base is"),
-        ({"base": {"name": "a\0b"}}, "does not say where the base is"),
-        ({"base": {"name": "b", "relative_to_run": 5}}, "does not say where the base is"),
-        ({"base": {}}, "does not say where the base is"),
+        ({"base": {"name": "\ud800"}}, "does not state where the base is"),
+        ({"base": {"name": "a\0b"}}, "does not state where the base is"),
+        ({"base": {"name": "b", "relative_to_run": 5}}, "does not state where the base is"),
+        ({"base": {}}, "does not state where the base is"),
         ({"base": []}, "it lacks base or adapter"),
         ({"adapter": None}, "it lacks base or adapter"),
         ({"format_version": 2}, "format_version 2 is later than 1"),
@@ -252,7 +252,7 @@ def test_an_adapter_checkpoint_is_not_exported(tmp_path: Path) -> None:
     files = {**manifest.files, f"model/{layout.ADAPTER_CONFIG}": some_file}
     changed = dataclasses.replace(manifest, files=files)
     (path / layout.MANIFEST).write_bytes(changed.to_bytes())
-    with pytest.raises(CheckpointUnusable, match="an adapter checkpoint needs no consolidation"):
+    with pytest.raises(CheckpointUnusable, match="are not a complete model"):
         open_checkpoint(path)
 
 

@@ -536,3 +536,23 @@ def test_tensors_that_share_memory_are_safe_only_with_one_dtype() -> None:
     assert check_safe("x", torch.zeros(1).expand(1))
     with pytest.raises(RecipeError, match="without values"):
         check_safe("x", torch.zeros(1, device="meta"))
+
+
+UNSTORABLE = {
+    "sparse": (torch.eye(2).to_sparse(), "sparse or quantized: sparse_coo"),
+    "expanded": (torch.zeros(1).expand(4), "its elements share memory"),
+    "without values": (torch.zeros(2, device="meta"), "it is without values"),
+}
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("kind", UNSTORABLE)
+def test_optimizer_state_that_could_not_be_loaded_again_is_not_saved(
+    kind: str, is_async: bool, tmp_path: Path
+) -> None:
+    value, reason = UNSTORABLE[kind]
+    made = tiny.recipe()
+    made.optimizer.state[made.model.brief]["odd"] = value
+    with pytest.raises(RecipeError, match=rf"optimizer\.state\.model\.brief\.odd\n[\s\S]*{reason}"):
+        tiny.save(tmp_path, made, is_async=is_async)
+    assert not list(tmp_path.glob("epoch*"))

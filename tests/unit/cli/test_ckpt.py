@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -9,10 +10,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.cli.arguments import PATHS
+from automodel_ckpt.cli.ckpt import main, parser
 from automodel_ckpt.cli.terminal import coloured, printable, size_text, table
 from tests.support.measure import seconds_of_children
 from tests.support.shards import checkpoint_in
@@ -185,6 +188,67 @@ def test_with_json_an_error_is_a_document_too(
     )
 
 
+@pytest.mark.parametrize("words", [["plot"], ["goodput"], ["track", "--to=tensorboard"]])
+def test_the_log_of_a_run_that_does_not_exist_is_not_empty_but_missing(
+    tmp_path: Path, capsys: Capture, words: list[str]
+) -> None:
+    assert main([*words, str(tmp_path / "nowhere")]) == 3
+    assert capsys.readouterr().err.startswith("error: run not found")
+
+
+def test_a_path_may_begin_with_the_home_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """A shell does not expand ``--output=~/exported``."""
+    checkpoint_in(tmp_path / "home" / "run", 1)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", "~/run", "--output=~/exported"]) == 0
+    # Without config.json, no program loads the files.
+    assert "vllm" not in capsys.readouterr().err
+    assert (tmp_path / "home" / "exported" / "model.safetensors.index.json").is_file()
+    assert main(["diff", "~/run", "~/exported"]) == 0
+    assert not (tmp_path / "~").exists()
+
+
+@pytest.mark.parametrize(
+    "words", [["prune", "", "--keep-last=1"], ["ls", ""], ["average", "a", ""]]
+)
+def test_an_empty_path_is_not_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, words: list[str]
+) -> None:
+    """``ckpt prune "$RUN"`` without the variable."""
+    for step in (1, 2):
+        checkpoint_in(tmp_path / "checkpoints", step)
+    monkeypatch.chdir(tmp_path)
+    assert main([*words, *(["-o", "b"] if words[0] == "average" else [])]) == 2
+    assert "a path is empty" in capsys.readouterr().err
+    assert (tmp_path / "checkpoints/epoch_0_step_1").is_dir()
+
+
+def test_every_argument_that_is_a_path_is_known_as_one() -> None:
+    """So that ``~/`` is expanded in it."""
+    paths = {
+        "PATH",
+        "RUN",
+        "DIR",
+        "FILE",
+        "OUT",
+        "BASE",
+        "SOURCE",
+        "YAML",
+        "A",
+        "B",
+        "FILE.tar.zst",
+    }
+    (commands,) = [action for action in parser()._actions if action.dest == "command"]
+    assert isinstance(commands.choices, dict)
+    for name, command in commands.choices.items():
+        for action in command._actions:
+            if action.metavar in paths:
+                assert action.dest in PATHS, f"ckpt {name}: {action.dest}"
+
+
 def test_a_directory_of_runs_is_a_row_for_each(tmp_path: Path, capsys: Capture) -> None:
     for step in (20, 40):
         checkpoint_in(tmp_path / "a", step)
@@ -198,6 +262,61 @@ def test_a_directory_of_runs_is_a_row_for_each(tmp_path: Path, capsys: Capture) 
     }
     assert main(["ls", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["a", "2", "epoch_0_step_40"]
+
+
+def test_a_command_that_uses_an_earlier_checkpoint_of_a_run_says_so(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    """Without a warning, an export of a run whose newest checkpoint is damaged would be that of another step."""
+    for step in (1, 2):
+        checkpoint_in(tmp_path / "run", step)
+    assert main(["show", str(tmp_path / "run")]) == 0
+    assert "warning" not in capsys.readouterr().err
+    (tmp_path / "run/epoch_0_step_2/MANIFEST.json").write_text("damaged")
+    assert main(["export", str(tmp_path / "run"), "-o", str(tmp_path / "out")]) == 0
+    warning = capsys.readouterr().err.splitlines()[0]
+    assert warning.startswith(f"warning: using {tmp_path}/run/epoch_0_step_1: epoch_0_step_2 ")
+    assert "the manifest is damaged" in warning
+
+
+def test_a_directory_of_another_user_does_not_hide_the_other_checkpoints(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint, or a directory such as lost+found, whose content this user may not read."""
+    run = tmp_path / "runs" / "run"
+    for step in (1, 2):
+        checkpoint_in(run, step)
+    for directory in (run / "lost+found", run.parent / "lost+found"):
+        (directory / "inside").mkdir(parents=True)
+        deny(monkeypatch, directory)
+    deny(monkeypatch, run / "epoch_0_step_1")
+    listed = rows(run, capsys)
+    assert list(listed) == ["epoch_0_step_1", "epoch_0_step_2"]
+    assert listed["epoch_0_step_1"]["reason"] == "cannot be read: Permission denied"
+    assert listed["epoch_0_step_2"]["complete"] is True
+    assert main(["verify", str(run)]) == 3
+    verified = capsys.readouterr().out
+    assert "the checkpoint cannot be read" in verified
+    assert f"{run}/epoch_0_step_2: ok" in verified
+    assert main(["ls", str(run.parent)]) == 0
+
+
+def deny(monkeypatch: pytest.MonkeyPatch, directory: Path) -> None:
+    """Let the system calls on the content of *directory* fail, as for another user. Tests can run as root."""
+    for name in ("stat", "lstat", "listdir", "scandir"):
+        call = getattr(os, name)
+        lists = name in ("listdir", "scandir")
+
+        def guarded(
+            path: Any = ".", *rest: Any, call: Any = call, lists: bool = lists, **options: Any
+        ) -> Any:
+            is_path = isinstance(path, str | os.PathLike)
+            inside = is_path and Path(path).is_relative_to(directory)
+            if inside and (lists or Path(path) != directory):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return call(path, *rest, **options)
+
+        monkeypatch.setattr(os, name, guarded)
 
 
 def test_a_pointer_to_nothing_says_where_it_points(tmp_path: Path, capsys: Capture) -> None:

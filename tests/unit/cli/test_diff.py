@@ -15,9 +15,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from automodel_ckpt.checkpoint.slices import Slice, Tensor, tiling_fault
+from automodel_ckpt.checkpoint.slices import Slice, Tensor
 from automodel_ckpt.checkpoint.tensors import box_reader
 from automodel_ckpt.checkpoint.tensors.box_reader import boxes
+from automodel_ckpt.checkpoint.tiling import tiling_fault
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.cli.commands.diff import Side, resume_lines
 from tests.support import tiny
@@ -259,3 +260,14 @@ def test_state_that_only_one_has_stops_a_resume_and_no_rate_is_told() -> None:
     )
     (said,) = resume_lines(b, a)
     assert said.endswith("saved in B, missing in A")
+
+
+def test_a_constant_rate_is_not_told_for_another_number_of_steps() -> None:
+    recipe = {"optimizer.lr": "0.1", "lr_scheduler": "null"}
+    sides = []
+    for planned in (10, 12):
+        steps = {"planned_steps": planned}
+        state = frozenset({"model"})
+        sides.append(Side(Path(), {"step": 8}, recipe=recipe, state=state, steps=steps))
+    (said,) = resume_lines(*sides)
+    assert "planned for 12 steps instead of 10" in said

@@ -24,10 +24,12 @@ from automodel_ckpt.cli.launch.failures import (
     failure_text,
     has_ended,
     is_connection_error,
+    lost_connection_record,
     name_silent_ranks,
     printed_failure,
     root_cause,
 )
+from automodel_ckpt.cli.launch.worker import unless_ended_by_agent
 from automodel_ckpt.errors import RecipeError, SaveFailed
 from tests.support.fake_train import raise_in
 
@@ -222,6 +224,25 @@ def test_a_rank_that_the_agent_stopped_because_another_died_is_not_the_cause(
     stopped, died = failure_dir.cause_of_end(0), failure_dir.cause_of_end(1)
     assert stopped is not None and stopped.code == 75
     assert died is not None and (died.code, died.rank) == (1, 1)
+
+
+def test_the_agents_signal_to_a_rank_whose_peer_lost_a_connection_is_no_stop(
+    tmp_path: Path,
+) -> None:
+    """A rank of another node died in a restart: the agent ends the ranks of this node that did not notice it yet."""
+    failure_dir = FailureDirectory(tmp_path)
+    stop = early_stop_record(0, signal.SIGTERM)
+    assert unless_ended_by_agent(failure_dir, 0, stop) == stop
+    failure_dir.write(0, early_stop_record(1, 0))
+    assert unless_ended_by_agent(failure_dir, 0, stop) == stop, "both are stopped by a user"
+    lost = lost_connection_record(RuntimeError("closed"), 2, "to another rank", where="rank 2")
+    failure_dir.write(0, lost)
+    ended = unless_ended_by_agent(failure_dir, 0, stop)
+    assert (ended.code, ended.primary) == (1, False)
+    assert ended.message == "rank 0 was terminated because rank 2 failed"
+    assert unless_ended_by_agent(failure_dir, 0, lost) == lost
+    failure_dir.record_signal(signal.SIGTERM)
+    assert unless_ended_by_agent(failure_dir, 0, stop) == stop, "the launcher was told to stop"
 
 
 def test_an_ended_process_is_gone_before_its_parent_asked() -> None:

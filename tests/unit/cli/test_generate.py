@@ -78,6 +78,18 @@ def test_a_prompt_is_completed_as_transformers_does_it(capsys: Capture, model: P
     assert completion["finish"] in ("stop", "length")
 
 
+def test_a_completion_ends_at_the_end_of_the_context(
+    capsys: Capture, plain_model: Path, tmp_path: Path
+) -> None:
+    path = shutil.copytree(plain_model, tmp_path / "short")
+    config = json.loads((path / "config.json").read_text())
+    prompt = generated(capsys, str(path), "-p", "one two")["prompt_tokens"]
+    config["max_position_embeddings"] = prompt + 2
+    (path / "config.json").write_text(json.dumps(config))
+    completion = generated(capsys, str(path), "-p", "one two")
+    assert completion["tokens"] == 2 and completion["finish"] == "length"
+
+
 def test_the_system_message_and_raw_text_change_what_the_model_reads(
     capsys: Capture, model: Path
 ) -> None:

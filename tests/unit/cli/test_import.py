@@ -22,7 +22,7 @@ from automodel_ckpt.checkpoint import discover
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.verify import verify_deep
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.convert import import_checkpoint
+from automodel_ckpt.convert import new_checkpoint
 from automodel_ckpt.convert.open import open_weights
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support import tiny
@@ -237,12 +237,21 @@ def config_link(path: Path) -> Path:
     return path
 
 
+def old_adapter(path: Path) -> Path:
+    path.mkdir()
+    (path / "adapter_config.json").write_text("{}")
+    torch.save({}, path / "adapter_model.bin")
+    return path
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
         (lambda path: checkpoint_in(path, 20), "already a check"),
+        (lambda path: checkpoint_in(path, 20).parent, "already a checkpoint or a run"),
         (adapter, "the adapter has no description"),
         (pickled, "name the file"),
+        (old_adapter, "of an old version of peft"),
         (lambda path: path, "nothing to import"),
         (taken, "already"),
         (config_link, "symbolic link points outside"),
@@ -394,7 +403,7 @@ def test_a_failed_write_leaves_nothing(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device", "somewhere")
 
-    monkeypatch.setattr(import_checkpoint.commit, "finalize", full)
+    monkeypatch.setattr(new_checkpoint.commit, "finalize", full)
     assert main(["import", str(source), str(tmp_path / "run")]) == 4
     assert "ENOSPC" in capsys.readouterr().err and not [*(tmp_path / "run").glob("*epoch*")]
 

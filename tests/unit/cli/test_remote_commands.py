@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from werkzeug.wrappers import Request
+from werkzeug.wrappers import Request, Response
 
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.digests import digest_of
+from automodel_ckpt.checkpoint.export_manifest import export_problems
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
@@ -176,6 +180,89 @@ def test_a_pull_brings_the_logs_of_a_run(read: Requests, tmp_path: Path) -> None
     (target / "training.jsonl").write_bytes(b"own\n")
     assert ckpt(["pull", f"{URL}/{SECOND}", str(target)]) == 0
     assert (target / "training.jsonl").read_bytes() == b"own\n"
+
+
+def test_an_interrupted_push_to_another_url_has_sent_nothing_to_this_one(
+    local: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Files of the same names and sizes, of an earlier run, must not be taken for those that were sent elsewhere."""
+    with object_store() as store:
+        num_requests = 0
+
+        def fault(request: Request) -> Response | None:
+            nonlocal num_requests
+            num_requests += request.method == "PUT"
+            return Response("<Error/>", 400) if num_requests > 3 else None
+
+        store.fault = fault
+        assert ckpt(["push", str(local / FIRST), f"{URL}/one", "--num-threads=1"]) == 4
+        assert (local / f".push-{FIRST}.json").is_file()
+        store.fault = None
+        other = Store(f"{URL}/other")
+        for file, record in Manifest.read(local / FIRST).files.items():
+            other.write(f"{FIRST}/{file}", bytes(record.size))
+        assert ckpt(["push", str(local / FIRST), f"{URL}/other"]) == 0
+        capsys.readouterr()
+        assert output(capsys, "verify", f"{URL}/other", "--deep")[0]["ok"]
+
+
+def test_a_bucket_that_does_not_exist_is_named(
+    local: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with object_store():
+        for words in (["push", str(local / FIRST)], ["ls"], ["pull"]):
+            assert ckpt([*words, "s3://nobucket/run"]) == 4
+            message = capsys.readouterr().err
+            assert "the bucket does not exist" in message
+            assert "nobucket" in message
+
+
+def test_a_wrong_url_is_an_error_of_prune_and_pull(
+    read: Requests,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert ckpt(["prune", f"{URL}-misspelled", "--keep-last=1"]) == 3
+    assert "no checkpoints found" in capsys.readouterr().err
+    assert ckpt(["pull", URL, f"{URL}-copy"]) == 2
+    assert "a local directory" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_push_and_pull_copy_the_exports_of_the_checkpoint(
+    local: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(local / FIRST, run / FIRST)
+    export = run / FIRST / "model" / layout.CONSOLIDATED
+    export.mkdir()
+    (export / "config.json").write_bytes(b"{}")
+    entry = {"size": 2, "digest": digest_of(b"{}")}
+    document = {"files": {"config.json": entry}}
+    (export / layout.EXPORT_MANIFEST).write_text(json.dumps(document))
+    words = ["push", str(run), f"file://{tmp_path}/store/run"]
+    sent = output(capsys, *words)["nbytes"]
+    assert sent == Manifest.read(run / FIRST).nbytes + 2
+    stored = tmp_path / "store/run" / FIRST / "model" / layout.CONSOLIDATED
+    assert (stored / "config.json").read_bytes() == b"{}"
+    assert output(capsys, *words)["nbytes"] == 0
+    url = f"file://{tmp_path}/store/run"
+    pulled = output(capsys, "pull", url, str(tmp_path / "pulled"))
+    assert pulled["exports"] == [f"model/{layout.CONSOLIDATED}"]
+    assert export_problems(tmp_path / "pulled" / FIRST / "model" / layout.CONSOLIDATED) == []
+    assert output(capsys, "pull", url, str(tmp_path / "bare"), "--no-exports")["exports"] == []
+    assert ckpt(["verify", str(tmp_path / "pulled")]) == 0
+    capsys.readouterr()
+    (stored / "config.json").write_bytes(b"[]")
+    assert ckpt(["pull", url, str(tmp_path / "damaged")]) == 3
+    said = capsys.readouterr().err
+    assert "a file of the export is damaged" in said and "--no-exports" in said
+    assert [*(tmp_path / "damaged").iterdir()] == []
+    # Without its manifest, an export is incomplete.
+    (stored / layout.EXPORT_MANIFEST).unlink()
+    assert output(capsys, "pull", url, str(tmp_path / "damaged"))["exports"] == []
 
 
 ARGUMENTS = {

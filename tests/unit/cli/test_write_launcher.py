@@ -290,9 +290,7 @@ def test_a_run_whose_directory_is_a_url_needs_no_other_one(
 ) -> None:
     directory = "--checkpoint.checkpoint_dir=s3://bucket/run"
     text = written(capsys, "skypilot", directory)
-    assert "set checkpoint.scratch_dir to a directory on it" in " ".join(
-        text.replace("#", "").split()
-    )
+    assert "shared storage" not in text
     task = yaml.safe_load(text)
     assert "CHECKPOINT_URL" not in task["envs"]
     assert "remote.url" not in task["run"] and directory in task["run"]
@@ -328,6 +326,9 @@ def test_the_time_of_a_save_is_measured_or_estimated(
     text = written(capsys, "slurm")
     assert "--signal=USR1@510" in text  # 2 x (30 + 200 s) + 30: two nodes write 1 GB/s
     assert "estimated from a checkpoint of 200.0 GB" in text
+    url = "--checkpoint.remote.url=file:///store"
+    wait = "--checkpoint.remote.wait_after_signal_seconds=600"
+    assert "--signal=USR1@630" in written(capsys, "slurm", url, wait)
 
 
 # Mistakes

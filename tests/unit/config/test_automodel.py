@@ -17,7 +17,7 @@ import yaml
 from automodel_ckpt.config.automodel.notices import report_lines
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import parse
-from automodel_ckpt.config.schema import Target
+from automodel_ckpt.config.rules import Target
 from automodel_ckpt.config.yaml_tree import Node
 from automodel_ckpt.errors import RecipeError
 from tools import automodel_recipes
@@ -53,6 +53,16 @@ AGENT = f"""\
 dataset:
   _target_: {DATA}.llm.agent_chat.make_agent_chat_dataset
   dataset_name: some/conversations
+"""
+MEGATRON = f"""\
+dataset:
+  _target_: {DATA}.llm.megatron_dataset.MegatronPretraining
+  paths: data/web_*
+"""
+NANOGPT = f"""\
+dataset:
+  _target_: {DATA}.llm.nanogpt_dataset.NanogptDataset
+  file_pattern: data/web_*.bin
 """
 MEDPIX = f"""\
 dataset:
@@ -161,7 +171,7 @@ TRANSLATED: list[tuple[str, str, Any]] = [
     (MODEL + "  torch_dtype: torch.bfloat16\n", "model.dtype", "bfloat16"),
     (MODEL + "  torch_dtype: bf16\n", "model.dtype", "bfloat16"),
     (MODEL + "  torch_dtype: none\n", "model.dtype", "auto"),
-    (MODEL + "  attn_implementation: sdpa\n", "model.attn_implementation", "sdpa"),
+    (MODEL + "  attn_implementation: eager\n", "model.attn_implementation", "eager"),
     (
         (
             "model:\n  _target_: nemo_automodel.NeMoAutoModelForCausalLM.from_config\n"
@@ -291,6 +301,25 @@ TRANSLATED: list[tuple[str, str, Any]] = [
     ("", "dataset.seq_length", None),
     ("", "dataset.truncation", "right"),
     (ROWS + "  num_samples_limit: 5\n", "dataset.max_samples", 5),
+    (MEGATRON, "dataset._target_", "automodel_ckpt.data.token_files.megatron"),
+    (MEGATRON, "dataset.path", "data/web_*"),
+    (MEGATRON, "dataset.split", "900, 50, 50"),
+    (MEGATRON + "  split: '0.99, 0.01, 0.00'\n", "dataset.split", "0.99, 0.01, 0.00"),
+    (MEGATRON + "  split: [99, 1, 0]\n", "dataset.split", "99, 1, 0"),
+    (MEGATRON + "  splits_to_build: test\n  num_test_samples: 7\n", "dataset.max_samples", 7),
+    (MEGATRON + "  splits_to_build: train\n", "dataset.part", "train"),
+    (MEGATRON, "dataset.seq_length", 2048),
+    (NANOGPT + "  seq_len: 64\n", "dataset.seq_length", 64),
+    (NANOGPT + "  align_to_bos: true\n  bos_token: 5\n", "dataset.bos_token", 5),
+    (SQUAD + "  split: validation[:9]\n", "dataset.split", "train[:9]"),
+    (AGENT + "  split: test[:9]\n", "dataset.split", "test[:9]"),
+    (AGENT + "  split: test\n  limit_dataset_samples: 5\n", "dataset.max_samples", 5),
+    (
+        COLUMNS + "  split: train[:9]\n  limit_dataset_samples: 5\n"
+        "  column_mapping:\n    question: q\n    answer: a\n",
+        "dataset.max_samples",
+        5,
+    ),
     (
         (
             f"dataset:\n  _target_: {DATA}.llm.squad.make_squad_dataset\n  dataset_name: rows.jsonl\n"
@@ -565,6 +594,16 @@ WITHOUT_EFFECT = [
     ("step_scheduler:\n  val_every_steps: 10\n", "step_scheduler.val_every_steps"),
     ("compile:\n  enabled: false\n", "compile.enabled"),
     ("fp8:\n  enabled: false\n", "fp8"),
+    (SQUAD + "  split: validation\n", "dataset.split"),
+    (MEGATRON + "  index_mapping_dir: x\n", "dataset.index_mapping_dir"),
+    (MEGATRON + "  num_train_samples: 9\n", "dataset.num_train_samples"),
+    (NANOGPT + "  bos_token: 5\n  align_to_bos: false\n", "dataset.bos_token"),
+    ("dataloader:\n  collate_fn: torch.utils.data.default_collate\n", "dataloader.collate_fn"),
+    (MODEL + "  attn_implementation: sdpa\n", "model.attn_implementation"),
+    (
+        SQUAD + "  split: train[:9]\n  limit_dataset_samples: 5\n",
+        "dataset.limit_dataset_samples",
+    ),
     (
         VLM + PEFT + "freeze_config:\n  freeze_vision_tower: true\n",
         "freeze_config.freeze_vision_tower",
@@ -731,6 +770,11 @@ REJECTED = [
         VLM + MEDPIX.replace("medpix", "tulu3_magicoder_text_mix"),
         3,
         "this data set of images and text is not supported",
+    ),
+    (
+        MEGATRON.replace("data/web_*", "['30', data/a, '70', data/b]"),
+        3,
+        "blends of Megatron's files are not supported",
     ),
     ("lr_scheduler:\n  lr_decay_style: WSD\n", 2, "this schedule is not supported"),
     ("lr_scheduler:\n  end_wd: 0.1\n", 2, "a schedule of the weight decay is not supported"),

@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from automodel_ckpt.cli.train import examples, main
-from automodel_ckpt.config.bind import keys_of
 from automodel_ckpt.config.json_schema import FILE_NAME, recipe_schema
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.schema_keys import keys_of
 from automodel_ckpt.errors import EXIT_DONE
 
 jsonschema: Any = pytest.importorskip("jsonschema")

@@ -18,18 +18,16 @@ from omegaconf import OmegaConf
 
 from automodel_ckpt import errors
 from automodel_ckpt.cli.launch.failures import failure_record
-from automodel_ckpt.config.bind import hints_of
 from automodel_ckpt.config.canonical_yaml import canonical_tree
 from automodel_ckpt.config.convert import members, section_type, typed
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import parse
-from automodel_ckpt.config.schema import (
-    CheckpointConfig,
-    OptimizerTarget,
-    RecipeConfig,
-    Target,
-    parse_duration,
-)
+from automodel_ckpt.config.rules import Target
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.schema_keys import hints_of
+from automodel_ckpt.config.sections.checkpoint import CheckpointConfig
+from automodel_ckpt.config.sections.optimizer import OptimizerTarget
+from automodel_ckpt.config.sections.step_scheduler import parse_duration
 from automodel_ckpt.config.urls import with_local_directory
 from automodel_ckpt.config.yaml_tree import node_of
 from automodel_ckpt.errors import RecipeError
@@ -538,12 +536,20 @@ def test_quoted_text_in_a_plug_in_stays_text_when_saved(tmp_path: Path, text: st
 
 @pytest.mark.parametrize(
     "value",
-    ["", "null", "None", "017", "12", "True", True, None, 1e-8, float("inf"), [1, "a"], {"a": ""}],
-)
+    [
+        "", "null", "None", "017", "12", "1_0", "0x1", "1f1b", "True", True, None, 1e-8, float("inf"), [1, "a"],
+        {"a": ""},
+    ],
+)  # fmt: skip
 def test_a_default_is_shown_as_text_that_reads_back(tmp_path: Path, value: object) -> None:
     loaded = load(tmp_path, f"  x: {node_of(value)}\n")
     found = loaded.config.dataset.kwargs["x"]
     assert (found, type(found)) == (value, type(value))
+
+
+def test_a_default_is_shown_as_a_user_writes_it() -> None:
+    # Otherwise, a recipe that names the default differs from one that does not.
+    assert [str(node_of(text)) for text in ("1f1b", "auto", "12")] == ["1f1b", "auto", "'12'"]
 
 
 # Files that are no recipes

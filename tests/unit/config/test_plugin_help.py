@@ -9,10 +9,10 @@ import pytest
 
 from automodel_ckpt.cli.train import main
 from automodel_ckpt.config.allowlist import PURPOSES
-from automodel_ckpt.config.bind import keys_of
 from automodel_ckpt.config.help import topic_text
 from automodel_ckpt.config.plugin_help import builders_of, markdown, plain
 from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.schema_keys import keys_of
 from automodel_ckpt.errors import EXIT_DONE, EXIT_USAGE, RecipeError
 
 SECTIONS = [key for key in keys_of(RecipeConfig) if "." not in key]
@@ -24,7 +24,10 @@ def test_every_section_has_a_help_text_with_all_of_its_keys(section: str) -> Non
     for key in keys_of(RecipeConfig):
         if key.startswith(f"{section}."):
             assert f"  {key}  [" in text
-    assert max(len(line) for line in text.splitlines() if "[" not in line) <= 100
+    sentences = [line.strip() for line in text.splitlines() if "[" not in line]
+    assert max(len(line) for line in sentences) <= 100
+    # The source of a text of several lines is indented.
+    assert not [line for line in sentences if "  " in line]
 
 
 def test_every_argument_of_a_data_builder_is_described() -> None:
@@ -42,7 +45,7 @@ def test_every_argument_of_a_data_builder_is_described() -> None:
 def test_a_builder_shows_defaults_as_they_are_written_in_a_recipe() -> None:
     text = topic_text("dataset.messages")
     assert "dataset.path  [text or a list; required]" in text
-    assert "dataset.learn  [all, last; default all]" in text
+    assert "dataset.learn  [all or last; default all]" in text
     assert "dataset.mask_reasoning  [true or false; default false]" in text
     assert "dataset.shuffle_block  [a whole number; default 1000]" in text
     assert "tokenizer  [" not in text

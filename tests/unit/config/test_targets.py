@@ -13,8 +13,11 @@ import torch
 from automodel_ckpt.config.allowlist import defaults
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import parse
-from automodel_ckpt.config.schema import Target
-from automodel_ckpt.config.targets import _check_names, build, check_targets, prepare
+from automodel_ckpt.config.plugins import build, build_function
+from automodel_ckpt.config.prepare import prepare
+from automodel_ckpt.config.rules import Target
+from automodel_ckpt.config.target_checks import check_targets
+from automodel_ckpt.config.target_names import check_names
 from automodel_ckpt.config.trust import Rejected, Trust, resolve
 from automodel_ckpt.errors import RecipeError
 
@@ -32,6 +35,7 @@ from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Optional, Union
+from torch import Tensor
 
 class Colour(Enum):
     RED = "red"
@@ -48,6 +52,15 @@ def any_keywords(**keywords):
 
 def make(size: int):
     return size
+
+def weigh(logits, labels, weight: Tensor):
+    return logits * weight
+
+def loss(logits, labels, scale: float = 1.0):
+    return scale * (logits + labels)
+
+def collate(samples, /, tokenizer):
+    return [tokenizer, *samples]
 
 def paint(colour: Colour, times: int = 1):
     return colour.name * times
@@ -145,7 +158,7 @@ def test_callables_on_the_list_resolve_without_trust(name: str) -> None:
         "torch.optim.AdamW.__subclasses__",
         "transformers.dynamic_module_utils.get_class_from_dynamic_module",
         "transformers.testing_utils.run_command",
-        "automodel_ckpt.config.targets.resolve_recipe",
+        "automodel_ckpt.config.prepare.resolve_recipe",
         "automodel_ckpt.config.trust.resolve",
         "automodel_ckpt.config.load.Path.unlink",
         "automodel_ckpt.durable_io.remove",
@@ -162,6 +175,7 @@ def test_callables_on_the_list_resolve_without_trust(name: str) -> None:
         "datasets.IterableDataset.from_generator",
         "datasets.Dataset.from_sql",
         "torch.optim.lr_scheduler.LambdaLR",
+        "torch.optim.lr_scheduler.MultiplicativeLR",
         "torch.nn.Module.register_forward_hook",
         "torch.nn.functional.cross_entropy",
         "torch.nn",
@@ -222,6 +236,19 @@ def test_an_object_that_can_be_called_has_the_types_of_its_call(recipe: Path) ->
     assert loaded.config.loss_fn.kwargs == {"size": 17}
 
 
+def test_a_loss_and_a_collator_may_be_functions_instead_of_builders(recipe: Path) -> None:
+    loaded = checked(
+        recipe,
+        "--loss_fn={_target_: trusted_pkg.things.loss, scale: 3}",
+        "--dataloader.collate_fn._target_=trusted_pkg.things.collate",
+    )
+    collate_fn = loaded.config.dataloader.collate_fn
+    assert build_function("loss_fn", loaded.config.loss_fn)(1, 2) == 9.0
+    assert build_function("dataloader.collate_fn", collate_fn, tokenizer="t")(["a"]) == ["t", "a"]
+    with pytest.raises(RecipeError, match=r"loss_fn\.labels is missing"):
+        checked(recipe, "--loss_fn={_target_: trusted_pkg.things.loss, logits: 3}")
+
+
 def test_what_takes_arguments_by_position_only_is_refused(recipe: Path) -> None:
     with pytest.raises(RecipeError, match=r"has positional-only parameters \(rows\)"):
         checked(recipe, "--loss_fn._target_=trusted_pkg.things.nameless")
@@ -253,7 +280,7 @@ def test_a_function_that_could_run_anything_is_rejected_in_every_section_before_
     more = ["--distributed.tp_size=2"] if section == "distributed" else []
     loaded = load(recipe, f"--{key}={GADGETS[key]}", *more)
     with pytest.raises(RecipeError) as caught:
-        _check_names(loaded, Trust())
+        check_names(loaded, Trust())
     text = str(caught.value)
     assert (
         f"{key}: " in text
@@ -450,9 +477,7 @@ def test_what_is_neither_true_nor_false_is_rejected_with_and_without_trust(
     recipe: Path, value: str
 ) -> None:
     recipe.write_text(RECIPE + f"  table: {{trust_remote_code: {value}}}\n")
-    with pytest.raises(
-        RecipeError, match=r"table\.trust_remote_code must be true or false or null"
-    ):
+    with pytest.raises(RecipeError, match=r"table\.trust_remote_code must be true, false or null"):
         checked(recipe, trust=("trusted_pkg", "trust_remote_code"))
 
 
@@ -510,7 +535,7 @@ def test_all_mistakes_in_arguments_are_reported_together_with_their_lines(recipe
     text = str(caught.value)
     for piece in (
         f"unknown key dataset.sise\n  where:  {recipe}:6\n  value:  3\n  hint:   did you mean dataset.size?",
-        f"dataset.mode must be a, b\n  where:  {recipe}:7",
+        f"dataset.mode must be a or b\n  where:  {recipe}:7",
         f"optimizer.lr must be a number\n  where:  {recipe}:10",
         "dataset.size must be a whole number\n  where:  --dataset.size\n  value:  1.5",
         "dataset.pair must be a list of 2",
@@ -518,6 +543,11 @@ def test_all_mistakes_in_arguments_are_reported_together_with_their_lines(recipe
     ):
         assert piece in text
     assert len(caught.value.problems) == 6
+
+
+def test_a_tensor_cannot_be_given_in_a_recipe(recipe: Path) -> None:
+    with pytest.raises(RecipeError, match=r"loss_fn\.weight must be a tensor\n"):
+        checked(recipe, "--loss_fn={_target_: trusted_pkg.things.weigh, weight: 3}")
 
 
 def test_arguments_that_the_recipe_supplies_are_not_missed(recipe: Path) -> None:

@@ -142,14 +142,25 @@ def test_another_checkpoint_of_the_same_name_is_never_replaced(
     }
 
 
+def test_an_archive_that_cannot_be_opened_is_named_and_no_run_directory_is_made(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    for archive in (tmp_path / "missing.tar.zst", tmp_path):
+        assert main(["unarchive", str(archive), "-o", str(tmp_path / "run")]) == 3
+        message = capsys.readouterr().err
+        assert "the archive cannot be read" in message
+        assert str(archive) in message
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_checkpoint_that_does_not_fit_is_not_extracted(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from automodel_ckpt.convert import checkpoint_archive
+    from automodel_ckpt.convert.checkpoint_archive import reading
 
     file = tmp_path / "run.tar.zst"
     assert main(["archive", str(run_of(tmp_path / "run")), "-o", str(file)]) == 0
-    monkeypatch.setattr(checkpoint_archive, "_free_bytes", lambda _: 10_000)
+    monkeypatch.setattr(reading, "_free_bytes", lambda _: 10_000)
     assert main(["unarchive", str(file), "-o", str(tmp_path / "back")]) in (3, 4)
     assert not list((tmp_path / "back").glob("*epoch*"))
 

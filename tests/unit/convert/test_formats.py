@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import save_file
 
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
+from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.convert.open import open_source, open_weights
 from automodel_ckpt.convert.sources.registry import DCP, FORMATS, detect, formats_in
 from automodel_ckpt.errors import CheckpointUnusable
-from tests.support.shards import checkpoint_in
+from tests.support.shards import checkpoint_in, cut, write_checkpoint
 
 AUTOMODEL = Path(__file__).parents[2] / "fixtures" / "automodel"
 
@@ -90,6 +91,51 @@ def test_complete_files_of_another_program_need_no_consolidation(tmp_path: Path)
     whole = saved(tmp_path / "hf", "model.safetensors")
     with pytest.raises(CheckpointUnusable, match="need no consolidation"):
         consolidate(whole, tmp_path / "out", opener=open_source)
+
+
+def test_an_adapter_of_another_program_is_imported_before_it_is_merged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = str(saved(tmp_path / "adapter", "adapter_model.safetensors"))
+    for options in ([], ["--merge"], ["--to", "torch"]):
+        assert main(["export", adapter, "-o", str(tmp_path / "out"), *options]) == 3
+        message = capsys.readouterr().err
+        assert "adapter" in message.splitlines()[0]
+        assert "ckpt import DIR RUN" in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_beside_an_adapter_is_reported_as_not_imported(tmp_path: Path) -> None:
+    """torchtune saves the merged model and the adapter in one directory."""
+    saved(tmp_path, "adapter_model.safetensors")
+    assert open_weights(tmp_path).omitted == ()
+    saved(tmp_path, "model.safetensors")
+    (text,) = open_weights(tmp_path).omitted
+    assert "model.safetensors" in text
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "weights.safetensors"])
+def test_prefixes_of_wrappers_are_removed_from_all_names(tmp_path: Path, name: str) -> None:
+    """accelerate and torch.compile save ``_orig_mod.`` before each name, DistributedDataParallel ``module.``."""
+    tensors = {f"module._orig_mod.{key}": torch.full((2,), float(key)) for key in "12"}
+    save_file(tensors, tmp_path / name)
+    for path in (tmp_path, tmp_path / name):
+        found = open_weights(path).modules["model"].tensors
+        assert sorted(found) == ["1", "2"]
+        assert [stored.fqn for stored in found["1"].slices] == ["1"]
+    # Part of the names: they are the model's.
+    save_file({**tensors, "module.head": torch.ones(1)}, tmp_path / name)
+    assert "_orig_mod.1" in open_weights(tmp_path / name).modules["model"].tensors
+
+
+def test_an_export_of_a_model_that_wraps_another_one_keeps_its_names(tmp_path: Path) -> None:
+    """The user's model may store another one in an attribute that is called like a wrapper's."""
+    tensors = {"module.w": torch.ones(4, 3)}
+    checkpoint = tmp_path / "epoch_0_step_20"
+    write_checkpoint(checkpoint, tensors, cut("module.w", tensors["module.w"], 2), step=20)
+    consolidate(checkpoint)
+    found = open_weights(checkpoint / "model" / "consolidated").modules["model"].tensors
+    assert sorted(found) == ["module.w"]
 
 
 def test_a_checkpoint_without_its_manifest_is_opened_as_shards(tmp_path: Path) -> None:

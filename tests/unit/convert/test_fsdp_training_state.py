@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from automodel_ckpt.cli import ckpt
 from automodel_ckpt.convert.sources.registry import detect, formats_in
@@ -252,3 +252,39 @@ def test_torch_is_not_imported_for_an_optimizer_with_names(tmp_path: Path) -> No
         f"optimizer.state.model.{name.replace(':', '.')}" for name in expected("fsdp2-sharded")[1]
     }
     assert expected_names <= stored.state_dict_metadata.keys()
+
+
+def test_what_accelerate_saves_without_fsdp_is_read(tmp_path: Path) -> None:
+    """model.safetensors, and an optimizer that numbers the parameters, as Accelerator.save_state writes them."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.5)
+    for _ in range(3):
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+        schedule.step()
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.bin")
+    torch.save(schedule.state_dict(), tmp_path / "scheduler.bin")
+    (tmp_path / "random_states_0.pkl").write_bytes(b"not read")
+    known = detect(tmp_path)
+    assert known is not None
+    assert known.name == "accelerate"
+    assert known.open(tmp_path).tensors.keys() == model.state_dict().keys()
+    listed = [
+        ModelParameter(name, tuple(parameter.shape), True)
+        for name, parameter in model.named_parameters()
+    ]
+    state = state_of(tmp_path, lambda: listed)
+    assert (state.step, state.omitted) == (3, ("random_states_0.pkl",))
+    assert state.scheduler is not None
+    assert state.scheduler["base_lrs"] == [0.1]
+    assert state.optimizer is not None
+    found = moments(state.optimizer)
+    for name, parameter in model.named_parameters():
+        for entry in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(found[f"{name}:{entry}"], optimizer.state[parameter][entry])
+    # A second model has an optimizer of its own.
+    save_file(model.state_dict(), tmp_path / "model_1.safetensors")
+    with pytest.raises(CheckpointUnusable, match=r"several models.*\n.*\n.*model_1\.safetensors"):
+        known.open(tmp_path)

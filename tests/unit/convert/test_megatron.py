@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from automodel_ckpt.cli import ckpt
-from automodel_ckpt.convert.import_checkpoint import prepare, run_import
+from automodel_ckpt.convert.import_checkpoint import ImportOptions, prepare
+from automodel_ckpt.convert.new_checkpoint import write_checkpoint
 from automodel_ckpt.convert.open import open_source, open_weights
 from automodel_ckpt.convert.sources.registry import detect
 from automodel_ckpt.errors import CheckpointUnusable
@@ -34,9 +35,11 @@ def logits(directory: Path, ids: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("name", NAMES)
 def test_an_imported_model_has_the_logits_of_the_real_megatron(name: str, tmp_path: Path) -> None:
     expected = json.loads((FIXTURES / name / "expected" / "logits.json").read_text())
-    planned = prepare(FIXTURES / name, tmp_path / "run", config=FIXTURES / name / "expected")
+    planned = prepare(
+        FIXTURES / name, tmp_path / "run", ImportOptions(config=FIXTURES / name / "expected")
+    )
     assert planned.has_config and planned.kind == "a run of Megatron-LM"
-    model = run_import(planned) / "model"
+    model = write_checkpoint(planned) / "model"
     found = logits(model, expected["ids"])
     torch.testing.assert_close(found, torch.tensor(expected["logits"]), rtol=1e-4, atol=1e-5)
 
@@ -45,7 +48,7 @@ def test_counters_are_reported_and_the_optimizer_is_not_imported(
     tmp_path: Path, capsys: Capture
 ) -> None:
     source = FIXTURES / "llama"
-    planned = prepare(source, tmp_path / "run", config=source / "expected")
+    planned = prepare(source, tmp_path / "run", ImportOptions(config=source / "expected"))
     assert planned.left_out == (
         "the optimizer's state (2 tensors)",
         "8 _extra_state objects of Transformer Engine",
@@ -90,11 +93,16 @@ def test_weights_for_an_unknown_model_are_an_error_that_asks_for_its_config(
 
 def test_a_config_for_weights_with_other_names_gives_them_its_side_files(tmp_path: Path) -> None:
     config = FIXTURES / "llama" / "expected"
-    model = run_import(prepare(FIXTURES / "llama", tmp_path / "run", config=config)) / "model"
+    model = (
+        write_checkpoint(
+            prepare(FIXTURES / "llama", tmp_path / "run", ImportOptions(config=config))
+        )
+        / "model"
+    )
     other = shutil.copytree(model, tmp_path / "other")
     (other / "config.json").unlink()
     assert not prepare(other, tmp_path / "second").has_config
-    assert prepare(other, tmp_path / "second", config=config).has_config
+    assert prepare(other, tmp_path / "second", ImportOptions(config=config)).has_config
 
 
 def test_a_run_whose_newest_checkpoint_is_missing_is_an_error(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from automodel_ckpt.checkpoint.hf_assets import tensor_specs
 from automodel_ckpt.checkpoint.module_tensors import StoredLayout, module_state, set_stored_layout
 from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.convert.merge import Adapter, MergedModel
+from automodel_ckpt.convert.merged_model import Adapter, MergedModel
 from automodel_ckpt.convert.sources.hugging_face import tensors_in_file
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from automodel_ckpt.models.adapter import Lora, add_adapters

@@ -13,8 +13,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from automodel_ckpt.checkpoint.slices import Slice, Tensor, tiling_fault, whole_tensor
+from automodel_ckpt.checkpoint.slices import Slice, Tensor, whole_tensor
 from automodel_ckpt.checkpoint.tensors.stored import whole
+from automodel_ckpt.checkpoint.tiling import tiling_fault
 from automodel_ckpt.convert.names.conversion import has_megatron_names
 from automodel_ckpt.convert.names.dimensions import (
     Dimensions,

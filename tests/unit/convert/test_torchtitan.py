@@ -14,13 +14,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from automodel_ckpt.checkpoint.slices import tiling_fault, whole_tensor
+from automodel_ckpt.checkpoint.slices import whole_tensor
 from automodel_ckpt.checkpoint.tensors.stored import whole
+from automodel_ckpt.checkpoint.tiling import tiling_fault
 from automodel_ckpt.cli import ckpt
 from automodel_ckpt.cli.model_parameters import parameters_in
-from automodel_ckpt.convert.import_checkpoint import Import, prepare
+from automodel_ckpt.convert.import_checkpoint import ImportOptions, prepare
 from automodel_ckpt.convert.names.dimensions import Dimensions
 from automodel_ckpt.convert.names.torchtitan import TORCHTITAN_LLAMA
+from automodel_ckpt.convert.new_checkpoint import NewCheckpoint
 from automodel_ckpt.convert.open import open_source
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.llamas import llama_checkpoint
@@ -43,8 +45,8 @@ def recorded(name: str) -> Any:
     return json.loads((FIXTURES / name).read_text())
 
 
-def planned_import(checkpoint: Path, run: Path) -> Import:
-    return prepare(checkpoint, run, parameters=parameters_in, config=CONFIG)
+def planned_import(checkpoint: Path, run: Path) -> NewCheckpoint:
+    return prepare(checkpoint, run, ImportOptions(parameters=parameters_in, config=CONFIG))
 
 
 def test_a_converted_model_has_the_logits_of_torchtitans(checkpoint: Path, tmp_path: Path) -> None:
@@ -119,7 +121,7 @@ def test_without_a_config_weights_keep_their_names_and_fused_moments_are_an_erro
     source = open_source(checkpoint)
     assert "layers.1.attention.qkv_linear.wq.weight" in source.tensors
     with pytest.raises(CheckpointUnusable, match="fused queries, keys and values") as caught:
-        prepare(checkpoint, tmp_path, parameters=parameters_in)
+        prepare(checkpoint, tmp_path, ImportOptions(parameters=parameters_in))
     assert "--config" in str(caught.value)
 
 
@@ -152,8 +154,10 @@ def test_names_of_older_versions_are_converted(checkpoint: Path, tmp_path: Path)
         older[old] = np.array(whole(source.root, tensor))
     older["freqs_cis"] = np.zeros((2, 4), np.float32)
     save_file(older, tmp_path / "model.safetensors")
-    expected = prepare(checkpoint, tmp_path / "run", config=CONFIG).weights
-    found = prepare(tmp_path / "model.safetensors", tmp_path / "run", config=CONFIG).weights
+    expected = prepare(checkpoint, tmp_path / "run", ImportOptions(config=CONFIG)).weights
+    found = prepare(
+        tmp_path / "model.safetensors", tmp_path / "run", ImportOptions(config=CONFIG)
+    ).weights
     assert found.tensors.keys() == expected.tensors.keys()
     for name, tensor in expected.tensors.items():
         one, other = whole(found.root, found.tensors[name]), whole(expected.root, tensor)
@@ -169,7 +173,7 @@ def test_an_export_in_torchtitans_names_is_converted_back(tied: bool, tmp_path: 
     assert {"lm_head.weight", "layers.0.attention.qkv_linear.wk.weight"} <= names
     config = tmp_path / "config"
     model.config.save_pretrained(config)
-    back = prepare(exported, tmp_path / "run", config=config).weights
+    back = prepare(exported, tmp_path / "run", ImportOptions(config=config)).weights
     for name, value in model.state_dict().items():
         found = np.array(whole(back.root, back.tensors[name]))
         assert np.array_equal(found, value.numpy()), name
@@ -201,7 +205,7 @@ def test_a_config_of_another_model_is_an_error(
     content = json.loads((CONFIG / "config.json").read_text()) | {key: value}
     (tmp_path / "config.json").write_text(json.dumps(content))
     with pytest.raises(CheckpointUnusable, match=message):
-        prepare(checkpoint, tmp_path / "run", config=tmp_path)
+        prepare(checkpoint, tmp_path / "run", ImportOptions(config=tmp_path))
 
 
 def test_pickles_with_code_in_a_checkpoint_of_torchtitan_are_not_executed(

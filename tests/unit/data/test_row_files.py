@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from automodel_ckpt.data.row_files import RecordStream, RecordTable, header
+from automodel_ckpt.data.record_stream import RecordStream
+from automodel_ckpt.data.record_table import RecordTable
+from automodel_ckpt.data.row_files import header
 from automodel_ckpt.data.row_stream import row_stream
 from automodel_ckpt.data.source import Source
 from automodel_ckpt.data.truncation import Truncation

@@ -261,7 +261,7 @@ def test_a_stream_of_datasets_itself_goes_through_epochs_and_resumes(documents: 
     ("options", "what"),
     [
         ({"split": "train[:50%]"}, "a stream cannot read part of a split"),
-        ({"split": "dev"}, "the data set cannot be read"),
+        ({"split": "dev"}, "a data file has only the split train"),
         ({"name": "easy"}, "a data file has no subsets"),
         ({"shuffle_block": 0}, "shuffle_block must be at least 1"),
         ({"max_samples": 0}, "max_samples must be at least 1"),

@@ -80,8 +80,12 @@ def test_a_file_has_neither_subsets_nor_other_splits(directory: Path) -> None:
     path = str(directory / "train.jsonl")
     with pytest.raises(RecipeError, match="a data file has no subsets"):
         Source(path, name="easy").fingerprint()
-    with pytest.raises(RecipeError, match='Unknown split "dev"'):
-        Source(path, split="dev").texts(["text"])
+    with pytest.raises(RecipeError, match="a data file has only the split train"):
+        Source(path, split="train[:1]+dev[:1]").texts(["text"])
+    with pytest.raises(RecipeError, match="unknown data file format"):
+        Source(str(directory / "misspelled" / "directory"), split="validation").texts(["text"])
+    with pytest.raises(RecipeError, match="a data file cannot be read"):
+        Source(str(directory / "misspelled.jsonl"), split="validation").texts(["text"])
 
 
 def test_a_name_that_the_hub_does_not_give_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,5 +432,5 @@ def test_reading_leaves_the_progress_bars_of_datasets_as_they_were(
 
 def test_a_text_file_has_no_other_split_than_train(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\n")
-    with pytest.raises(RecipeError, match='Unknown split "validation"'):
+    with pytest.raises(RecipeError, match="a data file has only the split train"):
         Source(str(tmp_path / "a.txt"), split="validation").texts(["text"])

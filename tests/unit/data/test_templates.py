@@ -12,7 +12,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils import chat_template_utils
 
 from automodel_ckpt.data import templates
-from automodel_ckpt.data.chat import ChatTemplate
+from automodel_ckpt.data.chat_template import ChatTemplate
 from automodel_ckpt.data.fields import FieldTemplate
 from automodel_ckpt.data.messages import UnusableSample
 from automodel_ckpt.data.templates import (

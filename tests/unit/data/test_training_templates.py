@@ -16,7 +16,8 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from automodel_ckpt.data import training_templates
-from automodel_ckpt.data.chat import ChatTemplate, messages
+from automodel_ckpt.data.chat import messages
+from automodel_ckpt.data.chat_template import ChatTemplate
 from automodel_ckpt.data.python_docs import train_tokenizer
 from automodel_ckpt.data.training_templates import model_of, select_template
 from automodel_ckpt.errors import RecipeError

@@ -29,7 +29,7 @@ def run(body: str) -> subprocess.CompletedProcess[str]:
     )
     script += "stop = stop_request()\nstop.install()\n" + TWICE + textwrap.dedent(body)
     return subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=False
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False
     )
 
 
@@ -74,6 +74,35 @@ def test_a_second_signal_ends_the_process_at_once_while_the_main_thread_waits() 
     assert (done.returncode, done.stdout) == (
         128 + signal.SIGINT,
         f"last words {int(signal.SIGINT)}\n",
+    )
+
+
+def test_a_second_signal_ends_a_wait_after_the_save_and_not_the_process() -> None:
+    done = run("""
+        assert stop.seconds_since_request == 0
+        stop.at_once = lambda number: print("not called")
+        with stop.waiting() as is_repeated:
+            twice(signal.SIGTERM, signal.SIGTERM)
+            is_repeated.wait(20)
+        print(is_repeated.is_set(), stop.seconds_since_request > 1)
+    """)
+    assert (done.returncode, done.stdout) == (0, "True True\n"), done.stderr
+
+
+def test_a_further_signal_ends_a_wait_that_goes_on() -> None:
+    done = run("""
+        stop.at_once = lambda number: print("last words", number, flush=True)
+        with stop.waiting() as is_repeated:
+            stop._first_at = time.monotonic() - 60
+            stop._arrived(signal.SIGTERM)
+            stop._arrived(signal.SIGTERM)
+            print(is_repeated.is_set(), flush=True)
+            stop._wait_ended_at -= 60
+            stop._arrived(signal.SIGTERM)
+    """)
+    assert (done.returncode, done.stdout) == (
+        128 + signal.SIGTERM,
+        f"True\nlast words {int(signal.SIGTERM)}\n",
     )
 
 
@@ -158,12 +187,17 @@ def test_a_rank_that_waits_for_one_that_was_stopped_before_training_leaves_too(
 def test_a_request_is_acknowledged_once_while_the_main_thread_is_busy() -> None:
     done = run("""
         import threading
-        stop.on_request = lambda number: print("acknowledged", number, flush=True)
-        lock = threading.Lock()
-        lock.acquire()
-        for signal_number in (signal.SIGINT, signal.SIGINT):
-            os.kill(os.getpid(), signal_number)
-            lock.acquire(timeout=0.2)
+        acknowledged = threading.Event()
+
+        def acknowledge(number):
+            print("acknowledged", number, flush=True)
+            acknowledged.set()
+
+        stop.on_request = acknowledge
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+        acknowledged.wait(20)
+        time.sleep(0.2)
         stop.interrupt()
         print("main thread", flush=True)
     """)

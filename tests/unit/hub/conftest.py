@@ -46,5 +46,5 @@ def hub(server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     server.reset()
     # The library waits 1 to 8 seconds between its attempts.
     monkeypatch.setattr(_http.time, "sleep", lambda seconds: None)
-    with using(server, str(tmp_path / "home")):
+    with using(server, str(tmp_path / "home"), monkeypatch):
         yield server

@@ -75,6 +75,7 @@ def test_a_checkpoint_without_an_export_is_exported_and_replaces_the_files_of_an
     repository.branches["main"] = repository.commit(
         "main", {**repository.files(), "notes.txt": b"mine"}, "by hand"
     )
+    repository.branches["step-5"] = repository.branches["main"]
     assert main(["push", str(runs / "full/epoch_0_step_5"), f"{TARGET}@step-5"]) == 0
     assert not list(runs.glob("full/.hub*"))
     files = repository.files("step-5")

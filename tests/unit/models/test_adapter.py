@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
@@ -14,6 +16,7 @@ from automodel_ckpt.checkpoint.module_tensors import adapter_keys
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.adapter import Lora, add_adapters, find_modules, peft_targets
 from automodel_ckpt.models.quantize import quantized_loading
+from automodel_ckpt.recipes.unused_parameters import check_all_trained
 
 
 def llama(**more: Any) -> Any:
@@ -113,9 +116,98 @@ def test_layers_that_peft_would_take_for_experts_or_refuses_get_no_adapter(
         RecipeError, match=r"would adapt the experts instead[\s\S]*shared_experts\.up_proj"
     ):
         find_modules(mixture, Lora(target_modules=["q_proj", "*.shared_experts.*"]))
-    mamba = AutoModelForCausalLM.from_config(AutoConfig.for_model("mamba", **sizes, state_size=2))
+    config = AutoConfig.for_model("mamba", **sizes, state_size=2)
+    mamba = AutoModelForCausalLM.from_config(config)
     with pytest.raises(RecipeError, match=r"peft cannot put adapters there[\s\S]*out_proj"):
-        add_adapters(mamba, Lora(), task_type="CAUSAL_LM")
+        add_adapters(mamba, Lora(target_modules=["out_proj"]), task_type="CAUSAL_LM")
+    mamba = AutoModelForCausalLM.from_config(config)
+    added = add_adapters(mamba, Lora(), task_type="CAUSAL_LM").model
+    assert "peft does not support adapters on these layers of this model: out_proj" in caplog.text
+    # The mixer multiplies with the weight of dt_proj itself.
+    tokens = torch.arange(8)[None]
+    added(input_ids=tokens, labels=tokens).loss.backward()
+    unused = "1 of them: backbone.layers.0.mixer.dt_proj; if no batch uses them, leave them out: peft.exclude"
+    check_all_trained(added, has_adapters=True, is_error=False)
+    assert unused in caplog.text
+    with pytest.raises(RecipeError, match=r"\['backbone\.layers\.\*\.mixer\.dt_proj'\]"):
+        check_all_trained(added, has_adapters=True, is_error=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "not_linear"),
+    [
+        ("phimoe", {"num_local_experts": 2}, "router"),
+        ("llama4_text", {"num_local_experts": 2, "head_dim": 8, "moe_layers": [0]}, "router"),
+        ("falcon", {}, ""),
+    ],
+)
+def test_layers_that_return_something_else_than_a_linear_layer_get_no_adapter(
+    family: str, fields: dict[str, Any], not_linear: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family, **sizes, **heads, **fields)
+    )
+    state = torch.get_rng_state()
+    targets, _ = find_modules(model, Lora())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert targets and not [name for name in targets if name.endswith("router")]
+    assert ("so they get no adapter: router" in caplog.text) == bool(not_linear)
+    adapted = add_adapters(model, Lora(), task_type="CAUSAL_LM").model
+    tokens = torch.arange(8)[None]
+    adapted.train()(input_ids=tokens, labels=tokens).loss.backward()
+    if not_linear:
+        with pytest.raises(RecipeError, match=r"can have no adapter[\s\S]*exclude_modules"):
+            find_modules(model, Lora(target_modules=["*.router"]))
+
+
+class ScaledLinear(nn.Linear):
+    """A linear layer with a tensor that is not a parameter."""
+
+    scale: torch.Tensor
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features)
+        self.register_buffer("scale", torch.ones(out_features))
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) * self.scale
+
+
+def test_a_linear_layer_with_a_buffer_gets_an_adapter() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = ScaledLinear(4, 6)
+
+    targets, _ = find_modules(Model(), Lora())
+    assert targets == ["project"]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_layers_whose_adapters_peft_would_not_load_get_none(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
+    layers = {"layer_types": ["full_attention"] * 2, "shared_expert_intermediate_size": 8}
+    config = AutoConfig.for_model("laguna", **sizes, **heads, **experts, **layers)
+    base = AutoModelForCausalLM.from_config(config)
+    base.save_pretrained(tmp_path / "base")
+    with pytest.raises(RecipeError, match=r"cannot load them[\s\S]*1\.mlp\.shared_experts"):
+        find_modules(base, Lora(target_modules=["*_proj"]))
+    adapted = add_adapters(base, Lora(), task_type="CAUSAL_LM").model
+    saved = {name for name, _ in adapted.named_modules() if name.endswith("lora_A.default")}
+    assert any("layers.0.mlp.down_proj" in name for name in saved)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.ones_(parameter)
+    # Otherwise, peft 0.20 warns that this base has no name whose vocabulary it could compare.
+    adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    fresh = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    loaded = PeftModel.from_pretrained(fresh, str(tmp_path / "adapter"))
+    tokens = torch.arange(8)[None]
+    torch.testing.assert_close(loaded(tokens).logits, adapted.eval()(tokens).logits)
 
 
 def test_all_wrong_names_are_reported_at_once() -> None:

@@ -29,6 +29,7 @@ from automodel_ckpt.models.build import (
 )
 from automodel_ckpt.models.quantize import check_not_quantized
 from automodel_ckpt.models.repository import base_directory
+from tests.support.serving import serve
 
 TINY: dict[str, Any] = {
     "model_type": "llama",
@@ -143,7 +144,7 @@ def test_the_weights_of_a_hub_name_are_fetched_before_they_are_read_in_parts(
     server = ThreadingHTTPServer(
         ("127.0.0.1", 0), type("Served", (Hub,), {"directory": tmp_path / "made"})
     )
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=serve, args=(server,), daemon=True).start()
     constants = "huggingface_hub.constants"
     monkeypatch.setattr(f"{constants}.HF_HUB_CACHE", str(tmp_path / "cache"))
     assert fetched_directory("some/model") is None, "offline"
@@ -205,12 +206,17 @@ def test_fresh_weights_follow_the_seed_and_the_dtype(dtype: str, expected: torch
         assert torch.equal(first, second)
 
 
-def test_weights_are_read_from_files_in_their_own_or_another_dtype(tmp_path: Path) -> None:
+def test_weights_are_read_from_files_in_their_own_or_another_dtype(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     config = load_model_config(from_config=TINY)
     build_model(config, dtype="bfloat16").save_pretrained(tmp_path)  # type: ignore[operator]
     read = load_model_config(from_pretrained=str(tmp_path))
+    capfd.readouterr()
     kept = build_model(read, from_pretrained=str(tmp_path), dtype="auto")
     cast = build_model(read, from_pretrained=str(tmp_path), dtype="float32")
+    # Neither progress bars, which a log file would have, nor warnings about tensor parallelism.
+    assert capfd.readouterr() == ("", "")
     assert {p.dtype for p in kept.parameters()} == {torch.bfloat16}
     assert {p.dtype for p in cast.parameters()} == {torch.float32}
     for own, other in zip(kept.parameters(), cast.parameters(), strict=True):

@@ -23,7 +23,7 @@ from automodel_ckpt.models.attention import attend_by_document
 from automodel_ckpt.models.image_positions import rotary_positions
 from automodel_ckpt.models.row_masks import install_row_masks
 from automodel_ckpt.models.vision import image_token_ids
-from automodel_ckpt.recipes.image_rows import RowProbe
+from automodel_ckpt.recipes.model.image_rows import RowProbe
 from tests.support.vision import FAMILIES, TEXT, write_conversations
 
 SAMPLES = (0, 4, 2, 3, 5, 9, 6)

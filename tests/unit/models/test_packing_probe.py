@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.data.packing import PackedDataset, RowLayout
-from automodel_ckpt.models.forward import attention_of
+from automodel_ckpt.models.forward import accepts_use_cache, attention_of, forward_parameters
 from automodel_ckpt.models.packing_probe import keeps_samples_apart
 from automodel_ckpt.training.loss import next_token_loss
 
@@ -25,6 +25,18 @@ _SIZES = {
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "bloom": {"n_layer": 2, "n_head": 4},
     "mamba": {"state_size": 4},
+    "granitemoe": {"num_key_value_heads": 2, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4},
+    "gpt_neo": {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
+    "falcon_h1": {
+        "num_key_value_heads": 2,
+        "mamba_d_ssm": 64,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+        "mamba_chunk_size": 8,
+    },
+    "openai-gpt": {"n_embd": 32, "n_layer": 2, "n_head": 4},
 }
 
 
@@ -36,7 +48,11 @@ def build(model_type: str, attention: str | None = None) -> Any:
         "num_attention_heads": 4,
     }
     ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "vocab_size": 97}
-    known = {} if model_type in ("gpt2", "bloom") else {**sizes, "max_position_embeddings": 64}
+    known = (
+        {}
+        if model_type in ("gpt2", "bloom", "openai-gpt")
+        else {**sizes, "max_position_embeddings": 64}
+    )
     config = AutoConfig.for_model(model_type, **{**known, **ids, **_SIZES[model_type]})
     torch.manual_seed(0)
     options = {} if attention is None else {"attn_implementation": attention}
@@ -68,6 +84,60 @@ def test_they_are_recognised_in_other_types(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("model_type", ["opt", "bloom", "mamba"])
 def test_models_whose_samples_see_each_other_are_recognised(model_type: str) -> None:
     assert not keeps_samples_apart(build(model_type), False, {"use_cache": False})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_little_that_a_recurrent_layer_carries_over_is_recognised(dtype: torch.dtype) -> None:
+    # Its attention keeps samples apart, and the state space layers beside it change the outputs by less than 1 %.
+    assert not keeps_samples_apart(build("falcon_h1").to(dtype), False, {"use_cache": False})
+
+
+def test_models_with_a_mask_of_a_fixed_length_have_no_longer_rows() -> None:
+    answer = keeps_samples_apart(build("gpt_neo"), False, {"use_cache": False})
+    assert not answer
+    assert answer.reason == " (its mask has 64 positions, and rows can be longer)"
+    for length, holds in ((64, True), (65, False)):
+        answer = keeps_samples_apart(
+            build("gpt_neo"), False, {"use_cache": False}, max_row_length=length
+        )
+        assert bool(answer) == holds
+
+
+@pytest.mark.parametrize("one_row", [True, False])
+def test_rounding_of_experts_is_no_effect_of_another_sample(one_row: bool) -> None:
+    assert keeps_samples_apart(build("mixtral"), one_row, {"use_cache": False})
+
+
+@pytest.mark.parametrize(("model_type", "expected"), [("granitemoe", True), ("openai-gpt", False)])
+def test_use_cache_is_passed_where_a_model_inside_takes_it(model_type: str, expected: bool) -> None:
+    model = build(model_type)
+    assert "use_cache" not in forward_parameters(model)
+    assert accepts_use_cache(model) == expected
+    if expected:
+        assert keeps_samples_apart(model, False, {"use_cache": False})
+
+
+def test_a_classifier_that_passes_use_cache_itself_gets_none() -> None:
+    part = {"hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 20}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "pad_token_id": 0}
+    config = AutoConfig.for_model(
+        "t5gemma", encoder={**part, **heads}, decoder={**part, **heads}, vocab_size=20
+    )
+    model = AutoModelForSequenceClassification.from_config(config)
+    assert not accepts_use_cache(model)
+
+
+def test_a_module_with_a_config_and_without_a_base_model_gets_no_use_cache() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = build("llama")
+            self.config = self.inner.config
+
+        def forward(self, input_ids: torch.Tensor, **options: Any) -> Any:
+            return self.inner(input_ids, **options)
+
+    assert not accepts_use_cache(Model())
 
 
 def test_a_cache_of_keys_and_values_lets_samples_see_each_other() -> None:

@@ -227,7 +227,7 @@ def test_no_tracker_outlives_a_killed_trainer(tmp_path: Path) -> None:
         assert trainer.stdout is not None
         follower = int(trainer.stdout.readline())
         trainer.send_signal(signal.SIGKILL)
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while os.path.exists(f"/proc/{follower}") and time.monotonic() < end:
         time.sleep(0.05)
     assert not os.path.exists(f"/proc/{follower}")

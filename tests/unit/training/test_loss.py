@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.training.loss import (
+    LossFn,
+    check_is_sum,
     cross_entropy_sum,
     next_token_loss,
     num_label_tokens,
@@ -81,3 +88,41 @@ def test_a_loss_that_returns_one_value_per_position_is_refused() -> None:
     logits, labels = batch(2)
     with pytest.raises(RecipeError, match=r"the sum over all positions[\s\S]*shape \[24\]"):
         next_token_loss(logits, labels, torch.nn.CrossEntropyLoss(reduction="none"))
+
+
+def focal(losses: torch.Tensor) -> torch.Tensor:
+    return (1 - torch.exp(-losses)) ** 2 * losses
+
+
+def test_only_a_mean_is_rejected_and_no_random_numbers_are_drawn() -> None:
+    rows, row_labels = batch(3)
+    logits, labels = rows.flatten(0, 1), row_labels.flatten()
+    weight = torch.linspace(0.1, 2, logits.shape[1])
+
+    def each(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits, labels, reduction="none")
+
+    sums: list[LossFn] = [
+        nn.CrossEntropyLoss(weight=weight, label_smoothing=0.1, reduction="sum"),
+        lambda logits, labels: focal(each(logits, labels)).sum(),
+        lambda logits, labels: F.cross_entropy(logits, labels) * (labels != -100).sum(),
+        # The loss of the harder half, and one of complete rows only.
+        lambda logits, labels: each(logits, labels).topk(len(labels) // 2).values.sum(),
+        lambda logits, labels: each(logits.reshape(24, -1), labels).sum(),
+        lambda logits, labels: (
+            each(logits, labels).sum() * random.random() * float(np.random.rand())
+        ),
+    ]
+    states = random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
+    assert all(check_is_sum(loss_fn, logits, labels) for loss_fn in sums)
+    assert states == (
+        random.getstate(),
+        str(np.random.get_state()),
+        torch.get_rng_state().tolist(),
+    )
+    # Of a loss that is not finite, nothing is known yet. The run reports it.
+    assert not check_is_sum(sums[0], logits * torch.inf, labels)
+    assert not check_is_sum(lambda logits, labels: logits.sum() + torch.inf, logits, labels)
+    for mean in (nn.CrossEntropyLoss(), nn.CrossEntropyLoss(weight=weight)):
+        with pytest.raises(RecipeError, match="the loss is a mean"):
+            check_is_sum(mean, logits, labels)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from automodel_ckpt.config.schema import LRSchedulerConfig
+from automodel_ckpt.config.sections.optimizer import LRSchedulerConfig
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.training.lr import build_schedule, current_rate, follow_schedule
 

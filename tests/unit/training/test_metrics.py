@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from automodel_ckpt.training import metrics
-from automodel_ckpt.training.metrics import JsonlLog
+from automodel_ckpt.training.metrics import JsonlLog, Removed
 
 
 def steps(path: Path) -> list[int]:
@@ -36,7 +36,7 @@ def test_resuming_drops_later_steps_and_their_events_and_appends(tmp_path: Path)
     log.append({"event": "save", "step": 2})
     log.append({"step": 3})
     log.append({"event": "save", "step": 3})
-    assert log.truncate_after(2) == 2
+    assert log.truncate_after(2) == Removed(num_lines=2, last_step=3)
     log.append({"step": 3})
     log.close()
     assert steps(path) == [1, 2, 2, 3]
@@ -48,7 +48,7 @@ def test_a_torn_last_line_is_dropped(tmp_path: Path, tail: bytes) -> None:
     filled(path, 2).close()
     with open(path, "ab") as file:
         file.write(tail)
-    assert JsonlLog(path).truncate_after(2) == 1
+    assert JsonlLog(path).truncate_after(2).num_lines == 1
     assert steps(path) == [1, 2]
 
 
@@ -57,12 +57,12 @@ def test_the_log_of_a_finished_run_loses_its_torn_last_line_and_no_other(
     tmp_path: Path, tail: bytes
 ) -> None:
     path = tmp_path / "training.jsonl"
-    assert JsonlLog(path).truncate_after(math.inf) == 0
+    assert JsonlLog(path).truncate_after(math.inf).num_lines == 0
     filled(path, 2).close()
     whole, inode = path.read_bytes(), path.stat().st_ino
     with open(path, "ab") as file:
         file.write(tail)
-    assert JsonlLog(path).truncate_after(math.inf) == bool(tail)
+    assert JsonlLog(path).truncate_after(math.inf).num_lines == bool(tail)
     assert path.read_bytes() == whole and (path.stat().st_ino == inode) is not bool(tail)
 
 
@@ -84,7 +84,7 @@ def test_damaged_and_duplicate_lines_are_removed_and_others_left_all_with_a_mess
         '{"step": 6, "loss"',
     ]
     path.write_text("\n".join(lines))
-    assert JsonlLog(path).truncate_after(4) == 6
+    assert JsonlLog(path).truncate_after(4) == Removed(num_lines=6, last_step=5)
     assert path.read_text().splitlines() == [lines[0], lines[4], lines[5], lines[6], lines[8]]
     reports = [record.getMessage().splitlines() for record in caplog.records]
     assert [report[1:] for report in reports] == [
@@ -97,19 +97,19 @@ def test_damaged_and_duplicate_lines_are_removed_and_others_left_all_with_a_mess
         and "a later line" in reports[1][0]
         and "kept them unchanged" in reports[2][0]
     )
-    assert JsonlLog(path).truncate_after(4) == 0
+    assert JsonlLog(path).truncate_after(4).num_lines == 0
 
 
 def test_a_log_with_nothing_to_drop_is_not_rewritten(tmp_path: Path) -> None:
     path = tmp_path / "training.jsonl"
     filled(path, 2).close()
     before = path.stat().st_ino
-    assert JsonlLog(path).truncate_after(2) == 0
+    assert JsonlLog(path).truncate_after(2) == Removed(num_lines=0, last_step=None)
     assert path.stat().st_ino == before
 
 
 def test_a_log_that_is_not_there_yet_has_nothing_to_drop(tmp_path: Path) -> None:
-    assert JsonlLog(tmp_path / "training.jsonl").truncate_after(0) == 0
+    assert JsonlLog(tmp_path / "training.jsonl").truncate_after(0).num_lines == 0
     assert list(tmp_path.iterdir()) == []
 
 

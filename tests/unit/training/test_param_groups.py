@@ -11,7 +11,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.trainer import Trainer
 
-from automodel_ckpt.config.schema import (
+from automodel_ckpt.config.sections.optimizer import (
     OptimizerConfig,
     OptimizerGroup,
     OptimizerTarget,

@@ -22,11 +22,11 @@ from automodel_ckpt.training.progress import (
     Progress,
     SavingView,
     StepView,
-    duration,
     set_up_logging,
     tear_down_logging,
 )
 from automodel_ckpt.training.text_log import TextLog
+from automodel_ckpt.units import duration
 
 
 class Terminal(io.StringIO):

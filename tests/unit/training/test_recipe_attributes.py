@@ -11,25 +11,24 @@ import torch
 
 from automodel_ckpt.checkpoint import Manifest
 from automodel_ckpt.checkpoint.saving.forecast import Forecast
-from automodel_ckpt.config.schema import (
-    CheckpointConfig,
-    ModelConfig,
-    OptimizerConfig,
-    RecipeConfig,
-    StepSchedulerConfig,
-)
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.sections.checkpoint import CheckpointConfig
+from automodel_ckpt.config.sections.model import ModelConfig
+from automodel_ckpt.config.sections.optimizer import OptimizerConfig
+from automodel_ckpt.config.sections.step_scheduler import StepSchedulerConfig
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.mesh_sizes import Sizes
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes import recipe as recipe_module
-from automodel_ckpt.recipes.extension_checks import check_moved_methods
+from automodel_ckpt.recipes.extension_checks import check_model, check_moved_methods
 from automodel_ckpt.recipes.gradients import GradientAccumulation
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
+from automodel_ckpt.recipes.model.cuda_graphs import check_cuda_graphs
 from automodel_ckpt.recipes.objective import Objective
 from automodel_ckpt.recipes.records import LossSum
 from automodel_ckpt.recipes.resume_overrides import RecipeOptions, compare_recipes
 from automodel_ckpt.recipes.saves import Saves
-from automodel_ckpt.recipes.trainable import Trainable, check_cuda_graphs
+from automodel_ckpt.recipes.trainable import Trainable
 from automodel_ckpt.recipes.vlm_finetune import VLMFinetune
 from automodel_ckpt.training.step_scheduler import Cadence, StepScheduler
 from automodel_ckpt.training.timeline import Timeline
@@ -285,7 +284,7 @@ def test_a_model_that_build_replaced_after_build_trainable_is_rejected() -> None
     replaced.trainable = Trainable(torch.nn.Linear(2, 2))
     replaced.model = torch.nn.Linear(2, 2)
     with pytest.raises(RecipeError, match=r"replaces model[\s\S]*extend build_trainable"):
-        replaced._check_model()
+        check_model(replaced)
 
 
 def test_metrics_are_summed_and_must_not_have_the_name_of_another_field_of_the_log() -> None:

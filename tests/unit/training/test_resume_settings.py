@@ -65,6 +65,10 @@ def test_a_resume_applies_rejects_or_reports_what_its_recipe_changed(
     assert applied.optimizer.param_groups[0]["lr"] == pytest.approx(50 * described_rates(4)[3])
     assert "optimizer.lr: 0.01 -> 0.5\n" in caplog.text + "\n"
 
+    with pytest.raises(
+        CheckpointUnusable, match=r"~ \d+ tensors: saved as F32, here BF16\n.*model\.dtype"
+    ):
+        resumed(recipe, *here, "--model.dtype", "bfloat16")
     constant = resumed(
         recipe,
         *here[:2],
@@ -84,6 +88,42 @@ def test_a_resume_applies_rejects_or_reports_what_its_recipe_changed(
     )
     lines = map(json.loads, (tmp_path / "run/training.jsonl").read_text().splitlines())
     assert [line["lr"] for line in lines if "lr" in line] == pytest.approx(described_rates(6))
+
+
+def test_a_resume_with_another_class_of_optimizer_takes_its_options_or_starts_without_state(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    recipe = training.write_recipe(tmp_path)
+    here = (
+        "--checkpoint.checkpoint_dir",
+        str(tmp_path / "run"),
+        "--lr_scheduler.decay_steps",
+        "12",
+    )
+    training.train(recipe, *here, "--step_scheduler.max_steps", "3")
+
+    sgd = (*here, "--optimizer", "{_target_: torch.optim.SGD, lr: 0.5, momentum: 0.9}")
+    with pytest.raises(CheckpointUnusable) as other_class:
+        resumed(recipe, *sgd)
+    said = str(other_class.value)
+    assert "+ optimizer.state.*.momentum_buffer: here, but not saved" in said
+    assert "allow_missing_state '[optimizer]'" in said and len(said.splitlines()) < 20
+    with pytest.raises(RecipeError, match=r"optimizer\.weight_decay: 0; epoch_0_step_3 was saved"):
+        resumed(recipe, *here, "--optimizer", "{_target_: torch.optim.Adam, lr: 0.5}")
+    # The state of AdamW fits Adam: only an option distinguishes them.
+    adam = (*here, "--optimizer", "{_target_: torch.optim.Adam, lr: 0.01, weight_decay: 0.01}")
+    with pytest.raises(RecipeError, match=r"decoupled_weight_decay: False; epoch_0_step_3 was"):
+        resumed(recipe, *adam)
+    changed = resumed(recipe, *adam, "--optimizer.on_resume", "recipe").optimizer
+    assert changed.state and not changed.param_groups[0]["decoupled_weight_decay"]
+
+    caplog.clear()
+    anew = resumed(recipe, *sgd, "--checkpoint.allow_missing_state", "[optimizer]")
+    assert not anew.optimizer.state and anew.step_scheduler.step == 3
+    assert anew.optimizer.param_groups[0]["lr"] == pytest.approx(50 * described_rates(4)[3])
+    assert "optimizer starts without state" in caplog.text
+    for name, weight in resumed(recipe, *here).model.state_dict().items():
+        assert torch.equal(weight, anew.model.state_dict()[name])
 
 
 def test_a_run_without_a_full_batch_left_gets_its_export_and_is_complete_the_next_time_too(

@@ -13,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from automodel_ckpt.checkpoint import SaveReport
-from automodel_ckpt.config.schema import CheckpointConfig, RecipeConfig, StepSchedulerConfig
-from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.sections.checkpoint import CheckpointConfig
+from automodel_ckpt.config.sections.step_scheduler import StepSchedulerConfig
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed
 from automodel_ckpt.recipes.saves import Saves
 from automodel_ckpt.training.step_scheduler import (
     Cadence,
@@ -399,3 +401,20 @@ def test_counters_that_no_run_comes_to_are_refused(name: str, value: Any) -> Non
 
 def test_a_run_without_limits_is_never_over() -> None:
     assert not run_is_over(Cadence(), 10**9, 10**6)
+
+
+class UnsafeState(FullDisk):
+    """Saves that fail because of state that cannot be stored."""
+
+    def save_now(self, *_: Any, **options: Any) -> SaveReport:
+        raise RecipeError("state cannot be stored", where="tracker", value="object", hint="")
+
+
+def test_state_that_cannot_be_stored_is_a_failed_save() -> None:
+    saves = UnsafeState(Cadence(max_steps=2, ckpt_every_steps=1), is_async=False)
+    saves.train()
+    assert isinstance(saves.failure, SaveFailed)
+    assert saves.failure.exit_code == 4 and "state cannot be stored" in str(saves.failure)
+    saves.config.checkpoint.on_save_failure = "stop"
+    with pytest.raises(RecipeError, match="state cannot be stored"):
+        saves.save({}, validated=False, started=0.0, last=True)

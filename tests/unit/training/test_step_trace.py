@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoModel
 
 from automodel_ckpt.models.activation_memory import checkpoint_activations
-from automodel_ckpt.recipes.step_trace import HeadMemory, LiveBytes, StepTrace, traced_step
+from automodel_ckpt.recipes.forecast.step_trace import HeadMemory, LiveBytes, StepTrace, traced_step
 
 INPUTS = {"input_ids": torch.arange(2 * 96).reshape(2, 96) % 100}
 NO_HEAD = HeadMemory(0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from automodel_ckpt.config.schema import OptimizerConfig
+from automodel_ckpt.config.sections.optimizer import OptimizerConfig
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.optimizers import build_optimizer
 from automodel_ckpt.recipes.width import factor_of, scale_initial_values

@@ -77,7 +77,8 @@ def _ours(part: PartRun, case: Case) -> None:
     steps = {"warm_up": 2, "steps": 4} if case.accumulation > 1 else {}
     work = work_of(LLAMA_8B, is_dry_run=session.is_dry_run, accumulation=case.accumulation, **steps)
     directory = session.scratch / "full"
-    recipe = ours.merged(ours.recipe_of(work, session.bases["8B"], directory), case.changes)
+    base = session.bases["8B"]
+    recipe = ours.merged(ours.recipe_of(work, base, directory), case.changes)
     # A dry run compiles in one case only, because that takes most of its time.
     if case.compiles and (session.device == "cuda" or case is CASES[0]):
         recipe = ours.merged(recipe, ours.compiled(session.device))

@@ -68,5 +68,8 @@ def _kernels(profiler: Any) -> list[tuple[str, float, float]]:
     found = []
     for event in profiler.key_averages():
         microseconds = getattr(event, "self_device_time_total", 0) or event.self_cpu_time_total
-        found.append((event.key[:120], microseconds / 1e3 / _NUM_STEPS, event.count / _NUM_STEPS))
-    return sorted(found, key=lambda one: -one[1])[:_NUM_KERNELS]
+        milliseconds = microseconds / 1000 / _NUM_STEPS
+        num_calls = event.count / _NUM_STEPS
+        found.append((event.key[:120], milliseconds, num_calls))
+    longest_first = sorted(found, key=lambda kernel: -kernel[1])
+    return longest_first[:_NUM_KERNELS]

@@ -1,0 +1,251 @@
+"""The checkpoints of a run in memory: directories on a tmpfs, which survive the trainer but not the machine.
+
+They have the format of checkpoints on disk and are published in the same way, so a directory with a checkpoint's name
+is complete. ``.memory.json`` in the run directory has a random identity, which is part of the directory's name. A run
+directory that was deleted and created again, or copied, therefore never finds the checkpoints of the other run.
+
+Memory checkpoints are usable only by the next start of the run. A start on another machine, or without the section
+``checkpoint.memory``, makes them outdated: it replaces or removes the identity. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import stat
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.ownership import file_system_at, untouched_seconds
+from automodel_ckpt.checkpoint.files.safe_open import read_safely
+from automodel_ckpt.checkpoint.json_values import text
+from automodel_ckpt.checkpoint.manifest import Summary
+from automodel_ckpt.checkpoint.run.lease import Lease
+from automodel_ckpt.durable_io import replace_file
+from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, RecipeError
+
+log = logging.getLogger("automodel_ckpt")
+
+_PREFIX = "automodel_ckpt"
+_OWNER = "owner.json"
+_MAX_BYTES = 4096
+_PRIVATE = 0o700
+GENERATION = "memory_generation"
+"""The key in the manifest's ``environment`` with the generation that saved a memory checkpoint."""
+UNREACHABLE_SECONDS = 7 * 86400.0
+"""The memory checkpoints of a run whose disk cannot be found are removed when untouched for a week."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRecord:
+    """Which memory checkpoints a run directory refers to: the content of ``.memory.json``.
+
+    *identity* is a part of the name of their directory. The usable ones were saved in the present *generation*, which
+    each start begins, and after the checkpoint in memory with the digest *base* that the start loaded, or are that one.
+    Nodes that were not reachable may have others.
+    """
+
+    identity: str
+    generation: str = ""
+    base: str = ""
+
+    @classmethod
+    def read(cls, run: Path) -> MemoryRecord | None:
+        """Read the record of the directory *run*; None if it has none."""
+        try:
+            found = parse_json(read_safely(run, layout.MEMORY, limit=_MAX_BYTES))
+            identity = uuid.UUID(hex=found["id"]).hex
+            return cls(identity, str(found.get("generation", "")), str(found.get("base", "")))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, CheckpointUnusable):
+            return None
+
+    @classmethod
+    def create(cls) -> MemoryRecord:
+        """Return the record of a run without memory checkpoints."""
+        return cls(uuid.uuid4().hex)
+
+    def is_current(self, summary: Summary) -> bool:
+        """Whether the memory checkpoint with this manifest is of the present generation of the run."""
+        generation = summary.environment.get(GENERATION)
+        return (bool(generation) and generation == self.generation) or summary.digest == self.base
+
+    def next(self, base: str) -> MemoryRecord:
+        """Return the record of the next generation, which continues the memory checkpoint *base*; empty: none."""
+        return MemoryRecord(self.identity, uuid.uuid4().hex, base)
+
+    def write(self, run: Path) -> None:
+        """Replace the record of the directory *run*, whose lease the caller holds. Raises OSError."""
+        fields = {"id": self.identity, "generation": self.generation, "base": self.base}
+        replace_file(run / layout.MEMORY, json.dumps(fields).encode() + b"\n")
+
+
+def make_directory(parent: Path, identity: str) -> Path:
+    """Create the directory of the memory checkpoints of *identity* in *parent*, or find it.
+
+    Raises OSError, and :class:`RecipeError` if another user owns it.
+    """
+    directory = parent / _name(identity)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(directory, _PRIVATE)
+    if not _is_own(directory):
+        raise RecipeError(
+            "the directory for memory checkpoints belongs to another user",
+            where="checkpoint.memory.directory",
+            value=str(directory),
+            hint=f"remove {directory}, or set checkpoint.memory.directory to another tmpfs",
+        )
+    return directory
+
+
+def _is_own(directory: Path) -> bool:
+    """Whether this is a directory that this user has created: anyone may create names in /dev/shm."""
+    try:
+        found = os.lstat(directory)
+    except FileNotFoundError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+
+
+def claim_directory(directory: Path, run: Path, identity: str) -> None:
+    """Record that *directory* belongs to *run*. Others beside it that no run refers to are removed. Raises OSError."""
+    owner = {"run": str(run), "id": identity, "file_system": file_system_at(run)}
+    replace_file(directory / _OWNER, json.dumps(owner).encode() + b"\n")
+    # After the record is current: the run may have been moved.
+    remove_orphans(directory.parent)
+
+
+def memory_of(run: Path, parent: Path) -> Path | None:
+    """Return the directory of *run*'s memory checkpoints in *parent*; None if there is none."""
+    identity = _identity(run)
+    if identity is None or is_outdated(parent, identity, run):
+        return None
+    directory = parent / _name(identity)
+    return directory if directory.is_dir() else None
+
+
+def forget_memory(run: Path) -> None:
+    """Make the memory checkpoints of *run* unusable, because the run continues without them. Called by rank 0."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(run / layout.MEMORY)
+        log.info(
+            "checkpoints in memory of earlier starts are not used: checkpoint.memory is not set"
+        )
+
+
+def remove_memory(directory: Path) -> None:
+    """Remove the directory of a run's memory checkpoints."""
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def remove_orphans(parent: Path) -> None:
+    """Remove this user's directories of memory checkpoints in *parent* that no run refers to any more.
+
+    Those of a live run stay, since its run directory may be visible only in another container. Those of a stopped run
+    whose disk may only be unmounted stay until they were not touched for a week.
+    """
+    for entry in os.scandir(parent):
+        directory = Path(entry.path)
+        if not entry.name.startswith(f"{_PREFIX}-{os.getuid()}-") or not _is_own(directory):
+            continue
+        owner = _owner(directory)
+        if owner is None:
+            continue
+        with contextlib.suppress(OSError, AutomodelError):
+            if not _is_orphan(directory, owner):
+                continue
+            lease = Lease(directory)
+            remove_memory(directory)
+            lease.release()
+
+
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    """The *run* directory that memory checkpoints were created for, their *identity*, and where the run is stored.
+
+    *file_system* is that of the run directory when it was last started (``ownership.file_system_at``); None: unknown.
+    """
+
+    run: Path
+    identity: str
+    file_system: tuple[int, int] | None
+
+
+def _owner(directory: Path) -> _Owner | None:
+    """Return what *directory* was created for; None if it has no record of it."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
+        record = parse_json(read_safely(directory, _OWNER, limit=_MAX_BYTES))
+        run, identity = text(record["run"]), text(record["id"])
+        if not run.startswith("/") or "\0" in run:
+            return None
+        file_system = None
+        # Records of earlier versions lack it.
+        if "file_system" in record:
+            device, number = record["file_system"]
+            file_system = int(device), int(number)
+        return _Owner(Path(run), identity, file_system)
+    return None
+
+
+def _is_orphan(directory: Path, owner: _Owner) -> bool:
+    """Whether no run refers to the memory checkpoints in *directory*. Raises OSError where that is unknown now.
+
+    A run that was renamed is found in the same parent directory.
+    """
+    if _refers_to(owner.run, owner.identity) or _was_renamed(owner):
+        return False
+    # The path of an unmounted disk is missing, too, or is a directory of another file system.
+    found = owner.run if owner.run.is_dir() else owner.run.parent
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        if owner.file_system == file_system_at(found):
+            return True
+    return untouched_seconds(directory) > UNREACHABLE_SECONDS
+
+
+def _was_renamed(owner: _Owner) -> bool:
+    """Whether a directory beside the path of the run has its identity. Raises OSError where they cannot be listed."""
+    with (
+        contextlib.suppress(FileNotFoundError, NotADirectoryError),
+        os.scandir(owner.run.parent) as entries,
+    ):
+        return any(_identity(Path(entry.path)) == owner.identity for entry in entries)
+    return False
+
+
+def _refers_to(run: Path, identity: str) -> bool:
+    """Whether *run* has the *identity*, or may have it. Raises OSError where a file system fails, which may pass."""
+    try:
+        os.stat(run / layout.MEMORY)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return _identity(run) in (None, identity)
+
+
+def is_outdated(parent: Path, identity: str, run: Path) -> bool:
+    """Whether the memory checkpoints of *identity* are on another machine, or belong to a run that *run* is a copy of.
+
+    Without any on this machine, those on another one are older than what this start creates.
+    """
+    directory = parent / _name(identity)
+    if not os.path.lexists(directory):
+        return True
+    owner = _owner(directory)
+    if owner is None or _identity(owner.run) != identity:
+        # It was moved, or was killed before it wrote the record.
+        return False
+    return not os.path.samefile(owner.run, run)
+
+
+def _identity(run: Path) -> str | None:
+    """Return the identity in the run directory; None if it has none."""
+    record = MemoryRecord.read(run)
+    return None if record is None else record.identity
+
+
+def _name(identity: str) -> str:
+    return f"{_PREFIX}-{os.getuid()}-{identity}"

@@ -1,0 +1,171 @@
+"""Reports on hangs of a run whose nodes share no storage: each node sends its files to all others.
+
+When a step hangs, the ranks exchange their states through files in the run directory
+(:mod:`automodel_ckpt.distributed.hangs`). The processes of the nodes copy them, since ranks may be suspended or hold
+the GIL. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.files.safe_open import read_safely
+from automodel_ckpt.checkpoint.memory.requests import Address, NodeFailed
+
+ARRIVAL_SECONDS = 1.0
+"""How long a report usually takes, at most, until it is on all nodes that respond."""
+MAX_BYTES = 4 << 20
+"""The largest file that is sent."""
+_POLL_SECONDS = 0.25
+_SETTLED_SECONDS = 2.0
+"""A directory that was changed more recently may change again without another time of its last change."""
+_NUM_THREADS = 16
+_FILE = re.compile(
+    r"step_[0-9]{1,18}/(rank_[0-9]{1,9}|stacks_of_rank_[0-9]{1,9}|report)\.txt", re.ASCII
+)
+
+Stamps = Mapping[str, tuple[int, int]]
+"""The inode and the time of the last change in nanoseconds, by the path of a file relative to the directory."""
+
+
+def is_report(file: str) -> bool:
+    """Whether *file* is the path of a report, relative to the directory of all reports."""
+    return _FILE.fullmatch(file) is not None
+
+
+class HangReports:
+    """The reports in the directory of one node. Several threads use it."""
+
+    def __init__(self, run: Path) -> None:
+        """*run* is the run directory of the node. What it has now is of earlier starts."""
+        self.root = run / layout.HANGS
+        self._lock = threading.Lock()
+        self._scanned: dict[str, tuple[int, Stamps]] = {}
+        """What was found in each directory, with the time of its last change in nanoseconds."""
+        self._of_others: dict[str, tuple[int, int]] = dict(self._stamps())
+        """Files that are not sent: those of earlier starts, and what other nodes have sent."""
+
+    def receive(self, file: str, data: bytes) -> None:
+        """Write a report of another node. Raises OSError."""
+        directory = (self.root / file).parent
+        directory.mkdir(parents=True, exist_ok=True)
+        if self.root.is_symlink() or directory.is_symlink():
+            raise NotADirectoryError(f"{directory} is a symbolic link")
+        temporary = directory / f".{uuid.uuid4().hex}"
+        # Otherwise, written() could take it for a report of this node, and send it back.
+        with self._lock:
+            try:
+                temporary.write_bytes(data)
+                os.rename(temporary, self.root / file)
+            finally:
+                temporary.unlink(missing_ok=True)
+            self._of_others[file] = _stamp((self.root / file).stat())
+
+    def written(self) -> Stamps:
+        """Return the reports of this node. Raises OSError."""
+        with self._lock:
+            found = self._stamps()
+            own = {}
+            for file, stamp in found.items():
+                if self._of_others.get(file) != stamp:
+                    own[file] = stamp
+            return own
+
+    def read(self, file: str) -> bytes:
+        """Read a report. Raises OSError."""
+        return read_safely(self.root, file, limit=MAX_BYTES)
+
+    def _stamps(self) -> Stamps:
+        """The stamps of all reports. A directory that has not changed since it was scanned is not scanned again."""
+        found: dict[str, tuple[int, int]] = {}
+        for name in _names(self.root):
+            directory = self.root / name
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                changed_at = directory.stat().st_mtime_ns
+                scanned_at, stamps = self._scanned.get(name, (-1, {}))
+                if scanned_at != changed_at:
+                    stamps = _scan(directory)
+                    if time.time() - changed_at / 1e9 > _SETTLED_SECONDS:
+                        self._scanned[name] = (changed_at, stamps)
+                found.update(stamps)
+        return found
+
+
+def _names(directory: Path) -> Sequence[str]:
+    try:
+        return os.listdir(directory)
+    except FileNotFoundError:
+        return ()
+
+
+def _scan(directory: Path) -> Stamps:
+    stamps = {}
+    for entry in list(os.scandir(directory)):
+        file = f"{directory.name}/{entry.name}"
+        if is_report(file):
+            with contextlib.suppress(FileNotFoundError):
+                stamps[file] = _stamp(entry.stat(follow_symlinks=False))
+    return stamps
+
+
+def _stamp(status: os.stat_result) -> tuple[int, int]:
+    return status.st_ino, status.st_mtime_ns
+
+
+class ReportSender:
+    """Sends the reports of this node to other nodes, in a thread.
+
+    *send* sends the content of a report to a node, and raises :class:`~.requests.NodeFailed`. A node that does not
+    respond does not delay what is sent to others.
+    """
+
+    def __init__(self, reports: HangReports, send: Callable[[Address, str, bytes], None]) -> None:
+        self._reports = reports
+        self._send = send
+        self._targets: Sequence[Address] = ()
+        self._sent: dict[Address, dict[str, tuple[int, int]]] = {}
+        self._sending: dict[Address, Future[None]] = {}
+        self._pool = ThreadPoolExecutor(_NUM_THREADS, "reports")
+        self._thread = threading.Thread(target=self._run, name="reports", daemon=True)
+
+    def start(self, targets: Sequence[Address]) -> None:
+        """Send reports to *targets* from now on."""
+        self._targets = targets
+        if not self._thread.is_alive():
+            self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            # It may be unable to read them now.
+            with contextlib.suppress(OSError):
+                self.poll()
+            time.sleep(_POLL_SECONDS)
+
+    def poll(self) -> None:
+        """Begin to send what was not sent yet. Raises OSError."""
+        written = self._reports.written()
+        for target in self._targets:
+            sending = self._sending.get(target)
+            if sending is not None and not sending.done():
+                continue
+            sent = self._sent.setdefault(target, {})
+            new = {file: stamp for file, stamp in written.items() if sent.get(file) != stamp}
+            if new:
+                self._sending[target] = self._pool.submit(self._send_all, target, new)
+
+    def _send_all(self, target: Address, files: Stamps) -> None:
+        """Send *files* to *target*. What fails is sent again by a later :meth:`poll`."""
+        with contextlib.suppress(NodeFailed):
+            for file, stamp in files.items():
+                with contextlib.suppress(OSError):
+                    self._send(target, file, self._reports.read(file))
+                self._sent[target][file] = stamp

@@ -1,0 +1,218 @@
+"""Copy memory checkpoints to the disk of their run, when no restart follows a failure. Imports no torch.
+
+The launcher of each node copies what the memory of its node has. With several nodes, all copy into one staging
+directory, whose name follows from the save. One of them publishes the checkpoint when all parts are there. Where a node
+was lost without a copy, it stays incomplete, and the next start removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from automodel_ckpt.checkpoint import commit, layout
+from automodel_ckpt.checkpoint.manifest import Manifest, Summary
+from automodel_ckpt.checkpoint.memory.directory import MemoryRecord
+from automodel_ckpt.checkpoint.memory.save_files import files_below, save_digest
+from automodel_ckpt.checkpoint.run import links
+from automodel_ckpt.checkpoint.run.lease import Lease
+from automodel_ckpt.checkpoint.run.resume import checkpoint_names
+from automodel_ckpt.checkpoint.verify import verify
+from automodel_ckpt.durable_io import fsync_directory, fsync_file
+from automodel_ckpt.errors import CheckpointUnusable, Problem, RecipeError
+
+_LEASE_SECONDS = 30.0
+"""How long to wait for the launchers of other nodes, which publish their copy at the same time."""
+_WAIT_SECONDS = 60.0
+"""How long to wait for the parts of other nodes."""
+_PAUSE_SECONDS = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """The copy of a save, with the *digest* of its manifest: the directory *staging* becomes the checkpoint *final*."""
+
+    staging: Path
+    final: Path
+    digest: str
+
+    @classmethod
+    def of(cls, run: Path, name: str, digest: str) -> _Copy:
+        # The same for all nodes.
+        unique = uuid.uuid5(uuid.NAMESPACE_OID, digest).hex
+        return cls(run / layout.staging_name(name, unique), run / name, digest)
+
+    @property
+    def is_published(self) -> bool:
+        """Whether this or another node has published the copy."""
+        with contextlib.suppress(OSError, CheckpointUnusable):
+            return Summary.read(self.final).digest == self.digest
+        return False
+
+
+def copy_to_disk(directory: Path, run: Path, wait_seconds: float = _WAIT_SECONDS) -> Path | None:
+    """Copy the checkpoints in *directory*, the memory of this node, to the directory *run*, and publish the newest.
+
+    Nothing is copied that is older than the newest checkpoint of *run*, or that the run has abandoned. Returns the path
+    of what this or another node has published; None if *run* has a later one. Raises :class:`CheckpointUnusable` if the
+    parts of other nodes do not arrive in *wait_seconds*, or what arrived is damaged, :class:`RecipeError` if another
+    live run uses *run*, OSError.
+    """
+    record = MemoryRecord.read(run)
+    copies: list[_Copy] = []
+    on_disk = next(_complete_names(run), None)
+    for name in checkpoint_names(directory):
+        source = directory / str(name)
+        digest, has_manifest = save_digest(source)
+        if on_disk is not None and name.step <= on_disk.step:
+            break
+        if digest is None or record is None:
+            continue
+        # A node that was absent may have later steps than those that the others went back to.
+        if has_manifest and not record.is_current(Summary.read(source)):
+            continue
+        copy = _Copy.of(run, str(name), digest)
+        _copy_missing(source, copy)
+        copies.append(copy)
+        if copy.is_published or _is_complete(copy.staging, record):
+            break
+    return _publish_first(copies, run, record, wait_seconds) if record and copies else None
+
+
+def _publish_first(
+    copies: Sequence[_Copy], run: Path, record: MemoryRecord, wait_seconds: float
+) -> Path:
+    """Publish the first copy that is complete, and remove the others."""
+    end = time.monotonic() + wait_seconds
+    while True:
+        for copy in copies:
+            if copy.is_published or _is_complete(copy.staging, record):
+                _publish(run, copy)
+                for other in copies:
+                    commit.discard(other.staging)
+                return copy.final
+        if time.monotonic() > end:
+            raise CheckpointUnusable(
+                "parts of the newest checkpoint are in the memory of nodes that did not copy them",
+                where=str(run),
+                value=", ".join(copy.final.name for copy in copies),
+                hint="run the same command on the same nodes to continue from it",
+            )
+        time.sleep(_PAUSE_SECONDS)
+
+
+def _copy_missing(source: Path, copy: _Copy) -> None:
+    """Copy all files of *source* that the staging directory does not have. Each appears complete and durable there.
+
+    After a failure, the copies are removed; those of other nodes stay. Raises OSError.
+    """
+    # Not below the directory that all nodes have in common: another one may publish that at any time.
+    own = copy.staging.with_name(layout.staging_name(copy.final.name, uuid.uuid4().hex))
+    own.mkdir()
+    copied: list[Path] = []
+    try:
+        for file in files_below(source):
+            target = copy.staging / file
+            if copy.is_published:
+                return
+            if target.exists():
+                continue
+            temporary = own / uuid.uuid4().hex
+            shutil.copyfile(source / file, temporary)
+            fsync_file(temporary)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            # Again: another node may have copied it meanwhile, and be verifying it.
+            if not target.exists():
+                os.rename(temporary, target)
+                copied.append(target)
+    except BaseException:
+        for path in copied:
+            path.unlink(missing_ok=True)
+        _remove_if_empty(copy.staging)
+        if not copy.is_published:
+            raise
+    finally:
+        commit.discard(own)
+
+
+def _remove_if_empty(staging: Path) -> None:
+    """Remove the directory unless another node has copied files into it."""
+    for folder, _, _ in os.walk(staging, topdown=False):
+        with contextlib.suppress(OSError):
+            os.rmdir(folder)
+
+
+def _is_complete(staging: Path, record: MemoryRecord) -> bool:
+    """Whether *staging* has the manifest, which is of the present generation, and all files in it with their sizes."""
+    try:
+        if not record.is_current(Summary.read(staging)):
+            return False
+        files = Manifest.read(staging).files
+        return all((staging / file).stat().st_size == each.size for file, each in files.items())
+    except (OSError, CheckpointUnusable):
+        return False
+
+
+def _publish(run: Path, copy: _Copy) -> None:
+    """Publish a complete copy, unless another node has. Raises :class:`CheckpointUnusable` if it is damaged."""
+    # Without the lease, which the others wait for: it can take minutes.
+    _check(copy)
+    lease = _lease_of(run)
+    try:
+        if copy.is_published:
+            return
+        for folder, _, _ in os.walk(copy.staging, topdown=False):
+            fsync_directory(Path(folder))
+        if os.path.lexists(copy.final):
+            # It is damaged: otherwise, nothing would have been copied.
+            links.set_aside(run, copy.final.name)
+        commit.publish(copy.staging, copy.final.name)
+        commit.point(run, layout.LATEST, copy.final.name)
+    finally:
+        lease.release()
+
+
+def _check(copy: _Copy) -> None:
+    """Raise :class:`CheckpointUnusable` if a file is not what was saved, and remove the copy then.
+
+    The memory is freed only after the publication: until then, the next start may find the file intact on another node.
+    """
+    problems: Sequence[Problem]
+    try:
+        problems = verify(copy.staging, Manifest.read(copy.staging))
+    except CheckpointUnusable as error:
+        problems = error.problems
+    # Another node may have published it meanwhile: then all files are missing here.
+    if problems and not copy.is_published:
+        commit.discard(copy.staging)
+        raise CheckpointUnusable(
+            f"{copy.final.name} was not copied to the disk, because it is damaged in memory",
+            where=os.path.relpath(problems[0].where, copy.staging),
+            value=problems[0].value,
+            hint="run the same command: it continues from what is intact",
+        )
+
+
+def _lease_of(run: Path) -> Lease:
+    end = time.monotonic() + _LEASE_SECONDS
+    while True:
+        try:
+            return Lease(run)
+        except RecipeError:
+            if time.monotonic() > end:
+                raise
+        time.sleep(_PAUSE_SECONDS)
+
+
+def _complete_names(run: Path) -> Iterator[layout.CheckpointName]:
+    """Yield the names of the checkpoints on disk whose manifest can be read, newest first."""
+    for name in checkpoint_names(run):
+        with contextlib.suppress(OSError, CheckpointUnusable):
+            Summary.read(run / str(name))
+            yield name

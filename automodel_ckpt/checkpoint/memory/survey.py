@@ -1,0 +1,300 @@
+"""Find the checkpoints that the directories of all nodes together have completely, after a failure.
+
+Each node reports the files that it has, its own and copies of others. A checkpoint is usable if each of its files is
+whole on some node. The manifest and the files without tensors are then brought to every node; of the tensors, each rank
+reads what it needs, from its node or from others, by byte ranges.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from torch.distributed import ProcessGroup
+
+from automodel_ckpt.checkpoint import commit, layout
+from automodel_ckpt.checkpoint.digests import FileRecord
+from automodel_ckpt.checkpoint.files.durable_file import file_record, part_digests
+from automodel_ckpt.checkpoint.files.safe_open import open_safely, read_safely
+from automodel_ckpt.checkpoint.manifest import Manifest, Summary
+from automodel_ckpt.checkpoint.manifest_file import MAX_BYTES
+from automodel_ckpt.checkpoint.memory.nodes import Nodes
+from automodel_ckpt.checkpoint.memory.requests import NodeFailed, read_range
+from automodel_ckpt.checkpoint.memory.save_files import (
+    RECEIVING,
+    bring_back,
+    files_below,
+    is_of_save,
+    mark_save,
+    save_digest,
+    set_aside,
+)
+from automodel_ckpt.checkpoint.merkle import has_merkle_digest
+from automodel_ckpt.checkpoint.remote.ranges import REQUEST_BYTES, VerifiedRanges
+from automodel_ckpt.checkpoint.run.resume import checkpoint_names
+from automodel_ckpt.checkpoint.tree import files_of
+from automodel_ckpt.checkpoint.verify import Level
+from automodel_ckpt.distributed import agree
+from automodel_ckpt.errors import CheckpointUnusable
+
+
+@dataclass(frozen=True, slots=True)
+class _Holding:
+    """What a node has of a save: the sizes of its files, and whether it has the manifest."""
+
+    name: str
+    digest: str
+    sizes: Mapping[str, int]
+    has_manifest: bool
+
+
+@dataclass(slots=True)
+class HeldCheckpoint:
+    """A checkpoint in the directories of several nodes. Its directory on each of them has the files without tensors.
+
+    *holders* has the numbers of the nodes that have each file. :attr:`read_bytes` counts what this rank has read from
+    each node.
+    """
+
+    path: Path
+    digest: str
+    manifest_bytes: bytes
+    holders: Mapping[str, Sequence[int]]
+    nodes: Nodes
+    read_bytes: dict[int, int]
+
+    @property
+    def name(self) -> str:
+        """Where the checkpoint is, for logs."""
+        return f"{self.path} on {len(self.nodes.nodes)} nodes"
+
+    def stored_locally(self, manifest: Manifest) -> Manifest:
+        """Restrict *manifest* to the files that are still to be verified: none, since :func:`survey` has."""
+        return replace(manifest, files={}, trees={}, state={})
+
+    def ranges(self, manifest: Manifest) -> VerifiedRanges:
+        """Open the files with tensors, to read them by byte ranges from the nodes."""
+        return VerifiedRanges(self, self.path.name, manifest)
+
+    def __str__(self) -> str:
+        return str(self.path.parent)
+
+    def read_patiently(self, name: str, start: int, end: int) -> bytes:
+        """Read bytes *start* to before *end* of the file *name* (CHECKPOINT/FILE), from this node if it has the file.
+
+        Raises FileNotFoundError if no node has it, :class:`NodeFailed` if no node that has it answers.
+        """
+        file = name.partition("/")[2]
+        holders = self.holders.get(file, ())
+        own = self.nodes.own
+        failure: Exception = FileNotFoundError(name)
+        for number in sorted(holders, key=lambda number: number != own):
+            try:
+                data = self._read_from(number, file, start, end)
+            except (NodeFailed, OSError) as error:
+                failure = error
+                continue
+            self.read_bytes[number] = self.read_bytes.get(number, 0) + len(data)
+            return data
+        raise failure
+
+    def _read_from(self, number: int, file: str, start: int, end: int) -> bytes:
+        if number != self.nodes.own:
+            name = f"{self.path.name}/{file}"
+            return read_range(self.nodes.nodes[number].address, self.nodes.token, name, start, end)
+        with os.fdopen(open_safely(self.path, file), "rb") as opened:
+            opened.seek(start)
+            return opened.read(end - start)
+
+
+class Generation(Protocol):
+    """The present generation of a run. Checkpoints of another one are abandoned."""
+
+    def is_current(self, summary: Summary) -> bool:
+        """Whether the checkpoint with this manifest is of the present generation."""
+
+
+def survey(
+    nodes: Nodes, group: ProcessGroup | None, level: Level, generation: Generation
+) -> dict[Path, HeldCheckpoint]:
+    """Find the usable checkpoints in the directories of all nodes, by path. Collective.
+
+    *level* is how files are verified. Incomplete checkpoints are set aside (:func:`~.save_files.set_aside`), and those
+    that *generation* of the run does not continue. The next survey examines them again: a node may have been absent.
+    Directories that no save has written are left alone. Raises OSError and :class:`NodeFailed` on all ranks.
+    """
+    mine: dict[tuple[str, str], _Holding] = {}
+    with agree.raise_on_all_ranks(group):
+        if nodes.is_leader:
+            bring_back(nodes.directory)
+            mine = {(each.name, each.digest): each for each in _holdings(nodes.directory)}
+    held_by_rank = agree.gather_objects(group, mine)
+    found: dict[Path, HeldCheckpoint] = {}
+    saves = {save for held in held_by_rank for save in held}
+    # Sorted: all ranks must examine the same saves in the same order.
+    for save in sorted(saves):
+        holdings: dict[int, _Holding] = {}
+        for number, node in enumerate(nodes.nodes):
+            if save in held_by_rank[node.ranks[0]]:
+                holdings[number] = held_by_rank[node.ranks[0]][save]
+        checkpoint = _examine(nodes, group, level, generation, save, holdings)
+        if checkpoint is not None:
+            found[checkpoint.path] = checkpoint
+    with agree.raise_on_all_ranks(group):
+        if nodes.is_leader:
+            _set_aside_unusable(nodes.directory, found)
+            for checkpoint in found.values():
+                _complete(checkpoint)
+    return found
+
+
+def _holdings(directory: Path) -> list[_Holding]:
+    """The checkpoints in the memory of this node, or what it has of them. Others are left out."""
+    found = []
+    for name in checkpoint_names(directory):
+        path = directory / str(name)
+        digest, has_manifest = save_digest(path)
+        if digest is not None:
+            sizes = {file: (path / file).stat().st_size for file in files_below(path)}
+            found.append(_Holding(str(name), digest, sizes, has_manifest))
+    return found
+
+
+def _examine(
+    nodes: Nodes,
+    group: ProcessGroup | None,
+    level: Level,
+    generation: Generation,
+    save: tuple[str, str],
+    holdings: Mapping[int, _Holding],
+) -> HeldCheckpoint | None:
+    """Find where the files of a save are; None if it is incomplete or not of the present generation. Collective."""
+    name, digest = save
+    with_manifest = [number for number, each in holdings.items() if each.has_manifest]
+    if not with_manifest:
+        return None
+    source = nodes.nodes[with_manifest[0]].ranks[0]
+    path = nodes.directory / name
+    data = b""
+    with agree.raise_on_all_ranks(group):
+        if nodes.rank == source:
+            data = read_safely(path, layout.MANIFEST, limit=MAX_BYTES)
+    data = agree.broadcast_object(group, data, source)
+    # All ranks parse the same bytes, and so all reach the same result.
+    try:
+        summary = Summary.parse(data, path)
+    except CheckpointUnusable:
+        return None
+    if summary.digest != digest or not generation.is_current(summary):
+        return None
+    records = _records(data, path)
+    mine = holdings.get(nodes.own)
+    whole: list[str] = []
+    with agree.raise_on_all_ranks(group):
+        if mine is not None:
+            whole = _whole_files(nodes, path, mine, records, level)
+    holders: dict[str, list[int]] = {file: [] for file in records}
+    for rank, files in enumerate(agree.gather_objects(group, whole)):
+        number = next(number for number, node in enumerate(nodes.nodes) if rank in node.ranks)
+        for file in files:
+            holders[file].append(number)
+    if not all(holders.values()):
+        return None
+    return HeldCheckpoint(path, digest, data, holders, nodes, {})
+
+
+def _records(data: bytes, path: Path) -> Mapping[str, FileRecord]:
+    """The files in a manifest, whose tables need not exist on this node."""
+    return Manifest.parse(data, path, lambda file, start, nbytes: b"").files
+
+
+def _whole_files(
+    nodes: Nodes,
+    path: Path,
+    mine: _Holding,
+    records: Mapping[str, FileRecord],
+    level: Level,
+) -> list[str]:
+    """The files of this node that match their records. Each rank of the node examines a part of them."""
+    ranks = nodes.nodes[nodes.own].ranks
+    present = sorted(
+        file for file, record in records.items() if mine.sizes.get(file) == record.size
+    )
+    share = present[ranks.index(nodes.rank) :: len(ranks)]
+    if level != "digest":
+        return share
+    whole = []
+    for file in share:
+        # A file that cannot be read is as good as missing: another node may have it.
+        with contextlib.suppress(OSError):
+            if _is_whole(path / file, records[file]):
+                whole.append(file)
+    return whole
+
+
+def _is_whole(path: Path, record: FileRecord) -> bool:
+    if has_merkle_digest(record):
+        # Its slices are compared with their digests when they are read.
+        return True
+    if record.ranges:
+        sizes = [nbytes for nbytes, _ in record.ranges]
+        return part_digests(path, sizes) == [digest for _, digest in record.ranges]
+    return file_record(path) == record
+
+
+def _set_aside_unusable(directory: Path, found: Mapping[Path, HeldCheckpoint]) -> None:
+    for name in checkpoint_names(directory):
+        path = directory / str(name)
+        checkpoint = found.get(path)
+        is_found = checkpoint is not None and save_digest(path)[0] == checkpoint.digest
+        if not is_found and is_of_save(path):
+            set_aside(path)
+
+
+def _complete(checkpoint: HeldCheckpoint) -> None:
+    """Bring the manifest, the slice tables and the files without tensors to this node."""
+    path, data = checkpoint.path, checkpoint.manifest_bytes
+    if not path.is_dir():
+        path.mkdir()
+        mark_save(path, checkpoint.digest)
+    records = _records(data, path)
+    for file in layout.tables_first(_files_without_tensors(data, path)):
+        if checkpoint.nodes.own not in checkpoint.holders[file]:
+            _fetch(checkpoint, file, records[file])
+    commit.write_by_rename(path / layout.MANIFEST, data)
+
+
+def _fetch(checkpoint: HeldCheckpoint, file: str, record: FileRecord) -> None:
+    """Copy a file from another node to this one. Raises :class:`NodeFailed` if other bytes than recorded arrive."""
+    target = checkpoint.path / file
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f"{RECEIVING}{uuid.uuid4().hex}")
+    with temporary.open("wb") as opened:
+        for start in range(0, record.size, REQUEST_BYTES):
+            end = min(record.size, start + REQUEST_BYTES)
+            name = f"{checkpoint.path.name}/{file}"
+            opened.write(checkpoint.read_patiently(name, start, end))
+    # Its node has verified it. What is loaded from this copy is not verified again.
+    if file_record(temporary) != record:
+        temporary.unlink()
+        raise NodeFailed(
+            "a file of a checkpoint in memory was damaged on its way between two nodes",
+            where=str(target),
+            value="other bytes than the manifest records",
+            hint="the next start reads it again; if this repeats, check the network between the nodes",
+        )
+    os.rename(temporary, target)
+
+
+def _files_without_tensors(data: bytes, path: Path) -> list[str]:
+    manifest = Manifest.parse(data, path, lambda file, start, nbytes: b"")
+    with_tensors: set[str] = set()
+    for tree in manifest.trees.values():
+        with_tensors |= files_of(tree)
+        with_tensors.update(blob.file for blob in tree.objects.values())
+    return [file for file in manifest.files if file not in with_tensors]

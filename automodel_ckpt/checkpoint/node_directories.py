@@ -1,0 +1,218 @@
+"""The directories of a run whose nodes share no storage: each node has its own, beside a store that has all.
+
+A checkpoint is distributed over the nodes (:mod:`.memory.nodes`), and each of them uploads its files. A start finds the
+checkpoints that the nodes have completely together, whatever nodes there are now, and removes the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from automodel_ckpt.checkpoint import commit, layout
+from automodel_ckpt.checkpoint.collective_errors import raise_on_all_ranks
+from automodel_ckpt.checkpoint.failures import as_failure
+from automodel_ckpt.checkpoint.files.safe_open import read_safely
+from automodel_ckpt.checkpoint.memory.nodes import Nodes, nodes_of_ranks
+from automodel_ckpt.checkpoint.memory.save_files import remove_set_aside
+from automodel_ckpt.checkpoint.memory.survey import HeldCheckpoint, survey
+from automodel_ckpt.checkpoint.options import Options
+from automodel_ckpt.checkpoint.remote.fetch import remove_fetched
+from automodel_ckpt.checkpoint.remote.pull import LOGS
+from automodel_ckpt.checkpoint.run.directory import RunDirectory
+from automodel_ckpt.checkpoint.run.generation import RunGeneration
+from automodel_ckpt.checkpoint.run.shared_storage import (
+    no_shared_storage,
+    not_without_storage,
+    ranks_without_storage,
+)
+from automodel_ckpt.checkpoint.transfers import is_scratch_directory
+from automodel_ckpt.checkpoint.verify import Level
+from automodel_ckpt.distributed import agree
+from automodel_ckpt.distributed.node_address import own_address
+from automodel_ckpt.durable_io import replace_file
+from automodel_ckpt.errors import AutomodelError, RecipeError
+
+log = logging.getLogger("automodel_ckpt")
+
+Convert = Callable[[Exception], AutomodelError]
+
+
+class NodeDirectories:
+    """The directories *root* of all nodes, with the same path on each. Rank 0 holds the lease of its node's.
+
+    *level* is how files are verified. If *is_shared*, all ranks see the same directory, and continue a run that had
+    separate ones. Methods are collective unless they state otherwise, and raise on all ranks what one of them raises;
+    *convert* makes an error for the user of it.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        group: ProcessGroup | None,
+        level: Level,
+        convert: Convert,
+        *,
+        is_shared: bool = False,
+    ) -> None:
+        """Start a process on each node, and find the checkpoints of earlier starts."""
+        self.root = root
+        self._group, self._level, self._convert = group, level, convert
+        self._rank = 0 if group is None else dist.get_rank(group)
+        self._check_same_path()
+        with agree.raise_on_all_ranks(group, convert):
+            commit.make_run_directory(root)
+        of_ranks = [tuple(range(agree.size(group)))]
+        if not is_shared:
+            of_ranks = nodes_of_ranks(root, group, convert)
+        self.nodes = Nodes(
+            root,
+            of_ranks,
+            self._rank,
+            group,
+            host=own_address(group),
+            replicas=0,
+            bytes_per_second=None,
+            convert=convert,
+            shares_manifest=True,
+        )
+        own = RunGeneration.read(root)
+        generations = agree.gather_objects(group, own)
+        self._generation = max(generations, key=lambda generation: generation.number)
+        self.held: Mapping[Path, HeldCheckpoint] = {}
+        """The checkpoints that the nodes have completely together, by path."""
+        with agree.raise_on_all_ranks(group, convert):
+            if self.nodes.is_leader:
+                commit.recover(root)
+                remove_fetched(root)
+            if not self.is_one:
+                self.nodes.share_hang_reports()
+        self._bring_logs(generations)
+        self.find()
+
+    @staticmethod
+    def were_used(root: Path, group: ProcessGroup | None) -> bool:
+        """Whether an earlier start has distributed checkpoints over directories *root*. Collective."""
+        return any(agree.gather_objects(group, (root / layout.GENERATION).exists()))
+
+    @property
+    def is_one(self) -> bool:
+        """Whether all ranks have the same directory."""
+        return len(self.nodes.nodes) == 1
+
+    @property
+    def generation(self) -> str:
+        """The name of the present generation, for the manifests of its checkpoints."""
+        return self._generation.name
+
+    def _check_same_path(self) -> None:
+        paths = sorted(set(agree.gather_objects(self._group, str(self.root))))
+        if len(paths) > 1:
+            raise RecipeError(
+                "the nodes have different directories for the checkpoints of this run",
+                where="checkpoint.scratch_dir",
+                value=", ".join(paths),
+                hint="set checkpoint.scratch_dir to a path that exists on all nodes",
+            )
+
+    def _bring_logs(self, generations: Sequence[RunGeneration]) -> None:
+        """Bring the logs of the last start to rank 0's node, with those of the *generations* of all ranks' nodes.
+
+        If no node has them, rank 0's node has none afterwards: the store has them up to its newest checkpoint.
+        """
+        last = self._generation.number
+        with_logs = [
+            rank for rank, each in enumerate(generations) if each.has_logs and each.number == last
+        ]
+        if last == 0 or 0 in with_logs:
+            return
+        source = with_logs[0] if with_logs else 0
+        logs: dict[str, bytes] = {}
+        with agree.raise_on_all_ranks(self._group, self._convert):
+            if self._rank == source and with_logs:
+                logs = self._read_logs()
+        logs = agree.broadcast_object(self._group, logs, source)
+        with agree.raise_on_all_ranks(self._group, self._convert):
+            if self._rank == 0:
+                for name in LOGS:
+                    (self.root / name).unlink(missing_ok=True)
+                for name, data in logs.items():
+                    replace_file(self.root / name, data)
+
+    def _read_logs(self) -> dict[str, bytes]:
+        found = {}
+        for name in LOGS:
+            with contextlib.suppress(FileNotFoundError):
+                found[name] = read_safely(self.root, name)
+        return found
+
+    def find(self) -> None:
+        """Update :attr:`held`, and set aside what the nodes do not have completely or the run has abandoned."""
+        self.held = survey(self.nodes, self._group, self._level, self._generation)
+
+    def begin(self, step: int) -> None:
+        """Begin a generation that continues from *step*: later checkpoints of earlier starts are abandoned.
+
+        What :meth:`find` has set aside is removed. Before, another start on more nodes may still use it.
+        """
+        kept = []
+        for path, checkpoint in self.held.items():
+            name = layout.parse_checkpoint_name(path.name)
+            if name is not None and name.step <= step:
+                kept.append(checkpoint.digest)
+        generation = agree.broadcast_object(self._group, self._generation.next(kept))
+        with agree.raise_on_all_ranks(self._group, self._convert):
+            if self.nodes.is_leader:
+                replace(generation, has_logs=self._rank == 0).write(self.root)
+        self._generation = generation
+        own: list[str] = []
+        with agree.raise_on_all_ranks(self._group, self._convert):
+            if self.nodes.is_leader:
+                own = remove_set_aside(self.root)
+        by_rank = agree.gather_objects(self._group, own)
+        removed = sorted({name for names in by_rank for name in names})
+        if removed and self._rank == 0:
+            message = "removed from the disks of the nodes (abandoned, or without all files): %s"
+            log.warning(message, ", ".join(removed))
+
+    def release(self) -> None:
+        """End the process of this node. Not collective."""
+        self.nodes.release()
+
+
+def open_node_directories(
+    run: RunDirectory, rank: int, group: ProcessGroup | None, options: Options
+) -> NodeDirectories | None:
+    """Find out whether the nodes share the directory of *run*, which rank 0 holds. Collective.
+
+    Returns the directories of the nodes if they do not share it, or did not in an earlier start; otherwise None. Raises
+    :class:`RecipeError` on all ranks where they have to share it.
+    """
+    root = run.root
+    with raise_on_all_ranks(group, "checking for shared storage", run.path, RecipeError):
+        without = ranks_without_storage(root, rank, group)
+    if without and not is_scratch_directory(root, options):
+        raise no_shared_storage(root, without)
+    if not without and not NodeDirectories.were_used(root, group):
+        return None
+    convert = partial(as_failure, doing="opening the run directory", where=root, kind=RecipeError)
+    return NodeDirectories(root, group, options.verify, convert, is_shared=not without)
+
+
+def check_node_options(options: Options) -> None:
+    """Raise :class:`RecipeError` for options that nodes without shared storage do not support."""
+    unsupported = {
+        "model_layout": options.model_layout == "hf",
+        "incremental": options.incremental is True,
+        "on_incompatible": options.on_incompatible == "sibling",
+    }
+    for key, is_set in unsupported.items():
+        if is_set:
+            raise not_without_storage(f"checkpoint.{key}", getattr(options, key))

@@ -1,0 +1,69 @@
+"""Which checkpoints are of the present generation of a run whose nodes have separate directories.
+
+A node that was absent for some time may have checkpoints that the run has abandoned meanwhile. Each start begins a new
+generation. It has a random name, which the manifests of its checkpoints contain, and a record in the directory of each
+node. If records differ, the one of the latest start is valid, by its time: new nodes do not know how many starts there
+were.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from automodel_ckpt.checkpoint import layout
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.safe_open import read_safely
+from automodel_ckpt.checkpoint.manifest import Summary
+from automodel_ckpt.durable_io import replace_file
+from automodel_ckpt.errors import CheckpointUnusable
+
+NOTE = "generation"
+"""The key in the manifest's ``environment`` with the name of the generation."""
+_MAX_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class RunGeneration:
+    """The generation *name* of a run, with its *number* and the digests of the *kept* checkpoints.
+
+    The number is the time in nanoseconds since 1970 at which the generation began, or one more than the number of the
+    generation before. The kept checkpoints are those of earlier generations that it continues. Without a record, a run
+    is in a generation without a name, to which all checkpoints belong. *has_logs* states whether the logs of the run
+    are on this node, because rank 0 was there.
+    """
+
+    number: int = 0
+    name: str = ""
+    kept: tuple[str, ...] = ()
+    has_logs: bool = False
+
+    @classmethod
+    def read(cls, run: Path) -> RunGeneration:
+        """Read the record in the directory *run*; that of a run without one if it is missing or damaged."""
+        try:
+            found = parse_json(read_safely(run, layout.GENERATION, limit=_MAX_BYTES))
+            kept = tuple(str(digest) for digest in found["kept"])
+            return cls(int(found["number"]), str(found["name"]), kept, bool(found["has_logs"]))
+        except (OSError, ArithmeticError, ValueError, KeyError, TypeError, CheckpointUnusable):
+            return cls()
+
+    def write(self, run: Path) -> None:
+        """Replace the record in the directory *run*. Raises OSError."""
+        replace_file(run / layout.GENERATION, json.dumps(asdict(self)).encode() + b"\n")
+
+    def is_current(self, summary: Summary) -> bool:
+        """Whether the checkpoint with this manifest is of this generation, or of an earlier one that it continues."""
+        name = summary.environment.get(NOTE, "")
+        return not self.name or name == self.name or summary.digest in self.kept
+
+    def next(self, kept: Iterable[str]) -> RunGeneration:
+        """Return the generation of the next start, which continues the checkpoints with the digests *kept*."""
+        # The clock of this node may be behind that of the start before.
+        number = max(self.number + 1, time.time_ns())
+        return RunGeneration(number, uuid.uuid4().hex, tuple(kept))

@@ -1,0 +1,219 @@
+"""The lock file of a run directory: the record of its owner, how it is opened and named, and whether its owner lives.
+
+The file is opened for every read, because network file systems compare their caches with the server when a file is
+opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import stat
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+from automodel_ckpt.checkpoint.files.ownership import (
+    file_system_identity,
+    is_gone,
+    kernel_boot_id,
+    pid_namespace,
+)
+from automodel_ckpt.errors import LeaseLost, RecipeError
+
+_RECORD_BYTES = 2048
+_NO_HARD_LINKS_HERE = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES)
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """The content of a lock file. Fields with defaults are missing in files of older versions."""
+
+    host: str
+    boot_id: str
+    pid: int
+    command: str
+    beat: int
+    token: str = ""
+    pid_namespace: str = ""
+    device: int = -1
+    file_system_id: int = -1
+    launch: str = ""
+    """What started the process; restarted ranks have the same. Empty for a process that nothing restarts."""
+
+    @classmethod
+    def read(cls, descriptor: int) -> Holder | None:
+        """Read the record at the start of an open lock file; None if the content is not a record."""
+        try:
+            # A record can exceed its padding: JSON escapes the command's non-ASCII characters.
+            raw = parse_json(os.pread(descriptor, 2 * _RECORD_BYTES, 0))
+            fields = {name: raw[name] for name in cls.__slots__ if name in raw}
+            holder = cls(**fields)
+        except (ValueError, TypeError):
+            return None
+        texts = [holder.host, holder.boot_id, holder.command, holder.token, holder.pid_namespace]
+        texts.append(holder.launch)
+        numbers = (holder.pid, holder.beat, holder.device, holder.file_system_id)
+        if not all(isinstance(text, str) for text in texts):
+            return None
+        if not all(type(number) is int for number in numbers):
+            return None
+        return holder
+
+    def to_bytes(self) -> bytes:
+        """Convert to JSON, padded to a fixed size, so that a shorter record overwrites a longer one completely."""
+        content = json.dumps({**asdict(self), "time": time.time()}).encode()
+        return content.ljust(_RECORD_BYTES)
+
+    def shares_locks_with(self, descriptor: int) -> bool:
+        """Whether a lock on this open file certainly conflicts with the lock of the holder.
+
+        This is the case on the same boot of the same kernel and on the same mounted file system, where the kernel has
+        one set of locks for each file.
+        """
+        if self.boot_id != kernel_boot_id():
+            return False
+        return (self.device, self.file_system_id) == file_system_identity(descriptor)
+
+    def is_of_this_launch(self) -> bool:
+        """Whether this process is a restart of the holder, by the same launcher or the same run of several nodes."""
+        return bool(self.launch) and self.launch == this_launch()
+
+    def is_known_to_be_dead(self) -> bool:
+        """Whether the holder's process has certainly ended.
+
+        False if that cannot be determined: on another node, in another container, or if another process has the same
+        number now.
+        """
+        if self.boot_id != kernel_boot_id():
+            return False
+        if not self.pid_namespace or self.pid_namespace != pid_namespace():
+            return False
+        return is_gone(self.pid)
+
+
+def this_launch() -> str:
+    """Return what started this process, if torch's elastic agent did; otherwise an empty text."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    # The default of several launchers, also of other runs.
+    return f"none {kernel_boot_id()} {os.getppid()}" if run_id == "none" else run_id
+
+
+def has_ended(holder: Holder, descriptor: int, is_locked: bool) -> bool:
+    """Whether the run that wrote this record has certainly ended. *is_locked*: this run has locked the file."""
+    if is_locked and holder.shares_locks_with(descriptor):
+        return True
+    return holder.is_known_to_be_dead()
+
+
+def is_beating(path: Path, seconds: float) -> bool:
+    """Watch the lock file for *seconds*. Returns True as soon as its record changes; False if it does not."""
+    first = _read(path)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        time.sleep(min(0.2, seconds / 10))
+        now = _read(path)
+        if now is None and not os.path.lexists(path):
+            return False  # the owner released the directory
+        if first is None:
+            first = now
+        if now is not None and now != first:
+            return True
+    return False
+
+
+def _read(path: Path) -> Holder | None:
+    """Return the current record in the lock file; None if it cannot be read."""
+    try:
+        descriptor = open_lock_file(path, os.O_RDONLY)
+    except OSError:
+        return None
+    try:
+        return Holder.read(descriptor)
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def open_lock_file(path: Path, flags: int) -> int:
+    """Open a lock file with *flags* of ``os.open``; returns the descriptor. Raises OSError."""
+    # A link or a pipe that replaced the file after its type was checked is neither followed nor
+    # waited for.
+    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+
+
+def is_at(path: Path, descriptor: int) -> bool:
+    """Whether *path* is still the name of the open file."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return os.path.samestat(found, os.fstat(descriptor))
+
+
+def link_or_rename(source: Path, target: Path) -> bool:
+    """Name the file *source* *target*, by a hard link if the file system has them. Returns False if *target* exists."""
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_HARD_LINKS_HERE:
+            raise
+        # Two runs that start at the same time may both rename. The first check of one of them detects that.
+        if os.path.lexists(target):
+            return False
+        os.rename(source, target)
+    return True
+
+
+def reject_special_file(path: Path) -> None:
+    """Raise :class:`RecipeError` if the lock file is a link or a device, which must not be opened."""
+    with contextlib.suppress(FileNotFoundError):
+        mode = os.lstat(path).st_mode
+        if not stat.S_ISREG(mode):
+            raise RecipeError(
+                "the lock file of this directory is not a regular file",
+                where=str(path),
+                value=stat.filemode(mode),
+                hint="remove it: a run creates only regular files",
+            )
+
+
+def rejection(path: Path, holder: Holder | None) -> RecipeError:
+    """The error of a run that finds another live run in the directory of the lock file *path*."""
+    return RecipeError(
+        "another run is using this directory",
+        where=str(path.parent),
+        value=_described(holder),
+        hint="wait for it or stop it, or give this run its own checkpoint.checkpoint_dir",
+    )
+
+
+def lost(path: Path, holder: Holder | None) -> LeaseLost:
+    """The error of a run whose lock file has the record *holder* of another run, or is gone (None)."""
+    if holder is None and not os.path.lexists(path):
+        return LeaseLost(
+            "this run lost the lock on its directory: its lock file was removed, by a user or by another run "
+            "that has ended since",
+            where=str(path),
+            value="no such file",
+            hint="this run writes nothing more here; run the same command to resume from the newest checkpoint",
+        )
+    return LeaseLost(
+        "this run lost the lock on its directory: another run has taken over",
+        where=str(path.parent),
+        value=_described(holder),
+        hint="this run writes nothing more here. The other run took over because this one wrote no heartbeat for "
+        "too long: check what suspended this process or stalled its disk",
+    )
+
+
+def _described(holder: Holder | None) -> str:
+    if holder is None:
+        return "unknown"
+    return f"process {holder.pid} on {holder.host}, running {holder.command}"

@@ -1,0 +1,157 @@
+"""What rank 0 adds to the files of all ranks, the publication of a checkpoint, and the report about it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from automodel_ckpt.checkpoint import commit, layout
+from automodel_ckpt.checkpoint.digests import FileRecord
+from automodel_ckpt.checkpoint.failures import as_failure
+from automodel_ckpt.checkpoint.formats import hf, torch_save
+from automodel_ckpt.checkpoint.manifest import Manifest, Tree
+from automodel_ckpt.checkpoint.run import resume
+from automodel_ckpt.checkpoint.run.directory import RunDirectory
+from automodel_ckpt.checkpoint.saving.environment import environment
+from automodel_ckpt.checkpoint.saving.forecast import free_bytes
+from automodel_ckpt.checkpoint.saving.save import Save, SaveReport, json_values
+from automodel_ckpt.checkpoint.saving.settings import SaveSettings
+from automodel_ckpt.checkpoint.saving.side_files import write_finished, write_for_export
+from automodel_ckpt.checkpoint.tree import OBJECTS
+from automodel_ckpt.checkpoint.writing.rank_manifest import RankManifest
+
+
+class Publisher:
+    """Completes and publishes the planned saves of a run with *settings*. Calls no collective.
+
+    Rank 0 uses it; the other ranks call only :meth:`report`.
+    """
+
+    def __init__(self, settings: SaveSettings) -> None:
+        self._settings = settings
+
+    @property
+    def _run(self) -> RunDirectory:
+        return self._settings.run
+
+    def write_common(self, save: Save, written: RankManifest) -> None:
+        """Write the recipe, the losses and the side files of each module, and add them to *written*. Raises OSError."""
+        staging = save.staging.path
+        losses = json.dumps(json_values(save.losses), indent=2) + "\n"
+        files = {layout.CONFIG: save.config_yaml, layout.LOSSES: losses}
+        for file, text in files.items():
+            written.files[file] = commit.write_file(staging / file, text.encode())
+        for name, file_layout in save.file_layouts.items():
+            write_finished(self._settings.assets.get(name), file_layout, staging, written)
+        for name, assets in self._settings.assets.items():
+            if name not in save.file_layouts:
+                write_for_export(assets, staging, written, save.trees[name].directory)
+
+    def write_metadata(self, save: Save, merged: Callable[[str], Tree]) -> dict[str, FileRecord]:
+        """Write DCP's ``.metadata`` of each tree in the format torch_save.
+
+        *merged* returns a tree of the checkpoint, by its name, with the slices of all ranks; it is called only where
+        the metadata is new.
+        """
+        written: dict[str, FileRecord] = {}
+        metadata, formats = save.metadata, self._formats(save)
+        for name, tree in save.trees.items():
+            if formats[name] != torch_save.NAME:
+                continue
+            if name not in metadata:
+                metadata[name] = torch_save.metadata_of(tree, merged(name))
+            file = f"{tree.directory}/{layout.DCP_METADATA}"
+            written[file] = commit.write_file(save.staging.path / file, metadata[name])
+        return written
+
+    def partial_manifest(self, save: Save) -> Manifest:
+        """The manifest without what the ranks wrote: no files, and of each tree the tensors without records."""
+        trees: dict[str, Tree] = {}
+        for name, tree_format in self._formats(save).items():
+            trees[name] = self._planned_tree(save, name, tree_format)
+        for name in save.bundled:
+            trees[name] = Tree(OBJECTS, {}, {})
+        return Manifest(
+            step=save.name.step,
+            epoch=save.name.epoch,
+            # `finalize` sets the time.
+            created=0.0,
+            world_size=self._settings.ranks.world_size,
+            dp_size=self._settings.ranks.dp_size,
+            progress=save.progress,
+            losses=json_values(save.losses),
+            validated=save.validated,
+            environment=environment() | self._settings.notes,
+            lineage=self._lineage(),
+            state=save.records,
+            trees=trees,
+            files={},
+        )
+
+    def _planned_tree(self, save: Save, name: str, tree_format: str) -> Tree:
+        tree_layout = save.layouts[name]
+        tied = save.tied.get(name, {})
+        return Tree(tree_format, tree_layout.tensors, {}, tied, tree_layout.copies)
+
+    def _formats(self, save: Save) -> dict[str, str]:
+        """The format of each tree, by its name."""
+        formats: dict[str, str] = {}
+        for name in save.trees:
+            if name in save.file_layouts:
+                formats[name] = hf.NAME
+            elif name in save.tied:  # modules only
+                formats[name] = self._settings.model_format
+            else:
+                formats[name] = torch_save.NAME
+        return formats
+
+    def _lineage(self) -> dict[str, Any]:
+        request = resume.request_text(self._run.path, self._settings.restore_from)
+        return {"restore_from": request, "resumed_from": self._settings.resumed_from}
+
+    def publish(self, save: Save, nbytes: int) -> SaveReport:
+        """Publish a finalized checkpoint of *nbytes*, update the pointers, and apply the keep policy.
+
+        Raises OSError where it could not be published.
+        """
+        losses = json_values(save.losses) if save.validated else {}
+        self._run.publish(save.staging.path, save.name, losses)
+        # Before anything that can fail: a published checkpoint must not be removed as a staging
+        # directory.
+        save.staging.published()
+        report = self.report(save)
+        # After publishing: until then, the newest old checkpoint is what a resume needs.
+        pruned = self._run.prune(str(save.name))
+        return replace(report, nbytes=nbytes, pruned=pruned)
+
+    def notify(self, save: Save, report: SaveReport) -> None:
+        """Call ``on_saved`` of *save*. Raises :class:`SaveFailed` for what it raises."""
+        if save.on_saved is None:
+            return
+        try:
+            save.on_saved(report)
+        except Exception as error:
+            doing = f"reporting {save.name} (the checkpoint itself is safe)"
+            raise as_failure(error, doing, self._run.path) from error
+
+    def report(self, save: Save) -> SaveReport:
+        """The report of a completed save on any rank, without its bytes and removed checkpoints."""
+        seconds = time.monotonic() - save.started
+        free = None
+        # No collective follows: an error on one rank could not be raised on the others.
+        with contextlib.suppress(OSError):
+            free = free_bytes(self._run.path)
+        stall = seconds if save.stall_seconds is None else save.stall_seconds
+        path = self._run.path / str(save.name)
+        return SaveReport(
+            path,
+            save.name.step,
+            stall,
+            seconds,
+            free_bytes=free,
+            export_command=self._settings.export_command(path),
+        )

@@ -1,0 +1,78 @@
+"""Differences between a checkpoint and the state of a run, as errors that list them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.checkpoint.discovery import Item
+from automodel_ckpt.checkpoint.formats.reading import differences
+from automodel_ckpt.checkpoint.tree import Tree
+from automodel_ckpt.errors import CheckpointUnusable
+
+_MAX_LINES = 20
+
+
+def first_lines(lines: list[str]) -> str:
+    """The first of many lines, indented, as the value of a message."""
+    first = lines[:_MAX_LINES]
+    if len(lines) > _MAX_LINES:
+        first.append(f"... and {len(lines) - _MAX_LINES} more")
+    return "".join(f"\n    {line}" for line in first)
+
+
+def unusable(path: Path, what: str, lines: list[str], hint: str) -> CheckpointUnusable:
+    """The error of a checkpoint in *path* that differs from the run: *lines* has one line for each difference."""
+    return CheckpointUnusable(what, where=str(path), value=first_lines(lines), hint=hint)
+
+
+def check_differences(
+    path: Path, item: Item, tree: Tree, state: Mapping[str, Any], further: Iterable[str] = ()
+) -> None:
+    """Raise :class:`CheckpointUnusable` if the *state* of *item* is not that of *tree*, in the checkpoint *path*.
+
+    Names, shapes and dtypes are compared. *further* are differences that the caller has found, one line each.
+    """
+    lines = [*differences(tree, state), *further]
+    if not lines:
+        return
+    hints = ["resume with the recipe that wrote it (its config.yaml is in the checkpoint)"]
+    if item.kind == "optimizer":
+        lines = _by_entry(item.name, lines)
+        allow = f"--checkpoint.allow_missing_state '[{item.name}]'"
+        hints.append(f"continue with new state of the optimizer, and the saved weights: {allow}")
+    if types := _only_types(lines):
+        lines = [f"~ {len(lines)} tensors: saved as {types[0]}, here {types[1]}"]
+        hints[0] = "resume with the data type of the saved weights (model.dtype)"
+    hints.append(
+        "start a new run in another checkpoint.checkpoint_dir "
+        "(checkpoint.on_incompatible sibling creates one)"
+    )
+    what = f"the checkpoint's {item.name!r} does not match this recipe"
+    raise unusable(path, what, lines, "; or ".join(hints))
+
+
+def _by_entry(name: str, lines: Iterable[str]) -> list[str]:
+    """Combine lines about the same entry of several parameters or groups of the optimizer *name* into one each."""
+    entry = re.compile(rf"(. {re.escape(name)}\.(?:state|param_groups)\.).+\.(\w+: .*)")
+    counts: Counter[str] = Counter()
+    first: dict[str, str] = {}
+    for line in lines:
+        match = entry.fullmatch(line)
+        combined = line if match is None else f"{match[1]}*.{match[2]}"
+        counts[combined] += 1
+        first.setdefault(combined, line)
+    return [combined if counts[combined] > 1 else first[combined] for combined in counts]
+
+
+def _only_types(lines: Iterable[str]) -> tuple[str, str] | None:
+    """The data types that were saved and that are here, if several *lines* differ in them alone; otherwise None."""
+    lines = list(lines)
+    found: set[tuple[str, str] | None] = set()
+    for line in lines:
+        match = re.fullmatch(r"~ .+: saved as (\w+) (\[.*\]), here (\w+) \2", line)
+        found.add((match[1], match[3]) if match is not None else None)
+    return found.pop() if len(found) == 1 and len(lines) > 1 else None

@@ -1,0 +1,252 @@
+"""Load the saved state of optimizers and their LR schedulers, without what only the checkpoint or only the run has."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from automodel_ckpt.checkpoint.discovery import Item
+from automodel_ckpt.checkpoint.formats.reading import ByteRanges, read_object, read_tree
+from automodel_ckpt.checkpoint.state.mismatch import check_differences
+from automodel_ckpt.checkpoint.state.optimizer_names import Owners, trained_by_all
+from automodel_ckpt.checkpoint.state.optimizer_state import (
+    FORMS,
+    Forms,
+    Location,
+    StateAllocator,
+    forms_in,
+    load_read_state,
+    locations,
+)
+from automodel_ckpt.checkpoint.state.param_groups import GroupMatch, match_groups
+from automodel_ckpt.checkpoint.tree import Tree
+from automodel_ckpt.errors import CheckpointUnusable
+
+log = logging.getLogger("automodel_ckpt")
+
+
+class OptimizerLoader:
+    """Loads the optimizers in the checkpoint *path*; with *remote*, tensors and values are read from there.
+
+    *absent* maps the attributes that only the checkpoint or only the run has to their kinds. *allow_missing* names the
+    attributes that may start without the saved state, with a warning of rank 0.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        remote: ByteRanges | None,
+        absent: Mapping[str, str],
+        allow_missing: frozenset[str],
+        *,
+        is_rank0: bool,
+    ) -> None:
+        self._path, self._remote = path, remote
+        self._absent, self._allow_missing = absent, allow_missing
+        self._is_rank0 = is_rank0
+
+    def load(
+        self, item: Item, items: list[Item], tree: Tree, owners: Owners, state: dict[str, Any]
+    ) -> frozenset[str]:
+        """Load an optimizer and its LR schedulers; the saved values are read into *state*.
+
+        *items* are all items of the run, and *tree* the saved tree of the optimizer. Returns the names of the optimizer
+        and its schedulers if they start without the saved state, which ``allow_missing_state`` permits; otherwise none.
+        Raises :class:`CheckpointUnusable` if the saved state does not match.
+        """
+        name = item.name
+        try:
+            targets = self._optimizer_targets(item, tree, owners, state)
+        except CheckpointUnusable as error:
+            if name not in self._allow_missing:
+                raise
+            return self._start_anew(item, items, error)
+        tree = targets.tree
+        read_tree(self._path, tree, targets.values, self._remote)
+        # Tensors were read in place; other values were replaced in the mapping only.
+        for key in tree.objects.keys() & targets.values.keys():
+            container, index = targets.locations[key]
+            container[index] = targets.values[key]
+        load = partial(owners.set_optimizer_state, item)
+        load_read_state(item.value, state[name], targets.parameters, load)
+        for scheduler in items:
+            if scheduler.owner == name and scheduler.name in state:
+                (saved_schedule,) = state[scheduler.name]
+                schedule = targets.match.schedule_state(saved_schedule, scheduler.value)
+                scheduler.value.load_state_dict(schedule)
+        return frozenset()
+
+    def _optimizer_targets(
+        self, item: Item, tree: Tree, owners: Owners, state: dict[str, Any]
+    ) -> _OptimizerTargets:
+        """Where the saved values of an optimizer are read to in *state*, which gets a location for each of them.
+
+        Raises :class:`CheckpointUnusable` if the optimizer has other state.
+        """
+        name = item.name
+        optimizer_state = state[name]
+        saved_groups = self._groups(name, tree)
+        groups = [group["params"] for group in optimizer_state["param_groups"]]
+        absent = {key: kind for key, kind in self._absent.items() if key in self._allow_missing}
+        match = match_groups(name, saved_groups, groups, tree, _module_prefixes(absent))
+        skipped = _Skipped(name, absent, match)
+        saved_forms, tree = self._forms(name, tree)
+        forms, tree = match.renumbered_forms(saved_forms), match.renumbered(tree)
+
+        # What the checkpoint has no state for starts without: its state was created here only to be read into.
+        without_state = _without_state(name, tree, saved_groups)
+        without_state -= {fqn for _, fqn in forms}
+        for fqn in list(optimizer_state["state"]):
+            if fqn in without_state or skipped.drops(f"{name}.state.{fqn}."):
+                del optimizer_state["state"][fqn]
+
+        parameters = owners.parameters(item, optimizer_state)
+        here = _locations(name, state)
+        stored = {*tree.tensors, *tree.objects}
+        tree = _select(tree, lambda key: skipped.takes(key, on_both_sides=key in here))
+        StateAllocator(name, tree, forms, parameters).allocate_in(optimizer_state)
+        here = _locations(name, state)
+        values: dict[str, Any] = {}
+        for key, (container, index) in here.items():
+            if skipped.takes(key, on_both_sides=key in stored):
+                values[key] = container[index]
+        compared = _without_other_ranks(item, tree, owners)
+        check_differences(self._path, item, compared, values, match.mismatched)
+        return _OptimizerTargets(tree, match, parameters, here, values)
+
+    def _start_anew(
+        self, item: Item, items: list[Item], mismatch: CheckpointUnusable
+    ) -> frozenset[str]:
+        """Leave an optimizer without state, and its LR schedulers as they are; return their names."""
+        # Its state was created only to be read into.
+        item.value.state.clear()
+        if self._is_rank0:
+            log.warning(
+                "%s starts without state, as checkpoint.allow_missing_state permits, because the saved state does not "
+                "match:%s",
+                item.name,
+                mismatch.problems[0].value,
+            )
+        schedulers = [each.name for each in items if each.owner == item.name]
+        return frozenset((item.name, *schedulers))
+
+    def _forms(self, name: str, tree: Tree) -> tuple[Forms, Tree]:
+        """(container forms saved for the optimizer *name*, the tree without them)."""
+        key = f"{name}.{FORMS}"
+        if key not in tree.objects:
+            return {}, tree
+        forms = forms_in(read_object(self._path, tree, key, self._remote))
+        return forms, _select(tree, lambda entry: entry != key)
+
+    def _groups(self, name: str, tree: Tree) -> list[list[str]]:
+        """The parameters of each group that the optimizer *name* had, by FQN."""
+        prefix = f"{name}.param_groups."
+        keys = [key for key in tree.objects if key.startswith(prefix) and key.endswith(".params")]
+        # By number: as text, group 10 would come before group 2.
+        keys.sort(key=lambda key: int(key.split(".")[-2]))
+        return [read_object(self._path, tree, key, self._remote) for key in keys]
+
+
+def _locations(name: str, state: dict[str, Any]) -> dict[str, Location]:
+    """The location of each value of an optimizer's state by flat name, without the parameter lists of groups."""
+    prefix = f"{name}.param_groups."
+    found: dict[str, Location] = {}
+    for key, location in locations(state).items():
+        if not (key.startswith(prefix) and key.endswith(".params")):
+            found[key] = location
+    return found
+
+
+def _without_state(name: str, tree: Tree, groups: list[list[str]]) -> set[str]:
+    """The parameters that the optimizer *name* was to train, and that no step had updated when it was saved."""
+    trained = {fqn for group in groups for fqn in group}
+    prefix = f"{name}.state."
+    for key in (*tree.tensors, *tree.objects):
+        if not key.startswith(prefix):
+            continue
+        # The FQN ends at one of the dots: both FQNs and the keys that follow may contain dots.
+        entry = key.removeprefix(prefix)
+        end = entry.find(".")
+        while end >= 0:
+            trained.discard(entry[:end])
+            end = entry.find(".", end + 1)
+    return trained
+
+
+def _module_prefixes(absent: Mapping[str, str]) -> tuple[str, ...]:
+    """The FQN prefixes of optimizer parameters that belong to the modules in *absent* (name: kind)."""
+    return tuple(f"{module.replace('.', '%')}." for module in absent)
+
+
+@dataclass(frozen=True, slots=True)
+class _OptimizerTargets:
+    """Where the saved values of an optimizer are read to: *values* and their *locations* by flat name.
+
+    *tree* has the saved values under the names that they have here, *match* is the match of the parameter groups, and
+    *parameters* are those that the optimizer trains, by FQN.
+    """
+
+    tree: Tree
+    match: GroupMatch
+    parameters: dict[str, torch.Tensor]
+    locations: dict[str, Location]
+    values: dict[str, Any]
+
+
+class _Skipped:
+    """Which values of an optimizer are skipped because attributes in *absent* (name: kind) are on one side only.
+
+    These are the state of absent modules, groups without other parameters, and the options that an absent LR scheduler
+    adds. *match* is the match of its groups to the saved ones.
+    """
+
+    def __init__(self, name: str, absent: Mapping[str, str], match: GroupMatch) -> None:
+        dropped = [f"{name}.state.{prefix}" for prefix in _module_prefixes(absent)]
+        if absent:
+            dropped += match.new_groups
+        self._dropped = tuple(dropped)
+        self._schedules = {schedule for schedule, kind in absent.items() if kind == "lr_scheduler"}
+        self._options = f"{name}.param_groups."
+
+    def drops(self, name: str) -> bool:
+        """Whether a name of the (flat) tree belongs to what is absent."""
+        return name.startswith(self._dropped)
+
+    def takes(self, name: str, *, on_both_sides: bool) -> bool:
+        """Whether a name is compared and read: it is on both sides, or must be."""
+        if self.drops(name):
+            return False
+        if on_both_sides or not self._schedules:
+            return True
+        return name not in self._schedules and not name.startswith(self._options)
+
+
+def _select(tree: Tree, is_selected: Callable[[str], bool]) -> Tree:
+    """The entries of *tree* whose names are selected."""
+    tensors = {name: tensor for name, tensor in tree.tensors.items() if is_selected(name)}
+    objects = {name: blob for name, blob in tree.objects.items() if is_selected(name)}
+    return replace(tree, tensors=tensors, objects=objects)
+
+
+def _without_other_ranks(item: Item, tree: Tree, owners: Owners) -> Tree:
+    """An optimizer's tree without the state of parameters that only other ranks train."""
+    trained = trained_by_all(item.value)
+    if trained is None:
+        return tree
+    others = {fqn for group in trained for fqn in group}
+    others -= {fqn for group in owners.groups(item) for fqn in group}
+    prefix = f"{item.name}.state."
+
+    def is_here(name: str) -> bool:
+        if not name.startswith(prefix):
+            return True
+        fqn, _, _ = name.removeprefix(prefix).rpartition(".")
+        return fqn not in others
+
+    return _select(tree, is_here)

@@ -1,0 +1,265 @@
+"""What a checkpointer transfers from and to an object store: the checkpoint of a start, and those that it publishes."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import ProcessGroup
+
+from automodel_ckpt.checkpoint.collective_errors import raise_on_all_ranks
+from automodel_ckpt.checkpoint.manifest import Summary
+from automodel_ckpt.checkpoint.memory.nodes import Nodes, Waiting
+from automodel_ckpt.checkpoint.options import Options, RemoteStorage
+from automodel_ckpt.checkpoint.remote.background import PartUploads, Uploads, check_remote
+from automodel_ckpt.checkpoint.remote.fetch import Fetched, Fetcher, own_name, remove_fetched
+from automodel_ckpt.checkpoint.remote.pending import clear_links
+from automodel_ckpt.checkpoint.remote.uploader import LINK
+from automodel_ckpt.checkpoint.run.directory import RunDirectory
+from automodel_ckpt.distributed import agree
+from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, SaveFailed
+from automodel_ckpt.store_url import check_url, is_url, scratch_directory, with_remote
+
+log = logging.getLogger("automodel_ckpt")
+
+
+class Transfers:
+    """The downloads and uploads of a run, by the options ``remote`` and ``restore_from``.
+
+    Rank 0 transfers. Methods are collective unless they state otherwise. Without a store, they do nothing. Raises
+    :class:`RecipeError` for a URL or options that cannot be used.
+    """
+
+    uploads: Uploads | None
+    """The uploads of rank 0 after :meth:`open`; None on other ranks, and without ``remote``."""
+    fetcher: Fetcher | None
+    """What downloads, on rank 0 after :meth:`open`; None on other ranks, and without a URL to download from."""
+
+    def __init__(self, options: Options, group: ProcessGroup | None, *, is_rank0: bool) -> None:
+        if options.remote is not None:
+            check_remote(options.remote)
+        self.uploads = None
+        self.fetcher = None
+        self._nodes: Nodes | None = None
+        self._part_uploads: PartUploads | None = None
+        self._options = options
+        self._group = group
+        self._is_rank0 = is_rank0
+        self._is_open = False
+
+    def use_nodes(self, nodes: Nodes) -> None:
+        """Upload checkpoints from the directories of all *nodes*. Called by all ranks after :meth:`open`."""
+        self._nodes = nodes
+        if self.uploads is not None:
+            self.uploads.job = replace(self.uploads.job, num_nodes=len(nodes.nodes))
+        if self.fetcher is not None:
+            self.fetcher.always_streams = True
+
+    def open(self, run: RunDirectory) -> None:
+        """Prepare uploads and downloads. Called by rank 0, which holds *run*.
+
+        Raises :class:`RecipeError` and :class:`StoreError` where a store cannot be used.
+        """
+        if self._is_open:
+            return
+        options = self._options
+        remove_fetched(run.root)
+        if options.remote is None:
+            clear_links(run.root, LINK)
+        else:
+            metric_key, mode = options.best_metric_key, options.best_mode
+            self.uploads = Uploads(run.root, options.remote, metric_key, mode)
+        if self._may_fetch:
+            self.fetcher = Fetcher(run.root, options.remote)
+        self._is_open = True
+
+    @property
+    def _may_fetch(self) -> bool:
+        return self._options.remote is not None or is_url(self._options.restore_from or "")
+
+    # ---------------------------------------------------------------- downloads
+
+    def expected(self, run: RunDirectory) -> Summary | None:
+        """The summary of the checkpoint in the store that :meth:`fetch` would fetch; None if it would fetch none.
+
+        Called by rank 0. Raises :class:`StoreError` if only a store can have one, and it cannot be read.
+        """
+        if self.fetcher is None:
+            return None
+        return self.fetcher.expected(self._options.restore_from, run.memory)
+
+    def fetch(self, run: RunDirectory) -> Fetched | None:
+        """Fetch the checkpoint to resume from on rank 0, if a store has it and this machine does not.
+
+        Returns None if it is in the run directory. Raises on all ranks what rank 0 raises.
+        """
+        if not self._may_fetch:
+            return None
+        fetched: Fetched | None = None
+
+        def fetch() -> Fetched | None:
+            if self._is_rank0:
+                # Programs that use a checkpointer without open() have created neither.
+                run.hold()
+                self.open(run)
+            if self.fetcher is None:
+                return None
+            return self.fetcher.fetch(self._options.restore_from, run.memory)
+
+        with self._raise_on_all_ranks(run, "downloading a checkpoint", CheckpointUnusable):
+            # A download may take longer than the timeout of the group.
+            fetched = agree.while_working(self._group, fetch)
+        fetched = agree.broadcast_object(self._group, fetched)
+        if fetched is not None and self._nodes is not None:
+            with self._raise_on_all_ranks(run, "downloading a checkpoint", CheckpointUnusable):
+                agree.while_working(self._group, partial(self._bring, run, fetched))
+        return fetched
+
+    def _bring(self, run: RunDirectory, fetched: Fetched) -> None:
+        if self._leads_other_node:
+            fetched.bring(run.root)
+
+    @property
+    def _leads_other_node(self) -> bool:
+        """Whether this is the first rank of a node other than rank 0's, and the nodes have separate directories."""
+        return self._nodes is not None and self._nodes.is_leader and not self._is_rank0
+
+    def remove_fetched(self, run: RunDirectory, fetched: Fetched | None) -> None:
+        """Remove what :meth:`fetch` returned, after all ranks have read it. Not collective."""
+        if fetched is not None and (self._is_rank0 or self._leads_other_node):
+            with contextlib.suppress(OSError):
+                remove_fetched(run.root)
+
+    # ---------------------------------------------------------------- uploads
+
+    def start_uploads(self, run: RunDirectory, step: int | None, name: str = "") -> None:
+        """Upload what *run* publishes after *step*; None: a new run. The checkpoint of *step* has the name *name*."""
+        if self._options.remote is None:
+            return
+        with self._raise_on_all_ranks(run, "starting the uploads"):
+            if self.uploads is not None:
+                self._start(self.uploads, run, step, name)
+        self._start_on_other_nodes(run)
+
+    def _start_on_other_nodes(self, run: RunDirectory) -> None:
+        if self._nodes is None or self._part_uploads is not None:
+            return
+        settings = self._options.remote
+        assert settings is not None, "the nodes have separate directories"
+        mine = "" if self.uploads is None else self.uploads.job.token
+        token = agree.broadcast_object(self._group, mine)
+        with self._raise_on_all_ranks(run, "starting the uploads"):
+            if self._leads_other_node:
+                self._part_uploads = PartUploads(run.root, settings, token, self._nodes.own)
+
+    def restart_if_ended(self) -> None:
+        """Start the uploading process of another node than rank 0's again if it has ended. Not collective.
+
+        A failure is logged.
+        """
+        if self._part_uploads is not None:
+            self._part_uploads.restart_if_ended()
+
+    def _start(self, uploads: Uploads, run: RunDirectory, step: int | None, name: str) -> None:
+        if run.root != uploads.root:
+            message = "checkpoints are not uploaded: the run continues in %s, beside the run of checkpoint.remote"
+            log.warning(message, run.path)
+            self.uploads = None
+            return
+        run.on_published = uploads.note_published
+        run.on_exported = uploads.note_exported
+        is_here = step is not None and (uploads.root / name).is_dir()
+        uploads.start(step, name if is_here else None)
+
+    def roll_back(self, run: RunDirectory, step: int) -> None:
+        """Continue the uploads after *step*, to which the run went back."""
+        if self._options.remote is None:
+            return
+        with self._raise_on_all_ranks(run, "starting the uploads"):
+            if self.uploads is not None:
+                self.uploads.roll_back(step)
+
+    def finish(self, run: RunDirectory) -> None:
+        """Wait until the checkpoints are in the store of ``remote``; without ``required``, while it answers.
+
+        Raises :class:`SaveFailed` on all ranks if the newest checkpoint is not in the store then.
+        """
+        if self._options.remote is None:
+            return
+
+        def finish() -> None:
+            if self.uploads is not None:
+                self.uploads.finish()
+
+        with self._raise_on_all_ranks(run, "uploading the last checkpoint"):
+            # Rank 0 waits for the parts of the other nodes.
+            agree.while_working(self._group, finish, self.restart_if_ended)
+            if self._is_rank0:
+                # They were kept for their upload.
+                run.prune("")
+                if self._nodes is not None:
+                    self._nodes.remove_others(Waiting())
+
+    def finish_before_stop(
+        self, run: RunDirectory, seconds: float, must_end: Callable[[], bool]
+    ) -> None:
+        """Wait for the uploads after a signal, at most *seconds* (rank 0's value counts). What fails is logged.
+
+        Rank 0 calls *must_end* several times per second. The wait ends when it returns true.
+        """
+        if self._options.remote is None:
+            return
+
+        def finish() -> None:
+            if self.uploads is not None:
+                self.uploads.finish_before_stop(seconds, must_end)
+
+        with self._raise_on_all_ranks(run, "uploading the last checkpoint"):
+            # The ranks of other nodes must not end before: their processes upload parts.
+            agree.while_working(self._group, finish, self.restart_if_ended)
+
+    def close(self) -> None:
+        """Let the uploads go on without this process. Not collective."""
+        if self.uploads is not None:
+            self.uploads.close()
+        if self._part_uploads is not None:
+            self._part_uploads.close()
+
+    def _raise_on_all_ranks(
+        self, run: RunDirectory, doing: str, kind: type[AutomodelError] = SaveFailed
+    ) -> AbstractContextManager[None]:
+        return raise_on_all_ranks(self._group, doing, run.path, kind)
+
+
+def with_local_directory(
+    directory: str | os.PathLike[str], options: Options
+) -> tuple[Path, Options]:
+    """Replace a URL as *directory* by a local one, and the URL of a checkpoint of the same run by its name.
+
+    Raises :class:`RecipeError` for a URL that cannot be used.
+    """
+    url = os.fspath(directory)
+    resolved: Any = options
+    if is_url(url):
+        check_url(url, "directory")
+        directory = scratch_directory(url, options.scratch_dir)
+        resolved = with_remote(resolved, url, RemoteStorage)
+    name = own_name(options.restore_from, resolved.remote)
+    if name != options.restore_from:
+        resolved = replace(resolved, restore_from=name)
+    return Path(directory), resolved
+
+
+def is_scratch_directory(directory: Path, options: Options) -> bool:
+    """Whether *directory* is the local one of a run whose directory is the URL of ``remote``."""
+    if options.remote is None:
+        return False
+    local = scratch_directory(options.remote.url, options.scratch_dir)
+    return directory == local.absolute()

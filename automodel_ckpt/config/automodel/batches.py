@@ -1,0 +1,171 @@
+"""How NeMo AutoModel's recipes make batches of samples: data loaders, collate functions and packing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from automodel_ckpt.config.automodel.rows import (
+    Degraded,
+    Key,
+    Needs,
+    NoEffect,
+    Row,
+    Section,
+    Steps,
+    apply_rows,
+    is_of_automodel,
+    is_true,
+    value_of,
+)
+from automodel_ckpt.config.yaml_tree import Node
+
+EMPTY_THINKING = "<|channel>thought\n<channel|>"
+"""What AutoModel writes before each answer for Gemma 4: a thinking channel without content."""
+
+COLLATORS = {
+    "datasets.utils.default_collater",
+    "datasets.utils.seq_cls_collater",
+    "datasets.utils.packed_sequence_thd_collater",
+    "datasets.vlm.collate_fns.default_collate_fn",
+    "datasets.vlm.collate_fns.qwen2_5_collate_fn",
+    "datasets.vlm.collate_fns.qwen3_omni_collate_fn",
+    "datasets.vlm.collate_fns.llava_onevision_collate_fn",
+    "datasets.vlm.collate_fns.kimi_vl_collate_fn",
+    "datasets.vlm.collate_fns.kimi_k25_vl_collate_fn",
+    "datasets.vlm.collate_fns.nemotron_omni_collate_fn",
+    "datasets.vlm.collate_fns.gemma4_prefix_collate_fn",
+}
+"""Functions of AutoModel that ours replaces, which follows the processor; below nemo_automodel.components."""
+DATALOADER = (
+    Key("shuffle"),
+    Key("num_workers"),
+    Key("drop_last"),
+    NoEffect(
+        "_target_",
+        "pin_memory",
+        "persistent_workers",
+        "prefetch_factor",
+        "batch_size",
+        "group_by_length",
+        "shuffle_buffer_size",
+        "dataloader_type",
+    ),
+)
+
+
+def dataloader(section: Section) -> None:
+    """Translate the data loader of the training data."""
+    if section.node is None:
+        return
+    collator(section, "dataset")
+    apply_rows(DATALOADER, section)
+
+
+def validation_dataloader(section: Section) -> None:
+    """Translate the data loader of the validation data: only the maximum length has a meaning here."""
+    if section.node is not None:
+        collator(section, "validation_dataset")
+    whole = section.work.section("")
+    NoEffect("validation_dataloader").apply(whole)
+
+
+def collator(section: Section, data: str) -> None:
+    """Translate the collate function for the section *data*. AutoModel's are replaced by ours."""
+    node = section.peek("collate_fn")
+    if node is None:
+        return
+    target = node.at("_target_") or node
+    name = str(target.value)
+    if name == "torch.utils.data.default_collate":
+        # Of samples of one length, as those of token files. Ours needs no other one.
+        section.take("collate_fn")
+        section.no_effect("collate_fn", node)
+        return
+    if not is_of_automodel(name):
+        return
+    section.take("collate_fn")
+    if name.removeprefix("nemo_automodel.components.") not in COLLATORS:
+        hint = "remove collate_fn to use the processor's own conversion of text and images"
+        section.reject("collate_fn", target, "this collate function is not supported", hint)
+        return
+    section.no_effect("collate_fn", node)
+    ours = section.work.section(data)
+    if name.endswith("gemma4_prefix_collate_fn"):
+        _answer_prefix(ours, target.origin)
+    divisor = node.at("pad_seq_len_divisible")
+    if divisor is not None and data == "dataset":
+        section.put("pad_to_multiple_of", divisor, was="collate_fn.pad_seq_len_divisible")
+    limit = node.at("max_length")
+    if limit is not None and section.work.result.at(data) is not None:
+        ours.put("seq_length", limit)
+        policy = "skip" if is_true(node.at("drop_overlong")) else "right"
+        ours.put("truncation", Node(policy, limit.origin))
+
+
+def _answer_prefix(data: Section, origin: str) -> None:
+    if data.work.result.at(data.to) is not None:
+        data.put("answer_prefix", Node(EMPTY_THINKING, origin, quoted=True))
+
+
+PACKING = (
+    Key("packed_sequence_size", "size"),
+    Key("pack_size", "size"),
+    NoEffect(
+        "packing_strategy",
+        "packing_format",
+        "packing_ratio",
+        "split_across_pack",
+        "num_proc",
+        "prepacked",
+        "pretokenize",
+        "collate_max_length",
+        "balance_media_tokens",
+        "attn_implementation",
+        "drop_long_samples",
+        "max_length",
+        "enabled",
+    ),
+    Degraded("max_packs", "all packs are used; limit the samples instead (dataset.max_samples)"),
+    Needs("post_tokenize_hook_fn", "a function that changes samples", "remove the key"),
+)
+
+
+def packing(section: Section) -> None:
+    """Translate sequence packing. A size of 0 disables it in AutoModel."""
+    if section.node is None:
+        return
+    sizes = [section.peek(name) for name in ("packed_sequence_size", "pack_size")]
+    if not any(size is not None and value_of(size) for size in sizes):
+        for name, node in section.node.children():
+            # Keys of ours, such as an override of packed_sequence.size, are not AutoModel's.
+            if name not in ("size", "strategy"):
+                section.take(name)
+                section.no_effect(name, node)
+        return
+    if sizes[1] is not None:
+        _image_packs(section)
+    apply_rows(PACKING, section)
+
+
+def _image_packs(section: Section) -> None:
+    """Translate what packing of images does with long samples, and the text that it adds before answers."""
+    data = section.work.section("dataset")
+    limit = section.take("max_length")
+    drops = section.take("drop_long_samples")
+    if limit is not None:
+        data.put("seq_length", limit)
+    if is_true(drops):
+        assert drops is not None
+        data.put("truncation", Node("skip", drops.origin))
+    hook = section.peek("post_tokenize_hook_fn")
+    if hook is not None and str(hook.value).endswith(".gemma4_inject_thinking_prefix"):
+        section.take("post_tokenize_hook_fn")
+        section.no_effect("post_tokenize_hook_fn", hook)
+        _answer_prefix(data, hook.origin)
+
+
+ROWS: Sequence[tuple[str, Row]] = (
+    ("dataloader", Steps(dataloader)),
+    ("validation_dataloader", Steps(validation_dataloader)),
+    ("packed_sequence", Steps(packing)),
+)

@@ -1,0 +1,233 @@
+"""The data sets of NeMo AutoModel's recipes: our builder for each, and the translation of its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from automodel_ckpt.config.automodel.dataset_rows import (
+    CONVERSATION,
+    IMAGES,
+    LABELED,
+    LABELS,
+    LENGTH,
+    LIMIT,
+    LIMIT_OF_SPLIT,
+    SPLIT,
+    TOKENIZER,
+    column_mapping,
+    mock_length,
+)
+from automodel_ckpt.config.automodel.rows import (
+    Key,
+    NoEffect,
+    Row,
+    Section,
+    Steps,
+    apply_rows,
+    is_of_automodel,
+    take_target,
+)
+from automodel_ckpt.config.automodel.token_rows import MEGATRON, NANOGPT
+from automodel_ckpt.config.yaml_tree import Node
+
+_DATASETS = "nemo_automodel.components.datasets."
+_OURS = "automodel_ckpt.data."
+OTHER_DATA = (
+    "write the data as JSON lines and use automodel_ckpt.data.chat.messages, "
+    "automodel_ckpt.data.text.prompt_completion or automodel_ckpt.data.vlm.conversations"
+)
+SQUAD_PROMPT = "Context: {{ context }} Question: {{ question }} Answer: "
+"""AutoModel's prompt for a row of SQuAD, which ends with a space."""
+
+
+@dataclass(frozen=True)
+class Builder:
+    """A data set of AutoModel: our builder for it, the rows for its arguments, and arguments that are always set."""
+
+    ours: str
+    rows: tuple[Row, ...]
+    fixed: tuple[tuple[str, str], ...] = ()
+
+
+DATASETS: dict[str, Builder] = {
+    "llm.squad.make_squad_dataset": Builder(
+        "squad.squad",
+        (
+            Key("dataset_name", "path"),
+            SPLIT,
+            Key("chat_template"),
+            LIMIT_OF_SPLIT,
+            NoEffect("fp8"),
+            LENGTH,
+            TOKENIZER,
+        ),
+        (("prompt", SQUAD_PROMPT), ("as_chat", "auto")),
+    ),
+    "llm.hellaswag.HellaSwag": Builder(
+        "hellaswag.hellaswag",
+        (Key("path_or_dataset", "path"), SPLIT, LIMIT, LENGTH, TOKENIZER),
+    ),
+    "llm.column_mapped_text_instruction_dataset.ColumnMappedTextInstructionDataset": Builder(
+        "text.prompt_completion",
+        (
+            Key("path_or_dataset_id", "path"),
+            Steps(column_mapping, ("column_mapping", "use_hf_chat_template")),
+            SPLIT,
+            Key("name"),
+            LIMIT,
+            LABELS,
+            LENGTH,
+            TOKENIZER,
+        ),
+    ),
+    "llm.chat_dataset.ChatDataset": Builder("chat.messages", CONVERSATION),
+    "llm.agent_chat.make_agent_chat_dataset": Builder("chat.messages", CONVERSATION),
+    "llm.xlam.make_xlam_dataset": Builder(
+        "function_calls.xlam",
+        (Key("dataset_name", "path"), SPLIT, LIMIT_OF_SPLIT, NoEffect("fp8"), LENGTH, TOKENIZER),
+    ),
+    "llm.mock_iterable_dataset.MockIterableDataset": Builder(
+        "mock.random_tokens",
+        (
+            Key("vocab_size"),
+            Key("seq_len", "seq_length"),
+            Key("num_samples", default="1000000"),
+            NoEffect("batch_size"),
+            TOKENIZER,
+        ),
+    ),
+    "llm.mock.build_unpacked_dataset": Builder(
+        "mock.random_tokens",
+        (
+            Key("num_sentences", "num_samples", default="10"),
+            Key("mean_len", "mean_length", default="20.0"),
+            Key("std_len", "std_length", default="6.0"),
+            Key("vocab_size", default="100"),
+            Key("max_sentence_len", "seq_length", default="64"),
+            Key("seed"),
+            TOKENIZER,
+        ),
+        (("first_token", "2"), ("end_token", "1")),
+    ),
+    "llm.megatron_dataset.MegatronPretraining": Builder("token_files.megatron", MEGATRON),
+    "llm.nanogpt_dataset.NanogptDataset": Builder("token_files.nanogpt", NANOGPT),
+    "llm.seq_cls.GLUE_MRPC": Builder(
+        "classification.texts",
+        LABELED,
+        (
+            ("path", "nyu-mll/glue"),
+            ("name", "mrpc"),
+            ("text_field", "sentence1"),
+            ("pair_field", "sentence2"),
+            ("truncation", "right"),
+        ),
+    ),
+    "llm.seq_cls.IMDB": Builder(
+        "classification.texts", LABELED, (("path", "stanfordnlp/imdb"), ("truncation", "right"))
+    ),
+    "llm.seq_cls.YelpReviewFull": Builder(
+        "classification.texts",
+        LABELED,
+        (("path", "Yelp/yelp_review_full"), ("truncation", "right")),
+    ),
+    "vlm.datasets.make_medpix_dataset": Builder(
+        "vlm.image_answers", IMAGES, (("preset", "medpix"),)
+    ),
+    "vlm.datasets.make_cord_v2_dataset": Builder(
+        "vlm.image_answers", IMAGES, (("preset", "cord_v2"),)
+    ),
+    "vlm.datasets.make_rdr_dataset": Builder("vlm.image_answers", IMAGES, (("preset", "rdr"),)),
+    "vlm.datasets.make_shopify_product_catalogue_dataset": Builder(
+        "vlm.image_answers", IMAGES, (("preset", "shopify"),)
+    ),
+    "vlm.datasets.make_tulu3_dataset": Builder(
+        "vlm.conversations",
+        (Key("path_or_dataset", default="allenai/tulu-3-sft-mixture", to="path"), *IMAGES),
+    ),
+    "vlm.datasets.make_llava_onevision_dataset": Builder(
+        "vlm.conversations",
+        IMAGES,
+        (
+            ("messages_field", "conversations"),
+            ("images_field", "image"),
+            ("image_marker", "<image>"),
+        ),
+    ),
+    "vlm.mock.build_mock_vlm_dataset": Builder(
+        "mock_images.mock_images",
+        (
+            Key("num_samples"),
+            Key("num_images_per_sample"),
+            Key("image_size"),
+            Key("prompt"),
+            Key("responses"),
+            Key("seed"),
+            Steps(mock_length, ("max_length",)),
+            NoEffect("pretokenize", "inject_fake_images", "truncate", "split"),
+            TOKENIZER,
+        ),
+    ),
+}
+"""AutoModel's data sets, below nemo_automodel.components.datasets, and our builders, below automodel_ckpt.data."""
+
+FEATURES = {
+    "audio.": "training on audio",
+    "vlm.": "this data set of images and text",
+    "llm.seq2seq.": "a sequence-to-sequence data set",
+    "llm.mock_prefix_tree": "the data set of trees of prefixes",
+}
+"""The features that data sets without a counterpart need, by the beginning of the name below datasets."""
+
+
+def dataset(section: Section) -> None:
+    """Translate a data set of AutoModel. Other builders, such as the user's own code, stay as they are."""
+    node = section.peek("_target_")
+    if node is None or not is_of_automodel(str(node.value)):
+        return
+    name = take_target(section).removeprefix(_DATASETS)
+    builder = DATASETS.get(name)
+    if builder is None:
+        feature = "this data set"
+        for prefix, described in FEATURES.items():
+            if name.startswith(prefix):
+                feature = described
+        section.reject("_target_", node, f"{feature} is not supported", OTHER_DATA)
+        _discard(section)
+        return
+    section.put("_target_", replace(node, value=_OURS + builder.ours), was="_target_")
+    for key, value in builder.fixed:
+        is_number = value.isdecimal()
+        section.put(key, Node(value, node.origin, quoted=not is_number), was="_target_")
+    apply_rows(builder.rows, section)
+
+
+def _discard(section: Section) -> None:
+    """Remove the arguments of a builder that was rejected, which would all be reported as unknown keys."""
+    node = section.node
+    if node is not None:
+        node.value = {}
+
+
+def validation(section: Section) -> None:
+    """Translate the validation data: one set, or further ones whose names follow ``validation_dataset_``."""
+    dataset(section)
+    root = section.work.section("")
+    assert root.node is not None
+    for name in [name for name, _ in root.node.children()]:
+        label = name.removeprefix("validation_dataset_")
+        if label == name:
+            continue
+        named = root.inner(name, to=f"validation_datasets.{label}")
+        if named.node is None:
+            root.take(name)
+            continue
+        dataset(named)
+        # The user's own builder moves as it is.
+        apply_rows([Key(key) for key, _ in named.node.children()], named)
+
+
+ROWS: Sequence[tuple[str, Row]] = (
+    ("dataset", Steps(dataset)),
+    ("validation_dataset", Steps(validation)),
+)

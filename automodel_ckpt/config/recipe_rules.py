@@ -1,0 +1,329 @@
+"""What the sections of a recipe require of each other: relations between keys, and conditions for their effect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from automodel_ckpt.config.registry import is_own
+from automodel_ckpt.config.rules import Condition, Relation
+from automodel_ckpt.config.sections.evaluation import has_benchmarks
+from automodel_ckpt.config.sections.model import ModelConfig
+
+KIND_SECTIONS: dict[str, tuple[str, ...]] = {
+    "classification": ("sequence_classification",),
+    "kto": ("kto",),
+    "reward_model": ("reward_model",),
+    "distill": ("distill",),
+    "pretrain": ("pretrain",),
+    "dpo": ("dpo",),
+    "orpo": ("orpo",),
+    "embedding": ("embedding",),
+}
+"""Section -> the recipes of this package that read it. A recipe of a user may read any section."""
+
+
+def has_validation(recipe: Any) -> bool:
+    """Whether a recipe, or a namespace with its fields, has validation data."""
+    return recipe.validation_dataset is not None or bool(recipe.validation_datasets)
+
+
+def has_metrics(recipe: Any) -> bool:
+    """Whether a recipe measures something beside the training loss."""
+    return has_validation(recipe) or has_benchmarks(recipe)
+
+
+def predicts_further(recipe: Any) -> bool:
+    """Whether a recipe has a section model.mtp."""
+    return getattr(recipe.model, "mtp", None) is not None
+
+
+def _kind_relations() -> tuple[Relation, ...]:
+    """Restrict each section of :data:`KIND_SECTIONS` to its recipes."""
+    relations = []
+    for section, recipes in KIND_SECTIONS.items():
+        names = " or ".join(recipes)
+
+        def is_read(recipe: Any, section: str = section, names: tuple[str, ...] = recipes) -> bool:
+            is_given = getattr(recipe, section) is not None
+            return not is_given or recipe.recipe in names or not is_own(recipe.recipe)
+
+        problem = f"only the recipe {names} reads the section {section}"
+        hint = f"set recipe: {recipes[0]}, or remove the section"
+        relations.append(Relation((section,), is_read, problem, hint))
+    return tuple(relations)
+
+
+RELATIONS: tuple[Relation, ...] = (
+    *_kind_relations(),
+    Relation(
+        ("step_scheduler.ckpt_on_best", "step_scheduler.val_every_steps"),
+        lambda recipe: (
+            has_validation(recipe)
+            or not (
+                recipe.step_scheduler.val_every_steps
+                or (recipe.step_scheduler.ckpt_on_best and not has_benchmarks(recipe))
+            )
+        ),
+        "ckpt_on_best and val_every_steps need a validation_dataset",
+        "add a validation_dataset (or validation_datasets) section, or remove these keys",
+    ),
+    Relation(
+        ("hub", "checkpoint.enabled"),
+        lambda recipe: recipe.hub is None or recipe.checkpoint.enabled,
+        "checkpoints are uploaded, and checkpoint.enabled is false",
+        "enable checkpoints, or remove the section hub",
+    ),
+    Relation(
+        ("hub.push", "validation_dataset"),
+        lambda recipe: (
+            recipe.hub is None
+            or recipe.hub.push != "best"
+            or has_validation(recipe)
+            or has_benchmarks(recipe)
+        ),
+        "without validation, no checkpoint is the best",
+        "add a validation_dataset section, or set hub.push to final or every",
+    ),
+    Relation(
+        ("generation", "validation_dataset"),
+        lambda recipe: recipe.generation is None or has_validation(recipe),
+        "completions are generated at validations, and there is no validation data",
+        "add a validation_dataset section, or remove generation",
+    ),
+    Relation(
+        ("generation", "distributed.pp_size", "distributed.cp_size"),
+        lambda recipe: (
+            recipe.generation is None
+            or (recipe.distributed.pp_size == 1 and recipe.distributed.cp_size == 1)
+        ),
+        "completions cannot be generated with pipeline stages or context parallelism",
+        "remove generation; ckpt generate completes prompts with a checkpoint",
+    ),
+    Relation(
+        (
+            "evaluation.harness",
+            "distributed.pp_size",
+            "distributed.cp_size",
+            "distributed.sequence_parallel",
+        ),
+        lambda recipe: (
+            not has_benchmarks(recipe)
+            or (
+                recipe.distributed.pp_size == 1
+                and recipe.distributed.cp_size == 1
+                and not recipe.distributed.sequence_parallel
+            )
+        ),
+        "tasks cannot run with pipeline stages, context parallelism or sequence parallelism",
+        "remove evaluation.harness; ckpt eval runs tasks on a checkpoint",
+    ),
+    Relation(
+        ("packed_sequence", "dataloader.collate_fn"),
+        lambda recipe: recipe.packed_sequence is None or recipe.dataloader.collate_fn is None,
+        "packed_sequence and dataloader.collate_fn cannot be combined",
+        "remove one of them: packing requires the built-in collator",
+    ),
+    Relation(
+        ("pretrain.z_loss", "model.mtp"),
+        lambda recipe: (
+            recipe.pretrain is None or not recipe.pretrain.z_loss or not predicts_further(recipe)
+        ),
+        "pretrain.z_loss and model.mtp cannot be combined",
+        "remove one of them",
+    ),
+    Relation(
+        ("pretrain.base_width", "model", "peft"),
+        lambda recipe: (
+            recipe.pretrain is None
+            or not recipe.pretrain.base_width
+            or (getattr(recipe.model, "from_config", None) is not None and not recipe.peft)
+        ),
+        "pretrain.base_width scales initial values: it needs model.from_config, and no peft",
+        "remove base_width, or train a model from its config",
+    ),
+    Relation(
+        ("pretrain.split_documents", "packed_sequence"),
+        lambda recipe: (
+            recipe.pretrain is None
+            or not recipe.pretrain.split_documents
+            or recipe.packed_sequence is None
+            or recipe.packed_sequence.size >= 2
+        ),
+        "rows that divide documents need at least two tokens",
+        "increase packed_sequence.size",
+    ),
+    Relation(
+        ("peft", "model.freeze"),
+        lambda recipe: recipe.peft is None or not getattr(recipe.model, "freeze", None),
+        "peft and model.freeze cannot be combined",
+        "remove model.freeze: peft freezes the base except for peft.modules_to_save and peft.bias",
+    ),
+    Relation(
+        ("peft", "model.freeze_if_present"),
+        lambda recipe: recipe.peft is None or not getattr(recipe.model, "freeze_if_present", None),
+        "peft and model.freeze_if_present cannot be combined",
+        "remove it: peft freezes the base except for peft.modules_to_save and peft.bias",
+    ),
+    Relation(
+        ("qat", "peft"),
+        lambda recipe: recipe.qat is None or recipe.peft is None,
+        "qat and peft cannot be combined: an adapter is merged before the weights are rounded",
+        "remove one of the sections",
+    ),
+    Relation(
+        ("fp8", "qat"),
+        lambda recipe: recipe.fp8 is None or recipe.qat is None,
+        "fp8 and qat cannot be combined: both replace the products of linear layers",
+        "remove one of the sections",
+    ),
+    Relation(
+        ("fp8", "distributed.tp_size"),
+        lambda recipe: recipe.fp8 is None or recipe.distributed.tp_size == 1,
+        "fp8 and tp_size cannot be combined",
+        "remove one of them, or shard the model with distributed.strategy fsdp2 alone",
+    ),
+    Relation(
+        ("fp8", "model"),
+        lambda recipe: recipe.fp8 is None or isinstance(recipe.model, ModelConfig),
+        "fp8 cannot be used with model._target_: only models of transformers are converted",
+        "set model.from_pretrained or model.from_config, or remove the section fp8",
+    ),
+    Relation(
+        ("qat", "distributed.tp_size"),
+        lambda recipe: recipe.qat is None or recipe.distributed.tp_size == 1,
+        "qat and tp_size cannot be combined: scales need complete rows of the weights",
+        "remove tp_size, and use fsdp2",
+    ),
+    Relation(
+        ("qat", "model"),
+        lambda recipe: recipe.qat is None or isinstance(recipe.model, ModelConfig),
+        "qat cannot be used with model._target_: only models of transformers are quantized",
+        "set model.from_pretrained or model.from_config, or remove the section qat",
+    ),
+    Relation(
+        ("peft.target_parameters", "distributed.ep_size"),
+        lambda recipe: (
+            recipe.peft is None
+            or not recipe.peft.target_parameters
+            or recipe.distributed.ep_size == 1
+        ),
+        "peft.target_parameters and ep_size cannot be combined",
+        "remove ep_size: fsdp2 shards experts with adapters",
+    ),
+    Relation(
+        ("model.mtp", "distributed.pp_size"),
+        lambda recipe: not predicts_further(recipe) or recipe.distributed.pp_size == 1,
+        "model.mtp and pp_size cannot be combined: no stage has both the embeddings and the last hidden states",
+        "remove pp_size (fsdp2 shards the model), or model.mtp",
+    ),
+    Relation(
+        ("model.mtp", "distributed.tp_size"),
+        lambda recipe: not predicts_further(recipe) or recipe.distributed.tp_size == 1,
+        "model.mtp and tp_size cannot be combined: there is no plan for the layers of further tokens",
+        "remove tp_size (fsdp2 shards the model), or model.mtp",
+    ),
+    Relation(
+        ("model.mtp.weights", "peft"),
+        lambda recipe: (
+            not predicts_further(recipe)
+            or recipe.peft is None
+            or (recipe.model.mtp.weights == "base" and recipe.model.from_config is None)
+        ),
+        "with peft, the layers of model.mtp are frozen, and random ones would never be trained",
+        "train adapters on a base that has these layers, or remove model.mtp",
+    ),
+    Relation(
+        ("peft.use_dora", "distributed.tp_size"),
+        lambda recipe: (
+            recipe.peft is None or not recipe.peft.use_dora or recipe.distributed.tp_size == 1
+        ),
+        "peft.use_dora and tp_size cannot be combined: DoRA needs the norms of unsharded weights",
+        "remove peft.use_dora, or remove tp_size and use fsdp2",
+    ),
+    Relation(
+        ("peft.quantize_base", "distributed.tp_size"),
+        lambda recipe: (
+            recipe.peft is None or not recipe.peft.quantize_base or recipe.distributed.tp_size == 1
+        ),
+        "peft.quantize_base and tp_size cannot be combined",
+        "remove peft.quantize_base, or remove tp_size",
+    ),
+    Relation(
+        ("peft", "model"),
+        lambda recipe: recipe.peft is None or isinstance(recipe.model, ModelConfig),
+        "peft cannot be used with model._target_: adapters must reference a base model by name",
+        "set model.from_pretrained, or remove the peft section",
+    ),
+    Relation(
+        ("checkpoint.model_layout", "peft"),
+        lambda recipe: recipe.checkpoint.model_layout != ("hf" if recipe.peft else "adapter"),
+        "model_layout adapter requires peft, and model_layout hf requires a run without peft",
+        "remove model_layout, or set it to shards",
+    ),
+    Relation(
+        ("peft.base_dir", "model.from_config"),
+        lambda recipe: (
+            recipe.peft is None
+            or not isinstance(recipe.model, ModelConfig)
+            or (recipe.peft.base_dir is None) == (recipe.model.from_config is None)
+        ),
+        "with peft, model.from_config and peft.base_dir must be set together",
+        "set peft.base_dir to a directory for the new base, or use an existing base in model.from_pretrained",
+    ),
+)
+CONDITIONS: tuple[Condition, ...] = (
+    Condition(
+        (
+            "checkpoint.keep_best",
+            "checkpoint.export_best",
+            "checkpoint.best_metric_key",
+            "checkpoint.best_mode",
+        ),
+        ("validation_dataset", "validation_datasets", "evaluation.harness"),
+        has_metrics,
+        "the best checkpoint is undefined without a validation_dataset",
+        "add a validation_dataset section, or remove the key",
+    ),
+    Condition(
+        ("ema.validate",),
+        ("validation_dataset", "validation_datasets"),
+        has_validation,
+        "nothing is measured without validation data",
+        "add a validation_dataset section, or remove the key",
+    ),
+    Condition(
+        ("checkpoint.export_ema",),
+        ("ema",),
+        lambda recipe: recipe.ema is not None,
+        "there is no average of the weights without the section ema",
+        "add the section (ema: {decay: 0.999}), or remove the key",
+    ),
+    Condition(
+        ("step_scheduler.on_spike",),
+        ("checkpoint.enabled",),
+        lambda recipe: recipe.checkpoint.enabled,
+        "without checkpoints, a run cannot go back",
+        "set checkpoint.enabled true, or remove on_spike",
+    ),
+    Condition(
+        ("step_scheduler.early_stopping",),
+        ("validation_dataset", "validation_datasets", "evaluation.harness"),
+        has_metrics,
+        "nothing is measured without validation data",
+        "add a validation_dataset section, or remove the key",
+    ),
+    Condition(
+        ("pretrain.split_documents", "pretrain.attend_across_documents"),
+        ("packed_sequence",),
+        lambda recipe: recipe.packed_sequence is not None,
+        "without packed_sequence, no row has two documents",
+        "add a packed_sequence section with the size of a row, or remove the key",
+    ),
+    Condition(
+        ("dataloader.padding_free",),
+        ("packed_sequence",),
+        lambda recipe: recipe.packed_sequence is None,
+        "packed_sequence always concatenates samples",
+        "remove padding_free or packed_sequence",
+    ),
+)

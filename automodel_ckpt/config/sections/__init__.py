@@ -1,0 +1,1 @@
+"""The sections of a recipe file: one dataclass each, whose fields have a type, a default, rules and documentation."""

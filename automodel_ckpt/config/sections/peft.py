@@ -1,0 +1,70 @@
+"""The section ``peft``: adapters on a frozen base."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from automodel_ckpt.config.rules import (
+    AT_LEAST_1,
+    BELOW_1,
+    Relation,
+    setting,
+)
+
+
+@dataclass
+class PeftConfig:
+    """LoRA adapters on a frozen base model, with the peft library. Without this section the model itself is trained."""
+
+    method: Literal["lora"] = "lora"
+    """Type of adapter."""
+    r: int = setting(8, AT_LEAST_1)
+    """LoRA rank."""
+    alpha: int = setting(16, AT_LEAST_1)
+    """LoRA alpha. The adapter's output is scaled by alpha / r, or by alpha / sqrt(r) with use_rslora."""
+    dropout: float = setting(0.0, BELOW_1)
+    """Dropout probability of the adapter's input during training."""
+    target_modules: list[str] | str = "all-linear"
+    """Layers to adapt: names (q_proj), glob patterns over full names (*.self_attn.*), or all-linear."""
+    target_parameters: list[str] | str = field(default_factory=list)
+    """Weights of fused experts to adapt (3 dimensions): names (gate_up_proj), glob patterns over full names
+    (*.experts.*), or all-experts: all that the model has, which can be none."""
+    exclude_modules: list[str] = field(default_factory=list)
+    """Layers to exclude from target_modules: names or glob patterns."""
+    modules_to_save: list[str] = field(default_factory=list)
+    """Modules to train and save in full, such as lm_head: names or glob patterns."""
+    use_dora: bool = False
+    """Use DoRA (weight-decomposed low-rank adaptation)."""
+    use_rslora: bool = False
+    """Use rsLoRA (rank-stabilized scaling)."""
+    init: Literal["default", "gaussian", "orthogonal"] = "default"
+    """Initialization of the adapters. With default and gaussian the initial output equals the base's."""
+    bias: Literal["none", "all", "lora_only"] = "none"
+    """Biases of the base to train: none, all, or those of adapted layers (lora_only)."""
+    ensure_weight_tying: bool = True
+    """Keep a tied embedding and output layer tied if one is in modules_to_save; false: allow LoRA on either."""
+    dtype: Literal["float32", "base"] = "float32"
+    """Data type of the adapters; base: that of the base model."""
+    base_dir: str | None = None
+    """With model.from_config: the directory where the first start writes the randomly initialized base."""
+    quantize_base: Literal["nf4", "fp4", "int8"] | None = None
+    """Quantize the frozen base (QLoRA). Requires a CUDA device and bitsandbytes."""
+
+    relations: ClassVar[tuple[Relation, ...]] = (
+        Relation(
+            ("init", "r"),
+            lambda peft: peft.init != "orthogonal" or peft.r % 2 == 0,
+            "init orthogonal needs an even r",
+            "use an even r, or remove init",
+        ),
+        Relation(
+            ("dropout", "use_dora", "init", "target_parameters"),
+            lambda peft: (
+                not peft.target_parameters
+                or (peft.dropout == 0 and not peft.use_dora and peft.init != "orthogonal")
+            ),
+            "adapters on target_parameters support no dropout, no use_dora, and no init orthogonal",
+            "remove that key, or target_parameters",
+        ),
+    )

@@ -1,0 +1,167 @@
+"""Render conversations with a chat template, and find out how the template writes them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from automodel_ckpt.data.fast_encoding import encode_one
+from automodel_ckpt.data.messages import UnusableSample, as_rendered
+from automodel_ckpt.data.templates import bound_chat_templates
+
+Span = tuple[int, int]
+"""The first character of a part of a text, and the one after the last."""
+MARK = "__shown__"
+"""A text that no conversation contains. Its presence in the output shows that the template wrote it."""
+_WATCHED = "{% macro strftime_now(form) %}" + MARK + "{% endmacro %}"
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_QUESTION = [{"role": "user", "content": "probe"}]
+
+
+@dataclass(frozen=True)
+class ChatRenderer:
+    """Renders conversations with a chat template. A conversation is a list of messages from :func:`turns_of`.
+
+    *tokenizer* may be a processor. *variables* are those of ``dataset.template_kwargs``. Methods raise
+    :class:`UnusableSample` if the template cannot render a conversation.
+    """
+
+    tokenizer: PreTrainedTokenizerBase = field(repr=False)
+    template: str = field(repr=False)
+    variables: dict[str, Any]
+
+    def text(self, turns: list[dict[str, Any]], tools: Any = None, **options: Any) -> str:
+        """Render a conversation as text with its special tokens. *options* are those of ``apply_chat_template``."""
+        apply: Any = self.tokenizer.apply_chat_template
+        rendered = [as_rendered(turn) for turn in turns]
+        with _reporting_errors():
+            text = apply(
+                rendered,
+                tools=tools,
+                chat_template=self.template,
+                tokenize=False,
+                **options,
+                **self.variables,
+            )
+        return str(text)
+
+    def can_render(self, turns: list[dict[str, Any]]) -> bool:
+        """Whether the template renders a conversation without an error."""
+        try:
+            self.text(turns)
+        except UnusableSample:
+            return False
+        return True
+
+    def text_with_marks(self, turns: list[dict[str, Any]], tools: Any) -> tuple[str, list[Span]]:
+        """Render a conversation. Returns the text and all spans inside the template's generation markers."""
+        render: Any = render_jinja_template
+        rendered = [as_rendered(turn) for turn in turns]
+        variables = {**self.special_tokens, **self.variables}
+        with _reporting_errors():
+            texts, marks = render(
+                conversations=[rendered],
+                tools=tools,
+                chat_template=self.template,
+                return_assistant_tokens_mask=True,
+                **variables,
+            )
+        return texts[0], [(start, end) for start, end in marks[0]]
+
+    def encode(self, text: str) -> list[int]:
+        """Tokenize a rendered text."""
+        # The template has written the special tokens: the tokenizer must not add them again.
+        return encode_one(self.tokenizer, text)
+
+    @property
+    def special_tokens(self) -> dict[str, Any]:
+        """The special tokens by name, which templates read as variables."""
+        return dict(self.tokenizer.special_tokens_map)
+
+    @property
+    def has_markers(self) -> bool:
+        """Whether the template itself marks the assistant's text."""
+        return _GENERATION.search(self.template) is not None
+
+    @property
+    def writes_the_date(self) -> bool:
+        """Whether the template writes the current time, so that samples depend on it."""
+        if "strftime_now" not in self.template:
+            return False
+        # A macro takes precedence over the function of this name that transformers provides.
+        watched = replace(self, template=_WATCHED + self.template)
+        with suppress(UnusableSample):
+            return MARK in watched.text(_QUESTION)
+        return False
+
+    # cached_property writes to __dict__: a frozen dataclass allows it, one with slots does not.
+    @cached_property
+    def takes_parts(self) -> bool:
+        """Whether the template writes the text of a content that is a list of parts, rather than the list itself."""
+        parts = [{"role": "user", "content": [{"type": "text", "text": "probe"}]}]
+        try:
+            text = self.text(parts)
+        except UnusableSample:
+            return False
+        writes_list = re.search(r"['\"]type['\"]", text) is not None
+        return "probe" in text and not writes_list
+
+    @cached_property
+    def needs_objects(self) -> bool:
+        """Whether the arguments of calls have to be objects: the template fails for JSON text, or puts it in quotes."""
+        try:
+            text = self.text(_calling('{"probe": 1}'))
+        except UnusableSample:
+            return self.can_render(_calling({"probe": 1}))
+        return '{\\"probe' in text
+
+    @cached_property
+    def header(self) -> str:
+        """The header that the template writes before the assistant's text: its generation prompt."""
+        with suppress(UnusableSample):
+            asked = self.text(_QUESTION)
+            prompted = self.text(_QUESTION, add_generation_prompt=True)
+            if prompted.startswith(asked):
+                return prompted.removeprefix(asked)
+        return ""
+
+    @cached_property
+    def end_of_turn(self) -> str:
+        """The text that the template writes after the assistant's text."""
+        answer = "answer of the probe"
+        with suppress(UnusableSample):
+            text = self.text([*_QUESTION, {"role": "assistant", "content": answer}])
+            _, _, end = text.partition(answer)
+            return end
+        return ""
+
+
+@contextmanager
+def _reporting_errors() -> Iterator[None]:
+    """Raise the template's errors as :class:`UnusableSample`, including exceeded limits of time and size."""
+    bound_chat_templates()
+    try:
+        yield
+    except Exception as error:  # a template can raise anything, for example divide by zero
+        value = f"{type(error).__name__}: {error}"
+        hint = "correct the conversation, the template, or dataset.template_kwargs"
+        raise UnusableSample(
+            "the chat template cannot render this conversation", value, hint
+        ) from error
+
+
+def _calling(arguments: str | dict[str, Any]) -> list[dict[str, Any]]:
+    """Make a conversation with a tool call, to test how a template writes it."""
+    call = {
+        "id": "probe0000",
+        "type": "function",
+        "function": {"name": "probe", "arguments": arguments},
+    }
+    return [*_QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}]

@@ -1,0 +1,292 @@
+"""Tokenize conversations with a chat template, with labels on the assistant's turns.
+
+The template's ``{% generation %}`` markers determine which tokens are the assistant's. Without markers, they are
+located by rendering the conversation up to each assistant turn, with and without the turn.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from automodel_ckpt.data.answer_prefixes import METHOD, answer_prefixes
+from automodel_ckpt.data.chat_renderer import MARK, ChatRenderer, Span
+from automodel_ckpt.data.common_prefix import common_length
+from automodel_ckpt.data.marked_answers import marked_answers
+from automodel_ckpt.data.messages import (
+    UnusableSample,
+    calls_of,
+    is_trained_on,
+    parsed,
+    with_functions,
+)
+from automodel_ckpt.data.reasoning_spans import reasoning_spans
+from automodel_ckpt.data.tokenized import TokenizedSample
+from automodel_ckpt.data.training_templates import model_of
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """Turns a conversation into tokens and labels. Raises :class:`UnusableSample`.
+
+    With *last_only*, only the last turn of the assistant has labels; with *mask_reasoning*, reasoning has none. If
+    *max_tokens* is set, the oldest exchanges of a longer conversation are removed.
+    """
+
+    tokenizer: PreTrainedTokenizerBase = field(repr=False)
+    template: str = field(repr=False)
+    variables: dict[str, Any]
+    last_only: bool
+    mask_reasoning: bool = False
+    max_tokens: int | None = None
+
+    @property
+    def method(self) -> str:
+        """A description of how the assistant's tokens are located, for the log."""
+        model = model_of(self.template)
+        if model is not None:
+            return (
+                f"the generation markers of the training template for {model}, which replaces the tokenizer's "
+                "(dataset.chat_template original keeps that one)"
+            )
+        if self.renderer.has_markers:
+            return "the template's generation markers"
+        return METHOD
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Everything that the samples depend on besides the tokenizer."""
+        key: tuple[object, ...] = (self.template, sorted(self.variables.items()), self.last_only)
+        # Options are added if they are set, so that the keys of samples that do not need them stay the same.
+        if self.mask_reasoning:
+            key += ("mask_reasoning",)
+        if self.max_tokens is not None:
+            key += ("max_tokens", self.max_tokens)
+        return key
+
+    # cached_property writes to __dict__: a frozen dataclass allows it, one with slots does not.
+    @cached_property
+    def renderer(self) -> ChatRenderer:
+        """The template with the tokenizer and the variables that it gets."""
+        return ChatRenderer(self.tokenizer, self.template, self.variables)
+
+    def text(self, conversation: list[dict[str, Any]]) -> str:
+        """Render a conversation, a list of messages from :func:`turns_of`, as text with its special tokens.
+
+        Raises :class:`UnusableSample` if the template cannot render it.
+        """
+        return self.renderer.text(self._with_text_contents(conversation))
+
+    def sample(self, conversation: list[dict[str, Any]], tools: Any) -> TokenizedSample:
+        """Tokenize a conversation, a list of messages from :func:`turns_of`, with labels on the assistant's tokens.
+
+        Raises :class:`UnusableSample` if the template cannot render it or if no token has a label.
+        """
+        turns = self._with_text_contents(conversation)
+        turns = self._with_arguments(turns)
+        offered = parsed(tools) or None
+        self._check_calls_rendered(turns, offered)
+        turns = self._fitting(turns, offered)
+        locate = self._by_markers if self.renderer.has_markers else self._by_prefixes
+        sample = locate(turns, offered)
+        labelled = sample.labelled
+        if self.last_only:
+            labelled = _last_run(labelled)
+        if self.mask_reasoning:
+            labelled = self._without_reasoning(turns, offered, sample.tokens, labelled)
+        # The first token is never predicted, so its label does not count.
+        if not any(labelled[1:]):
+            raise _no_labels(turns)
+        return TokenizedSample(sample.tokens, labelled)
+
+    def _fitting(self, turns: list[dict[str, Any]], tools: Any) -> list[dict[str, Any]]:
+        """Remove the oldest exchanges until the rest has at most *max_tokens* tokens, or one exchange remains.
+
+        An exchange begins with a message of the user. System messages at the beginning remain.
+        """
+        if self.max_tokens is None or self._num_tokens(turns, tools) <= self.max_tokens:
+            return turns
+        is_system = [turn["role"] in ("system", "developer") for turn in turns]
+        num_system = (*is_system, False).index(False)
+        starts = [
+            number
+            for number, turn in enumerate(turns)
+            if number >= num_system and turn["role"] == "user"
+        ]
+        remaining = turns
+        for start in starts:
+            remaining = turns[:num_system] + turns[start:]
+            if self._num_tokens(remaining, tools) <= self.max_tokens:
+                break
+        return remaining
+
+    def _num_tokens(self, turns: list[dict[str, Any]], tools: Any) -> int:
+        return len(self.renderer.encode(self.renderer.text(turns, tools)))
+
+    def _without_reasoning(
+        self,
+        turns: list[dict[str, Any]],
+        tools: Any,
+        tokens: Sequence[int],
+        labelled: Sequence[bool],
+    ) -> list[bool]:
+        """Copy *labelled* without the tokens of the reasoning that the template writes, and of the tags around it."""
+        encode = self.renderer.encode
+        whole = self.renderer.text(turns, tools)
+        remaining = list(labelled)
+        for start, end in reasoning_spans(self.renderer, turns, tools, whole):
+            first = common_length(encode(whole[:start]), tokens)
+            last = common_length(encode(whole[:end]), tokens)
+            remaining[first:last] = [False] * (last - first)
+        return remaining
+
+    def _with_text_contents(self, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Replace lists of parts by their text, if the template supports only text."""
+        has_parts = any(isinstance(turn.get("content"), list) for turn in turns)
+        if not has_parts or self.renderer.takes_parts:
+            return turns
+        converted = []
+        for turn in turns:
+            if "content" in turn:
+                turn = turn | {"content": _text_of(turn["content"])}
+            converted.append(turn)
+        return converted
+
+    def _with_arguments(self, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Parse the arguments of calls that are JSON text, if the template requires objects."""
+        arguments = [call.get("arguments") for turn in turns for call in calls_of(turn)]
+        has_text = any(isinstance(each, str) for each in arguments)
+        if not has_text or not self.renderer.needs_objects:
+            return turns
+        return [with_functions(turn, _with_arguments_read) for turn in turns]
+
+    def _check_calls_rendered(self, turns: list[dict[str, Any]], tools: Any) -> None:
+        """Raise :class:`UnusableSample` if the template omits a tool call.
+
+        Otherwise, the model would be trained to answer nothing in place of a call.
+        """
+        names = {str(call.get("name")) for turn in turns for call in calls_of(turn)}
+        if not names:
+            return
+        # A mark behind each name, because the name alone may occur elsewhere in the text.
+        marked = [with_functions(turn, _with_marked_name) for turn in turns]
+        text = self.renderer.text(marked, tools)
+        omitted = sorted(name for name in names if name + MARK not in text)
+        if omitted:
+            raise UnusableSample(
+                "the chat template omits the tool calls in this conversation",
+                ", ".join(omitted),
+                "set dataset.chat_template to a template that writes tool calls, or remove such conversations",
+            )
+
+    def _by_markers(self, turns: list[dict[str, Any]], tools: Any) -> TokenizedSample:
+        """Tokenize a conversation. The generation markers of the template determine the labels."""
+        # Not transformers' mask of assistant tokens: a character without a token throws it off.
+        text, labeled_spans = marked_answers(self.renderer, turns, tools)
+        try:
+            encoded: Any = self.tokenizer(
+                text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+            )
+        except NotImplementedError as error:
+            raise UnusableSample(
+                "the chat template has generation markers, but the tokenizer cannot map tokens to characters",
+                type(self.tokenizer).__name__,
+                "use a fast tokenizer, or set dataset.chat_template to a template without generation markers",
+            ) from error
+        spans = [(start, end) for start, end in encoded["offset_mapping"]]
+        return TokenizedSample(list(encoded["input_ids"]), _within(spans, labeled_spans))
+
+    def _by_prefixes(self, turns: list[dict[str, Any]], tools: Any) -> TokenizedSample:
+        """Tokenize a conversation. Rendering it up to each assistant turn determines the labels."""
+        encode = self.renderer.encode
+        whole = self.renderer.text(turns, tools)
+        tokens = encode(whole)
+        labelled = [False] * len(tokens)
+        for number in self.labeled_turns(turns):
+            # Borders are located in the tokens of the whole text: the text before a border,
+            # tokenized alone, may end in other tokens.
+            before, after = answer_prefixes(self.renderer, turns, tools, number, whole)
+            start = common_length(encode(before), tokens)
+            end = len(tokens)
+            if after != whole:
+                end = common_length(encode(after), tokens)
+            labelled[start:end] = [True] * (end - start)
+        return TokenizedSample(tokens, labelled)
+
+    def labeled_turns(self, turns: list[dict[str, Any]]) -> list[int]:
+        """Return the numbers of the messages that get labels."""
+        numbers = [number for number, turn in enumerate(turns) if is_trained_on(turn)]
+        return numbers[-1:] if self.last_only else numbers
+
+
+def _no_labels(turns: list[dict[str, Any]]) -> UnusableSample:
+    hint = "remove it, or use the role assistant for the messages to train on"
+    if any(turn["role"] == "assistant" for turn in turns):
+        hint = "remove it: all of its assistant messages have weight 0"
+    if any(map(is_trained_on, turns)):
+        hint = "correct the chat template or its generation markers: they mark no assistant token"
+    roles = ", ".join(str(turn["role"]) for turn in turns)
+    return UnusableSample("this conversation has no assistant token to train on", roles, hint)
+
+
+def _with_marked_name(call: dict[str, Any]) -> dict[str, Any]:
+    return call | {"name": f"{call.get('name')}{MARK}"}
+
+
+def _with_arguments_read(call: dict[str, Any]) -> dict[str, Any]:
+    """Parse the arguments of a call if they are JSON text; other calls are returned unchanged."""
+    try:
+        return call | {"arguments": json.loads(call["arguments"])}
+    except (KeyError, TypeError, ValueError):
+        return call
+
+
+def _text_of(content: Any) -> Any:
+    """Join the texts of a content that is a list of parts; other contents are returned unchanged.
+
+    Raises :class:`UnusableSample` for a part that is not text.
+    """
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, dict) else part
+        if not isinstance(text, str):
+            raise UnusableSample(
+                "a message has a part that is not text, but the chat template supports only text",
+                repr(part)[:80],
+                "remove the part; images require a vision-language model and automodel_ckpt.data.vlm.conversations",
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+def _within(spans: Sequence[Span], labeled_spans: Sequence[Span]) -> list[bool]:
+    """Return for each of *spans* whether it overlaps one of *labeled_spans*. Both are in the order of the text."""
+    rest = list(reversed(labeled_spans))
+    overlaps = []
+    for start, end in spans:
+        while rest and rest[-1][1] <= start:
+            rest.pop()
+        if not rest:
+            overlaps.append(False)
+            continue
+        labeled_start, labeled_end = rest[-1]
+        overlaps.append(max(start, labeled_start) < min(end, labeled_end))
+    return overlaps
+
+
+def _last_run(labelled: Sequence[bool]) -> list[bool]:
+    """Copy *labelled* with only its last uninterrupted run of True."""
+    end = len(labelled)
+    while end > 0 and not labelled[end - 1]:
+        end -= 1
+    start = end
+    while start > 0 and labelled[start - 1]:
+        start -= 1
+    return [start <= number < end for number in range(len(labelled))]

@@ -1,0 +1,69 @@
+"""The library ``datasets``: which of its options a directory sets, images that are not decoded, and no output."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+def has_reading_options(config: Any, kinds: set[str]) -> bool:
+    """Whether a directory's README has options for reading its files, which only ``datasets`` supports."""
+    not_options = {"name", "version", "data_dir", "data_files", "description"}
+    if kinds == {".tsv"}:
+        not_options |= {"sep", "delimiter"}
+    default = type(config)()
+    for field in dataclasses.fields(config):
+        if field.name in not_options:
+            continue
+        if getattr(config, field.name) != getattr(default, field.name):
+            return True
+    return False
+
+
+def with_encoded_images(table: Any, datasets: Any) -> Any:
+    """Return *table* with images as the bytes of their files.
+
+    The library would decode them without a limit of their size, and report damaged ones without their location.
+    """
+    for column, feature in table.features.items():
+        encoded = _encoded(feature, datasets)
+        if encoded is not feature:
+            table = table.cast_column(column, encoded)
+    return table
+
+
+def _encoded(feature: Any, datasets: Any) -> Any:
+    """Return a feature of a table whose images are not decoded; *feature* itself if it has none."""
+    if isinstance(feature, datasets.Image):
+        return datasets.Image(decode=False)
+    if isinstance(feature, datasets.List | datasets.LargeList):
+        inner = _encoded(feature.feature, datasets)
+        return feature if inner is feature.feature else dataclasses.replace(feature, feature=inner)
+    if isinstance(feature, dict):
+        fields = {name: _encoded(value, datasets) for name, value in feature.items()}
+        is_changed = any(fields[name] is not value for name, value in feature.items())
+        return fields if is_changed else feature
+    return feature
+
+
+@contextmanager
+def quiet(datasets: Any) -> Iterator[None]:
+    """Hide the progress bars and log lines of ``datasets``: errors are reported by exceptions."""
+    # These are settings of the process, so other threads see them, too.
+    has_bars = not datasets.are_progress_bars_disabled()
+    level = datasets.logging.get_verbosity()
+    cards = logging.getLogger("huggingface_hub.repocard")  # warns about a directory's README
+    cards_level = cards.level
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    cards.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(level)
+        cards.setLevel(cards_level)
+        if has_bars:
+            datasets.enable_progress_bars()

@@ -1,0 +1,75 @@
+"""The memory of the features of images, which a multimodal model computes for its text layers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from automodel_ckpt.models.forward import model_without_adapters
+
+log = logging.getLogger("automodel_ckpt")
+
+
+def image_bytes(model: nn.Module, images: Mapping[str, torch.Tensor]) -> int | None:
+    """Bytes that autograd saves while *model* computes the features of *images*; None if they are unknown.
+
+    *images* are arguments of ``get_image_features``, of which only shapes and dtypes are used.
+    """
+    inner = model_without_adapters(model)
+    try:
+        return _saved_bytes(_ImageFeatures(getattr(inner, "base_model", inner)), images)
+    except Exception as error:
+        log.debug("the features of images cannot be traced: %r", error)
+        return None
+
+
+class _ImageFeatures(nn.Module):
+    """The part of a multimodal model that computes the features of images for its text layers."""
+
+    def __init__(self, backbone: nn.Module) -> None:
+        super().__init__()
+        self.backbone = backbone
+
+    def forward(self, **images: torch.Tensor) -> Any:
+        return self.backbone.get_image_features(**images)  # type: ignore[operator]
+
+
+def _saved_bytes(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> int:
+    """Bytes that autograd saves in a forward pass of *model*, without those of its parameters and buffers."""
+    with FakeTensorMode():
+        own: dict[str, torch.Tensor] = {}
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            own[name] = torch.empty(
+                tensor.shape, dtype=tensor.dtype, requires_grad=tensor.requires_grad
+            )
+        fake_inputs: dict[str, torch.Tensor] = {}
+        for name, tensor in inputs.items():
+            fake_inputs[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        saved = _SavedTensors(own.values())
+        with torch.autograd.graph.saved_tensors_hooks(saved.note, lambda tensor: tensor):
+            torch.func.functional_call(model, own, kwargs=fake_inputs)
+    return saved.nbytes
+
+
+class _SavedTensors:
+    """Counts the bytes of each storage that autograd saves, once, without the storages of *own* tensors."""
+
+    def __init__(self, own: Iterable[torch.Tensor]) -> None:
+        # References keep the storages alive: otherwise a new one could get the address of a freed one.
+        self._storages: list[Any] = [tensor.untyped_storage() for tensor in own]
+        self._seen = {storage._cdata for storage in self._storages}
+        self.nbytes = 0
+
+    def note(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Count *tensor*, which autograd saves, and return it."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._seen:
+            self._seen.add(storage._cdata)
+            self._storages.append(storage)
+            self.nbytes += storage.nbytes()
+        return tensor

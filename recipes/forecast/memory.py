@@ -1,0 +1,191 @@
+"""The memory of a rank at the peak of a step: exact for parameters and optimizer, traced for activations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from automodel_ckpt.checkpoint import discover
+from automodel_ckpt.checkpoint.discovery import classify
+from automodel_ckpt.checkpoint.saving.forecast import forecast_bytes
+from automodel_ckpt.distributed.mesh import RankLayout
+from automodel_ckpt.distributed.parallelize import decoder_layers, separate_ends
+from automodel_ckpt.models.pipeline_stage import parameters_of_ranks
+from automodel_ckpt.recipes.forecast.activations import activation_bytes
+from automodel_ckpt.recipes.forecast.tensor_bytes import bytes_in, nbytes
+from automodel_ckpt.recipes.model.sections import is_fully_sharded, num_micro_batches
+from automodel_ckpt.recipes.precision import compute_dtype
+from automodel_ckpt.recipes.recipe import Recipe
+from automodel_ckpt.recipes.weight_average import average_bytes
+from automodel_ckpt.training.metrics import PeakMemory
+
+_RUNTIME_BYTES = 30 * 10**6
+"""What a process on a CPU allocates for threads, kernels and data after its start."""
+_CONTEXT_BYTES = 600 * 2**20
+"""A process's share of a GPU before the first tensor: the CUDA context, and the workspace of matrix products."""
+_COMMUNICATION_BYTES = 2**30
+"""The buffers of NCCL on a rank that communicates with others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of one rank at the peak of a step, by content.
+
+    *average* is that of the section ``ema``, *others* are the weights of models that are not trained. *process* is the
+    memory of the process before the model exists. None: activations cannot be estimated.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    activations: int | None
+    process: int
+    average: int = 0
+    others: int = 0
+
+    @property
+    def total(self) -> int:
+        """The sum of all parts."""
+        state = self.weights + self.gradients + self.optimizer + self.average + self.others
+        return state + self.gathered + (self.activations or 0) + self.process
+
+
+def estimate_memory(recipe: Recipe) -> Memory:
+    """Estimate the memory of one rank of a dry run's *recipe*, whose layout has the sizes of the mesh.
+
+    The peak is in the backward pass or in the optimizer's step. With pipeline stages, it is that of the largest stage,
+    with the activations of as many micro-batches as the schedule has in progress on the first stage.
+    """
+    # First: what this process has allocated before the model is traced is about what a rank has before its model.
+    process = _process_bytes(recipe.layout)
+    parameters = _largest_stage(recipe)
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    shards = num_shards(recipe)
+    average = average_bytes(parameters) if recipe.weight_average is not None else 0
+    others = sum(nbytes(model.parameters()) for model in recipe.other_models())
+    gathered = _gathered_bytes(recipe, parameters)
+    activations = activation_bytes(recipe)
+    if activations is not None:
+        # The optimizer's step has temporary tensors instead of activations and gathered parameters.
+        temporary = _bytes_of_optimizer_step(recipe, trained) // shards
+        activations = max(activations, temporary - gathered)
+    memory = Memory(
+        weights=nbytes(parameters) // shards,
+        gradients=_gradient_bytes(recipe, trained),
+        optimizer=_optimizer_bytes(recipe, trained) // shards,
+        gathered=gathered,
+        activations=activations,
+        process=process,
+        average=average // shards,
+        others=others // shards,
+    )
+    if recipe.config.distributed.cpu_offload:
+        return replace(memory, weights=0, gradients=0, optimizer=0, average=0, others=0)
+    return memory
+
+
+def num_shards(recipe: Recipe) -> int:
+    """The number of shards of each parameter of a stage."""
+    sizes = recipe.layout.sizes
+    is_sharded = is_fully_sharded(recipe.config, recipe.layout)
+    return sizes.tp * (sizes.dp_shard * sizes.cp if is_sharded else 1)
+
+
+def _process_bytes(layout: RankLayout) -> int:
+    """What a rank has allocated before its model."""
+    if layout.device.type == "cuda":
+        return _CONTEXT_BYTES + (_COMMUNICATION_BYTES if layout.sizes.world > 1 else 0)
+    return PeakMemory(torch.device("cpu")).nbytes + _RUNTIME_BYTES
+
+
+def _largest_stage(recipe: Recipe) -> list[nn.Parameter]:
+    """The parameters of the rank of a pipeline that has most of them; without a pipeline, those of the model."""
+    num_stages, section = recipe.layout.sizes.pp, recipe.config.distributed
+    if num_stages == 1:
+        return list(recipe.model.parameters())
+    ranks = parameters_of_ranks(recipe.model, num_stages, section.stages_per_rank)
+    return max(ranks, key=nbytes)
+
+
+def _gradient_bytes(recipe: Recipe, trained: list[nn.Parameter]) -> int:
+    """Bytes of the gradients of the *trained* parameters of a stage that a rank holds at one time.
+
+    With ``defer_gradient_sync``, these are the gradients of complete parameters in the type that they are reduced in.
+    Each is freed when its shard is made, in the last micro-batch of the step.
+    """
+    if not _defers(recipe):
+        return nbytes(trained) // num_shards(recipe)
+    # Micro-batches are summed in the type that gradients are reduced in.
+    reduced_in = torch.float32 if compute_dtype(recipe.config.distributed) else None
+    return bytes_in(reduced_in, trained) // recipe.layout.sizes.tp
+
+
+def _optimizer_bytes(recipe: Recipe, trained: list[nn.Parameter]) -> int:
+    """Bytes of the optimizers' state of the *trained* parameters of a stage."""
+    all_trained = [p for p in recipe.model.parameters() if p.requires_grad]
+    share = nbytes(trained) / max(nbytes(all_trained), 1)
+    state = classify(discover(recipe))
+    optimizers = [item for item in state if item.kind == "optimizer"]
+    # The difference, because a checkpoint without state has some files, too.
+    without_optimizers = forecast_bytes([], world_size=1, save_optimizer=True)
+    with_optimizers = forecast_bytes(optimizers, world_size=1, save_optimizer=True)
+    return int((with_optimizers - without_optimizers) * share)
+
+
+def _bytes_of_optimizer_step(recipe: Recipe, trained: list[nn.Parameter]) -> int:
+    """Bytes of the tensors that exist during the optimizer's step only.
+
+    On a GPU, torch's optimizers process all parameters in one operation, with a temporary tensor for each, unless they
+    are fused.
+    """
+    is_ours = type(recipe.optimizer).__module__.startswith("automodel_ckpt")
+    if recipe.layout.device.type != "cuda" or is_ours:
+        return 0
+    options = recipe.optimizer.defaults
+    is_fused = bool(options.get("fused"))
+    is_multi_tensor = "foreach" in options and options["foreach"] is not False
+    return nbytes(trained) if is_multi_tensor and not is_fused else 0
+
+
+def _gathered_bytes(recipe: Recipe, parameters: list[nn.Parameter]) -> int:
+    """Bytes of the parameters that fsdp2 gathers at one time, in the type that they are computed in; 0 for other
+    strategies."""
+    if not is_fully_sharded(recipe.config, recipe.layout):
+        return 0
+    gathered = set(map(id, _gathered(recipe, parameters)))
+    dtype = compute_dtype(recipe.config.distributed)
+
+    def bytes_of(some: Iterable[nn.Parameter]) -> int:
+        return bytes_in(dtype, [parameter for parameter in some if id(parameter) in gathered])
+
+    layers = [bytes_of(layer.parameters()) for layer in decoder_layers(recipe.model)]
+    embeddings, _output = separate_ends(recipe.model)
+    of_embeddings = sum(bytes_of(embedding.parameters()) for embedding in embeddings)
+    complete = bytes_of(parameters)
+    rest = complete - sum(layers) - of_embeddings
+    # A layer and the prefetched next one, or the embedding, with the rest of the model.
+    window = rest + max(2 * max(layers, default=0), of_embeddings)
+    kept = complete if _defers(recipe) else window
+    # Besides the parameters, the buffer of the collective that they are copied out of, and their gradients.
+    return kept + 2 * window
+
+
+def _gathered(recipe: Recipe, parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+    """Those of *parameters* that fsdp2 gathers or casts; on one rank, only those that are not in the compute type."""
+    section = recipe.config.distributed
+    dtype = compute_dtype(section)
+    if recipe.layout.sizes.world > 1 or section.cpu_offload or dtype is None:
+        return parameters
+    return [parameter for parameter in parameters if parameter.dtype != dtype]
+
+
+def _defers(recipe: Recipe) -> bool:
+    """Whether micro-batches before the last one of a step keep the gradients and the parameters of fsdp2 unsharded."""
+    config, layout = recipe.config, recipe.layout
+    accumulates = num_micro_batches(config, layout.sizes.dp) > 1
+    is_sharded = is_fully_sharded(config, layout)
+    return is_sharded and accumulates and config.distributed.defer_gradient_sync

@@ -1,0 +1,66 @@
+"""The size of the largest micro-batch of a recipe."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from automodel_ckpt.data.image_packing import PACK_IDS
+from automodel_ckpt.recipes.recipe import Recipe
+
+log = logging.getLogger("automodel_ckpt")
+
+_OF_TEXT = frozenset(
+    {
+        "input_ids",
+        "labels",
+        "attention_mask",
+        "position_ids",
+        "token_type_ids",
+        "mm_token_type_ids",
+        PACK_IDS,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchShape:
+    """The rows of a micro-batch, the tokens of a row, and the inputs other than tokens, by name (images)."""
+
+    rows: int
+    tokens_per_row: int
+    images: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+def micro_batch_shape(recipe: Recipe) -> MicroBatchShape | None:
+    """The shape of a full micro-batch; None if it is unknown.
+
+    It is that of the first micro-batch if samples have images, or a length that the recipe does not determine.
+    """
+    full = _full_micro_batch(recipe)
+    if full is not None and not hasattr(recipe, "processor"):
+        return full
+    loader = recipe.dataloader
+    try:
+        size = recipe.config.step_scheduler.local_batch_size
+        samples = [loader.dataset[number] for number in range(size)]
+        batch = loader.collate_fn(samples)
+        rows, length = batch["input_ids"].shape
+    except Exception as error:  # a stream, or samples that only a user's collate_fn understands
+        log.debug("the first samples make no micro-batch: %r", error)
+        return full
+    if full is not None and PACK_IDS in batch:
+        # The batch has a row per sample; the model gets packs.
+        rows, length = full.rows, full.tokens_per_row
+    images = {name: value for name, value in batch.items() if name not in _OF_TEXT}
+    return MicroBatchShape(rows, length, images)
+
+
+def _full_micro_batch(recipe: Recipe) -> MicroBatchShape | None:
+    """A full micro-batch without images; None if the recipe does not determine the length of samples."""
+    packed, rows = recipe.config.packed_sequence, recipe.config.step_scheduler.local_batch_size
+    length = packed.size if packed is not None else recipe.config.dataset.kwargs.get("seq_length")
+    return None if length is None else MicroBatchShape(rows, int(length))

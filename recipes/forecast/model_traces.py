@@ -1,0 +1,94 @@
+"""The traces of a recipe's model, for micro-batches of several sizes."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from automodel_ckpt.models.activation_memory import HostActivations
+from automodel_ckpt.models.forward import model_without_adapters
+from automodel_ckpt.models.mtp import MultiTokenPrediction, mtp_of
+from automodel_ckpt.recipes.forecast.step_trace import StepTrace, traced_step
+from automodel_ckpt.recipes.model.sections import activation_mode, is_fully_sharded
+from automodel_ckpt.recipes.precision import compute_dtype
+from automodel_ckpt.recipes.recipe import Recipe
+
+log = logging.getLogger("automodel_ckpt")
+
+_NUM_TRACED = 2
+_traces: weakref.WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], StepTrace | None]] = (
+    weakref.WeakKeyDictionary()
+)
+"""The traces of a model by (rows, tokens per row, what else changes a trace); None: it cannot be traced."""
+
+
+def trace_of(recipe: Recipe, rows: int, length: int) -> StepTrace | None:
+    """The trace of a step with *rows* of *length* tokens; None for a model whose forward pass needs values.
+
+    Two numbers of rows are traced for a length, and others computed from these.
+    """
+    known = _traces.setdefault(recipe.model, {})
+    is_sharded = is_fully_sharded(recipe.config, recipe.layout)
+    kind = (length, activation_mode(recipe.config.model), is_sharded)
+    if (rows, *kind) in known:
+        return known[rows, *kind]
+    others = {key[0]: trace for key, trace in known.items() if key[1:] == kind}
+    if len(others) < _NUM_TRACED:
+        known[rows, *kind] = found = _traced(recipe, rows, length)
+        return found
+    first, second = others
+    start, end = others[first], others[second]
+    if start is None or end is None:
+        return None
+    return start.between(end, (rows - first) / (second - first))
+
+
+def _traced(recipe: Recipe, rows: int, length: int) -> StepTrace | None:
+    backbone = _traced_part(recipe.model)
+    tokens = {"input_ids": torch.zeros(rows, length, dtype=torch.long)}
+    dtype = compute_dtype(recipe.config.distributed)
+    is_autocast = dtype is not None and not is_fully_sharded(recipe.config, recipe.layout)
+    host = None
+    if activation_mode(recipe.config.model) == "offload":
+        host = HostActivations(torch.device("cpu"))
+    try:
+        return traced_step(
+            backbone,
+            tokens,
+            recipe.trainable.forward_options,
+            dtype=dtype,
+            is_autocast=is_autocast,
+            host=host,
+        )
+    except Exception as error:
+        log.debug("the activations cannot be traced: %r", error)
+        return None
+
+
+def _traced_part(model: Any) -> nn.Module:
+    """The part of a model whose activations are traced: without the output layer, with the layers of further tokens."""
+    model = model_without_adapters(model)
+    backbone: nn.Module = getattr(model, "base_model", model)
+    layers = mtp_of(model)
+    if layers is None or layers in set(backbone.modules()):
+        return backbone
+    return _WithDepths(backbone, layers)
+
+
+class _WithDepths(nn.Module):
+    """A model without its output layer, and its layers that predict further tokens."""
+
+    def __init__(self, backbone: nn.Module, layers: MultiTokenPrediction) -> None:
+        super().__init__()
+        self.backbone, self.layers = backbone, layers
+
+    def forward(self, input_ids: torch.Tensor, **options: Any) -> list[torch.Tensor]:
+        backbone: Any = self.backbone
+        hidden = backbone(input_ids=input_ids, **options).last_hidden_state
+        embeddings = backbone.get_input_embeddings()(input_ids)
+        found: list[torch.Tensor] = self.layers(hidden, embeddings, {})
+        return found

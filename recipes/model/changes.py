@@ -1,0 +1,153 @@
+"""The changes of a recipe to an unsharded model: its vocabulary, FP8 layers, adapters, and which parameters train."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from torch import nn
+
+from automodel_ckpt.checkpoint.module_tensors import record_complete_tensors, set_stored_layout
+from automodel_ckpt.config.rules import Target
+from automodel_ckpt.config.sections.model import ModelConfig
+from automodel_ckpt.config.sections.peft import PeftConfig
+from automodel_ckpt.distributed.parallelize import decoder_layers
+from automodel_ckpt.models.activation_memory import checkpoint_activations
+from automodel_ckpt.models.adapter import Adapted, widen_trained
+from automodel_ckpt.models.build import freeze
+from automodel_ckpt.models.fp8 import convert_to_fp8
+from automodel_ckpt.models.hf_names import tensor_names_in
+from automodel_ckpt.models.quantize import check_not_quantized
+from automodel_ckpt.models.repository import base_directory
+from automodel_ckpt.models.task_head import expected_differences, head_modules
+from automodel_ckpt.models.vocabulary import (
+    num_embeddings,
+    resize_vocabulary,
+    vocabulary_names,
+    wanted_size,
+)
+from automodel_ckpt.recipes.model.adapters import adapt, with_copies
+from automodel_ckpt.recipes.model.deferred_model import DeferredModel
+from automodel_ckpt.recipes.model.model_config import text_tokenizer
+from automodel_ckpt.recipes.model.pretrained_files import layout_in_files
+from automodel_ckpt.recipes.model.request import ModelRequest
+from automodel_ckpt.recipes.model.sections import activation_mode
+from automodel_ckpt.units import counted
+
+log = logging.getLogger("automodel_ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedModel:
+    """An unsharded model after the changes that the recipe makes to it."""
+
+    deferred: DeferredModel
+    adapted: Adapted | None = None
+    """The adapters; None without a ``peft`` section."""
+    resized: tuple[str, ...] = ()
+    """Names in files of the parameters that ``model.vocab_size`` gives another number of rows."""
+    other_head: tuple[str, ...] = ()
+    """Names of tensors in which exports and the pretrained files differ because they have different heads."""
+
+
+def change_model(request: ModelRequest, deferred: DeferredModel) -> ChangedModel:
+    """Resize the vocabulary, record the stored layout, and add adapters or freeze parameters."""
+    section, model = request.config.model, deferred.model
+    if isinstance(section, Target):
+        if request.is_trained:
+            freeze(model, [])  # raises if the model has nothing to train
+        else:
+            _freeze_all(model)
+        return ChangedModel(deferred)
+    num_base_rows = _num_base_rows(request, model)
+    resized = _resize(request, model, section)
+    directory = None
+    if section.from_pretrained is not None:
+        directory = base_directory(section.from_pretrained, section.revision)
+    # Before adapters and sharding, which change names and shapes.
+    names = layout_in_files(model, directory)
+    set_stored_layout(model, names)
+    other_head: tuple[str, ...] = ()
+    if request.has_task_head and directory is not None:
+        other_head = expected_differences(model, tensor_names_in(directory))
+    # Before adapters, which compute in their own dtype around the layers of the base.
+    _use_fp8(request, model)
+    adapted = None
+    if request.config.peft is not None:
+        adapted = _with_adapters(request, model, request.config.peft, num_base_rows)
+        deferred = with_copies(deferred, adapted.model)
+    else:
+        check_not_quantized(model)
+        if request.is_trained:
+            freeze(model, section.freeze, section.freeze_if_present)
+        if names.rows:
+            # Each rank stores its own experts; with this, all ranks know the names of all experts.
+            record_complete_tensors(model)
+    if not request.is_trained:
+        _freeze_all(deferred.model)
+    elif section.activation_checkpointing:
+        _recompute_activations(deferred.model, activation_mode(section))
+    return ChangedModel(
+        deferred,
+        adapted,
+        resized=tuple(names.name_of(name) for name in resized),
+        other_head=other_head,
+    )
+
+
+def _num_base_rows(request: ModelRequest, model: nn.Module) -> int | None:
+    """Rows of the embedding before ``model.vocab_size`` changes it."""
+    assert request.model_config is not None
+    configured = getattr(request.model_config.get_text_config(), "vocab_size", None)
+    return configured or num_embeddings(model)
+
+
+def _resize(request: ModelRequest, model: nn.Module, section: ModelConfig) -> tuple[str, ...]:
+    """Apply ``model.vocab_size``; returns the FQNs of the parameters that it concerns."""
+    size = wanted_size(section.vocab_size, text_tokenizer(request.preprocessor))
+    if size is None:
+        return ()
+    names = tuple(vocabulary_names(model))
+    if section.from_pretrained is not None:
+        # A model on the meta device has this size already; one with values has that of its files.
+        resize_vocabulary(model, size, section.new_tokens)
+    return names
+
+
+def _use_fp8(request: ModelRequest, model: nn.Module) -> None:
+    """Let linear layers of *model* compute in FP8 if the recipe asks for it.
+
+    A dry run leaves it out: it needs neither torchao nor a GPU.
+    """
+    section = request.config.fp8
+    if section is None or request.is_dry_run or not request.is_trained:
+        return
+    convert_to_fp8(
+        model,
+        recipe=section.recipe,
+        exclude=section.exclude,
+        emulate=section.emulate,
+        device=request.layout.device,
+    )
+
+
+def _with_adapters(
+    request: ModelRequest, model: nn.Module, section: PeftConfig, num_base_rows: int | None
+) -> Adapted:
+    """Add the adapters of *section* to *model*, in place; its base has *num_base_rows* embeddings."""
+    head = head_modules(model) if request.has_task_head else ()
+    adapted = adapt(model, section, num_base_rows, request.task_type, head=head)
+    if request.keeps_masters:
+        widen_trained(adapted.model)
+    return adapted
+
+
+def _recompute_activations(model: nn.Module, mode: str) -> None:
+    layers = decoder_layers(model)
+    checkpoint_activations(model, mode, layers)
+    log.info("activations of %s are recomputed (%s)", counted(len(layers), "layer"), mode)
+
+
+def _freeze_all(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)

@@ -1,0 +1,85 @@
+"""The transformers configuration of a model: reading it, and comparing it with the tokenizer, the data and the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from automodel_ckpt.config.rules import Target
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.distributed.context_parallel import check_context_heads
+from automodel_ckpt.distributed.mesh import RankLayout
+from automodel_ckpt.distributed.tensor_parallel import check_heads
+from automodel_ckpt.models.build import (
+    check_context,
+    check_task,
+    check_vocabulary,
+    load_model_config,
+)
+from automodel_ckpt.models.vocabulary import set_size, wanted_size
+from automodel_ckpt.recipes.repository import repository_options
+
+
+def read_model_config(
+    config: RecipeConfig, layout: RankLayout, *, auto_class: Any, preprocessor: Any
+) -> PreTrainedConfig | None:
+    """Read the transformers configuration of ``config.model``; None for a model by ``_target_``.
+
+    Raises :class:`RecipeError` if it does not fit the tokenizer, the data or the device mesh.
+    """
+    section = config.model
+    if isinstance(section, Target):
+        return None
+    tokenizer = text_tokenizer(preprocessor)
+    found = load_model_config(
+        from_pretrained=section.from_pretrained,
+        from_config=section.from_config,
+        tokenizer=tokenizer,
+        processor=preprocessor,
+        overrides=section.config_overrides,
+        repository=repository_options(section),
+        auto_class=auto_class,
+    )
+    check_task(found, auto_class)
+    size = wanted_size(section.vocab_size, tokenizer)
+    if size is not None and section.from_config is not None:
+        set_size(found, size)
+    check_vocabulary(found, tokenizer, size=size)
+    sizes = layout.sizes
+    check_heads(found, sizes.tp)
+    check_context_heads(found, sizes.cp, sizes.tp)
+    for name, dataset in _data_sets(config).items():
+        seq_length = dataset.kwargs.get("seq_length") if dataset is not None else None
+        if seq_length is not None:
+            check_context(found, int(seq_length), f"{name}.seq_length")
+    return found
+
+
+def _data_sets(config: RecipeConfig) -> Mapping[str, Target | None]:
+    """The sections of data sets by their dotted keys."""
+    sections = {"dataset": config.dataset, "validation_dataset": config.validation_dataset}
+    for name, section in config.validation_datasets.items():
+        sections[f"validation_datasets.{name}"] = section
+    return sections
+
+
+def within_context(section: Target, model_config: PreTrainedConfig | None) -> Target:
+    """Return the section of a data set with ``seq_length`` null replaced by the length of the model's context.
+
+    If the model states no limit, or *model_config* is None, the section is returned unchanged: null is then no limit.
+    """
+    is_null = "seq_length" in section.kwargs and section.kwargs["seq_length"] is None
+    if not is_null or model_config is None:
+        return section
+    limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(limit, int):
+        return section
+    return replace(section, kwargs=section.kwargs | {"seq_length": limit})
+
+
+def text_tokenizer(preprocessor: Any) -> Any:
+    """The tokenizer, also of a processor; None if there is none."""
+    return getattr(preprocessor, "tokenizer", preprocessor)

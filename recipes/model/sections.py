@@ -1,0 +1,59 @@
+"""What the sections of a recipe mean for its model, without building it."""
+
+from __future__ import annotations
+
+import math
+
+from automodel_ckpt.config.rules import Target
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.sections.distributed import DistributedConfig
+from automodel_ckpt.config.sections.model import ModelConfig
+from automodel_ckpt.distributed.mesh import RankLayout
+from automodel_ckpt.distributed.mesh_sizes import choose_strategy
+from automodel_ckpt.distributed.parallelize import Parallelism
+from automodel_ckpt.recipes.precision import compute_dtype
+
+
+def parallelism(section: DistributedConfig) -> Parallelism:
+    """The ``distributed`` section without the sizes of the mesh and the plan."""
+    return Parallelism(
+        strategy=section.strategy,
+        reshard_after_forward=section.reshard_after_forward,
+        compute_dtype=compute_dtype(section),
+        cpu_offload=section.cpu_offload,
+        defer_gradient_sync=section.defer_gradient_sync,
+        sequence_parallel=section.sequence_parallel,
+    )
+
+
+def activation_mode(section: ModelConfig | Target) -> str:
+    """Which activations are recomputed: ``full``, ``selective`` or ``offload``; empty: none."""
+    given = section.activation_checkpointing if isinstance(section, ModelConfig) else False
+    if isinstance(given, str):
+        return given
+    return "full" if given else ""
+
+
+def balancing_scope(section: ModelConfig | Target) -> str:
+    """Over what the router's load is balanced: ``global_batch`` or ``micro_batch``; empty: it is not."""
+    given = section.router_aux_loss if isinstance(section, ModelConfig) else True
+    if isinstance(given, str):
+        return given
+    return "global_batch" if given else ""
+
+
+def row_multiple(config: RecipeConfig, layout: RankLayout) -> int:
+    """Rows are padded to a multiple of this many tokens, so that ranks can divide them along the sequence."""
+    num_parts = layout.num_row_parts(sequence_parallel=config.distributed.sequence_parallel)
+    return math.lcm(config.dataloader.pad_to_multiple_of or 1, num_parts)
+
+
+def num_micro_batches(config: RecipeConfig, dp_size: int) -> int:
+    """The number of micro-batches of each data-parallel rank in a global batch."""
+    steps = config.step_scheduler
+    return steps.global_batch_size // (steps.local_batch_size * dp_size)
+
+
+def is_fully_sharded(config: RecipeConfig, layout: RankLayout) -> bool:
+    """Whether fsdp2 shards the parameters."""
+    return choose_strategy(config.distributed.strategy, layout.sizes) == "fsdp2"

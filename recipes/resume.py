@@ -1,0 +1,126 @@
+"""Loading the newest checkpoint into the parts of a run, and preparing these for the step to continue from."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from automodel_ckpt.checkpoint import Checkpointer, Manifest, Resumed
+from automodel_ckpt.data.loader import GlobalBatchLoader
+from automodel_ckpt.recipes.cadence import steps_per_epoch
+from automodel_ckpt.recipes.imported_run import continue_imported_run
+from automodel_ckpt.recipes.memory_saves import MemorySaves
+from automodel_ckpt.recipes.resume_overrides import RecipeOptions, compare_recipes
+from automodel_ckpt.recipes.run_log import RunLog
+from automodel_ckpt.recipes.saves import Saves
+from automodel_ckpt.training.rng import StatefulRNG
+from automodel_ckpt.training.step_scheduler import StepScheduler
+
+log = logging.getLogger("automodel_ckpt")
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeSource:
+    """The recipe of this start, to compare with that of a checkpoint."""
+
+    config_yaml: str
+    """The text of the resolved recipe."""
+    precision: str
+    """The data types of the weights and of the computation."""
+    origins: Mapping[str, str]
+    """Where each value comes from, by dotted key."""
+    overridden: Collection[str]
+    """The dotted keys that the command line gives."""
+    on_resume: str
+    """``optimizer.on_resume``: whose options the optimizer gets, those of the checkpoint or of the recipe."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunParts:
+    """The parts of a run that a checkpoint changes or that depend on the step to continue from."""
+
+    checkpointer: Checkpointer
+    memory: MemorySaves | None
+    saves: Saves
+    run_log: RunLog
+    step_scheduler: StepScheduler
+    dataloader: GlobalBatchLoader
+    rng: StatefulRNG
+    optimizer: Optimizer
+    lr_scheduler: LRScheduler | None
+
+
+def load_checkpoint(parts: RunParts, source: RecipeSource, state: Mapping[str, Any]) -> None:
+    """Load the newest usable checkpoint into *state*, and prepare the saves and the logs for the next step. Collective.
+
+    Without a checkpoint, the run begins. Raises :class:`CheckpointUnusable` if none can be used, and
+    :class:`RecipeError` for state that cannot be saved and for changes of the recipe that a resume does not allow.
+    """
+    checkpointer, scheduler = parts.checkpointer, parts.step_scheduler
+    checkpointer.check(state)
+    # Made before the checkpoint's options are loaded into the optimizer: it records those of the recipe.
+    recipe_options = RecipeOptions(
+        parts.optimizer,
+        parts.lr_scheduler,
+        from_recipe=source.on_resume == "recipe",
+        overridden=source.overridden,
+    )
+    resumed = checkpointer.load(state, before_loading=_reporting_changes(source))
+    parts.saves.resumed = resumed
+    if parts.memory is not None:
+        _start_memory(parts.memory, parts, resumed)
+    parts.run_log.open(checkpointer.directory, checkpointer.check_lease)
+    if resumed is not None:
+        _continue_from(parts, resumed)
+        # After the load: an earlier resume may have kept options that no recipe shows.
+        recipe_options.compare(scheduler, resumed.loaded, resumed.path)
+    parts.saves.check_space(state, steps_per_epoch(parts.dataloader))
+    if not scheduler.is_finished():
+        checkpointer.prepare(state)
+    # Only now is the step known to which the logs are truncated.
+    parts.run_log.resume(scheduler, resumed.path.name if resumed is not None else None)
+    parts.saves.make_missing_export()
+
+
+def _reporting_changes(source: RecipeSource) -> Callable[[Path, Manifest], None]:
+    """What reports the differences between the recipe of a checkpoint and *source* before the checkpoint is loaded."""
+    return partial(
+        compare_recipes,
+        config_yaml=source.config_yaml,
+        precision=source.precision,
+        origins=source.origins,
+        overridden=source.overridden,
+        on_resume=source.on_resume,
+    )
+
+
+def _start_memory(memory: MemorySaves, parts: RunParts, resumed: Resumed | None) -> None:
+    scheduler = parts.step_scheduler
+    if resumed is not None and resumed.in_memory:
+        # A stop must save this step on disk.
+        scheduler.note_lost_save()
+        log.info("step %d was loaded from memory%s", resumed.step, memory.origins())
+    memory.start(resumed, scheduler.step)
+    parts.saves.memory = memory
+
+
+def _continue_from(parts: RunParts, resumed: Resumed) -> None:
+    """Count seconds from the save of the checkpoint, and set what a checkpoint of another program has no state for."""
+    # Wall-clock time: the checkpoint may be from another process or node.
+    seconds_since_save = time.time() - resumed.manifest.created
+    parts.run_log.progress.note_saved(resumed.step, seconds_since_save)
+    if resumed.manifest.is_imported_run:
+        continue_imported_run(
+            resumed,
+            dataloader=parts.dataloader,
+            step_scheduler=parts.step_scheduler,
+            rng=parts.rng,
+        )

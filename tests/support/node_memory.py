@@ -1,0 +1,57 @@
+"""Nodes with memory of their own on one machine: each rank sees another directory at the same path.
+
+Needs root: a mount namespace. The directories stay when the ranks end, as a tmpfs does; removing the content of one is
+the loss of a node.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+_CLONE_NEWNS = 0x00020000
+_MS_REC, _MS_PRIVATE, _MS_BIND = 0x4000, 1 << 18, 0x1000
+
+
+class NoMountsError(Exception):
+    """This machine or this user cannot make mount namespaces."""
+
+
+def memory_of_node(base: Path, number: int) -> Path:
+    """The directory that node *number* sees as ``base/shm``."""
+    return base / f"node-{number}"
+
+
+def make_nodes(base: Path, count: int) -> None:
+    """Create the directories of *count* nodes."""
+    (base / "shm").mkdir()
+    for number in range(count):
+        memory_of_node(base, number).mkdir()
+
+
+def enter_node(base: Path, number: int) -> Path:
+    """Make this process one of node *number*; return the path of its memory. Raises :class:`NoMountsError`."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    shm = base / "shm"
+    source = os.fsencode(memory_of_node(base, number))
+    done = [libc.unshare(_CLONE_NEWNS)]
+    if done == [0]:
+        done.append(libc.mount(None, b"/", None, _MS_REC | _MS_PRIVATE, None))
+        done.append(libc.mount(source, os.fsencode(shm), None, _MS_BIND, None))
+    if any(done):
+        raise NoMountsError(os.strerror(ctypes.get_errno()))
+    return shm
+
+
+def can_enter() -> bool:
+    """Whether this machine and this user can make mount namespaces."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            if ctypes.CDLL(None).unshare(_CLONE_NEWNS) == 0:
+                code = 0
+        finally:
+            os._exit(code)
+    return os.waitpid(child, 0)[1] == 0

@@ -1,0 +1,12 @@
+"""Local HTTP servers that end immediately: by default, ``serve_forever`` polls for its end twice per second."""
+
+from __future__ import annotations
+
+from socketserver import BaseServer
+
+_POLL_SECONDS = 0.02
+
+
+def serve(server: BaseServer) -> None:
+    """Answer requests until ``server.shutdown()``. For a thread of its own."""
+    server.serve_forever(_POLL_SECONDS)
