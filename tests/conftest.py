@@ -9,17 +9,15 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
 from tests.support import huge_pages
 from tests.support.bytecode import write_bytecode
 from tests.support.command_server import CommandServer
-from tests.support.logging_state import kept_logging
+from tests.support.logging_state import kept_logging, reset_logging
 
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
@@ -29,6 +27,7 @@ RECORDED = (
     ("automodel_ckpt.training.start_time", "_noted"),
 )
 """What a command records for its process: modules and names."""
+HANDLERS_AT_START = {number: signal.getsignal(number) for number in HANDLED}
 
 # Set before any test module imports torch or transformers; pytest-xdist's workers inherit the directory.
 os.environ.update(
@@ -127,12 +126,27 @@ def commands() -> CommandServer:
     return COMMANDS.begin()
 
 
-def _forget_stop(stop: ModuleType, handlers: Mapping[int, Any]) -> None:
-    """Forget the run of a command. Ranks that are forked later would ignore signals, as one whose work is done."""
+def _forget_commands() -> None:
+    """Put what commands record for their process into the state of a new process.
+
+    These are signal handlers and whether the command was stopped or is done (ranks that are forked later would ignore
+    signals), logging, whether code of models is trusted, when the process started, and the values of
+    ``${oc.env:NAME}`` that messages must not show (a later test's message with the same word would be changed).
+    """
+    reset_logging()
+    for module, name in RECORDED:
+        if module in sys.modules:
+            setattr(sys.modules[module], name, None)
+    errors = sys.modules.get("automodel_ckpt.errors")
+    if errors is not None:
+        errors._references.clear()
+    stop = sys.modules.get("automodel_ckpt.distributed.stop")
+    if stop is None:
+        return
     request = stop.stop_request()
     if request._installed:
         signal.set_wakeup_fd(-1)
-        for number, handler in handlers.items():
+        for number, handler in HANDLERS_AT_START.items():
             signal.signal(number, handler)
     state = vars(request)
     state.clear()
@@ -141,25 +155,15 @@ def _forget_stop(stop: ModuleType, handlers: Mapping[int, Any]) -> None:
 
 @pytest.fixture(autouse=True)
 def _own_environment() -> Iterator[None]:
-    """Undo what a command that ran inside a test leaves in this process.
+    """Undo what a command that ran inside a test leaves in this process, and the variables that it sets for torch.
 
-    These are the variables that it sets for torch, its signal handlers, its logging, whether code of models is trusted,
-    when it started, whether it was stopped or is done, and the values of ``${oc.env:NAME}`` that messages must not
-    show: a later test's message with the same word would be changed.
+    Also before the test: a fixture of the module or session may have run a command.
     """
     before = dict(os.environ)
-    handlers = {number: signal.getsignal(number) for number in HANDLED}
+    _forget_commands()
     with kept_logging():
         yield
-    for module, name in RECORDED:
-        if module in sys.modules:
-            setattr(sys.modules[module], name, None)
-    errors = sys.modules.get("automodel_ckpt.errors")
-    if errors is not None:
-        errors._references.clear()
-    stop = sys.modules.get("automodel_ckpt.distributed.stop")
-    if stop is not None:
-        _forget_stop(stop, handlers)
+    _forget_commands()
     for name in os.environ.keys() - before.keys():
         del os.environ[name]
     os.environ.update(before)

@@ -1,4 +1,4 @@
-"""A test leaves nothing for those that follow in its process: here, the first one for the second one."""
+"""What a command in one test, or in a fixture of a module, leaves in its process does not reach the next test."""
 
 from __future__ import annotations
 
@@ -14,30 +14,54 @@ from automodel_ckpt.hub_retries import quiet_retries
 from automodel_ckpt.training import start_time
 
 
-def test_a_command_in_this_process_changes_what_a_process_has() -> None:
+def _run_a_command() -> None:
+    """Change what commands change in their process."""
     trust.record_remote_code(trust.Trust([]))
     start_time.note_process_start(os.getpid())
     logger = logging.getLogger("automodel_ckpt")
     logger.setLevel(logging.CRITICAL)
     logger.addHandler(logging.StreamHandler())
-    os.environ["LEFT_BY_A_TEST"] = "1"
     request = stop_request()
+    request.install()
     request.note(signal.SIGTERM)
     request.finished = True
     request.on_request = print
     quiet_retries()
 
 
-def test_the_next_test_does_not_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def _assert_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Assert that this process is as it would be before its first command."""
     monkeypatch.setenv("AUTOMODEL_CKPT_TRUST", trust.REMOTE_CODE)
     assert trust.trusts_remote_code(), "the environment says it, unless a command has recorded it"
     assert start_time.noted() is None
     logger = logging.getLogger("automodel_ckpt")
-    assert logger.level != logging.CRITICAL
-    assert not any(type(handler) is logging.StreamHandler for handler in logger.handlers)
-    assert "LEFT_BY_A_TEST" not in os.environ
+    assert logger.level == logging.NOTSET
+    assert not logger.handlers
     request = stop_request()
     assert not request.wanted
     assert not request.finished
     assert request.on_request is None
+    assert "stop" not in getattr(signal.getsignal(signal.SIGTERM), "__module__", "")
     assert not logging.getLogger("huggingface_hub.utils._http").filters
+
+
+@pytest.fixture(scope="module")
+def command_of_the_module() -> None:
+    _run_a_command()
+
+
+def test_a_fixture_of_the_module_leaves_nothing(
+    command_of_the_module: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _assert_new(monkeypatch)
+
+
+def test_a_command_in_this_process_changes_what_a_process_has() -> None:
+    _run_a_command()
+    assert "stop" in signal.getsignal(signal.SIGTERM).__module__
+    os.environ["LEFT_BY_A_TEST"] = "1"
+
+
+def test_the_next_test_does_not_see_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    _assert_new(monkeypatch)
+    assert "LEFT_BY_A_TEST" not in os.environ
