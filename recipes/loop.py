@@ -43,6 +43,7 @@ from automodel_ckpt.recipes.records import (
     StepResult,
     Validation,
 )
+from automodel_ckpt.recipes.replicated_gradients import build_gradient_comparison
 from automodel_ckpt.recipes.run_end import RunEnd
 from automodel_ckpt.recipes.run_log import RunLog, build_profiler
 from automodel_ckpt.recipes.saves import Saves
@@ -136,6 +137,7 @@ class TrainingLoop:
             timer=self._forward_timer,
         )
         self._has_checked_gradients = False
+        self._replicated_gradients = build_gradient_comparison(self.model, layout, config)
         self._pending = PendingSteps(
             runs_ahead=self.runs_ahead,
             # Tensor and context parallel ranks compute the same loss, which counts once.
@@ -435,6 +437,8 @@ class TrainingLoop:
         scale = self.layout.sizes.token_parts / control.count
         loss_sum = self.gradients.accumulate(batch, scale)
         self._check_unused_parameters()
+        if self._replicated_gradients is not None:
+            self._replicated_gradients.check(self.layout.gloo_group)
         grad_norm = self.clip_gradients()
         # The norm is global, so all ranks skip the same update. The schedule advances nevertheless.
         if isinstance(grad_norm, torch.Tensor):

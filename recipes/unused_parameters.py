@@ -76,18 +76,19 @@ def _parameter_patterns(name: str) -> Iterator[str]:
     """Patterns for a parameter, the widest first: its module in all layers, its module, itself."""
     module, _, _ = name.rpartition(".")
     if module:
-        yield f"{_in_all_layers(module)}.*"
+        yield f"{in_all_layers(module)}.*"
         yield f"{module}.*"
     yield name
 
 
 def _module_patterns(name: str) -> Iterator[str]:
     """Patterns for a module, the widest first: it in all layers, itself."""
-    yield _in_all_layers(name)
+    yield in_all_layers(name)
     yield name
 
 
-def _in_all_layers(name: str) -> str:
+def in_all_layers(name: str) -> str:
+    """Return a pattern for the module or parameter *name* in all layers: ``layers.*.mlp`` for ``layers.3.mlp``."""
     return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 

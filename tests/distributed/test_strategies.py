@@ -9,11 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
+from automodel_ckpt.distributed.mesh import build_mesh
 from automodel_ckpt.distributed.parallelize import Parallelism, parallelize
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.recipes.replicated_gradients import ReplicatedGradients
 from tests.distributed.test_training import failure, lines_of_steps, run, run_each
 from tests.support import ranks
 from tests.support.parallel import layout_here, model_of, train_steps, train_steps_in_stages
@@ -149,6 +151,54 @@ def test_a_plan_by_hand_trains_as_no_plan_does(tmp_path: Path) -> None:
     )
     alone, grown = (lines_of_steps(tmp_path / name / "training.jsonl") for name in ("alone", "run"))
     assert [r["loss"] for r in grown] == pytest.approx([r["loss"] for r in alone], rel=1e-4)
+
+
+def without_norms_of_heads(model: nn.Module) -> dict[str, Any]:
+    """An incomplete plan for Qwen3: q_norm and k_norm see a rank's heads only."""
+    attention = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "colwise") | {"o_proj": "rowwise"}
+    return {f"model.layers.*.self_attn.{name}": style for name, style in attention.items()}
+
+
+def test_a_plan_whose_copies_would_diverge_is_refused_in_the_first_step(tmp_path: Path) -> None:
+    plan = f"--distributed.tp_plan={{_target_: {__name__}.without_norms_of_heads}}"
+    qwen = "--model.from_config.model_type=qwen3"
+    error = failure(tmp_path, qwen, *FOUR_HEADS, "--distributed.tp_size=2", plan, num_ranks=2)
+    assert isinstance(error, RecipeError)
+    names = "model.layers.*.self_attn.k_norm.weight, model.layers.*.self_attn.q_norm.weight"
+    assert error.problems[0].value == names
+
+
+def after_comparisons() -> list[str]:
+    """On two ranks: what comparisons of gradients find, step by step."""
+    mesh = build_mesh(layout_here(tp_size=2))
+    model = nn.Linear(3, 4)
+    for name, parameter in model.named_parameters():
+        copies = distribute_tensor(parameter.detach(), mesh["tp"], [Replicate()])
+        setattr(model, name, nn.Parameter(copies))
+    comparison = ReplicatedGradients(model, tolerance=1e-3)
+    mine = torch.zeros(4, 3)
+    mine[dist.get_rank(), 0] = 1
+    rounded = 1 + 1e-5 * dist.get_rank() * torch.ones(4)
+    steps = {
+        "none yet": (torch.zeros(4, 3), torch.ones(4)),
+        "not finite": (mine * torch.inf, torch.ones(4)),
+        "rounding": (torch.zeros(4, 3), rounded),
+        "different": (mine, mine[:, 0]),
+        "done": (mine, mine[:, 0]),
+    }
+    found = []
+    for name, gradients in steps.items():
+        for parameter, gradient in zip((model.weight, model.bias), gradients, strict=True):
+            parameter.grad = DTensor.from_local(gradient, mesh["tp"], [Replicate()])
+        try:
+            comparison.check(dist.group.WORLD)
+        except RecipeError as error:
+            found.append(f"{name}: {error.problems[0].value}")
+    return found
+
+
+def test_a_copy_is_compared_once_as_soon_as_it_has_a_gradient() -> None:
+    assert ranks.run(after_comparisons, 2) == [["different: weight"]] * 2
 
 
 def test_what_the_model_or_the_machine_cannot_do_is_refused_before_weights_are_made(
