@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from automodel_ckpt.data.answer_prefixes import METHOD, answer_prefixes
 from automodel_ckpt.data.chat_renderer import MARK, ChatRenderer, Span
 from automodel_ckpt.data.common_prefix import common_length
+from automodel_ckpt.data.content_parts import CHECKED_ROLES, check_types, parts_of
 from automodel_ckpt.data.marked_answers import marked_answers
 from automodel_ckpt.data.messages import (
     UnusableSample,
@@ -146,16 +147,26 @@ class ChatTemplate:
         return remaining
 
     def _with_text_contents(self, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Replace lists of parts by their text, if the template supports only text."""
-        has_parts = any(isinstance(turn.get("content"), list) for turn in turns)
-        if not has_parts or self.renderer.takes_parts:
-            return turns
+        """Replace lists of parts by their text, if the template supports only text.
+
+        Raises :class:`UnusableSample` for a part that the template would leave out.
+        """
         converted = []
         for turn in turns:
-            if "content" in turn:
-                turn = turn | {"content": _text_of(turn["content"])}
+            if isinstance(turn.get("content"), list):
+                turn = turn | {"content": self._content_of(turn)}
             converted.append(turn)
         return converted
+
+    def _content_of(self, turn: dict[str, Any]) -> Any:
+        """The content of a message, a list of parts, as the template supports it."""
+        if not self.renderer.takes_parts:
+            return _text_of(turn["content"])
+        if turn["role"] not in CHECKED_ROLES:
+            return turn["content"]
+        parts = parts_of(turn["content"])
+        check_types(parts, ("text",), self.template)
+        return parts
 
     def _with_arguments(self, turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Parse the arguments of calls that are JSON text, if the template requires objects."""

@@ -20,6 +20,8 @@ from automodel_ckpt.errors import RecipeError
 log = logging.getLogger(__name__)
 
 _BLANK_PIXELS = 64
+_REJECTIONS = (ValueError, TypeError, IndexError, KeyError, StopIteration)
+"""The errors that processors raise for samples that they cannot prepare."""
 
 
 class ImageTextCollator:
@@ -107,14 +109,26 @@ class ImageTextCollator:
         images = [sample.images for sample in samples]
         try:
             batch = self._call(texts, images if any(images) else None)
-        except (ValueError, TypeError, IndexError, KeyError, StopIteration) as error:
+        except _REJECTIONS as error:
+            rejected, reason = self._first_rejected(samples, error)
             raise RecipeError(
-                "the processor rejects these samples",
-                where=", ".join(sample.where for sample in samples),
-                value=f"{type(error).__name__}: {error}",
-                hint="correct the conversations, their images, or the chat template",
+                "the processor rejects a sample",
+                where=rejected,
+                value=f"{type(reason).__name__}: {reason}",
+                hint="correct the conversation, its images, or the chat template",
             ) from error
         return {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
+
+    def _first_rejected(
+        self, samples: Sequence[ImageText], error: Exception
+    ) -> tuple[str, Exception]:
+        """Return the location of the first sample that the processor rejects, and its error; else all, and *error*."""
+        for sample in samples:
+            try:
+                self._call([sample.text], [sample.images] if sample.images else None)
+            except _REJECTIONS as reason:
+                return sample.where, reason
+        return ", ".join(sample.where for sample in samples), error
 
     def _call(self, texts: list[str], images: list[list[Any]] | None) -> Any:
         return self.processor(

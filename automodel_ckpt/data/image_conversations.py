@@ -19,6 +19,7 @@ from automodel_ckpt.data.answer_prefixes import answer_prefixes
 from automodel_ckpt.data.arguments import at_most, require_choice
 from automodel_ckpt.data.chat_renderer import ChatRenderer
 from automodel_ckpt.data.chat_template import ChatTemplate
+from automodel_ckpt.data.content_parts import CHECKED_ROLES, check_types, parts_of
 from automodel_ckpt.data.images import open_image, pillow
 from automodel_ckpt.data.marked_answers import marked_answers
 from automodel_ckpt.data.messages import UnusableSample, as_rendered, turns_of
@@ -28,9 +29,6 @@ from automodel_ckpt.data.training_templates import select_template
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger(__name__)
-
-_INLINE = ("image", "path", "url")
-"""The keys of an image entry that may contain the image."""
 
 
 @dataclass(frozen=True)
@@ -175,8 +173,12 @@ def image_text(
     Relative paths of images start at *folder*; *options* are further fields of :class:`ImageText`. Raises
     :class:`UnusableSample` if the conversation has no assistant text or its images do not match.
     """
-    given = _with_marked_images(turns_of(conversation), template.image_marker)
+    given = [_with_parts(turn) for turn in turns_of(conversation)]
+    given = _with_marked_images(given, template.image_marker)
     turns, values = _assign_images(given, list(images))
+    for turn in turns:
+        if turn["role"] in CHECKED_ROLES:
+            check_types(turn["content"], ("text", "image"), template.template)
     _check_placeholders(turns, template.placeholders)
     text, labeled_spans = template.render(turns)
     if not labeled_spans:
@@ -230,6 +232,8 @@ class ImageChatTemplate(ChatTemplate):
 
     def render(self, turns: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
         """Render a conversation. Returns the text and the (start, end) characters of the assistant's text in it."""
+        turns = self._with_arguments(turns)
+        self._check_calls_rendered(turns, None)
         if not self.takes_images:
             turns = [self._as_text(turn) for turn in turns]
         text, labeled_spans = self._located(turns)
@@ -331,7 +335,7 @@ def _with_marked_images(turns: list[dict[str, Any]], marker: str | None) -> list
 
 def _split_at(turn: dict[str, Any], marker: str) -> dict[str, Any]:
     parts = []
-    for part in _parts(turn.get("content")):
+    for part in turn["content"]:
         text = str(part.get("text", ""))
         if turn["role"] != "user" or marker not in text:
             parts.append(part)
@@ -351,7 +355,7 @@ def _assign_images(
 
     Raises :class:`UnusableSample` if the number of *images* does not match the empty image entries.
     """
-    turns = [{**turn, "content": _parts(turn.get("content"))} for turn in turns]
+    turns = [dict(turn) for turn in turns]
     entries = []
     for turn in turns:
         entries += [part for part in turn["content"] if part.get("type") == "image"]
@@ -360,7 +364,7 @@ def _assign_images(
         of_user = [turn for turn in turns if turn["role"] == "user"]
         first = of_user[0] if of_user else turns[0]
         first["content"] = [*entries, *first["content"]]
-    inline = [_inline_image(entry) for entry in entries]
+    inline = [entry.get("image") for entry in entries]
     num_empty = sum(value is None for value in inline)
     if num_empty != len(images):
         num_entries = "1 entry" if num_empty == 1 else f"{num_empty} entries"
@@ -374,14 +378,6 @@ def _assign_images(
     values = [next(rest) if value is None else value for value in inline]
     bare = [{**turn, "content": _without_inline(turn["content"])} for turn in turns]
     return bare, values
-
-
-def _inline_image(entry: dict[str, Any]) -> Any:
-    """Return the image in an image entry; None if the entry is empty."""
-    for key in _INLINE:
-        if key in entry:
-            return entry[key]
-    return None
 
 
 def _without_inline(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -407,9 +403,11 @@ def _check_placeholders(turns: list[dict[str, Any]], placeholders: set[str]) -> 
                 )
 
 
-def _parts(content: Any) -> list[dict[str, Any]]:
-    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
-        return content
-    if not content:
-        return []
-    return [{"type": "text", "text": str(content)}]
+def _with_parts(turn: dict[str, Any]) -> dict[str, Any]:
+    """Copy a message with its content as a list of parts."""
+    content = turn.get("content")
+    is_checked = turn["role"] in CHECKED_ROLES
+    if not is_checked and isinstance(content, list) and all(isinstance(e, dict) for e in content):
+        # The results of tools have the types that the template expects.
+        return turn
+    return {**turn, "content": parts_of(content)}

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 PACK_IDS = "pack_ids"
 """Key of a tensor [samples] with the number of the row that each sample of a micro-batch belongs to."""
-_FORMAT = 1
+_FORMAT = 2
 """Part of the cache's keys. Increase it when the measured lengths of the same data change."""
 _LOG_EVERY_SECONDS = 10.0
 

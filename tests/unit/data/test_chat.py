@@ -254,6 +254,23 @@ def test_a_part_that_is_no_text_is_refused(tokenizer: Any, tmp_path: Path) -> No
         messages(tokenizer, write(tmp_path, {"messages": json.dumps(picture)}), chat_template=PLAIN)
 
 
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"type": "image", "path": "a.png"}, "images require recipe: vlm_finetune"),
+        ({"type": "image_url", "image_url": {"url": "a.png"}}, "images require"),
+        ({"type": "surprise", "text": "?"}, "type: surprise"),
+        ({"type": "text", "text": None}, "has no text"),
+    ],
+)
+def test_a_part_that_a_template_for_parts_would_leave_out_is_refused(
+    part: Any, message: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    picture = [{"role": "user", "content": [part]}, *IN_PARTS[1:]]
+    with pytest.raises(RecipeError, match=message):
+        messages(tokenizer, write(tmp_path, {"messages": json.dumps(picture)}), chat_template=PARTS)
+
+
 def test_a_template_that_leaves_out_calls_of_tools_is_refused(
     tokenizer: Any, tmp_path: Path
 ) -> None:

@@ -175,7 +175,7 @@ UNUSABLE = [
     ({"image": "rows.jsonl", "answer": "yes"}, {}, "an image cannot be read"),
     ({"image": "bomb.png", "answer": "yes"}, {}, "exceeds limit"),
     ({"image": "https://example.org/a.png", "answer": "yes"}, {}, "images are not downloaded"),
-    ({"image": 7, "answer": "yes"}, {}, "an image cannot be read"),
+    ({"image": 7, "answer": "yes"}, {}, "neither a path nor"),
     ({"image": "a.png", "answer": "{}"}, {"answer_format": "json_tokens"}, "not a JSON object"),
     ({"image": "a.png", "answer": "{"}, {"answer_format": "json_tokens"}, "this is not JSON"),
     (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import copy
+import io
 import json
 import logging
 from dataclasses import replace
@@ -19,6 +21,7 @@ from PIL import Image
 from automodel_ckpt.data import digits
 from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.data.images import open_image
+from automodel_ckpt.data.messages import UnusableSample
 from automodel_ckpt.data.vlm import ImageConversations, conversations
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.vision import image_token_ids
@@ -209,6 +212,125 @@ def test_a_conversation_that_makes_no_sample_is_refused_with_its_line(
     assert "rows.jsonl:1" in str(caught.value)
 
 
+def inline(**entry: Any) -> dict[str, Any]:
+    return {"messages": one_turn([entry, *text("?")])}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        inline(type="image_url", image_url={"url": "a.png", "detail": "low"}),
+        inline(type="image_url", image_url="DATA"),
+        inline(type="input_image", image_url="a.png"),
+        inline(type="image", base64="BASE64"),
+        inline(type="image", image="FOLDER/a.png"),
+        inline(type="image", image=None, url=None, path="a.png", text=None),
+        inline(image="a.png"),
+        {"messages": one_turn([{**IMAGE, "path": "a.png"}, {**text("?")[0], "image": None}])},
+        {"messages": one_turn([{**IMAGE, "path": "a.png"}, {"type": "input_text", "text": "?"}])},
+        {"messages": one_turn([{**IMAGE, "path": "a.png"}, "?"])},
+    ],
+    ids=[
+        "chat completions",
+        "data",
+        "responses",
+        "base64",
+        "file",
+        "nulls of a typed table",
+        "no type",
+        "a text with the keys of images",
+        "text of responses",
+        "a text alone",
+    ],
+)
+def test_the_entries_of_other_programs_are_the_same_sample(
+    row: dict[str, Any], processors: Any, tmp_path: Path
+) -> None:
+    path = Path(written(tmp_path, row))
+    content = base64.b64encode((tmp_path / "a.png").read_bytes()).decode()
+    given = path.read_text().replace("DATA", f"data:image/png;base64,{content}")
+    given = given.replace("BASE64", content).replace("FOLDER", f"file://{tmp_path}")
+    path.write_text(given)
+    # As Qwen's templates do, this one takes every entry with a key of an image for an image.
+    template = TEMPLATE.replace("c['type'] == 'image'", "c['type'] == 'image' or 'image' in c")
+    template = template.replace("IMAGE", "<image>")
+    sample = conversations(processors["llava"][1], str(path), chat_template=template)[0]
+    assert sample.text == "<s><|user|><image>?</s><|assistant|>red</s>"
+    assert [image.size for image in sample.images] == [(16, 16)]
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"type": "video", "video": "a.mp4"}, "not trained on videos"),
+        ({"type": "surprise", "surprise": "?"}, "type: surprise"),
+        ({"type": "text", "text": None}, "has no text"),
+        ({"type": "text", "text": "?", "image": "a.png"}, "text part of a message has an image"),
+        ({"type": "image", "text": "?"}, "image part of a message has a text"),
+        ({"source": "a.png"}, "without a type"),
+        (7, "neither text nor an object"),
+        ({"type": "image", "base64": "no!"}, "not base64 text"),
+        ({"type": "image", "image": [1]}, "neither a path nor"),
+    ],
+)
+def test_a_part_that_no_template_would_write_is_refused(
+    part: Any, message: str, processors: Any, tmp_path: Path
+) -> None:
+    path = written(tmp_path, {"messages": one_turn([*text("?"), part])})
+    with pytest.raises(RecipeError, match=message) as caught:
+        conversations(processors["llava"][1], path)[0]
+    assert "rows.jsonl:1" in str(caught.value)
+
+
+def test_a_template_that_leaves_out_calls_of_tools_is_refused_with_images_too(
+    processors: Any, tmp_path: Path
+) -> None:
+    call = {"type": "function", "function": {"name": "add_up", "arguments": {}}}
+    turns = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    with pytest.raises(RecipeError, match=r"omits the tool calls[\s\S]*add_up"):
+        conversations(processors["llava"][1], written(tmp_path, {"messages": turns}))[0]
+
+
+def encoded(pixels: Any, kind: str = "PNG", **options: Any) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, kind, **options)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+def test_the_brightness_of_16_bits_is_scaled_and_not_clipped(kind: str, tmp_path: Path) -> None:
+    pixels = np.array([[0, 0x100, 0x7FFF, 0xFFFF]], dtype=np.uint16)
+    opened = open_image(encoded(pixels, kind), tmp_path)
+    assert opened.mode == "RGB"
+    assert np.asarray(opened)[0, :, 0].tolist() == [0, 1, 127, 255]
+    with pytest.raises(UnusableSample, match="32 bits per pixel"):
+        open_image(encoded(pixels.astype(np.float32), "TIFF"), tmp_path)
+
+
+def test_images_are_turned_as_their_exif_data_state(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x112] = 6  # the top of the scene is at the right
+    pixels = np.array([[[0] * 3, [250] * 3]], dtype=np.uint8)
+    turned = open_image(encoded(pixels, exif=exif), tmp_path)
+    assert np.asarray(turned)[..., 0].tolist() == [[0], [250]]
+
+
+def test_errors_of_every_type_of_a_decoder_name_the_image(tmp_path: Path) -> None:
+    class Broken(Image.Image):
+        def load(self) -> Any:
+            raise RuntimeError("Failed to decode frame 0")
+
+    with pytest.raises(UnusableSample, match="cannot be read") as caught:
+        open_image(Broken(), tmp_path)
+    assert "Failed to decode frame 0" in str(caught.value.value)
+    with pytest.raises(UnusableSample) as caught:
+        open_image(b"text", tmp_path)
+    assert caught.value.value == "4 bytes of the data (not an image of a known format)"
+
+
 def test_bytes_and_images_are_images_too(tmp_path: Path) -> None:
     written(tmp_path)
     raw = (tmp_path / "a.png").read_bytes()
@@ -269,10 +391,9 @@ def test_cutting_keeps_images_whole_and_leaves_out_what_it_cannot_cut(
 def test_what_the_processor_refuses_is_named(processors: Any, data: Path) -> None:
     _, processor = processors["llava"]
     sample = conversations(processor, str(data))[0]
-    with pytest.raises(RecipeError, match="the processor rejects these samples"):
-        collator(processors["llava"])(
-            [replace(sample, text="no place for an image", labeled_spans=[])]
-        )
+    no_place = replace(sample, text="no place for an image", labeled_spans=[], where="line 2")
+    with pytest.raises(RecipeError, match=r"rejects a sample\s+where:\s+line 2\n"):
+        collator(processors["llava"])([sample, no_place])
 
 
 def test_a_processor_without_a_template_needs_one(processors: Any, data: Path) -> None:
