@@ -25,6 +25,7 @@ from automodel_ckpt.checkpoint.memory.hang_reports import MAX_BYTES as MAX_REPOR
 from automodel_ckpt.checkpoint.memory.hang_reports import HangReports, is_report
 from automodel_ckpt.checkpoint.memory.requests import SILENCE_SECONDS, Address
 from automodel_ckpt.checkpoint.memory.save_files import RECEIVING, is_of_save, mark_save
+from automodel_ckpt.checkpoint.run import links
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
 from automodel_ckpt.durable_io import fsync_directory
 
@@ -79,7 +80,10 @@ class NodeServer(ThreadingHTTPServer):
             return frozenset(self._received.get(staging, ()))
 
     def publish(self, staging: str, name: str, digest: str) -> None:
-        """Rename the directory *staging* to *name*. A directory of that name, of a failed save, is removed."""
+        """Rename the directory *staging* to *name*.
+
+        A directory of that name is removed if a failed save has written it, otherwise renamed.
+        """
         if not layout.is_staging(staging) or layout.parse_checkpoint_name(name) is None:
             raise Refused(HTTPStatus.BAD_REQUEST)
         if not _DIGEST.fullmatch(digest):
@@ -88,8 +92,10 @@ class NodeServer(ThreadingHTTPServer):
         # Their files were synchronized when they were written.
         for directory, _, _ in os.walk(self.root / staging, topdown=False):
             fsync_directory(Path(directory))
-        if os.path.lexists(self.root / name):
+        if is_of_save(self.root / name):
             commit.discard(commit.withdraw(self.root / name))
+        elif os.path.lexists(self.root / name):
+            links.make_room(self.root / name)
         commit.publish(self.root / staging, name)
         with self._lock:
             # Failed saves are not published: their directories are gone.
@@ -98,7 +104,10 @@ class NodeServer(ThreadingHTTPServer):
                     del self._received[other]
 
     def keep(self, names: list[str]) -> None:
-        """Remove all checkpoints but *names*, which are complete on all nodes, and what no save has written."""
+        """Remove all checkpoints but *names*, which are complete on all nodes.
+
+        What no save has written stays.
+        """
         kept = {layout.parse_checkpoint_name(name) for name in names}
         if None in kept or not kept:
             raise Refused(HTTPStatus.BAD_REQUEST)

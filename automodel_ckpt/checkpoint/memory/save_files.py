@@ -39,7 +39,12 @@ def save_digest(directory: Path) -> tuple[str | None, bool]:
 
 
 def is_of_save(directory: Path) -> bool:
-    """Whether a save has written *directory*: it has a manifest or the record of a save, or nothing yet."""
+    """Whether a save has written *directory*: it has a manifest or the record of a save, or nothing yet.
+
+    False for a link, which a user has created, whatever its target is.
+    """
+    if directory.is_symlink():
+        return False
     if any(os.path.lexists(directory / file) for file in (layout.MANIFEST, SAVE)):
         return True
     with contextlib.suppress(OSError):

@@ -36,6 +36,7 @@ from automodel_ckpt.checkpoint.memory.save_files import (
 )
 from automodel_ckpt.checkpoint.merkle import has_merkle_digest
 from automodel_ckpt.checkpoint.remote.ranges import REQUEST_BYTES, VerifiedRanges
+from automodel_ckpt.checkpoint.run import links
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
 from automodel_ckpt.checkpoint.tree import files_of
 from automodel_ckpt.checkpoint.verify import Level
@@ -126,7 +127,7 @@ def survey(
 
     *level* is how files are verified. Incomplete checkpoints are set aside (:func:`~.save_files.set_aside`), and those
     that *generation* of the run does not continue. The next survey examines them again: a node may have been absent.
-    Directories that no save has written are left alone. Raises OSError and :class:`NodeFailed` on all ranks.
+    Directories that no save has written are left alone, or renamed where a checkpoint has their name. Raises OSError and :class:`NodeFailed` on all ranks.
     """
     mine: dict[tuple[str, str], _Holding] = {}
     with agree.raise_on_all_ranks(group):
@@ -259,7 +260,10 @@ def _set_aside_unusable(directory: Path, found: Mapping[Path, HeldCheckpoint]) -
 def _complete(checkpoint: HeldCheckpoint) -> None:
     """Bring the manifest, the slice tables and the files without tensors to this node."""
     path, data = checkpoint.path, checkpoint.manifest_bytes
-    if not path.is_dir():
+    if save_digest(path)[0] != checkpoint.digest:
+        if os.path.lexists(path):
+            # No save has written it: the others were set aside.
+            links.make_room(path)
         path.mkdir()
         mark_save(path, checkpoint.digest)
     records = _records(data, path)

@@ -163,10 +163,7 @@ class RunDirectory:
             self.check_lease()
         if os.path.lexists(self.root / str(name)):
             # A file or a link that is not a checkpoint. It must not make every save of this step fail.
-            aside = links.set_aside(self.root, str(name))
-            log.warning(
-                "%s has the name of a new checkpoint; renamed to %s", self.path / str(name), aside
-            )
+            links.make_room(self.root / str(name))
         path = commit.publish(staging, str(name))
         self.on_published(str(name))
         with contextlib.suppress(

@@ -110,6 +110,15 @@ def pinned_names(root: Path) -> set[str]:
     return names
 
 
+def make_room(path: Path) -> None:
+    """Rename what has the *path* of a new checkpoint but is none, as :func:`set_aside` does, and log a warning.
+
+    Raises OSError.
+    """
+    aside = set_aside(path.parent, path.name)
+    log.warning("%s has the name of a new checkpoint; renamed to %s", path, aside)
+
+
 def _redirect(root: Path, old: str, new: str) -> None:
     """Change the pins and the users' links that point to the checkpoint *old*, so that they point to *new*."""
     if old in pinned_names(root):

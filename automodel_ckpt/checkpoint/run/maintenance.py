@@ -50,13 +50,17 @@ def pin_at(path: Path) -> tuple[Path, str] | None:
 
 
 def superseded_names(root: Path) -> list[str]:
-    """List the superseded checkpoints that no link protects."""
+    """List the superseded checkpoints that no link protects.
+
+    Not among them: directories without a manifest, which no save has written (:func:`.links.make_room`).
+    """
     protected = links.protected_names(root)
     names = []
     for entry in os.scandir(root):
         if not layout.is_superseded(entry.name) or entry.name in protected:
             continue
-        if entry.is_dir(follow_symlinks=False):
+        is_saved = os.path.lexists(os.path.join(entry.path, layout.MANIFEST))
+        if is_saved and entry.is_dir(follow_symlinks=False):
             names.append(entry.name)
     return sorted(names)
 

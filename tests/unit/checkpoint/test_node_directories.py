@@ -12,6 +12,7 @@ import pytest
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.memory.save_files import SAVE, is_of_save
+from automodel_ckpt.checkpoint.memory.survey import HeldCheckpoint, _complete
 from automodel_ckpt.checkpoint.node_directories import NodeDirectories
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
 from automodel_ckpt.errors import AutomodelError
@@ -88,6 +89,36 @@ def test_a_directory_that_no_save_has_written_is_left_alone(root: Path) -> None:
         found.begin(20)
         assert {path.name for path in found.held} == {FIRST, SECOND}
     assert (root / FOREIGN / "notes.txt").read_text() == "mine"
+
+
+def test_what_has_the_name_of_a_checkpoint_of_another_node_is_renamed(
+    root: Path, tmp_path: Path
+) -> None:
+    """This node has none of the checkpoint's files, but a directory of its name that no save has written."""
+    saved = tmp_path / "another node"
+    os.rename(root / SECOND, saved)
+    (root / SECOND).mkdir()
+    (root / SECOND / "notes.txt").write_text("mine")
+    with directories(root) as found:
+        data = (saved / layout.MANIFEST).read_bytes()
+        manifest = Manifest.read(saved)
+        held = HeldCheckpoint(
+            root / SECOND,
+            manifest.digest,
+            data,
+            dict.fromkeys(manifest.files, (0,)),
+            found.nodes,
+            {},
+        )
+        _complete(held)
+    assert sorted(os.listdir(root / SECOND)) == [SAVE, layout.MANIFEST]
+    aside = root / f"{SECOND}.superseded-1"
+    assert [path.name for path in aside.iterdir()] == ["notes.txt"]
+
+
+def test_a_link_is_not_what_a_save_has_written(root: Path) -> None:
+    (root / FOREIGN).symlink_to(SECOND)
+    assert is_of_save(root / SECOND) and not is_of_save(root / FOREIGN)
 
 
 @pytest.mark.parametrize(

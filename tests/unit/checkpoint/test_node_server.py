@@ -28,7 +28,7 @@ from automodel_ckpt.checkpoint.memory.requests import (
     read_range,
     send_file,
 )
-from automodel_ckpt.checkpoint.memory.save_files import files_below, save_digest
+from automodel_ckpt.checkpoint.memory.save_files import files_below, mark_save, save_digest
 from automodel_ckpt.checkpoint.remote.transfer import Throttle
 from automodel_ckpt.cli.launch.failures import FINAL_CODES, failure_record
 from tests.support.serving import serve
@@ -156,6 +156,7 @@ def test_a_publication_replaces_that_of_a_failed_save_and_is_kept_alone(
     server: NodeServer,
 ) -> None:
     (server.root / "epoch_0_step_6").mkdir()
+    mark_save(server.root / NAME, "xxh3:00")
     (server.root / STAGING / "new").write_text("new")
     document = {"do": "publish", "staging": STAGING, "name": NAME, "digest": "xxh3:1f"}
     command(address(server), TOKEN, document)
@@ -163,6 +164,19 @@ def test_a_publication_replaces_that_of_a_failed_save_and_is_kept_alone(
     assert save_digest(server.root / NAME) == ("xxh3:1f", False)
     command(address(server), TOKEN, {"do": "keep", "names": [NAME]})
     assert [path.name for path in server.root.iterdir()] == [NAME]
+
+
+def test_what_no_save_has_written_stays(server: NodeServer) -> None:
+    """The directory with the name of the checkpoint that is published, and others."""
+    (server.root / "epoch_0_step_6").mkdir()
+    (server.root / "epoch_0_step_6" / "notes.txt").write_text("mine")
+    (server.root / "epoch_0_step_5").symlink_to(server.root)
+    document = {"do": "publish", "staging": STAGING, "name": NAME, "digest": "xxh3:1f"}
+    command(address(server), TOKEN, document)
+    command(address(server), TOKEN, {"do": "keep", "names": [NAME]})
+    assert list(files_below(server.root / f"{NAME}.superseded-1")) == ["model/file"]
+    assert (server.root / "epoch_0_step_6" / "notes.txt").read_text() == "mine"
+    assert (server.root / "epoch_0_step_5").is_symlink()
 
 
 @pytest.mark.parametrize(
