@@ -57,9 +57,10 @@ class HangReports:
     def receive(self, file: str, data: bytes) -> None:
         """Write a report of another node. Raises OSError."""
         directory = (self.root / file).parent
-        directory.mkdir(parents=True, exist_ok=True)
+        # Before the directory is created, which would follow a link of its parent.
         if self.root.is_symlink() or directory.is_symlink():
             raise NotADirectoryError(f"{directory} is a symbolic link")
+        directory.mkdir(parents=True, exist_ok=True)
         temporary = directory / f".{uuid.uuid4().hex}"
         # Otherwise, written() could take it for a report of this node, and send it back.
         with self._lock:

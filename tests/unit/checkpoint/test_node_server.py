@@ -300,6 +300,18 @@ def test_only_reports_are_accepted_as_reports(server: NodeServer, file: str) -> 
     assert not (server.root / layout.HANGS).exists()
 
 
+@pytest.mark.parametrize("link", [layout.HANGS, f"{layout.HANGS}/step_3"])
+def test_reports_are_not_written_through_links(tmp_path: Path, link: str) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    run = tmp_path / "run"
+    (run / link).parent.mkdir(parents=True)
+    (run / link).symlink_to(outside)
+    with pytest.raises(NotADirectoryError, match="symbolic link"):
+        HangReports(run).receive("step_3/rank_0.txt", b"state")
+    assert list(outside.iterdir()) == []
+
+
 def test_reports_are_sent_once_and_not_to_where_they_came_from(tmp_path: Path) -> None:
     """A node that does not respond gets them later, and delays no other node."""
     reports = HangReports(tmp_path)
