@@ -1,12 +1,14 @@
 """Differences between the tensors of two checkpoints: names, shapes and dtypes from their descriptions, and values.
 
-If both store a tensor in the same slices with the same digests, it is equal and is not read. Any other tensor is read
-once, in blocks: memory does not grow with the model. Imports no torch, and numpy only to compare values.
+If both store a tensor in the same slices with the same digests, it is equal. Its values are not read, and its bytes only
+where they may have changed since the digests were recorded (:attr:`StoredTensors.sealed_at`). Any other tensor is read in
+blocks: memory does not grow with the model. Imports no torch, and numpy only to compare values.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,10 +26,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensors:
-    """Stored tensors by name. The files of their slices are relative to *root*."""
+    """Stored tensors by name. The files of their slices are relative to *root*.
+
+    *sealed_at* is the time, in nanoseconds since 1970, at which the manifest with their digests was written, after all
+    files. The digests of files that have changed since are believed only after their bytes were compared with them. With
+    None, those of no file are believed: users edit the files of exports. With infinity, those of all are, unread.
+    """
 
     root: Path
     tensors: Mapping[str, Tensor]
+    sealed_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +58,7 @@ class TensorDifference:
     """The differences between two sets of tensors.
 
     *redescribed* maps names to dtype and shape on both sides. *num_equal* counts equal tensors; of these, *num_unread*
-    were equal by their digests. *damaged* maps names to the damage of tensors whose bytes do not match their digests;
+    were equal by their digests, without reading their bytes. *damaged* maps names to the damage of tensors whose bytes do not match their digests;
     their values are not compared. If values are not read at all, *differing* names the tensors with other digests, and
     *undecided* those that are stored in other slices, whose digests cannot be compared.
     """
@@ -69,7 +77,8 @@ class TensorDifference:
 def compare(
     first: StoredTensors, second: StoredTensors, *, reads_values: bool = True
 ) -> TensorDifference:
-    """Compare all tensors; without *reads_values*, only their descriptions and digests.
+    """Compare all tensors; without *reads_values*, only their descriptions and digests, and bytes that digests are not
+    believed of.
 
     Raises OSError with the file's name if a file cannot be read.
     """
@@ -80,6 +89,7 @@ def compare(
     undecided: list[str] = []
     num_equal = 0
     num_unread = 0
+    sides = [(side, _changed_files(side)) for side in (first, second)]
     for fqn, one in first.tensors.items():
         other = second.tensors.get(fqn)
         if other is None:
@@ -90,7 +100,16 @@ def compare(
             redescribed[fqn] = (one_text, other_text)
             continue
         if _have_same_digests(one, other):
-            num_unread += 1
+            unverified = [
+                (side.root, tensor)
+                for (side, changed_files), tensor in zip(sides, (one, other), strict=True)
+                if any(stored.file in changed_files for stored in tensor.slices)
+            ]
+            problems = _damage(*unverified)
+            if problems:
+                damaged[fqn] = problems
+                continue
+            num_unread += not unverified
             num_equal += 1
             continue
         if not reads_values:
@@ -117,6 +136,25 @@ def compare(
         tuple(differing),
         tuple(undecided),
     )
+
+
+def _changed_files(side: StoredTensors) -> set[str]:
+    """Return the files that may have changed since the digests of their tensors were recorded."""
+    if side.sealed_at == math.inf:
+        return set()
+    files = {stored.file for tensor in side.tensors.values() for stored in tensor.slices}
+    if side.sealed_at is None:
+        return files
+    changed = set()
+    for file in files:
+        try:
+            is_changed = os.stat(side.root / file).st_mtime_ns > side.sealed_at
+        except OSError:
+            # Reading it reports why.
+            is_changed = True
+        if is_changed:
+            changed.add(file)
+    return changed
 
 
 def _damage(*sides: tuple[Path, Tensor]) -> tuple[Problem, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -76,8 +77,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     """Describe the command ``ckpt diff``."""
     command.description = (
         "Show what changed from checkpoint A to B: recipe, environment, ranks and tensors; and what would "
-        "change if A were resumed with B's recipe. Tensors with equal digests are not read, and neither are those of "
-        "a checkpoint in a store, which are compared by their digests alone. The exit code is 3 if a tensor is damaged."
+        "change if A were resumed with B's recipe. Tensors with equal digests are not read, unless "
+        "their files are those of an export or have changed since the manifest was written: then their bytes are compared "
+        "with the digests first. Tensors of a checkpoint in a store are compared by their digests alone. The exit code is 3 if a tensor is damaged."
     )
     for name in ("a", "b"):
         command.add_argument(
@@ -111,7 +113,7 @@ def _side_at(place: str, copies: contextlib.ExitStack) -> Side:
         return _side(whole_checkpoint(Path(place)))
     run, name, manifest = locate_one(place)
     copy = copies.enter_context(sparse_copy(run, name, manifest))
-    return replace(_side_of(copy, manifest), url=f"{run.store}/{name}")
+    return replace(_side_of(copy, manifest, sealed_at=math.inf), url=f"{run.store}/{name}")
 
 
 def _side(path: Path) -> Side:
@@ -129,18 +131,20 @@ def _side(path: Path) -> Side:
         return Side(path, trees={"model": model}, recipe=saved_recipe(path / layout.CONFIG))
     if not has_manifest:
         path = path.parent
-    return _side_of(path, Manifest.read(path))
+    manifest = Manifest.read(path)
+    sealed_at = os.stat(path / layout.MANIFEST).st_mtime_ns
+    return _side_of(path, manifest, sealed_at=sealed_at)
 
 
-def _side_of(path: Path, manifest: Manifest) -> Side:
-    """Read the checkpoint of this program at *path*, by its *manifest*."""
+def _side_of(path: Path, manifest: Manifest, *, sealed_at: float) -> Side:
+    """Read the checkpoint of this program at *path*, by its *manifest*, which was written at *sealed_at*."""
     from automodel_ckpt.checkpoint import layout
     from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
     from automodel_ckpt.checkpoint.tree import OBJECTS
     from automodel_ckpt.config.changes import saved_recipe
 
     trees = {
-        name: StoredTensors(path, tree.tensors)
+        name: StoredTensors(path, tree.tensors, sealed_at)
         for name, tree in manifest.trees.items()
         if tree.format != OBJECTS
     }

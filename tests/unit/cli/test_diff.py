@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -104,6 +105,30 @@ def test_what_digests_show_to_be_equal_is_not_read(
         and "no difference" in text
         and "\x1b" not in text
     )
+
+
+@pytest.mark.parametrize("time_of_change", ["after the manifest", "before it, in an export"])
+def test_digests_of_changed_files_are_not_believed(
+    tmp_path: Path, capsys: Capture, time_of_change: str
+) -> None:
+    one = checkpoint(tmp_path / "a", weights())
+    is_export = "export" in time_of_change
+    if is_export:
+        assert main(["export", str(one), "--output", str(tmp_path / "export")]) == 0
+        one = tmp_path / "export"
+    shutil.copytree(one, tmp_path / "b")
+    edited = min((tmp_path / "b").rglob("*.safetensors"))
+    before = edited.stat()
+    content = bytearray(edited.read_bytes())
+    content[-1] ^= 1
+    edited.write_bytes(content)
+    change = -1e9 if is_export else 1e9
+    os.utime(edited, ns=(before.st_atime_ns, before.st_mtime_ns + int(change)))
+    capsys.readouterr()
+    assert main(["diff", str(one), str(tmp_path / "b")]) == 3
+    shown = capsys.readouterr()
+    assert "1 damaged" in shown.out and "digest" in shown.err
+    assert edited.name in shown.err
 
 
 def test_names_shapes_and_numbers_that_are_none(tmp_path: Path, capsys: Capture) -> None:
