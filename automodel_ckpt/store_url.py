@@ -50,9 +50,9 @@ def is_url(text: str) -> bool:
 
 
 def is_store_url(text: str) -> bool:
-    """Whether *text* is a URL with the scheme of a store that can be opened."""
+    """Whether *text* is a URL with the scheme of a store that can be opened, in lower or upper case."""
     match = _URL.match(text)
-    return match is not None and match[1] in _LIBRARIES
+    return match is not None and match[1].lower() in _LIBRARIES
 
 
 def public(url: str) -> str:
@@ -100,6 +100,13 @@ def check_url(url: str, where: str) -> str:
             value=public(url),
             hint="for models, use the section hub (or `ckpt push RUN hub:ORG/NAME`); for checkpoints, another store, "
             "or a bucket that is mounted as a directory (file://)",
+        )
+    if scheme not in _LIBRARIES and scheme.lower() in _LIBRARIES:
+        raise RecipeError(
+            "the scheme of a URL is in lower case",
+            where=where,
+            value=f"{scheme}://",
+            hint=f"use {public(url)}",
         )
     if scheme not in _LIBRARIES:
         raise RecipeError(

@@ -43,16 +43,16 @@ def as_failure(
 
     Others become *kind*, with a message of what was being done (*doing*) and *where*. *hint* is what to do about a
     failed system call; None: the hint for checkpoints. If the system did not permit the call, the hint is on
-    permissions.
+    permissions, followed by the given one.
     """
     if isinstance(error, AutomodelError):
         return error
     if isinstance(error, OSError):
         # Errors of a descriptor's system calls do not contain a path.
         error.filename = error.filename or str(where)
-        hint = hint or _HINTS.get(kind, RETRY)
         if error.errno in _NOT_ALLOWED:
-            hint = _PERMISSIONS
+            hint = _PERMISSIONS if hint is None else f"{_PERMISSIONS}; {hint}"
+        hint = hint or _HINTS.get(kind, RETRY)
         return kind.all_of([os_problem(error, f"{doing} failed", hint=hint)])
     log.debug("unexpected", exc_info=error)
     limit = limit_error(error)

@@ -64,7 +64,8 @@ class Verb:
 
     *help* is its line in ``ckpt --help``. *add_arguments* sets the description of its parser and adds its options.
     *run* executes it and returns the exit code. *writes* states whether it writes files: if a system call
-    fails, the exit code is then 4 instead of 3. *accepts_urls* states whether a path may be the URL of a store.
+    or a store fails, the exit code is then 4 instead of 3. *accepts_urls* states whether a path may be the URL of a
+    store.
     """
 
     name: str
@@ -256,15 +257,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _report_failure(error: BaseException, arguments: argparse.Namespace) -> int:
     """Print an error, with ``--json`` also as a document on standard output; return the exit code."""
+    is_writing = arguments.command in {verb.name for verb in VERBS if verb.writes}
     if isinstance(error, OSError):
         problem = os_problem(
             error,
             "cannot access a file or directory",
             hint="check the path, its permissions and the free space",
         )
-        writing = {verb.name for verb in VERBS if verb.writes}
-        kind = SaveFailed if arguments.command in writing else CheckpointUnusable
+        kind = SaveFailed if is_writing else CheckpointUnusable
         error = kind.all_of([problem])
+    elif isinstance(error, SaveFailed) and not is_writing:
+        # A store that cannot be read: commands that only read save nothing.
+        error = CheckpointUnusable.all_of(error.problems)
     code, message = describe(error)
     print_error(message)
     if getattr(arguments, "json", False) and isinstance(error, AutomodelError):

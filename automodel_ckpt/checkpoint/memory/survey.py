@@ -127,7 +127,8 @@ def survey(
 
     *level* is how files are verified. Incomplete checkpoints are set aside (:func:`~.save_files.set_aside`), and those
     that *generation* of the run does not continue. The next survey examines them again: a node may have been absent.
-    Directories that no save has written are left alone, or renamed where a checkpoint has their name. Raises OSError and :class:`NodeFailed` on all ranks.
+    Directories that no save has written are left alone, or renamed where a checkpoint has their name. Raises OSError
+    and :class:`NodeFailed` on all ranks.
     """
     mine: dict[tuple[str, str], _Holding] = {}
     with agree.raise_on_all_ranks(group):

@@ -1,8 +1,8 @@
 """Differences between the tensors of two checkpoints: names, shapes and dtypes from their descriptions, and values.
 
-If both store a tensor in the same slices with the same digests, it is equal. Its values are not read, and its bytes only
-where they may have changed since the digests were recorded (:attr:`StoredTensors.sealed_at`). Any other tensor is read in
-blocks: memory does not grow with the model. Imports no torch, and numpy only to compare values.
+If both store a tensor in the same slices with the same digests, it is equal. Its values are not read, and its bytes
+only where they may have changed since the digests were recorded (:attr:`StoredTensors.sealed_at`). Any other tensor is
+read in blocks: memory does not grow with the model. Imports no torch, and numpy only to compare values.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class StoredTensors:
     """Stored tensors by name. The files of their slices are relative to *root*.
 
     *sealed_at* is the time, in nanoseconds since 1970, at which the manifest with their digests was written, after all
-    files. The digests of files that have changed since are believed only after their bytes were compared with them. With
-    None, those of no file are believed: users edit the files of exports. With infinity, those of all are, unread.
+    files. The digests of files that have changed since are believed only after their bytes were compared with them.
+    With None, those of no file are believed: users edit the files of exports. With infinity, those of all are, unread.
     """
 
     root: Path
@@ -58,9 +58,9 @@ class TensorDifference:
     """The differences between two sets of tensors.
 
     *redescribed* maps names to dtype and shape on both sides. *num_equal* counts equal tensors; of these, *num_unread*
-    were equal by their digests, without reading their bytes. *damaged* maps names to the damage of tensors whose bytes do not match their digests;
-    their values are not compared. If values are not read at all, *differing* names the tensors with other digests, and
-    *undecided* those that are stored in other slices, whose digests cannot be compared.
+    were equal by their digests, without reading their bytes. *damaged* maps names to the damage of tensors whose bytes
+    do not match their digests; their values are not compared. If values are not read at all, *differing* names the
+    tensors with other digests, and *undecided* those that are stored in other slices, whose digests cannot be compared.
     """
 
     only_first: tuple[str, ...]

@@ -78,8 +78,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.description = (
         "Show what changed from checkpoint A to B: recipe, environment, ranks and tensors; and what would "
         "change if A were resumed with B's recipe. Tensors with equal digests are not read, unless "
-        "their files are those of an export or have changed since the manifest was written: then their bytes are compared "
-        "with the digests first. Tensors of a checkpoint in a store are compared by their digests alone. The exit code is 3 if a tensor is damaged."
+        "their files are those of an export or have changed since the manifest was written: then their bytes are "
+        "compared with the digests first. Tensors of a checkpoint in a store are compared by their digests alone. The "
+        "exit code is 3 if a tensor is damaged."
     )
     for name in ("a", "b"):
         command.add_argument(

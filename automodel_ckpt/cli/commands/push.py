@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import logging
+import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from automodel_ckpt.cli.arguments import number_at_least
@@ -14,6 +18,8 @@ from automodel_ckpt.cli.remote import locate, locate_one
 from automodel_ckpt.cli.terminal import printable, size_text
 from automodel_ckpt.errors import EXIT_DONE, CheckpointUnusable, RecipeError
 from automodel_ckpt.store_url import is_url
+
+log = logging.getLogger("automodel_ckpt")
 
 _URL = "URL of a run in a store, such as s3://BUCKET/RUN (s3, gs, az, hf, file)"
 
@@ -116,13 +122,31 @@ def run(arguments: argparse.Namespace) -> int:
     throttle = Throttle(None if rate is None else 1e6 * rate)
     memory = checkpoint.parent / f".push-{checkpoint.name}.json"
     started = time.monotonic()
-    nbytes = push_checkpoint(
-        remote, checkpoint, memory, throttle=throttle, num_threads=arguments.num_threads
-    )
-    remote.point(arguments.metric, "max" if arguments.max else "min")
-    nbytes += push_exports(remote, checkpoint, throttle=throttle, num_threads=arguments.num_threads)
-    seconds = time.monotonic() - started
     url = f"{remote.store}/{checkpoint.name}"
+    try:
+        nbytes = push_checkpoint(
+            remote, checkpoint, memory, throttle=throttle, num_threads=arguments.num_threads
+        )
+    except FileNotFoundError:
+        if checkpoint.is_dir():
+            raise
+        raise CheckpointUnusable(
+            "the checkpoint was removed while it was uploaded",
+            where=str(checkpoint),
+            value="not complete in the store",
+            hint="`ckpt pin` keeps a checkpoint of a run that removes earlier ones",
+        ) from None
+    remote.point(arguments.metric, "max" if arguments.max else "min")
+    try:
+        nbytes += push_exports(
+            remote, checkpoint, throttle=throttle, num_threads=arguments.num_threads
+        )
+    except FileNotFoundError:
+        if checkpoint.is_dir():
+            raise
+        # A run that trains has removed it, or `ckpt prune`. The checkpoint itself is in the store.
+        log.warning("%s was removed meanwhile: %s has no exports", checkpoint, url)
+    seconds = time.monotonic() - started
     if arguments.json:
         print(json.dumps({"url": url, "nbytes": nbytes, "seconds": seconds}))
     elif nbytes == 0:
@@ -165,21 +189,22 @@ def run_pull(arguments: argparse.Namespace) -> int:
             value=name,
             hint="choose another directory, or remove it",
         )
-    make_run_directory(directory)
-    # A live run would take the staging directory for a leftover.
-    lease = Lease(directory)
     started = time.monotonic()
-    try:
-        path = pull_checkpoint(
-            remote,
-            name,
-            directory,
-            num_threads=arguments.num_threads,
-            with_exports=not arguments.no_exports,
-        )
-        pull_logs(remote, directory)
-    finally:
-        lease.release()
+    with _removed_if_empty(directory):
+        make_run_directory(directory)
+        # A live run would take the staging directory for a leftover.
+        lease = Lease(directory)
+        try:
+            path = pull_checkpoint(
+                remote,
+                name,
+                directory,
+                num_threads=arguments.num_threads,
+                with_exports=not arguments.no_exports,
+            )
+            pull_logs(remote, directory)
+        finally:
+            lease.release()
     seconds = time.monotonic() - started
     exports = complete_exports(path)
     nbytes = manifest.nbytes + sum(map(_nbytes_in, exports))
@@ -194,6 +219,23 @@ def run_pull(arguments: argparse.Namespace) -> int:
             f"downloaded {printable(str(path))}: {size} in {seconds:.1f} s, verified{with_exports}"
         )
     return EXIT_DONE
+
+
+@contextlib.contextmanager
+def _removed_if_empty(directory: Path) -> Iterator[None]:
+    """Remove *directory* and its parents after a failure, as far as they are empty and the context has created them."""
+    created = []
+    for path in (directory, *directory.parents):
+        if os.path.lexists(path):
+            break
+        created.append(path)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            for path in created:
+                path.rmdir()
+        raise
 
 
 def _nbytes_in(directory: Path) -> int:

@@ -174,6 +174,10 @@ def test_an_error_of_the_system_becomes_one_with_the_place_and_what_to_do(tmp_pa
     assert "resume from the previous checkpoint" in named
     assert "checkpoint.checkpoint_dir" in message(RecipeError, full())
     assert "ckpt consolidate" in message(ExportFailed, full())
+    denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    assert "permissions" in message(SaveFailed, denied)
+    hinted = str(as_failure(denied, "copying", tmp_path, hint="repair the cache"))
+    assert "permissions" in hinted and "repair the cache" in hinted
     unexpected = message(SaveFailed, ZeroDivisionError("oops"))
     assert "oops" in unexpected and "defect" in unexpected
     known = SaveFailed("what", where="where", value="value", hint="hint")

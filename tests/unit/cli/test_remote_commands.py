@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pkgutil
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -210,8 +211,9 @@ def test_a_bucket_that_does_not_exist_is_named(
     local: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with object_store():
-        for words in (["push", str(local / FIRST)], ["ls"], ["pull"]):
-            assert ckpt([*words, "s3://nobucket/run"]) == 4
+        push = ["push", str(local / FIRST)]
+        for words, code in ((push, 4), (["ls"], 3), (["show"], 3), (["pull"], 4)):
+            assert ckpt([*words, "s3://nobucket/run"]) == code
             message = capsys.readouterr().err
             assert "the bucket does not exist" in message
             assert "nobucket" in message
@@ -259,10 +261,41 @@ def test_push_and_pull_copy_the_exports_of_the_checkpoint(
     assert ckpt(["pull", url, str(tmp_path / "damaged")]) == 3
     said = capsys.readouterr().err
     assert "a file of the export is damaged" in said and "--no-exports" in said
-    assert [*(tmp_path / "damaged").iterdir()] == []
+    assert not (tmp_path / "damaged").exists()
+    assert ckpt(["pull", url, str(tmp_path / "new/damaged")]) == 3
+    assert not (tmp_path / "new").exists()
     # Without its manifest, an export is incomplete.
     (stored / layout.EXPORT_MANIFEST).unlink()
     assert output(capsys, "pull", url, str(tmp_path / "damaged"))["exports"] == []
+
+
+@pytest.mark.parametrize("is_published", [True, False])
+def test_a_checkpoint_that_is_removed_while_it_is_pushed(
+    local: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    is_published: bool,
+) -> None:
+    checkpoint = tmp_path / "run" / FIRST
+    shutil.copytree(local / FIRST, checkpoint)
+    target = "run.RemoteRun.point" if is_published else "push.send_files"
+    module, name = f"automodel_ckpt.checkpoint.remote.{target}".rsplit(".", 1)
+    original = pkgutil.resolve_name(module).__dict__[name]
+
+    def after_removal(*arguments: Any) -> None:
+        shutil.rmtree(checkpoint)
+        original(*arguments)
+
+    monkeypatch.setattr(f"{module}.{name}", after_removal)
+    store = tmp_path / "store"
+    code = ckpt(["push", str(checkpoint), f"file://{store}"])
+    printed = capsys.readouterr()
+    if is_published:
+        assert code == 0 and "uploaded" in printed.out
+        assert ckpt(["verify", f"file://{store}", "--deep"]) == 0
+    else:
+        assert code == 3 and "removed while it was uploaded" in printed.err
 
 
 ARGUMENTS = {
