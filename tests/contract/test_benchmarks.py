@@ -31,6 +31,7 @@ from automodel_ckpt.report.follow import values_of
 from automodel_ckpt.report.history import read_history
 from tests.support import ranks
 from tests.support.training import (
+    EXPORT,
     RECIPE,
     VALIDATION,
     Recipe,
@@ -98,7 +99,7 @@ def trained(directory: Path, name: str, text: str, *words: str, num_ranks: int =
 def test_tasks_run_at_their_steps_on_all_ranks_and_training_is_the_same(
     strategy: str, stand_in: None, tmp_path: Path
 ) -> None:
-    words = (f"--distributed.strategy={strategy}",)
+    words = (f"--distributed.strategy={strategy}", EXPORT)
     without = trained(tmp_path, "without", RECIPE, *words, num_ranks=2)
     found = trained(tmp_path, "with", RECIPE + HARNESS, *words, *BEST, num_ranks=2)
     for digests in (*without, *found):

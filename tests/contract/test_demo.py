@@ -15,7 +15,7 @@ import pytest
 from automodel_ckpt.recipes.vlm_finetune import VLMFinetune
 from tests.support import ranks
 from tests.support.command_server import CommandServer, Starting
-from tests.support.training import train
+from tests.support.training import EXPORT, train
 from tools import demo_vlm
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +53,7 @@ def test_the_demo_with_images_reads_digits_after_a_few_steps_already(
         "--step_scheduler.max_steps=60",
         "--step_scheduler.ckpt_every_steps=null",
         "--validation_dataset=null",
+        EXPORT,
     ]
     # First: a tokenizer is trained by threads, which do not survive the fork below.
     paths, expected = demo_vlm.write_scans(tmp_path / "scans")

@@ -29,7 +29,7 @@ from tests.support.stand_ins import (
     write_stand_ins,
     write_trainer_checkpoint,
 )
-from tests.support.training import train
+from tests.support.training import EXPORT, train
 
 SHIPPED = examples()
 HUB = {
@@ -144,6 +144,7 @@ def test_a_recipe_for_a_model_of_the_hub_trains_one_of_its_family(
     overrides = (
         "--step_scheduler.max_steps=2",
         "--checkpoint.checkpoint_dir=run",
+        EXPORT,
         *SMALLER.get(name, ()),
     )
     [recipe_name] = re.findall(r"^recipe: (\w+)$", HUB[name].read_text(), re.MULTILINE)
@@ -176,7 +177,7 @@ def test_the_recipe_that_resumes_a_run_of_the_trainer_continues_after_its_step(
     (command,) = re.findall(r"^#   ckpt (import .*)$", recipe.read_text(), re.MULTILINE)
     assert run_ckpt(shlex.split(command)) == 0, capsys.readouterr().err
     overrides = ("--step_scheduler.max_steps=502", "--step_scheduler.num_epochs=1000")
-    smaller = ("--step_scheduler.global_batch_size=4",)
+    smaller = ("--step_scheduler.global_batch_size=4", EXPORT)
     ranks.run(partial(train, recipe, *overrides, *smaller), 1, init=False)
     run = Path("checkpoints/qwen3_0_6b_continue_trainer")
     records = [json.loads(line) for line in (run / "training.jsonl").read_text().splitlines()]

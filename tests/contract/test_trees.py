@@ -18,7 +18,7 @@ from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.vlm_finetune import VLMFinetune
 from tests.distributed.test_vlm import prepare
 from tests.support import ranks
-from tests.support.training import RECIPE, steps_of, train, write_recipe
+from tests.support.training import EXPORT, RECIPE, steps_of, train, write_recipe
 
 ALL = bool(os.environ.get("AUTOMODEL_CKPT_ALL_TREES"))
 LIMIT_SECONDS = 900 if ALL else 200
@@ -57,6 +57,8 @@ class Case:
         if self.model_layout == "adapter":
             # The adapter files are the export: with every export that there is, nothing more is written.
             saved += ["--checkpoint.save_consolidated=every"]
+        elif self.model_format == "safetensors" and self.model_layout == "shards":
+            saved += [EXPORT]
         if self.domain == "llm":
             return [
                 *saved,

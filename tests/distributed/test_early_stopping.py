@@ -16,6 +16,7 @@ from automodel_ckpt.recipes.loop import TrainingLoop
 from automodel_ckpt.recipes.readback import Number
 from tests.support import ranks
 from tests.support.training import (
+    EXPORT,
     RECIPE,
     VALIDATION,
     Recipe,
@@ -59,7 +60,7 @@ def values(outcomes: Sequence[Any]) -> list[Any]:
 def test_it_ends_at_the_same_step_after_a_kill_or_a_signal_and_goes_on_with_more_patience(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    whole = values(run(tmp_path / "whole", *UNCHANGED))
+    whole = values(run(tmp_path / "whole", *UNCHANGED, EXPORT))
     log = capfd.readouterr().err
     reason = "early stopping: val_loss did not improve on"
     assert reason in log and "of step 2 in the last 3 validations" in log
@@ -94,7 +95,7 @@ def test_a_validation_that_a_signal_prevented_counts_when_it_is_made_up(tmp_path
     values(run(directory, *options, "--step_scheduler.max_steps=5"))
     (stopped,) = run(directory, *options, recipe_class=with_loop(Recipe, StoppedInValidation))
     assert isinstance(stopped.error, Stopped) and saved(directory) == saved(tmp_path / "whole")
-    values(run(directory, *options))
+    values(run(directory, *options, EXPORT))
     assert saved(directory) == saved(tmp_path / "whole")
     assert (directory / "LATEST/model/consolidated").is_dir()
     assert steps_in(directory, "validation.jsonl") == [5, 10]

@@ -20,12 +20,12 @@ from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.distributed.stop import stop_request
 from tests.support import ranks
 from tests.support.recipes import SMALLEST
-from tests.support.training import RECIPE, VALIDATION, train, write_recipe
+from tests.support.training import EXPORT, RECIPE, VALIDATION, train, write_recipe
 from tests.support.training_parts import SignalledInValidation
 
 TEXT = "already complete at step 2: max_steps 2 ended the run"
 NEWEST = "epoch_0_step_2"
-GIVEN = ("--step_scheduler.max_steps=2", "--checkpoint.checkpoint_dir=run")
+GIVEN = ("--step_scheduler.max_steps=2", "--checkpoint.checkpoint_dir=run", EXPORT)
 
 
 def load(recipe: Path, *overrides: str) -> LoadedRecipe:

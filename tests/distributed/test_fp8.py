@@ -15,7 +15,7 @@ from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.fp8 import check_device, convert_to_fp8, fp8_layers
 from tests.distributed.test_training import lines_of_steps, run
 from tests.support.parallel import model_of
-from tests.support.training import RECIPE, VALIDATION
+from tests.support.training import EXPORT, RECIPE, VALIDATION
 
 TEXT = (RECIPE + VALIDATION).replace("attention_dropout: 0.2", "attention_dropout: 0.0")
 SHORT = ("--step_scheduler.max_steps=4", "--step_scheduler.ckpt_every_steps=2")
@@ -72,7 +72,7 @@ def test_a_converted_model_has_the_same_state_and_about_the_same_logits(recipe: 
 def test_a_sharded_run_resumes_exactly_and_its_export_loads(tmp_path: Path) -> None:
     plain = run(tmp_path, *SHORT, name="plain", text=TEXT)
     options = (*SHORT, FP8, "--fp8.recipe=rowwise", "--distributed.strategy=fsdp2")
-    whole = run(tmp_path, *options, name="whole", text=TEXT, num_ranks=2)
+    whole = run(tmp_path, *options, EXPORT, name="whole", text=TEXT, num_ranks=2)
     back = f"--checkpoint.restore_from={tmp_path / 'whole' / 'epoch_0_step_2'}"
     assert run(tmp_path, *options, back, name="resumed", text=TEXT, num_ranks=2) == whole
     assert whole[0]["weights"] != plain[0]["weights"]

@@ -20,7 +20,7 @@ from automodel_ckpt.errors import AutomodelError, CheckpointUnusable, RecipeErro
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from tests.distributed.test_training import run
 from tests.support import ranks
-from tests.support.training import RECIPE, Recipe, build, steps_of, train, write_recipe
+from tests.support.training import EXPORT, RECIPE, Recipe, build, steps_of, train, write_recipe
 from tests.support.training_parts import WithMore
 
 Weights = dict[str, torch.Tensor]
@@ -30,7 +30,7 @@ Weights = dict[str, torch.Tensor]
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two runs of two steps: ``base`` of a model, ``more`` of a model and a value head, on two ranks each."""
     directory = tmp_path_factory.mktemp("base")
-    run(directory, "--step_scheduler.max_steps=2", name="base", num_ranks=2)
+    run(directory, "--step_scheduler.max_steps=2", EXPORT, name="base", num_ranks=2)
     run(
         directory,
         "--step_scheduler.max_steps=2",
@@ -203,6 +203,7 @@ def test_a_larger_tokenizer_gets_room_and_the_export_says_so(
         "--optimizer.lr=0",
         "--step_scheduler.max_steps=1",
         f"--model.new_tokens={new_tokens}",
+        EXPORT,
     )
     run(tmp_path, *frozen, "--model.vocab_size=tokenizer", text=text, num_ranks=2)
     said = capfd.readouterr().err

@@ -16,7 +16,15 @@ from tests.distributed.test_router_loss import ONE_STEP, one_step
 from tests.distributed.test_training import failure, lines_of_steps, run, run_each
 from tests.support import ranks
 from tests.support.mtp import Reference, gradients_of, model_section
-from tests.support.training import RECIPE, VALIDATION, killed_after, steps_of, train, write_recipe
+from tests.support.training import (
+    EXPORT,
+    RECIPE,
+    VALIDATION,
+    killed_after,
+    steps_of,
+    train,
+    write_recipe,
+)
 from tests.support.training_parts import uneven
 
 FACTOR = 0.3
@@ -140,7 +148,7 @@ def test_a_killed_run_resumes_exactly_and_validation_computes_no_further_tokens(
 def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one step on a fresh model with the layers of one depth."""
     directory = tmp_path_factory.mktemp("mtp")
-    run(directory, *ONE_STEP, model_section("deepseek_v3"), MTP, name="first")
+    run(directory, *ONE_STEP, model_section("deepseek_v3"), MTP, EXPORT, name="first")
     return directory / "first"
 
 
@@ -183,14 +191,14 @@ def test_files_have_the_layers_under_the_familys_names_and_are_read_again_bit_by
 
 
 def test_a_base_without_the_layers_is_an_error_unless_new_ones_are_wanted(tmp_path: Path) -> None:
-    run(tmp_path, *ONE_STEP, model_section("deepseek_v3"), name="first")
+    run(tmp_path, *ONE_STEP, model_section("deepseek_v3"), EXPORT, name="first")
     export = exported(tmp_path / "first")
     from_base = (*ONE_STEP, "--model.from_config=null", f"--model.from_pretrained={export}")
     refused = str(failure(tmp_path, *from_base, MTP))
     assert "no weights of the layers for multi-token prediction" in refused
     assert "has none of" in refused
     assert "weights: new" in refused
-    run(tmp_path, *from_base, MTP, "--model.mtp.weights=new", name="new")
+    run(tmp_path, *from_base, MTP, "--model.mtp.weights=new", EXPORT, name="new")
     trained = weights_in(exported(tmp_path / "new"))
     assert f"{LAYER}eh_proj.weight" in trained
     assert set(weights_in(export)) < set(trained)

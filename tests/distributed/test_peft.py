@@ -20,7 +20,16 @@ from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 from automodel_ckpt.recipes.loop import TrainingLoop
 from tests.distributed.test_training import lines_of_steps, run
 from tests.support import ranks
-from tests.support.training import RECIPE, Recipe, build, steps_of, train, with_loop, write_recipe
+from tests.support.training import (
+    EXPORT,
+    RECIPE,
+    Recipe,
+    build,
+    steps_of,
+    train,
+    with_loop,
+    write_recipe,
+)
 
 TEXT = RECIPE.replace("\ntokenizer:", "\npeft:\n  base_dir: BASE\n  dropout: 0.1\ntokenizer:", 1)
 SHORT = (
@@ -114,7 +123,11 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     }
 
     def all_variants() -> list[Any]:
-        common = [f"--distributed.strategy={strategy}", "--step_scheduler.local_batch_size=2"]
+        common = [
+            f"--distributed.strategy={strategy}",
+            "--step_scheduler.local_batch_size=2",
+            EXPORT,
+        ]
         common += ["--peft.use_rslora"] if strategy == "ddp" else []
         return [whole_and_resumed(*recipes[name], *common, *VARIANTS[name]) for name in names]
 

@@ -29,7 +29,7 @@ from automodel_ckpt.models.build import build_model
 from automodel_ckpt.recipes.model.deferred_model import build_deferred
 from tests.support import ranks
 from tests.support.parallel import layout_here
-from tests.support.training import RECIPE, train, write_recipe
+from tests.support.training import EXPORT, RECIPE, train, write_recipe
 
 SIZES: dict[str, Any] = {
     "vocab_size": 304,
@@ -286,6 +286,7 @@ def test_a_run_on_an_fp8_base_exports_ordinary_files(
         f"--checkpoint.checkpoint_dir={tmp_path / 'run'}",
         "--step_scheduler.max_steps=1",
         "--optimizer.lr=0",
+        EXPORT,
     )
     ranks.run(lambda: train(recipe, *words), 1, init=False, timeout=120)
     export = tmp_path / "run" / "LATEST" / "model" / "consolidated"

@@ -25,7 +25,7 @@ from tests.support.preference import (
     write_recorded,
     write_rows,
 )
-from tests.support.training import build, train
+from tests.support.training import EXPORT, build, train
 
 RECORDED = json.loads((Path(tiny_policy.__file__).parent / "trl_reward.json").read_text())
 RECIPE = """
@@ -116,7 +116,7 @@ def test_a_killed_run_continues_exactly_and_on_two_ranks_as_well(recipe: Path) -
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft reads it
 @pytest.mark.parametrize("peft", [(), (LORA,)], ids=["full", "lora"])
 def test_transformers_computes_the_same_scores(recipe: Path, peft: tuple[str, ...]) -> None:
-    made = build(recipe, *SHORT, *peft, recipe_class=RewardModel)
+    made = build(recipe, *SHORT, *peft, EXPORT, recipe_class=RewardModel)
     try:
         made.setup()
         made.run()

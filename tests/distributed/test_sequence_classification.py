@@ -13,7 +13,7 @@ from transformers import pipeline
 from automodel_ckpt.recipes.sequence_classification import SequenceClassification
 from tests.support import ranks
 from tests.support.tiny_model import tiny_llama
-from tests.support.training import build, killed_after, steps_of, train, write_recipe
+from tests.support.training import EXPORT, build, killed_after, steps_of, train, write_recipe
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "classification"
 
@@ -92,7 +92,7 @@ def metrics_of(directory: Path) -> dict[str, float]:
 
 def test_a_killed_run_resumes_exactly_and_its_export_names_the_labels(tmp_path: Path) -> None:
     recipe = topics(tmp_path, dropout=0.2)
-    whole = run(recipe, "whole")
+    whole = run(recipe, "whole", 1, EXPORT)
     run(recipe, "killed", die_after=5)
     assert run(recipe, "killed") == whole
     assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "whole")

@@ -21,6 +21,7 @@ from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.objective import Objective, Tensors
 from tests.support import ranks
 from tests.support.training import (
+    EXPORT,
     RECIPE,
     VALIDATION,
     Recipe,
@@ -340,7 +341,7 @@ def test_a_validation_that_a_signal_cut_off_is_made_up_for_once(tmp_path: Path) 
 def test_a_signal_before_the_last_save_leaves_validation_and_export_to_the_next_start(
     tmp_path: Path, recipe_class: type[LLMFinetune], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    last = ("--step_scheduler.max_steps=5",)
+    last = ("--step_scheduler.max_steps=5", EXPORT)
     assert "after step 5, which is saved" in stopped(tmp_path, *last, recipe_class=recipe_class)
     assert not (tmp_path / "run/epoch_0_step_5/model/consolidated").exists()
     run(tmp_path, *last, text=RECIPE + VALIDATION)
@@ -355,6 +356,7 @@ def test_a_stream_that_ends_early_is_saved_once_at_its_end(
     tmp_path: Path, num_workers: int
 ) -> None:
     overrides = (*STREAM, "--step_scheduler.max_steps=100", "--step_scheduler.num_epochs=1")
+    overrides += (EXPORT,)
     run(
         tmp_path,
         *overrides,
@@ -453,7 +455,7 @@ def test_an_interrupted_run_in_another_format_goes_on(
 
 
 def test_an_export_is_trained_on_with_frozen_embeddings(tmp_path: Path) -> None:
-    run(tmp_path, "--step_scheduler.max_steps=2", name="base")
+    run(tmp_path, "--step_scheduler.max_steps=2", EXPORT, name="base")
     export = tmp_path / "base/epoch_0_step_2/model/consolidated"
     text = RECIPE.replace(
         RECIPE[RECIPE.index("  from_config") : RECIPE.index("tokenizer:")],
@@ -481,6 +483,7 @@ def test_an_export_is_trained_on_with_frozen_embeddings(tmp_path: Path) -> None:
         *STREAM,
         "--tokenizer=null",
         "--step_scheduler.max_steps=1",
+        EXPORT,
         name="tokenized",
         text=text,
     )

@@ -18,7 +18,15 @@ from automodel_ckpt.report.follow import values_of
 from automodel_ckpt.report.history import read_history
 from automodel_ckpt.report.page import summary
 from tests.support import ranks
-from tests.support.training import RECIPE, VALIDATION, build, killed_after, train, write_recipe
+from tests.support.training import (
+    EXPORT,
+    RECIPE,
+    VALIDATION,
+    build,
+    killed_after,
+    train,
+    write_recipe,
+)
 
 SETS = """
 validation_datasets:
@@ -95,7 +103,7 @@ def test_accuracy_and_perplexity_are_those_of_plain_transformers(tmp_path: Path)
     best = ("--checkpoint.best_metric_key=val_accuracy_long", "--checkpoint.best_mode=max")
     # With the large weights of the others, no prediction is right after so few steps.
     small = "--model.from_config.initializer_range=0.02"
-    run(tmp_path, "run", RECIPE + SETS, *best, small)
+    run(tmp_path, "run", RECIPE + SETS, *best, small, EXPORT)
     records = validations(tmp_path / "run")
     last = records[-1]
     reference = partial(accuracies_of_the_export, tmp_path / "run", tmp_path / "recipe.yaml")

@@ -246,15 +246,14 @@ def test_a_checkpoint_without_it_needs_a_permission_and_other_runs_start_from_it
     with_it = (run, "--ema={decay: 0.5, start_step: 0}", "--step_scheduler.max_steps=3")
     with pytest.raises(CheckpointUnusable, match=r"--checkpoint.allow_missing_state '\[ema\]'"):
         train(recipe, *with_it)
-    before = load_file(tmp_path / "run/LATEST/model/consolidated/model-00001-of-00001.safetensors")
+    shard = "shard-00001-model-00001-of-00001.safetensors"
+    before = load_file(tmp_path / "run/LATEST/model" / shard)
     with caplog.at_level("INFO", logger="automodel_ckpt"):
         train(recipe, *with_it, "--checkpoint.allow_missing_state=[ema]")
     assert "ema: the average begins with the weights of epoch_0_step_2" in caplog.text
     after, average = ({}, {})
     for name, found in (("model", after), ("ema", average)):
-        found |= load_file(
-            tmp_path / f"run/LATEST/{name}/shard-00001-model-00001-of-00001.safetensors"
-        )
+        found |= load_file(tmp_path / "run/LATEST" / name / shard)
     for name, tensor in average.items():
         assert torch.equal(tensor, before[name].lerp(after[name], 0.5))
     # Not an unexpected module of the source.

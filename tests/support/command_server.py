@@ -237,7 +237,11 @@ def serve(place: str) -> None:
         listen(str(Path(place).with_suffix(PLAIN)), parent)
     for name in NEEDED:
         importlib.import_module(name)
+    from automodel_ckpt.config.schema import RecipeConfig
+    from automodel_ckpt.config.schema_keys import keys_of
+
     get_checkpoint_conversion_mapping("llama")  # type: ignore[no-untyped-call]
+    list(keys_of(RecipeConfig))
     listen(place, os.getppid())
 
 

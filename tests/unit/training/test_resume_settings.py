@@ -147,7 +147,7 @@ def test_a_run_without_a_full_batch_left_gets_its_export_and_is_complete_the_nex
     larger += ("--checkpoint.allow_missing_state", "[lr_scheduler]")
     for _ in range(2):
         caplog.clear()
-        training.train(recipe, *here, *larger)
+        training.train(recipe, *here, *larger, training.EXPORT)
         assert "already complete at step 3: no full batch is left of num_epochs 1" in caplog.text
         assert (run / "epoch_0_step_3/model/consolidated/config.json").is_file()
     assert b"damaged" not in log.read_bytes()
