@@ -52,7 +52,7 @@ class StopRequest:
     """The signals that request a stop. Set it before :meth:`install`."""
     requested: int = 0
     """The number of the first signal, or 0. Read it at a point where stopping is safe."""
-    at_once: Callable[[int], None] | None = None
+    on_immediate_end: Callable[[int], None] | None = None
     """Called with the number of a second signal before the process ends with 128 + number. Must be fast."""
 
     finished: bool = False
@@ -241,8 +241,8 @@ class StopRequest:
             if now - self._wait_ended_at < WAIT_END_SECONDS:
                 return
         try:
-            if self.at_once is not None:
-                self.at_once(number)
+            if self.on_immediate_end is not None:
+                self.on_immediate_end(number)
         finally:
             # In `finally` and with os._exit: a failing callback must not keep the process, and
             # sys.exit would end only this thread.

@@ -210,7 +210,6 @@ NEEDED = (
     *OUR_COMMANDS.values(),
     "automodel_ckpt.convert.merge",
     "automodel_ckpt.cli.launch.launcher",
-    "automodel_ckpt.cli.launch.worker",
     "automodel_ckpt.data.python_docs",
     "automodel_ckpt.data.text",
     "automodel_ckpt.recipes.llm_finetune",

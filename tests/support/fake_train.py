@@ -246,9 +246,11 @@ def main() -> int:
         keepalive.IDLE_SECONDS, keepalive.PROBE_SECONDS, keepalive.NUM_PROBES = 1, 1, seconds - 1
         importlib.import_module("automodel_ckpt.distributed.rendezvous").SILENT_SECONDS = seconds
     if (seconds := given.pop("peer_grace")) is not None:
-        importlib.import_module("automodel_ckpt.cli.launch.worker").PEER_GRACE_SECONDS = seconds
+        importlib.import_module("automodel_ckpt.cli.launch.peer_watch").PEER_GRACE_SECONDS = seconds
     if (seconds := given.pop("linger")) is not None:
-        importlib.import_module("automodel_ckpt.cli.launch.worker").STORE_LINGER_SECONDS = seconds
+        importlib.import_module(
+            "automodel_ckpt.cli.launch.store_linger"
+        ).STORE_LINGER_SECONDS = seconds
     if (seconds := given.pop("last_call")) is not None:
         dynamic = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
         dynamic.RendezvousTimeout._DEFAULT_TIMEOUTS["last_call"] = timedelta(seconds=seconds)

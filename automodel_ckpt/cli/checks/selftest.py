@@ -193,7 +193,7 @@ def _launch(
 ) -> None:
     """Launch the run in the forked process, with its output redirected to *output*. Does not return."""
     from automodel_ckpt.cli.launch.launcher import launch
-    from automodel_ckpt.cli.launch.worker import exit_now
+    from automodel_ckpt.cli.launch.process import exit_now
 
     descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
-from automodel_ckpt.cli.launch.failures import FailureRecord
+from automodel_ckpt.cli.launch.failures import FailureDirectory, FailureRecord
 
 FAILURE_KEY = "automodel_ckpt/failure"
 RECEIVED_KEY = "automodel_ckpt/failure_received"
@@ -132,3 +132,16 @@ class FailureChannel:
         return distributed.TCPStore(
             *self._address, is_master=False, timeout=timeout, wait_for_workers=False
         )
+
+
+def receive_failure(
+    channel: FailureChannel | None, failure_dir: FailureDirectory, attempt: int
+) -> None:
+    """Write the failure that another node reported, if any, to the failure directory of this node.
+
+    *channel* is None if all ranks are on this node.
+    """
+    record = channel.receive() if channel is not None else None
+    if channel is not None and record is not None:
+        failure_dir.write(attempt, record)
+        channel.confirm()

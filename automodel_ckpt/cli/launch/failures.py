@@ -93,6 +93,11 @@ class FailureRecord:
     follows_log: bool = False
     """Whether the run printed log lines before, which begin with the time."""
 
+    @property
+    def stopped_in_training(self) -> bool:
+        """Whether the rank ended for a stop request during training. All ranks do so together, after a save."""
+        return self.code == EXIT_STOPPED and self.was_training
+
 
 def failure_record(error: BaseException, rank: int) -> FailureRecord:
     """Return the record of an exception that ended this rank, with the current time."""

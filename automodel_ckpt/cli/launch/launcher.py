@@ -3,7 +3,7 @@
 One rank runs in this process. Several are forked by torch's elastic agent (the engine of `torch.distributed.run`) after
 this process has imported torch, transformers and the recipe's class, so that they start immediately. Before the fork,
 this process computes nothing and does not initialize CUDA, because neither survives a fork.
-:mod:`automodel_ckpt.cli.launch.worker` describes how ranks end.
+:mod:`automodel_ckpt.cli.launch.forked_rank` describes how ranks end.
 
 Signals are passed to the ranks, which save and return 75. The agent would stop the ranks after a few seconds, so it
 handles only SIGQUIT. This module handles the recipe's signals (``step_scheduler.stop_signals``) and SIGINT, from before
@@ -45,9 +45,12 @@ from automodel_ckpt.cli.launch.failures import (
     printed_failure,
     root_cause,
 )
+from automodel_ckpt.cli.launch.forked_rank import launched_rank
 from automodel_ckpt.cli.launch.hang_examiner import HangExaminer
+from automodel_ckpt.cli.launch.joined_rank import joined_rank
 from automodel_ckpt.cli.launch.memory import keep_memory, keep_memory_of_rank
 from automodel_ckpt.cli.launch.nodes import RendezvousHost, RendezvousInterrupted
+from automodel_ckpt.cli.launch.process import exit_now, flush, print_message
 from automodel_ckpt.cli.launch.shared_directory import scratch_directory
 from automodel_ckpt.cli.launch.topology import (
     C10D,
@@ -63,16 +66,7 @@ from automodel_ckpt.cli.launch.topology import (
     started_by,
     visible_gpus,
 )
-from automodel_ckpt.cli.launch.worker import (
-    Loaded,
-    RecipeClass,
-    exit_now,
-    flush,
-    joined_rank,
-    launched_rank,
-    print_message,
-    run_rank,
-)
+from automodel_ckpt.cli.launch.worker import Loaded, RecipeClass, run_rank
 from automodel_ckpt.cli.terminal import forgiving_streams
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.urls import with_local_directory

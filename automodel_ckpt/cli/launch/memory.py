@@ -7,7 +7,8 @@ from pathlib import Path
 
 from automodel_ckpt.checkpoint.memory.keeping import keep_on_disk
 from automodel_ckpt.cli.launch.failures import SECOND_SIGNAL_CODE
-from automodel_ckpt.cli.launch.worker import Loaded, print_message
+from automodel_ckpt.cli.launch.process import print_message
+from automodel_ckpt.cli.launch.worker import Loaded
 from automodel_ckpt.config.urls import with_local_directory
 from automodel_ckpt.distributed.hang_action import has_restarts_left
 from automodel_ckpt.errors import EXIT_DONE, EXIT_STOPPED

@@ -29,7 +29,7 @@ from automodel_ckpt.cli.launch.failures import (
     printed_failure,
     root_cause,
 )
-from automodel_ckpt.cli.launch.worker import unless_ended_by_agent
+from automodel_ckpt.cli.launch.peer_watch import unless_ended_by_agent
 from automodel_ckpt.errors import RecipeError, SaveFailed
 from tests.support.fake_train import raise_in
 

@@ -1,0 +1,45 @@
+"""This process as a rank: its number, its messages, and its end without the interpreter's teardown."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import NoReturn
+
+
+def print_message(text: str) -> None:
+    """Print a message on standard error, after everything that this process has printed."""
+    sys.stdout.flush()
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def this_rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def restart_count() -> int:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def is_local_rank_0() -> bool:
+    return os.environ.get("LOCAL_RANK") == "0"
+
+
+def exit_now(code: int) -> NoReturn:
+    """End the process without the interpreter's teardown, where libraries that ran threads sometimes abort."""
+    flush()
+    os._exit(code)
+
+
+def flush() -> None:
+    """Flush the standard streams. Errors are ignored: a closed terminal is not a failure of the run."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue
