@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_error(failure_text(record, several_ranks=False))
     # The interpreter's teardown sometimes aborts in torch's threads after distributed work.
     if argv is None and "torch" in sys.modules:
-        from automodel_ckpt.cli.launch.launcher import exit_process
+        from automodel_ckpt.cli.launch.process import exit_process
 
         exit_process(code)
     return code

@@ -37,7 +37,7 @@ from torch import nn
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from automodel_ckpt.checkpoint import discover
-from automodel_ckpt.cli.launch.launcher import _stop_signals
+from automodel_ckpt.cli.launch import launcher
 from automodel_ckpt.cli.train import mesh_sizes
 from automodel_ckpt.config.convert import find, members, section_type
 from automodel_ckpt.config.defaults import unused_without_checkpoints
@@ -383,7 +383,7 @@ def timeline(it: Subject) -> list[Any]:
 
 def stop_signals(it: Subject) -> Any:
     """The signals that the launcher takes for a stop."""
-    return _stop_signals(it.loaded)
+    return launcher.stop_signals(it.loaded)
 
 
 def parts_of_rows(it: Subject) -> int:

@@ -20,8 +20,10 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from automodel_ckpt.cli.launch.elastic_agent import run_agent
 from automodel_ckpt.cli.launch.failures import FailureDirectory
-from automodel_ckpt.cli.launch.launcher import STORE_SECONDS, _elastic, _stop_signals
+from automodel_ckpt.cli.launch.joined_rank import STORE_SECONDS
+from automodel_ckpt.cli.launch.launcher import stop_signals
 from automodel_ckpt.cli.launch.topology import choose_rendezvous
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.errors import AutomodelError
@@ -355,9 +357,9 @@ def test_under_nohup_a_hangup_stays_ignored() -> None:
     # These tests themselves may run under nohup.
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
-        assert signal.SIGHUP in _stop_signals(loaded)
+        assert signal.SIGHUP in stop_signals(loaded)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        assert signal.SIGHUP not in _stop_signals(loaded)
+        assert signal.SIGHUP not in stop_signals(loaded)
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -455,7 +457,7 @@ def test_a_system_that_lets_no_rank_start_is_told(
     failure_dir = FailureDirectory(tmp_path / "launch_1")
     failure_dir.attempt = 0
     with pytest.raises(AutomodelError, match="the system could not start the ranks"):
-        _elastic(
+        run_agent(
             SimpleNamespace(),
             SimpleNamespace,
             choose_rendezvous(LaunchFlags(), {}),

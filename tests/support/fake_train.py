@@ -16,7 +16,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from automodel_ckpt.cli.launch.launcher import exit_process, launch
+from automodel_ckpt.cli.launch.launcher import launch
+from automodel_ckpt.cli.launch.process import exit_process
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.sections.step_scheduler import StepSchedulerConfig
 from automodel_ckpt.distributed.stop import stop_request

@@ -23,9 +23,9 @@ from automodel_ckpt.checkpoint.files import pickle_reader
 from automodel_ckpt.checkpoint.files.torch_archive_reading import Fault
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.cli.ckpt import main as ckpt
-from automodel_ckpt.cli.launch.launcher import (
-    _check_cuda_not_started,
-    _validate_no_autograd_threads,
+from automodel_ckpt.cli.launch.recipe_import import (
+    validate_cuda_not_initialized,
+    validate_no_autograd_threads,
 )
 from automodel_ckpt.cli.train import _observed
 from automodel_ckpt.cli.train import main as train
@@ -118,7 +118,7 @@ def test_a_machine_that_does_not_come(monkeypatch: Patch) -> None:
 
 def test_a_gpu_that_is_used_before_the_ranks_are_forked(monkeypatch: Patch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    refused(lambda: _check_cuda_not_started(torch), "uses a GPU while it is imported")
+    refused(lambda: validate_cuda_not_initialized(torch), "uses a GPU while it is imported")
 
 
 def test_a_backward_pass_that_is_run_before_the_ranks_are_forked() -> None:
@@ -128,7 +128,7 @@ def test_a_backward_pass_that_is_run_before_the_ranks_are_forked() -> None:
     thread.start()
     try:
         Path(f"/proc/self/task/{thread.native_id}/comm").write_text("pt_autograd_0")
-        refused(_validate_no_autograd_threads, "has already run a backward pass")
+        refused(validate_no_autograd_threads, "has already run a backward pass")
     finally:
         ended.set()
         thread.join()

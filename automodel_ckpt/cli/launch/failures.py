@@ -408,10 +408,10 @@ class FailureDirectory:
             return None
         return host, int(port)
 
-    def attempts(self) -> list[int]:
-        """Return the numbers of the attempts so far, oldest first."""
+    def last_attempt(self) -> int:
+        """Return the number of the last attempt in which a rank has started; -1 if there is none."""
         paths = self.directory.glob("attempt_*")
-        return sorted(int(path.name.removeprefix("attempt_")) for path in paths)
+        return max((int(path.name.removeprefix("attempt_")) for path in paths), default=-1)
 
     def record_signal(self, number: int) -> None:
         """Record that the launcher received a signal. Called in its signal handler."""

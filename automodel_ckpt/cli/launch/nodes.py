@@ -242,9 +242,9 @@ class RendezvousHost:
 
         Returns an empty text at the first start, or if ranks were restarted because nodes joined.
         """
-        if self.failure_dir is None or not self.failure_dir.attempts():
+        if self.failure_dir is None:
             return ""
-        failure = root_cause(self.failure_dir.records(self.failure_dir.attempts()[-1]))
+        failure = root_cause(self.failure_dir.records(self.failure_dir.last_attempt()))
         if failure is None or not failure.primary or failure.code == EXIT_STOPPED:
             return ""
         return f"{failure.message}\n"

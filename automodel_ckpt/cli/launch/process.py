@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import signal
 import sys
 from typing import NoReturn
+
+from automodel_ckpt.errors import EXIT_STOPPED
 
 
 def print_message(text: str) -> None:
@@ -43,3 +47,19 @@ def flush() -> None:
             stream.flush()
         except (OSError, ValueError):
             continue
+
+
+def report_stop(number: int, when: str) -> int:
+    """Print which signal stopped the run, and *when* ("before training began"); return the exit code."""
+    print_message(f"stopped by {signal.Signals(number).name} {when}")
+    return EXIT_STOPPED
+
+
+def exit_process(code: int) -> NoReturn:
+    """Run the exit handlers, and end the process without the interpreter's teardown.
+
+    After distributed work, that teardown sometimes aborts in a library's threads, and a finished run must not fail.
+    """
+    # atexit offers no public way to run its callbacks, and exit_now() skips them.
+    atexit._run_exitfuncs()
+    exit_now(code)

@@ -179,18 +179,17 @@ def test_a_death_is_found_by_signal_or_exit_code() -> None:
 
 def test_a_board_keeps_each_ranks_first_record_by_attempt(tmp_path: Path) -> None:
     failure_dir = FailureDirectory(tmp_path)
-    assert (failure_dir.attempts(), failure_dir.records(0), failure_dir.stop_signals()) == (
-        [],
-        [],
-        b"",
-    )
+    nothing = (failure_dir.last_attempt(), failure_dir.records(0), failure_dir.stop_signals())
+    assert nothing == (-1, [], b"")
+    assert (failure_dir.records(-1), failure_dir.processes(-1)) == ([], {})
     failure_dir.register_process(0, 1)
     failure_dir.write(0, record(1, 1, code=4))
     failure_dir.write(0, record(2, 1, code=1))
     failure_dir.write(10, record(3, 0))
     assert failure_dir.records(0) == [record(1, 1, code=4)]
     assert failure_dir.processes(0) == {1: os.getpid()}
-    assert failure_dir.attempts() == [0, 10]
+    failure_dir.write(9, record(4, 0))
+    assert failure_dir.last_attempt() == 10
     failure_dir.record_signal(signal.SIGTERM)
     failure_dir.record_signal(signal.SIGINT)
     assert list(failure_dir.stop_signals()) == [signal.SIGTERM, signal.SIGINT]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from automodel_ckpt.cli.launch.launcher import known_fields
+from automodel_ckpt.cli.launch.elastic_agent import known_fields
 
 
 @dataclass
@@ -34,7 +34,7 @@ ENDED = """
 import os, signal, sys, time
 from pathlib import Path
 from automodel_ckpt.cli.launch.failures import FailureDirectory, FailureRecord
-from automodel_ckpt.cli.launch.launcher import _SignalForwarder
+from automodel_ckpt.cli.launch.signal_forwarder import SignalForwarder
 from automodel_ckpt.cli.launch.nodes import RendezvousHost
 from automodel_ckpt.cli.launch.topology import choose_rendezvous
 from automodel_ckpt.config.flags import LaunchFlags
@@ -49,7 +49,7 @@ for rank, code in enumerate(codes):
             failure_dir.mark_done(0, rank)
         os._exit(0)
     os.waitpid(child, 0)
-with _SignalForwarder(failure_dir, RendezvousHost(choose_rendezvous(LaunchFlags(), {}))):
+with SignalForwarder(failure_dir, RendezvousHost(choose_rendezvous(LaunchFlags(), {}))):
     for pause in (1.1, 0):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(pause)

@@ -1,0 +1,86 @@
+"""Import torch and the recipe's code, once for all ranks that this process runs or forks.
+
+Before the import, :func:`configure_torch` sets what torch reads then. After it, a launcher that forks validates that
+the imported code has left nothing behind that does not survive a fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+from collections.abc import Callable, MutableMapping
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.cli.launch.topology import (
+    set_allocator,
+)
+from automodel_ckpt.cli.launch.worker import Loaded, RecipeClass
+from automodel_ckpt.errors import (
+    RecipeError,
+)
+
+NOISY_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
+Prepare = Callable[[], tuple[Loaded, RecipeClass]]
+
+
+def configure_torch(environment: MutableMapping[str, str]) -> None:
+    """Set the variables that torch reads at its import: fewer messages, and GPUs are counted without initializing CUDA.
+
+    Variables that the user has set are not changed.
+    """
+    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    environment.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    set_allocator(environment)
+    # After a restart, a shared store would give the new ranks the addresses of the old ones (pytorch #135712).
+    environment.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    for name in NOISY_LOGGERS:
+        logger = logging.getLogger(name)
+        logger.propagate = False
+        logger.addHandler(logging.NullHandler())
+
+
+def import_recipe(prepare: Prepare) -> tuple[Loaded, RecipeClass]:
+    """Call *prepare* without garbage collection, which would traverse the objects of the modules again and again.
+
+    These objects live as long as the process. Freezing them also prevents that a collection in a rank copies the memory
+    pages that the ranks share.
+    """
+    gc.disable()
+    try:
+        return prepare()
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def validate_cuda_not_initialized(torch: Any) -> None:
+    """Raise :class:`RecipeError` if this process has initialized CUDA, which does not survive a fork."""
+    if torch.cuda.is_initialized():
+        raise RecipeError(
+            "the recipe's code uses a GPU while it is imported; ranks that are forked afterwards cannot use any",
+            where="recipe, _target_",
+            value="torch.cuda is initialized",
+            hint="move that code into a function, or start the ranks with torchrun",
+        )
+
+
+def validate_no_autograd_threads() -> None:
+    """Raise :class:`RecipeError` if a backward pass in this process has made every forked rank unable to run one.
+
+    On a machine with a GPU, the first backward pass of a process starts a thread for each GPU, even if all tensors are
+    on the CPU. torch then raises an error for each backward pass in a process that is forked later.
+    """
+    names = []
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):  # the thread has ended since it was listed
+            names.append(path.read_text())
+    num_threads = sum(name.startswith("pt_autograd_") for name in names)
+    if num_threads:
+        raise RecipeError(
+            "this process has already run a backward pass; ranks that are forked afterwards cannot run any",
+            where="recipe, _target_",
+            value=f"{num_threads} threads of torch's autograd are running",
+            hint="move that code into a function, call ckpt-train in a new process, or start the ranks with torchrun",
+        )
