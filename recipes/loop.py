@@ -19,10 +19,7 @@ from automodel_ckpt.checkpoint.run import timeline
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
 from automodel_ckpt.distributed.mesh import RankLayout
-from automodel_ckpt.distributed.parallelize import (
-    clip_gradients,
-    clip_gradients_on_device,
-)
+from automodel_ckpt.distributed.parallelize import clip_gradients, clip_gradients_on_device
 from automodel_ckpt.distributed.stop import StoppedWaiting, StopRequest
 from automodel_ckpt.errors import DeviceMemoryError
 from automodel_ckpt.recipes.batch_errors import BatchErrors
@@ -37,12 +34,7 @@ from automodel_ckpt.recipes.objective import Objective
 from automodel_ckpt.recipes.out_of_memory import Situation
 from automodel_ckpt.recipes.pending_steps import PendingSteps
 from automodel_ckpt.recipes.readback import LaunchedStep, Mark, Number, Readback, runs_ahead
-from automodel_ckpt.recipes.records import (
-    Control,
-    StepPosition,
-    StepResult,
-    Validation,
-)
+from automodel_ckpt.recipes.records import Control, StepPosition, StepResult, Validation
 from automodel_ckpt.recipes.replicated_gradients import build_gradient_comparison
 from automodel_ckpt.recipes.run_end import RunEnd
 from automodel_ckpt.recipes.run_log import RunLog, build_profiler
@@ -52,23 +44,12 @@ from automodel_ckpt.recipes.step_reports import StepReports, warn_of_skipped_upd
 from automodel_ckpt.recipes.step_watches import StepWatches
 from automodel_ckpt.recipes.unused_parameters import check_all_trained
 from automodel_ckpt.recipes.validation import Batches, ValidationSets
-from automodel_ckpt.recipes.validation_metrics import (
-    TRAIN_LOSS,
-    measures_of,
-    metric_names,
-)
+from automodel_ckpt.recipes.validation_metrics import TRAIN_LOSS, measures_of, metric_names
 from automodel_ckpt.recipes.weight_average import WeightAverage
 from automodel_ckpt.training.lr import current_rate
-from automodel_ckpt.training.optim import (
-    skip_step_if,
-    skips_by_flag,
-)
+from automodel_ckpt.training.optim import skip_step_if, skips_by_flag
 from automodel_ckpt.training.rng import StatefulRNG
-from automodel_ckpt.training.step_scheduler import (
-    Due,
-    StepScheduler,
-    planned_end,
-)
+from automodel_ckpt.training.step_scheduler import Due, StepScheduler, planned_end
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -235,13 +216,13 @@ class TrainingLoop:
                 return
             control = self.agree_on(batch)
             due = self._due_by_clock(control)
-            if self._went_back():
+            if self._go_back_after_spike():
                 # A stop that was requested is agreed on again.
                 return
             if due is not None and due.anything and not due.stop:
                 # By the clock: what is due by counters has been done after the step.
                 self.finish_pending()
-                if self._is_over_after(due):
+                if self._do_what_is_due(due):
                     return
                 control = self.agree_on(batch)
             if control.save_failed or control.stop:
@@ -251,27 +232,30 @@ class TrainingLoop:
                 self.saves.wait()
             # This batch was not counted as consumed: the resumed run trains on it.
             if control.stop or batch is None:
-                self._went_back()
+                self._go_back_after_spike()
                 self.stop()
             if self._step_and_save(batch, control):
                 return
 
     def _step_and_save(self, batch: GlobalBatch, control: Control) -> bool:
-        """Make a step, and what is due after it. Returns whether the run is over, or other batches follow."""
+        """Make a step, and do what is due after it.
+
+        Returns whether no step follows in this pass over the batches: the run is over, or continues with other batches.
+        """
         due = self._step_with_reports(batch, control)
         self._watches.note_step(self.step_scheduler.step)
-        if self._is_over_after(due):
+        if self._do_what_is_due(due):
             return True
         memory = self.saves.memory
         if memory is not None and memory.is_due(self.step_scheduler):
             # The log must have the line of the step before its checkpoint is published.
             due_now = self.finish_pending()
-            if due_now is not None and self._is_over_after(due_now):
+            if due_now is not None and self._do_what_is_due(due_now):
                 return True
             # A step that is not finite could replace the last good checkpoint.
             if not self.divergence.found_spike and self._reports.newest_is_finite:
                 memory.save(self.step_scheduler.step, self._save_in_memory)
-        return self._went_back() or self.divergence.skip_is_due()
+        return self._go_back_after_spike() or self.divergence.skip_is_due()
 
     def _save_in_memory(self, checkpointer: Checkpointer) -> None:
         """Save the present step with the *checkpointer* of memory checkpoints. A collective."""
@@ -283,12 +267,13 @@ class TrainingLoop:
             return None
         return self.step_scheduler.apply_clock(control.clock, stop=control.stop)
 
-    def _is_over_after(self, due: Due) -> bool:
-        """Do what is due after a step. Returns whether the run is over; raises :class:`Stopped` for a stop request.
+    def _do_what_is_due(self, due: Due) -> bool:
+        """Validate, save or stop after a step. Raises :class:`Stopped` for a stop request.
 
-        Nothing else is done after a spike, from which the run goes back. Returns True then.
+        Returns whether no step follows in this pass over the batches: the run is over, or has gone back before a spike,
+        and then nothing else is done.
         """
-        went_back = self._went_back()
+        went_back = self._go_back_after_spike()
         if due.stop:
             self.stop()
         if went_back:
@@ -298,8 +283,8 @@ class TrainingLoop:
             self.validate_and_save(validate=due.validate, save=save, last=due.last)
         return due.last or self.step_scheduler.has_stopped_improving
 
-    def _went_back(self) -> bool:
-        """Go back if the newest reported step was a spike; returns whether the run did. A collective."""
+    def _go_back_after_spike(self) -> bool:
+        """Go back to an earlier checkpoint if a reported step was a spike; return whether it did. A collective."""
         if not self.divergence.found_spike:
             return False
         # The host may run ahead of the device by a step, which has to be reported before its state is replaced.
@@ -531,7 +516,7 @@ class TrainingLoop:
         *last*: the run ends with this step. Raises :class:`Stopped` if a stop was requested during the validation.
         """
         started = time.monotonic()
-        measured = self._measured(validate=validate)
+        measured = self._measure(validate=validate)
         losses = self._losses_with(measured)
         is_best = measured.anything and self.saves.note_if_best(losses)
         if measured.anything:
@@ -541,7 +526,7 @@ class TrainingLoop:
         if (save or is_best) and self.step_scheduler.unsaved:
             self.saves.save(losses, validated=measured.anything, started=started, last=last)
 
-    def _measured(self, *, validate: bool) -> Measured:
+    def _measure(self, *, validate: bool) -> Measured:
         """Validate, and run the benchmarks if they are due. Raises :class:`Stopped` if a stop was requested."""
         measured = self.measurements.take(self.validate if validate else None, self.last_step)
         if measured is None:
@@ -562,7 +547,7 @@ class TrainingLoop:
         if not (scheduler.validation_is_missing or scheduler.benchmarks_are_missing):
             return
         log.info("validating step %d, which a signal had prevented", scheduler.step)
-        losses = self._losses_with(self._measured(validate=scheduler.validation_is_missing))
+        losses = self._losses_with(self._measure(validate=scheduler.validation_is_missing))
         self.saves.note_late_validation(losses)
         scheduler.note_metrics(losses)
 
