@@ -54,12 +54,7 @@ from automodel_ckpt.checkpoint.saving.side_files import Assets
 from automodel_ckpt.checkpoint.saving.sync_save import SyncSaves
 from automodel_ckpt.checkpoint.transfers import Transfers, with_local_directory
 from automodel_ckpt.distributed import agree
-from automodel_ckpt.errors import (
-    AutomodelError,
-    LeaseLost,
-    RecipeError,
-    SaveFailed,
-)
+from automodel_ckpt.errors import AutomodelError, LeaseLost, RecipeError, SaveFailed
 from automodel_ckpt.units import size_text
 
 __all__ = ["Checkpointer", "Resumed", "Saving"]
@@ -79,19 +74,19 @@ class Saving:
 class Checkpointer:
     """Saves and loads the state of a run in *directory*.
 
-    A URL of an object store as *directory* stands for a local directory (``scratch_dir`` of *options*), from which
-    checkpoints are uploaded.
+    If *directory* is a URL of an object store, checkpoints are written to a local directory (``scratch_dir`` of
+    *options*) and uploaded from there.
 
-    *group* is a gloo process group of all ranks, used by nothing else meanwhile, and *ranks* is this process's position
-    in it. Without *ranks*, all ranks are data-parallel, and *group* is by default that of all ranks of
-    torch.distributed where it is initialized. *options* is the ``checkpoint:`` section of a recipe, or
+    *group* is a gloo process group of all ranks, which nothing else uses during a call, and *ranks* is this process's
+    position in it. Without *ranks*, all ranks are data-parallel, and *group* is by default that of all ranks of
+    torch.distributed, if it is initialized. *options* is the ``checkpoint:`` section of a recipe, or
     :class:`~automodel_ckpt.checkpoint.options.CheckpointOptions`.
 
-    *assets* gives, by the attribute name of a module, what its export needs (entries may be added to :attr:`assets`
-    before the first save). A background save whose writer makes no progress for *timeout_seconds*, while all ranks wait
-    for it, has failed. With *is_quiet*, saves are logged at the level debug. With *nodes*, *directory* is not shared:
-    each node has one, and checkpoints are distributed over them. Raises :class:`RecipeError`
-    for options that exclude each other.
+    *assets* maps the attribute name of a module to what its export needs (entries may be added to :attr:`assets`
+    before the first save). A background save has failed if all ranks wait for it and its writer makes no progress for
+    *timeout_seconds*. With *is_quiet*, saves are logged at the level debug. With *nodes*, *directory* is not shared:
+    each node has one, and checkpoints are distributed over them. Raises :class:`RecipeError` for options that exclude
+    each other.
     """
 
     def __init__(
@@ -166,8 +161,8 @@ class Checkpointer:
     def open(self) -> None:
         """Create and lock the run directory before the model is built. Collective.
 
-        With a URL as directory, the nodes need not share the local one. Raises :class:`RecipeError` on all ranks where
-        the directory cannot be written, another run uses it, or the ranks of a local one do not share it.
+        With a URL as directory, the nodes need not share the local one. Raises :class:`RecipeError` on all ranks if the
+        directory cannot be written, if another run uses it, or if the nodes do not share it although they have to.
         """
         with self._raise_on_all_ranks("opening checkpoint.checkpoint_dir", RecipeError):
             if self.is_rank0:
@@ -204,8 +199,8 @@ class Checkpointer:
 
     @property
     def leads_node(self) -> bool:
-        """Whether this rank does what one rank of each directory does: rank 0, or without shared storage the first one
-        of each node.
+        """Whether this rank does the work of its directory: rank 0, or without shared storage the first rank of each
+        node.
         """
         nodes = self._settings.nodes
         return self.is_rank0 if nodes is None else nodes.is_leader
@@ -219,22 +214,22 @@ class Checkpointer:
     def check_lease(self) -> None:
         """Check that this run still holds its directory. Called by rank 0 before it writes there.
 
-        Raises :class:`LeaseLost` where another run took over, OSError where that cannot be determined.
+        Raises :class:`LeaseLost` if another run took over, OSError if that cannot be determined.
         """
         self._run.check_lease()
 
     def check_lease_on_all_ranks(self) -> None:
-        """Raise :class:`LeaseLost` on all ranks where another run took over the directory. Collective."""
+        """Raise :class:`LeaseLost` on all ranks if another run took over the directory. Collective."""
         doing = "checking which run holds the run directory"
-        # Where that cannot be determined now (OSError), the next write fails instead.
+        # If that cannot be determined now (OSError), the next write fails instead.
         with self._raise_on_all_ranks(doing), contextlib.suppress(OSError):
             self.check_lease()
 
     def call_on_rank0(self, doing: str, work: Callable[[], object]) -> None:
-        """Call *work*, which takes short, on rank 0. Collective.
+        """Call *work* on rank 0, while the other ranks wait. Collective.
 
-        Raises on all ranks what it raises; other errors than :class:`AutomodelError` become :class:`SaveFailed`, whose
-        message has *doing*.
+        Raises on all ranks what it raises. An error that is no :class:`AutomodelError` becomes :class:`SaveFailed` with
+        *doing* in its message.
         """
         with self._raise_on_all_ranks(doing):
             if self.is_rank0:
@@ -248,9 +243,9 @@ class Checkpointer:
     def use_memory(
         self, directory: Path | None, held: Mapping[Path, Streamed] | None = None
     ) -> None:
-        """Let :meth:`load` also find the memory checkpoints in *directory*, which belong to this run; None: no others.
+        """Let :meth:`load` also find the memory checkpoints of this run in *directory*; None if there are none.
 
-        *held* are those that are distributed over the memory of several nodes, by path.
+        *held* has those that are distributed over the memory of several nodes, by path.
         """
         self._run.memory = directory
         self._loader.held = dict(held or {})
@@ -274,8 +269,8 @@ class Checkpointer:
     def check_disk_space(self, state: Mapping[str, Any]) -> Forecast | None:
         """Check before the first step that a checkpoint fits on the disk, and log its size. Collective.
 
-        Returns the forecast on rank 0, None elsewhere. Raises :class:`SaveFailed` where it does not fit, and
-        :class:`RecipeError` where its manifest would be too large to be read back.
+        Returns the forecast on rank 0, None on other ranks. Raises :class:`SaveFailed` if it does not fit, and
+        :class:`RecipeError` if its manifest would be too large to be read back.
         """
         forecast = None
         with self._raise_on_all_ranks("estimating the size of a checkpoint"):
@@ -395,7 +390,7 @@ class Checkpointer:
     # ---------------------------------------------------------------- saves in progress
 
     def saving(self) -> Saving | None:
-        """The progress of the save in progress; None where there is none. Can be called from any thread."""
+        """The progress of the save in progress; None if there is none. Can be called from any thread."""
         # Local names: another thread may end the save between a check and a use.
         save, background = self._sync.in_progress, self._async
         if save is not None:
@@ -414,10 +409,10 @@ class Checkpointer:
 
     @property
     def upload_failed(self) -> bool:
-        """Whether this rank knows that the run cannot continue to save. All ranks should then call
-        :meth:`wait_for_save`.
+        """Whether this rank knows that the run cannot continue to save.
 
-        True after a failed background save, or when another run took over the directory.
+        True after a failed background save, or if another run took over the directory. All ranks should then call
+        :meth:`wait_for_save`.
         """
         return self._run.is_lost or (self._async is not None and self._async.has_failed)
 
@@ -429,8 +424,7 @@ class Checkpointer:
     def wait_for_save(self) -> bool:
         """Wait for the background save; return True if one was in progress. Collective.
 
-        Raises :class:`SaveFailed` on all ranks where it failed or made no progress on any rank; its files are then
-        removed.
+        Raises :class:`SaveFailed` on all ranks, and removes its files, if it failed or made no progress on any rank.
         """
         return self._async is not None and self._async.wait_for_save()
 
@@ -469,12 +463,11 @@ class Checkpointer:
         """Load the newest usable checkpoint, or the one that ``restore_from`` names, into *state*. Collective.
 
         Returns None in a new run. Skipped checkpoints are logged with the reason. Rank 0 calls *before_loading* with
-        the chosen checkpoint; what that raises is raised on all ranks. Where the chosen checkpoint does not match
-        *state*, was not named by the user, and *on_incompatible* is ``sibling``, the run continues in a sibling
-        directory, which becomes :attr:`directory`.
+        the chosen checkpoint; what that raises is raised on all ranks. If the chosen checkpoint does not match *state*,
+        the user did not name it, and *on_incompatible* is ``sibling``, the run continues in a sibling directory, which
+        becomes :attr:`directory`.
 
-        Raises :class:`CheckpointUnusable` on all ranks where no checkpoint can be used or the chosen one does not
-        match.
+        Raises :class:`CheckpointUnusable` on all ranks if no checkpoint can be used or the chosen one does not match.
         """
         fetched = self._transfers.fetch(self._run)
         try:
@@ -568,7 +561,7 @@ class Checkpointer:
     def close(self, dead_ranks: Callable[[], Collection[int]] = tuple) -> None:
         """Wait, then release the run directory.
 
-        *dead_ranks* returns ranks whose processes have ended. A background save that lacks their files is abandoned.
+        *dead_ranks* returns ranks whose processes have ended. A background save that needs their files is abandoned.
         """
         if self._async is not None:
             self._async.wait_unless_dead(dead_ranks)
