@@ -39,12 +39,7 @@ from automodel_ckpt.recipes.benchmarks import Benchmarks, find_tasks
 from automodel_ckpt.recipes.cadence import cadence_of, steps_per_epoch
 from automodel_ckpt.recipes.checkpointing import open_checkpointer, open_memory, replica_check
 from automodel_ckpt.recipes.completions import Completions
-from automodel_ckpt.recipes.exports import (
-    check_export,
-    check_uploads,
-    export_assets,
-    model_layout,
-)
+from automodel_ckpt.recipes.exports import check_export, check_uploads, export_assets, model_layout
 from automodel_ckpt.recipes.extension_checks import (
     check_hidden_methods,
     check_model,
@@ -64,12 +59,8 @@ from automodel_ckpt.recipes.model.sections import parallelism
 from automodel_ckpt.recipes.objective import ContextCheck, Objective, build_loss_fn
 from automodel_ckpt.recipes.optimizers import build_optimizer, log_groups
 from automodel_ckpt.recipes.out_of_memory import Situation, reporting_out_of_memory
-from automodel_ckpt.recipes.precision import (
-    resolve_precision,
-)
-from automodel_ckpt.recipes.rank_consistency import (
-    validate_equal_lengths,
-)
+from automodel_ckpt.recipes.precision import resolve_precision
+from automodel_ckpt.recipes.rank_consistency import validate_equal_lengths
 from automodel_ckpt.recipes.remote_weights import Section, with_local_weights
 from automodel_ckpt.recipes.replica_check import ReplicaCheck
 from automodel_ckpt.recipes.resume import RecipeSource, RunParts, load_checkpoint
