@@ -26,10 +26,7 @@ from automodel_ckpt.cli.launch.failures import (
 from automodel_ckpt.cli.launch.forked_rank import launched_rank
 from automodel_ckpt.cli.launch.nodes import RendezvousHost
 from automodel_ckpt.cli.launch.process import flush
-from automodel_ckpt.cli.launch.topology import (
-    C10D,
-    Rendezvous,
-)
+from automodel_ckpt.cli.launch.topology import C10D, Rendezvous
 from automodel_ckpt.cli.launch.worker import Loaded, RecipeClass
 from automodel_ckpt.distributed.network import (
     address_towards,
@@ -38,13 +35,7 @@ from automodel_ckpt.distributed.network import (
     is_loopback,
     is_own_address,
 )
-from automodel_ckpt.errors import (
-    EXIT_INTERNAL,
-    AutomodelError,
-    Problem,
-    RecipeError,
-    os_problem,
-)
+from automodel_ckpt.errors import EXIT_INTERNAL, AutomodelError, Problem, RecipeError, os_problem
 
 MONITOR_SECONDS = 0.1
 """How often the agent looks at its ranks."""

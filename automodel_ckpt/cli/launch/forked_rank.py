@@ -73,11 +73,7 @@ from automodel_ckpt.cli.launch.suspended import kill_suspended_ranks
 from automodel_ckpt.cli.launch.worker import Loaded, RecipeClass, run_rank
 from automodel_ckpt.distributed import hang_action, peers
 from automodel_ckpt.distributed.stop import stop_request
-from automodel_ckpt.errors import (
-    EXIT_DONE,
-    EXIT_INTERNAL,
-    EXIT_STOPPED,
-)
+from automodel_ckpt.errors import EXIT_DONE, EXIT_INTERNAL, EXIT_STOPPED
 from automodel_ckpt.training.start_time import note_process_start
 
 SECONDARY_DELAY_SECONDS = 1.0

@@ -54,14 +54,8 @@ from automodel_ckpt.cli.launch.worker import Loaded, RecipeClass
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.urls import with_local_directory
 from automodel_ckpt.distributed.hangs import poll_seconds
-from automodel_ckpt.distributed.stop import (
-    StoppedWaiting,
-    stop_request,
-)
-from automodel_ckpt.errors import (
-    EXIT_DONE,
-    EXIT_INTERNAL,
-)
+from automodel_ckpt.distributed.stop import StoppedWaiting, stop_request
+from automodel_ckpt.errors import EXIT_DONE, EXIT_INTERNAL
 
 MAX_LAUNCHES = 3
 """How often the ranks of a single node are started if they cannot connect to each other."""

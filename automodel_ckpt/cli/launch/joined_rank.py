@@ -19,19 +19,9 @@ from automodel_ckpt.cli.launch.process import print_message, this_rank, world_si
 from automodel_ckpt.cli.launch.recipe_import import Prepare, configure_torch, import_recipe
 from automodel_ckpt.cli.launch.worker import Loaded, RecipeClass, run_rank
 from automodel_ckpt.distributed import hang_action
-from automodel_ckpt.distributed.network import (
-    is_known,
-)
-from automodel_ckpt.distributed.stop import (
-    stop_request,
-)
-from automodel_ckpt.errors import (
-    EXIT_DONE,
-    EXIT_STOPPED,
-    AutomodelError,
-    RecipeError,
-    describe,
-)
+from automodel_ckpt.distributed.network import is_known
+from automodel_ckpt.distributed.stop import stop_request
+from automodel_ckpt.errors import EXIT_DONE, EXIT_STOPPED, AutomodelError, RecipeError, describe
 from automodel_ckpt.training.start_time import note_process_start
 
 SECONDARY_DELAY_SECONDS = 1.0

@@ -26,11 +26,7 @@ from automodel_ckpt.cli.launch.forked_run import run_forked
 from automodel_ckpt.cli.launch.joined_rank import run_joined
 from automodel_ckpt.cli.launch.memory import keep_memory
 from automodel_ckpt.cli.launch.process import print_message, report_stop
-from automodel_ckpt.cli.launch.recipe_import import (
-    Prepare,
-    configure_torch,
-    import_recipe,
-)
+from automodel_ckpt.cli.launch.recipe_import import Prepare, configure_torch, import_recipe
 from automodel_ckpt.cli.launch.topology import (
     choose_rendezvous,
     remove_leftover_ranks,
@@ -40,11 +36,7 @@ from automodel_ckpt.cli.launch.topology import (
 from automodel_ckpt.cli.launch.worker import Loaded, run_rank
 from automodel_ckpt.cli.terminal import forgiving_streams
 from automodel_ckpt.config.flags import LaunchFlags
-from automodel_ckpt.distributed.stop import (
-    SIGNALS,
-    StoppedWaiting,
-    stop_request,
-)
+from automodel_ckpt.distributed.stop import SIGNALS, StoppedWaiting, stop_request
 from automodel_ckpt.training.start_time import note_process_start
 
 

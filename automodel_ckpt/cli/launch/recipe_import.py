@@ -13,13 +13,9 @@ from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.cli.launch.topology import (
-    set_allocator,
-)
+from automodel_ckpt.cli.launch.topology import set_allocator
 from automodel_ckpt.cli.launch.worker import Loaded, RecipeClass
-from automodel_ckpt.errors import (
-    RecipeError,
-)
+from automodel_ckpt.errors import RecipeError
 
 NOISY_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
 Prepare = Callable[[], tuple[Loaded, RecipeClass]]

@@ -20,14 +20,8 @@ from automodel_ckpt.cli.launch.failures import (
     root_cause,
 )
 from automodel_ckpt.cli.launch.nodes import RendezvousHost
-from automodel_ckpt.distributed.stop import (
-    SAME_SIGNAL_SECONDS,
-    stop_request,
-)
-from automodel_ckpt.errors import (
-    EXIT_DONE,
-    EXIT_INTERNAL,
-)
+from automodel_ckpt.distributed.stop import SAME_SIGNAL_SECONDS, stop_request
+from automodel_ckpt.errors import EXIT_DONE, EXIT_INTERNAL
 
 
 class SignalForwarder:

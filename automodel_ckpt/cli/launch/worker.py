@@ -17,20 +17,10 @@ from automodel_ckpt.cli.launch.failures import (
     failure_record,
     failure_text,
 )
-from automodel_ckpt.cli.launch.process import (
-    exit_now,
-    this_rank,
-    world_size,
-)
+from automodel_ckpt.cli.launch.process import exit_now, this_rank, world_size
 from automodel_ckpt.distributed.network import let_gloo_be_found
 from automodel_ckpt.distributed.stop import StoppedWaiting, StopRequest, stop_request
-from automodel_ckpt.errors import (
-    EXIT_DONE,
-    EXIT_STOPPED,
-    AutomodelError,
-    RecipeError,
-    Stopped,
-)
+from automodel_ckpt.errors import EXIT_DONE, EXIT_STOPPED, AutomodelError, RecipeError, Stopped
 from automodel_ckpt.training.progress import Progress
 from automodel_ckpt.user_code import reporting_user_failures
 

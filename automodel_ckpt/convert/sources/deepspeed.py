@@ -18,9 +18,7 @@ from pathlib import Path
 
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
-from automodel_ckpt.convert.sources.deepspeed_files import (
-    is_tag_directory,
-)
+from automodel_ckpt.convert.sources.deepspeed_files import is_tag_directory
 from automodel_ckpt.convert.sources.deepspeed_model import describe_model
 from automodel_ckpt.convert.sources.deepspeed_optimizer import (
     partitioned_optimizer,
@@ -32,9 +30,7 @@ from automodel_ckpt.convert.sources.deepspeed_states import (
     model_states,
     omitted_entries,
 )
-from automodel_ckpt.convert.sources.deepspeed_universal import (
-    ZERO_DIRECTORY,
-)
+from automodel_ckpt.convert.sources.deepspeed_universal import ZERO_DIRECTORY
 from automodel_ckpt.convert.sources.files import names_in
 from automodel_ckpt.convert.sources.format import Counters, Format
 from automodel_ckpt.convert.training_state import Parameters, TrainingState
