@@ -34,6 +34,7 @@ from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 from automodel_ckpt.errors import Problem, RecipeError
 from automodel_ckpt.hub_access import explained
 from automodel_ckpt.models.config_overrides import merged_config
+from automodel_ckpt.models.config_values import context_length
 from automodel_ckpt.models.forward import attention_of
 from automodel_ckpt.models.quantize import cast_to, dequantized
 from automodel_ckpt.models.repository import (
@@ -306,13 +307,17 @@ def _setting_of_encoder(config: PreTrainedConfig) -> tuple[str, str, str] | None
     The setting is its name, its value, and the value with which the model is causal. That one is empty if the model
     would differ in more than that.
     """
-    # Some decoders have an is_decoder of False too, but no class for masked tokens.
+    # Some decoders have an is_decoder of False too, but no class for masked tokens. BertGeneration has none either.
     is_encoder = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not config.is_encoder_decoder
+    is_encoder = is_encoder or config.model_type == "bert-generation"
     if is_encoder and not getattr(config, "is_decoder", True):
         return "is_decoder", "false", "true"
     # XLM and FlauBERT.
     if is_encoder and not getattr(config, "causal", True):
         return "causal", "false", "true"
+    # XLNet learns permutations of a sequence, with masks that a recipe does not have.
+    if config.model_type == "xlnet" and config.attn_type == "bi":
+        return "attn_type", "bi", "uni"
     # Gemma, as in EmbeddingGemma; "vision" concerns the tokens of an image only. Its config has already halved the
     # sliding window when overrides are applied.
     bidirectional = getattr(config, "use_bidirectional_attention", None)
@@ -337,8 +342,8 @@ def check_attention(model: nn.Module, device: torch.device) -> None:
 
 def check_context(config: PreTrainedConfig, seq_length: int, where: str) -> None:
     """Raise :class:`RecipeError` if samples of *seq_length* tokens are longer than the model's context."""
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(limit, int) and seq_length > limit:
+    limit = context_length(config)
+    if limit is not None and seq_length > limit:
         raise RecipeError(
             "samples may be longer than the model's context",
             where=where,

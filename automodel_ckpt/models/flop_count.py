@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from automodel_ckpt.models.config_values import config_of_layer, layer_configs
 from automodel_ckpt.models.forward import model_without_adapters
 from automodel_ckpt.models.mtp import mtp_of
 from automodel_ckpt.models.vision import part_of
@@ -141,7 +142,7 @@ def count_flops(model: nn.Module, layers: Sequence[nn.Module]) -> FlopCount | No
     """Count the operations of an unsharded transformers *model* from its modules; no tensor is read.
 
     *layers* are its repeated blocks. Returns None for a model without a configuration of transformers, and for one
-    whose configuration does not have one number of heads, the number of active experts, or the size of patches.
+    whose configuration does not have the number of heads, one number of active experts, or the size of patches.
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
@@ -182,6 +183,10 @@ class _Walk:
         self._tower_has_gradient = False
         self._num_experts = _first_number(text_config, _NUM_EXPERTS)
         self._top_k = _first_number(text_config, _TOP_K)
+        for layer in layer_configs(text_config):
+            experts = _first_number(layer, _NUM_EXPERTS), _first_number(layer, _TOP_K)
+            if experts != (self._num_experts, self._top_k):
+                self.is_unknown = True
         head: Any = getattr(model_without_adapters(model), "get_output_embeddings", None)
         output_layer = head() if head is not None else None
         self._head = set(map(id, output_layer.modules())) if output_layer is not None else set()
@@ -202,26 +207,18 @@ class _Walk:
     def text_pairs(self) -> Pairs | None:
         """Attention of the text layers: its two products of each head, and twice as many in a backward pass.
 
-        None if the configuration does not have one number of heads.
+        None if the configuration does not have the number of heads of each layer.
         """
-        text = self._text_config
-        num_heads = getattr(text, "num_attention_heads", None)
-        if not isinstance(num_heads, int) or num_heads < 1:
-            return None
-        width = getattr(text, "head_dim", None) or text.hidden_size // num_heads
-        # Multi-head latent attention has heads of two widths.
-        of_keys = getattr(text, "qk_head_dim", None) or width
-        of_values = getattr(text, "v_head_dim", None) or width
-        if not hasattr(text, "qk_nope_head_dim"):
-            of_keys = of_values = width
         found: Counter[int | None] = Counter()
-        for (kind, num_calls), has_gradient in zip(
-            self._kinds_of_layers(), self._text_gradients, strict=False
-        ):
-            if not _is_attention(kind):
-                continue
-            per_pair = 2 * num_heads * (of_keys + of_values) * (3 if has_gradient else 1)
-            found[_window(text, kind)] += per_pair * num_calls
+        kinds = zip(self._kinds_of_layers(), self._text_gradients, strict=False)
+        for number, ((kind, num_calls), has_gradient) in enumerate(kinds):
+            layer = config_of_layer(self._text_config, number)
+            per_pair = _operations_per_pair(layer)
+            if per_pair is None:
+                return None
+            if _is_attention(kind):
+                passes = 3 if has_gradient else 1
+                found[_window(layer, kind)] += per_pair * passes * num_calls
         return tuple((per_pair, window) for window, per_pair in found.items())
 
     def _kinds_of_layers(self) -> list[tuple[str, int]]:
@@ -356,6 +353,24 @@ class _Walk:
         return size * self._top_k // self._num_experts
 
 
+def _operations_per_pair(layer: Any) -> int | None:
+    """The operations of a query with a key, and of their weight with a value, in all heads of a layer.
+
+    None if its configuration does not have one number of heads.
+    """
+    num_heads = getattr(layer, "num_attention_heads", None)
+    if not isinstance(num_heads, int) or num_heads < 1:
+        return None
+    width = getattr(layer, "head_dim", None) or layer.hidden_size // num_heads
+    of_keys = of_values = width
+    if hasattr(layer, "qk_nope_head_dim"):
+        # Multi-head latent attention has heads of two widths.
+        of_keys = getattr(layer, "qk_head_dim", None) or width
+        of_values = getattr(layer, "v_head_dim", None) or width
+    operations: int = 2 * num_heads * (of_keys + of_values)
+    return operations
+
+
 def _operations(module: nn.Module, size: int, *, has_gradient: bool) -> int:
     """The operations for *size* multiplications: forward, gradient of the weight, and gradient of the input."""
     passes = 1 + has_gradient + (size > 0 and _is_trained(module))
@@ -367,8 +382,9 @@ def _is_trained(module: nn.Module) -> bool:
 
 
 def _first_number(config: Any, names: Iterable[str]) -> int | None:
+    """The first of the values *names* that is a positive number; of the first layer, where layers differ."""
     for name in names:
-        value = getattr(config, name, None)
+        value = getattr(config_of_layer(config, 0), name, None)
         if isinstance(value, int) and value > 0:
             return value
     return None
@@ -380,10 +396,13 @@ def _layer_types(text: Any, num_layers: int) -> Sequence[str]:
         kinds = getattr(text, name, None)
         if kinds:
             return list(kinds)
-    is_windowed = getattr(text, "sliding_window", None) and getattr(
-        text, "use_sliding_window", True
-    )
-    return ["sliding_attention" if is_windowed else "full_attention"] * num_layers
+    found = []
+    for number in range(num_layers):
+        layer = config_of_layer(text, number)
+        window = getattr(layer, "sliding_window", None)
+        is_windowed = window and getattr(layer, "use_sliding_window", True)
+        found.append("sliding_attention" if is_windowed else "full_attention")
+    return found
 
 
 def _is_attention(kind: str) -> bool:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from transformers import TextStreamer
 
+from automodel_ckpt.models.config_values import context_length
+
 Message = Mapping[str, Any]
 """A message of a conversation, with the keys that a chat template reads: role, content, and others."""
 
@@ -117,8 +119,8 @@ def generate(
     streamer = _Callback(tokenizer, on_text) if on_text is not None else None
     num_prompt_tokens = inputs["input_ids"].shape[1]
     arguments = sampling.arguments()
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(context, int):
+    context = context_length(model.config)
+    if context is not None:
         # Beyond it, learned positions are an error, and others are of low quality.
         left = max(1, context - num_prompt_tokens)
         arguments["max_new_tokens"] = min(sampling.max_new_tokens, left)

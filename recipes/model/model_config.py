@@ -12,6 +12,7 @@ from automodel_ckpt.config.rules import Target
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.distributed.context_parallel import check_context_heads
 from automodel_ckpt.distributed.mesh import RankLayout
+from automodel_ckpt.distributed.mesh_sizes import Sizes
 from automodel_ckpt.distributed.tensor_parallel import check_heads
 from automodel_ckpt.models.build import (
     check_context,
@@ -19,6 +20,7 @@ from automodel_ckpt.models.build import (
     check_vocabulary,
     load_model_config,
 )
+from automodel_ckpt.models.config_values import context_length, layer_configs
 from automodel_ckpt.models.vocabulary import set_size, wanted_size
 from automodel_ckpt.recipes.repository import repository_options
 
@@ -48,9 +50,7 @@ def read_model_config(
     if size is not None and section.from_config is not None:
         set_size(found, size)
     check_vocabulary(found, tokenizer, size=size)
-    sizes = layout.sizes
-    check_heads(found, sizes.tp)
-    check_context_heads(found, sizes.cp, sizes.tp)
+    check_all_heads(found, layout.sizes)
     for name, dataset in _data_sets(config).items():
         seq_length = dataset.kwargs.get("seq_length") if dataset is not None else None
         if seq_length is not None:
@@ -66,6 +66,13 @@ def _data_sets(config: RecipeConfig) -> Mapping[str, Target | None]:
     return sections
 
 
+def check_all_heads(config: PreTrainedConfig, sizes: Sizes) -> None:
+    """Raise :class:`RecipeError` if the attention heads of a layer cannot be divided among the ranks."""
+    for layer in layer_configs(config.get_text_config()):
+        check_heads(layer, sizes.tp)
+        check_context_heads(layer, sizes.cp, sizes.tp)
+
+
 def within_context(section: Target, model_config: PreTrainedConfig | None) -> Target:
     """Return the section of a data set with ``seq_length`` null replaced by the length of the model's context.
 
@@ -74,8 +81,8 @@ def within_context(section: Target, model_config: PreTrainedConfig | None) -> Ta
     is_null = "seq_length" in section.kwargs and section.kwargs["seq_length"] is None
     if not is_null or model_config is None:
         return section
-    limit = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    if not isinstance(limit, int):
+    limit = context_length(model_config)
+    if limit is None:
         return section
     return replace(section, kwargs=section.kwargs | {"seq_length": limit})
 

@@ -14,6 +14,7 @@ from automodel_ckpt.data.row_widths import RowWidths, WidenedRows
 from automodel_ckpt.distributed.context_parallel import ContextParallel
 from automodel_ckpt.distributed.parallelize import reshard
 from automodel_ckpt.models.compiling import num_row_widths
+from automodel_ckpt.models.config_values import context_length
 from automodel_ckpt.models.loss_head import LossHead, ModuleLossHead
 from automodel_ckpt.models.loss_head_probe import install_loss_head
 from automodel_ckpt.models.routers import RouterSettings
@@ -165,6 +166,5 @@ def _longest_row(request: ModelRequest) -> int | None:
         return config.packed_sequence.size
     given = config.dataset.kwargs.get("seq_length") if config.dataset else None
     if given is None and request.model_config is not None:
-        text = request.model_config.get_text_config()
-        given = getattr(text, "max_position_embeddings", None)
+        given = context_length(request.model_config)
     return None if given is None else int(given)

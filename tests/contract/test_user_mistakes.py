@@ -229,6 +229,13 @@ MISTAKES = {
         ("--model.from_config={model_type: gemma3_text, use_bidirectional_attention: true}",),
         r"is an encoder[\s\S]*use_bidirectional_attention: true\s+hint: [^{]*train encoders$",
     ),
+    "a generator made of an encoder": Mistake(
+        ("--model.from_config={model_type: bert-generation}",),
+        r"is an encoder[\s\S]*a bert-generation model[\s\S]*is_decoder: true",
+    ),
+    "a model of permutations": Mistake(
+        ("--model.from_config={model_type: xlnet}",), r"is an encoder[\s\S]*attn_type: uni"
+    ),
     "an optimizer for sparse gradients": Mistake(
         ("--optimizer={_target_: torch.optim.SparseAdam}",),
         r"sparse gradients only[\s\S]*\d+ of \d+ parameters, the first model[\s\S]*AdamW",

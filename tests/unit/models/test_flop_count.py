@@ -145,6 +145,28 @@ def test_of_a_mixture_the_experts_of_a_token_count() -> None:
     assert found.of(batch(), tokens) == computed(model, batch())
 
 
+def test_heads_of_other_layers_may_have_another_width() -> None:
+    config = transformers.Gemma4TextConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        global_head_dim=16,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=4,
+        vocab_size=VOCABULARY,
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=0,
+        num_kv_shared_layers=0,
+    )
+    if not getattr(config, "is_heterogeneous", False):
+        pytest.skip("this version of transformers has one configuration for all layers")
+    found = counted(AutoModelForCausalLM.from_config(config))
+    assert found.pairs == ((12 * 16, 4), (12 * 32, None))
+
+
 def test_a_mixture_with_an_unknown_number_of_active_experts_is_not_counted() -> None:
     model = mixture()
     vars(model.config)["num_experts_per_tok"] = None
