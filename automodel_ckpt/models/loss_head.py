@@ -126,6 +126,7 @@ class LossPass(AbstractContextManager["LossPass"]):
         self.z_loss = z_loss
         self._sizes = sizes
         self._loss: torch.Tensor | None = None
+        self._shape = torch.Size()
 
     def __enter__(self) -> LossPass:
         _set_past_torch(self._head, "_loss_pass", self)
@@ -162,23 +163,24 @@ class LossPass(AbstractContextManager["LossPass"]):
         return torch.stack(losses)
 
     def output_for(self, loss: torch.Tensor) -> torch.Tensor:
-        """What the layer returns for a *loss*, 0-dim or one per group.
+        """What the layer returns for a *loss*, 0-dim or one per group: [1, groups, 1].
 
-        A model that changes the output of the layer would change the loss. It gets a zero that carries the gradient.
+        A model may select columns of its logits, so that the output has as many dimensions as they have. A model that
+        changes the output of the layer would change the loss. It gets a zero that carries the gradient.
         """
         transform = self._head.transform
-        if transform.is_identity:
-            return loss
-        self._loss = loss.detach()
-        carrier: torch.Tensor = _Carrier.apply(loss, transform.scale)  # type: ignore[no-untyped-call]
-        return carrier
+        self._shape = loss.shape
+        if not transform.is_identity:
+            self._loss = loss.detach()
+            loss = _Carrier.apply(loss, transform.scale)  # type: ignore[no-untyped-call]
+        return loss.reshape(1, -1, 1)
 
     def loss_in(self, output: Any) -> torch.Tensor:
         """The summed loss in what the model returned inside the context, in float32 or float64.
 
         It is 0-dim, or a vector with one loss per group or position.
         """
-        returned = last_layer_output(output)
+        returned = last_layer_output(output).reshape(self._shape)
         if self._loss is None:
             return returned
         if isinstance(returned, DTensor):

@@ -285,6 +285,25 @@ def test_a_model_that_does_anything_else_to_the_logits_keeps_its_layer(
     assert install_loss_head(nn.Linear(2, 2), {}) is None
 
 
+def without_padding(logits: torch.Tensor) -> torch.Tensor:
+    return logits[:, :, :97]
+
+
+@pytest.mark.parametrize("sizes", [None, [3, 0, 24]])
+def test_a_model_may_select_the_columns_of_its_vocabulary(sizes: list[int] | None) -> None:
+    model = Changing(without_padding)
+    head = install_loss_head(model, {})
+    assert head is not None
+    positions, targets = torch.arange(27), batch()["input_ids"].flatten()
+    with head.computing_loss(positions, targets, sizes) as loss_pass:
+        losses = loss_pass.loss_in(model(**batch()))
+    logits = model(**batch()).logits.flatten(0, 1)
+    by_position = nn.functional.cross_entropy(logits, targets, reduction="none")
+    groups = [part.sum() for part in by_position.split(sizes or [27])]
+    expected = groups[0] if sizes is None else torch.stack(groups)
+    torch.testing.assert_close(losses, expected)
+
+
 def test_a_scale_that_could_be_a_parameter_is_left_to_the_model() -> None:
     model = Changing(lambda logits: logits * 0.25)
     assert install_loss_head(model, {}) is None
