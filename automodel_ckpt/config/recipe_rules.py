@@ -156,7 +156,8 @@ RELATIONS: tuple[Relation, ...] = (
         ("peft", "model.freeze"),
         lambda recipe: recipe.peft is None or not getattr(recipe.model, "freeze", None),
         "peft and model.freeze cannot be combined",
-        "remove model.freeze: peft freezes the base except for peft.modules_to_save and peft.bias",
+        "remove model.freeze: peft freezes the base except for peft.modules_to_save and peft.bias; "
+        "peft.exclude_modules keeps adapters out of parts of the model, such as '*vision_tower*'",
     ),
     Relation(
         ("peft", "model.freeze_if_present"),

@@ -1,7 +1,7 @@
 """Local data files: which ones a path selects, and their formats.
 
 A file is ``.jsonl`` (or ``.ndjson``), ``.json``, ``.parquet``, ``.arrow``, ``.csv``, ``.tsv``, or ``.txt`` with a
-document on each line; behind ``.gz``, ``.bz2`` or ``.xz`` it is compressed. For what the files contain, see
+document on each line; behind ``.gz``, ``.bz2``, ``.xz`` or ``.zst`` it is compressed. For what the files contain, see
 :mod:`.row_files`.
 """
 
@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+from automodel_ckpt.data.zstd_file import open_zstd
 from automodel_ckpt.errors import RecipeError, os_problem
 
 LOADERS = {
@@ -39,6 +40,7 @@ _COMPRESSED: dict[str, Callable[[Path], Any]] = {
     ".gz": gzip.open,
     ".bz2": bz2.open,
     ".xz": lzma.open,
+    ".zst": open_zstd,
 }
 _BESIDE_DATA = {
     "config.json",
@@ -159,7 +161,8 @@ def saved_table(directory: Path) -> list[Path] | None:
 def require_readable(path: Path) -> Path:
     """Return *path*. Raises :class:`RecipeError` if its format is unknown or it cannot be read."""
     if kind_of(path) not in LOADERS:
-        hint = f"use a file named {', '.join('*' + known for known in LOADERS)}, a directory, or a Hub name"
+        known = ", ".join("*" + kind for kind in LOADERS)
+        hint = f"use a file named {known} (also {', '.join(_COMPRESSED)} behind it), a directory, or a Hub name"
         raise RecipeError("unknown data file format", where="dataset.path", value=path, hint=hint)
     try:
         path.open("rb").close()

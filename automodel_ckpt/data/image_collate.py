@@ -164,7 +164,8 @@ class ImageTextCollator:
                 "this conversation has no assistant token to train on",
                 where=sample.where,
                 value=sample.text[:200],
-                hint="correct the chat template, or its generation markers",
+                hint="correct the chat template, or its generation markers; a processor that adds text after the "
+                "conversation, as PaliGemma's, is not supported",
             )
         return flags
 

@@ -181,7 +181,10 @@ class Source(Rows):
 
         try:
             if not self.is_file:
-                rows = datasets.load_dataset(**self._of_name(), split=self.split, streaming=True)
+                with quiet(datasets):
+                    rows = datasets.load_dataset(
+                        **self._of_name(), split=self.split, streaming=True
+                    )
                 self._report_others(rows.info.builder_name)
                 return rows
             if not self._filled:

@@ -19,7 +19,7 @@ from automodel_ckpt.config.schema_keys import join
 from automodel_ckpt.config.yaml_tree import Node
 
 _DATA_FILE = re.compile(
-    r"\.(jsonl?|ndjson|parquet|arrow|csv|tsv|txt)(\.(gz|bz2|xz))?$", re.IGNORECASE
+    r"\.(jsonl?|ndjson|parquet|arrow|csv|tsv|txt)(\.(gz|bz2|xz|zst))?$", re.IGNORECASE
 )
 
 

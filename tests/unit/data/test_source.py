@@ -5,6 +5,7 @@ import gzip
 import json
 import lzma
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pyarrow  # type: ignore[import-untyped]
 import pytest
 from pyarrow import parquet
 
+from automodel_ckpt.data.files import open_data
 from automodel_ckpt.data.row_stream import row_stream
 from automodel_ckpt.data.source import Source
 from automodel_ckpt.data.truncation import Truncation
@@ -97,7 +99,12 @@ def test_a_name_that_the_hub_does_not_give_is_refused(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize(
     ("name", "compress"),
-    [("a.JSONL.gz", gzip.compress), ("a.jsonl.bz2", bz2.compress), ("a.ndjson.xz", lzma.compress)],
+    [
+        ("a.JSONL.gz", gzip.compress),
+        ("a.jsonl.bz2", bz2.compress),
+        ("a.ndjson.xz", lzma.compress),
+        ("a.jsonl.zst", partial(pyarrow.compress, codec="zstd", asbytes=True)),
+    ],
 )
 def test_a_compressed_file_is_read_like_the_plain_one_and_a_damaged_one_is_named(
     tmp_path: Path, name: str, compress: Callable[[bytes], bytes]
@@ -114,6 +121,27 @@ def test_a_compressed_file_is_read_like_the_plain_one_and_a_damaged_one_is_named
     ):
         with pytest.raises(RecipeError, match=f"a compressed file is damaged\n  where:  {path}\n"):
             read()
+    uncompressed_name = tmp_path / "a.jsonl"
+    uncompressed_name.write_bytes(compress(LINES))
+    with pytest.raises(RecipeError, match=r"is compressed: add \.(gz|bz2|xz|zst) to its name"):
+        Source(str(uncompressed_name)).texts(["text"])
+
+
+def test_a_zstd_file_has_the_positions_of_its_decompressed_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.zst"
+    content = b"".join(b"line %d\n" % number for number in range(300_000))
+    half = len(content) // 2
+    # Several frames, as concatenated files have them.
+    frames = [pyarrow.compress(part, "zstd", True) for part in (content[:half], content[half:])]
+    path.write_bytes(b"".join(frames))
+    with open_data(path) as file:
+        assert file.read() == content
+        for start in (half + 7, 5, len(content) - 3, 0):
+            file.seek(start)
+            assert file.tell() == start
+            assert file.read(20) == content[start : start + 20]
+        file.seek(len(content) + 9)
+        assert file.read() == b""
 
 
 def test_a_csv_holds_texts_and_an_empty_place_is_none(tmp_path: Path) -> None:
