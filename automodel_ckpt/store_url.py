@@ -115,6 +115,14 @@ def check_url(url: str, where: str) -> str:
             value=public(url) if "://" in url else url,
             hint=f"use BUCKET/PATH after one of {', '.join(f'{name}://' for name in _LIBRARIES)}",
         )
+    if any(character < " " for character in url):
+        # urlsplit() removes tabs and line breaks.
+        raise RecipeError(
+            "the URL of a store contains a control character",
+            where=where,
+            value=repr(public(url)),
+            hint="remove it",
+        )
     if has_credentials(url):
         raise RecipeError(
             "the URL of a store must not contain credentials or options",

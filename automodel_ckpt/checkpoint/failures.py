@@ -20,6 +20,7 @@ from automodel_ckpt.user_code import location_in_user_code
 log = logging.getLogger("automodel_ckpt")
 
 RETRY = "free disk space or repair the directory, then run the same command to resume from the previous checkpoint"
+START_AGAIN = "free disk space or repair the directory, then run the same command"
 _NAME_ANOTHER = "set checkpoint.checkpoint_dir to a writable directory with enough free space"
 _EXPORT_AGAIN = (
     "free disk space or repair the directory, then run `ckpt consolidate` to export the checkpoint"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from automodel_ckpt.cli.terminal import print_error
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.errors import CheckpointUnusable, os_problem
 
 if TYPE_CHECKING:
     from automodel_ckpt.convert.sources.format import Format
@@ -90,8 +90,17 @@ def find_checkpoint(path: Path) -> Path:
     """Resolve *path*: a run to its newest complete checkpoint, a pointer to its target, a file of another program to
     itself. Print a warning if a run has a newer checkpoint that cannot be used.
 
-    Raises :class:`CheckpointUnusable` if nothing is found.
+    Raises :class:`CheckpointUnusable` if nothing is found, or if a directory cannot be read.
     """
+    try:
+        return _found_checkpoint(path)
+    except PermissionError as error:
+        what = "the checkpoint cannot be read"
+        problem = os_problem(error, what, hint="check the path and its permissions")
+        raise CheckpointUnusable.all_of([problem]) from error
+
+
+def _found_checkpoint(path: Path) -> Path:
     from automodel_ckpt.checkpoint import commit, layout
 
     is_pointer_link = path.name in layout.POINTERS and path.is_symlink()

@@ -18,7 +18,7 @@ from typing import Any
 from automodel_ckpt.checkpoint import commit, layout
 from automodel_ckpt.checkpoint.export.plan import OutputFile, Plan
 from automodel_ckpt.checkpoint.export.script import no_need_script
-from automodel_ckpt.checkpoint.failures import as_failure
+from automodel_ckpt.checkpoint.failures import START_AGAIN, as_failure
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.manifest import Manifest, StateRecord, Summary, Tree
 from automodel_ckpt.checkpoint.policy import KeepPolicy
@@ -161,7 +161,7 @@ def write_checkpoint(planned: NewCheckpoint) -> Path:
         maintenance.recover(run.root)
     except OSError as error:
         run.release()
-        raise as_failure(error, "importing", run.root) from error
+        raise as_failure(error, "importing", run.root, hint=START_AGAIN) from error
     try:
         _check_step_order(planned.run, planned.name)  # a run may have saved since it was planned
         return _write(planned, run.root)
@@ -185,7 +185,8 @@ def _write(planned: NewCheckpoint, run: Path) -> Path:
         commit.point(run, layout.LATEST, newest.name)
         return published
     except OSError as error:
-        raise as_failure(error, f"importing {planned.source}", run) from error
+        doing = f"importing {planned.source}"
+        raise as_failure(error, doing, run, hint=START_AGAIN) from error
     finally:
         commit.discard(staging)
 

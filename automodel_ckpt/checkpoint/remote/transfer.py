@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,7 +107,8 @@ class UploadMemory:
 
     def forget(self) -> None:
         """Remove the file: the upload is complete, or must start from the beginning."""
-        self.path.unlink(missing_ok=True)
+        with _ignoring_read_only():
+            self.path.unlink(missing_ok=True)
 
     def _write(self) -> None:
         document = {
@@ -114,4 +117,19 @@ class UploadMemory:
             "done": sorted(self.done),
             "parts": self.parts,
         }
-        replace_file(self.path, json.dumps(document).encode())
+        with _ignoring_read_only():
+            replace_file(self.path, json.dumps(document).encode())
+
+
+@contextlib.contextmanager
+def _ignoring_read_only() -> Iterator[None]:
+    """Ignore that a directory must not be written, such as that of a checkpoint on an archive that is mounted
+    read-only.
+
+    Without the memory, a later attempt sends all files again.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise

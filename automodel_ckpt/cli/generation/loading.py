@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from automodel_ckpt.checkpoint import layout
@@ -81,7 +82,14 @@ def load(
                 model = _model_of(found.model, options, found.revision)
                 model = PeftModel.from_pretrained(model, str(found.adapter))
             preprocessor = _preprocessor_of(model, found)
-        except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+        except (
+            OSError,
+            ValueError,
+            RuntimeError,
+            KeyError,
+            ImportError,
+            SafetensorError,
+        ) as error:
             raise CheckpointUnusable(
                 "transformers cannot load this model",
                 where=path,
@@ -117,10 +125,24 @@ def _hugging_face_directory(path: str, base: str | None) -> Iterator[_Files]:
                 f"exporting {found} to a temporary directory; `ckpt export` keeps the files"
             )
             consolidate(found, exported, log=lambda line: None, opener=open_source)
-            yield _files_of(exported, found, base)
-            return
-        _verify(found)
-        yield _files_of(found, found, base)
+            files = _files_of(exported, found, base)
+        else:
+            _verify(found)
+            files = _files_of(found, found, base)
+        adapter = None if files.adapter is None else Path(_in_utf8(str(files.adapter), stack))
+        yield replace(files, model=_in_utf8(files.model, stack), adapter=adapter)
+
+
+def _in_utf8(path: str, stack: ExitStack) -> str:
+    """Return *path*, or a temporary link to it: safetensors cannot open a path that is not valid UTF-8."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="automodel_ckpt-"))
+        link = os.path.join(directory, MODEL)
+        os.symlink(os.path.abspath(path), link)
+        return link
+    return path
 
 
 def _model_directory(path: Path) -> Path:

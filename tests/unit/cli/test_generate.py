@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import sys
 import warnings
@@ -68,6 +69,22 @@ def generated(capsys: Capture, *words: str) -> dict[str, Any]:
     assert main(["generate", *words, *GREEDY, "--json"]) == 0, capsys.readouterr().err
     (completion,) = json.loads(capsys.readouterr().out)["completions"]
     return dict(completion)
+
+
+def test_a_path_that_is_not_utf8_is_opened(capsys: Capture, model: Path, tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"caf\xe9")
+    shutil.copytree(model, path)
+    assert generated(capsys, str(path), "-p", "hello")["tokens"] <= 6
+
+
+def test_weights_that_safetensors_cannot_read_are_an_error(
+    capsys: Capture, model: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    (weights,) = (tmp_path / "model").glob("*.safetensors")
+    os.truncate(weights, weights.stat().st_size // 2)
+    assert main(["generate", str(tmp_path / "model"), "-p", "hello"]) == 3
+    assert "cannot load this model" in capsys.readouterr().err
 
 
 def test_a_prompt_is_completed_as_transformers_does_it(capsys: Capture, model: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from automodel_ckpt.checkpoint.failures import as_failure
+from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.cli.launch.failures import failure_record
 from automodel_ckpt.distributed.agree import _portable
 from automodel_ckpt.errors import SaveFailed, SystemLimit, describe, limit_error, os_problem
@@ -107,3 +108,17 @@ def test_commands_name_the_limits_that_stop_them(tmp_path: Path) -> None:
         and "ulimit -v is 3000000" in done.stderr
     )
     assert isinstance(limit_error(NO_THREAD), SystemLimit)
+
+
+def test_a_checkpoint_without_permission_is_unusable_for_commands_that_write(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit code 4 would state that something could not be saved."""
+
+    def denied(path: Path) -> Path:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr("automodel_ckpt.cli.paths.run_directory", denied)
+    assert main(["export", str(tmp_path)]) == 3
+    message = capsys.readouterr().err
+    assert "cannot be read" in message and "EACCES" in message

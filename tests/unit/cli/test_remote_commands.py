@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import pkgutil
 import shutil
 from collections.abc import Iterator
@@ -296,6 +298,23 @@ def test_a_checkpoint_that_is_removed_while_it_is_pushed(
         assert ckpt(["verify", f"file://{store}", "--deep"]) == 0
     else:
         assert code == 3 and "removed while it was uploaded" in printed.err
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS])
+def test_a_checkpoint_that_is_mounted_read_only_can_be_pushed(
+    local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """What the upload has sent cannot be recorded beside it."""
+
+    def read_only(path: Path, *_: Any, **__: Any) -> None:
+        raise OSError(code, os.strerror(code), str(path))
+
+    monkeypatch.setattr("automodel_ckpt.checkpoint.remote.transfer.replace_file", read_only)
+    monkeypatch.setattr(Path, "unlink", read_only)
+    url = f"file://{tmp_path}/store"
+    assert ckpt(["push", str(local / FIRST), url]) == 0
+    monkeypatch.undo()
+    assert ckpt(["verify", url, "--deep"]) == 0
 
 
 ARGUMENTS = {
