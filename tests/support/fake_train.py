@@ -24,6 +24,9 @@ from automodel_ckpt.distributed.stop import stop_request
 from automodel_ckpt.errors import RecipeError, SaveFailed, Stopped
 from tests.support.networks import enter_network
 
+IDLE_SECONDS = 600
+"""How long a rank does nothing that another one must end: longer than any test waits."""
+
 
 class FakeRecipe:
     """Two gloo steps; what happens after them is the method named by the case."""
@@ -49,8 +52,11 @@ class FakeRecipe:
         self.note("started", f"{os.getpid()} {os.environ.get('OMP_NUM_THREADS')}")
         self.fail_to_connect()
         if self.config.case == "killed_while_starting" and self.is_first_start():
+            # Otherwise, rank 0 may still be connecting, and its next start would be its first one.
+            while not (self.notes / "started_0").exists():
+                time.sleep(0.05)
             self.die_alone(signal.SIGKILL)
-            time.sleep(60)
+            time.sleep(IDLE_SECONDS)
 
     def run(self) -> None:
         for _ in range(2):
@@ -130,7 +136,7 @@ class FakeRecipe:
         """As long as rank 0 does not step, rank 1 waits in a collective, where no Python handler runs."""
         self.note("training", "")
         if self.rank == 0:
-            time.sleep(60)
+            time.sleep(IDLE_SECONDS)
         self.step()
 
     def killed_while_starting(self) -> None:
@@ -139,7 +145,7 @@ class FakeRecipe:
     def killed_beside_a_busy_rank(self) -> None:
         if self.is_first_start():
             self.die_alone(signal.SIGKILL)
-            time.sleep(60)
+            time.sleep(IDLE_SECONDS)
         self.ok()
 
     def killed_at_the_end(self) -> None:
@@ -163,7 +169,7 @@ class FakeRecipe:
 
     def value_error_on_one_of_the_busy(self) -> None:
         if self.rank == 0:
-            time.sleep(60)
+            time.sleep(IDLE_SECONDS)
         self.value_error_on_one()
 
     def value_error_once(self) -> None:
@@ -219,6 +225,14 @@ def raise_in(module: str, error: Exception) -> None:
     exec(compile("raise error", module, "exec"), {"__name__": module, "error": error})
 
 
+def _wait_in_agent(seconds: float) -> None:
+    """Let torch's agent wait *seconds* for its ranks to end before it kills them, not 30."""
+    agent = importlib.import_module("torch.distributed.elastic.agent.server.local_elastic_agent")
+    processes = importlib.import_module("torch.distributed.elastic.multiprocessing.api")
+    agent.LocalElasticAgent._shutdown.__defaults__ = (signal.SIGTERM, seconds)
+    processes.PContext.close.__defaults__ = (None, seconds)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("case")
@@ -239,6 +253,9 @@ def main() -> int:
         "--linger", type=float, help="seconds that other machines have to read why a rank failed"
     )
     parser.add_argument(
+        "--agent-grace", type=float, help="seconds that torch's agent waits before it kills ranks"
+    )
+    parser.add_argument(
         "--silence", type=int, help="seconds after which a machine that does not answer is lost"
     )
     given = vars(parser.parse_args())
@@ -252,6 +269,8 @@ def main() -> int:
         importlib.import_module(
             "automodel_ckpt.cli.launch.store_linger"
         ).STORE_LINGER_SECONDS = seconds
+    if (seconds := given.pop("agent_grace")) is not None:
+        _wait_in_agent(seconds)
     if (seconds := given.pop("last_call")) is not None:
         dynamic = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
         dynamic.RendezvousTimeout._DEFAULT_TIMEOUTS["last_call"] = timedelta(seconds=seconds)
