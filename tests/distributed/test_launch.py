@@ -21,7 +21,7 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from automodel_ckpt.cli.launch.elastic_agent import run_agent
-from automodel_ckpt.cli.launch.failures import FailureDirectory
+from automodel_ckpt.cli.launch.failure_directory import FailureDirectory
 from automodel_ckpt.cli.launch.joined_rank import STORE_SECONDS
 from automodel_ckpt.cli.launch.launcher import stop_signals
 from automodel_ckpt.cli.launch.topology import choose_rendezvous

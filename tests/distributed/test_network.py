@@ -23,11 +23,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from automodel_ckpt.cli.launch.elastic_agent import is_of_ending_run, rendezvous_failure
-from automodel_ckpt.cli.launch.failures import (
-    FailureDirectory,
-    FailureRecord,
-    unreachable_node_record,
-)
+from automodel_ckpt.cli.launch.failure_directory import FailureDirectory
+from automodel_ckpt.cli.launch.failures import FailureRecord, unreachable_node_record
 from automodel_ckpt.cli.launch.nodes import RendezvousHost, RendezvousInterrupted
 from automodel_ckpt.cli.launch.topology import Rendezvous
 from automodel_ckpt.distributed import keepalive

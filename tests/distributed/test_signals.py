@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from automodel_ckpt.cli.launch import failures, suspended
+from automodel_ckpt.cli.launch import process_state, suspended
 from automodel_ckpt.distributed.mesh import close_distributed, init_distributed
 from automodel_ckpt.distributed.stop import PeerStop
 from tests.support import ranks
@@ -171,7 +171,7 @@ def test_a_rank_that_was_stopped_is_told_of_once() -> None:
     warnings: list[str] = []
     with subprocess.Popen(["sleep", "60"]) as peer:
         os.kill(peer.pid, signal.SIGSTOP)
-        while not failures.is_suspended(peer.pid):
+        while not process_state.is_suspended(peer.pid):
             time.sleep(0.01)
         processes, seen = (
             {0: os.getpid(), 1: peer.pid, 2: os.getpid()},

@@ -14,15 +14,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from automodel_ckpt.cli.launch.connection_errors import BROKEN_CONNECTION, is_connection_error
 from automodel_ckpt.cli.launch.failure_channel import FailureChannel
-from automodel_ckpt.cli.launch.failures import (
-    BROKEN_CONNECTION,
-    FailureDirectory,
-    FailureRecord,
-    death_record,
-    is_connection_error,
-    lost_connection_record,
-)
+from automodel_ckpt.cli.launch.failure_directory import FailureDirectory
+from automodel_ckpt.cli.launch.failures import FailureRecord, death_record, lost_connection_record
 from automodel_ckpt.cli.launch.forked_rank import launched_rank
 from automodel_ckpt.cli.launch.nodes import RendezvousHost
 from automodel_ckpt.cli.launch.process import flush

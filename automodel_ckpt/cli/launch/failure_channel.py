@@ -1,8 +1,8 @@
 """Report to the other nodes why a rank failed, through a key in the ranks' store, over dedicated connections.
 
-The ranks of one node share a :class:`~automodel_ckpt.cli.launch.failures.FailureDirectory`. Without this channel, ranks
-of other nodes would only see broken connections, or nothing at all (NCCL, a rank that computes or sleeps). They would
-then restart after failures that a restart cannot fix, and end with another exit code.
+Only the ranks of one node share a :class:`~automodel_ckpt.cli.launch.failure_directory.FailureDirectory`. Without this
+channel, ranks of other nodes would only see broken connections, or nothing at all (NCCL, a rank that computes or
+sleeps). They would then restart after failures that a restart cannot fix, and end with another exit code.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
-from automodel_ckpt.cli.launch.failures import FailureDirectory, FailureRecord
+from automodel_ckpt.cli.launch.failure_directory import FailureDirectory
+from automodel_ckpt.cli.launch.failures import FailureRecord
 
 FAILURE_KEY = "automodel_ckpt/failure"
 RECEIVED_KEY = "automodel_ckpt/failure_received"

@@ -37,9 +37,9 @@ from typing import Any
 
 from automodel_ckpt.cli.launch import peer_watch
 from automodel_ckpt.cli.launch.failure_channel import FailureChannel, receive_failure
+from automodel_ckpt.cli.launch.failure_directory import FailureDirectory
 from automodel_ckpt.cli.launch.failures import (
     FINAL_CODES,
-    FailureDirectory,
     FailureRecord,
     hang_record,
     printed_failure,

@@ -22,8 +22,8 @@ from automodel_ckpt.cli.launch.elastic_agent import (
     rendezvous_error,
     run_agent,
 )
+from automodel_ckpt.cli.launch.failure_directory import FailureDirectory
 from automodel_ckpt.cli.launch.failures import (
-    FailureDirectory,
     FailureRecord,
     name_silent_ranks,
     printed_failure,

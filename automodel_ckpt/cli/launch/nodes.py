@@ -13,12 +13,8 @@ import time
 from collections.abc import Iterator
 from typing import Protocol
 
-from automodel_ckpt.cli.launch.failures import (
-    FINAL_CODES,
-    FailureDirectory,
-    hang_record,
-    root_cause,
-)
+from automodel_ckpt.cli.launch.failure_directory import FailureDirectory
+from automodel_ckpt.cli.launch.failures import FINAL_CODES, hang_record, root_cause
 from automodel_ckpt.cli.launch.hang_examiner import HangExaminer
 from automodel_ckpt.cli.launch.suspended import kill_suspended_ranks
 from automodel_ckpt.cli.launch.topology import C10D, Rendezvous

@@ -15,16 +15,16 @@ from collections.abc import Iterable
 from itertools import count
 
 from automodel_ckpt.cli.launch.failure_channel import FailureChannel, receive_failure
+from automodel_ckpt.cli.launch.failure_directory import FailureDirectory
 from automodel_ckpt.cli.launch.failures import (
     FINAL_CODES,
     SECOND_SIGNAL_CODE,
-    FailureDirectory,
     FailureRecord,
-    has_ended,
     terminated_record,
     unreachable_node_record,
 )
 from automodel_ckpt.cli.launch.process import exit_now, is_local_rank_0, print_message
+from automodel_ckpt.cli.launch.process_state import has_ended
 from automodel_ckpt.cli.launch.store_linger import hang_grace_seconds, unreachable_grace_seconds
 from automodel_ckpt.cli.launch.suspended import kill_suspended_ranks, suspension_warnings
 from automodel_ckpt.distributed.keepalive import keep_connection, listen, serve_connections

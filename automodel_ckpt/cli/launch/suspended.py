@@ -8,7 +8,9 @@ import signal
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from automodel_ckpt.cli.launch.failures import FailureDirectory, is_suspended, terminated_record
+from automodel_ckpt.cli.launch.failure_directory import FailureDirectory
+from automodel_ckpt.cli.launch.failures import terminated_record
+from automodel_ckpt.cli.launch.process_state import is_suspended
 
 SUSPENDED_POLLS = 20
 """A peer must be suspended in so many polls in a row before a warning. Not seconds: the whole job may be suspended."""

@@ -15,21 +15,21 @@ from typing import Any
 
 import pytest
 
+from automodel_ckpt.cli.launch.connection_errors import is_connection_error
+from automodel_ckpt.cli.launch.failure_directory import FailureDirectory
 from automodel_ckpt.cli.launch.failures import (
-    FailureDirectory,
     FailureRecord,
     death_record,
     early_stop_record,
     failure_record,
     failure_text,
-    has_ended,
-    is_connection_error,
     lost_connection_record,
     name_silent_ranks,
     printed_failure,
     root_cause,
 )
 from automodel_ckpt.cli.launch.peer_watch import unless_ended_by_agent
+from automodel_ckpt.cli.launch.process_state import has_ended
 from automodel_ckpt.errors import RecipeError, SaveFailed
 from tests.support.fake_train import raise_in
 

@@ -33,7 +33,8 @@ def test_a_setting_that_this_torch_lacks_is_left_out() -> None:
 ENDED = """
 import os, signal, sys, time
 from pathlib import Path
-from automodel_ckpt.cli.launch.failures import FailureDirectory, FailureRecord
+from automodel_ckpt.cli.launch.failure_directory import FailureDirectory
+from automodel_ckpt.cli.launch.failures import FailureRecord
 from automodel_ckpt.cli.launch.signal_forwarder import SignalForwarder
 from automodel_ckpt.cli.launch.nodes import RendezvousHost
 from automodel_ckpt.cli.launch.topology import choose_rendezvous
