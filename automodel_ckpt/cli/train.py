@@ -16,7 +16,7 @@ from automodel_ckpt.cli.checks.device_memory import device_memory
 from automodel_ckpt.cli.checks.finished_run import finished_text
 from automodel_ckpt.cli.checks.selftest import check_selftest_options, selftest
 from automodel_ckpt.cli.launch.limits import raise_file_limit
-from automodel_ckpt.cli.launch.topology import started_world_size
+from automodel_ckpt.cli.launch.started_ranks import started_world_size
 from automodel_ckpt.cli.terminal import (
     coloured,
     leave_reader,

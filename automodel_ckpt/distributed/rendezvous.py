@@ -51,7 +51,7 @@ SILENT_SECONDS = 15.0
 class Host(Protocol):
     """The launcher, which is notified of the progress of its rendezvous."""
 
-    def meeting(self) -> AbstractContextManager[None]:
+    def during_rendezvous(self) -> AbstractContextManager[None]:
         """A context that is entered while nodes join, which may take long."""
 
     def waiting(self) -> AbstractContextManager[None]:
@@ -197,7 +197,7 @@ class HostedRendezvous(RendezvousHandler):
         self._is_connected = True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        with self._host.meeting(), self._noticing_loss():
+        with self._host.during_rendezvous(), self._noticing_loss():
             info = self._inner.next_rendezvous()
         store: Any = AgentStore(info.store, self._check_others)
         address: Any = info.bootstrap_store_info

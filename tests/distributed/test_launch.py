@@ -24,7 +24,7 @@ from automodel_ckpt.cli.launch.elastic_agent import run_agent
 from automodel_ckpt.cli.launch.failure_directory import FailureDirectory
 from automodel_ckpt.cli.launch.joined_rank import STORE_SECONDS
 from automodel_ckpt.cli.launch.launcher import stop_signals
-from automodel_ckpt.cli.launch.topology import choose_rendezvous
+from automodel_ckpt.cli.launch.rendezvous_flags import choose_rendezvous
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.errors import AutomodelError
 from tests.support.command_server import CommandServer

@@ -25,8 +25,8 @@ from torch.distributed.elastic.rendezvous import (
 from automodel_ckpt.cli.launch.elastic_agent import is_of_ending_run, rendezvous_failure
 from automodel_ckpt.cli.launch.failure_directory import FailureDirectory
 from automodel_ckpt.cli.launch.failures import FailureRecord, unreachable_node_record
-from automodel_ckpt.cli.launch.nodes import RendezvousHost, RendezvousInterrupted
-from automodel_ckpt.cli.launch.topology import Rendezvous
+from automodel_ckpt.cli.launch.rendezvous_flags import Rendezvous
+from automodel_ckpt.cli.launch.rendezvous_host import RendezvousHost, RendezvousInterrupted
 from automodel_ckpt.distributed import keepalive
 from automodel_ckpt.distributed.network import (
     address_towards,
@@ -243,8 +243,8 @@ def test_a_long_wait_for_machines_is_told_and_a_signal_ends_it(
     assert capfd.readouterr().err.startswith("error: the node of rank 1 does not respond\n")
     with pytest.raises(RendezvousInterrupted), host.waiting():
         host.stop(15)
-    with pytest.raises(RendezvousInterrupted), host.meeting():
-        pytest.fail("a later meeting does not begin")
+    with pytest.raises(RendezvousInterrupted), host.during_rendezvous():
+        pytest.fail("a later rendezvous does not begin")
 
 
 def test_a_launcher_that_lost_the_others_joins_again_unless_that_cannot_help(
@@ -255,19 +255,19 @@ def test_a_launcher_that_lost_the_others_joins_again_unless_that_cannot_help(
     def begun(rendezvous: Rendezvous, max_restarts: int, name: str) -> RendezvousHost:
         host = RendezvousHost(rendezvous, max_restarts)
         host.begin(FailureDirectory(tmp_path / name))
-        with host.meeting():
+        with host.during_rendezvous():
             pass
         return host
 
     host = begun(endpoint, 1, "joins")
     assert host.may_rejoin()
-    with host.meeting():
+    with host.during_rendezvous():
         pass
     assert host.restarts == 1
     assert not host.may_rejoin(), "no restart is left"
     host = begun(endpoint, 1, "nodes_join")
     host.joining_nodes()
-    with host.meeting():
+    with host.during_rendezvous():
         pass
     assert host.restarts == 0, "a restart for nodes that join does not count"
     assert not begun(replace(endpoint, rdzv_backend="local"), 1, "one_node").may_rejoin()
@@ -281,7 +281,7 @@ def test_a_launcher_that_lost_the_others_joins_again_unless_that_cannot_help(
     assert not host.may_rejoin()
     host.lost_connection()
     assert host.may_rejoin(), "the agent stopped the ranks"
-    monkeypatch.setattr("automodel_ckpt.cli.launch.nodes.REJOIN_SECONDS", 0.0)
+    monkeypatch.setattr("automodel_ckpt.cli.launch.rendezvous_host.REJOIN_SECONDS", 0.0)
     assert not host.may_rejoin(), "it tried for too long"
 
 
@@ -299,7 +299,7 @@ def test_a_launcher_waits_for_the_end_of_an_earlier_run_at_its_address(
     assert capfd.readouterr().err == (
         "waiting for the end of an earlier run at node0:29400, for up to 2 minutes\n"
     )
-    monkeypatch.setattr("automodel_ckpt.cli.launch.nodes.ENDING_SECONDS", 0.0)
+    monkeypatch.setattr("automodel_ckpt.cli.launch.rendezvous_host.ENDING_SECONDS", 0.0)
     assert not host.may_join_later(), "it waited for too long"
     assert not RendezvousHost(Rendezvous("static", "node0:29400", "x", 2, 2)).may_join_later()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from automodel_ckpt.cli.launch.topology import started_by
+from automodel_ckpt.cli.launch.started_ranks import started_by
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.load import LoadedRecipe
 from automodel_ckpt.config.registry import is_own

@@ -23,7 +23,8 @@ from automodel_ckpt.cli.checks.compare_runs import (
     compare_exactly,
     compare_loosely,
 )
-from automodel_ckpt.cli.launch.topology import started_world_size, visible_gpus
+from automodel_ckpt.cli.launch.node_resources import visible_gpus
+from automodel_ckpt.cli.launch.started_ranks import started_world_size
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.load import LoadedRecipe
 from automodel_ckpt.config.overrides import CommandLine, parse

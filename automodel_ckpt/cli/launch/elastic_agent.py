@@ -19,9 +19,9 @@ from automodel_ckpt.cli.launch.failure_channel import FailureChannel
 from automodel_ckpt.cli.launch.failure_directory import FailureDirectory
 from automodel_ckpt.cli.launch.failures import FailureRecord, death_record, lost_connection_record
 from automodel_ckpt.cli.launch.forked_rank import launched_rank
-from automodel_ckpt.cli.launch.nodes import RendezvousHost
 from automodel_ckpt.cli.launch.process import flush
-from automodel_ckpt.cli.launch.topology import C10D, Rendezvous
+from automodel_ckpt.cli.launch.rendezvous_flags import C10D, Rendezvous
+from automodel_ckpt.cli.launch.rendezvous_host import RendezvousHost
 from automodel_ckpt.cli.launch.worker import Loaded, RecipeClass
 from automodel_ckpt.distributed.network import (
     address_towards,

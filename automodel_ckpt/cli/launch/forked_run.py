@@ -30,8 +30,8 @@ from automodel_ckpt.cli.launch.failures import (
     root_cause,
 )
 from automodel_ckpt.cli.launch.hang_examiner import HangExaminer
-from automodel_ckpt.cli.launch.memory import keep_memory
-from automodel_ckpt.cli.launch.nodes import RendezvousHost, RendezvousInterrupted
+from automodel_ckpt.cli.launch.memory_rescue import keep_memory
+from automodel_ckpt.cli.launch.node_resources import cores, count_ranks, set_threads, visible_gpus
 from automodel_ckpt.cli.launch.process import print_message, report_stop
 from automodel_ckpt.cli.launch.recipe_import import (
     Prepare,
@@ -40,16 +40,10 @@ from automodel_ckpt.cli.launch.recipe_import import (
     validate_cuda_not_initialized,
     validate_no_autograd_threads,
 )
+from automodel_ckpt.cli.launch.rendezvous_flags import LOCAL, Rendezvous
+from automodel_ckpt.cli.launch.rendezvous_host import RendezvousHost, RendezvousInterrupted
 from automodel_ckpt.cli.launch.shared_directory import scratch_directory
 from automodel_ckpt.cli.launch.signal_forwarder import SignalForwarder
-from automodel_ckpt.cli.launch.topology import (
-    LOCAL,
-    Rendezvous,
-    cores,
-    count_ranks,
-    set_threads,
-    visible_gpus,
-)
 from automodel_ckpt.cli.launch.worker import Loaded, RecipeClass
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.config.urls import with_local_directory

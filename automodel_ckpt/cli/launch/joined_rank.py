@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 from automodel_ckpt.cli.launch.failures import FailureRecord, printed_failure
-from automodel_ckpt.cli.launch.memory import keep_memory_of_rank
+from automodel_ckpt.cli.launch.memory_rescue import keep_memory_of_rank
 from automodel_ckpt.cli.launch.process import print_message, this_rank, world_size
 from automodel_ckpt.cli.launch.recipe_import import Prepare, configure_torch, import_recipe
 from automodel_ckpt.cli.launch.worker import Loaded, RecipeClass, run_rank

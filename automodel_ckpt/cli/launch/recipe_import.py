@@ -13,7 +13,7 @@ from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from automodel_ckpt.cli.launch.topology import set_allocator
+from automodel_ckpt.cli.launch.node_resources import set_allocator
 from automodel_ckpt.cli.launch.worker import Loaded, RecipeClass
 from automodel_ckpt.errors import RecipeError
 

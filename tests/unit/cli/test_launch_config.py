@@ -36,8 +36,8 @@ from pathlib import Path
 from automodel_ckpt.cli.launch.failure_directory import FailureDirectory
 from automodel_ckpt.cli.launch.failures import FailureRecord
 from automodel_ckpt.cli.launch.signal_forwarder import SignalForwarder
-from automodel_ckpt.cli.launch.nodes import RendezvousHost
-from automodel_ckpt.cli.launch.topology import choose_rendezvous
+from automodel_ckpt.cli.launch.rendezvous_host import RendezvousHost
+from automodel_ckpt.cli.launch.rendezvous_flags import choose_rendezvous
 from automodel_ckpt.config.flags import LaunchFlags
 failure_dir = FailureDirectory(Path(sys.argv[1]))
 codes = [int(code) for code in sys.argv[2:]]

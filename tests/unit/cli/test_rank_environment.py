@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from automodel_ckpt.cli.launch.topology import (
-    LOCAL,
-    choose_rendezvous,
+from automodel_ckpt.cli.launch.node_resources import (
     count_ranks,
     cpu_quota,
-    first_host,
-    remove_leftover_ranks,
     set_allocator,
     set_threads,
-    slurm_environment,
+    visible_gpus,
+)
+from automodel_ckpt.cli.launch.rendezvous_flags import LOCAL, choose_rendezvous
+from automodel_ckpt.cli.launch.slurm import first_host, slurm_environment
+from automodel_ckpt.cli.launch.started_ranks import (
+    remove_leftover_ranks,
     started_by,
     started_world_size,
-    visible_gpus,
 )
 from automodel_ckpt.config.flags import LaunchFlags
 from automodel_ckpt.errors import RecipeError

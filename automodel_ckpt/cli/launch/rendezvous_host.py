@@ -16,8 +16,8 @@ from typing import Protocol
 from automodel_ckpt.cli.launch.failure_directory import FailureDirectory
 from automodel_ckpt.cli.launch.failures import FINAL_CODES, hang_record, root_cause
 from automodel_ckpt.cli.launch.hang_examiner import HangExaminer
+from automodel_ckpt.cli.launch.rendezvous_flags import C10D, Rendezvous
 from automodel_ckpt.cli.launch.suspended import kill_suspended_ranks
-from automodel_ckpt.cli.launch.topology import C10D, Rendezvous
 from automodel_ckpt.distributed.network import is_known
 from automodel_ckpt.errors import EXIT_STOPPED
 
@@ -71,7 +71,7 @@ class RendezvousHost:
         self.restarts = 0
 
     @contextlib.contextmanager
-    def meeting(self) -> Iterator[None]:
+    def during_rendezvous(self) -> Iterator[None]:
         """Entered during a rendezvous. Counts it when it is complete."""
         with self.waiting():
             yield

@@ -1,0 +1,109 @@
+"""The cores and GPUs of this node, and how its ranks divide them."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+
+from automodel_ckpt.errors import RecipeError
+
+
+def cores() -> int:
+    """Return the number of processor cores that this process may use: its affinity and the quota of its container."""
+    quota = cpu_quota(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    affinity = len(os.sched_getaffinity(0))
+    return max(1, int(min(affinity, quota)))
+
+
+def cpu_quota(membership: Path, tree: Path) -> float:
+    """Return how many cores the control groups of a process and their parents allow; infinity without a limit.
+
+    *membership* contains lines ``number:controllers:/path`` (source: cgroups(7)). A container may see the whole path,
+    or its own group at the root of *tree*.
+    """
+    quota = math.inf
+    with contextlib.suppress(OSError):
+        for line in membership.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers and "cpu" not in controllers.split(","):
+                continue
+            group = tree / controllers / path.lstrip("/")
+            for directory in (group, *group.parents):
+                if directory.is_relative_to(tree):
+                    quota = min(quota, _cpu_quota_at(directory))
+    return quota
+
+
+def _cpu_quota_at(group: Path) -> float:
+    """Return the number of cores that one control group allows.
+
+    In version 2, ``cpu.max`` contains "QUOTA PERIOD" or "max PERIOD". Version 1 has one file for each, with -1 for no
+    limit.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        if (group / "cpu.max").exists():
+            quota, period = (group / "cpu.max").read_text().split()
+        else:
+            quota = (group / "cpu.cfs_quota_us").read_text()
+            period = (group / "cpu.cfs_period_us").read_text()
+        if int(quota) > 0:
+            return int(quota) / int(period)
+    return math.inf
+
+
+def visible_gpus(environment: Mapping[str, str]) -> int:
+    """Estimate the number of GPUs without torch, from CUDA_VISIBLE_DEVICES or the driver's files."""
+    devices = environment.get("CUDA_VISIBLE_DEVICES")
+    if devices is not None:
+        names = [device.strip() for device in devices.split(",")]
+        return len([name for name in names if name not in ("", "-1")])
+    driver = Path("/proc/driver/nvidia/gpus")
+    return len(list(driver.iterdir())) if driver.is_dir() else 0
+
+
+def count_ranks(requested: str, num_gpus: int, *, on_gpu: bool) -> int:
+    """Return the number of ranks on this node for ``--nproc-per-node``.
+
+    *num_gpus* is the number of GPUs of this node; *on_gpu* states whether the ranks use them. Raises
+    :class:`RecipeError` if there are fewer GPUs than requested.
+    """
+    hint = "lower --nproc-per-node, or train on the CPU with --distributed.backend gloo"
+    if requested == "cpu" or (requested == "auto" and num_gpus == 0):
+        return cores()
+    if requested == "gpu" and num_gpus == 0:
+        what = "this node has no GPU"
+        hint = "use --nproc-per-node cpu, auto or a number"
+    elif requested in ("auto", "gpu"):
+        return num_gpus
+    elif on_gpu and 0 < num_gpus < int(requested):
+        what = "more ranks on this node than it has GPUs"
+    else:
+        return int(requested)
+    raise RecipeError(
+        what,
+        where="--nproc-per-node",
+        value=f"{requested} ({num_gpus} GPUs are visible)",
+        hint=hint,
+    )
+
+
+def set_threads(environment: MutableMapping[str, str], num_ranks: int) -> None:
+    """Divide the cores among the ranks, unless the user has set OMP_NUM_THREADS. torch reads it once, at its import."""
+    num_threads = max(1, cores() // max(1, num_ranks))
+    # Without this, each rank would start a thread for every core of the node.
+    environment.setdefault("OMP_NUM_THREADS", str(num_threads))
+
+
+def set_allocator(environment: MutableMapping[str, str]) -> None:
+    """Let the segments of torch's allocator for GPUs grow, unless the user has set options of it.
+
+    Otherwise, rows of many lengths leave gaps between segments, and a GPU runs out of memory although enough is free.
+    torch reads the variable when CUDA is initialized.
+    """
+    # The later ones are names of earlier versions.
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+    if not any(name in environment for name in names):
+        environment[names[0]] = "expandable_segments:True"
