@@ -71,9 +71,9 @@ from automodel_ckpt.recipes.start_rank import start_rank
 from automodel_ckpt.recipes.trainable import Trainable, build_trainable
 from automodel_ckpt.recipes.validation_metrics import (
     TRAIN_LOSS,
-    check_metric_keys,
     measures_of,
     metric_names,
+    validate_metric_keys,
 )
 from automodel_ckpt.recipes.weight_average import WeightAverage
 from automodel_ckpt.training.loss import LossFn
@@ -266,7 +266,7 @@ class Recipe:
         if has_validation(self.config):
             measures = measures_of(self.objective_class, self.config.loss_fn)
             known += metric_names(measures, self.config.validation_datasets)
-        check_metric_keys(self.config, known)
+        validate_metric_keys(self.config, known)
 
     def check_benchmarks(self) -> None:
         """Find the tasks of ``evaluation.harness`` and read their data, before anything else is read. A collective.
@@ -354,7 +354,7 @@ class Recipe:
         return within_context(section, self.model_config)
 
     def validation_batch_size(self) -> int:
-        """The number of samples that all ranks together validate at a time."""
+        """Return the number of samples that all ranks together validate at a time."""
         steps, sizes = self.config.step_scheduler, self.layout.sizes
         if self.with_preceding:
             return steps.global_batch_size
@@ -606,9 +606,9 @@ class Recipe:
         section, model = self.config.init_from, self.config.model
         if self.saves.resumed is not None or not section:
             return
-        with self.local_init_from(section) as local:
+        with self.local_init_from(section) as local_section:
             start_from(
-                local,
+                local_section,
                 self.modules_to_fill(state),
                 ranks=self.layout,
                 group=self.layout.gloo_group,
@@ -622,19 +622,19 @@ class Recipe:
         return with_local_weights(
             section,
             self.config.checkpoint,
-            downloads=self._leads_node,
+            downloads=self._downloads,
             group=self.layout.gloo_group,
         )
 
     @property
-    def _leads_node(self) -> bool:
+    def _downloads(self) -> bool:
         """Whether this rank downloads to the run directory, also for other ranks."""
         if self.checkpointer is None:
             return self.layout.is_rank0
         return self.checkpointer.leads_node
 
     def modules_to_fill(self, state: Mapping[str, Any]) -> dict[str, nn.Module]:
-        """The modules among the *state* of this recipe that ``init_from`` fills, by attribute name."""
+        """Return the modules among the *state* of this recipe that ``init_from`` fills, by attribute name."""
         modules = {name: value for name, value in state.items() if isinstance(value, nn.Module)}
         if self.weight_average is not None:
             del modules[AVERAGE]
@@ -643,22 +643,22 @@ class Recipe:
     def _load_checkpoint(self, checkpointer: Checkpointer, state: Mapping[str, Any]) -> None:
         log_omitted_state(self, self.untracked)
         parts = RunParts(
-            checkpointer,
-            self.memory,
-            self.saves,
-            self.run_log,
-            self.step_scheduler,
-            self.dataloader,
-            self.rng,
-            self.optimizer,
-            self.lr_scheduler,
+            checkpointer=checkpointer,
+            memory=self.memory,
+            saves=self.saves,
+            run_log=self.run_log,
+            step_scheduler=self.step_scheduler,
+            dataloader=self.dataloader,
+            rng=self.rng,
+            optimizer=self.optimizer,
+            lr_scheduler=self.lr_scheduler,
         )
         source = RecipeSource(
-            self.config_yaml,
-            self.trainable.precision,
-            self.origins,
-            self.overridden,
-            self.config.optimizer.on_resume,
+            config_yaml=self.config_yaml,
+            precision=self.trainable.precision,
+            origins=self.origins,
+            overridden=self.overridden,
+            on_resume=self.config.optimizer.on_resume,
         )
         load_checkpoint(parts, source, state)
 

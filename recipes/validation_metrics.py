@@ -76,7 +76,7 @@ def metric_names(measures: Iterable[str], set_names: Collection[str]) -> Iterato
             yield metric_name(measure, name)
 
 
-def check_metric_keys(config: RecipeConfig, known: Collection[str]) -> None:
+def validate_metric_keys(config: RecipeConfig, known: Collection[str]) -> None:
     """Check the keys of a recipe that name a metric; *known* are those that the run measures.
 
     Raises :class:`RecipeError` for another name, and if the best value of a rising measure would be the lowest.
