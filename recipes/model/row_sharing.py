@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +21,8 @@ from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.attention import attend_by_document, attend_by_mask
 from automodel_ckpt.models.document_kernels import KERNELS, installed_kernels, preferred_kernels
 from automodel_ckpt.models.forward import attention_of
-from automodel_ckpt.models.packing_probe import keeps_samples_apart
+from automodel_ckpt.models.packing_probe import Answer, keeps_samples_apart
+from automodel_ckpt.models.position_masks import mask_by_positions
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -55,21 +58,27 @@ def choose_row_layout(
     if config.packed_sequence is not None and not one_row:
         # Each pack has a row, while samples that are not packed can share longer rows.
         max_row_length = config.packed_sequence.size
-    apart = keeps_samples_apart(
-        probe_model, one_row, options, row_multiple, layout.device, max_row_length
+    apart = partial(
+        keeps_samples_apart,
+        probe_model,
+        one_row,
+        options,
+        row_multiple,
+        layout.device,
+        max_row_length,
     )
-    # Each pipeline stage probes its own layers, and all stages need the same rows.
-    if not on_all_ranks(layout.gloo_group, bool(apart)):
+    answer = probe_with_masks(probe_model, layout, apart)
+    if not answer:
         if is_packed:
             raise RecipeError(
                 "this model does not keep the samples of a pack apart",
                 where="packed_sequence",
-                value=f"{type(model).__name__}, {attention} attention{apart.reason}",
+                value=f"{type(model).__name__}, {attention} attention{answer.reason}",
                 hint="leave packed_sequence out, or use another model or attn_implementation",
             )
         log.info(
             "samples are padded to the longest: this model does not keep those apart that share a row%s",
-            apart.reason,
+            answer.reason,
         )
         return None
     kernel = choose_document_kernel(probe_model, config, layout, options, compute, row_multiple)
@@ -83,6 +92,27 @@ def choose_row_layout(
             attention,
         )
     return RowLayout(hidden_size, one_row or bool(kernel), row_multiple, marks_tokens)
+
+
+def probe_with_masks(
+    probe_model: nn.Module, layout: RankLayout, apart: Callable[[], Answer]
+) -> Answer:
+    """Whether *apart* holds on all ranks for the model as it is, or else with masks by positions, which it then keeps.
+
+    A collective.
+    """
+    answer = apart()
+    # Each pipeline stage probes its own layers, and all stages need the same rows.
+    if on_all_ranks(layout.gloo_group, bool(answer)):
+        return Answer(True)
+    handle = None if layout.in_stages else mask_by_positions(probe_model)
+    if handle is None:
+        return replace(answer, holds=False)
+    # All ranks have the same model here.
+    if on_all_ranks(layout.gloo_group, bool(apart())):
+        return Answer(True)
+    handle.remove()
+    return replace(answer, holds=False)
 
 
 def choose_document_kernel(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.data.packing import PackedDataset, RowLayout
 from automodel_ckpt.models.forward import accepts_use_cache, attention_of, forward_parameters
 from automodel_ckpt.models.packing_probe import keeps_samples_apart
+from automodel_ckpt.recipes.model.row_sharing import probe_with_masks
 from automodel_ckpt.training.loss import next_token_loss
 
 _SIZES = {
@@ -35,6 +38,23 @@ _SIZES = {
         "mamba_d_head": 8,
         "mamba_d_state": 8,
         "mamba_chunk_size": 8,
+    },
+    "gpt_oss": {
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 4,
+    },
+    "afmoe": {
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "moe_intermediate_size": 16,
+        "num_dense_layers": 1,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
     },
     "openai-gpt": {"n_embd": 32, "n_layer": 2, "n_head": 4},
 }
@@ -204,3 +224,29 @@ def test_sharing_rows_changes_neither_loss_nor_gradients(
         assert loss == pytest.approx(expected_loss, rel=1e-6)
         for ours, theirs in zip(gradients, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "afmoe"])
+def test_models_that_ignore_positions_in_their_masks_get_masks(model_type: str) -> None:
+    # Products of experts have no float64.
+    model = build(model_type, "eager").eval()
+    apart = partial(keeps_samples_apart, model, False, {"use_cache": False})
+    if apart():
+        pytest.skip("this version of transformers builds its masks by position ids")
+    collate = PadCollator(0)
+    separate = (collate([sample]) for sample in samples())
+    expected_loss, expected = loss_and_gradients(model, *separate)
+    layout: Any = SimpleNamespace(gloo_group=None, in_stages=False)
+    assert probe_with_masks(model, layout, apart)
+    loss, gradients = loss_and_gradients(model, RowLayout(4096)(collate(samples())))
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    for ours, theirs in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_that_masks_do_not_help_stays_as_it_is() -> None:
+    model = build("falcon_h1")
+    apart = partial(keeps_samples_apart, model, False, {"use_cache": False})
+    layout: Any = SimpleNamespace(gloo_group=None, in_stages=False)
+    assert not probe_with_masks(model, layout, apart)
+    assert not model.get_decoder()._forward_pre_hooks
