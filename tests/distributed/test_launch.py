@@ -22,7 +22,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from automodel_ckpt.cli.launch.elastic_agent import run_agent
 from automodel_ckpt.cli.launch.failure_directory import FailureDirectory
-from automodel_ckpt.cli.launch.joined_rank import STORE_SECONDS
 from automodel_ckpt.cli.launch.launcher import stop_signals
 from automodel_ckpt.cli.launch.rendezvous_flags import choose_rendezvous
 from automodel_ckpt.config.flags import LaunchFlags
@@ -146,7 +145,7 @@ class Start:
         ]
         return self._begin(self.popen, words, {"OMP_NUM_THREADS": "1", **self.server.on_path()})
 
-    def srun(self, case: str, come: Sequence[int] = (0, 1)) -> list[Command]:
+    def srun(self, case: str, *flags: str, come: Sequence[int] = (0, 1)) -> list[Command]:
         """What srun would start for two tasks on one node, those of which that *come*."""
         step = {
             "SLURM_JOB_ID": str(free_port()),
@@ -155,7 +154,7 @@ class Start:
             "SLURM_NNODES": "1",
         }
         tasks = [{"SLURM_PROCID": str(task), "SLURM_LOCALID": str(task)} for task in come]
-        return [self(case, ranks=0, **step, **task) for task in tasks]
+        return [self(case, *flags, ranks=0, **step, **task) for task in tasks]
 
     def _begin(self, popen: Popen, words: list[str], variables: dict[str, str]) -> Command:
         self.commands.append(Command(popen, self.notes, words, variables))
@@ -390,7 +389,7 @@ def test_under_nohup_a_hangup_stays_ignored() -> None:
 
 
 def test_a_signal_ends_a_rank_whose_peers_never_come(start: Start) -> None:
-    (alone,) = start.srun("ok", [0])
+    (alone,) = start.srun("ok", come=[0])
     alone.wait_for("joining_0")
     alone.process.terminate()
     assert (alone.wait().code, alone.err) == (75, "stopped by SIGTERM before training began\n")
@@ -684,7 +683,7 @@ def test_under_srun_ranks_that_have_saved_end_without_waiting_and_keep_their_cod
     start: Start,
 ) -> None:
     """Where Slurm's KillOnBadExit is set, srun sends SIGTERM to all tasks when the first one has ended with 75."""
-    commands = start.srun("closes_slowly")
+    commands = start.srun("closes_slowly", "--store-seconds=600")
     commands[0].wait_for("training_0", "training_1")
     for command in commands:
         command.process.send_signal(signal.SIGUSR1)
@@ -693,9 +692,7 @@ def test_under_srun_ranks_that_have_saved_end_without_waiting_and_keep_their_cod
     for command in commands:
         command.process.terminate()
     commands[0].wait_for("closed_0", "closed_1")
-    closed = time.monotonic()
     ended = [command.wait() for command in commands]
-    assert time.monotonic() - closed < STORE_SECONDS - 1
     assert [command.code for command in ended] == [75, 75]
     assert [command.err for command in ended] == [
         "stopped by SIGUSR1\n  hint:   run it again\n",

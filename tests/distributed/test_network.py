@@ -116,11 +116,11 @@ def test_when_the_cable_of_a_machine_is_cut_all_machines_name_who_is_lost(
         for host in hosts
     ]
     for rank in range(3):
-        wait_until((tmp_path / f"training_{rank}").exists, 60)
-    wait_until(lambda: all(lines_held(host) for host in hosts), 20)
+        wait_until((tmp_path / f"training_{rank}").exists, 120)
+    wait_until(lambda: all(lines_held(host) for host in hosts), 120)
     ip("-n", hosts[2], "link", "set", LINK, "down")
     try:
-        ended = [machine.communicate(timeout=30)[1] for machine in machines]
+        ended = [machine.communicate(timeout=120)[1] for machine in machines]
     finally:
         ip("-n", hosts[2], "link", "set", LINK, "up")
     assert [machine.returncode for machine in machines] == [1, 1, 1]

@@ -256,6 +256,9 @@ def main() -> int:
         "--agent-grace", type=float, help="seconds that torch's agent waits before it kills ranks"
     )
     parser.add_argument(
+        "--store-seconds", type=float, help="seconds that rank 0 serves the store after a failure"
+    )
+    parser.add_argument(
         "--silence", type=int, help="seconds after which a machine that does not answer is lost"
     )
     given = vars(parser.parse_args())
@@ -271,6 +274,8 @@ def main() -> int:
         ).STORE_LINGER_SECONDS = seconds
     if (seconds := given.pop("agent_grace")) is not None:
         _wait_in_agent(seconds)
+    if (seconds := given.pop("store_seconds")) is not None:
+        importlib.import_module("automodel_ckpt.cli.launch.joined_rank").STORE_SECONDS = seconds
     if (seconds := given.pop("last_call")) is not None:
         dynamic = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
         dynamic.RendezvousTimeout._DEFAULT_TIMEOUTS["last_call"] = timedelta(seconds=seconds)

@@ -70,7 +70,7 @@ def test_one_process_stops_at_an_armed_point_until_the_campaign_is_done(
             time.sleep(0.001)
         function(3)
         assert thread.is_alive()
-    thread.join(10)
+    thread.join(120)
     assert not thread.is_alive()
     assert calls == [1, 2, 3] and list(tmp_path.iterdir()) == []
 

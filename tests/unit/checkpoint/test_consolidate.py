@@ -922,13 +922,13 @@ def test_threads_enter_in_the_order_of_their_blocks_and_all_end_when_one_fails()
     assert entered == []
     enter(0)
     for thread in threads:
-        thread.join(10)
+        thread.join(120)
     assert entered == [0, 1, 2, 3] and stopped == []
     waiting = threading.Thread(target=enter, args=(9,), daemon=True)
     waiting.start()
     time.sleep(0.05)
     turns.stop()
-    waiting.join(10)
+    waiting.join(120)
     enter(4)
     assert entered == [0, 1, 2, 3] and stopped == [9, 4]
 

@@ -57,7 +57,7 @@ def address(server: NodeServer) -> Address:
 
 
 def status(server: NodeServer, method: str, path: str, body: bytes = b"", **headers: str) -> int:
-    connection = http.client.HTTPConnection(*address(server), timeout=10)
+    connection = http.client.HTTPConnection(*address(server), timeout=120)
     connection.request(method, path, body, {"Authorization": f"Bearer {TOKEN}", **headers})
     return connection.getresponse().status
 
@@ -141,7 +141,7 @@ def test_what_is_no_request_prints_nothing(
 
 
 def test_an_interrupted_copy_leaves_nothing(server: NodeServer) -> None:
-    connection = http.client.HTTPConnection(*address(server), timeout=10)
+    connection = http.client.HTTPConnection(*address(server), timeout=120)
     connection.putrequest("PUT", f"/{STAGING}/file")
     connection.putheader("Authorization", f"Bearer {TOKEN}")
     connection.putheader("Content-Length", "100")

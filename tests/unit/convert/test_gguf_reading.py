@@ -225,7 +225,7 @@ def test_of_two_processes_that_start_together_one_decodes_and_neither_waits_for_
         (base / name).mkdir()
         (base / name / "complete").touch()
         # It keeps its shared lock until it ends.
-        other.join(20)
+        other.join(120)
         assert found == [base / name]
 
 

@@ -183,7 +183,7 @@ def test_what_is_followed_is_shown_by_a_thread_that_ends_with_the_line() -> None
         return SavingView(7, 0.5, "half")
 
     line.follow(source)
-    assert asked.wait(30)
+    assert asked.wait(120)
     line.close()
     assert "saving 7" in stream.getvalue()
     assert not any(thread.name == "progress" for thread in threading.enumerate())
