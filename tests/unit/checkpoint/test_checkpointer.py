@@ -34,8 +34,8 @@ from automodel_ckpt.checkpoint.saving.forecast import forecast_manifest_bytes
 from automodel_ckpt.checkpoint.sources.shard_header import files_covered_by_slices
 from automodel_ckpt.checkpoint.state.mismatch import first_lines
 from automodel_ckpt.checkpoint.verify import unlisted_files, verify
+from automodel_ckpt.cli.checkpoint_rows import rows_of
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.cli.commands.ls import rows_of
 from automodel_ckpt.errors import CheckpointUnusable, LeaseLost, RecipeError, SaveFailed
 from tests.support import tiny
 from tests.unit.checkpoint.test_background import AdapterFiles
