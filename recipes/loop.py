@@ -18,8 +18,8 @@ from automodel_ckpt.checkpoint import Checkpointer
 from automodel_ckpt.checkpoint.run import timeline
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.data.loader import GlobalBatch, GlobalBatchLoader
+from automodel_ckpt.distributed.gradient_norm import clip_gradients, clip_gradients_on_device
 from automodel_ckpt.distributed.mesh import RankLayout
-from automodel_ckpt.distributed.parallelize import clip_gradients, clip_gradients_on_device
 from automodel_ckpt.distributed.stop import StoppedWaiting, StopRequest
 from automodel_ckpt.errors import DeviceMemoryError
 from automodel_ckpt.recipes.batch_errors import BatchErrors

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from automodel_ckpt.checkpoint.module_tensors import unwrap
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.distributed import agree
+from automodel_ckpt.distributed.gradient_norm import complete_gradient
 from automodel_ckpt.distributed.mesh import RankLayout
-from automodel_ckpt.distributed.parallelize import complete_gradient
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.precision import compute_dtype
 from automodel_ckpt.recipes.unused_parameters import in_all_layers

@@ -16,7 +16,7 @@ from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.distributed.context_parallel import ContextParallel
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.mesh_sizes import choose_strategy
-from automodel_ckpt.distributed.parallelize import decoder_layers
+from automodel_ckpt.distributed.model_layers import decoder_layers
 from automodel_ckpt.models.activation_memory import check_offload
 from automodel_ckpt.models.adapter import Adapted
 from automodel_ckpt.models.build import check_attention, check_trained_types

@@ -23,7 +23,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from automodel_ckpt.distributed.mesh import RankLayout, context_group
-from automodel_ckpt.distributed.parallelize import decoder_layers
+from automodel_ckpt.distributed.model_layers import decoder_layers
 from automodel_ckpt.errors import RecipeError
 
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]

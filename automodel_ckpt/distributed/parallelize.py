@@ -1,10 +1,8 @@
-"""Distribute a model over ranks: tensor parallel layers, shards (fsdp2) or replicas (ddp); and clip its gradients."""
+"""Distribute a model over ranks: tensor parallel layers, and shards (fsdp2) or replicas (ddp)."""
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +10,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -23,18 +20,17 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from automodel_ckpt.distributed.expert_parallel import divide_experts, expert_mesh
 from automodel_ckpt.distributed.mesh import RankLayout, build_mesh, data_mesh
 from automodel_ckpt.distributed.mesh_sizes import choose_strategy
+from automodel_ckpt.distributed.model_layers import separate_ends, untied_layers
 from automodel_ckpt.distributed.tensor_parallel import Plan, apply_plan, plan_for
 from automodel_ckpt.errors import RecipeError
 
 _DEFERS = "_defers_gradient_sync"
 """The attribute of a model sharded by fsdp2 with the value of ``defer_gradient_sync``."""
-
 Materialise = Callable[[nn.Module, torch.device], None]
 """Called with a model on the meta device and a device; gives the model this rank's values there."""
 
@@ -183,56 +179,6 @@ def _shard(model: nn.Module, mesh: DeviceMesh, options: dict[str, Any], how: Par
     _prefetch(model, embeddings, heads)
 
 
-def separate_ends(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """The modules of the input embedding and of the output layer that fsdp2 gathers separately.
-
-    These are the ones larger than a decoder layer, which would otherwise stay gathered for a whole step with the rest
-    of the model. Gathering a smaller one separately saves little memory and costs two more collectives a step. A module
-    that shares a parameter with others is never separate. If peft trains a copy of one, these are the copy and the
-    original.
-    """
-    any_model: Any = model
-    layers = decoder_layers(model)
-    layer_parts = {id(part) for layer in layers for part in layer.modules()}
-    size_of_layer = max(map(_num_elements, layers), default=0)
-    uses_in_model = _num_uses(model)
-    ends: list[list[nn.Module]] = []
-    for name in ("get_input_embeddings", "get_output_embeddings"):
-        ends.append([])
-        try:
-            end = getattr(any_model, name, lambda: None)()
-        except NotImplementedError:
-            # A model of transformers that does not state its embedding.
-            continue
-        for module in _copies(end):
-            is_large = _num_elements(module) > size_of_layer
-            if is_large and id(module) not in layer_parts and _is_untied(module, uses_in_model):
-                ends[-1].append(module)
-    embeddings, heads = ends
-    return embeddings, [module for module in heads if module not in embeddings]
-
-
-def _num_elements(module: nn.Module) -> int:
-    """The number of elements of all parameters of *module*, on all ranks together."""
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
-def _copies(module: nn.Module | None) -> list[nn.Module]:
-    """The modules in peft's wrapper of a module that is trained in full, else *module*; none without parameters."""
-    copies = getattr(module, "modules_to_save", None)
-    if module is None or next(module.parameters(), None) is None:
-        return []
-    if not isinstance(copies, nn.ModuleDict):
-        return [module]
-    original: Any = module.original_module
-    return [original, *copies.values()]
-
-
-def _is_untied(module: nn.Module, uses_in_model: Counter[int]) -> bool:
-    uses = _num_uses(module)
-    return all(uses_in_model[key] == count for key, count in uses.items())
-
-
 def _prefetch(model: nn.Module, embeddings: list[nn.Module], heads: list[nn.Module]) -> None:
     """Gather the parameters of the next layer of a list while a layer computes its forward pass.
 
@@ -276,37 +222,6 @@ def compute_context(
     if compute_dtype is None or strategy == "fsdp2":
         return nullcontext
     return partial(torch.autocast, device.type, dtype=compute_dtype)
-
-
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a model, none inside of another.
-
-    These are the modules of the classes in ``_no_split_modules``, or else the elements of the longest ModuleList.
-    """
-    modules = list(model.modules())
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    layers = [module for module in modules if type(module).__name__ in names]
-    if not layers:
-        lists = [list(module) for module in modules if isinstance(module, nn.ModuleList)]
-        layers = max(lists, key=len, default=[])
-    inner: set[int] = set()
-    for layer in layers:
-        inner.update(id(part) for part in layer.modules() if part is not layer)
-    return [layer for layer in layers if id(layer) not in inner]
-
-
-def untied_layers(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks that share no parameter with other modules. Sharding a block separately breaks such a tie."""
-    uses_in_model = _num_uses(model)
-    return [layer for layer in decoder_layers(model) if _is_untied(layer, uses_in_model)]
-
-
-def _num_uses(module: nn.Module) -> Counter[int]:
-    """How often each parameter, by its id, occurs in *module*."""
-    counts: Counter[int] = Counter()
-    for part in module.modules():
-        counts.update(id(parameter) for parameter in part.parameters(recurse=False))
-    return counts
 
 
 def gradient_sync(model: nn.Module, enabled: bool) -> AbstractContextManager[None]:
@@ -365,142 +280,3 @@ def _leave_forward(module: FSDPModule) -> None:
 def _no_sync(model: DistributedDataParallel) -> Iterator[None]:
     with model.no_sync():
         yield
-
-
-def clip_gradients(
-    parameters: Iterable[nn.Parameter],
-    limit: float | None,
-    *,
-    in_step: Callable[[float], None] | None = None,
-    in_stages: bool = False,
-    counted_elsewhere: frozenset[int] = frozenset(),
-) -> float:
-    """Compute the 2-norm of all gradients together, and scale them down to *limit* if the norm is larger. Collective.
-
-    If *in_step* is given and the gradients are on the CPU, they are not scaled here: *in_step* is called with the
-    number by which the optimizer's step must divide them.
-
-    Plain gradients count as equal on all ranks. If all are plain and *in_stages* is true, they count as different on
-    each rank, except for parameters with ids in *counted_elsewhere*. Parameters may belong to several modules on
-    several meshes, which no single operation of torch accepts.
-    """
-    local, total = _norm(list(parameters), in_stages, counted_elsewhere)
-    norm = float(total)
-    # NaN compares false and infinity does not: the training loop drops the gradients of any norm
-    # that is not finite.
-    if limit is not None and norm > limit:
-        if in_step is not None and local[0].is_cpu:
-            # 1e-6 as in torch.nn.utils.clip_grad_norm_, so that results equal torch's.
-            in_step((norm + 1e-6) / limit)
-        else:
-            torch._foreach_mul_(local, limit / (norm + 1e-6))
-    return norm
-
-
-def clip_gradients_on_device(
-    parameters: Iterable[nn.Parameter],
-    limit: float | None,
-    *,
-    in_step: Callable[[torch.Tensor], None] | None = None,
-    in_stages: bool = False,
-    counted_elsewhere: frozenset[int] = frozenset(),
-) -> torch.Tensor:
-    """Do what :func:`clip_gradients` does without waiting for the norm. Returns it as a 0-dim float64 tensor.
-
-    If *in_step* is given, it is called in every step with a tensor by which the optimizer's step must divide the
-    gradients: 1 where the norm is not larger than *limit*. Otherwise, the gradients are multiplied in every step.
-    """
-    local, total = _norm(list(parameters), in_stages, counted_elsewhere, on_device=True)
-    device = local[0].device if local else None
-    norm = torch.as_tensor(total, dtype=torch.float64, device=device)
-    if limit is None or not local:
-        return norm
-    is_larger = norm > limit
-    if in_step is not None:
-        in_step(torch.where(is_larger, (norm + 1e-6) / limit, 1.0))
-    else:
-        # float32 as the arithmetic of the kernel; torch converts it to the type of each gradient.
-        factor = torch.where(is_larger, limit / (norm + 1e-6), 1.0).float()
-        torch._foreach_mul_(local, factor)
-    return norm
-
-
-def _norm(
-    parameters: list[nn.Parameter],
-    in_stages: bool,
-    counted_elsewhere: frozenset[int],
-    *,
-    on_device: bool = False,
-) -> tuple[list[torch.Tensor], float | torch.Tensor]:
-    """This rank's gradients, and the 2-norm of those of all ranks. Collective.
-
-    The norm is a number or a tensor; with *on_device* a tensor, unless there are no gradients.
-    """
-    gradients = (parameter.grad for parameter in parameters)
-    local = counted = [gradient for gradient in gradients if gradient is not None]
-    sharded = any(isinstance(gradient, DTensor) for gradient in local)
-    if sharded or counted_elsewhere:
-        with torch.no_grad():  # otherwise autograd would record each to_local
-            local, counted = _parts_here(parameters, sharded, counted_elsewhere)
-    device = local[0].device if local else torch.device("cpu")
-    here = _norm_here(counted, device, on_device=on_device)
-    if not sharded and not in_stages:
-        return local, here
-    total = torch.as_tensor(here, dtype=torch.float64, device=device).square()
-    # Over all ranks of the run: _counts and counted_elsewhere make each element count on one rank
-    # only.
-    dist.all_reduce(total)
-    if on_device:
-        return local, total.sqrt()
-    return local, math.sqrt(total.item())
-
-
-def _parts_here(
-    parameters: list[nn.Parameter], sharded: bool, counted_elsewhere: frozenset[int]
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """This rank's shards of all gradients, and those among them that this rank counts in the norm."""
-    local, counted = [], []
-    for parameter in parameters:
-        if parameter.grad is None:
-            continue
-        complete_gradient(parameter)
-        gradient = parameter.grad
-        shard = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        local.append(shard)
-        if id(parameter) not in counted_elsewhere and _counts(gradient, sharded):
-            counted.append(shard)
-    return local, counted
-
-
-def _norm_here(
-    gradients: list[torch.Tensor], device: torch.device, *, on_device: bool
-) -> float | torch.Tensor:
-    """The 2-norm of *gradients*: a number on the CPU; elsewhere, or with *on_device*, a 0-dim tensor, without
-    synchronization."""
-    is_number = device.type == "cpu" and not on_device
-    if is_number or not gradients:
-        # One by one takes half as long as torch's foreach operation with its stack.
-        return math.hypot(*[torch.linalg.vector_norm(gradient).item() for gradient in gradients])
-    norms = torch._foreach_norm(gradients)
-    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), dtype=torch.float64)
-    return total
-
-
-def complete_gradient(parameter: nn.Parameter) -> None:
-    """Redistribute a gradient to the parameter's placements; hand-written plans may leave it as partial sums."""
-    gradient = parameter.grad
-    if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
-        return
-    if gradient.placements != parameter.placements:
-        parameter.grad = gradient.redistribute(placements=parameter.placements)
-
-
-def _counts(gradient: torch.Tensor, sharded: bool) -> bool:
-    """Whether the sum over all ranks includes this rank's shard: among ranks with equal shards, only the first."""
-    if not isinstance(gradient, DTensor):
-        return not sharded or dist.get_rank() == 0
-    coordinate = gradient.device_mesh.get_coordinate() or ()
-    for index, placement in zip(coordinate, gradient.placements, strict=True):
-        if placement.is_replicate() and index > 0:
-            return False
-    return True

@@ -24,8 +24,9 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.tensor import DTensor
 
+from automodel_ckpt.distributed.gradient_norm import complete_gradient
 from automodel_ckpt.distributed.mesh import RankLayout
-from automodel_ckpt.distributed.parallelize import complete_gradient, gradient_sync
+from automodel_ckpt.distributed.parallelize import gradient_sync
 
 Kind = Literal["1f1b", "gpipe", "interleaved1f1b"]
 

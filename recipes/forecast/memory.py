@@ -12,7 +12,7 @@ from automodel_ckpt.checkpoint import discover
 from automodel_ckpt.checkpoint.discovery import classify
 from automodel_ckpt.checkpoint.saving.forecast import forecast_bytes
 from automodel_ckpt.distributed.mesh import RankLayout
-from automodel_ckpt.distributed.parallelize import decoder_layers, separate_ends
+from automodel_ckpt.distributed.model_layers import decoder_layers, separate_ends
 from automodel_ckpt.models.pipeline_stage import parameters_of_ranks
 from automodel_ckpt.recipes.forecast.activations import activation_bytes
 from automodel_ckpt.recipes.forecast.tensor_bytes import bytes_in, nbytes

@@ -11,7 +11,7 @@ from automodel_ckpt.checkpoint.module_tensors import record_complete_tensors, se
 from automodel_ckpt.config.rules import Target
 from automodel_ckpt.config.sections.model import ModelConfig
 from automodel_ckpt.config.sections.peft import PeftConfig
-from automodel_ckpt.distributed.parallelize import decoder_layers
+from automodel_ckpt.distributed.model_layers import decoder_layers
 from automodel_ckpt.models.activation_memory import checkpoint_activations
 from automodel_ckpt.models.adapter import Adapted, widen_trained
 from automodel_ckpt.models.build import freeze

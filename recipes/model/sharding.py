@@ -17,7 +17,8 @@ from automodel_ckpt.distributed.context_parallel import check_context_parallel
 from automodel_ckpt.distributed.expert_parallel import check_experts
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.mesh_sizes import choose_strategy
-from automodel_ckpt.distributed.parallelize import compute_context, decoder_layers, parallelize
+from automodel_ckpt.distributed.model_layers import decoder_layers
+from automodel_ckpt.distributed.parallelize import compute_context, parallelize
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.activation_memory import HostActivations
 from automodel_ckpt.models.compiling import compile_layers, num_row_widths

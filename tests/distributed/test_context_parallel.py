@@ -21,8 +21,9 @@ from automodel_ckpt.distributed.context_parallel import (
     check_context_heads,
     check_context_parallel,
 )
+from automodel_ckpt.distributed.gradient_norm import clip_gradients
 from automodel_ckpt.distributed.mesh import RankLayout
-from automodel_ckpt.distributed.parallelize import Parallelism, clip_gradients, parallelize, reshard
+from automodel_ckpt.distributed.parallelize import Parallelism, parallelize, reshard
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.meta_init import on_meta
 from automodel_ckpt.models.pipeline_stage import keep_stages

@@ -11,7 +11,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from automodel_ckpt.distributed.parallelize import Parallelism, clip_gradients, parallelize
+from automodel_ckpt.distributed.gradient_norm import clip_gradients
+from automodel_ckpt.distributed.parallelize import Parallelism, parallelize
 from automodel_ckpt.training.muon import Muon
 from automodel_ckpt.training.optim import FusedAdamW
 from tests.distributed.test_training import lines_of_steps, run

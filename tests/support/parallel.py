@@ -19,14 +19,10 @@ from transformers import (
     Qwen3Config,
 )
 
+from automodel_ckpt.distributed.gradient_norm import clip_gradients
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.mesh_sizes import share_out
-from automodel_ckpt.distributed.parallelize import (
-    Parallelism,
-    clip_gradients,
-    gradient_sync,
-    parallelize,
-)
+from automodel_ckpt.distributed.parallelize import Parallelism, gradient_sync, parallelize
 from automodel_ckpt.distributed.pipeline import Kind
 from automodel_ckpt.recipes.model.pipeline import PipelineStage, split_stages, train_stages
 

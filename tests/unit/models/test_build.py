@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertLMHeadModel, LlamaConfig
 from transformers.utils.hub import cached_file
 
-from automodel_ckpt.distributed.parallelize import decoder_layers, untied_layers
+from automodel_ckpt.distributed.model_layers import decoder_layers, untied_layers
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.build import (
     build_model,

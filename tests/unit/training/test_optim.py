@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from automodel_ckpt.distributed.parallelize import clip_gradients
+from automodel_ckpt.distributed.gradient_norm import clip_gradients
 from automodel_ckpt.training.optim import FusedAdamW, adamw
 
 
