@@ -8,8 +8,8 @@ from automodel_ckpt.config.sections.evaluation import has_benchmarks
 from automodel_ckpt.config.sections.step_scheduler import OnSpikeConfig
 from automodel_ckpt.data.loader import GlobalBatchLoader
 from automodel_ckpt.recipes.validation_metrics import stopping_rule
+from automodel_ckpt.training.cadence import Cadence
 from automodel_ckpt.training.spikes import SpikeRule
-from automodel_ckpt.training.step_scheduler import Cadence
 
 
 def cadence_of(config: RecipeConfig) -> Cadence:

@@ -13,8 +13,9 @@ from automodel_ckpt.errors import TrainingDiverged
 from automodel_ckpt.recipes.records import ReportedStep
 from automodel_ckpt.recipes.run_log import RunLog
 from automodel_ckpt.recipes.saves import Saves
+from automodel_ckpt.training.cadence import Due
 from automodel_ckpt.training.spikes import Spike
-from automodel_ckpt.training.step_scheduler import Due, StepScheduler
+from automodel_ckpt.training.step_scheduler import StepScheduler
 from automodel_ckpt.units import counted
 
 log = logging.getLogger("automodel_ckpt")

@@ -46,10 +46,11 @@ from automodel_ckpt.recipes.unused_parameters import check_all_trained
 from automodel_ckpt.recipes.validation import Batches, ValidationSets
 from automodel_ckpt.recipes.validation_metrics import TRAIN_LOSS, measures_of, metric_names
 from automodel_ckpt.recipes.weight_average import WeightAverage
+from automodel_ckpt.training.cadence import Due, planned_end
 from automodel_ckpt.training.lr import current_rate
 from automodel_ckpt.training.optim import skip_step_if, skips_by_flag
 from automodel_ckpt.training.rng import StatefulRNG
-from automodel_ckpt.training.step_scheduler import Due, StepScheduler, planned_end
+from automodel_ckpt.training.step_scheduler import StepScheduler
 
 log = logging.getLogger("automodel_ckpt")
 

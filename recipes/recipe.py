@@ -76,11 +76,12 @@ from automodel_ckpt.recipes.validation_metrics import (
     validate_metric_keys,
 )
 from automodel_ckpt.recipes.weight_average import WeightAverage
+from automodel_ckpt.training.cadence import total_steps
 from automodel_ckpt.training.loss import LossFn
 from automodel_ckpt.training.lr import build_schedule, check_scalable, check_schedule
 from automodel_ckpt.training.optim import trainable as trained_parameters
 from automodel_ckpt.training.rng import StatefulRNG
-from automodel_ckpt.training.step_scheduler import StepScheduler, total_steps
+from automodel_ckpt.training.step_scheduler import StepScheduler
 from automodel_ckpt.units import counted
 
 log = logging.getLogger("automodel_ckpt")

@@ -24,8 +24,8 @@ from automodel_ckpt.data.loader import GlobalBatch
 from automodel_ckpt.recipes.loop import TrainingLoop
 from automodel_ckpt.recipes.recipe import Recipe
 from automodel_ckpt.recipes.records import Control
+from automodel_ckpt.training.cadence import Due
 from automodel_ckpt.training.lr import current_rate
-from automodel_ckpt.training.step_scheduler import Due
 
 # State that differs between any two runs.
 _OF_THE_CLOCK = {"elapsed_seconds"}

@@ -25,8 +25,8 @@ from automodel_ckpt.recipes.forecast.advice import Advice, advice_for
 from automodel_ckpt.recipes.forecast.memory import Memory, estimate_memory, num_shards
 from automodel_ckpt.recipes.precision import resolve_precision
 from automodel_ckpt.recipes.recipe import Recipe
+from automodel_ckpt.training.cadence import planned_end
 from automodel_ckpt.training.rng import StatefulRNG
-from automodel_ckpt.training.step_scheduler import planned_end
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,8 +76,9 @@ from automodel_ckpt.recipes.run_log import RunLog, build_profiler
 from automodel_ckpt.recipes.sequence_classification import SequenceClassification
 from automodel_ckpt.recipes.teacher import teacher_model
 from automodel_ckpt.recipes.trainable import Trainable
+from automodel_ckpt.training.cadence import total_steps
 from automodel_ckpt.training.rng import StatefulRNG
-from automodel_ckpt.training.step_scheduler import StepScheduler, total_steps
+from automodel_ckpt.training.step_scheduler import StepScheduler
 from tests.support import ranks, tiny
 from tests.unit.checkpoint.test_background import AdapterFiles
 

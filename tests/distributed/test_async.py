@@ -24,7 +24,7 @@ from automodel_ckpt.errors import SaveFailed
 from automodel_ckpt.recipes.loop import TrainingLoop
 from automodel_ckpt.recipes.records import Control
 from automodel_ckpt.recipes.saves import Saves
-from automodel_ckpt.training.step_scheduler import Due
+from automodel_ckpt.training.cadence import Due
 from tests.distributed.test_signals import wait_for
 from tests.support import ranks, tiny, training
 from tools.crash import signals

@@ -35,8 +35,9 @@ from automodel_ckpt.recipes.model import deferred_model
 from automodel_ckpt.recipes.replica_check import ReplicaCheck
 from automodel_ckpt.recipes.run_log import RunLog
 from automodel_ckpt.recipes.saves import Saves
+from automodel_ckpt.training.cadence import Cadence
 from automodel_ckpt.training.spikes import Spike
-from automodel_ckpt.training.step_scheduler import Cadence, StepScheduler
+from automodel_ckpt.training.step_scheduler import StepScheduler
 from automodel_ckpt.training.timeline import Timeline
 from tests.support import ranks, tiny
 

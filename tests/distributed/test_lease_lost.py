@@ -15,7 +15,7 @@ from automodel_ckpt.recipes.loop import TrainingLoop
 from automodel_ckpt.recipes.readback import Number
 from automodel_ckpt.recipes.records import Control
 from automodel_ckpt.recipes.saves import Saves
-from automodel_ckpt.training.step_scheduler import Due
+from automodel_ckpt.training.cadence import Due
 from tests.support import ranks, training
 
 THEIRS = b'{"host": "node7", "boot_id": "x", "pid": 1, "command": "ckpt-train", "beat": 3, "token": "theirs"}'

@@ -17,7 +17,7 @@ from automodel_ckpt.errors import AutomodelError
 from automodel_ckpt.recipes.loop import TrainingLoop
 from automodel_ckpt.recipes.records import Control
 from automodel_ckpt.recipes.replica_check import ReplicaCheck, checksum, outliers
-from automodel_ckpt.training.step_scheduler import Due
+from automodel_ckpt.training.cadence import Due
 from tests.support import ranks, training
 
 

@@ -21,16 +21,9 @@ from automodel_ckpt.recipes.loop import TrainingLoop
 from automodel_ckpt.recipes.objective import Objective
 from automodel_ckpt.recipes.readback import runs_ahead
 from automodel_ckpt.recipes.records import Control, LossSum
-from automodel_ckpt.training.step_scheduler import Due
+from automodel_ckpt.training.cadence import Due
 from tests.distributed.test_training import lines, losses, run
-from tests.support.training import (
-    RECIPE,
-    VALIDATION,
-    Recipe,
-    killed_after,
-    steps_of,
-    with_loop,
-)
+from tests.support.training import RECIPE, VALIDATION, Recipe, killed_after, steps_of, with_loop
 
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "unique", "is_nonzero")
 """Operations whose result the host needs: on a GPU it waits for all queued work."""

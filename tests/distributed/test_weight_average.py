@@ -25,7 +25,7 @@ from automodel_ckpt.recipes.forecast.plan import plan
 from automodel_ckpt.recipes.loop import TrainingLoop
 from automodel_ckpt.recipes.records import Control
 from automodel_ckpt.recipes.weight_average import WeightAverage
-from automodel_ckpt.training.step_scheduler import Due
+from automodel_ckpt.training.cadence import Due
 from tests.distributed.test_expert_parallel import model_section
 from tests.support import ranks
 from tests.support.training import (

@@ -26,7 +26,7 @@ from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.loop import TrainingLoop
 from automodel_ckpt.recipes.recipe import Recipe as AnyRecipe
 from automodel_ckpt.recipes.records import Control
-from automodel_ckpt.training.step_scheduler import Due
+from automodel_ckpt.training.cadence import Due
 from tests.support.tiny_model import tiny_llama
 
 # What each rank would otherwise do for itself after the fork: 0.1 s of regular expressions, some imports, two processes

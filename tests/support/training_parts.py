@@ -20,7 +20,7 @@ from automodel_ckpt.recipes.loop import TrainingLoop
 from automodel_ckpt.recipes.objective import Objective
 from automodel_ckpt.recipes.readback import Number
 from automodel_ckpt.recipes.records import Control, LossSum
-from automodel_ckpt.training.step_scheduler import Due
+from automodel_ckpt.training.cadence import Due
 
 
 class Stream(IterableDataset[dict[str, list[int]]]):

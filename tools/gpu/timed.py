@@ -16,7 +16,7 @@ from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.loop import TrainingLoop
 from automodel_ckpt.recipes.records import Control
 from automodel_ckpt.recipes.vlm_finetune import VLMFinetune, VLMLoop
-from automodel_ckpt.training.step_scheduler import Due
+from automodel_ckpt.training.cadence import Due
 
 
 @dataclass

@@ -12,8 +12,9 @@ import pytest
 from automodel_ckpt.errors import TrainingDiverged
 from automodel_ckpt.recipes.divergence import Divergence
 from automodel_ckpt.recipes.records import ReportedStep
+from automodel_ckpt.training.cadence import Cadence
 from automodel_ckpt.training.spikes import SpikeRule
-from automodel_ckpt.training.step_scheduler import Cadence, StepScheduler
+from automodel_ckpt.training.step_scheduler import StepScheduler
 
 RULE = SpikeRule(2.0, None, window=2, rollback=1, skip=3, max_rollbacks=2)
 

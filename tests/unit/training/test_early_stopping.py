@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.training.cadence import Cadence
 from automodel_ckpt.training.early_stopping import EarlyStopping, StoppingRule
-from automodel_ckpt.training.step_scheduler import Cadence, StepScheduler
+from automodel_ckpt.training.step_scheduler import StepScheduler
 
 
 def ends_at(values: list[float | None], **rule: Any) -> int | None:

@@ -30,7 +30,8 @@ from automodel_ckpt.recipes.resume_overrides import RecipeOptions, compare_recip
 from automodel_ckpt.recipes.saves import Saves
 from automodel_ckpt.recipes.trainable import Trainable
 from automodel_ckpt.recipes.vlm_finetune import VLMFinetune
-from automodel_ckpt.training.step_scheduler import Cadence, StepScheduler
+from automodel_ckpt.training.cadence import Cadence
+from automodel_ckpt.training.step_scheduler import StepScheduler
 from automodel_ckpt.training.timeline import Timeline
 
 

@@ -6,8 +6,9 @@ import math
 
 import pytest
 
+from automodel_ckpt.training.cadence import Cadence
 from automodel_ckpt.training.save_interval import FIRST_STEPS, AutoInterval, best_interval_seconds
-from automodel_ckpt.training.step_scheduler import Cadence, StepScheduler
+from automodel_ckpt.training.step_scheduler import StepScheduler
 
 HOUR = 3600.0
 

@@ -18,14 +18,14 @@ from automodel_ckpt.config.sections.checkpoint import CheckpointConfig
 from automodel_ckpt.config.sections.step_scheduler import StepSchedulerConfig
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError, SaveFailed
 from automodel_ckpt.recipes.saves import Saves
-from automodel_ckpt.training.step_scheduler import (
+from automodel_ckpt.training.cadence import (
     Cadence,
-    StepScheduler,
     due_after,
     planned_end,
     run_is_over,
     total_steps,
 )
+from automodel_ckpt.training.step_scheduler import StepScheduler
 from automodel_ckpt.training.timeline import Timeline
 
 counts = st.none() | st.integers(1, 12)
