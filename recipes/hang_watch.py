@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -192,7 +192,13 @@ class HangWatch:
         if usual is not None:
             return max(self._min_seconds, self._settings.factor * usual)
         if self._is_stopping:
+            # For ranks that do not respond. Others may compile: _is_certain().
             return self._min_seconds
+        return self._first_limit
+
+    @property
+    def _first_limit(self) -> float:
+        """The limit of a step with nothing to compare it with."""
         return max(self._min_seconds, _TIMEOUT_SHARE * self._timeout_seconds)
 
     def _seconds(self) -> float:
@@ -241,7 +247,7 @@ class HangWatch:
             return
         notes |= self._notes_of_others(directory, [rank for rank in silent if rank not in notes])
         found = hangs.verdict(states, range(self._layout.world_size), notes, _WORKING, self.hosts)
-        if found is None or not self._is_certain(found, overdue):
+        if found is None or not self._is_certain(found, overdue, states, seconds):
             # Another rank saves, for example, or compiles. Look again later.
             self._reported.discard(step)
             self._num_overdue = -_PAUSE_POLLS
@@ -268,17 +274,25 @@ class HangWatch:
             hang_action.restart(text)
         log.error("%s", text)
 
-    def _is_certain(self, found: Verdict, overdue: Sequence[int]) -> bool:
-        """Whether a step hangs in which the ranks *overdue* take too long.
+    def _is_certain(
+        self,
+        found: Verdict,
+        overdue: Sequence[int],
+        states: Mapping[int, RankState],
+        seconds: float,
+    ) -> bool:
+        """Whether a step hangs in which the ranks *overdue* take too long, this one *seconds*.
 
         With nothing to compare the step with, another rank must have waited so long for those that are late: all may
-        compile for as long as they want.
+        compile for as long as they want. After a request to stop, those without a state in *states* hang sooner: they
+        do not respond.
         """
         if self._times.usual is not None:
             return True
-        if self._is_stopping:
-            # Nothing of the first steps is worth a long wait.
+        if self._is_stopping and states.keys().isdisjoint(found.ranks):
             return bool(found.ranks)
+        if self._is_stopping and seconds <= self._first_limit:
+            return False
         return bool(found.ranks) and not set(overdue) <= set(found.ranks)
 
     @property

@@ -341,6 +341,40 @@ def test_after_a_request_to_stop_a_step_that_hangs_ends_the_run_soon(
 
 
 @pytest.mark.parametrize(
+    ("seconds", "responds", "is_ended"),
+    [(61, True, False), (1199, True, False), (1201, True, True), (61, False, True)],
+)
+def test_after_a_request_to_stop_a_rank_may_compile_in_the_first_step(
+    tmp_path: Path,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: float,
+    responds: bool,
+    is_ended: bool,
+) -> None:
+    """One that does not respond, such as a suspended one, ends the run soon."""
+    ended: list[str] = []
+    monkeypatch.setattr(hang_action, "restart", ended.append)
+    monkeypatch.setattr(hangs, "collective_counts", lambda: {"0": 2})
+    timeline = Timeline()
+    timeline.enter(STEPS)
+    watched = watch(timeline, tmp_path, timeout_seconds=1800.0)
+    watched._stop_request = StopRequest()
+    watched._stop_request.requested = signal.SIGTERM
+    waits = replace(STATE, rank=1, completed=0, collectives={"0": 2}, is_overdue=False)
+    found = {1: waits}
+    if responds:
+        found[2] = replace(waits, rank=2, collectives={"0": 1})
+    monkeypatch.setattr(watched, "_collect", lambda directory: dict(found))
+    monkeypatch.setattr(watched, "_notes_of_others", lambda directory, silent: {})
+    watched._check()
+    clock.now += seconds
+    for _ in range(2):
+        watched._check()
+    assert bool(ended) == is_ended
+
+
+@pytest.mark.parametrize(
     ("usual", "requested", "limit"),
     [(None, 0, 1200.0), (None, 15, 60.0), (1.0, 0, 300.0), (1.0, 15, 60.0), (30.0, 15, 300.0)],
 )
