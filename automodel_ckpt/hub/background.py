@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from automodel_ckpt.checkpoint import commit, layout
-from automodel_ckpt.checkpoint.remote.child_process import Child, Status
+from automodel_ckpt.checkpoint.remote.child_process import (
+    NUM_END_ATTEMPTS,
+    Child,
+    Restarts,
+    Status,
+)
 from automodel_ckpt.checkpoint.remote.pending import clear_links, link, pending, step_of, unlink
 from automodel_ckpt.config.sections.hub import HubConfig
 from automodel_ckpt.errors import RecipeError, SaveFailed
@@ -54,6 +60,11 @@ class Pushes:
     def __init__(self, root: Path, section: HubConfig, *, makes_exports: bool) -> None:
         self._root, self._section = root, section
         self._process: Child | None = None
+        self._step = 0
+        """The newest step that the run has, for a process that is started again."""
+        self._restarts = Restarts(self._replace)
+        # The main thread and the one that watches the process can both start it again.
+        self._lock = threading.Lock()
         self.job = Job(
             repo=section.repo,
             push=section.push,
@@ -76,8 +87,29 @@ class Pushes:
         self._launch(resumed_step or 0)
 
     def _launch(self, went_back_to: int) -> None:
+        self._step = went_back_to
         job = replace(self.job, went_back_to=went_back_to)
         self._process = Child(_MODULE, self._root, LOCK, asdict(job))
+        self._restarts.watch(self._process)
+
+    def _replace(self, killed: Child) -> bool:
+        """Start another process in place of *killed*, unless that was replaced or closed.
+
+        Called by several threads. Returns False if that fails, which is logged.
+        """
+        with self._lock:
+            if self._process is not killed:
+                return True
+            log.warning(
+                "the process that uploads to the Hub ended unexpectedly; it is started again"
+            )
+            killed.close()
+            try:
+                self._launch(self._step)
+            except OSError as error:
+                log.warning("it could not be started: %s", error)
+                return False
+            return True
 
     def roll_back(self, step: int) -> None:
         """Continue after *step*, to which the run went back while it trains: later checkpoints are abandoned."""
@@ -100,11 +132,11 @@ class Pushes:
 
     def _request(self, name: str) -> None:
         link(self._root, LINK, name)
-        if self._process is not None and self._process.has_ended:
-            log.warning(
-                "the process that uploads to the Hub ended unexpectedly; it is started again"
-            )
-            self._launch(step_of(name))
+        with self._lock:
+            self._step = step_of(name)
+            process = self._process
+        if process is not None and process.has_ended:
+            self._replace(process)
 
     def _status(self) -> Status:
         return Status.read(self._root, STATUS)
@@ -116,7 +148,12 @@ class Pushes:
         """
         if self._process is None:
             return
-        self._process.finish(self._status, waits=self._section.required)
+        for _ in range(NUM_END_ATTEMPTS):
+            process = self._process
+            process.finish(self._status, waits=self._section.required)
+            if not process.was_killed:
+                break
+            self._replace(process)
         missing = pending(self._root, LINK)
         status = self._status()
         if not missing and not status.error:
@@ -133,9 +170,10 @@ class Pushes:
 
     def close(self) -> None:
         """Let the process finish what is pending, without waiting for it."""
-        if self._process is not None:
-            self._process.leave()
-            self._process = None
+        with self._lock:
+            if self._process is not None:
+                self._process.leave()
+                self._process = None
 
 
 def forget_pushes(root: Path) -> None:

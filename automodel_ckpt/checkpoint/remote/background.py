@@ -16,8 +16,8 @@ from automodel_ckpt.checkpoint.remote import gone_back
 from automodel_ckpt.checkpoint.remote.child_process import (
     NUM_END_ATTEMPTS,
     Child,
+    Restarts,
     Status,
-    restart_pause_seconds,
 )
 from automodel_ckpt.checkpoint.remote.part_uploader import STATUS as PART_STATUS
 from automodel_ckpt.checkpoint.remote.part_uploader import PartJob
@@ -70,7 +70,7 @@ class Uploads:
         self._process: Child | None = None
         self._newest: str | None = None
         self._went_back_to = 0
-        self._num_kills = 0
+        self._restarts = Restarts(self._replace)
         # The thread that publishes and the one that watches the process can both start it again.
         self._lock = threading.Lock()
 
@@ -105,7 +105,7 @@ class Uploads:
         self._went_back_to = went_back_to
         job = replace(self.job, went_back_to=went_back_to)
         self._process = Child(_MODULE, self.root, LOCK, asdict(job))
-        self._process.watch(self._start_again_soon)
+        self._restarts.watch(self._process)
 
     def _launch_again(self, step: int) -> None:
         """Start another process after one that ended. This start has published checkpoints up to *step*, or none."""
@@ -114,17 +114,14 @@ class Uploads:
         # uploaded nothing of this one.
         self._launch(step if record is None else record.step)
 
-    def _start_again_soon(self, killed: Child) -> None:
-        """Start the process again after a pause, unless another thread has done so. Called by a thread."""
-        time.sleep(restart_pause_seconds(self._num_kills))
-        self._num_kills += 1
-        self._replace(killed)
+    def _replace(self, killed: Child) -> bool:
+        """Start another process in place of *killed*, unless that was replaced or closed.
 
-    def _replace(self, killed: Child) -> None:
-        """Start another process in place of *killed*, unless that was replaced or closed. A failure is logged."""
+        Called by several threads. Returns False if that fails, which is logged.
+        """
         with self._lock:
             if self._process is not killed or self._status().is_over:
-                return
+                return True
             log.warning("the uploading process ended unexpectedly; it is started again")
             killed.close()
             # Later checkpoints than the newest one of this start are abandoned, and not those that it has uploaded.
@@ -133,6 +130,8 @@ class Uploads:
                 self._launch_again(step)
             except OSError as error:
                 log.warning("it could not be started: %s", error)
+                return False
+            return True
 
     def _finish_process(self, *, waits: bool, must_end: Callable[[], bool]) -> None:
         """Wait for the process, and for the one that replaces it if it is killed meanwhile."""
@@ -262,32 +261,31 @@ class PartUploads:
         )
         self._lock = threading.Lock()
         self._is_closed = False
-        self._num_kills = 0
-        self._process = self._launch()
+        self._restarts = Restarts(lambda killed: self.restart_if_ended())
+        self._launch()
 
-    def _launch(self) -> Child:
-        process = Child(_PART_MODULE, self._root, LOCK, asdict(self._job))
-        process.watch(self._start_again_soon)
-        return process
+    def _launch(self) -> None:
+        self._process = Child(_PART_MODULE, self._root, LOCK, asdict(self._job))
+        self._restarts.watch(self._process)
 
-    def _start_again_soon(self, killed: Child) -> None:
-        time.sleep(restart_pause_seconds(self._num_kills))
-        self._num_kills += 1
-        self.restart_if_ended()
+    def restart_if_ended(self) -> bool:
+        """Start the process again if it has ended unexpectedly. Called by several threads.
 
-    def restart_if_ended(self) -> None:
-        """Start the process again if it has ended unexpectedly. A failure is logged. Called by several threads."""
+        Returns False if that fails, which is logged.
+        """
         with self._lock:
             is_needed = self._process.has_ended and not self._is_closed
             if not is_needed or Status.read(self._root, PART_STATUS).is_over:
-                return
+                return True
             message = "the uploading process of this node ended unexpectedly; it is started again"
             log.warning(message)
             self._process.close()
             try:
-                self._process = self._launch()
+                self._launch()
             except OSError as error:
                 log.warning("it could not be started: %s", error)
+                return False
+            return True
 
     def close(self) -> None:
         """Let the process finish what is pending, without waiting for it."""

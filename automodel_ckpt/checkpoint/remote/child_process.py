@@ -291,14 +291,9 @@ class Child:
         """Whether the process has ended before it was asked to, or was killed while it finished."""
         return self.has_ended and self._process.returncode != 0
 
-    def watch(self, on_killed: Callable[[Child], object]) -> None:
-        """Call *on_killed* in a thread when the process is killed, or fails."""
-
-        def wait() -> None:
-            if self._process.wait() != 0:
-                on_killed(self)
-
-        threading.Thread(target=wait, name="uploader-watch", daemon=True).start()
+    def wait(self) -> int:
+        """Wait until the process has ended; return its exit code."""
+        return self._process.wait()
 
     def finish(
         self,
@@ -343,3 +338,30 @@ class Child:
         with contextlib.suppress(OSError, ValueError):
             self._process.stdin.write(line)
             self._process.stdin.flush()
+
+
+class Restarts:
+    """Has processes that were killed, or failed, replaced after a pause.
+
+    *replace* starts another process in place of the given one, unless that was replaced or is not needed any more. It
+    is called by a thread, and returns False if the start failed: it is called again later.
+    """
+
+    def __init__(self, replace: Callable[[Child], bool]) -> None:
+        self._replace = replace
+        self._count = 0
+
+    def watch(self, child: Child) -> None:
+        """Have *child* replaced if it is killed, or fails."""
+        threading.Thread(
+            target=self._wait, args=(child,), name="uploader-watch", daemon=True
+        ).start()
+
+    def _wait(self, child: Child) -> None:
+        if child.wait() == 0:
+            return
+        is_replaced = False
+        while not is_replaced:
+            time.sleep(restart_pause_seconds(self._count))
+            self._count += 1
+            is_replaced = self._replace(child)

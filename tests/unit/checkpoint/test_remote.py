@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -34,7 +35,9 @@ from automodel_ckpt.checkpoint.remote.store import Store, StoreError
 from automodel_ckpt.checkpoint.remote.transfer import Throttle, UploadMemory
 from automodel_ckpt.checkpoint.verify import verify
 from automodel_ckpt.cli.ckpt import main as ckpt
+from automodel_ckpt.config.sections.hub import HubConfig
 from automodel_ckpt.errors import CheckpointUnusable, LeaseLost, RecipeError, SaveFailed
+from automodel_ckpt.hub.background import Pushes
 from automodel_ckpt.store_url import check_library, check_options, check_url
 from tests.support import ranks, tiny
 from tests.support.object_store import ObjectStore
@@ -373,6 +376,60 @@ def test_the_uploading_process_of_another_node_is_started_again(
         assert time.monotonic() < end
         time.sleep(0.02)
     uploads.close()
+
+
+class KilledProcess(child_process.Child):
+    """A process that is killed immediately, as often as it is started; its start fails while *failures* are left."""
+
+    failures = 0
+    num_starts = 0
+    last = 3
+
+    def __init__(self, *_: object) -> None:
+        if KilledProcess.failures:
+            KilledProcess.failures -= 1
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        KilledProcess.num_starts += 1
+        self.number = KilledProcess.num_starts
+
+    has_ended = was_killed = True  # type: ignore[assignment]
+
+    def wait(self) -> int:
+        """The third one lives."""
+        if self.number < self.last:
+            # After the trainer has noted that it started.
+            KilledProcess.failures = 2
+            return -9
+        alive.set()
+        return 0
+
+    def close(self) -> None:
+        pass
+
+
+alive = threading.Event()
+
+
+@pytest.mark.parametrize("kind", ["store", "parts", "hub"])
+def test_a_start_that_fails_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    """Also of the Hub's process, without another request."""
+    monkeypatch.setattr(child_process, "_RESTART_SECONDS", 0.0)
+    monkeypatch.setattr(background, "Child", KilledProcess)
+    monkeypatch.setattr("automodel_ckpt.hub.background.Child", KilledProcess)
+    KilledProcess.num_starts = KilledProcess.failures = 0
+    alive.clear()
+    settings = RemoteStorage(url=f"file://{tmp_path}/store")
+    if kind == "store":
+        background.Uploads(tmp_path, settings, "val_loss", "min").start(None)
+    elif kind == "parts":
+        background.PartUploads(tmp_path, settings, "start", 1)
+    else:
+        Pushes(tmp_path, HubConfig("org/name"), makes_exports=False).start(None)
+    assert alive.wait(60)
+    assert KilledProcess.num_starts == 3
+    assert caplog.text.count("could not be started") == 4
 
 
 def test_a_process_that_is_killed_again_and_again_is_started_less_and_less_often() -> None:

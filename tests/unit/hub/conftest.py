@@ -30,7 +30,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory with the runs ``full``, whose last checkpoint is exported, and ``lora``, adapters of that export."""
     place = tmp_path_factory.mktemp("secret-home")
     text = RECIPE + VALIDATION
-    full = f"{text}checkpoint: {{checkpoint_dir: {place / 'full'}}}\n"
+    full = f"{text}checkpoint: {{checkpoint_dir: {place / 'full'}, save_consolidated: final}}\n"
     ranks.run(partial(train, write_recipe(place, full)), 1, init=False)
     base = place / "full/LATEST/model/consolidated"
     data = text[text.index("dataset:") :]

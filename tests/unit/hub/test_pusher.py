@@ -141,6 +141,16 @@ class FakeProcess(child_process.Child):
     def has_ended(self) -> bool:
         return True
 
+    @property
+    def was_killed(self) -> bool:
+        return False
+
+    def wait(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
+
     def finish(self, status: object, *, waits: bool) -> None:
         if self.uploads:
             forget_pushes(self.root)
