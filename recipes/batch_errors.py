@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from automodel_ckpt.checkpoint.module_tensors import unwrap
 from automodel_ckpt.data.loader import GlobalBatch
+from automodel_ckpt.distributed.tensor_parallel import check_plan_support
 from automodel_ckpt.models.vocabulary import check_token_ids, num_embeddings
 from automodel_ckpt.recipes.out_of_memory import Situation, reporting_out_of_memory
 from automodel_ckpt.recipes.pending_steps import PendingSteps
@@ -35,8 +36,8 @@ class BatchErrors:
             raise
 
     def explain(self, error: Exception, batch: GlobalBatch) -> None:
-        """Raise :class:`RecipeError` if *batch* has tokens that the model does not have, or if the optimizer does not
-        support sharded parameters.
+        """Raise :class:`RecipeError` if *batch* has tokens that the model does not have, if the optimizer does not
+        support sharded parameters, or if the model does not support its tensor parallel plan.
 
         torch reports only that an index is out of range, on a GPU not even that. Checking after the failure costs
         nothing in other steps.
@@ -44,6 +45,7 @@ class BatchErrors:
         situation = self._situation
         assert situation.model is not None and situation.optimizer is not None
         check_sharding_support(situation.optimizer, error)
+        check_plan_support(error, situation.layout.sizes.tp)
         num_rows = num_embeddings(unwrap(situation.model))
         # A GPU reports the failure of a step while the host queues the next one.
         for each in [*self._pending.batches, batch]:

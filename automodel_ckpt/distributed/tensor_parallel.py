@@ -52,10 +52,10 @@ class Replicated(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = device_mesh.get_group()
         replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
-        # A ParameterDict is never called: the module that contains it uses its parameters.
-        owners = [module]
-        owners += [child for child in module.children() if isinstance(child, nn.ParameterDict)]
+        owners = [module, *_used_by_parent(module)]
         for owner, name, parameter in _own_parameters(owners):
+            if isinstance(parameter, DTensor):
+                continue
             replicated = distribute_tensor(
                 parameter, device_mesh, [Replicate()], src_data_rank=self.src_data_rank
             )
@@ -91,6 +91,17 @@ class Replicated(ParallelStyle):
         return module
 
 
+def _used_by_parent(module: nn.Module) -> list[nn.Module]:
+    """The children of *module* whose parameters its forward pass uses without calling the children.
+
+    A ParameterDict is never called. Layers with a state (Mamba) pass the weight of their convolution to a kernel.
+    """
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return []
+    kinds = (nn.ParameterDict, nn.Conv1d)
+    return [child for child in module.children() if isinstance(child, kinds)]
+
+
 def _own_parameters(owners: Iterable[nn.Module]) -> list[tuple[nn.Module, str, nn.Parameter]]:
     """(module, name in it, parameter) of each parameter that belongs to one of *owners* directly."""
     found = []
@@ -114,6 +125,23 @@ _STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "replicate": Replicated,
 }
 _SPLIT = {"colwise": "out_features", "rowwise": "in_features"}
+
+
+def check_plan_support(error: Exception, tp_size: int) -> None:
+    """Explain an *error* of a forward or backward pass that is due to the tensor parallel plan.
+
+    Raises :class:`RecipeError` in that case; otherwise, returns and leaves *error* to the caller.
+    """
+    # torch has no exception class for this.
+    if tp_size == 1 or "mixed torch.Tensor and DTensor" not in str(error):
+        return
+    raise RecipeError(
+        "the code of this model does not support its tensor parallel plan: it uses parameters of layers without "
+        "calling them",
+        where=_WHERE,
+        value=f"{tp_size}; {str(error).splitlines()[0][:160]}",
+        hint="remove tp_size (fsdp2 shards any model), or write a plan for distributed.tp_plan",
+    ) from error
 
 
 def check_heads(config: Any, tp_size: int) -> None:
@@ -365,8 +393,7 @@ def apply_plan(
     for module in model.modules():
         if isinstance(module, nn.ParameterDict):
             continue
-        dicts = [child for child in module.children() if isinstance(child, nn.ParameterDict)]
-        own = _own_parameters([module, *dicts])
+        own = _own_parameters([module, *_used_by_parent(module)])
         # Optimizers and norms do not accept a mixture of DTensors and plain tensors.
         if any(not isinstance(parameter, DTensor) for _, _, parameter in own):
             Replicated()._apply(module, mesh)

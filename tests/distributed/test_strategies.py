@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from automodel_ckpt.distributed.mesh import build_mesh
 from automodel_ckpt.distributed.parallelize import Parallelism, parallelize
+from automodel_ckpt.distributed.tensor_parallel import apply_plan
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.replicated_gradients import ReplicatedGradients
 from tests.distributed.test_training import failure, lines_of_steps, run, run_each
@@ -85,6 +86,40 @@ def after_tensor_parallel() -> tuple[bool, bool, dict[str, float]]:
 def test_cut_weights_stay_tied_and_activations_get_their_whole_gradient() -> None:
     ratios = {name: pytest.approx(1, rel=1e-4) for name in ("alpha_p", "alpha_n")}
     assert ranks.run(after_tensor_parallel, 2) == [(True, True, ratios)] * 2
+
+
+class UsingConvolution(nn.Module):
+    """A layer that uses the weight of its convolution as kernels for Mamba do, without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.decay = nn.Parameter(torch.rand(4))
+        self.conv1d = nn.Conv1d(4, 4, 1, groups=4, bias=False)
+        self.called = nn.Conv1d(4, 4, 1, groups=4)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        product = torch.nn.functional.conv1d(hidden, self.conv1d.weight, groups=4)
+        mixed: torch.Tensor = self.called(product * self.decay[:, None])
+        return mixed
+
+
+def gradients_beside_a_plan(tp_size: int) -> dict[str, Any]:
+    """The gradients of a layer without styles, on this rank."""
+    model = UsingConvolution()
+    if tp_size > 1:
+        apply_plan(model, {}, build_mesh(layout_here(tp_size=tp_size))["tp"])
+    model(torch.arange(8.0).view(1, 4, 2)).square().sum().backward()
+    found = {}
+    for name, parameter in model.named_parameters():
+        gradient: Any = parameter.grad
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        found[name] = local.flatten().tolist()
+    return found
+
+
+def test_a_layer_may_use_the_weight_of_its_convolution_without_calling_it() -> None:
+    assert ranks.run(gradients_beside_a_plan, 2, 2) == [gradients_beside_a_plan(1)] * 2
 
 
 def by_hand(model: nn.Module) -> dict[str, Any]:

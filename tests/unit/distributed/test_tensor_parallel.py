@@ -17,7 +17,12 @@ from transformers import (
 )
 
 from automodel_ckpt.distributed.context_parallel import check_context_parallel
-from automodel_ckpt.distributed.tensor_parallel import apply_plan, check_heads, plan_for
+from automodel_ckpt.distributed.tensor_parallel import (
+    apply_plan,
+    check_heads,
+    check_plan_support,
+    plan_for,
+)
 from automodel_ckpt.errors import RecipeError
 from tests.support.parallel import config_of
 
@@ -84,6 +89,14 @@ def test_a_plan_that_cannot_be_carried_out_is_refused(config: Any, given: Any, w
     with pytest.raises(RecipeError) as caught:
         plan_for(on_meta(config), given, 2)
     assert what in str(caught.value)
+
+
+def test_parameters_that_are_used_without_their_layer_are_explained() -> None:
+    error = RuntimeError("aten.mm.default got mixed torch.Tensor and DTensor, need to convert all")
+    check_plan_support(error, 1)
+    check_plan_support(RuntimeError("another one"), 2)
+    with pytest.raises(RecipeError, match="without calling"):
+        check_plan_support(error, 2)
 
 
 def test_heads_that_cannot_be_shared_out_are_named_with_a_size_that_can() -> None:
