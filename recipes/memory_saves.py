@@ -17,7 +17,7 @@ from automodel_ckpt.checkpoint.layout import RankLayout
 from automodel_ckpt.checkpoint.memory.directory import GENERATION, forget_memory, remove_memory
 from automodel_ckpt.checkpoint.memory.nodes import Nodes
 from automodel_ckpt.checkpoint.memory.opening import open_memory
-from automodel_ckpt.checkpoint.memory.save_files import remove_set_aside
+from automodel_ckpt.checkpoint.memory.save_files import is_of_save, remove_set_aside
 from automodel_ckpt.checkpoint.memory.survey import HeldCheckpoint, survey
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
 from automodel_ckpt.config.sections.checkpoint import CheckpointConfig, MemoryConfig
@@ -156,7 +156,7 @@ class MemorySaves:
         commit.recover(self.directory)
         remove_set_aside(self.directory)
         for name in checkpoint_names(self.directory):
-            if str(name) != kept:
+            if str(name) != kept and is_of_save(self.directory / str(name)):
                 commit.discard(commit.withdraw(self.directory / str(name)))
 
     def is_due(self, scheduler: StepScheduler) -> bool:

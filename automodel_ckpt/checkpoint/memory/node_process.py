@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import select
@@ -37,12 +38,16 @@ from automodel_ckpt.checkpoint.memory.save_files import files_below
 from automodel_ckpt.checkpoint.remote.transfer import Throttle
 from automodel_ckpt.errors import AutomodelError, os_problem
 
+log = logging.getLogger("automodel_ckpt")
+
 _NICENESS = 10
 _POLL_SECONDS = 0.1
 _BEAT_SECONDS = 1.0
 STALLED_SECONDS = 30.0
 """A process that runs a command and writes nothing for so long was stopped, or its node is out of memory."""
 _NUM_THREADS = 8
+_WATCH_SECONDS, _LONGEST_WATCH_SECONDS = 1.0, 60.0
+"""How often a thread looks whether the process has ended, and how often it tries to start it."""
 _START = (
     "import sys; sys.path[:] = sys.argv.pop(1).split('\\n'); "
     "from automodel_ckpt.checkpoint.memory.node_process import main; main()"
@@ -68,7 +73,10 @@ class Settings:
 
 
 class NodeProcess:
-    """The process, from the side of the rank that has started it. One thread at a time uses it."""
+    """The process, from the side of the rank that has started it. One thread at a time runs commands.
+
+    Another thread starts it again when it was killed: other nodes read from it between saves, too.
+    """
 
     def __init__(
         self, root: Path, host: str, token: str, bytes_per_second: float | None = None
@@ -77,14 +85,18 @@ class NodeProcess:
         self._settings = Settings(str(root), host, 0, token, bytes_per_second, os.getpid())
         self._process: subprocess.Popen[bytes] | None = None
         self._buffer = b""
+        self._lock = threading.RLock()
+        self._closed = threading.Event()
         self.address = Address(host, 0)
         self._start()
+        threading.Thread(target=self._watch, name="node-process-watch", daemon=True).start()
 
     @property
     def pid(self) -> int:
         """The process ID."""
-        assert self._process is not None
-        return self._process.pid
+        with self._lock:
+            assert self._process is not None
+            return self._process.pid
 
     def _start(self) -> None:
         # At the same port after a failure: the other nodes know it.
@@ -104,12 +116,28 @@ class NodeProcess:
             signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
         answer = self._ask(fields, lambda: None)
         self.address = Address(self.address.host, answer["port"])
+        if self._closed.is_set():
+            # Meanwhile: kill() may have found no process.
+            self.kill()
 
     def start_again(self) -> None:
         """Start the process again if it has ended. Raises OSError, and :class:`NodeFailed`."""
-        if self._process is None or self._process.poll() is not None:
-            self.kill()
-            self._start()
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self.kill()
+                self._start()
+
+    def _watch(self) -> None:
+        """Start the process again when it has ended, until :meth:`close`."""
+        pause = _WATCH_SECONDS
+        while not self._closed.wait(pause):
+            try:
+                self.start_again()
+                pause = _WATCH_SECONDS
+            # ValueError: another thread has closed the pipe.
+            except (OSError, ValueError, NodeFailed):
+                log.debug("the node process could not be started again", exc_info=True)
+                pause = min(2 * pause, _LONGEST_WATCH_SECONDS)
 
     def send_reports(self, targets: Sequence[Address]) -> None:
         """Send the reports on hangs in the directory to *targets* from now on.
@@ -125,15 +153,16 @@ class NodeProcess:
 
         Raises :class:`NodeFailed`. A process that has ended is started again.
         """
-        self.start_again()
-        try:
-            self._ask(document, check, STALLED_SECONDS)
-        except NodeFailed:
-            raise
-        except BaseException:
-            # It must not answer the next command with the result of this one.
-            self.kill()
-            raise
+        with self._lock:
+            self.start_again()
+            try:
+                self._ask(document, check, STALLED_SECONDS)
+            except NodeFailed:
+                raise
+            except BaseException:
+                # It must not answer the next command with the result of this one.
+                self.kill()
+                raise
 
     def _ask(
         self,
@@ -184,7 +213,7 @@ class NodeProcess:
         )
 
     def kill(self) -> None:
-        """Kill the process. The next command starts it again."""
+        """Kill the process. It is started again, at the latest by the next command."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -195,8 +224,11 @@ class NodeProcess:
             if stream is not None:
                 stream.close()
 
-    # It keeps nothing: what others have sent is in files.
-    close = kill
+    def close(self) -> None:
+        """End the process. It keeps nothing: what others have sent is in files."""
+        self._closed.set()
+        # Without the lock: a thread may wait for a command.
+        self.kill()
 
 
 # ---------------------------------------------------------------- in the process

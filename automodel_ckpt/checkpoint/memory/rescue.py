@@ -19,7 +19,7 @@ from pathlib import Path
 from automodel_ckpt.checkpoint import commit, layout
 from automodel_ckpt.checkpoint.manifest import Manifest, Summary
 from automodel_ckpt.checkpoint.memory.directory import MemoryRecord
-from automodel_ckpt.checkpoint.memory.save_files import files_below, save_digest
+from automodel_ckpt.checkpoint.memory.save_files import bring_back, files_below, save_digest
 from automodel_ckpt.checkpoint.run import links
 from automodel_ckpt.checkpoint.run.lease import Lease
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
@@ -65,6 +65,8 @@ def copy_to_disk(directory: Path, run: Path, wait_seconds: float = _WAIT_SECONDS
     live run uses *run*, OSError.
     """
     record = MemoryRecord.read(run)
+    # Those of a start that has failed before it trained: its nodes did not have them completely.
+    bring_back(directory)
     copies: list[_Copy] = []
     on_disk = next(_complete_names(run), None)
     for name in checkpoint_names(directory):

@@ -28,6 +28,7 @@ from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.run.lease import Lease
 from automodel_ckpt.checkpoint.verify import verify, verify_deep
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.recipes.memory_saves import MemorySaves
 from tests.support import tiny
 
 
@@ -287,3 +288,17 @@ def test_a_damaged_checkpoint_on_disk_does_not_prevent_the_copy(run: Path, paren
     (run / "epoch_0_step_3" / "MANIFEST.json").write_bytes(b"{")
     assert copy_to_disk(directory, run) == run / "epoch_0_step_3"
     assert names_in(run) == ["LATEST", "epoch_0_step_3", "epoch_0_step_3.superseded-1"]
+
+
+def test_the_start_removes_only_what_saves_have_written(tmp_path: Path) -> None:
+    save(tmp_path, 3)
+    save(tmp_path, 5)
+    (tmp_path / "epoch_0_step_4").mkdir()
+    (tmp_path / "epoch_0_step_4" / "notes.txt").write_text("mine")
+    memory = MemorySaves.__new__(MemorySaves)
+    memory.directory = tmp_path
+    memory._remove_all_but("epoch_0_step_5")
+    assert [str(name) for name in resume.checkpoint_names(tmp_path)] == [
+        "epoch_0_step_5",
+        "epoch_0_step_4",
+    ]

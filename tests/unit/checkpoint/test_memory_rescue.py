@@ -17,7 +17,7 @@ from automodel_ckpt.checkpoint import Manifest, commit, layout
 from automodel_ckpt.checkpoint.memory.directory import GENERATION, MemoryRecord
 from automodel_ckpt.checkpoint.memory.requests import NodeFailed
 from automodel_ckpt.checkpoint.memory.rescue import copy_to_disk
-from automodel_ckpt.checkpoint.memory.save_files import files_below, mark_save
+from automodel_ckpt.checkpoint.memory.save_files import files_below, mark_save, set_aside
 from automodel_ckpt.checkpoint.memory.survey import _complete
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
 from automodel_ckpt.checkpoint.verify import unlisted_files, verify
@@ -81,6 +81,16 @@ def test_parts_of_two_nodes_become_one_checkpoint(memory: Memory) -> None:
     assert copies == [memory.run / NAME] * 2
     assert_whole(memory)
     assert memory.copy(0) is None
+
+
+def test_parts_that_a_failed_start_has_set_aside_are_copied(memory: Memory) -> None:
+    """A node was absent. The end of the start frees the memory once all is copied."""
+    for node in memory.nodes:
+        set_aside(node / NAME)
+    with pytest.raises(CheckpointUnusable, match="nodes that did not copy them"):
+        memory.copy(1, wait_seconds=0.0)
+    memory.copy(0)
+    assert_whole(memory)
 
 
 def test_a_copy_after_a_killed_one_leaves_nothing_of_that(

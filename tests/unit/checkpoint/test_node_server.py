@@ -25,6 +25,7 @@ from automodel_ckpt.checkpoint.memory.requests import (
     Address,
     NodeFailed,
     command,
+    listens,
     read_range,
     send_file,
 )
@@ -214,6 +215,17 @@ def test_a_process_that_was_stopped_fails_its_command_and_is_replaced(
         assert process.pid != first and process.address.port == port
     with pytest.raises(ProcessLookupError):
         os.kill(first, 0)
+
+
+def test_a_process_that_was_killed_is_started_again_between_saves(tmp_path: Path) -> None:
+    with closing(NodeProcess(tmp_path, "127.0.0.1", TOKEN)) as process:
+        first = process.pid
+        os.kill(first, signal.SIGKILL)
+        wait_until(lambda: process.pid != first)
+        assert listens(process.address)
+        second = process.pid
+    with pytest.raises(ProcessLookupError):
+        os.kill(second, 0)
 
 
 def test_a_node_that_is_lost_while_a_restart_reads_from_it_is_a_reason_for_another_restart() -> (
