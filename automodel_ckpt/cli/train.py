@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = EXIT_DONE
     except (AutomodelError, KeyboardInterrupt) as error:
         code, message = describe(error)
-        if _is_local_rank_0():
+        if _reports_for_node():
             print_error(message)
     except Exception as error:  # raised by user code, or a defect
         from automodel_ckpt.cli.launch.failures import failure_record, failure_text
@@ -120,7 +120,7 @@ def _run_recipe(line: CommandLine) -> int:
     if "convert_recipe" in line.modes:
         print(loaded.converted(), end="")
         return EXIT_DONE
-    if _is_local_rank_0():
+    if _reports_for_node():
         for text in report_lines(loaded.notices):
             print_error(text)
     if only_prints:
@@ -263,7 +263,7 @@ def _recipe_path(line: CommandLine) -> str:
     return files[0]
 
 
-def _is_local_rank_0() -> bool:
+def _reports_for_node() -> bool:
     """Whether this process prints errors that are the same on all ranks of the node."""
     is_under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     variable = "LOCAL_RANK" if is_under_torchrun else "SLURM_LOCALID"

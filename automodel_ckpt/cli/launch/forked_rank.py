@@ -11,10 +11,11 @@ If only one rank fails, the others wait for it in a collective. They detect the 
 1. The failed rank writes its failure record, and *then* leaves its process groups. With gloo, this breaks the
    connections of the other ranks and raises in their collectives. A rank that fails for this reason finds the record in
    the failure directory, and returns its code if that is final.
-2. Each rank has a thread that looks for records of other ranks, and for ranks that died without one. It ends its own
-   rank if that has not ended PEER_GRACE_SECONDS later: a backend may not detect the failure (NCCL), or the rank may be
-   busy elsewhere. After a death, it waits only DEATH_NOTICE_SECONDS for a rank that has not noticed it: the others need
-   not learn the reason from this one. After a second signal to one rank, it does not wait.
+2. Each rank has a thread (:mod:`automodel_ckpt.cli.launch.peer_watch`) that looks for records of other ranks, and for
+   ranks that died without one. It ends its own rank if that has not ended PEER_GRACE_SECONDS later: a backend may not
+   detect the failure (NCCL), or the rank may be busy elsewhere. After a death, it waits only DEATH_NOTICE_SECONDS for a
+   rank that has not noticed it, because the others do not need a record of this rank. After a second signal to one
+   rank, it does not wait.
 3. The agent sends SIGTERM if a rank died, and SIGKILL 30 seconds later.
 
 Ranks of other nodes are notified by :class:`~automodel_ckpt.cli.launch.failure_channel.FailureChannel`, which stores

@@ -19,6 +19,7 @@ from automodel_ckpt.errors import RecipeError
 
 NOISY_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
 Prepare = Callable[[], tuple[Loaded, RecipeClass]]
+"""Imports what the ranks need, and returns the checked recipe and its class."""
 
 
 def configure_torch(environment: MutableMapping[str, str]) -> None:
@@ -40,7 +41,7 @@ def configure_torch(environment: MutableMapping[str, str]) -> None:
 def import_recipe(prepare: Prepare) -> tuple[Loaded, RecipeClass]:
     """Call *prepare* without garbage collection, which would traverse the objects of the modules again and again.
 
-    These objects live as long as the process. Freezing them also prevents that a collection in a rank copies the memory
+    These objects live as long as the process. Freezing them also keeps a collection in a rank from copying the memory
     pages that the ranks share.
     """
     gc.disable()
