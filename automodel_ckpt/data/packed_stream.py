@@ -8,26 +8,21 @@ number of ranks or workers. With several sources, the next row comes from the so
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import math
 import os
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
 from itertools import chain, islice
 from typing import Any
 
-import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
-from automodel_ckpt.data.document_rows import Document, Row, RowRules
-from automodel_ckpt.data.files import UNREADABLE
+from automodel_ckpt.data.document_lane import Lane, LaneDocuments, State
+from automodel_ckpt.data.document_rows import Row, RowRules
 from automodel_ckpt.data.micro_batches import Batch, Collate, Failure, collate
-from automodel_ckpt.data.row_stream import RowStream
-from automodel_ckpt.data.rows import Rows
 from automodel_ckpt.data.sampler import derive_seed, permutation, rank_part
 from automodel_ckpt.data.stream_batches import BatchSizes, StreamBatch, StreamPosition
 from automodel_ckpt.data.workers import run_workers
@@ -35,11 +30,6 @@ from automodel_ckpt.errors import AutomodelError, RecipeError
 
 MOST_LANES = 256
 """Lanes of a stream. Each keeps a block of documents in memory and a file open."""
-ROWS_PER_BLOCK = 32
-"""A lane packs so many rows at a time. More waste less of the rows, and a resume tokenizes up to so many again."""
-_DOCUMENTS_PER_CALL = 64
-"""Documents that are tokenized in one call of the tokenizer."""
-_State = dict[str, Any]
 
 
 def num_lanes(global_batch_size: int) -> int:
@@ -83,14 +73,14 @@ class PackedStream(IterableDataset[Row]):
     def set_order(self, seed: int, epoch: int, *, shuffle: bool) -> None:
         """Accept an order. :meth:`read` gets it with the position."""
 
-    def state_dict(self) -> _State:
+    def state_dict(self) -> State:
         """The state before the first row."""
         return {"counts": dict.fromkeys(self.sources, 0), "num_lanes": None, "lanes": {}}
 
-    def load_state_dict(self, state: _State) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Accept a state. :meth:`read` gets it with the position."""
 
-    def _check_sources(self, state: _State) -> None:
+    def _check_sources(self, state: State) -> None:
         if state["counts"].keys() != self.sources.keys():
             raise RecipeError(
                 "the mixture has other sources than the checkpoint",
@@ -99,9 +89,9 @@ class PackedStream(IterableDataset[Row]):
                 hint="use the same sources, or start another run with init_from",
             )
 
-    def merged(self, states: Sequence[_State]) -> _State:
+    def merged(self, states: Sequence[State]) -> State:
         """Join the states of all ranks, each of which has those of its lanes."""
-        lanes: dict[str, dict[int, _State]] = {}
+        lanes: dict[str, dict[int, State]] = {}
         for state in states:
             for name, own in state["lanes"].items():
                 lanes.setdefault(name, {}).update(own)
@@ -177,7 +167,7 @@ class _Item:
     """The rows of one process for a global batch, by position, and the state of its lanes after it."""
 
     rows: list[Row]
-    state: _State
+    state: State
 
 
 class _Reader(IterableDataset[Any]):
@@ -239,8 +229,8 @@ class _Reader(IterableDataset[Any]):
         saved = self.position.source_state["lanes"].get(name, {})
         made = {}
         for lane in sorted(lanes):
-            made[lane] = _Lane(
-                _Documents(source, name, lane, count, self.stream.rules),
+            made[lane] = Lane(
+                LaneDocuments(source, name, lane, count, self.stream.rules),
                 self.stream.rules,
                 derive_seed(seed, lane),
                 max(source.block // count, 1),
@@ -296,7 +286,7 @@ class _Indexed:
         row: Row = self._dataset[int(self._order[index])]
         return row
 
-    def states(self) -> dict[int, _State]:
+    def states(self) -> dict[int, State]:
         """No state: the number of the row is enough."""
         return {}
 
@@ -304,7 +294,7 @@ class _Indexed:
 class _Lanes:
     """The lanes of a stream that this process packs."""
 
-    def __init__(self, lanes: Mapping[int, _Lane]) -> None:
+    def __init__(self, lanes: Mapping[int, Lane]) -> None:
         self._lanes = lanes
 
     def row(self, lane: int, draw: int, *, wanted: bool) -> Row | None:
@@ -315,212 +305,6 @@ class _Lanes:
         row = found.next()
         return row if wanted else None
 
-    def states(self) -> dict[int, _State]:
+    def states(self) -> dict[int, State]:
         """The state of each lane after the rows that were taken."""
         return {number: lane.state_dict() for number, lane in self._lanes.items()}
-
-
-class _Lane:
-    """The rows of one lane, packed in blocks of at least *num_documents* documents and :data:`ROWS_PER_BLOCK` rows.
-
-    The state is the position of the block in the documents, the documents that were left of the block before, and the
-    number of rows that were taken. A block is a function of the state at its start.
-    """
-
-    def __init__(
-        self,
-        documents: _Documents,
-        rules: RowRules,
-        seed: int,
-        num_documents: int,
-        *,
-        shuffle: bool,
-        state: _State | None,
-    ) -> None:
-        self._documents, self._rules, self._seed = documents, rules, seed
-        self._num_documents, self._shuffle = num_documents, shuffle
-        self._rows: list[Row] = []
-        self._left: list[Document] = []
-        self._block = 0
-        self._taken = 0
-        self._start = documents.state_dict()
-        self._left_before: list[Document] = []
-        if state is not None:
-            documents.load_state_dict(state["documents"])
-            self._left = _documents_in(state["left"])
-            self._block = state["block"]
-            # The block that was interrupted keeps its size, also if the recipe's shuffle_block has changed.
-            self._num_documents = state["num_documents"]
-            self._start, self._left_before = documents.state_dict(), self._left
-            if state["taken"]:
-                self._read_block()
-                self._taken = state["taken"]
-
-    def next(self) -> Row:
-        """The next row."""
-        while self._taken == len(self._rows):
-            self._block += bool(self._rows)
-            self._read_block()
-        self._taken += 1
-        return self._rows[self._taken - 1]
-
-    def state_dict(self) -> _State:
-        """The state after the rows that were taken."""
-        return {
-            "documents": self._start,
-            "left": _arrays_of(self._left_before),
-            "block": self._block,
-            "num_documents": self._num_documents,
-            "taken": self._taken,
-        }
-
-    def _read_block(self) -> None:
-        self._start = self._documents.state_dict()
-        self._left_before = self._left
-        documents = list(self._left)
-        wanted = ROWS_PER_BLOCK * self._rules.size
-        num_tokens = sum(len(document.tokens) for document in documents)
-        num_read = 0
-        is_last = False
-        while not is_last and (num_read < self._num_documents or num_tokens < wanted):
-            found, is_last = self._documents.read(_DOCUMENTS_PER_CALL)
-            num_read += len(found)
-            num_tokens += sum(len(document.tokens) for document in found)
-            documents += found
-        if self._rules.splits:
-            # What is left continues in the next row, so it stays first.
-            first = len(self._left)
-            order = [first + number for number in self._order(len(documents) - first)]
-            documents = [*documents[:first], *(documents[number] for number in order)]
-        self._rows, self._left = self._rules.rows(documents, self._order)
-        self._taken = 0
-
-    def _order(self, count: int) -> Sequence[int]:
-        order: list[int] = permutation(count, self._seed, self._block, self._shuffle).tolist()
-        return order
-
-
-class _Documents:
-    """The tokenized documents of lane *number* of *count*, again and again."""
-
-    def __init__(
-        self, stream: RowStream, name: str, number: int, count: int, rules: RowRules
-    ) -> None:
-        self._stream = stream
-        self._name = name
-        self._lane = (number, count)
-        self._rules = rules
-        self._rows = stream.rows.lane(number, count)
-        self._beginning = self._rows.state_dict()
-        self._iterator: Iterator[Any] | None = None
-        self._has_some = False
-
-    def read(self, count: int) -> tuple[list[Document], bool]:
-        """Return the next documents, at most *count*, and whether they are the last before the stream begins again."""
-        if self._iterator is None:
-            self._iterator = iter(self._rows)
-        rows = self._next_rows(self._iterator, count)
-        documents = self._tokenized(rows) if rows else []
-        self._has_some = self._has_some or bool(documents)
-        is_last = len(rows) < count
-        if is_last:
-            self._begin_again()
-        return documents, is_last
-
-    def _next_rows(self, iterator: Iterator[Any], count: int) -> list[Any]:
-        try:
-            return list(islice(iterator, count))
-        except (*UNREADABLE, ValueError, RuntimeError) as error:
-            source = self._stream.source
-            if not source.is_file:
-                raise
-            raise source.unreadable(error) from error
-
-    def _tokenized(self, rows: list[Any]) -> list[Document]:
-        stream = self._stream
-        table = _SomeRows(stream.source.path, rows, stream.rows.fields)
-        documents = []
-        for number, sample in enumerate(stream.encode(table)):
-            truncated = stream.policy.apply(sample, partial(table.place, number))
-            if truncated is not None:
-                self._check_length(len(truncated.tokens), partial(table.place, number))
-                documents.append(Document.of(truncated.tokens, truncated.labelled))
-        return documents
-
-    def _check_length(self, length: int, where: Callable[[], str]) -> None:
-        if length > self._rules.size and not self._rules.splits:
-            raise RecipeError(
-                "a document is longer than a row",
-                where=where(),
-                value=f"{length} tokens, packed_sequence.size {self._rules.size}",
-                hint="set pretrain.split_documents true, dataset.seq_length to the size of a row with "
-                "dataset.truncation right, or a larger packed_sequence.size",
-            )
-
-    def _begin_again(self) -> None:
-        if not self._has_some:
-            number, count = self._lane
-            raise RecipeError(
-                "a stream has too few documents to divide it among the rows of a global batch",
-                where=f"dataset.sources.{self._name}" if self._name else "dataset",
-                value=f"part {number + 1} of {count} of {self._stream.source.path} has no document with labels",
-                hint="read it without streaming, or use more data or a smaller step_scheduler.global_batch_size",
-            )
-        self._rows.load_state_dict(copy.deepcopy(self._beginning))
-        self._iterator = None
-
-    def state_dict(self) -> _State:
-        state: _State = copy.deepcopy(self._rows.state_dict())
-        return state
-
-    def load_state_dict(self, state: _State) -> None:
-        self._rows.load_state_dict(copy.deepcopy(state))
-        self._iterator = None
-        self._has_some = True
-
-
-class _SomeRows(Rows):
-    """A table of some *rows* of a stream: pairs of content and place. *known* are the fields of the stream's rows."""
-
-    def __init__(self, path: str, rows: Sequence[Any], known: Sequence[str]) -> None:
-        self.path = path
-        self._rows = rows
-        self._known = known
-
-    @property
-    def num_rows(self) -> int:
-        return len(self._rows)
-
-    @property
-    def fields(self) -> Sequence[str]:
-        names = dict.fromkeys(self._known)
-        for content, _ in self._rows:
-            names.update(dict.fromkeys(content))
-        return list(names)
-
-    def read(self, fields: Sequence[str]) -> list[list[Any]]:
-        return [[content.get(field) for content, _ in self._rows] for field in fields]
-
-    def place(self, row: int) -> str:
-        return self._rows[row][1] or f"{self.path}, a row of the stream"
-
-
-def _arrays_of(documents: Sequence[Document]) -> _State:
-    """The documents as arrays, which checkpoints store."""
-    tokens = [document.tokens for document in documents]
-    labelled = [document.labelled for document in documents]
-    return {
-        "tokens": np.concatenate([np.empty(0, np.int32), *tokens]),
-        "labelled": np.concatenate([np.empty(0, np.bool_), *labelled]),
-        "lengths": [len(each) for each in tokens],
-    }
-
-
-def _documents_in(arrays: _State) -> list[Document]:
-    documents = []
-    start = 0
-    for length in arrays["lengths"]:
-        stop = start + length
-        documents.append(Document(arrays["tokens"][start:stop], arrays["labelled"][start:stop]))
-        start = stop
-    return documents
