@@ -162,7 +162,7 @@ def test_hundreds_of_hostile_path_names_execute_nothing(tmp_path: Path) -> None:
         "CONSOLIDATION_TOOL": str(tmp_path / "stub.py"),
         "STUB_LOG": str(log),
     }
-    names = sorted(set(hostile_names(500)))
+    names = sorted(set(hostile_names(250)))
     for number, name in enumerate(names):
         base = tmp_path / "h" / str(number)
         model = model_directory(base / name)

@@ -68,7 +68,7 @@ SMALLER = {  # what a few steps on two cores ask to be changed
     ],
 }
 TRAINER = "llm_finetune/qwen3/qwen3_0_6b_continue_trainer"
-RANKS = {TP: 4, EP: 2}
+RANKS = {TP: 2, EP: 2}
 FAMILIES = {
     "llama3_2": "llama",
     "qwen3": "qwen3",

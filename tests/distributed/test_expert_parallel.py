@@ -163,13 +163,14 @@ def test_a_run_logs_what_one_rank_does_and_resumes_exactly_on_any_ranks(
     divided = {
         "divided": (*model, *sizes),
         "resumed": (*model, *sizes, from_divided),
-        "on all": (*model, *sizes, from_one),
     }
-    whole, resumed, _ = run_each(tmp_path, divided, num_ranks=num_ranks)
+    if num_ranks == 2:
+        divided["on all"] = (*model, *sizes, from_one)
+    whole, resumed, *_ = run_each(tmp_path, divided, num_ranks=num_ranks)
     assert resumed == whole
     run(tmp_path, *model, from_divided, name="on one")
     expected = lines_of_steps(tmp_path / "one/training.jsonl")
-    for name in ("divided", "on one", "on all"):
+    for name in [*divided, "on one"]:
         steps = lines_of_steps(tmp_path / name / "training.jsonl")
         same = expected[-len(steps) :]
         for field in ("loss", "grad_norm"):

@@ -85,9 +85,8 @@ def test_the_ranks_and_the_micro_batches_change_nothing(recipe: Path) -> None:
     layouts = {
         "one": (1, ("--step_scheduler.local_batch_size=4",)),
         "fsdp2": (2, (fsdp2, "--step_scheduler.local_batch_size=1")),
-        "tp": (2, ("--distributed.tp_size=2",)),
         "lora": (1, (LORA,)),
-        "lora fsdp2": (2, (LORA, fsdp2)),
+        "lora tp": (2, (LORA, "--distributed.tp_size=2")),
     }
     steps, validations = train_layouts(recipe, KTOFinetune, layouts, *SHORT, *options)
     for name in layouts:

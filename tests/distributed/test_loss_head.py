@@ -46,7 +46,6 @@ FULL = "--loss_fn={_target_: torch.nn.CrossEntropyLoss}"
                 ("ddp", "false", "[]"),
                 ("fsdp2", "true", "[]"),
                 ("fsdp2", "false", "[]"),
-                ("ddp", "true", EMBEDDING),
                 ("fsdp2", "true", EMBEDDING),
             ],
         ),

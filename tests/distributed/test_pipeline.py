@@ -100,9 +100,12 @@ def test_several_stages_on_a_rank_divided_rows_and_adapters_log_what_one_rank_do
         common = (*common, "--model.from_config.tie_word_embeddings=false")
     run(tmp_path, *common, name="alone", text=FOUR_LAYERS)
     back = f"--checkpoint.restore_from={tmp_path / 'whole' / 'epoch_0_step_2'}"
-    runs = {"whole": (*common, *options), "resumed": (*common, *options, back)}
-    whole, resumed = run_each(tmp_path, runs, num_ranks=num_ranks, text=FOUR_LAYERS)
-    assert resumed == whole
+    runs = {"whole": (*common, *options)}
+    # Stages that are not interleaved resume in the test above.
+    if set(INTERLEAVED) <= set(options):
+        runs["resumed"] = (*common, *options, back)
+    whole, *resumed = run_each(tmp_path, runs, num_ranks=num_ranks, text=FOUR_LAYERS)
+    assert all(each == whole for each in resumed)
     run(tmp_path, *common, back, name="on one", text=FOUR_LAYERS)
     alone = lines_of_steps(tmp_path / "alone/training.jsonl")
     for name in ("whole", "on one"):

@@ -89,9 +89,8 @@ def test_the_ranks_and_the_micro_batches_change_nothing(recipe: Path) -> None:
     layouts = {
         "one": (1, ()),
         "fsdp2": (2, (fsdp2, "--step_scheduler.local_batch_size=1")),
-        "tp": (2, ("--distributed.tp_size=2",)),
         "lora": (1, (LORA,)),
-        "lora fsdp2": (2, (LORA, fsdp2, "--step_scheduler.local_batch_size=2")),
+        "lora tp": (2, (LORA, "--distributed.tp_size=2")),
     }
     steps, validations = train_layouts(recipe, RewardModel, layouts, *SHORT, *validated)
     for name in layouts:

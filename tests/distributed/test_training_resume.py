@@ -32,7 +32,7 @@ def run(
     ("num_ranks", "num_workers", "accumulation", "kills"),
     [
         (1, 0, 1, (3, 8)),
-        (2, 2, 4, (6, 7)),
+        (2, 1, 4, (6, 7)),
     ],
 )
 def test_killed_twice_between_checkpoints_and_resumed_equals_uninterrupted(
@@ -63,7 +63,11 @@ def test_a_resume_logs_how_many_steps_it_repeats(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_two_ranks_train_on_the_same_global_batches_as_one(tmp_path: Path, strategy: str) -> None:
-    overrides = ("--step_scheduler.local_batch_size=1", "--model.from_config.attention_dropout=0.0")
+    overrides = (
+        "--step_scheduler.local_batch_size=2",
+        "--step_scheduler.max_steps=8",
+        "--model.from_config.attention_dropout=0.0",
+    )
     run(tmp_path, 1, "one", *overrides)
     run(tmp_path, 2, "two", f"--distributed.strategy={strategy}", *overrides)
     one, two = steps_of(tmp_path / "one"), steps_of(tmp_path / "two")

@@ -170,7 +170,7 @@ def test_it_is_divided_and_named_as_the_model_is(tmp_path: Path) -> None:
     # With decay 0, the average is the weights.
     recipe = write_recipe(tmp_path, RECIPE + "ema: {decay: 0.0}\n")
     short = (
-        "--step_scheduler.max_steps=2",
+        "--step_scheduler.max_steps=1",
         "--checkpoint.save_consolidated=false",
         "--step_scheduler.local_batch_size=2",
     )
