@@ -454,6 +454,11 @@ def _build_errors(from_pretrained: str | None, attn_implementation: str | None) 
         if known := explained(error, from_pretrained or "", "model.from_pretrained"):
             raise known from error
         hint = "correct the model section; weights are read from *.safetensors beside config.json"
+        if isinstance(error, ImportError) and attn_implementation is None:
+            hint = (
+                "install the named package; or use a base that is not quantized, if quantized files need it "
+                "(peft.quantize_base quantizes a base while it is read)"
+            )
         if attn_implementation is not None and "flash" in str(error).lower():
             hint = "install what it needs, or set model.attn_implementation to sdpa or eager, or leave it out"
         elif attn_implementation is not None and "attention implementation" in str(error).lower():

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import importlib.util
+import inspect
 import logging
 from collections import Counter
 from typing import Any, Literal, NoReturn
 
 import torch
+import transformers
 from torch import nn
 from transformers import PreTrainedConfig
 
@@ -43,8 +45,6 @@ def quantized_loading(
         )
     if importlib.util.find_spec("bitsandbytes") is None:
         _refuse(kind, "bitsandbytes is not installed", "pip install 'automodel_ckpt[quantization]'")
-    import transformers
-
     make: Any = transformers.BitsAndBytesConfig  # it has no annotations
     if kind == "int8":
         config = make(load_in_8bit=True)
@@ -70,11 +70,22 @@ def dequantized(config: PreTrainedConfig) -> dict[str, Any]:
     Empty for a base that is not quantized, and for formats that transformers cannot dequantize while it reads.
     """
     settings = getattr(config, "quantization_config", None)
-    if not isinstance(settings, dict) or settings.get("quant_method") not in _READ_AS_FLOATS:
+    if not isinstance(settings, dict) or not _is_read_as_floats(settings):
         return {}
     changed = copy.deepcopy(config)
     changed.quantization_config = {**settings, "dequantize": True}
     return {"config": changed}
+
+
+def _is_read_as_floats(settings: dict[str, Any]) -> bool:
+    """Whether transformers can dequantize files with these *settings* while it reads them."""
+    method = settings.get("quant_method")
+    if method != "compressed-tensors":
+        return method in _READ_AS_FLOATS
+    # Otherwise, packed weights stay packed until the first forward pass, and peft cannot add adapters to them.
+    # transformers 5.17 does not have the setting yet.
+    make: Any = transformers.CompressedTensorsConfig
+    return "dequantize" in inspect.signature(make).parameters
 
 
 def cast_to(model: nn.Module, dtype: torch.dtype) -> None:

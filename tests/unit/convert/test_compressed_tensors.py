@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -19,6 +21,8 @@ from transformers import (
 )
 
 from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.models.build import build_model, load_model_config
+from automodel_ckpt.models.quantize import check_not_quantized
 
 Capture = pytest.CaptureFixture[str]
 GROUP = 128
@@ -110,6 +114,29 @@ def test_transformers_loads_the_stored_values(llama: Path, tmp_path: Path, schem
             weight = dequantized(stored, name, scheme)
             assert torch.equal(model.get_submodule(name).weight, weight.to(torch.bfloat16))
     assert (logits - exact).norm() < 0.3 * exact.norm()
+
+
+@pytest.mark.skipif(
+    "dequantize" not in inspect.signature(transformers.CompressedTensorsConfig).parameters,
+    reason="this version of transformers dequantizes only in the first forward pass",
+)
+@pytest.mark.parametrize("scheme", STEPS)
+def test_a_quantized_base_is_trained_as_ordinary_floats(
+    llama: Path, tmp_path: Path, scheme: str
+) -> None:
+    stored = exported(llama, scheme, tmp_path / "out")
+    base = str(tmp_path / "out")
+    config = load_model_config(from_pretrained=base)
+    model: Any = build_model(config, from_pretrained=base, dtype="float32")
+    check_not_quantized(model)
+    values = dict(model.named_parameters())
+    assert values.keys() == load_file(llama / "model.safetensors").keys()
+    assert {value.dtype for value in values.values()} == {torch.float32}
+    for name, value in values.items():
+        layer = name.removesuffix(".weight")
+        if f"{layer}.weight_scale" in stored:
+            weight = dequantized(stored, layer, scheme).float()
+            torch.testing.assert_close(value, weight, rtol=2**-8, atol=0)
 
 
 def test_the_config_names_what_is_not_quantized(llama: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from transformers.utils.hub import cached_file
 from automodel_ckpt.distributed.model_layers import decoder_layers, untied_layers
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.build import (
+    _build_errors,
     build_model,
     check_context,
     check_vocabulary,
@@ -317,6 +318,16 @@ def test_a_base_in_fp8_is_read_in_the_type_that_the_recipe_asks_for(
         assert all(torch.equal(parameters[key], value.to(dtype)) for key, value in values.items())
         assert model.config.dtype == dtype and not hasattr(model.config, "quantization_config")
     assert casts_everything or "from bfloat16 to float32 (model.dtype)" in caplog.text
+
+
+def test_a_missing_package_of_a_quantized_base_is_named_with_a_way_out() -> None:
+    with (
+        pytest.raises(
+            RecipeError, match=r"No module named 'torchao'[\s\S]*install the named package"
+        ),
+        _build_errors("base", None),
+    ):
+        raise ImportError("No module named 'torchao'")
 
 
 def test_a_base_whose_weights_stay_quantized_is_refused_for_training_as_a_whole() -> None:
