@@ -156,8 +156,8 @@ class ImageTextCollator:
         """
         flags = [False] * len(tokens)
         for start, end in sample.labeled_spans:
-            first = len(tokens) - self._num_equal(sample, start, tokens)
-            last = len(tokens) - self._num_equal(sample, end, tokens)
+            first = len(tokens) - self._num_from(sample, start, tokens)
+            last = len(tokens) - self._num_from(sample, end, tokens)
             flags[first:last] = [token not in self.image_token_ids for token in tokens[first:last]]
         if sample.labeled_spans and not any(flags[1:]):
             raise RecipeError(
@@ -169,7 +169,7 @@ class ImageTextCollator:
             )
         return flags
 
-    def _num_equal(self, sample: ImageText, start: int, tokens: list[int]) -> int:
+    def _num_from(self, sample: ImageText, start: int, tokens: list[int]) -> int:
         """Count the last *tokens* that belong to the sample's text from character *start* on."""
         rest = sample.text[start:]
         num_images = rest.count(self._placeholder) if self._placeholder else 0
@@ -177,10 +177,35 @@ class ImageTextCollator:
             processed = self._call([rest], [sample.images[-num_images:]])
             rest_tokens = processed["input_ids"][0].tolist()
         else:
-            special = self._adds_special_tokens(sample.text)
-            rest_tokens = self.processor.tokenizer(rest, add_special_tokens=special)["input_ids"]
+            rest_tokens = self._encoded(rest, sample)["input_ids"]
         pairs = zip(reversed(rest_tokens), reversed(tokens), strict=False)
-        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        num_equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if num_equal == len(rest_tokens) or not self.processor.tokenizer.is_fast:
+            return num_equal
+        # The rest begins with other tokens than it does behind the text before it: SentencePiece's tokenizers put a
+        # space before the first word of a text.
+        end = start + rest.index(self._placeholder) if num_images else len(sample.text)
+        in_context = self._tokens_between(sample, start, end)
+        num_alone = len(self._encoded(sample.text[start:end], sample)["input_ids"])
+        num_found = len(rest_tokens) - num_alone + len(in_context)
+        first = len(tokens) - num_found
+        if tokens[first : first + len(in_context)] != in_context:
+            return num_equal
+        return num_found
+
+    def _tokens_between(self, sample: ImageText, start: int, end: int) -> list[int]:
+        """Return the tokens of the characters *start* to *end* of a sample's text, without an image between them."""
+        encoded = self._encoded(sample.text, sample, return_offsets_mapping=True)
+        ends = [stop for _, stop in encoded["offset_mapping"]]
+        first = next((number for number, stop in enumerate(ends) if stop > start), len(ends))
+        last = next((number for number, stop in enumerate(ends) if stop > end), len(ends))
+        found: list[int] = encoded["input_ids"][first:last]
+        return found
+
+    def _encoded(self, text: str, sample: ImageText, **options: Any) -> Any:
+        """Tokenize a part of a sample's *text* with the special tokens that the processor would add to the sample."""
+        special = self._adds_special_tokens(sample.text)
+        return self.processor.tokenizer(text, add_special_tokens=special, verbose=False, **options)
 
     @property
     def _placeholder(self) -> str:

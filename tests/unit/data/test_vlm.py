@@ -15,8 +15,10 @@ from typing import Any
 import datasets
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from PIL import Image
+from transformers import LlavaProcessor, PreTrainedTokenizerFast
 
 from automodel_ckpt.data import digits
 from automodel_ckpt.data.image_collate import ImageTextCollator
@@ -107,6 +109,49 @@ def test_every_turn_is_learnt_in_a_conversation_with_an_image_in_each(
     assert learnt(processor, collate([conversations(processor, path, learn="last")[0]])) == [
         "red</s>"
     ]
+
+
+def sentencepiece(prepend: str) -> Any:
+    """A tokenizer that puts a space before the first word of a text (``first``), or of each part of it."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme=prepend)
+    special = ["<unk>", "<pad>", "<s>", "</s>", "<|user|>", "<|assistant|>", "<image>"]
+    trainer = tokenizers.trainers.BpeTrainer(special_tokens=special, show_progress=False)
+    made.train_from_iterator(["It is red", "It is blue", "why?"], trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+@pytest.mark.parametrize("start", ["<s>", ""])
+@pytest.mark.parametrize("prepend", ["first", "always", "never"])
+def test_the_first_word_of_an_answer_is_learnt_whatever_the_tokenizer_puts_before_a_text(
+    prepend: str, start: str, processors: Any, tmp_path: Path
+) -> None:
+    tokenizer = sentencepiece(prepend)
+    llava = LlavaProcessor(
+        processors["llava"][1].image_processor,
+        tokenizer,
+        patch_size=4,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        image_token="<image>",
+    )
+    image = tokenizer.convert_tokens_to_ids("<image>")
+    # No space is between the header and the answer.
+    template = TEMPLATE.replace("<s>", start).replace("|>", "|>(").replace("IMAGE", "<image>")
+    turns = []
+    for answer in ("It is red", "It is blue"):
+        question = [{**IMAGE, "path": "a.png"}, *text("why?")]
+        turns += [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": text(answer)},
+        ]
+    path = written(tmp_path, {"messages": turns})
+    sample = conversations(llava, path, chat_template=template)[0]
+    [labels] = ImageTextCollator(llava, frozenset({image}))([sample])["labels"]
+    words = "".join(tokenizer.convert_ids_to_tokens(labels[labels >= 0].tolist()))
+    assert words == "It▁is▁red</s>It▁is▁blue</s>"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
