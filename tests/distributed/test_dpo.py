@@ -19,7 +19,7 @@ from automodel_ckpt.recipes.dpo import DPOFinetune
 from automodel_ckpt.recipes.orpo import ORPOFinetune
 from automodel_ckpt.recipes.recipe import Recipe
 from tests.support import ranks
-from tests.support.preference import recorded, step_records, write_run
+from tests.support.preference import TENSOR_PARALLEL, recorded, step_records, write_run
 from tests.support.training import killed_after, steps_of, train
 
 MEASURES = ("accuracy", "margin", "reward_chosen", "reward_rejected")
@@ -106,10 +106,10 @@ def test_a_killed_run_continues_bit_for_bit(tmp_path: Path, case: str) -> None:
 HALF = "--step_scheduler.local_batch_size=2"
 SHARED: dict[str, tuple[str, ...]] = {
     "fsdp2 and one": (HALF, "--step_scheduler.max_steps=4"),
-    "tp": ("--distributed.tp_size=2",),
+    "tp": TENSOR_PARALLEL,
     "ddp": (HALF, "--distributed.strategy=ddp", "--dpo.precompute=true"),
     "fsdp2 with adapters": (HALF, LORA),
-    "tp with adapters": (LORA, "--distributed.tp_size=2"),
+    "tp with adapters": (LORA, *TENSOR_PARALLEL),
 }
 
 

@@ -16,6 +16,7 @@ from automodel_ckpt.recipes.embedding_pairs import PairsOverRanks, Parts
 from automodel_ckpt.training.contrastive import contrastive_losses
 from tests.support import embeddings, ranks
 from tests.support.parallel import layout_here
+from tests.support.preference import TENSOR_PARALLEL
 from tests.support.training import killed_after, steps_of, train
 
 LORA = ("--peft.r=4", "--peft.dropout=0.0", "--optimizer.lr=0.01")
@@ -29,7 +30,7 @@ WAYS: dict[str, tuple[str, ...]] = {
     "fsdp2": ("--step_scheduler.local_batch_size=3",),
     "ddp": ("--step_scheduler.local_batch_size=6", "--distributed.strategy=ddp"),
     "ddp_accumulated": ("--step_scheduler.local_batch_size=2", "--distributed.strategy=ddp"),
-    "tp": ("--step_scheduler.local_batch_size=4", "--distributed.tp_size=2"),
+    "tp": ("--step_scheduler.local_batch_size=4", *TENSOR_PARALLEL),
 }
 
 

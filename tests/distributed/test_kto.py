@@ -18,6 +18,7 @@ from automodel_ckpt.recipes.forecast.plan import plan
 from automodel_ckpt.recipes.kto import KTO, KTOFinetune
 from tests.fixtures.preference import tiny_policy
 from tests.support.preference import (
+    TENSOR_PARALLEL,
     check_resumes,
     run_directory,
     step_records,
@@ -84,9 +85,9 @@ def test_the_ranks_and_the_micro_batches_change_nothing(recipe: Path) -> None:
     fsdp2 = "--distributed.strategy=fsdp2"
     layouts = {
         "one": (1, ("--step_scheduler.local_batch_size=4",)),
-        "fsdp2": (2, (fsdp2, "--step_scheduler.local_batch_size=1")),
+        "tp": (2, TENSOR_PARALLEL),
         "lora": (1, (LORA,)),
-        "lora tp": (2, (LORA, "--distributed.tp_size=2")),
+        "lora fsdp2": (2, (LORA, fsdp2, "--step_scheduler.local_batch_size=1")),
     }
     steps, validations = train_layouts(recipe, KTOFinetune, layouts, *SHORT, *options)
     for name in layouts:

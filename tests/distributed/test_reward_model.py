@@ -19,6 +19,7 @@ from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.reward_model import RewardModel
 from tests.fixtures.preference import tiny_policy
 from tests.support.preference import (
+    TENSOR_PARALLEL,
     check_resumes,
     step_records,
     train_layouts,
@@ -88,9 +89,9 @@ def test_the_ranks_and_the_micro_batches_change_nothing(recipe: Path) -> None:
     fsdp2 = "--distributed.strategy=fsdp2"
     layouts = {
         "one": (1, ()),
-        "fsdp2": (2, (fsdp2, "--step_scheduler.local_batch_size=1")),
+        "tp": (2, TENSOR_PARALLEL),
         "lora": (1, (LORA,)),
-        "lora tp": (2, (LORA, "--distributed.tp_size=2")),
+        "lora fsdp2": (2, (LORA, fsdp2, "--step_scheduler.local_batch_size=1")),
     }
     steps, validations = train_layouts(recipe, RewardModel, layouts, *SHORT, *validated)
     for name in layouts:

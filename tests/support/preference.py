@@ -87,6 +87,10 @@ def write_rows(directory: Path, rows: list[dict[str, Any]]) -> None:
     (directory / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
+TENSOR_PARALLEL = ("--distributed.tp_size=2", "--dataloader.pad_to_multiple_of=32")
+"""Rows of one length: for each length, DTensor derives the sharding of every operation, most of the time of a run."""
+
+
 def run_directory(recipe: Path, name: str) -> str:
     """The override for a run in the directory *name* beside the recipe."""
     return f"--checkpoint.checkpoint_dir={recipe.parent / name}"
