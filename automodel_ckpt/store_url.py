@@ -131,7 +131,10 @@ def check_url(url: str, where: str) -> str:
             hint="give credentials in the environment or the files that the store's own tools read",
         )
     parts = urlsplit(url)
-    if not (parts.netloc or scheme in ("file", "memory")) or ".." in parts.path.split("/"):
+    has_place = bool(parts.netloc)
+    if scheme in ("file", "memory"):
+        has_place = bool(url.partition("://")[2].strip("/"))
+    if not has_place or ".." in parts.path.split("/"):
         raise RecipeError(
             "the URL of a store names no directory in it",
             where=where,

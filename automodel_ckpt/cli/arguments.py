@@ -84,14 +84,16 @@ def add_run(command: argparse.ArgumentParser) -> None:
     )
 
 
-def number_at_least(least: int) -> Callable[[str], int]:
-    """Return the type of an argument that is an integer of *least* or more."""
+def number_at_least(least: int, most: int = 2**63 - 1) -> Callable[[str], int]:
+    """Return the type of an argument that is an integer from *least* to *most*."""
 
     # argparse names the function in the message for text that is not a number
     def whole_number(text: str) -> int:
         number = int(text)
         if number < least:
             raise argparse.ArgumentTypeError(f"{number} is less than {least}")
+        if number > most:
+            raise argparse.ArgumentTypeError(f"{number} is more than {most}")
         return number
 
     return whole_number

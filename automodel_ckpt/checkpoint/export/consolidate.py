@@ -128,14 +128,20 @@ def consolidate(
     )
 
 
+_MAX_WORKERS = 1024
+
+
 def _workers(num_procs: int, num_threads: int) -> Workers:
     for name, value in (
         ("--nproc (NPROC_PER_NODE)", num_procs),
         ("--num-threads (NUM_THREADS)", num_threads),
     ):
-        if value < 1:
+        if not 1 <= value <= _MAX_WORKERS:
             raise RecipeError(
-                "not a number of workers", where=name, value=value, hint="give 1 or more"
+                "not a number of workers",
+                where=name,
+                value=value,
+                hint=f"give a number from 1 to {_MAX_WORKERS}",
             )
     return Workers(num_procs, num_threads)
 

@@ -9,6 +9,7 @@ next export restores it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from automodel_ckpt.errors import CheckpointUnusable, SaveFailed, os_problem
 
 Check = Callable[[], None]
 
+_NUM_SHOWN = 5
 _HINT = "free space or choose another --output; nothing was changed"
 
 
@@ -48,9 +50,12 @@ def check_target(target: Path) -> None:
         return
     if not target.is_dir():
         raise _not_replaceable(target, "not a directory")
-    others = sorted(_files(target) - _exported_files(target))
-    if others:
-        raise _not_replaceable(target, ", ".join(map(repr, others[:5])))
+    exported = _exported_files(target)
+    others = (file for file in _files(target) if file not in exported)
+    # Not all of them: the target may be the root of a file system.
+    shown = list(itertools.islice(others, _NUM_SHOWN))
+    if shown:
+        raise _not_replaceable(target, ", ".join(map(repr, shown)))
 
 
 def _not_replaceable(target: Path, value: str) -> SaveFailed:
@@ -62,17 +67,13 @@ def _not_replaceable(target: Path, value: str) -> SaveFailed:
     )
 
 
-def _files(directory: Path) -> set[str]:
-    """Return the relative paths of all files below *directory*, and of links, which are not followed."""
-    found: set[str] = set()
+def _files(directory: Path) -> Iterator[str]:
+    """Yield the relative paths of all files below *directory*, and of links, which are not followed."""
     for parent, directories, names in os.walk(directory):
-        paths = [os.path.join(parent, name) for name in names]
-        for name in directories:
-            path = os.path.join(parent, name)
-            if os.path.islink(path):
-                paths.append(path)
-        found.update(os.path.relpath(path, directory) for path in paths)
-    return found
+        directories.sort()
+        links = [name for name in directories if os.path.islink(os.path.join(parent, name))]
+        for name in sorted([*names, *links]):
+            yield os.path.relpath(os.path.join(parent, name), directory)
 
 
 def _exported_files(directory: Path) -> set[str]:

@@ -126,7 +126,21 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _prompt(text: str) -> str:
-    return sys.stdin.read().rstrip("\n") if text == "-" else text
+    """Return a prompt of the command line, or the standard input for ``-``.
+
+    Raises :class:`RecipeError` for text that is not valid UTF-8.
+    """
+    try:
+        prompt = sys.stdin.read().rstrip("\n") if text == "-" else text
+        prompt.encode()
+    except UnicodeError as error:
+        raise RecipeError(
+            "the prompt is not valid UTF-8",
+            where="--prompt",
+            value=str(error),
+            hint="convert it, for example with iconv",
+        ) from error
+    return prompt
 
 
 def _check(arguments: argparse.Namespace) -> None:

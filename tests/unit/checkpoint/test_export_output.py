@@ -8,6 +8,7 @@ import math
 import os
 import random
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ import torch
 
 from automodel_ckpt.checkpoint import Manifest, discover
 from automodel_ckpt.checkpoint.export import output
-from automodel_ckpt.checkpoint.export.consolidate import consolidate
+from automodel_ckpt.checkpoint.export.consolidate import _workers, consolidate
+from automodel_ckpt.checkpoint.export.publish import check_target
 from automodel_ckpt.checkpoint.files.direct import SECTOR_BYTES, block_of
 from automodel_ckpt.checkpoint.tensors.box_reader import boxes
+from automodel_ckpt.errors import RecipeError, SaveFailed
 from tests.support import tiny
 from tests.support.shards import cut, write_checkpoint
 
@@ -186,3 +189,32 @@ def whole_box(shape: tuple[int, ...]) -> Any:
     from automodel_ckpt.checkpoint.slices import Box
 
     return Box((0,) * len(shape), shape)
+
+
+def test_a_target_with_many_files_is_refused_without_listing_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as the root of a file system."""
+    for number in range(7):
+        (tmp_path / f"file_{number}").touch()
+    (tmp_path / "directory").mkdir()
+    visited = []
+    walk = os.walk
+
+    def counting(directory: Path) -> Iterator[tuple[str, list[str], list[str]]]:
+        for found in walk(directory):
+            visited.append(found[0])
+            yield found
+
+    monkeypatch.setattr(os, "walk", counting)
+    with pytest.raises(SaveFailed, match="no export made") as failed:
+        check_target(tmp_path)
+    assert "'file_4'" in str(failed.value) and "'file_5'" not in str(failed.value)
+    assert visited == [str(tmp_path)]
+
+
+@pytest.mark.parametrize("number", [0, -1, 10**8])
+def test_numbers_of_workers_have_limits(number: int) -> None:
+    for arguments in ((number, 1), (1, number)):
+        with pytest.raises(RecipeError, match="from 1 to 1024"):
+            _workers(*arguments)

@@ -77,6 +77,26 @@ def test_a_path_that_is_not_utf8_is_opened(capsys: Capture, model: Path, tmp_pat
     assert generated(capsys, str(path), "-p", "hello")["tokens"] <= 6
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["-p", os.fsdecode(b"caf\xe9")], "not valid UTF-8"),
+        (["-p", "-"], "not valid UTF-8"),
+        (["-p", "hello", "--seed", "9" * 30], "more than"),
+    ],
+)
+def test_arguments_that_libraries_cannot_read_are_errors(
+    capsys: Capture,
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8"))
+    assert main(["generate", str(model), *words]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_weights_that_safetensors_cannot_read_are_an_error(
     capsys: Capture, model: Path, tmp_path: Path
 ) -> None:
