@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -123,8 +124,8 @@ def _selective_forward(layer_class: type[nn.Module]) -> Callable[..., Any]:
         is_recorded = layer.training and torch.is_grad_enabled()
         without_contexts = functools.partial(checkpoint, function, use_reentrant=False)
         changed: frozenset[str] | None = frozenset()
-        # Compilation replaces operations in place.
-        if not torch.compiler.is_compiling():
+        # Compilation replaces operations in place, and a forecast of the memory has no memory to look at.
+        if not torch.compiler.is_compiling() and not _has_fakes((args, kwargs)):
             changed = _changed_operators.get(layer)
         if changed is None:
             with _ChangedResults() as results:
@@ -154,6 +155,14 @@ _changed_operators: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = (
     weakref.WeakKeyDictionary()
 )
 """For each selective layer that was called: the operators whose results it changes in place."""
+
+
+def _has_fakes(inputs: Any) -> bool:
+    """Whether the tensors in *inputs* have no memory."""
+    for each in tree_leaves(inputs):
+        if isinstance(each, FakeTensor) or (isinstance(each, torch.Tensor) and each.is_meta):
+            return True
+    return False
 
 
 class _ChangedResults(TorchDispatchMode):  # type: ignore[no-untyped-call]

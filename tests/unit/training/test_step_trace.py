@@ -43,6 +43,9 @@ def counted(model: nn.Module, num_micro_batches: int, *, autocast: bool = False)
     live = LiveBytes()
     for parameter in (*model.parameters(), *model.buffers()):
         live.exclude(parameter)
+    # Probes call a model before it is trained.
+    with torch.no_grad():
+        model(**INPUTS, **OPTIONS)
     with live:
         for _ in range(num_micro_batches):
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
