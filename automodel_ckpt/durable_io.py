@@ -21,19 +21,27 @@ def naming(path: Path) -> Iterator[None]:
 
 def fsync_file(path: Path) -> None:
     """Fsync the content of an existing file, not its directory entry. Raises OSError naming it."""
-    _fsync(path, os.O_RDONLY)
+    with _opened(path, os.O_RDONLY) as descriptor:
+        os.fsync(descriptor)
 
 
 def fsync_directory(path: Path) -> None:
     """Make the directory's entries durable. Raises OSError naming it."""
-    _fsync(path, os.O_RDONLY | os.O_DIRECTORY)
+    with _opened(path, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
+        os.fsync(descriptor)
+        # When XFS shuts down after an error of its disk, it discards changes that are not on disk yet, and then fsync
+        # of their directory succeeds. Reading an entry raises EIO.
+        with os.scandir(descriptor) as entries:
+            next(entries, None)
 
 
-def _fsync(path: Path, flags: int) -> None:
+@contextlib.contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    """The descriptor of an existing file or directory. Adds *path* to an OSError raised inside the context."""
     with naming(path):
         descriptor = os.open(path, flags | os.O_CLOEXEC)
         try:
-            os.fsync(descriptor)
+            yield descriptor
         finally:
             os.close(descriptor)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from automodel_ckpt.checkpoint import commit
+from automodel_ckpt.durable_io import fsync_directory
 from tests.support import networks
 from tests.support.command_server import CommandServer, Starting
 from tools.crash import (
@@ -164,6 +165,26 @@ def test_a_cut_disk_comes_back_although_another_mount_namespace_keeps_the_old_on
             disk.mount_again()
             assert (disk.mount_point / "kept").read_text() == "on disk"
             elsewhere.communicate("\n")
+
+
+@pytest.mark.parametrize("file_system", power.FILE_SYSTEMS)
+def test_a_directory_is_not_durable_if_its_file_system_shuts_down_before_the_fsync(
+    file_system: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fsync of XFS then reports success, although the directory's last change is discarded."""
+    if reason := power.unsupported(file_system):
+        pytest.skip(reason)
+    fsync = os.fsync
+
+    def fsync_after_cut(descriptor: int) -> None:
+        disk.cut()
+        fsync(descriptor)
+
+    with power.Disk(file_system) as disk:
+        os.mkdir(disk.mount_point / "new")
+        monkeypatch.setattr(os, "fsync", fsync_after_cut)
+        with pytest.raises(OSError, match="Input/output error"):
+            fsync_directory(disk.mount_point)
 
 
 def test_no_failing_call_of_a_sample_does_more_than_fail_the_save() -> None:
