@@ -323,7 +323,7 @@ def test_rendering_takes_little_longer_than_without_limits() -> None:
             began = time.thread_time()
             template.render(messages=talk)
             taken.append(time.thread_time() - began)
-    assert min(seconds[1]) < 4 * min(seconds[0])
+    assert min(seconds[1]) < 8 * min(seconds[0]), "about 3"
 
 
 def test_a_chat_template_is_stopped_in_any_thread(
