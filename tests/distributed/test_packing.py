@@ -102,13 +102,11 @@ def test_a_model_that_lets_samples_see_each_other_refuses_packs_and_pads(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     start, end = TEXT.index("  from_config"), TEXT.index("tokenizer:")
-    opt = "  from_config: {model_type: opt, hidden_size: 32, ffn_dim: 48, num_hidden_layers: 2, num_attention_heads: 4,"
-    text = TEXT.replace(
-        TEXT[start:end], f"{opt} word_embed_proj_dim: 32, max_position_embeddings: 64}}\n"
-    )
+    bloom = "  from_config: {model_type: bloom, hidden_size: 32, n_layer: 2, n_head: 4}\n"
+    text = TEXT.replace(TEXT[start:end], bloom)
     error = failure(tmp_path, f"--dataset={PAIRS}", "--packed_sequence.size=96", text=text)
     assert isinstance(error, RecipeError)
-    assert "OPTForCausalLM, sdpa attention" in str(error)
+    assert "BloomForCausalLM, eager attention" in str(error)
     run(tmp_path, f"--dataset={PAIRS}", "--step_scheduler.max_steps=1", text=text)
     assert "samples are padded to the longest" in capfd.readouterr().err
 
