@@ -82,6 +82,13 @@ def _verify_remote(arguments: argparse.Namespace) -> int:
 
     run, name = locate(arguments.path)
     names = [name] if name else [str(found.name) for found in run.checkpoints()]
+    if not names:
+        raise CheckpointUnusable(
+            "no complete checkpoint found",
+            where=str(run.store),
+            value="",
+            hint="check the URL; `ckpt ls URL` also lists incomplete checkpoints",
+        )
     results: list[Result] = []
     for each in reversed(names):
         where = Path(each)

@@ -298,6 +298,9 @@ def test_a_checkpoint_that_is_removed_while_it_is_pushed(
         assert ckpt(["verify", f"file://{store}", "--deep"]) == 0
     else:
         assert code == 3 and "removed while it was uploaded" in printed.err
+        # The store has no complete checkpoint.
+        assert ckpt(["verify", f"file://{store}"]) == 3
+        assert "no complete checkpoint found" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS])
