@@ -98,7 +98,7 @@ class NodeProcess:
             assert self._process is not None
             return self._process.pid
 
-    def _start(self) -> None:
+    def _start(self) -> subprocess.Popen[bytes]:
         # At the same port after a failure: the other nodes know it.
         fields = {**asdict(self._settings), "port": self.address.port}
         path = "\n".join(os.path.abspath(entry) for entry in sys.path)
@@ -106,7 +106,7 @@ class NodeProcess:
         # The process inherits the mask, so that a signal to the process group does not end it before the trainer.
         previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
         try:
-            self._process = subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-c", _START, path],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -114,18 +114,27 @@ class NodeProcess:
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
-        answer = self._ask(fields, lambda: None)
-        self.address = Address(self.address.host, answer["port"])
+        self._process = process
         if self._closed.is_set():
             # Meanwhile: kill() may have found no process.
             self.kill()
+        answer = self._ask(process, fields, lambda: None)
+        self.address = Address(self.address.host, answer["port"])
+        return process
 
     def start_again(self) -> None:
         """Start the process again if it has ended. Raises OSError, and :class:`NodeFailed`."""
         with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self.kill()
-                self._start()
+            self._running_process()
+
+    def _running_process(self) -> subprocess.Popen[bytes]:
+        """Return the process, which is started again if it has ended."""
+        # A local name: close() removes the attribute without the lock.
+        process = self._process
+        if process is None or process.poll() is not None:
+            self.kill()
+            process = self._start()
+        return process
 
     def _watch(self) -> None:
         """Start the process again when it has ended, until :meth:`close`."""
@@ -154,9 +163,9 @@ class NodeProcess:
         Raises :class:`NodeFailed`. A process that has ended is started again.
         """
         with self._lock:
-            self.start_again()
+            process = self._running_process()
             try:
-                self._ask(document, check, STALLED_SECONDS)
+                self._ask(process, document, check, STALLED_SECONDS)
             except NodeFailed:
                 raise
             except BaseException:
@@ -166,12 +175,12 @@ class NodeProcess:
 
     def _ask(
         self,
+        process: subprocess.Popen[bytes],
         document: dict[str, Any],
         check: Callable[[], None],
         stalled_seconds: float = math.inf,
     ) -> dict[str, Any]:
-        process = self._process
-        assert process is not None and process.stdin is not None and process.stdout is not None
+        assert process.stdin is not None and process.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended, which the answer shows
             process.stdin.write(json.dumps(document).encode() + b"\n")
         last_sign = time.monotonic()

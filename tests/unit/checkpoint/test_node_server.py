@@ -8,11 +8,13 @@ import os
 import signal
 import socket
 import struct
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -205,12 +207,12 @@ def test_a_process_that_was_stopped_fails_its_command_and_is_replaced(
     first, port = process.pid, process.address.port
     commanded = {"do": "keep", "names": [NAME], "to": []}
     with closing(process):
-        # Not before: the process may start slowly.
-        monkeypatch.setattr(node_process, "STALLED_SECONDS", 3.0)
         process.do(commanded, lambda: None)
         os.kill(first, signal.SIGSTOP)
-        with pytest.raises(NodeFailed, match="does not respond"):
-            process.do(commanded, lambda: None)
+        with monkeypatch.context() as patch:
+            patch.setattr(node_process, "STALLED_SECONDS", 0.1)
+            with pytest.raises(NodeFailed, match="does not respond"):
+                process.do(commanded, lambda: None)
         process.do(commanded, lambda: None)
         assert process.pid != first and process.address.port == port
     with pytest.raises(ProcessLookupError):
@@ -226,6 +228,33 @@ def test_a_process_that_was_killed_is_started_again_between_saves(tmp_path: Path
         second = process.pid
     with pytest.raises(ProcessLookupError):
         os.kill(second, 0)
+
+
+def test_a_process_that_is_closed_while_it_starts_does_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = NodeProcess(tmp_path, "127.0.0.1", TOKEN)
+    started: list[subprocess.Popen[bytes]] = []
+    popen, set_mask = subprocess.Popen, signal.pthread_sigmask
+
+    def start(*words: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(popen(*words, **options))
+        return started[-1]
+
+    def close_after_start(how: int, mask: Any) -> Any:
+        if how == signal.SIG_SETMASK:
+            process.close()
+        return set_mask(how, mask)
+
+    # With the lock, the thread that watches the process does not start it.
+    with process._lock, monkeypatch.context() as patch:
+        process.kill()
+        patch.setattr(subprocess, "Popen", start)
+        patch.setattr(signal, "pthread_sigmask", close_after_start)
+        with pytest.raises(ValueError, match="closed file"):
+            process.start_again()
+    (child,) = started
+    assert child.returncode == -signal.SIGKILL
 
 
 def test_a_node_that_is_lost_while_a_restart_reads_from_it_is_a_reason_for_another_restart() -> (
