@@ -77,8 +77,10 @@ class ReplicatedGradients:
             rows.append(_summary(parameter))
         first = next(iter(self._pending.values()))
         assert isinstance(first, DTensor)
-        # With CPU offload, gradients are on the CPU, but the group is the GPUs'. A maximum may lose NaN.
-        here = torch.stack(rows).nan_to_num(nan=torch.inf).to(first.device_mesh.device_type)
+        # A maximum may lose NaN. Without values for infinities, nan_to_num would make them finite.
+        here = torch.stack(rows).nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        # With CPU offload, gradients are on the CPU, but the group is the GPUs'.
+        here = here.to(first.device_mesh.device_type)
         # One collective for the largest and the smallest values.
         extremes = torch.cat([here, -here])
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=first.device_mesh.get_group("tp"))

@@ -216,7 +216,12 @@ def after_comparisons() -> list[str]:
     rounded = 1 + 1e-5 * dist.get_rank() * torch.ones(4)
     steps = {
         "none yet": (torch.zeros(4, 3), torch.ones(4)),
-        "not finite": (mine * torch.inf, torch.ones(4)),
+        "not a number": (mine * torch.inf, torch.ones(4)),
+        "overflow on all ranks": (torch.full((4, 3), torch.inf), torch.ones(4)),
+        "overflow on one rank": (
+            torch.full((4, 3), torch.inf if dist.get_rank() else 1.0),
+            torch.ones(4),
+        ),
         "rounding": (torch.zeros(4, 3), rounded),
         "different": (mine, mine[:, 0]),
         "done": (mine, mine[:, 0]),
