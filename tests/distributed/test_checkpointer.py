@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -177,7 +176,7 @@ def test_on_other_ranks_state_that_was_alike_comes_back_and_the_rest_is_refused_
     assert values == {"rng": "derived at 20", "dataloader": 17, "alike": 3, "odd": 0}
 
 
-def fails_on_rank_1(root: Path) -> tuple[str, float]:
+def fails_on_rank_1(root: Path) -> str:
     made = build("fsdp2")
     tiny.save(root, made, step=20)
     if dist.get_rank() == 1:
@@ -190,12 +189,11 @@ def fails_on_rank_1(root: Path) -> tuple[str, float]:
             write(descriptor, view, start)
 
         durable_file.write_all = broken
-    started = time.monotonic()
     with pytest.raises(SaveFailed) as caught:
         tiny.save(root, made, step=40)
     durable_file.write_all = write if dist.get_rank() == 1 else durable_file.write_all
     tiny.save(root, made, step=60)
-    return str(caught.value), time.monotonic() - started
+    return str(caught.value)
 
 
 def differences_after_resuming(root: Path) -> list[str]:
@@ -317,13 +315,8 @@ def test_what_only_one_rank_stores_is_named_if_the_ranks_differ(tmp_path: Path) 
 def test_a_save_that_fails_on_one_rank_fails_on_all_with_its_path_and_reason(
     tmp_path: Path,
 ) -> None:
-    for message, seconds in ranks.run(fails_on_rank_1, 2, tmp_path):
-        assert (
-            "rank 1" in message
-            and "ENOSPC" in message
-            and "shard-00002" in message
-            and seconds < 30
-        )
+    for message in ranks.run(fails_on_rank_1, 2, tmp_path):
+        assert "rank 1" in message and "ENOSPC" in message and "shard-00002" in message
     names = sorted(p.name for p in tmp_path.iterdir())
     assert names == ["LATEST", "epoch_0_step_20", "epoch_0_step_60"]
 

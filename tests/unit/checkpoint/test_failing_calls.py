@@ -216,8 +216,8 @@ def test_a_lock_file_that_is_removed_during_the_watch_ends_the_watch(tmp_path: P
     removal = threading.Timer(0.2, path.unlink)
     removal.start()
     begin = time.monotonic()
-    assert not lock_file.is_beating(path, 30)
-    assert time.monotonic() - begin < 10
+    assert not lock_file.is_beating(path, 600)
+    assert time.monotonic() - begin < 300
     removal.join()
 
 

@@ -68,11 +68,13 @@ def test_a_second_run_is_refused_and_told_of_the_first(tmp_path: Path) -> None:
         end(first)
 
 
-def test_a_killed_runs_place_is_taken_at_once(tmp_path: Path) -> None:
+def test_a_killed_runs_place_is_taken_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     end(holder(tmp_path))
-    started = time.monotonic()
+    monkeypatch.delattr(lease, "is_beating")
     taken = Lease(tmp_path)
-    assert time.monotonic() - started < 10 and taken.taken_over is not None
+    assert taken.taken_over is not None
     taken.release()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import time
 from collections.abc import Mapping
 from statistics import mean, median
 from types import SimpleNamespace
@@ -188,11 +189,12 @@ def test_one_forward_pass_of_a_step_is_measured() -> None:
     timer = ForwardTimer(nn.Linear(2, 2), torch.device("cpu"))
     rows = {"input_ids": torch.zeros(2, 3, dtype=torch.long), "pixels": torch.zeros(100)}
     assert timer.take() is None
+    began = time.perf_counter()
     for _ in range(2):
         with timer.measuring(rows):
             torch.ones(1)
     first = timer.take()
     assert first is not None
     assert (first.num_tokens, first.waits) == (6, ())
-    assert 0.0 < first.seconds < 1.0
+    assert 0.0 < first.seconds <= time.perf_counter() - began
     assert timer.take() is None
