@@ -33,6 +33,11 @@ def parts_of(content: Any) -> list[dict[str, Any]]:
     return [{"type": "text", "text": str(content)}]
 
 
+def with_normal_images(content: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Convert the parts of a tool's result that are images as :func:`parts_of` does; others may be any objects."""
+    return [_part(entry) if entry.get("type") in _IMAGES else entry for entry in content]
+
+
 def check_types(parts: list[dict[str, Any]], known: tuple[str, ...], template: str) -> None:
     """Raise :class:`UnusableSample` for a part of a type that is not *known* and that *template* does not name.
 

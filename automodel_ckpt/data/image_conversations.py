@@ -19,7 +19,12 @@ from automodel_ckpt.data.answer_prefixes import answer_prefixes
 from automodel_ckpt.data.arguments import at_most, require_choice
 from automodel_ckpt.data.chat_renderer import ChatRenderer
 from automodel_ckpt.data.chat_template import ChatTemplate
-from automodel_ckpt.data.content_parts import CHECKED_ROLES, check_types, parts_of
+from automodel_ckpt.data.content_parts import (
+    CHECKED_ROLES,
+    check_types,
+    parts_of,
+    with_normal_images,
+)
 from automodel_ckpt.data.images import open_image, pillow
 from automodel_ckpt.data.marked_answers import marked_answers
 from automodel_ckpt.data.messages import UnusableSample, as_rendered, turns_of
@@ -409,5 +414,5 @@ def _with_parts(turn: dict[str, Any]) -> dict[str, Any]:
     is_checked = turn["role"] in CHECKED_ROLES
     if not is_checked and isinstance(content, list) and all(isinstance(e, dict) for e in content):
         # The results of tools have the types that the template expects.
-        return turn
+        return {**turn, "content": with_normal_images(content)}
     return {**turn, "content": parts_of(content)}

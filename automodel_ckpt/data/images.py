@@ -18,6 +18,17 @@ from automodel_ckpt.errors import RecipeError
 _HINT = (
     "give the path of an image file, absolute or relative to the data file, or remove this sample"
 )
+_ORIENTATION = 0x0112
+_TURNS = {
+    2: "FLIP_LEFT_RIGHT",
+    3: "ROTATE_180",
+    4: "FLIP_TOP_BOTTOM",
+    5: "TRANSPOSE",
+    6: "ROTATE_270",
+    7: "TRANSVERSE",
+    8: "ROTATE_90",
+}
+"""Orientation of EXIF -> what puts the image upright (source: PIL.ImageOps.exif_transpose)."""
 _MAX_SHOWN = 200
 """Characters of a value in an error message."""
 
@@ -135,10 +146,16 @@ def _with_8_bits(image: Any) -> Any:
 
 
 def _upright(image: Any) -> Any:
-    """Turn an image as its EXIF data state, as transformers, datasets and viewers do."""
-    from PIL import ImageOps
-
-    return ImageOps.exif_transpose(image)
+    """Turn an image as its EXIF data state, as transformers, datasets and viewers do; not if these are damaged."""
+    # First, because it raises the errors of damaged pixels, and turns TIFF files itself.
+    image.load()
+    try:
+        orientation = image.getexif().get(_ORIENTATION)
+    except Exception:  # as for damaged files: many types
+        return image
+    # Not ImageOps.exif_transpose: it also writes the EXIF data again, and fails on values that it cannot write.
+    turn = _TURNS.get(orientation)
+    return image if turn is None else image.transpose(pillow().Transpose[turn])
 
 
 def _reason(error: Exception) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from transformers import LlavaProcessor, PreTrainedTokenizerFast
 
 from automodel_ckpt.data import digits
@@ -327,6 +327,15 @@ def test_a_part_that_no_template_would_write_is_refused(
     assert "rows.jsonl:1" in str(caught.value)
 
 
+@pytest.mark.parametrize("key", ["image", "path", "url"])
+def test_the_result_of_a_tool_may_have_images(key: str, processors: Any, tmp_path: Path) -> None:
+    result = [{"type": "image", key: "a.png"}, {"type": "surprise", "text": "!"}]
+    question, answer = one_turn("?")
+    turns = [question, {"role": "tool", "content": result}, answer]
+    sample = conversations(processors["llava"][1], written(tmp_path, {"messages": turns}))[0]
+    assert [image.size for image in sample.images] == [(16, 16)]
+
+
 def test_a_template_that_leaves_out_calls_of_tools_is_refused_with_images_too(
     processors: Any, tmp_path: Path
 ) -> None:
@@ -361,6 +370,23 @@ def test_images_are_turned_as_their_exif_data_state(tmp_path: Path) -> None:
     pixels = np.array([[[0] * 3, [250] * 3]], dtype=np.uint8)
     turned = open_image(encoded(pixels, exif=exif), tmp_path)
     assert np.asarray(turned)[..., 0].tolist() == [[0], [250]]
+
+
+@pytest.mark.parametrize("orientation", range(10))
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+def test_every_orientation_is_that_of_pillow(kind: str, orientation: int, tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x112] = orientation
+    content = encoded(np.arange(18, dtype=np.uint8).reshape(2, 3, 3), kind, exif=exif)
+    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
+    assert np.array_equal(open_image(content, tmp_path), expected)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "WEBP"])
+def test_damaged_exif_data_do_not_make_an_image_unusable(kind: str, tmp_path: Path) -> None:
+    pixels = np.zeros((1, 2, 3), dtype=np.uint8)
+    opened = open_image(encoded(pixels, kind, exif=b"Exif\0\0damaged"), tmp_path)
+    assert np.array_equal(opened, pixels)
 
 
 def test_errors_of_every_type_of_a_decoder_name_the_image(tmp_path: Path) -> None:
