@@ -139,7 +139,7 @@ def check_url(url: str, where: str) -> str:
             "the URL of a store names no directory in it",
             where=where,
             value=url,
-            hint=f"use {scheme}://BUCKET/PATH",
+            hint="use file:///PATH" if scheme == "file" else f"use {scheme}://BUCKET/PATH",
         )
     return url.rstrip("/")
 

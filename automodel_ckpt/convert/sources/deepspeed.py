@@ -9,7 +9,8 @@ float32 master weights are in the ranks' files of optimizer states (source: deep
 
 Everything else of the model is in the files of model states: buffers, frozen parameters, names of tied parameters, and
 the weights in the dtype that computed them, which are used without files of optimizer states. DeepSpeed's conversion
-to a universal checkpoint writes a directory ``zero/`` with a file for each parameter."""
+to a universal checkpoint writes a directory ``zero/`` with a file for each parameter.
+"""
 
 from __future__ import annotations
 

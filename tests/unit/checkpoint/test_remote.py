@@ -664,7 +664,7 @@ def test_only_checkpoints_of_the_present_run_are_uploaded(
         ("s3://bucket/run?token=secret-word", "must not contain credentials"),
         ("s3://[secret-word", "must not contain credentials"),
         ("s3:///run", "names no directory"),
-        ("file://", "names no directory"),
+        ("file://", r"names no directory[\s\S]*use file:///PATH"),
         ("file:///", "names no directory"),
         ("s3://bucket/../other", "names no directory"),
         ("s3://bucket/a\tb", "control character"),
