@@ -56,6 +56,7 @@ _SIZES = {
         "sliding_window": 4,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "xglm": {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4},
     "openai-gpt": {"n_embd": 32, "n_layer": 2, "n_head": 4},
 }
 
@@ -226,7 +227,7 @@ def test_sharing_rows_changes_neither_loss_nor_gradients(
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("model_type", ["gpt_oss", "afmoe"])
+@pytest.mark.parametrize("model_type", ["gpt_oss", "afmoe", "opt", "xglm"])
 def test_models_that_ignore_positions_in_their_masks_get_masks(model_type: str) -> None:
     # Products of experts have no float64.
     model = build(model_type, "eager").eval()
