@@ -126,11 +126,11 @@ def _selective_forward(layer_class: type[nn.Module]) -> Callable[..., Any]:
         changed: frozenset[str] | None = frozenset()
         # Compilation replaces operations in place, and a forecast of the memory has no memory to look at.
         if not torch.compiler.is_compiling() and not _has_fakes((args, kwargs)):
-            changed = _changed_operators.get(layer)
+            changed = _changed_operators.setdefault(layer, {}).get(layer.training)
         if changed is None:
             with _ChangedResults() as results:
                 output = without_contexts(*args) if is_recorded else function(*args)
-            _changed_operators[layer] = frozenset(results.changed)
+            _changed_operators[layer][layer.training] = frozenset(results.changed)
             return output
         if not is_recorded:
             return function(*args)
@@ -151,10 +151,13 @@ def selective_contexts(
     return contexts
 
 
-_changed_operators: weakref.WeakKeyDictionary[nn.Module, frozenset[str]] = (
+_changed_operators: weakref.WeakKeyDictionary[nn.Module, dict[bool, frozenset[str]]] = (
     weakref.WeakKeyDictionary()
 )
-"""For each selective layer that was called: the operators whose results it changes in place."""
+"""For each selective layer that was called: {whether it was in training: the operators whose results it changes}.
+
+Probes call layers in evaluation mode, in which they may do something else.
+"""
 
 
 def _has_fakes(inputs: Any) -> bool:

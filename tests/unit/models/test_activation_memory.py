@@ -93,7 +93,7 @@ def test_selective_layers_draw_the_same_dropout_when_they_recompute() -> None:
 
 
 class BiasInPlace(nn.Module):
-    """A layer that adds a bias to the result of its product."""
+    """A layer that adds a bias to the result of its product in training, as routers add noise."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,8 @@ class BiasInPlace(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         product = hidden @ self.weight
-        product.add_(self.bias)
+        if self.training:
+            product.add_(self.bias)
         return product.exp().tanh()
 
 
@@ -117,7 +118,8 @@ def test_selective_layers_may_change_the_results_of_products(is_probed: bool) ->
             checkpoint_activations(model, mode, list(model))
         if is_probed:
             with torch.no_grad():
-                model(hidden)
+                model.eval()(hidden)
+                model.train()
         # In the second pass, every layer knows what it changes.
         for _ in range(2):
             model(hidden).sum().backward()
