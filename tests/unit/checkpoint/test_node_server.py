@@ -270,16 +270,25 @@ def test_a_node_that_is_lost_while_a_restart_reads_from_it_is_a_reason_for_anoth
 def test_a_long_command_shows_that_the_process_lives(
     server: NodeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other node creates the directory of the save late, so that copies wait."""
+    """The other node creates the directory of the save after two signs, so that copies wait."""
     own = tmp_path / "own"
     late = layout.staging_name(NAME, "1" * 32)
     (own / late).mkdir(parents=True)
     (own / late / "file").write_bytes(b"x")
     target = list(address(server))
-    threading.Timer(4.0, (server.root / late).mkdir).start()
+    signs: list[bytes] = []
+    read = os.read
+
+    def read_sign(descriptor: int, num_bytes: int) -> bytes:
+        signs.append(read(descriptor, num_bytes))
+        if len(signs) == 2:
+            (server.root / late).mkdir()
+        return signs[-1]
+
     with closing(NodeProcess(own, "127.0.0.1", TOKEN)) as process:
-        monkeypatch.setattr(node_process, "STALLED_SECONDS", 3.0)
+        monkeypatch.setattr(os, "read", read_sign)
         process.do({"do": "copy", "staging": late, "to": [target]}, lambda: None)
+        monkeypatch.undo()
     assert (server.root / late / "file").read_bytes() == b"x"
 
 
