@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -67,6 +68,11 @@ class Pair:
             if watch is not None:
                 rank.listener = socket.recv_fds(handover, 1, 1)[1][0]
             handover.close()
+        for rank in self.ranks:
+            # A job that kills a rank must not begin before the other one has joined. One that cannot join
+            # has ended, which the first job shows.
+            with contextlib.suppress(EOFError, ConnectionResetError):
+                rank.link.recv()
 
     def _start(self, rank: int) -> socket.socket:
         mine, theirs = multiprocessing.Pipe()
@@ -202,6 +208,8 @@ def _serve(rank: int, directory: str, link: Connection, handover: socket.socket 
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         _join(rank, directory)
+        # Before the parent is shown the calls of this rank, which it does not answer yet.
+        link.send("joined")
         if handover is not None:
             socket.send_fds(handover, [b"L"], [listen()])
         while True:
