@@ -240,7 +240,7 @@ MISTAKES = {
         ("--optimizer={_target_: torch.optim.SparseAdam}",),
         r"sparse gradients only[\s\S]*\d+ of \d+ parameters, the first model[\s\S]*AdamW",
     ),
-    "an optimizer with rates of its own, and a schedule": Mistake(
+    "an optimizer that computes its rates, and a schedule": Mistake(
         ("--optimizer={_target_: transformers.Adafactor}",),
         r"sets its own learning rates[\s\S]*relative_step",
     ),

@@ -45,7 +45,7 @@ _HANG_SECONDS = 6
 
 
 class Case:
-    """One case in one rank process: a directory of its own, a group with a short timeout, and patches."""
+    """One case in one rank process: a separate directory, a group with a short timeout, and patches."""
 
     def __init__(self, root: Path, patch: pytest.MonkeyPatch) -> None:
         self.root = root

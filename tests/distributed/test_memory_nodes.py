@@ -16,10 +16,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 from automodel_ckpt.checkpoint import Checkpointer
 from automodel_ckpt.checkpoint.layout import DataParallelRanks
@@ -27,7 +24,7 @@ from automodel_ckpt.config.sections.checkpoint import CheckpointConfig, MemoryCo
 from automodel_ckpt.recipes.memory_saves import MemorySaves
 from tests.support import ranks
 from tests.support.node_memory import can_enter, enter_node, make_nodes, memory_of_node
-from tests.support.tiny import Counter
+from tests.support.sharded import ShardedTraining
 
 pytestmark = pytest.mark.skipif(not can_enter(), reason="mount namespaces need root")
 
@@ -35,18 +32,14 @@ STEPS = 3
 TIMEOUT = 170
 
 
-class Run:
+class Run(ShardedTraining):
     """A sharded model that is trained and saved to memory after every step, by each rank."""
 
     def __init__(self, base: Path, node: int, **section: Any) -> None:
         shm = enter_node(base, node)
         world_size = dist.get_world_size()
         layout = DataParallelRanks(dist.get_rank(), world_size)
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(8, 24), nn.Linear(24, 8))
-        fully_shard(self.model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        self.counter = Counter(dist.get_rank())
+        super().__init__()
         self.disk = Checkpointer(base / "run", layout, dist.group.WORLD)
         self.disk.open()
         self.memory = MemorySaves(
@@ -63,18 +56,9 @@ class Run:
         self.origins = self.memory.origins() if in_memory else ""
         self.memory.start(self.resumed, self.step)
 
-    @property
-    def state(self) -> dict[str, Any]:
-        return {"model": self.model, "optimizer": self.optimizer, "counter": self.counter}
-
     def train(self, steps: int) -> None:
         for _ in range(steps):
-            self.step += 1
-            torch.manual_seed(self.step)
-            self.optimizer.zero_grad()
-            self.model(torch.randn(4, 8)).square().sum().backward()
-            self.optimizer.step()
-            self.counter.value = self.step
+            self.take_step()
             if self.memory.is_due(cast(Any, SimpleNamespace(step=self.step))):
                 self.memory.save(self.step, self.save)
 
@@ -86,13 +70,6 @@ class Run:
 
     def save(self, checkpointer: Checkpointer) -> None:
         checkpointer.save(self.state, step=self.step, epoch=0)
-
-    def weights(self) -> list[list[float]]:
-        """All parameters and moments, equal on all ranks."""
-        found = [parameter.detach() for parameter in self.model.parameters()]
-        for state in self.optimizer.state.values():
-            found += [state["exp_avg"], state["exp_avg_sq"]]
-        return [cast(Any, tensor).full_tensor().flatten().tolist() for tensor in found]
 
 
 def train_and_fail(base: Path, nodes: list[int], section: dict[str, Any]) -> list[list[float]]:

@@ -14,10 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 from automodel_ckpt.checkpoint import Checkpointer, CheckpointOptions
 from automodel_ckpt.checkpoint.layout import DataParallelRanks
@@ -34,7 +31,7 @@ from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.store_url import scratch_directory
 from tests.support import ranks
 from tests.support.node_memory import can_enter, enter_node, make_nodes, memory_of_node
-from tests.support.tiny import Counter
+from tests.support.sharded import ShardedTraining
 
 pytestmark = pytest.mark.skipif(not can_enter(), reason="mount namespaces need root")
 
@@ -51,27 +48,19 @@ def directory_of(base: Path, node: int) -> Path:
     return memory_of_node(base, node) / inside.name
 
 
-class Run:
+class Run(ShardedTraining):
     """A sharded model that is trained and saved into the store after every step, by each rank."""
 
     def __init__(self, base: Path, node: int, **options: Any) -> None:
         shm = enter_node(base, node)
         world_size = dist.get_world_size()
         layout = DataParallelRanks(dist.get_rank(), world_size)
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(8, 24), nn.Linear(24, 8))
-        fully_shard(self.model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
-        self.counter = Counter(dist.get_rank())
+        super().__init__()
         chosen = CheckpointOptions(scratch_dir=str(shm), **options)
         self.checkpointer = Checkpointer(url_of(base), layout, dist.group.WORLD, chosen)
         self.checkpointer.open()
         self.resumed = self.checkpointer.load(self.state)
         self.step = 0 if self.resumed is None else self.resumed.step
-
-    @property
-    def state(self) -> dict[str, Any]:
-        return {"model": self.model, "optimizer": self.optimizer, "counter": self.counter}
 
     @property
     def log(self) -> Path:
@@ -90,12 +79,7 @@ class Run:
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
-            self.step += 1
-            torch.manual_seed(self.step)
-            self.optimizer.zero_grad()
-            self.model(torch.randn(4, 8)).square().sum().backward()
-            self.optimizer.step()
-            self.counter.value = self.step
+            self.take_step()
             if dist.get_rank() == 0:
                 with self.log.open("a") as log:
                     log.write(f"{self.step}\n")
@@ -105,13 +89,6 @@ class Run:
     def finish(self) -> None:
         self.checkpointer.finish_uploads()
         self.checkpointer.close()
-
-    def weights(self) -> list[list[float]]:
-        """All parameters and moments, equal on all ranks."""
-        found: list[Any] = [parameter.detach() for parameter in self.model.parameters()]
-        for state in self.optimizer.state.values():
-            found += [state["exp_avg"], state["exp_avg_sq"]]
-        return [tensor.full_tensor().flatten().tolist() for tensor in found]
 
 
 def train(

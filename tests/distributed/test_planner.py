@@ -260,5 +260,5 @@ def test_what_random_layouts_save_tiles_each_tensor_and_loads_into_any_other_lay
     assert torn == []
     assert wrong == []
     assert problems == []
-    # The others are listed: PyTorch divides them in a way of its own.
+    # The others are listed: PyTorch divides them in another way.
     assert num_regular > 0.9 * NUM_LAYOUTS

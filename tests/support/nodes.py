@@ -38,7 +38,7 @@ class Node:
         command = _HOLD.format(size=f"{self.megabytes}m", path=SHARED_MEMORY)
         words = ["ip", "netns", "exec", self.name, "unshare", "--mount", "sh", "-c", command]
         pipe = subprocess.PIPE
-        # A session of its own: a signal to that of the campaign must not end the node.
+        # A separate session: a signal to the campaign's session must not end the node.
         self._holder = subprocess.Popen(
             words, stdin=pipe, stdout=pipe, text=True, start_new_session=True
         )

@@ -8,5 +8,5 @@ _POLL_SECONDS = 0.02
 
 
 def serve(server: BaseServer) -> None:
-    """Answer requests until ``server.shutdown()``. For a thread of its own."""
+    """Answer requests until ``server.shutdown()``. For a dedicated thread."""
     server.serve_forever(_POLL_SECONDS)

@@ -32,7 +32,7 @@ class Torchrun(Trainer):
         return found
 
     def __exit__(self, *error: object) -> None:
-        # torchrun starts each rank in a session of its own.
+        # torchrun starts each rank in a separate session.
         super().__exit__(*error)
         for process in self.ranks().values():
             with contextlib.suppress(ProcessLookupError):

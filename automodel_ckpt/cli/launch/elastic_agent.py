@@ -138,8 +138,9 @@ def launch_config(
         elif not is_known(socket.gethostname()) and not is_own_address(host):
             # torch would look up the name of this node to find out whether it is the host.
             configs["is_host"] = False
-    # For ranks that the agent stops because of a signal or of its own error. After a rank has failed, torch (all
-    # versions up to 2.13) waits 30 seconds before it kills the others. torch 2.10 and 2.11 have no shutdown_timeout.
+    # For ranks that the agent stops because of a signal, or of an error of the agent. After a rank has failed, torch
+    # (all versions up to 2.13) waits 30 seconds before it kills the others. torch 2.10 and 2.11 have no
+    # shutdown_timeout.
     optional = known_fields(api.LaunchConfig, {"shutdown_timeout": SHUTDOWN_SECONDS})
     return api.LaunchConfig(
         min_nodes=rendezvous.min_nodes,

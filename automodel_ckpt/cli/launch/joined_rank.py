@@ -1,6 +1,6 @@
 """Run a rank that torchrun or srun started, in this process.
 
-Each rank is a command of its own, and no launcher of this package sees them all. The ranks decide through a store which
+Each rank is a separate command, and no launcher of this package sees them all. The ranks decide through a store which
 of them prints the failure of the run.
 """
 

@@ -114,7 +114,7 @@ class AccelerateState(Format):
     name = "accelerate"
 
     def detect(self, path: Path, *, follow_links: bool = False) -> bool:
-        # The Trainer writes optimizer.pt, and DeepSpeed directories of its own.
+        # The Trainer writes optimizer.pt, and DeepSpeed writes separate directories.
         if _STATE_OPTIMIZER not in names_in(path):
             return False
         return _weights_of(path, follow_links) is not None

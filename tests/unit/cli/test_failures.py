@@ -241,7 +241,9 @@ def test_the_agents_signal_to_a_rank_whose_peer_lost_a_connection_is_no_stop(
     assert ended.message == "rank 0 was terminated because rank 2 failed"
     assert unless_ended_by_agent(failure_dir, 0, lost) == lost
     failure_dir.record_signal(signal.SIGTERM)
-    assert unless_ended_by_agent(failure_dir, 0, stop) == stop, "the launcher was told to stop"
+    assert unless_ended_by_agent(failure_dir, 0, stop) == stop, (
+        "the launcher received a stop request"
+    )
 
 
 def test_an_ended_process_is_gone_before_its_parent_asked() -> None:

@@ -284,7 +284,7 @@ def test_what_accelerate_saves_without_fsdp_is_read(tmp_path: Path) -> None:
     for name, parameter in model.named_parameters():
         for entry in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(found[f"{name}:{entry}"], optimizer.state[parameter][entry])
-    # A second model has an optimizer of its own.
+    # A second model has a separate optimizer.
     save_file(model.state_dict(), tmp_path / "model_1.safetensors")
     with pytest.raises(CheckpointUnusable, match=r"several models.*\n.*\n.*model_1\.safetensors"):
         known.open(tmp_path)

@@ -166,7 +166,7 @@ def test_a_process_killed_at_any_request_leaves_complete_models_and_is_repeated(
         run = anew(point)
         killer.run(scenario.work, run, at=number, after=after)
         for branch, content in branches(hub).items():
-            # A new branch has no model yet, neither another one nor a part of its own.
+            # A new branch has no model yet: neither another branch's nor a part of the new one.
             is_empty = content.keys() <= {".gitattributes"}
             assert is_empty or content in (before.get(branch), expected[branch]), point
         arrived = set(hub.objects)
