@@ -1,8 +1,8 @@
 """Differences between the tensors of two checkpoints: names, shapes and dtypes from their descriptions, and values.
 
 If both store a tensor in the same slices with the same digests, it is equal. Its values are not read, and its bytes
-only where they may have changed since the digests were recorded (:attr:`StoredTensors.sealed_at`). Any other tensor is
-read in blocks: memory does not grow with the model. Imports no torch, and numpy only to compare values.
+only where they may have changed since the digests were recorded (:attr:`StoredTensors.recorded_at`). Any other tensor
+is read in blocks: memory does not grow with the model. Imports no torch, and numpy only to compare values.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 class StoredTensors:
     """Stored tensors by name. The files of their slices are relative to *root*.
 
-    *sealed_at* is the time, in nanoseconds since 1970, at which the manifest with their digests was written, after all
-    files. The digests of files that have changed since are believed only after their bytes were compared with them.
-    With None, those of no file are believed: users edit the files of exports. With infinity, those of all are, unread.
+    *recorded_at* is the time, in nanoseconds since 1970, at which the digests were recorded, after all files had been
+    written. The bytes of a file that has changed since are compared with its digests before the digests are used. With
+    None, those of all files are compared, because users edit the files of exports. With infinity, those of none are.
     """
 
     root: Path
     tensors: Mapping[str, Tensor]
-    sealed_at: float | None = None
+    recorded_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +77,9 @@ class TensorDifference:
 def compare(
     first: StoredTensors, second: StoredTensors, *, reads_values: bool = True
 ) -> TensorDifference:
-    """Compare all tensors; without *reads_values*, only their descriptions and digests, and bytes that digests are not
-    believed of.
+    """Compare all tensors; without *reads_values*, only their descriptions and digests.
 
+    Where files may have changed since their digests were recorded, their bytes are compared with the digests first.
     Raises OSError with the file's name if a file cannot be read.
     """
     redescribed: dict[str, tuple[str, str]] = {}
@@ -140,15 +140,15 @@ def compare(
 
 def _changed_files(side: StoredTensors) -> set[str]:
     """Return the files that may have changed since the digests of their tensors were recorded."""
-    if side.sealed_at == math.inf:
+    if side.recorded_at == math.inf:
         return set()
     files = {stored.file for tensor in side.tensors.values() for stored in tensor.slices}
-    if side.sealed_at is None:
+    if side.recorded_at is None:
         return files
     changed = set()
     for file in files:
         try:
-            is_changed = os.stat(side.root / file).st_mtime_ns > side.sealed_at
+            is_changed = os.stat(side.root / file).st_mtime_ns > side.recorded_at
         except OSError:
             # Reading it reports why.
             is_changed = True

@@ -114,7 +114,7 @@ def _side_at(place: str, copies: contextlib.ExitStack) -> Side:
         return _side(whole_checkpoint(Path(place)))
     run, name, manifest = locate_one(place)
     copy = copies.enter_context(sparse_copy(run, name, manifest))
-    return replace(_side_of(copy, manifest, sealed_at=math.inf), url=f"{run.store}/{name}")
+    return replace(_side_of(copy, manifest, recorded_at=math.inf), url=f"{run.store}/{name}")
 
 
 def _side(path: Path) -> Side:
@@ -133,19 +133,19 @@ def _side(path: Path) -> Side:
     if not has_manifest:
         path = path.parent
     manifest = Manifest.read(path)
-    sealed_at = os.stat(path / layout.MANIFEST).st_mtime_ns
-    return _side_of(path, manifest, sealed_at=sealed_at)
+    recorded_at = os.stat(path / layout.MANIFEST).st_mtime_ns
+    return _side_of(path, manifest, recorded_at=recorded_at)
 
 
-def _side_of(path: Path, manifest: Manifest, *, sealed_at: float) -> Side:
-    """Read the checkpoint of this program at *path*, by its *manifest*, which was written at *sealed_at*."""
+def _side_of(path: Path, manifest: Manifest, *, recorded_at: float) -> Side:
+    """Read the checkpoint of this program at *path*, by its *manifest*, which was written at *recorded_at*."""
     from automodel_ckpt.checkpoint import layout
     from automodel_ckpt.checkpoint.tensors.difference import StoredTensors
     from automodel_ckpt.checkpoint.tree import OBJECTS
     from automodel_ckpt.config.changes import saved_recipe
 
     trees = {
-        name: StoredTensors(path, tree.tensors, sealed_at)
+        name: StoredTensors(path, tree.tensors, recorded_at)
         for name, tree in manifest.trees.items()
         if tree.format != OBJECTS
     }

@@ -108,7 +108,7 @@ def test_what_digests_show_to_be_equal_is_not_read(
 
 
 @pytest.mark.parametrize("time_of_change", ["after the manifest", "before it, in an export"])
-def test_digests_of_changed_files_are_not_believed(
+def test_digests_of_changed_files_are_compared_with_their_bytes(
     tmp_path: Path, capsys: Capture, time_of_change: str
 ) -> None:
     one = checkpoint(tmp_path / "a", weights())
