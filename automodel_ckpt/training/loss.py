@@ -136,8 +136,11 @@ def check_is_sum(loss_fn: LossFn, logits: torch.Tensor, labels: torch.Tensor) ->
     try:
         # A loss may have state or draw random numbers, which a resumed run must not find changed.
         copied = copy.deepcopy(loss_fn)
-        with StatefulRNG(0, reseed=False).preserved(), torch.no_grad():
+        generators = StatefulRNG(0, reseed=False)
+        # Both calls draw the same numbers: with other ones, the value of a sum could stay the same by chance.
+        with generators.preserved(), torch.no_grad():
             once = float(copied(logits, labels))
+        with generators.preserved(), torch.no_grad():
             twice = float(copied(logits.repeat(2, 1), labels.repeat(2)))
     except Exception:
         # Some losses need complete rows. What fails for other reasons fails, and is reported, with the batch.
