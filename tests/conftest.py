@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import shlex
 import shutil
 import signal
@@ -153,14 +154,25 @@ def _forget_commands() -> None:
     state.update(vars(stop.StopRequest()))
 
 
+def _seed_generators() -> None:
+    """Seed the generators of Python, and of numpy and torch where they are imported."""
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+
+
 @pytest.fixture(autouse=True)
 def _own_environment() -> Iterator[None]:
     """Undo what a command that ran inside a test leaves in this process, and the variables that it sets for torch.
 
-    Also before the test: a fixture of the module or session may have run a command.
+    Also before the test: a fixture of the module or session may have run a command. Each test begins with the same
+    random numbers, whichever tests have drawn some before.
     """
     before = dict(os.environ)
     _forget_commands()
+    _seed_generators()
     with kept_logging():
         yield
     _forget_commands()

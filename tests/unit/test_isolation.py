@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import signal
 
+import numpy as np
 import pytest
+import torch
 
 from automodel_ckpt.config import trust
 from automodel_ckpt.distributed.stop import stop_request
@@ -43,6 +46,11 @@ def _assert_new(monkeypatch: pytest.MonkeyPatch) -> None:
     assert request.on_request is None
     assert "stop" not in getattr(signal.getsignal(signal.SIGTERM), "__module__", "")
     assert not logging.getLogger("huggingface_hub.utils._http").filters
+    numbers = (random.random(), float(np.random.rand()), torch.rand(()).item())
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    assert numbers == (random.random(), float(np.random.rand()), torch.rand(()).item())
 
 
 @pytest.fixture(scope="module")
