@@ -58,7 +58,7 @@ demo: $(STAMP)  ## train, kill, resume, export: about three minutes
 demo-vlm: $(STAMP)  ## train a small LLaVA to read digits, and ask its export: a few minutes
 	@$(BIN)/python tools/demo_vlm.py
 
-test: $(STAMP)  ## every test, offline, about thirteen minutes on two cores
+test: $(STAMP)  ## every test, offline, about ten minutes on two cores
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q $(WORKERS) $(PYTEST_ARGS)
 
 test-oldest: $(OLDEST)/.ready  ## every test with the lowest versions that pyproject.toml allows: needs a registry once
