@@ -444,6 +444,7 @@ class Recipe:
             total_steps=self.step_scheduler.planned_steps,
             warmup_steps=section.warmup_steps,
             warmup_ratio=section.warmup_ratio,
+            warmup_from=section.warmup_from,
             decay_steps=section.decay_steps,
             kwargs=section.kwargs,
         )

@@ -347,7 +347,7 @@ class Checkpointer:
         """
         self.wait_for_save()
         started = time.monotonic()
-        self._begin(0)
+        self._begin(None, abandons_later=True)
         self.prepare(state)
         self._transfers.restart_if_ended()
         save = Save(
@@ -475,19 +475,24 @@ class Checkpointer:
         finally:
             # Collective calls in load() end after the last read of all ranks.
             self._transfers.remove_fetched(self._run, fetched)
-        self._begin(0 if resumed is None else resumed.step)
+        self._begin(resumed, abandons_later=self._options.restore_from is not None)
         if resumed is None:
             self._transfers.start_uploads(self._run, None)
         else:
             self._transfers.start_uploads(self._run, resumed.step, resumed.path.name)
         return resumed
 
-    def _begin(self, step: int) -> None:
-        """Begin a generation of the run after *step*, once, if nodes have or had separate directories. Collective."""
+    def _begin(self, resumed: Resumed | None, *, abandons_later: bool) -> None:
+        """Begin a generation of the run, once, if nodes have or had separate directories. Collective.
+
+        If it *abandons_later* checkpoints, what the nodes have of them is removed.
+        """
         if self._directories is None or self._has_begun:
             return
         self._has_begun = True
-        self._directories.begin(step)
+        step = 0 if resumed is None else resumed.step
+        of_generation = "" if resumed is None else resumed.manifest.environment.get(NOTE, "")
+        self._directories.begin(step, of_generation=of_generation, abandons_later=abandons_later)
         self.notes[NOTE] = self._directories.generation
 
     def expected(self) -> Summary | None:
@@ -518,7 +523,7 @@ class Checkpointer:
         resumed = self._loader.roll_back(state, step)
         if resumed is not None:
             self._has_begun = False
-            self._begin(resumed.step)
+            self._begin(resumed, abandons_later=True)
             self._transfers.roll_back(self._run, resumed.step)
         return resumed
 

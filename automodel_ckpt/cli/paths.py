@@ -54,12 +54,14 @@ def run_around(path: Path) -> Path | None:
 def run_with_logs(path: Path) -> Path:
     """Return the run directory at or around *path*, or *path* itself: a run can have logs before its first checkpoint.
 
-    Raises :class:`CheckpointUnusable` if *path* does not exist.
+    Raises :class:`CheckpointUnusable` if *path* does not exist, or is a link to nothing.
     """
-    if not os.path.lexists(path):
-        value, hint = "no such file or directory", "specify a run directory"
-        raise _not_found("run not found", path, value, hint)
-    return run_around(path) or path
+    # Before the check of the link: LATEST is in a run also if its target is gone.
+    run = run_around(path)
+    if run is None and not path.exists():
+        value = _what_exists(path, None)
+        raise _not_found("run not found", path, value, "specify a run directory")
+    return run or path
 
 
 def runs_below(path: Path, depth: int = 3) -> Iterator[Path]:
@@ -196,7 +198,8 @@ def _what_exists(path: Path, target: str | None) -> str:
     if target is not None:
         return f"it points to {target}, which does not exist"
     if path.is_symlink():
-        return f"a link to {os.readlink(path)}"
+        text = f"a link to {os.readlink(path)}"
+        return text if path.exists() else f"{text}, which does not exist"
     return "a file" if path.exists() else "no such file or directory"
 
 

@@ -74,7 +74,7 @@ class Naming(Protocol):
 
     *files* maps names in memory to names in files, and *tied* each further name of a tensor (in memory) to its first.
     The weights of the modules in *transposed* have one row for each input. *experts* has the parameters of modules with
-    fused experts, in the module's order.
+    fused experts, in the module's order. *others* are the tensors in files that the model does not have.
     """
 
     @property
@@ -85,6 +85,8 @@ class Naming(Protocol):
     def transposed(self) -> frozenset[str]: ...
     @property
     def experts(self) -> Mapping[str, Sequence[Experts]]: ...
+    @property
+    def others(self) -> frozenset[str]: ...
 
 
 def changes_by(keys: Mapping[str, Any], where: str) -> dict[str, Change]:

@@ -94,11 +94,11 @@ class MergedModel:
             self._replace_quantized(self._quantized)
         if adapter.model_config is not None:
             self._remove_other_heads()
+        self._factors: dict[tuple[str, str], Array] = {}
+        self.notes: list[str] = []
         changes = self._in_base(changes_by(adapter.tensors, adapter.where))
         of_experts = self._expert_changes(changes)
         self.changes = self._by_file_name(changes) | of_experts
-        self._factors: dict[tuple[str, str], Array] = {}
-        self.notes: list[str] = []
         self.untied = self._untie()
         names = {*self._base, *self.changes, *self.untied}
         self.tensors = {name: self._described(name) for name in names}
@@ -147,8 +147,7 @@ class MergedModel:
 
     def _remove_other_heads(self) -> None:
         """Remove the tensors of the base that the model with the adapter's head does not have."""
-        here = set(self._naming.files.values())
-        for name in set(self._base) - here:
+        for name in self._naming.others & self._base.keys():
             del self._base[name]
             del self._numbers[name]
 
@@ -194,10 +193,20 @@ class MergedModel:
         for name, change in changes.items():
             file_name = self._file_name(name)
             is_in_base = file_name in self._base or self._stored_name(name) in self._base
+            if not is_in_base and self._changes_nothing(change):
+                self.notes.append(f"not in the base, and its adapter learned nothing: {name}")
+                continue
             if not is_in_base and not self._is_new(name, change):
                 raise self._not_mergeable("the adapter changes a tensor that the base lacks", name)
             found[file_name] = (name, change)
         return found
+
+    def _changes_nothing(self, change: Change) -> bool:
+        """Whether the adapter adds zero: its layer, such as the pooler of an encoder, took no part in training."""
+        factor = change.factors.get("b")
+        if factor is None or change.whole:
+            return False
+        return not self._read_as(self._adapter.tensors[factor], "F32").any()
 
     def _expert_changes(self, changes: dict[str, Change]) -> dict[str, tuple[str, Change]]:
         """Move the changes of fused experts out of *changes*: {name in files: (name in memory, change)}."""

@@ -59,7 +59,7 @@ def messages(
     converted (:func:`~automodel_ckpt.data.tool_turns.with_tool_calls`).
 
     Raises :class:`RecipeError` with the location of a sample that is not a conversation, that the template cannot
-    render, whose answers cannot be located in the template's output, or that has no label.
+    render, whose tools it omits, whose answers cannot be located in the template's output, or that has no label.
     """
     require_choice("learn", learn, ("all", "last"))
     source = Source.of(path, name, split, revision)

@@ -90,7 +90,7 @@ class ChatTemplate:
         """
         turns = self._with_text_contents(conversation)
         turns = self._with_arguments(turns)
-        offered = parsed(tools) or None
+        offered = self._offered(tools)
         self._check_calls_rendered(turns, offered)
         turns = self._fitting(turns, offered)
         locate = self._by_markers if self.renderer.has_markers else self._by_prefixes
@@ -175,6 +175,21 @@ class ChatTemplate:
         if not has_text or not self.renderer.needs_objects:
             return turns
         return [with_functions(turn, _with_arguments_read) for turn in turns]
+
+    def _offered(self, tools: Any) -> Any:
+        """Return the *tools* of a sample, a list or its JSON text, for the template; None if there are none.
+
+        Raises :class:`UnusableSample` if the template does not write tools: the model would be trained to call what it
+        was never told of.
+        """
+        offered = parsed(tools) or None
+        if offered is not None and "tools" not in self.template:
+            raise UnusableSample(
+                "the chat template omits the tools of this conversation",
+                repr(offered)[:80],
+                "set dataset.chat_template to a template that writes tools, or remove them from the data",
+            )
+        return offered
 
     def _check_calls_rendered(self, turns: list[dict[str, Any]], tools: Any) -> None:
         """Raise :class:`UnusableSample` if the template omits a tool call.

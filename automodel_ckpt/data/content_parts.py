@@ -14,6 +14,8 @@ _TEXTS = ("text", "input_text", "output_text")
 _IMAGES = ("image", "image_url", "input_image")
 _IMAGE_KEYS = ("image", "path", "url", "image_url", "base64")
 """The keys of a part that may contain its image. transformers reads the same ones."""
+_IMAGE_SETTINGS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+"""Keys of a part that change the size of its image in Qwen's tools. The processors of transformers ignore them."""
 _OTHER_MEDIA = ("video", "video_url", "audio", "audio_url", "input_audio")
 CHECKED_ROLES = ("system", "developer", "user", "assistant")
 """The roles whose parts have a type. The results of tools may be any objects."""
@@ -99,6 +101,13 @@ def _text_part(part: dict[str, Any]) -> dict[str, Any]:
 def _image_part(part: dict[str, Any]) -> dict[str, Any]:
     if part.get("text"):
         raise _unusable("an image part of a message has a text", part)
+    for key in _IMAGE_SETTINGS:
+        if part.get(key):
+            raise UnusableSample(
+                "an image part of a message has a size of its own, which is not supported",
+                f"{key}: {part[key]!r}"[:80],
+                "remove it and resize the image, or limit all images with processor.kwargs",
+            )
     for key in _IMAGE_KEYS:
         value = part.get(key)
         if value:

@@ -15,6 +15,7 @@ import json
 import lzma
 import os
 import re
+import stat
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -165,7 +166,17 @@ def require_readable(path: Path) -> Path:
         hint = f"use a file named {known} (also {', '.join(_COMPRESSED)} behind it), a directory, or a Hub name"
         raise RecipeError("unknown data file format", where="dataset.path", value=path, hint=hint)
     try:
-        path.open("rb").close()
+        mode = path.stat().st_mode
+        # Opening a named pipe would wait for a writer, and its content could not be read again.
+        if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+            path.open("rb").close()
+        else:
+            raise RecipeError(
+                "a data file is not a regular file",
+                where=str(path),
+                value=stat.filemode(mode),
+                hint="copy its content to a file: data is read again in each epoch and after a resume",
+            )
     except OSError as error:
         hint = f"check dataset.path; relative paths start at the working directory, {Path.cwd()}"
         if _REMOTE.match(str(path)):

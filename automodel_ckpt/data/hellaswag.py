@@ -21,7 +21,7 @@ def hellaswag(
     path: str | list[str] = "Rowan/hellaswag",
     seq_length: int | None = 512,
     split: str = "train",
-    truncation: Literal["error", "right"] = "error",
+    truncation: Literal["error", "right", "skip"] = "error",
     max_samples: int | None = None,
     revision: str | None = None,
     streaming: bool = False,

@@ -92,10 +92,11 @@ class ImageOptions:
 
 @dataclass(frozen=True)
 class RowContent:
-    """What a row contains: *messages*, and *images* for the image entries that are empty."""
+    """What a row contains: *messages*, *images* for the image entries that are empty, and *tools* that are offered."""
 
     messages: Any
     images: list[Any]
+    tools: Any = None
 
 
 class ImageConversations:
@@ -142,6 +143,7 @@ class ImageConversations:
                 content.messages,
                 content.images,
                 self.folder,
+                content.tools,
                 where=f"sample {index} of {self.source.path}",
                 seq_length=self.options.seq_length,
                 truncation=self.options.truncation,
@@ -171,12 +173,14 @@ def image_text(
     conversation: Any,
     images: Sequence[Any],
     folder: Path = Path(),
+    tools: Any = None,
     **options: Any,
 ) -> ImageText:
     """Make a sample of a *conversation* and the *images* for its empty image entries.
 
-    Relative paths of images start at *folder*; *options* are further fields of :class:`ImageText`. Raises
-    :class:`UnusableSample` if the conversation has no assistant text or its images do not match.
+    Relative paths of images start at *folder*. *tools*, a list or its JSON text, are passed to the template. *options*
+    are further fields of :class:`ImageText`. Raises :class:`UnusableSample` if the conversation has no assistant text,
+    its images do not match, or the template cannot write it.
     """
     given = [_with_parts(turn) for turn in turns_of(conversation)]
     given = _with_marked_images(given, template.image_marker)
@@ -185,7 +189,7 @@ def image_text(
         if turn["role"] in CHECKED_ROLES:
             check_types(turn["content"], ("text", "image"), template.template)
     _check_placeholders(turns, template.placeholders)
-    text, labeled_spans = template.render(turns)
+    text, labeled_spans = template.render(turns, tools)
     if not labeled_spans:
         roles = ", ".join(str(turn["role"]) for turn in turns)
         raise UnusableSample(
@@ -235,17 +239,23 @@ class ImageChatTemplate(ChatTemplate):
                 found.add(token)
         return found
 
-    def render(self, turns: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
-        """Render a conversation. Returns the text and the (start, end) characters of the assistant's text in it."""
+    def render(
+        self, turns: list[dict[str, Any]], tools: Any = None
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Render a conversation and the *tools* that are offered in it, a list or its JSON text.
+
+        Returns the text and the (start, end) characters of the assistant's text in it.
+        """
         turns = self._with_arguments(turns)
-        self._check_calls_rendered(turns, None)
+        offered = self._offered(tools)
+        self._check_calls_rendered(turns, offered)
         if not self.takes_images:
             turns = [self._as_text(turn) for turn in turns]
-        text, labeled_spans = self._located(turns)
+        text, labeled_spans = self._located(turns, offered)
         if not self.answer_prefix:
             return text, labeled_spans
         unweighted = [as_rendered(turn) for turn in turns]
-        _, spans = replace(self, last_only=False)._located(unweighted)
+        _, spans = replace(self, last_only=False)._located(unweighted, offered)
         return _with_prefix(self.answer_prefix, text, spans, labeled_spans)
 
     @cached_property
@@ -258,17 +268,19 @@ class ImageChatTemplate(ChatTemplate):
             return not self.renderer.can_render([{"role": "user", "content": "probe"}])
         return re.search(r"['\"]type['\"]", text) is None
 
-    def _located(self, turns: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
+    def _located(
+        self, turns: list[dict[str, Any]], tools: Any
+    ) -> tuple[str, list[tuple[int, int]]]:
         """Render a conversation and locate the assistant's text that gets labels."""
         if self.renderer.has_markers:
-            text, spans = marked_answers(self.renderer, turns, None)
+            text, spans = marked_answers(self.renderer, turns, tools)
             if self.last_only:
                 spans = spans[-1:]
             return text, spans
-        whole = self.renderer.text(turns)
+        whole = self.renderer.text(turns, tools)
         spans = []
         for number in self.labeled_turns(turns):
-            before, after = answer_prefixes(self.renderer, turns, None, number, whole)
+            before, after = answer_prefixes(self.renderer, turns, tools, number, whole)
             spans.append((len(before), len(after)))
         return whole, spans
 

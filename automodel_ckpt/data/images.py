@@ -134,6 +134,9 @@ def _with_8_bits(image: Any) -> Any:
     Pillow would clip the values, so that nearly all pixels would be white. Raises :class:`UnusableSample` for pixels
     of 32 bits, whose largest value no file format defines.
     """
+    # Pillow reads 16 bits of a PGM file into 32, scaled so that white is 65535.
+    if image.mode == "I" and image.format == "PPM":
+        return pillow().fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):
         raise UnusableSample(
             "an image has 32 bits per pixel, whose range of brightness is not known",

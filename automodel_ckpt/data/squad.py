@@ -30,7 +30,7 @@ def squad(
     prompt: str = PROMPT,
     as_chat: Literal["auto"] | bool = False,
     chat_template: str | None = None,
-    truncation: Literal["error", "right"] = "error",
+    truncation: Literal["error", "right", "skip"] = "error",
     max_samples: int | None = None,
     revision: str | None = None,
     streaming: bool = False,

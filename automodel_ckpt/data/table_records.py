@@ -90,13 +90,22 @@ def _split_csv(lines: Lines) -> Iterator[list[str]]:
 
 
 def _distinct(names: Sequence[str]) -> list[str]:
-    """Make column names unique, numbered as in pandas: ``a``, ``a.1``. An empty name gets the number of its column."""
+    """Make column names unique, numbered as in pandas: ``a``, ``a.1``. An empty name gets the number of its column.
+
+    A number that would make the name of another column is skipped.
+    """
+    wanted = [given or f"Unnamed: {column}" for column, given in enumerate(names)]
+    taken = set(wanted)
     counts: Counter[str] = Counter()
     found = []
-    for column, given in enumerate(names):
-        name = given or f"Unnamed: {column}"
-        found.append(f"{name}.{counts[name]}" if counts[name] else name)
+    for name in wanted:
+        unique = name
+        if counts[name]:
+            while (unique := f"{name}.{counts[name]}") in taken:
+                counts[name] += 1
+            taken.add(unique)
         counts[name] += 1
+        found.append(unique)
     return found
 
 

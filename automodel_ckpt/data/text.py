@@ -27,7 +27,7 @@ def text(
     path: str | list[str],
     seq_length: int | None = 1024,
     field: str = "text",
-    truncation: Literal["error", "right"] = "error",
+    truncation: Literal["error", "right", "skip"] = "error",
     max_samples: int | None = None,
     name: str | None = None,
     split: str = "train",
@@ -39,7 +39,7 @@ def text(
 
     *field* is the field that contains the text (``text`` in ``.txt`` files), or a template of several fields, such as
     ``"{{ title }}: {{ body }}"``. A document of more than *seq_length* tokens is rejected with its location. With
-    *truncation* ``right`` it is truncated, and the number of truncated documents is logged.
+    *truncation* ``right`` it is truncated, with ``skip`` it is skipped, and the numbers of such documents are logged.
     """
     encoder = Encoder(tokenizer)
 
@@ -71,7 +71,7 @@ def prompt_completion(
     chat_template: str | None = None,
     template_kwargs: dict[str, Any] | None = None,
     learn: Literal["completion", "all"] = "completion",
-    truncation: Literal["error", "right"] = "error",
+    truncation: Literal["error", "right", "skip"] = "error",
     max_samples: int | None = None,
     name: str | None = None,
     split: str = "train",
@@ -90,7 +90,8 @@ def prompt_completion(
     With *as_chat*, texts are rendered by the chat template too, the prompt as a message of the user after the text of
     *system_field*, if it is set; with ``auto``, only if the tokenizer has a chat template. With *learn* ``all``, all
     tokens have labels. A sample of more than *seq_length* tokens is rejected with its location. With *truncation*
-    ``right`` it is truncated, or skipped if the prompt alone has that many tokens; the numbers are logged.
+    ``right`` it is truncated, or skipped if the prompt alone has that many tokens, and with ``skip`` it is always
+    skipped; the numbers are logged.
     """
     require_choice("learn", learn, ("completion", "all"))
     pairs = PairEncoder(

@@ -20,6 +20,7 @@ def conversations(
     seq_length: int | None = 2048,
     messages_field: str = "messages",
     images_field: str = "images",
+    tools_field: str = "tools",
     image_marker: str | None = None,
     chat_template: str | None = None,
     template_kwargs: dict[str, Any] | None = None,
@@ -36,6 +37,7 @@ def conversations(
     ...}``. An image is a path; relative paths start at the directory of the data file. A row may also have a field
     *images_field* with one image or a list, as paths or as an image column of ``datasets``. These images fill the
     entries ``{"type": "image"}`` in order; if there are no entries, they are put before the first message of the user.
+    The tools in *tools_field*, if the data has it, are passed to the template.
     With *image_marker*, this text in a user's message is such an entry (``<image>`` in LLaVA's data). With *learn*
     ``last``, only the assistant's last turn has labels. *answer_prefix* is inserted before each text of the assistant,
     without labels: a model that writes an empty thinking channel before each answer expects it.
@@ -57,7 +59,13 @@ def conversations(
     )
 
     def content_of(row: Mapping[str, Any]) -> RowContent:
-        return RowContent(row.get(messages_field), _as_list(row.get(images_field)))
+        images = _as_list(row.get(images_field))
+        return RowContent(row.get(messages_field), images, row.get(tools_field))
+
+    key: tuple[object, ...] = ("conversations", messages_field, images_field)
+    if tools_field in source.fields:
+        # Added only then, so that the keys of data without tools stay the same.
+        key += (tools_field,)
 
     return ImageConversations(
         processor,
@@ -65,7 +73,7 @@ def conversations(
         [messages_field],
         content_of,
         options,
-        key=("conversations", messages_field, images_field),
+        key=key,
         max_samples=max_samples,
     )
 

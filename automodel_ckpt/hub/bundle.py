@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from automodel_ckpt.checkpoint import commit, layout
 from automodel_ckpt.checkpoint.digests import digest_of
@@ -159,9 +159,16 @@ def _of_directory(directory: Path, base_model: str | None) -> Bundle:
 
 
 def _names_in(directory: Path) -> list[str]:
-    """The files of a model in a directory. Raises :class:`CheckpointUnusable` if there is no model."""
+    """The files of a model in a directory.
+
+    Raises :class:`CheckpointUnusable` if there is no model, OSError for a directory that cannot be read.
+    """
+
+    def fail(error: OSError) -> NoReturn:
+        raise error
+
     names = []
-    for parent, directories, files in os.walk(directory):
+    for parent, directories, files in os.walk(directory, onerror=fail):
         directories[:] = [name for name in directories if not name.startswith(".")]
         names += [os.path.relpath(os.path.join(parent, name), directory) for name in files]
     names = sorted(name for name in names if _is_uploaded(name))

@@ -49,6 +49,7 @@ class Lora:
     target_modules: Sequence[str] | str = ALL_LINEAR
     target_parameters: Sequence[str] | str = ()
     exclude_modules: Sequence[str] = ()
+    exclude_if_present: Sequence[str] = ()
     modules_to_save: Sequence[str] = ()
     use_dora: bool = False
     use_rslora: bool = False
@@ -208,6 +209,8 @@ def find_modules(
     saved = [name for name in modules if name in given or name in head]
     adaptable = {name: module for name, module in modules.items() if isinstance(module, _ADAPTABLE)}
     excluded = _matching(lora.exclude_modules, adaptable, modules, "peft.exclude_modules", problems)
+    for pattern in lora.exclude_if_present:
+        excluded += [name for name in adaptable if _matches(pattern, name)]
     patterns = lora.target_modules
     if isinstance(patterns, str):
         patterns = [patterns]

@@ -19,6 +19,7 @@ from automodel_ckpt.models.repository import RepositoryOptions, code_directory
 
 log = logging.getLogger("automodel_ckpt")
 
+_ADDED = {"transformers_version", "architectures", "dtype", "torch_dtype", "_name_or_path"}
 _WHERE = "peft.base_dir"
 
 
@@ -87,19 +88,29 @@ def _fill(
     )
 
 
+def _settings(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the settings of a model and of its parts, without what a model adds to them when it is built or saved."""
+    settings: dict[str, Any] = _without_added(json.loads(config.to_json_string(use_diff=False)))
+    return settings
+
+
+def _without_added(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {key: _without_added(each) for key, each in value.items() if key not in _ADDED}
+
+
 def _check_is_same_base(directory: Path, config: PreTrainedConfig) -> None:
     """Raise :class:`RecipeError` unless an existing base has the settings of the recipe."""
     path = directory / "config.json"
     stored = json.loads(path.read_bytes()) if path.is_file() else {}
-    wanted = json.loads(config.to_json_string(use_diff=False))
-    defaults = json.loads(type(config)().to_json_string(use_diff=False))
-    ignored = {"transformers_version", "architectures", "dtype", "torch_dtype", "_name_or_path"}
     differ: list[str] = []
-    for key in sorted({*stored, *wanted} - ignored):
-        # A file that another version of transformers wrote can lack keys with default values.
-        default = defaults.get(key)
-        if stored.get(key, default) != wanted.get(key, default):
-            differ.append(key)
+    if stored:
+        # Through the class: a file has no keys without a value, and one of another version of transformers can lack
+        # keys with default values, also in the configurations of the parts of a model.
+        found = _settings(type(config).from_dict(stored))
+        wanted = _settings(config)
+        differ = [key for key in sorted({*found, *wanted}) if found.get(key) != wanted.get(key)]
     if not stored or differ:
         reason = f"differs in {', '.join(differ[:5])}" if stored else "no config.json"
         raise RecipeError(

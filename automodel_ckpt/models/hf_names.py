@@ -41,30 +41,64 @@ class InFiles(NamedTuple):
     parts: dict[str, dict[str, RowPart]]
 
 
-def names_in_files(model: nn.Module, base_dir: Path | None = None) -> InFiles:
-    """Find the names that ``save_pretrained`` would write, by transformers' own conversion of small marker tensors.
+class Conversion(NamedTuple):
+    """How transformers converts a model's tensors to those of files.
 
-    Call it before the model is sharded. Names that the files in *base_dir* contain stay unchanged. If transformers
-    converts any tensor by more than renaming it or splitting it into rows (experts), all names stay those of memory.
+    *names*: ``{name in memory: name in files}`` of complete tensors, and *parts* as in :class:`InFiles`. *combined*:
+    ``{name in files: names in memory}`` of the other tensors of files, which are computed in another way: a range of
+    rows, or two matrices as one. The tensors in memory that they come from are neither in *names* nor in *parts*.
+    """
+
+    names: dict[str, str]
+    parts: dict[str, dict[str, RowPart]]
+    combined: dict[str, frozenset[str]]
+
+    @property
+    def in_files(self) -> set[str]:
+        """The names of all tensors that transformers writes to files."""
+        names = {*self.names.values(), *self.combined}
+        for parts in self.parts.values():
+            names.update(parts)
+        return names
+
+
+def read_conversion(model: nn.Module) -> Conversion | None:
+    """Find how ``save_pretrained`` converts the tensors of *model*, by transformers' own conversion of marker tensors.
+
+    Call it before the model is sharded. Returns None for a model of another library, and if the conversion computes
+    with the values, for which the markers are too small.
     """
     if not isinstance(model, PreTrainedModel):
-        return InFiles({}, {})
+        return None
     tensors = model.state_dict(keep_vars=True)
     markers = _Markers({name: tuple(tensor.shape) for name, tensor in tensors.items()})
     try:
-        names, parts = _read_off(markers, lambda small: revert_weight_conversion(model, small))
-    except (
-        Exception
-    ) as error:  # such as an arithmetic operation, for which the markers are too small
+        return _read_off(markers, lambda small: revert_weight_conversion(model, small))
+    except Exception as error:  # such as an arithmetic operation
         log.debug(
             "tensors keep their names of memory in files: %s: %s", type(error).__name__, error
         )
+        return None
+
+
+def names_in_files(
+    model: nn.Module, base_dir: Path | None = None, conversion: Conversion | None = None
+) -> InFiles:
+    """Find the names that ``save_pretrained`` would write. *conversion* is that of *model*; None: it is read here.
+
+    Call it before the model is sharded. Names that the files in *base_dir* contain stay unchanged, and so do those of
+    tensors that transformers converts by more than renaming them or splitting them into rows (experts). If it computes
+    with values, all names stay those of memory.
+    """
+    found = conversion or read_conversion(model)
+    if found is None:
         return InFiles({}, {})
     unchanged = tensor_names_in(base_dir) if base_dir is not None else set()
-    for fqn, name in list(names.items()):
-        if name == fqn or fqn in unchanged:
-            del names[fqn]
-    return InFiles(names, {fqn: part for fqn, part in parts.items() if fqn not in unchanged})
+    names: dict[str, str] = {}
+    for fqn, name in found.names.items():
+        if name != fqn and fqn not in unchanged:
+            names[fqn] = name
+    return InFiles(names, {fqn: part for fqn, part in found.parts.items() if fqn not in unchanged})
 
 
 class _Markers:
@@ -115,6 +149,12 @@ class _Markers:
             in_tensor.append(slice(part.start * factor, part.stop * factor))
         return name, (row, tuple(in_tensor))
 
+    def origins(self, value: torch.Tensor) -> frozenset[str]:
+        """The names of all tensors that *value* has elements of."""
+        starts = torch.tensor(self._starts)
+        numbers = torch.searchsorted(starts, value.flatten(), right=True) - 1
+        return frozenset(self._names[index] for index in set(numbers.tolist()))
+
 
 def _position(number: torch.Tensor, shape: torch.Size) -> list[int]:
     """The index in each dimension of element *number*, 0-dim, of a tensor of *shape*."""
@@ -130,8 +170,8 @@ def _small(extent: int) -> int:
 
 def _read_off(
     markers: _Markers, revert: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
-) -> tuple[dict[str, str], dict[str, dict[str, RowPart]]]:
-    """Convert the markers with *revert*, and read the names and parts of :class:`InFiles` off the result.
+) -> Conversion:
+    """Convert the markers with *revert*, and read the origin of each tensor off the result.
 
     Raises ValueError if the result does not contain every element of the markers exactly once.
     """
@@ -140,16 +180,26 @@ def _read_off(
     if not torch.equal(everything, torch.arange(markers.total)):
         raise ValueError("the conversion drops, repeats or changes elements")
     names, parts = dict[str, str](), dict[str, dict[str, RowPart]]()
+    combined: dict[str, frozenset[str]] = {}
     for name, value in reverted.items():
         # Nothing identifies the origin of an empty tensor, so it keeps its name in memory.
         if value.numel() == 0:
             continue
-        fqn, part = markers.origin(value)
+        try:
+            fqn, part = markers.origin(value)
+        except ValueError as error:
+            log.debug("%s keeps the names of memory in files: %s", name, error)
+            combined[name] = markers.origins(value)
+            continue
         if part is None:
             names[fqn] = name
         else:
             parts.setdefault(fqn, {})[name] = part
-    return names, parts
+    # A part of a tensor whose other parts have no description.
+    for fqn in frozenset[str]().union(*combined.values()):
+        for name in parts.pop(fqn, {}):
+            combined[name] = frozenset([fqn])
+    return Conversion(names, parts, combined)
 
 
 def tensor_names_in(base_dir: Path) -> set[str]:

@@ -10,10 +10,12 @@ import torch
 import transformers
 from safetensors import safe_open
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from automodel_ckpt.errors import CheckpointUnusable
-from automodel_ckpt.models.hf_names import RowPart, names_in_files
+from automodel_ckpt.models.hf_names import Conversion, RowPart, names_in_files, read_conversion
+from automodel_ckpt.models.task_head import is_of_backbone
 
 _TRANSPOSED = (Conv1D, nn.Embedding)
 _LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -37,13 +39,14 @@ class ModelSignature(NamedTuple):
 
     *files* maps each name in memory to the name in the files, and *tied* each alias of a tensor to its first name (both
     in memory). The weights of the modules *transposed* have one row per input: shape [in, out]. *experts* has the fused
-    experts by the name of their module.
+    experts by the name of their module. *others* are the tensors in the files that the model does not have.
     """
 
     files: Mapping[str, str]
     tied: Mapping[str, str]
     transposed: frozenset[str]
     experts: Mapping[str, tuple[FusedExperts, ...]]
+    others: frozenset[str] = frozenset()
 
 
 def read_signature(directory: Path, config: Path | None = None) -> ModelSignature:
@@ -54,7 +57,8 @@ def read_signature(directory: Path, config: Path | None = None) -> ModelSignatur
     """
     hint = "load the base and the adapter with peft in your own code, and call merge_and_unload"
     model = empty_model(config or directory, hint=hint)
-    renamed, parts = names_in_files(model, directory)
+    conversion = read_conversion(model)
+    renamed, parts = names_in_files(model, directory, conversion)
     stored = _stored_names(directory)
     files = {}
     for name in model.state_dict(keep_vars=True):
@@ -69,7 +73,20 @@ def read_signature(directory: Path, config: Path | None = None) -> ModelSignatur
         if fused:
             experts[name] = fused
     tied = dict(model.all_tied_weights_keys)
-    return ModelSignature(files, tied, frozenset(transposed), experts)
+    others = _not_of(model, conversion, stored - set(files.values()))
+    return ModelSignature(files, tied, frozenset(transposed), experts, others)
+
+
+def _not_of(
+    model: PreTrainedModel, conversion: Conversion | None, stored: set[str]
+) -> frozenset[str]:
+    """The names in *stored*, all in files, that no tensor of *model* has in files."""
+    if conversion is None:
+        # How files name the tensors of the backbone is unknown.
+        return frozenset(name for name in stored if not is_of_backbone(model, name))
+    prefix = model.base_model_prefix
+    known = {_spelling_in_files(name, prefix, stored) for name in conversion.in_files}
+    return frozenset(stored - known)
 
 
 def _fused_experts(

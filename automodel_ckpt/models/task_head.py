@@ -74,7 +74,7 @@ def head_differences(
     if not heads:
         return HeadDifferences((), ())
     drawn = [name for name in missing if name.startswith(heads)]
-    ignored = [name for name in unexpected if not _is_of_backbone(model, name)]
+    ignored = [name for name in unexpected if not is_of_backbone(model, name)]
     return HeadDifferences(tuple(sorted(drawn)), tuple(sorted(ignored)))
 
 
@@ -93,7 +93,7 @@ def expected_differences(model: Any, in_files: Iterable[str]) -> tuple[str, ...]
     return tuple(found)
 
 
-def _is_of_backbone(model: Any, name: str) -> bool:
+def is_of_backbone(model: Any, name: str) -> bool:
     """Whether a tensor in files belongs to the backbone; files of a backbone alone have names without its prefix."""
     prefix = model.base_model_prefix
     inner = name.removeprefix(f"{prefix}.")

@@ -38,12 +38,17 @@ def wanted_size(option: str | int | None, tokenizer: Any) -> int | None:
 
 def num_embeddings(model: nn.Module) -> int | None:
     """The number of rows of the input embedding; None if the model does not declare one."""
-    of_transformers: Any = model
-    embedding = (
-        of_transformers.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    )
-    weight = getattr(embedding, "weight", None)
+    weight = getattr(_layer_of(model, "get_input_embeddings"), "weight", None)
     return None if weight is None else len(weight)
+
+
+def _layer_of(model: nn.Module, getter: str) -> Any:
+    """What the method *getter* of a transformers model returns; None without one."""
+    try:
+        return getattr(model, getter, lambda: None)()
+    except NotImplementedError:
+        # A model of transformers that does not state its embedding, such as CANINE, which hashes characters.
+        return None
 
 
 def check_token_ids(
@@ -71,11 +76,11 @@ def vocabulary_names(model: nn.Module) -> list[str]:
 
 
 def _vocabulary(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    of_transformers: Any = model
-    layers = [of_transformers.get_input_embeddings(), of_transformers.get_output_embeddings()]
     wanted: set[int] = set()
-    for layer in layers:
-        if layer is not None:
+    for getter in ("get_input_embeddings", "get_output_embeddings"):
+        layer = _layer_of(model, getter)
+        # Perceiver returns a parameter, whose rows are not tokens.
+        if isinstance(layer, nn.Module):
             wanted.update(id(parameter) for parameter in layer.parameters(recurse=False))
     for name, parameter in model.named_parameters():
         if id(parameter) in wanted:

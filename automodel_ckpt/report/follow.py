@@ -47,6 +47,15 @@ _SAVE: tuple[str, ...] = ("stall_seconds", "total_seconds", "bytes", "free_bytes
 Options = Mapping[str, Mapping[str, Any]]
 
 
+def disabled_text(name: str, reason: str) -> str:
+    """The message about a tracker that fails during training."""
+    return f"tracker {name} is disabled, training continues: {reason}"
+
+
+def _log_disabled(name: str, reason: str) -> None:
+    log.warning(disabled_text(name, reason))
+
+
 @contextlib.contextmanager
 def upload_lock(run: Path, *, wait: bool) -> Iterator[bool]:
     """Lock the uploading of this run's log inside the context, and yield True.
@@ -69,7 +78,7 @@ class Follower:
 
     *after* is the step that a starting run continues from, None if no run starts; *went_back* means that the run
     ignores later checkpoints. Only the training steps that *every_steps* divides are sent. A tracker that
-    raises is reported once with *warn*, and disabled.
+    raises is disabled, and *warn* is called once with its name and the reason.
     """
 
     def __init__(
@@ -77,7 +86,7 @@ class Follower:
         run: Path,
         trackers: Options,
         after: int | None,
-        warn: Callable[[str], None] = log.warning,
+        warn: Callable[[str, str], None] = _log_disabled,
         *,
         went_back: bool = False,
         every_steps: int = 1,
@@ -200,7 +209,7 @@ class Follower:
         except (Exception, SystemExit) as error:
             self._trackers.pop(name, None)
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            self._warn(f"tracker {name} is disabled, training continues: {reason}")
+            self._warn(name, reason)
 
     def _write_memory(self) -> None:
         staged = self.run / (MEMORY + ".tmp")
@@ -332,14 +341,15 @@ def _is_closed(descriptor: int) -> bool:
     return bool(readable) and not os.read(descriptor, 1)
 
 
-def _redirect_output(run: Path) -> Callable[[str], None]:
-    """Redirect the output of libraries to a file, and return a function that still reports to the user."""
+def _redirect_output(run: Path) -> Callable[[str, str], None]:
+    """Redirect the output of libraries to a file, and return a function that still reports a tracker to the user."""
     user = os.fdopen(os.dup(2), "w")
     with _appending(run / OUTPUT) as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
 
-    def warn(message: str) -> None:
+    def warn(name: str, reason: str) -> None:
+        message = disabled_text(name, reason)
         sys.stderr.write(f"{time.strftime('%F %T')} {message}\n")
         user.write(f"warning: {message} ({run / OUTPUT} has its output)\n")
         user.flush()

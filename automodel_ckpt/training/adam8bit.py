@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.training.optimizer_steps import update_each
+from automodel_ckpt.training.transfer import to_device
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _SMALLEST_BLOCK = 32
@@ -170,11 +171,8 @@ def _settings(group: dict[str, Any], num_steps: float, device: torch.device) -> 
         math.sqrt(1 - beta2**num_steps),
         group["eps"],
     ]
-    settings = torch.tensor(values, dtype=torch.float32)
-    if device.type == "cuda":
-        # From pinned memory, the host does not wait for the device.
-        return settings.pin_memory().to(device, non_blocking=True)
-    return settings.to(device)
+    # A plain pin_memory() would raise where the system locks no memory.
+    return to_device(torch.tensor(values, dtype=torch.float32), device)
 
 
 def _updated(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch.optim import Optimizer
@@ -23,13 +24,14 @@ def build_schedule(
     total_steps: int | None,
     warmup_steps: int | None = None,
     warmup_ratio: float | None = None,
+    warmup_from: float = 0.0,
     decay_steps: int | None = None,
     kwargs: Mapping[str, Any] | None = None,
 ) -> LRScheduler:
     """Build the schedule *name* over *decay_steps* (default: *total_steps*), which include the warm-up.
 
-    Raises :class:`RecipeError` if the schedule requires an unknown length (a stream without max_steps), or does not
-    accept *kwargs*.
+    The warm-up begins at the fraction *warmup_from* of the rate. Raises :class:`RecipeError` if the schedule requires
+    an unknown length (a stream without max_steps), or does not accept *kwargs*.
     """
     # Imported here, because these modules import half of transformers' trainer and peft.
     from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, get_scheduler
@@ -41,6 +43,7 @@ def build_schedule(
     warms_up, decays = "num_warmup_steps" in parameters, "num_training_steps" in parameters
     if not warms_up:
         _check_all_used(name, {"warmup_steps": warmup_steps, "warmup_ratio": warmup_ratio})
+        _check_all_used(name, {"warmup_from": warmup_from or None})
     if not decays and warmup_ratio is None:
         _check_all_used(name, {"decay_steps": decay_steps})
     accepted = {key: p for key, p in parameters.items() if key not in _FILLED}
@@ -57,6 +60,13 @@ def build_schedule(
         warmup = round(warmup_ratio * length)
     try:
         schedule: LRScheduler = get_scheduler(name, optimizer, warmup, length, dict(kwargs or {}))
+        if warmup_from and isinstance(schedule, LambdaLR):
+            factors: list[Callable[[int], float]] = []
+            for each in schedule.lr_lambdas:
+                factors.append(partial(_raised, each, warmup, warmup_from))
+            # A partial has the state of transformers' own factors: none.
+            schedule.lr_lambdas = factors
+            follow_schedule(schedule)
         # Errors in the values must not appear only after the warm-up.
         for factor in getattr(schedule, "lr_lambdas", ()):
             factor(warmup)
@@ -69,6 +79,14 @@ def build_schedule(
             hint="correct them, or remove them to use the schedule's defaults",
         ) from error
     return schedule
+
+
+def _raised(factor: Callable[[int], float], warmup: int, start: float, step: int) -> float:
+    """The factor of a schedule at *step*, if its warm-up of *warmup* steps begins at *start* instead of 0."""
+    value = float(factor(step))
+    if step >= warmup:
+        return value
+    return start + (1 - start) * value
 
 
 def check_scalable(optimizer: Optimizer) -> None:

@@ -7,16 +7,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.data.row_widths import RowWidths, WidenedRows
 from automodel_ckpt.distributed.context_parallel import ContextParallel
 from automodel_ckpt.distributed.parallelize import reshard
+from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.compiling import num_row_widths
 from automodel_ckpt.models.config_values import context_length
+from automodel_ckpt.models.forward import class_and_message, side_effect_free
 from automodel_ckpt.models.loss_head import LossHead, ModuleLossHead
 from automodel_ckpt.models.loss_head_probe import install_loss_head
+from automodel_ckpt.models.packing_probe import padding_changes_outputs, probe_rows
 from automodel_ckpt.models.routers import RouterSettings
 from automodel_ckpt.models.vision import image_token_ids
 from automodel_ckpt.recipes.model.additions import build_router_loss
@@ -64,8 +68,12 @@ def probe(
     if router is not None:
         router_loss = build_router_loss(request, model, router, options)
     probe_model = _from_tokens(model, sharded)
+    if layout.sizes.tp > 1:
+        _check_plan(request, probe_model, sharded, options)
     marks_tokens = router is not None
     rows = _shared_rows(request, model, probe_model, sharded, options, marks_tokens=marks_tokens)
+    if request.shares_rows and rows is None:
+        _warn_of_padding(request, probe_model, sharded, options)
     head = _loss_head(request, probe_model, options)
     # Read here: its value depends on the weight's type, which sharding changes back after the probes.
     all_up_to = head.all_up_to if head is not None else 0
@@ -84,6 +92,36 @@ def probe(
 def _from_tokens(model: nn.Module, sharded: Sharded) -> nn.Module:
     """A model that takes token ids, for probes; pipeline stages, most of which take hidden states, are wrapped."""
     return model if sharded.stage is None else FromTokens(model, sharded.stage)
+
+
+def _check_plan(
+    request: ModelRequest, probe_model: nn.Module, sharded: Sharded, options: Mapping[str, Any]
+) -> None:
+    """Compute a few tokens with the tensor parallel plan. A collective.
+
+    Some plans of transformers do not fit the code of their model (Doge: the mask has all heads, the queries those of a
+    rank). Raises :class:`RecipeError` if the shapes do not fit. Models with images are not run: some need them.
+    """
+    layout, model_config = request.layout, request.model_config
+    if model_config is None or model_config.get_text_config() is not model_config:
+        return
+    tokens, _, _ = probe_rows(request.row_multiple, layout.device)
+    try:
+        with side_effect_free(probe_model), sharded.compute():
+            probe_model(input_ids=tokens, **options)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        plan = "distributed.tp_plan" if request.config.distributed.tp_plan else "its own plan"
+        raise RecipeError(
+            "this model cannot be computed with its tensor parallel plan",
+            where="distributed.tp_size",
+            value=f"{layout.sizes.tp}, with {plan}: {class_and_message(error)}",
+            hint="remove tp_size (fsdp2 shards any model), or write a plan and set distributed.tp_plan",
+        ) from error
+    except Exception as error:
+        # Such as a model that needs other inputs, which a probe of tokens cannot give it.
+        log.debug("could not probe the tensor parallel plan: %s", class_and_message(error))
 
 
 def _shared_rows(
@@ -124,6 +162,22 @@ def _shared_rows(
         hidden_size=_hidden_size(request),
         marks_tokens=marks_tokens,
     )
+
+
+def _warn_of_padding(
+    request: ModelRequest, probe_model: nn.Module, sharded: Sharded, options: Mapping[str, Any]
+) -> None:
+    """Log a warning if the losses of samples depend on their padding (CPM-Ant, ProphetNet). A collective."""
+    layout, size = request.layout, request.config.step_scheduler.local_batch_size
+    if size == 1 or layout.in_stages or request.row_multiple > 1:
+        return
+    with sharded.compute():
+        is_changed = padding_changes_outputs(probe_model, options, layout.device)
+    if is_changed:
+        log.warning(
+            "the padding of a row changes what this model computes for its tokens, so losses depend on which samples"
+            " share a micro-batch; step_scheduler.local_batch_size: 1 avoids padding"
+        )
 
 
 def _hidden_size(request: ModelRequest) -> int:

@@ -350,7 +350,7 @@ loss_fn: {_target_: os.system}
         "validation_dataset.seq_length must be 2 or more",
         "optimizer.lr must be a number",
         "loss_fn: os.system is not trusted",
-        "validation_dataset.path: a data file cannot be read\n  where:  recipe.yaml:10\n  value:  no.jsonl",
+        "validation_dataset.path: a data file cannot be read\n  where:  recipe.yaml:10\n  value:  no.jsonl: ENOENT",
     ]
     assert [piece for piece in pieces if piece not in error] == []
     assert error.count("where: ") == len(pieces)

@@ -978,6 +978,7 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
         "['*.experts.*']",
     ),
     "peft.exclude_modules": Observed(adapters, "[q_proj]", ADAPTED),
+    "peft.exclude_if_present": Observed(adapters, "[q_proj, vision_tower]", ADAPTED),
     "peft.modules_to_save": Observed(adapters, "[lm_head]", ADAPTED),
     "peft.use_dora": Observed(adapters, "true", ADAPTED),
     "peft.use_rslora": Observed(adapters, "true", ADAPTED),
@@ -1080,6 +1081,9 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "lr_scheduler.name": Observed(rates, "linear", SCHEDULE),
     "lr_scheduler.warmup_steps": Observed(rates, "4", SCHEDULE),
     "lr_scheduler.warmup_ratio": Observed(rates, "0.5", SCHEDULE),
+    "lr_scheduler.warmup_from": Observed(
+        rates, "0.5", (*SCHEDULE, "--lr_scheduler.warmup_steps=4")
+    ),
     "lr_scheduler.decay_steps": Observed(rates, "6", SCHEDULE),
     "lr_scheduler.kwargs": Observed(rates, "{num_cycles: 2}", SCHEDULE),
     "loss_fn": Observed(loss, "{_target_: torch.nn.CrossEntropyLoss, label_smoothing: 0.5}"),

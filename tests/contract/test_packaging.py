@@ -136,8 +136,8 @@ def test_the_wheel_names_version_licence_and_commands(built: Built) -> None:
     assert "\nLicense-Expression: Apache-2.0\n" in metadata
     assert "\nRequires-Python: >=3.11\n" in metadata
     assert licence == (ROOT / "LICENSE").read_bytes()
-    assert "ckpt-train = automodel_ckpt.cli.train:main" in entry_points
-    assert "ckpt = automodel_ckpt.cli.ckpt:main" in entry_points
+    assert "ckpt-train = automodel_ckpt.cli.entry:ckpt_train" in entry_points
+    assert "ckpt = automodel_ckpt.cli.entry:ckpt" in entry_points
 
 
 WHERE = """

@@ -167,6 +167,22 @@ def test_a_cut_disk_comes_back_although_another_mount_namespace_keeps_the_old_on
             elsewhere.communicate("\n")
 
 
+def test_who_holds_a_disk_is_named() -> None:
+    if reason := power.unsupported("ext4"):
+        pytest.skip(reason)
+    with power.Disk("ext4") as disk:
+        words = ["sh", "-c", "echo made; read end"]
+        with subprocess.Popen(
+            words, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=disk.mount_point
+        ) as holder:
+            assert holder.stdout and holder.stdout.readline() == "made\n"
+            assert not disk.unmount(seconds=0)
+            expected = f"process {holder.pid} (sh -c echo made; read end): {disk.mount_point}"
+            assert power.holders(disk.mount_point) == [expected]
+            holder.communicate("\n")
+        assert power.holders(disk.mount_point) == []
+
+
 @pytest.mark.parametrize("file_system", power.FILE_SYSTEMS)
 def test_a_directory_is_not_durable_if_its_file_system_shuts_down_before_the_fsync(
     file_system: str, monkeypatch: pytest.MonkeyPatch

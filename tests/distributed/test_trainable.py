@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from automodel_ckpt.checkpoint.module_tensors import unwrap
+from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.objective import Objective
 from automodel_ckpt.recipes.trainable import Trainable
 from tests.support import ranks
-from tests.support.training import build, write_recipe
+from tests.support.training import MODEL, RECIPE, build, train, write_recipe
 
 STILL = "--model.from_config.attention_dropout=0"
 
@@ -82,3 +83,31 @@ def test_a_frozen_model_next_to_the_trained_one_starts_equal_and_does_not_change
         assert not (has_changed or has_gradients or is_training)
     saved = {path.name for path in (tmp_path / "run/LATEST").iterdir()}
     assert "model" in saved and "reference" not in saved
+
+
+DOGE = """
+model:
+  from_config:
+    model_type: doge
+    hidden_size: 16
+    intermediate_size: 24
+    num_hidden_layers: 1
+    num_attention_heads: 4
+    num_key_value_heads: 2
+    max_position_embeddings: 32
+"""
+
+
+def test_a_tensor_parallel_plan_that_does_not_fit_its_model_is_an_error_before_training(
+    tmp_path: Path,
+) -> None:
+    """The plan of transformers 5.23 for Doge shards the queries, and not the mask that is computed from the values."""
+    text = RECIPE.replace(MODEL, DOGE)
+    assert text != RECIPE
+    recipe = write_recipe(tmp_path, text)
+    for outcome in ranks.outcomes(
+        lambda: train(recipe, "--distributed.tp_size=2"), 2, init=False, timeout=120
+    ):
+        assert isinstance(outcome.error, RecipeError)
+        assert "cannot be computed with its tensor parallel plan" in str(outcome.error)
+        assert "with its own plan: RuntimeError: The size of tensor" in str(outcome.error)

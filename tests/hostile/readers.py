@@ -109,7 +109,7 @@ def _follow(run: Path) -> int:
     """What the process beside a trainer does, which feeds trackers; it may fail, and alone."""
     try:
         with upload_lock(run, wait=False):
-            Follower(run, {}, 20, print).close()
+            Follower(run, {}, 20).close()
         return 0
     except OSError as error:
         print_error(str(error))

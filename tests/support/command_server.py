@@ -83,6 +83,8 @@ class CommandServer:
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
+            # A process that has counted GPUs by CUDA itself cannot fork commands that use one.
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         }
         self._process = subprocess.Popen(
             [sys.executable, __file__, str(self._place)], env=environment
@@ -227,21 +229,32 @@ def serve(place: str) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     # Modules are no garbage.
     gc.disable()
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: F401
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    without_initializing_cuda = _launchers_context()
+    with without_initializing_cuda():
+        from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: F401
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     parent = os.getpid()
     if os.fork() == 0:
         assert "automodel_ckpt" not in sys.modules
         listen(str(Path(place).with_suffix(PLAIN)), parent)
-    for name in NEEDED:
-        importlib.import_module(name)
+    with without_initializing_cuda():
+        for name in NEEDED:
+            importlib.import_module(name)
     from automodel_ckpt.config.schema import RecipeConfig
     from automodel_ckpt.config.schema_keys import keys_of
 
     get_checkpoint_conversion_mapping("llama")  # type: ignore[no-untyped-call]
     list(keys_of(RecipeConfig))
     listen(place, os.getppid())
+
+
+def _launchers_context() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """What the launcher uses, from its file: the plain process must not have imported a module of the package."""
+    path = Path(__file__).parents[2] / "automodel_ckpt/cli/launch/gpu_properties.py"
+    found: Callable[[], contextlib.AbstractContextManager[None]]
+    found = runpy.run_path(str(path))["without_initializing_cuda"]
+    return found
 
 
 def listen(place: str, parent: int) -> None:

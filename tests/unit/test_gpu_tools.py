@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from automodel_ckpt.recipes.precision import set_float32_precision
 from tests.support.command_server import CommandServer
 from tools.bench_report import PAGE
 from tools.bench_rounds import ROOT
-from tools.gpu import goals, shapes, wheels
+from tools.gpu import goals, machine, plain, shapes, wheels
 from tools.gpu.__main__ import PARTS, share
 from tools.gpu.results import RUNNING, Results, read_all
 from tools.gpu.session import Figures, PartRun, Session
@@ -279,6 +281,32 @@ def test_a_wheel_keeps_the_library_of_the_machine_only(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         kept = [Path(name).name for name in archive.namelist()]
     assert kept == ["libbitsandbytes_cuda130.so", "libbitsandbytes_cpu.so", "__init__.py"]
+
+
+def test_a_machine_without_git_is_described(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine.describe(tmp_path)["commit"] == ""
+
+
+@pytest.fixture
+def precision() -> Iterator[None]:
+    """Restore how float32 matrices are multiplied."""
+    before, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    yield
+    torch.set_float32_matmul_precision(before)
+    torch.backends.cudnn.allow_tf32 = convolutions
+
+
+@pytest.mark.usefixtures("precision")
+def test_losses_to_compare_with_are_exact_after_a_recipe_that_uses_tf32(tmp_path: Path) -> None:
+    plain.write_small("llama", {}, tmp_path)
+    set_float32_precision("high", "cuda")
+    assert plain.losses(tmp_path, "cpu", []) == []
+    # torch raises an error here if two of its interfaces were mixed, and a product of a CPU can use TF32, too.
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert not torch.backends.cuda.matmul.allow_tf32
 
 
 def test_an_unknown_part_and_a_machine_without_a_gpu_are_reported(

@@ -98,12 +98,36 @@ class Disk:
             time.sleep(0.01)
         return True
 
+    def unmount_or_report(self) -> None:
+        """Unmount, and print which processes hold the disk if that is not possible in 20 seconds."""
+        if not self.unmount():
+            held = "; ".join(holders(self.mount_point)) or "no process of this namespace"
+            print(f"{self.mount_point} cannot be unmounted: held by {held}", flush=True)
+
     def __enter__(self) -> Disk:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.unmount()
+        self.unmount_or_report()
         shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def holders(directory: Path) -> list[str]:
+    """The processes that have a file below *directory* open or as working directory: their IDs, commands and files."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        files = set()
+        for link in (process / "cwd", process / "root", *process.glob("fd/*")):
+            # It may have ended or closed the file.
+            with contextlib.suppress(OSError):
+                files.add(os.readlink(link))
+        below = sorted(file for file in files if Path(file).is_relative_to(directory))
+        if below:
+            words = "?"
+            with contextlib.suppress(OSError):
+                words = (process / "cmdline").read_text().replace("\0", " ").strip()
+            found.append(f"process {process.name} ({words[:200]}): {', '.join(below)}")
+    return found
 
 
 def _command(arguments: list[str]) -> None:
@@ -147,7 +171,7 @@ class Cycle:
             self._pair.run(jobs.forget)
         if not self._pair.alive or self.disagreement or not self._disk.unmount(seconds=0.1):
             self.replace_ranks()
-            self._disk.unmount()
+            self._disk.unmount_or_report()
         self._disk.mount_again()
 
     def replace_ranks(self) -> None:

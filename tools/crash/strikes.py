@@ -78,11 +78,11 @@ class Result:
 
     def finished(self) -> Record:
         """The record with its tables."""
-        self.record.check_marked()
         self.record.notes = {
             **self.by_target.notes(),
             "exit codes of launchers": dict(self.codes),
         }
+        self.record.note_missing()
         tables = [found.table() for found in (self.by_target, self.by_point) if found]
         if unmeasured := self.record.points - len(self.by_target):
             tables.append(

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
+from automodel_ckpt.cli.launch.gpu_properties import without_initializing_cuda
 from tools.bench_rounds import ROOT
 from tools.gpu import goals, machine
 from tools.gpu.session import Figures, PartRun, Session, StopRequested, raise_on_signals
@@ -112,7 +113,8 @@ def run_parts(names: list[str], out: Path, *, is_dry_run: bool, minutes: float) 
     with scratch_directory() as scratch:
         described = machine.describe(scratch)
         print("importing torch, transformers and the recipes", flush=True)
-        _import_everything()
+        with without_initializing_cuda():
+            _import_everything()
         session = Session(_device(scratch, out, is_dry_run), is_dry_run, scratch, out, described)
         if session.device != "cuda" and not is_dry_run:
             print("no CUDA device: nothing was measured (--dry-run runs tiny models on the CPU)")

@@ -43,10 +43,12 @@ def versions(distributions: tuple[str, ...]) -> dict[str, str | None]:
 
 
 def git_commit() -> str:
-    """The commit of the working tree; empty where the tree was copied without its repository."""
-    done = subprocess.run(
-        ["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    )
+    """The commit of the working tree; empty where the tree was copied without its repository, and without git."""
+    command = ["git", "rev-parse", "--short=12", "HEAD"]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    except FileNotFoundError:
+        return ""
     return done.stdout.strip() if done.returncode == 0 else ""
 
 

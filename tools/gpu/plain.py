@@ -111,7 +111,8 @@ def losses(base: Path, device: str, global_batches: Iterable[list[Sample]]) -> l
     from torch.nn.functional import cross_entropy
     from transformers import AutoModelForCausalLM
 
-    torch.backends.cuda.matmul.allow_tf32 = False
+    # matmul.allow_tf32 would leave the setting of CPUs as an earlier recipe in this process has set it.
+    torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     read: Any = AutoModelForCausalLM.from_pretrained
     model = read(base, dtype=torch.float32).to(device).train()

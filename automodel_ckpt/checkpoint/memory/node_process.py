@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 import select
 import signal
@@ -45,6 +44,8 @@ _POLL_SECONDS = 0.1
 _BEAT_SECONDS = 1.0
 STALLED_SECONDS = 30.0
 """A process that runs a command and writes nothing for so long was stopped, or its node is out of memory."""
+START_SECONDS = 120.0
+"""How long a process may take until it listens: a shared file system may take a minute to read Python's files."""
 _NUM_THREADS = 8
 _WATCH_SECONDS, _LONGEST_WATCH_SECONDS = 1.0, 60.0
 """How often a thread looks whether the process has ended, and how often it tries to start it."""
@@ -118,7 +119,7 @@ class NodeProcess:
         if self._closed.is_set():
             # Meanwhile: kill() may have found no process.
             self.kill()
-        answer = self._ask(process, fields, lambda: None)
+        answer = self._ask(process, fields, lambda: None, START_SECONDS)
         self.address = Address(self.address.host, answer["port"])
         return process
 
@@ -178,8 +179,9 @@ class NodeProcess:
         process: subprocess.Popen[bytes],
         document: dict[str, Any],
         check: Callable[[], None],
-        stalled_seconds: float = math.inf,
+        stalled_seconds: float,
     ) -> dict[str, Any]:
+        """Send *document* and return the answer; :class:`NodeFailed` after *stalled_seconds* without a sign of life."""
         assert process.stdin is not None and process.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended, which the answer shows
             process.stdin.write(json.dumps(document).encode() + b"\n")
@@ -188,7 +190,7 @@ class NodeProcess:
             check()
             if not select.select([process.stdout], [], [], _POLL_SECONDS)[0]:
                 if time.monotonic() - last_sign > stalled_seconds:
-                    raise self._stalled(process)
+                    raise self._stalled(process, stalled_seconds)
                 continue
             last_sign = time.monotonic()
             block = os.read(process.stdout.fileno(), 1 << 16)
@@ -211,13 +213,13 @@ class NodeProcess:
             hint=_HINT,
         )
 
-    def _stalled(self, process: subprocess.Popen[bytes]) -> NodeFailed:
+    def _stalled(self, process: subprocess.Popen[bytes], seconds: float) -> NodeFailed:
         # It must not answer the next command with the result of this one.
         self.kill()
         return NodeFailed(
             "the process that copies checkpoints in memory between nodes does not respond",
             where=self._settings.root,
-            value=f"process {process.pid}: nothing for {STALLED_SECONDS:.0f} s",
+            value=f"process {process.pid}: nothing for {seconds:.0f} s",
             hint="check whether it was stopped, and the memory of the node",
         )
 

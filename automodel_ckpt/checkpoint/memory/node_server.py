@@ -24,7 +24,12 @@ from automodel_ckpt.checkpoint.files.safe_open import open_safely
 from automodel_ckpt.checkpoint.memory.hang_reports import MAX_BYTES as MAX_REPORT_BYTES
 from automodel_ckpt.checkpoint.memory.hang_reports import HangReports, is_report
 from automodel_ckpt.checkpoint.memory.requests import SILENCE_SECONDS, Address
-from automodel_ckpt.checkpoint.memory.save_files import RECEIVING, is_of_save, mark_save
+from automodel_ckpt.checkpoint.memory.save_files import (
+    RECEIVING,
+    is_of_save,
+    mark_save,
+    remove_set_aside,
+)
 from automodel_ckpt.checkpoint.run import links
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
 from automodel_ckpt.durable_io import fsync_directory
@@ -104,7 +109,7 @@ class NodeServer(ThreadingHTTPServer):
                     del self._received[other]
 
     def keep(self, names: list[str]) -> None:
-        """Remove all checkpoints but *names*, which are complete on all nodes.
+        """Remove all checkpoints but *names*, which are complete on all nodes, also those that were set aside.
 
         What no save has written stays.
         """
@@ -114,6 +119,7 @@ class NodeServer(ThreadingHTTPServer):
         for other in checkpoint_names(self.root):
             if other not in kept and is_of_save(self.root / str(other)):
                 commit.discard(commit.withdraw(self.root / str(other)))
+        remove_set_aside(self.root)
 
 
 class _Handler(BaseHTTPRequestHandler):

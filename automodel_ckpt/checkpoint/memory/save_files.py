@@ -21,6 +21,8 @@ _NO_PARTS = frozenset({SAVE, f".{SAVE}", f".{layout.MANIFEST}"})
 """Files that are not of the checkpoint: the record, and what a killed process leaves of it or of the manifest."""
 SET_ASIDE = ".unusable-"
 """How the names of checkpoints begin that the nodes of a start do not have completely."""
+EARLIER_LOGS = ".earlier-logs-"
+"""How the names of directories begin with the logs of a generation of the run, whose number follows."""
 _SAVE_BYTES = 256
 
 
@@ -68,10 +70,28 @@ def bring_back(directory: Path) -> None:
             os.rename(path, target)
 
 
-def remove_set_aside(directory: Path) -> list[str]:
-    """Remove the checkpoints in *directory* that were set aside; return their names. Raises OSError."""
-    removed = []
+def saves_set_aside(directory: Path) -> list[Summary]:
+    """The checkpoints in *directory* that were set aside and have a manifest."""
+    found = []
     for path in _set_aside_in(directory):
+        with contextlib.suppress(OSError, CheckpointUnusable):
+            found.append(Summary.read(path))
+    return found
+
+
+def remove_set_aside(directory: Path, kept: str = "") -> list[str]:
+    """Remove the checkpoints in *directory* that were set aside, but the one with the digest *kept*.
+
+    If none is kept, logs of earlier generations are removed, too. Returns the names of the checkpoints. Raises OSError.
+    """
+    removed = []
+    if not kept:
+        for entry in list(os.scandir(directory)):
+            if entry.name.startswith(EARLIER_LOGS):
+                _remove(Path(entry.path))
+    for path in _set_aside_in(directory):
+        if kept and save_digest(path)[0] == kept:
+            continue
         _remove(path)
         removed.append(path.name.removeprefix(SET_ASIDE))
     return removed

@@ -13,7 +13,7 @@ import json
 import time
 import uuid
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from automodel_ckpt.checkpoint import layout
@@ -29,19 +29,32 @@ _MAX_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
+class Postponed:
+    """A later checkpoint, by the *digest* of its manifest, of which absent nodes may have the missing files.
+
+    *number* is that of the generation whose logs it continues. Without a digest, there is no such checkpoint.
+    """
+
+    digest: str = ""
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class RunGeneration:
     """The generation *name* of a run, with its *number* and the digests of the *kept* checkpoints.
 
     The number is the time in nanoseconds since 1970 at which the generation began, or one more than the number of the
     generation before. The kept checkpoints are those of earlier generations that it continues. Without a record, a run
     is in a generation without a name, to which all checkpoints belong. *has_logs* states whether the logs of the run
-    are on this node, because rank 0 was there.
+    are on this node, because rank 0 was there. The run continues from the *postponed* checkpoint if the nodes of a
+    start have it completely before the generation publishes a checkpoint, which removes what the nodes have of it.
     """
 
     number: int = 0
     name: str = ""
     kept: tuple[str, ...] = ()
     has_logs: bool = False
+    postponed: Postponed = field(default_factory=Postponed)
 
     @classmethod
     def read(cls, run: Path) -> RunGeneration:
@@ -49,7 +62,14 @@ class RunGeneration:
         try:
             found = parse_json(read_safely(run, layout.GENERATION, limit=_MAX_BYTES))
             kept = tuple(str(digest) for digest in found["kept"])
-            return cls(int(found["number"]), str(found["name"]), kept, bool(found["has_logs"]))
+            postponed = found.get("postponed", {"digest": "", "number": 0})
+            return cls(
+                int(found["number"]),
+                str(found["name"]),
+                kept,
+                bool(found["has_logs"]),
+                Postponed(str(postponed["digest"]), int(postponed["number"])),
+            )
         except (OSError, ArithmeticError, ValueError, KeyError, TypeError, CheckpointUnusable):
             return cls()
 
@@ -60,10 +80,12 @@ class RunGeneration:
     def is_current(self, summary: Summary) -> bool:
         """Whether the checkpoint with this manifest is of this generation, or of an earlier one that it continues."""
         name = summary.environment.get(NOTE, "")
-        return not self.name or name == self.name or summary.digest in self.kept
+        continued = (*self.kept, self.postponed.digest)
+        return not self.name or name == self.name or summary.digest in continued
 
-    def next(self, kept: Iterable[str]) -> RunGeneration:
+    def next(self, kept: Iterable[str], postponed: Postponed | None = None) -> RunGeneration:
         """Return the generation of the next start, which continues the checkpoints with the digests *kept*."""
         # The clock of this node may be behind that of the start before.
         number = max(self.number + 1, time.time_ns())
-        return RunGeneration(number, uuid.uuid4().hex, tuple(kept))
+        name = uuid.uuid4().hex
+        return RunGeneration(number, name, tuple(kept), postponed=postponed or Postponed())

@@ -45,6 +45,8 @@ from automodel_ckpt.checkpoint.run.lock_file import (
 )
 from automodel_ckpt.errors import LeaseLost, RecipeError
 
+RUN_HINT = "wait for it or stop it, or give this run its own checkpoint.checkpoint_dir"
+COMMAND_HINT = "wait until it ends, then run this command again"
 BEAT_SECONDS = 5.0
 WATCH_SECONDS = 20.0
 CACHED_WATCH_SECONDS = 90.0
@@ -57,14 +59,20 @@ class Lease:
     """The right to write in a run directory, from construction until :meth:`release` or the end of the process.
 
     *beat_seconds* is the time between two heartbeats. *watch_seconds* is how long another owner must have no heartbeat
-    (default: by the type of file system). Raises :class:`RecipeError` with the owner if another live run uses the
-    directory, OSError if the directory cannot be written.
+    (default: by the type of file system). Raises :class:`RecipeError` with the owner and *hint* if another live process
+    uses the directory, OSError if the directory cannot be written.
     """
 
     def __init__(
-        self, root: Path, *, beat_seconds: float = BEAT_SECONDS, watch_seconds: float | None = None
+        self,
+        root: Path,
+        *,
+        beat_seconds: float = BEAT_SECONDS,
+        watch_seconds: float | None = None,
+        hint: str = RUN_HINT,
     ) -> None:
         self._path = root / LOCK_FILE
+        self._hint = hint
         self._process = os.getpid()
         self._token = uuid.uuid4().hex
         self._beats = 0
@@ -208,7 +216,7 @@ class Lease:
                 before = Holder.read(descriptor)
                 watched = before is not None and not has_ended(before, descriptor, is_locked)
                 if watched and is_beating(self._path, watch_seconds):
-                    raise rejection(self._path, before)
+                    raise rejection(self._path, before, self._hint)
                 if not is_at(self._path, descriptor):
                     # The owner removed the file, and another run may have created a new one, between opening and
                     # locking it or during the watch. A lock on a file without a name excludes no process.
@@ -236,7 +244,7 @@ class Lease:
         except BlockingIOError:
             holder = Holder.read(descriptor)
             os.close(descriptor)
-            raise rejection(self._path, holder) from None
+            raise rejection(self._path, holder, self._hint) from None
         except BaseException:
             os.close(descriptor)
             raise
@@ -273,10 +281,10 @@ class Lease:
             self.check()
         except LeaseLost as loss:
             raise RecipeError(
-                "another run took over this directory at the same time",
+                "another process took over this directory at the same time",
                 where=str(self._path.parent),
                 value=loss.problems[0].value,
-                hint="wait for it or stop it, or give this run its own checkpoint.checkpoint_dir",
+                hint=self._hint,
             ) from None
 
 

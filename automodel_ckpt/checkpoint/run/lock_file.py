@@ -184,13 +184,13 @@ def reject_special_file(path: Path) -> None:
             )
 
 
-def rejection(path: Path, holder: Holder | None) -> RecipeError:
-    """The error of a run that finds another live run in the directory of the lock file *path*."""
+def rejection(path: Path, holder: Holder | None, hint: str) -> RecipeError:
+    """The error of a process that finds another live one in the directory of the lock file *path*."""
     return RecipeError(
-        "another run is using this directory",
+        "another process is using this directory",
         where=str(path.parent),
         value=_described(holder),
-        hint="wait for it or stop it, or give this run its own checkpoint.checkpoint_dir",
+        hint=hint,
     )
 
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NoReturn
 
 from automodel_ckpt.checkpoint import commit, layout, policy
 from automodel_ckpt.checkpoint.manifest import NOT_SAVED, Manifest
@@ -171,8 +172,15 @@ def without_optimizer(manifest: Manifest) -> Manifest:
 
 
 def _link_files(source: Path, target: Path, *, omit: Collection[str]) -> None:
-    """Hard-link the files of *source*, exports included, below *target*, except those in *omit*."""
-    for parent, directories, names in os.walk(source):
+    """Hard-link the files of *source*, exports included, below *target*, except those in *omit*.
+
+    Raises OSError also for a directory that cannot be read, whose files would be lost.
+    """
+
+    def fail(error: OSError) -> NoReturn:
+        raise error
+
+    for parent, directories, names in os.walk(source, onerror=fail):
         relative = Path(parent).relative_to(source)
         for directory in directories:
             (target / relative / directory).mkdir()

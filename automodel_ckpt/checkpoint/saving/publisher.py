@@ -14,6 +14,7 @@ from automodel_ckpt.checkpoint.digests import FileRecord
 from automodel_ckpt.checkpoint.failures import as_failure
 from automodel_ckpt.checkpoint.formats import hf, torch_save
 from automodel_ckpt.checkpoint.manifest import Manifest, Tree
+from automodel_ckpt.checkpoint.memory.save_files import remove_set_aside
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.saving.environment import environment
@@ -126,6 +127,9 @@ class Publisher:
         report = self.report(save)
         # After publishing: until then, the newest old checkpoint is what a resume needs.
         pruned = self._run.prune(str(save.name))
+        # The next save or start tries again.
+        with contextlib.suppress(OSError):
+            remove_set_aside(self._run.root)
         return replace(report, nbytes=nbytes, pruned=pruned)
 
     def notify(self, save: Save, report: SaveReport) -> None:

@@ -44,7 +44,7 @@ def _located(problem: Problem, plugin: Plugin) -> Problem:
         value = problem.value
     else:
         name = "path"
-        value = problem.where
+        value = f"{problem.where}: {problem.value}" if problem.value else problem.where
     node = plugin.node.at(name) or plugin.node
     hint = problem.hint.replace("dataset.path", join(plugin.key, "path"))
     return Problem(f"{join(plugin.key, name)}: {problem.what}", node.origin, value, hint)

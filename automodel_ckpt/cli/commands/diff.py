@@ -38,7 +38,7 @@ _GENERAL = ("step", "epoch", "world_size", "dp_size", "losses", "progress")
 _RESTORED = {"seed": "seed", "shuffle": "dataloader.shuffle"}
 # Keys of the optimizer section that are not options of its parameter groups.
 _NOT_IN_GROUPS = ("optimizer.lr", "optimizer._target_", "optimizer.on_resume")
-_SCHEDULE_NUMBERS = ("warmup_steps", "warmup_ratio", "decay_steps")
+_SCHEDULE_NUMBERS = ("warmup_steps", "warmup_ratio", "warmup_from", "decay_steps")
 _MAX_LINES = 20
 """How many tensors each list shows."""
 
@@ -346,6 +346,7 @@ def _schedule_factor(
         warmup_steps=None if warmup_steps is None else int(warmup_steps),
         decay_steps=None if decay_steps is None else int(decay_steps),
         warmup_ratio=numbers.get("warmup_ratio"),
+        warmup_from=numbers.get("warmup_from", 0.0),
         kwargs=kwargs,
     )
     return float(schedule.lr_lambdas[0](step))

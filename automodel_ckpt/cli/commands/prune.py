@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     an error of the lease if a live run uses the directory.
     """
     from automodel_ckpt.checkpoint.run import maintenance
-    from automodel_ckpt.checkpoint.run.lease import Lease
+    from automodel_ckpt.checkpoint.run.lease import COMMAND_HINT, Lease
 
     if is_url(arguments.path):
         return _prune_remote(arguments)
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
             freed = {name: _optimizer_bytes(run / name) for name in freed}
     else:
         # Select under the lease: a live run, or another prune, changes the set of checkpoints.
-        lease = Lease(run)
+        lease = Lease(run, hint=COMMAND_HINT)
         try:
             maintenance.recover(run)
             removable = _removable(arguments, run, policy)

@@ -161,7 +161,7 @@ def run_pull(arguments: argparse.Namespace) -> int:
     from automodel_ckpt.checkpoint.commit import make_run_directory
     from automodel_ckpt.checkpoint.export_manifest import complete_exports
     from automodel_ckpt.checkpoint.remote.pull import pull_checkpoint, pull_logs
-    from automodel_ckpt.checkpoint.run.lease import Lease
+    from automodel_ckpt.checkpoint.run.lease import COMMAND_HINT, Lease
     from automodel_ckpt.hub.address import is_hub
 
     if is_hub(arguments.url):
@@ -193,7 +193,7 @@ def run_pull(arguments: argparse.Namespace) -> int:
     with _removed_if_empty(directory):
         make_run_directory(directory)
         # A live run would take the staging directory for a leftover.
-        lease = Lease(directory)
+        lease = Lease(directory, hint=COMMAND_HINT)
         try:
             path = pull_checkpoint(
                 remote,

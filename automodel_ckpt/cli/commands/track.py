@@ -10,8 +10,8 @@ from typing import Any
 
 from automodel_ckpt.cli.arguments import add_run
 from automodel_ckpt.cli.paths import run_with_logs
-from automodel_ckpt.cli.terminal import print_error, printable
-from automodel_ckpt.errors import EXIT_DONE, EXIT_INTERNAL, RecipeError
+from automodel_ckpt.cli.terminal import printable
+from automodel_ckpt.errors import EXIT_DONE, RecipeError, SaveFailed
 from automodel_ckpt.report.trackers import TRACKERS
 
 
@@ -43,9 +43,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run ``ckpt track``. The exit code is 1 if the tracker failed.
+    """Run ``ckpt track``.
 
-    Raises :class:`RecipeError` if the tracker's library is not installed, or another process uploads the log.
+    Raises :class:`RecipeError` if the tracker's library is not installed, or another process uploads the log, and
+    :class:`SaveFailed` if the tracker failed.
     """
     from automodel_ckpt.report.follow import Follower, upload_lock
     from automodel_ckpt.report.history import read_history
@@ -60,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
             hint=f"pip install {arguments.to}",
         )
     # Follower disables a tracker that raises, and only reports it.
-    failures: list[str] = []
+    reasons: list[str] = []
     options = _options(arguments.option)
     # 0: the tracker has to forget, or to start anew, because all steps are sent again.
     after = 0 if arguments.again else None
@@ -72,14 +73,21 @@ def run(arguments: argparse.Namespace) -> int:
                 value=str(run),
                 hint="wait until it finishes; during training, use logging.trackers in the recipe",
             )
-        Follower(run, {arguments.to: options}, after, failures.append).close()
-    if failures:
-        print_error("\n".join(failures))
-    elif arguments.json:
+        Follower(
+            run, {arguments.to: options}, after, lambda _, reason: reasons.append(reason)
+        ).close()
+    if reasons:
+        raise SaveFailed(
+            "the tracker failed, and does not have the whole log",
+            where=f"--to {arguments.to}",
+            value=reasons[0],
+            hint="correct the cause, then run this command again: it uploads what the tracker lacks",
+        )
+    if arguments.json:
         print(json.dumps({"path": str(run), "tracker": arguments.to, "step": last}))
     else:
         print(printable(f"{arguments.to} has {run} up to step {last}"))
-    return EXIT_INTERNAL if failures else EXIT_DONE
+    return EXIT_DONE
 
 
 def _options(words: list[str]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from automodel_ckpt.cli.launch.process import print_message, report_stop
 from automodel_ckpt.cli.launch.recipe_import import (
     Prepare,
     configure_torch,
-    import_recipe,
+    import_before_forks,
     validate_cuda_not_initialized,
     validate_no_autograd_threads,
 )
@@ -66,7 +66,7 @@ def run_forked(flags: LaunchFlags, rendezvous: Rendezvous, prepare: Prepare) -> 
         set_threads(os.environ, _estimated_ranks(flags.nproc_per_node))
         configure_torch(os.environ)
         with stop_request().interrupting():
-            loaded, recipe_class = import_recipe(prepare)
+            loaded, recipe_class = import_before_forks(prepare)
         torch = importlib.import_module("torch")
         section = getattr(loaded.config, "distributed", None)
         on_gpu = getattr(section, "backend", None) != "gloo"

@@ -13,6 +13,7 @@ from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
+from automodel_ckpt.cli.launch.gpu_properties import without_initializing_cuda
 from automodel_ckpt.cli.launch.node_resources import set_allocator
 from automodel_ckpt.cli.launch.worker import Loaded, RecipeClass
 from automodel_ckpt.errors import RecipeError
@@ -50,6 +51,17 @@ def import_recipe(prepare: Prepare) -> tuple[Loaded, RecipeClass]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def import_before_forks(prepare: Prepare) -> tuple[Loaded, RecipeClass]:
+    """As :func:`import_recipe`, for a process that forks ranks: code that reads the properties of a GPU when it is
+    imported, such as bitsandbytes and torchao, does not initialize CUDA."""
+
+    def prepare_without_cuda() -> tuple[Loaded, RecipeClass]:
+        with without_initializing_cuda():
+            return prepare()
+
+    return import_recipe(prepare_without_cuda)
 
 
 def validate_cuda_not_initialized(torch: Any) -> None:

@@ -11,7 +11,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from automodel_ckpt.errors import RecipeError, os_problem
+
 PREFIX = "ckpt-train-"
+NEEDED_BYTES = 1 << 18
+"""What a launcher and its ranks may write: their process ids, how they ended, and torch's records."""
 FRESH_SECONDS = 60.0
 """Younger directories are never removed: one is created before it is locked."""
 
@@ -21,12 +25,34 @@ def scratch_directory() -> Iterator[Path]:
     """Create a temporary directory and remove it at the end. Also removes those of this user's killed launchers.
 
     This process and the processes that it forks lock the directory. The lock shows that it is in use, also to processes
-    in another container with the same /tmp, where process ids do not.
+    in another container with the same /tmp, where process ids do not. Raises :class:`RecipeError` if it cannot be
+    created or has no space: ranks could not even report what failed.
     """
     with contextlib.suppress(OSError):
         remove_leftovers(Path(tempfile.gettempdir()))
-    with tempfile.TemporaryDirectory(prefix=PREFIX) as directory, _locked(directory):
+    with contextlib.ExitStack() as stack:
+        try:
+            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix=PREFIX))
+            stack.enter_context(_locked(directory))
+            _check_space(Path(directory))
+        except OSError as error:
+            hint = "free space in it, or set TMPDIR to another directory"
+            problem = os_problem(error, "the temporary directory cannot be used", hint=hint)
+            raise RecipeError.all_of([problem]) from error
         yield Path(directory)
+
+
+def _check_space(directory: Path) -> None:
+    """Write NEEDED_BYTES to *directory* and remove them. Raises OSError with the path if there is no space."""
+    probe = directory / "probe"
+    try:
+        probe.write_bytes(bytes(NEEDED_BYTES))
+    except OSError as error:
+        # A failed write names no file.
+        error.filename = str(directory.parent)
+        raise
+    finally:
+        probe.unlink(missing_ok=True)
 
 
 def remove_leftovers(parent: Path) -> None:

@@ -59,9 +59,7 @@ def serve_until_received(channel: FailureChannel | None, seconds: float) -> None
 
 def hang_grace_seconds() -> float:
     """How many seconds the ranks of this node continue after a hang, so that other nodes can read about it."""
-    is_first = os.environ.get("GROUP_RANK") == "0"
-    num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
-    return STORE_LINGER_SECONDS if is_first and num_nodes > 1 else 0.0
+    return STORE_LINGER_SECONDS if _num_served_nodes() > 0 else 0.0
 
 
 def unreachable_grace_seconds() -> float:
@@ -70,6 +68,11 @@ def unreachable_grace_seconds() -> float:
     Only one that serves the store to a third node waits. All its ranks do, not only rank 0: the agent ends the others
     with the first one.
     """
-    is_first = os.environ.get("GROUP_RANK") == "0"
-    num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", "2"))
-    return STORE_LINGER_SECONDS if is_first and num_nodes > 2 else 0.0
+    return STORE_LINGER_SECONDS if _num_served_nodes() > 1 else 0.0
+
+
+def _num_served_nodes() -> int:
+    """The number of other nodes that read from the store of this one: 0 unless this is the first node."""
+    if os.environ.get("GROUP_RANK") != "0":
+        return 0
+    return int(os.environ.get("GROUP_WORLD_SIZE", "1")) - 1

@@ -2,7 +2,7 @@
 
 :func:`translate` is a pure function from the tree of a file to the tree of a recipe. Nodes keep their origins, so that
 every later message points into the user's file. ``rows.py`` has the kinds of rows, and one module per group of sections
-has their tables: ``model``, ``ranks`` (parallelism), ``datasets`` (with ``dataset_rows``), ``batches``,
+has their tables: ``model``, ``adapters``, ``ranks`` (parallelism), ``datasets`` (with ``dataset_rows``), ``batches``,
 ``preprocessors``, ``training``, ``distill`` and ``others``.
 
 Facts about AutoModel are from its source, revision 36044ad3d (2026-08-22): ``recipes/_typed_config.py`` (sections and
@@ -15,6 +15,7 @@ import re
 from dataclasses import dataclass
 
 from automodel_ckpt.config.automodel import (
+    adapters,
     batches,
     datasets,
     distill,
@@ -55,6 +56,7 @@ _WHOLE = re.compile(r"^\$([A-Za-z_]\w*)$")
 # Later modules look at what earlier ones have translated: adapters before freezing, data before the steps.
 SECTIONS = (
     *model.ROWS,
+    *adapters.ROWS,
     *ranks.ROWS,
     *datasets.ROWS,
     *batches.ROWS,

@@ -15,6 +15,7 @@ from automodel_ckpt.config.automodel.rows import (
     is_true,
     value_of,
 )
+from automodel_ckpt.config.convert import FALSE_WORDS
 from automodel_ckpt.config.schema_keys import join
 from automodel_ckpt.config.yaml_tree import Node
 
@@ -106,30 +107,59 @@ def max_samples_of_split(section: Section) -> None:
     max_samples(section)
 
 
-def length(section: Section) -> None:
-    """Translate the maximum length, and what happens with longer samples."""
-    _maximum(section)
-    _truncation(section)
-    NoEffect("padding", "pad_to_max_length", "truncate").apply(section)
+TRUNCATIONS = ("error", "right", "skip", "history")
+"""Our values of the key truncation, which is also AutoModel's: an override may have them."""
+_UNTRUNCATED = (*FALSE_WORDS, "do_not_truncate")
+"""Values of AutoModel's key truncation, in lower case, with which it ignores seq_length."""
 
 
-def _maximum(section: Section) -> None:
-    """Translate the maximum length. Without one, AutoModel does not truncate: ours is the model's context."""
-    node = section.take("seq_length")
+def own_length(section: Section) -> None:
+    """Translate the length of a data set that has none in AutoModel: ``seq_length`` is our key, and limits."""
+    length(section, is_ours=True)
+
+
+def length(section: Section, *, is_ours: bool = False) -> None:
+    """Translate the maximum length of a text, and what happens with longer ones.
+
+    AutoModel ignores ``seq_length`` unless ``truncation`` is set, or a key that drops messages or samples. Its packs
+    leave out samples that are longer than a pack. Otherwise our limit is the model's context. A flag may be meant for
+    our key of the same name, so that it limits.
+    """
+    given = section.take("truncation")
+    limit = section.take("seq_length")
     packed = pack_size(section)
-    if node is not None:
-        section.put("seq_length", node, was="seq_length")
+    has_limit = limit is not None and (is_ours or _is_limited(section, given, limit))
+    if limit is not None and has_limit:
+        section.put("seq_length", limit, was="seq_length")
     elif packed is not None:
         section.put("seq_length", packed)
     else:
         section.put_default("seq_length", "null")
+    if limit is not None and not has_limit:
+        text = "without truncation: true, AutoModel ignores it; samples are limited by the model's context"
+        if packed is not None:
+            text = "without truncation: true, AutoModel ignores it; samples are limited by the size of a pack"
+        section.note("seq_length", limit, text)
+    default = "skip" if packed is not None and not has_limit else "right"
+    _policy(section, given, default)
+    NoEffect("padding", "pad_to_max_length", "truncate").apply(section)
 
 
-def _truncation(section: Section) -> None:
+def _is_limited(section: Section, truncation: Node | None, limit: Node) -> bool:
+    """Whether the maximum length *limit* has an effect in AutoModel."""
+    if truncation is not None and str(truncation.value).lower() not in _UNTRUNCATED:
+        return True
+    drops = any(is_true(section.peek(name)) for name in ("filter_overlong", "truncate_history"))
+    return drops or limit.is_flag
+
+
+def _policy(section: Section, given: Node | None, policy: str) -> None:
     """Translate what happens with longer samples: they are truncated, skipped, or lose their first messages."""
-    policy = "right"
     origin = AUTOMODEL_DEFAULT
-    given = section.take("truncation")
+    if given is not None and str(given.value).lower() in TRUNCATIONS:
+        # The user's override has our name.
+        section.put("truncation", given)
+        return
     if given is not None:
         origin = given.origin
         section.translated("truncation", given, join(section.to, "truncation"))
@@ -143,6 +173,30 @@ def _truncation(section: Section) -> None:
         elif switch is not None:
             section.no_effect(name, switch)
     section.put("truncation", Node(policy, origin))
+
+
+def image_length(section: Section) -> None:
+    """Translate the maximum length of a conversation with images: longer ones are truncated, or replaced by others.
+
+    Without one, our limit is the model's context. The limits of packs and of collate functions replace this one.
+    """
+    limit = section.take("max_length") or section.take("seq_length")
+    truncates = section.take("truncate")
+    packed = pack_size(section)
+    if limit is not None:
+        section.put("seq_length", limit, was="max_length")
+    elif packed is not None:
+        section.put("seq_length", packed)
+    else:
+        section.put_default("seq_length", "null")
+    policy = Node("right", AUTOMODEL_DEFAULT)
+    if limit is not None and truncates is not None and not is_true(truncates):
+        policy = Node("skip", truncates.origin)
+    if truncates is not None:
+        section.translated("truncate", truncates, join(section.to, "truncation"))
+    given = section.take("truncation")
+    section.put("truncation", given or policy)
+    NoEffect("padding").apply(section)
 
 
 def pack_size(section: Section) -> Node | None:
@@ -188,6 +242,8 @@ def mock_length(section: Section) -> None:
 
 
 TOKENIZER = Steps(tokenizer_of_data, ("tokenizer",))
+IMAGE_LENGTH = Steps(image_length, ("max_length", "truncate"))
+OWN_LENGTH = Steps(own_length, ("seq_length", "truncation"))
 LENGTH = Steps(length, ("seq_length", "truncation", "filter_overlong", "truncate_history"))
 SPLIT = Steps(split_of_data, ("split",))
 LIMIT = Steps(max_samples, ("limit_dataset_samples", "num_samples_limit"))
@@ -214,10 +270,9 @@ IMAGES = (
     Key("path_or_dataset_id", "path"),
     SPLIT,
     Key("chat_template"),
-    Key("max_length", "seq_length"),
     NoEffect("pretokenize", "inject_fake_images", "max_turns", "seed", "shuffle_seed"),
     LIMIT,
-    LENGTH,
+    IMAGE_LENGTH,
     TOKENIZER,
 )
 """Rows for all data sets of images. Their columns are those of our preset."""

@@ -13,6 +13,7 @@ from automodel_ckpt.config.automodel.dataset_rows import (
     LENGTH,
     LIMIT,
     LIMIT_OF_SPLIT,
+    OWN_LENGTH,
     SPLIT,
     TOKENIZER,
     column_mapping,
@@ -66,7 +67,7 @@ DATASETS: dict[str, Builder] = {
     ),
     "llm.hellaswag.HellaSwag": Builder(
         "hellaswag.hellaswag",
-        (Key("path_or_dataset", "path"), SPLIT, LIMIT, LENGTH, TOKENIZER),
+        (Key("path_or_dataset", "path"), SPLIT, LIMIT, OWN_LENGTH, TOKENIZER),
     ),
     "llm.column_mapped_text_instruction_dataset.ColumnMappedTextInstructionDataset": Builder(
         "text.prompt_completion",

@@ -1,4 +1,4 @@
-"""The model of NeMo AutoModel's recipes: ``model``, ``freeze_config``, ``peft`` and ``quantization``."""
+"""The section ``model`` of NeMo AutoModel's recipes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import re
 from dataclasses import replace
 
 from automodel_ckpt.config.automodel.rows import (
-    AUTOMODEL_DEFAULT,
     Degraded,
     Key,
-    Needs,
     NoEffect,
     Section,
     Steps,
@@ -17,7 +15,6 @@ from automodel_ckpt.config.automodel.rows import (
     apply_rows,
     is_of_automodel,
     is_true,
-    switch,
     take_target,
     value_of,
 )
@@ -74,36 +71,6 @@ MODEL = (
     ),
 )
 """Keys of the section model. The model's name and configuration are translated by :func:`name_of_model`."""
-
-FREEZE = (
-    ("freeze_vision_tower", "vision_tower", True),
-    ("freeze_language_model", "language_model", False),
-    ("freeze_embeddings", "*.embed_tokens.*", False),
-    ("freeze_audio_tower", "*audio*", False),
-    ("freeze_video_embedder", "*patch_generator.video_embedder*", False),
-)
-"""Keys of freeze_config: AutoModel's name, our pattern in model.freeze_if_present, and AutoModel's default."""
-
-PEFT = (
-    NoEffect("_target_", "use_triton", "use_memory_efficient_lora"),
-    Key("dim", "r"),
-    Key("alpha", default="32"),
-    Key("dropout"),
-    Key("use_dora"),
-    Key("lora_dtype", "dtype", words={"float32": "float32", "torch.float32": "float32"}),
-    Degraded(
-        "dropout_position",
-        "dropout is applied to the input of the adapter",
-        when=lambda node: node.value != "pre",
-    ),
-    Degraded(
-        "lora_A_init",
-        "peft's default initialization is used (Kaiming uniform for A, zeros for B)",
-        when=lambda node: node.value != "kaiming",
-    ),
-    Degraded("moe_rank_scaling", "all layers get the same rank"),
-)
-"""Keys of the section peft. The layers are selected by :func:`adapted_layers`."""
 
 
 def model(section: Section) -> None:
@@ -277,134 +244,4 @@ def overrides(section: Section) -> None:
             part.put(name, node, was=name)
 
 
-def freeze(section: Section) -> None:
-    """Translate freeze_config to model.freeze_if_present. With adapters the whole base is frozen."""
-    if section.work.recipe != "vlm_finetune" or section.node is None:
-        return
-    has_adapters = section.work.source.at("peft") is not None
-    patterns = []
-    given = []
-    for name, pattern, default in FREEZE:
-        node = section.take(name)
-        if has_adapters or (node is not None and not is_true(node)):
-            if node is not None:
-                section.no_effect(name, node)
-            continue
-        if node is not None:
-            given.append(name)
-        if node is not None and name == "freeze_embeddings":
-            section.note(name, node, "frozen here; AutoModel ignores this key")
-        if node is not None or default:
-            origin = AUTOMODEL_DEFAULT if node is None else node.origin
-            patterns.append(Node(pattern, origin, quoted=True))
-    if not patterns:
-        return
-    origin = section.origin
-    ours = section.work.section("freeze_config", "model")
-    ours.put("freeze_if_present", Node(patterns, origin), was=", ".join(given))
-
-
-def adapters(section: Section) -> None:
-    """Translate the section peft and the quantization of its base."""
-    if section.node is None:
-        return
-    target = section.peek("_target_")
-    if target is not None and not is_of_automodel(str(target.value)):
-        return
-    adapted_layers(section)
-    apply_rows(PEFT, section)
-    model = section.work.result.at("model.from_config")
-    if model is not None:
-        # An adapter names its base: the random one is written to this directory.
-        section.put("base_dir", Node("automodel_base", model.origin))
-
-
-def adapted_layers(section: Section) -> None:
-    """Translate the selection of layers. AutoModel adapts ``*_proj`` if nothing selects them."""
-    match_all = section.take("match_all_linear")
-    names = section.take("target_modules")
-    excluded = section.take("exclude_modules")
-    selects_all = is_true(match_all) or _selects_all(names)
-    if names is not None and not selects_all:
-        section.put("target_modules", _as_list(names), was="target_modules")
-    elif selects_all or excluded is not None:
-        if _selects_all(names):
-            assert names is not None
-            experts(section, names)
-        chosen = match_all if is_true(match_all) else names
-        origin = AUTOMODEL_DEFAULT if chosen is None else chosen.origin
-        section.put("target_modules", Node("all-linear", origin, quoted=True))
-    else:
-        section.put("target_modules", Node([Node("*_proj", AUTOMODEL_DEFAULT, True)], ""))
-    if match_all is not None:
-        section.no_effect("match_all_linear", match_all)
-    if excluded is not None:
-        section.put("exclude_modules", _as_list(excluded), was="exclude_modules")
-
-
-def experts(section: Section, names: Node) -> None:
-    """Adapt fused experts too, as AutoModel's pattern ``*`` does, unless another option excludes it."""
-    dropout = section.peek("dropout")
-    has_dropout = dropout is not None and bool(value_of(dropout))
-    if has_dropout or is_true(section.peek("use_dora")):
-        shown = replace(names, value="'*'")
-        text = "fused experts get no adapters, because of dropout or use_dora"
-        section.degraded("target_modules", shown, text)
-        return
-    section.put("target_parameters", Node("all-experts", names.origin), was="target_modules")
-
-
-def _selects_all(names: Node | None) -> bool:
-    if names is None:
-        return False
-    words = [names.value]
-    if isinstance(names.value, list):
-        words = [item.value for item in names.value]
-    return words == ["*"]
-
-
-def _as_list(node: Node) -> Node:
-    """Make a list of a single name. The text of a flag with brackets is a list already."""
-    if isinstance(node.value, str) and not node.value.startswith("["):
-        return Node([replace(node, quoted=True)], node.origin)
-    return node
-
-
-QUANTIZATION = (
-    NoEffect("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage", "bnb_4bit_quant_type"),
-    Degraded("bnb_4bit_use_double_quant", "the scales of quantized weights are not quantized"),
-    NoEffect("load_in_4bit", "load_in_8bit"),
-)
-
-
-def quantization(section: Section) -> None:
-    """Translate the quantization of the base model (QLoRA) to peft.quantize_base."""
-    if section.node is None:
-        return
-    kind = None
-    name = ""
-    if switch(section, "load_in_4bit"):
-        name = "load_in_4bit"
-        kind = section.peek("bnb_4bit_quant_type") or Node("fp4", AUTOMODEL_DEFAULT)
-    elif switch(section, "load_in_8bit"):
-        name = "load_in_8bit"
-        kind = Node("int8", section.origin_of(name))
-    has_adapters = section.work.result.at("peft") is not None
-    if kind is not None and has_adapters:
-        section.work.section("quantization", "peft").put("quantize_base", kind, was=name)
-        section.take(name)
-    elif kind is not None:
-        hint = "add a section peft (QLoRA), or remove the section"
-        Needs("load_in_4bit", "training of quantized weights", hint, is_true).apply(section)
-        Needs("load_in_8bit", "training of quantized weights", hint, is_true).apply(section)
-    if kind is None:
-        NoEffect("bnb_4bit_use_double_quant").apply(section)
-    apply_rows(QUANTIZATION, section)
-
-
-ROWS = (
-    ("model", Steps(model)),
-    ("peft", Steps(adapters)),
-    ("freeze_config", Steps(freeze)),
-    ("quantization", Steps(quantization)),
-)
+ROWS = (("model", Steps(model)),)

@@ -20,10 +20,13 @@ from automodel_ckpt.config.automodel.rows import (
 )
 from automodel_ckpt.config.yaml_tree import Node
 
+TE_ADAM = (
+    "transformer_engine.pytorch.optimizers.FusedAdam",
+    "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam",
+)
 ADAMW = {
     "torch.optim.AdamW": "",
-    "transformer_engine.pytorch.optimizers.FusedAdam": "fused AdamW of torch is used",
-    "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam": "fused AdamW of torch is used",
+    **dict.fromkeys(TE_ADAM, "fused AdamW of torch is used"),
     "flashoptim.FlashAdamW": "fused AdamW of torch is used; its state is in float32",
 }
 """Optimizers that are AdamW, and what is used instead of them."""
@@ -58,7 +61,12 @@ def optimizer(section: Section) -> None:
         assert node is not None
         muon(section, node)
         return
-    if target == "torch.optim.Adam" and decay is not None and value_of(decay):
+    is_penalty = target == "torch.optim.Adam"
+    if target in TE_ADAM:
+        _bias_correction(section)
+        mode = section.peek("adam_w_mode")
+        is_penalty = mode is not None and not switch(section, "adam_w_mode")
+    if is_penalty and decay is not None and value_of(decay):
         _adam(section)
         return
     if target not in (*ADAMW, "torch.optim.Adam"):
@@ -68,12 +76,21 @@ def optimizer(section: Section) -> None:
         section.degraded("_target_", node, ADAMW[target])
     elif node is not None:
         section.translated("_target_", node, "optimizer")
-    if target == "torch.optim.Adam" and decay is None:
+    if target in ("torch.optim.Adam", *TE_ADAM) and decay is None:
         section.put_default("weight_decay", "0.0")
     apply_rows(OPTIMIZER, section)
     found = section.work.result.at("optimizer.weight_decay")
     if found is None or value_of(found):
         section.put_default("no_decay", "none")
+
+
+def _bias_correction(section: Section) -> None:
+    """Reject Adam whose moments are not corrected for their start at 0."""
+    node = section.peek("bias_correction")
+    if node is not None and not switch(section, "bias_correction"):
+        section.take("bias_correction")
+        what = "Adam without bias correction is not supported"
+        section.reject("bias_correction", node, what, "remove the key")
 
 
 MUON = (
@@ -122,7 +139,13 @@ def muon(section: Section, node: Node) -> None:
 
 def _adam(section: Section) -> None:
     """Translate Adam with weight decay, which is an L2 penalty and not the decay of AdamW."""
-    names = ("_target_", "lr", "betas", "eps", "weight_decay", "foreach", "fused", "amsgrad")
+    node = section.take("_target_")
+    assert node is not None
+    if node.value in TE_ADAM:
+        section.degraded("_target_", node, "Adam of torch is used")
+        apply_rows(OPTIMIZER, section)
+    section.put("_target_", replace(node, value="torch.optim.Adam"))
+    names = ("lr", "betas", "eps", "weight_decay", "foreach", "fused", "amsgrad")
     apply_rows([Key(name) for name in names], section)
     section.put_default("no_decay", "none")
 
@@ -130,7 +153,7 @@ def _adam(section: Section) -> None:
 SCHEDULE = (
     Key("lr_decay_steps", "decay_steps"),
     NoEffect("use_checkpoint_opt_param_scheduler", "override_opt_param_scheduler"),
-    Degraded("init_lr", "the warmup begins at 0"),
+    Degraded("init_lr", "the warmup begins at 0, or there is none"),
     Degraded("max_lr", "the peak is optimizer.lr"),
     Needs("start_wd", "a schedule of the weight decay", "set optimizer.weight_decay"),
     Needs("end_wd", "a schedule of the weight decay", "set optimizer.weight_decay"),
@@ -163,10 +186,25 @@ def schedule(section: Section) -> None:
     if warmup is not None:
         section.put("warmup_steps", warmup, was="lr_warmup_steps")
     else:
-        text = "AutoModel warms up for min(1000, steps / 10) steps from lr / 10; here for 10 % of the steps from 0"
+        text = "AutoModel warms up for min(1000, steps / 10) steps; here for 10 % of the steps"
         section.put_default("warmup_ratio", "0.1")
         section.degraded("lr_warmup_steps", Node("null", section.origin), text)
+    if warmup is None or value_of(warmup):
+        _first_rate(section)
     apply_rows(SCHEDULE, section)
+
+
+def _first_rate(section: Section) -> None:
+    """Write where the warmup begins: at AutoModel's init_lr, a tenth of the peak if none is given."""
+    first = section.peek("init_lr")
+    peak = value_of(section.work.result.at("optimizer.lr"))
+    if first is None:
+        section.put_default("warmup_from", "0.1")
+        return
+    number = value_of(first)
+    if isinstance(number, int | float) and isinstance(peak, int | float) and 0 <= number < peak:
+        section.take("init_lr")
+        section.put("warmup_from", Node(repr(number / peak), first.origin), was="init_lr")
 
 
 def _decay(section: Section, style: Node, lowest: Node | None) -> None:
@@ -209,9 +247,15 @@ def steps(section: Section) -> None:
         NoEffect("local_batch_size").apply(section)
     Key("local_batch_size").apply(section)
     apply_rows(STEPS, section)
+    # Without either, AutoModel trains for 10 epochs, also if both keys are null in the file.
+    ours = section.work.result
+    if not any(ours.at(f"step_scheduler.{name}") for name in ("num_epochs", "max_steps")):
+        section.put_default("num_epochs", "10")
     every_epoch = section.take("save_checkpoint_every_epoch")
     if every_epoch is not None:
-        value = "1" if is_true(every_epoch) else "null"
+        # Null steps mean the steps of an epoch.
+        has_steps = ours.at("step_scheduler.ckpt_every_steps") is not None
+        value = "1" if is_true(every_epoch) or not has_steps else "null"
         node = Node(value, every_epoch.origin)
         section.put("ckpt_every_epochs", node, was="save_checkpoint_every_epoch")
     signals = section.take("preemption_signal")

@@ -113,6 +113,8 @@ class LRSchedulerConfig:
     """Warmup, in optimizer steps."""
     warmup_ratio: float | None = setting(None, FRACTION)
     """Warmup, as a fraction of all optimizer steps."""
+    warmup_from: float = setting(0.0, BELOW_1)
+    """Rate at which the warmup begins, as a fraction of the full rate."""
     decay_steps: int | None = setting(None, AT_LEAST_1)
     """Length of the schedule in optimizer steps; null: all steps of the run."""
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -124,6 +126,16 @@ class LRSchedulerConfig:
             lambda schedule: schedule.warmup_steps is None or schedule.warmup_ratio is None,
             "warmup_steps and warmup_ratio cannot be combined",
             "remove one of them",
+        ),
+        Relation(
+            ("warmup_from", "warmup_steps", "warmup_ratio"),
+            lambda schedule: (
+                not schedule.warmup_from
+                or bool(schedule.warmup_steps)
+                or bool(schedule.warmup_ratio)
+            ),
+            "warmup_from needs a warmup",
+            "set warmup_steps or warmup_ratio, or remove warmup_from",
         ),
     )
 

@@ -32,6 +32,8 @@ class PeftConfig:
     (*.experts.*), or all-experts: all that the model has, which can be none."""
     exclude_modules: list[str] = field(default_factory=list)
     """Layers to exclude from target_modules: names or glob patterns."""
+    exclude_if_present: list[str] = field(default_factory=list)
+    """Layers to exclude as with exclude_modules, except that a pattern may match none of the model's layers."""
     modules_to_save: list[str] = field(default_factory=list)
     """Modules to train and save in full, such as lm_head: names or glob patterns."""
     use_dora: bool = False

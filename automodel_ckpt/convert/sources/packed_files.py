@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from automodel_ckpt.checkpoint.files.safe_open import open_safely
 from automodel_ckpt.checkpoint.sources.source import unusable
@@ -165,11 +166,17 @@ def _decompress(archive: Path, directory: Path) -> None:
 def files_in_directory(path: Path) -> PackedFiles:
     """Describe the files in the directory *path* and its subdirectories.
 
-    Raises :class:`CheckpointUnusable` for a symbolic link, a special or sparse file, and for more files than a model
-    has.
+    Raises :class:`CheckpointUnusable` for a symbolic link, a special or sparse file, a directory that cannot be read,
+    and for more files than a model has.
     """
     files: dict[str, StoredFile] = {}
-    for parent, directories, names in os.walk(path):
+
+    def reject(error: OSError) -> NoReturn:
+        reason = str(error.strerror)
+        raise unusable("this directory cannot be read", Path(error.filename), reason) from error
+
+    # Without onerror, os.walk() leaves out what it cannot read.
+    for parent, directories, names in os.walk(path, onerror=reject):
         relative = os.path.relpath(parent, path)
         # os.walk() does not enter links to directories. As files, they are rejected.
         links = [name for name in directories if os.path.islink(os.path.join(parent, name))]

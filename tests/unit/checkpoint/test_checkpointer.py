@@ -516,7 +516,7 @@ def test_a_removal_that_fails_is_reported_and_training_goes_on(
 def test_a_second_run_in_the_directory_is_refused_while_the_first_lives(tmp_path: Path) -> None:
     first, made = tiny.checkpointer(tmp_path), tiny.recipe()
     first.save(discover(made), step=1, epoch=0, config_yaml="", losses={}, progress={})
-    with pytest.raises(RecipeError, match="another run is using"):
+    with pytest.raises(RecipeError, match="another process is using"):
         tiny.load(tmp_path, made)
     first.close()
     assert tiny.load(tmp_path, made) is not None

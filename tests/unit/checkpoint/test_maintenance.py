@@ -8,6 +8,7 @@ import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -120,6 +121,27 @@ def test_an_export_survives_the_dropping_of_the_optimizer(run: Path) -> None:
     assert (export / "config.json").read_text() == "{}"
 
 
+def test_nothing_is_dropped_if_a_directory_of_the_checkpoint_cannot_be_read(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    walk = os.walk
+
+    # The tests may run as root, who can read everything. This is what os.walk() does with a directory that it cannot.
+    def denied(top: Path, *, onerror: Any = None, **options: Any) -> Any:
+        for parent, directories, files in walk(top, **options):
+            if os.path.basename(parent) == "model":
+                if onerror:
+                    onerror(PermissionError(13, "Permission denied", parent))
+                continue
+            yield parent, directories, files
+
+    before = set((run / "epoch_0_step_10").rglob("*"))
+    monkeypatch.setattr(os, "walk", denied)
+    assert main(["prune", str(run), "--keep-last", "1", "--drop-optimizer"]) == 4
+    assert "Permission denied" in capsys.readouterr().err
+    assert set((run / "epoch_0_step_10").rglob("*")) == before
+
+
 def test_where_directories_cannot_be_swapped_nothing_is_dropped(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,7 +168,10 @@ def test_a_live_run_is_left_alone(run: Path, capsys: pytest.CaptureFixture[str])
     lease = Lease(run)
     assert main(["prune", str(run), "--keep-last", "1"]) == 2
     lease.release()
-    assert "another run is using" in capsys.readouterr().err and len(names(run)) == 4
+    message = capsys.readouterr().err
+    assert "another process is using" in message and len(names(run)) == 4
+    # Neither a command has a recipe, nor can it be given another directory.
+    assert "run this command again" in message and "checkpoint_dir" not in message
 
 
 def test_a_link_below_the_run_directory_protects_like_one_in_it(run: Path) -> None:

@@ -219,6 +219,24 @@ def test_a_process_that_was_stopped_fails_its_command_and_is_replaced(
         os.kill(first, 0)
 
 
+def test_a_process_that_does_not_answer_when_it_starts_is_an_error_and_does_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def start_stopped(*words: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(popen(["sleep", "600"], **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start_stopped)
+    monkeypatch.setattr(node_process, "START_SECONDS", 0.2)
+    with pytest.raises(NodeFailed, match=r"does not respond[\s\S]*nothing for 0 s"):
+        NodeProcess(tmp_path, "127.0.0.1", TOKEN)
+    (child,) = started
+    assert child.returncode == -signal.SIGKILL
+
+
 def test_a_process_that_was_killed_is_started_again_between_saves(tmp_path: Path) -> None:
     with closing(NodeProcess(tmp_path, "127.0.0.1", TOKEN)) as process:
         first = process.pid

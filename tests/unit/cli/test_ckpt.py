@@ -194,6 +194,11 @@ def test_the_log_of_a_run_that_does_not_exist_is_not_empty_but_missing(
 ) -> None:
     assert main([*words, str(tmp_path / "nowhere")]) == 3
     assert capsys.readouterr().err.startswith("error: run not found")
+    (tmp_path / "dangling").symlink_to("gone")
+    assert main([*words, str(tmp_path / "dangling")]) == 3
+    message = capsys.readouterr().err
+    assert message.startswith("error: run not found")
+    assert "a link to gone, which does not exist" in message
 
 
 def test_a_path_may_begin_with_the_home_directory(

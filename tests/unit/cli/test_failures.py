@@ -30,6 +30,7 @@ from automodel_ckpt.cli.launch.failures import (
 )
 from automodel_ckpt.cli.launch.peer_watch import unless_ended_by_agent
 from automodel_ckpt.cli.launch.process_state import has_ended
+from automodel_ckpt.cli.launch.store_linger import hang_grace_seconds, unreachable_grace_seconds
 from automodel_ckpt.errors import RecipeError, SaveFailed
 from tests.support.fake_train import raise_in
 
@@ -288,3 +289,28 @@ def test_a_failure_after_log_lines_begins_with_its_time_as_they_do(
     assert printed_failure(record, several_ranks=True) == text
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     assert printed_failure(record, several_ranks=False) == "Traceback\n03:30:05 internal error: x"
+
+
+@pytest.mark.parametrize(
+    ("node", "num_nodes", "expected"),
+    [
+        ("0", "1", (False, False)),
+        ("0", "2", (True, False)),
+        ("0", "3", (True, True)),
+        ("1", "3", (False, False)),
+        ("0", None, (False, False)),
+        (None, None, (False, False)),
+    ],
+)
+def test_only_the_first_node_waits_for_nodes_that_can_still_read_a_failure(
+    node: str | None,
+    num_nodes: str | None,
+    expected: tuple[bool, bool],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After a hang, there is another node; after one does not respond, there is a third one."""
+    for name, value in (("GROUP_RANK", node), ("GROUP_WORLD_SIZE", num_nodes)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert (hang_grace_seconds() > 0, unreachable_grace_seconds() > 0) == expected

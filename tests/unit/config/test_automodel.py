@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,8 @@ validation_dataset:
   _target_: {DATA}.llm.hellaswag.HellaSwag
   path_or_dataset: rows.jsonl
 """
+TE_ADAM = "transformer_engine.pytorch.optimizers.FusedAdam"
+PACKS = "packed_sequence:\n  packed_sequence_size: 32\n"
 PEFT = """\
 peft:
   _target_: nemo_automodel.components._peft.lora.PeftConfig
@@ -277,7 +280,20 @@ TRANSLATED: list[tuple[str, str, Any]] = [
     (PEFT + "  target_modules: ['*']\n", "peft.target_modules", "all-linear"),
     (PEFT + "  match_all_linear: true\n", "peft.target_modules", "all-linear"),
     (PEFT + "  exclude_modules: ['*lm_head*']\n", "peft.target_modules", "all-linear"),
-    (PEFT + "  exclude_modules: ['*lm_head*']\n", "peft.exclude_modules", ["*lm_head*"]),
+    (PEFT + "  exclude_modules: ['*lm_head*']\n", "peft.exclude_if_present", ["*lm_head*"]),
+    (PEFT + "  exclude_modules: ['*lm_head*']\n", "peft.exclude_modules", []),
+    (
+        VLM + PEFT + "  exclude_modules: ['*visual*', '*.head']\n"
+        "freeze_config:\n  freeze_vision_tower: true\n  freeze_audio_tower: true\n",
+        "peft.exclude_if_present",
+        ["*visual*", "*.head", "*vision*", "*image_encoder*", "*audio*", "*speech*", "*sound*"],
+    ),
+    (
+        VLM + PEFT + "freeze_config:\n  freeze_embeddings: true\n",
+        "peft.exclude_if_present",
+        ["*vision*", "*visual*", "*image_encoder*"],
+    ),
+    (VLM + PEFT, "peft.exclude_if_present", []),
     (
         PEFT + "quantization:\n  load_in_4bit: true\n  bnb_4bit_quant_type: nf4\n",
         "peft.quantize_base",
@@ -292,6 +308,25 @@ TRANSLATED: list[tuple[str, str, Any]] = [
         "torch_save",
     ),
     ("checkpoint:\n  max_recent_checkpoints: 3\n", "checkpoint.keep_last", 3),
+    ("step_scheduler:\n  num_epochs: null\n", "step_scheduler.num_epochs", 10),
+    ("step_scheduler:\n  num_epochs: null\n  max_steps: 3\n", "step_scheduler.num_epochs", None),
+    (
+        "step_scheduler:\n  ckpt_every_steps: null\n  save_checkpoint_every_epoch: false\n",
+        "step_scheduler.ckpt_every_epochs",
+        1,
+    ),
+    (
+        "step_scheduler:\n  save_checkpoint_every_epoch: false\n",
+        "step_scheduler.ckpt_every_epochs",
+        None,
+    ),
+    (f"optimizer:\n  _target_: {TE_ADAM}\n  lr: 1e-5\n", "optimizer.weight_decay", 0.0),
+    (f"optimizer:\n  _target_: {TE_ADAM}\n  weight_decay: 0.1\n", "optimizer.weight_decay", 0.1),
+    (
+        f"optimizer:\n  _target_: {TE_ADAM}\n  weight_decay: 0.1\n  adam_w_mode: false\n",
+        "optimizer._target_",
+        "torch.optim.Adam",
+    ),
     (
         VALIDATION + "checkpoint:\n  best_metric_key: default\n",
         "checkpoint.best_metric_key",
@@ -300,6 +335,20 @@ TRANSLATED: list[tuple[str, str, Any]] = [
     ("", "dataset._target_", "automodel_ckpt.data.hellaswag.hellaswag"),
     ("", "dataset.seq_length", None),
     ("", "dataset.truncation", "right"),
+    (ROWS + "  seq_length: 64\n", "dataset.seq_length", 64),
+    (SQUAD + "  seq_length: 64\n", "dataset.seq_length", None),
+    (SQUAD + "  seq_length: 64\n", "dataset.truncation", "right"),
+    (SQUAD + "  seq_length: 64\n  truncation: false\n", "dataset.seq_length", None),
+    (SQUAD + "  seq_length: 64\n  truncation: do_not_truncate\n", "dataset.seq_length", None),
+    (SQUAD + "  seq_length: 64\n  truncation: longest_first\n", "dataset.seq_length", 64),
+    (SQUAD + "  seq_length: 64\n  truncation: true\n", "dataset.truncation", "right"),
+    (SQUAD + "  seq_length: 64\n" + PACKS, "dataset.seq_length", 32),
+    (SQUAD + PACKS, "dataset.truncation", "skip"),
+    (SQUAD + "  seq_length: 16\n  truncation: true\n" + PACKS, "dataset.seq_length", 16),
+    (SQUAD + "  seq_length: 16\n  truncation: true\n" + PACKS, "dataset.truncation", "right"),
+    (VLM + MEDPIX + "  max_length: 512\n", "dataset.seq_length", 512),
+    (VLM + MEDPIX + "  max_length: 512\n", "dataset.truncation", "right"),
+    (VLM + MEDPIX + "  max_length: 512\n  truncate: false\n", "dataset.truncation", "skip"),
     (ROWS + "  num_samples_limit: 5\n", "dataset.max_samples", 5),
     (MEGATRON, "dataset._target_", "automodel_ckpt.data.token_files.megatron"),
     (MEGATRON, "dataset.path", "data/web_*"),
@@ -389,6 +438,17 @@ TRANSLATED: list[tuple[str, str, Any]] = [
     ),
     ("lr_scheduler:\n  lr_decay_style: linear\n", "lr_scheduler.name", "polynomial"),
     ("lr_scheduler:\n  lr_warmup_steps: 3\n", "lr_scheduler.warmup_steps", 3),
+    ("lr_scheduler:\n  lr_warmup_steps: 3\n", "lr_scheduler.warmup_from", 0.1),
+    ("lr_scheduler:\n  lr_warmup_steps: 0\n", "lr_scheduler.warmup_from", 0.0),
+    ("lr_scheduler:\n  min_lr: 0\n", "lr_scheduler.warmup_from", 0.1),
+    (
+        (
+            "optimizer:\n  _target_: torch.optim.AdamW\n  lr: 1e-4\n"
+            "lr_scheduler:\n  lr_warmup_steps: 3\n  init_lr: 2e-5\n"
+        ),
+        "lr_scheduler.warmup_from",
+        0.2,
+    ),
     ("", "lr_scheduler", None),
     ("clip_grad_norm:\n  max_norm: 0.5\n", "clip_grad_norm", 0.5),
     ("", "clip_grad_norm", 1.0),
@@ -446,7 +506,7 @@ TRANSLATED: list[tuple[str, str, Any]] = [
     (
         VLM + "freeze_config:\n  freeze_embeddings: true\n  freeze_audio_tower: false\n",
         "model.freeze_if_present",
-        ["vision_tower", "*.embed_tokens.*"],
+        ["*vision*.*", "*visual*.*", "*image_encoder*.*", "*.embed_tokens.*"],
     ),
     (VLM + "freeze_config:\n  freeze_vision_tower: false\n", "model.freeze_if_present", []),
     (SQUAD, "dataset.prompt", "Context: {{ context }} Question: {{ question }} Answer: "),
@@ -465,6 +525,7 @@ TRANSLATED: list[tuple[str, str, Any]] = [
     ),
     (CHAT + "  mask_reasoning_content: true\n", "dataset.mask_reasoning", True),
     (AGENT + "  filter_overlong: true\n", "dataset.truncation", "skip"),
+    (AGENT + "  seq_length: 64\n  filter_overlong: true\n", "dataset.seq_length", 64),
     (AGENT + "  truncate_history: true\n", "dataset.truncation", "history"),
     (AGENT + "  trim_incomplete_last_turn: true\n", "dataset.end_with_answer", True),
     (AGENT + "  train_on_last_turn_only: true\n", "dataset.learn", "last"),
@@ -605,8 +666,8 @@ WITHOUT_EFFECT = [
         "dataset.limit_dataset_samples",
     ),
     (
-        VLM + PEFT + "freeze_config:\n  freeze_vision_tower: true\n",
-        "freeze_config.freeze_vision_tower",
+        VLM + PEFT + "freeze_config:\n  freeze_embeddings: true\n",
+        "freeze_config.freeze_embeddings",
     ),
 ]
 
@@ -642,6 +703,11 @@ def test_multi_token_prediction_is_translated_unless_no_token_is_wanted(tmp_path
 
 
 DEGRADED = [
+    (
+        f"optimizer:\n  _target_: {TE_ADAM}\n  weight_decay: 0.1\n  adam_w_mode: false\n",
+        ":2: optimizer._target_",
+        "Adam of torch",
+    ),
     ("skypilot:\n  cloud: gcp\n", ":1: skypilot", "docs/guides/multi-node.md"),
     ("distributed:\n  tp_size: 2\n  ep_size: 8\n", ":3: distributed.ep_size 8", "fsdp2 instead"),
     (
@@ -674,9 +740,12 @@ DEGRADED = [
     ),
     (
         PEFT + "  target_modules: ['*']\n  dropout: 0.1\n",
-        ":3: peft.target_modules",
+        ":3: peft.target_modules ",
         "because of dropout",
     ),
+    (PEFT + "  target_modules: ['*']\n", ":3: peft.target_modules:", "the output layer"),
+    (PEFT + "  match_all_linear: true\n", ":3: peft.match_all_linear:", "the output layer"),
+    (PEFT + "  exclude_modules: ['*.o_proj']\n", ":3: peft.exclude_modules:", "the output layer"),
     (
         PEFT + "  target_modules: ['*']\ndistributed:\n  ep_size: 2\n",
         ":5: distributed.ep_size 2",
@@ -741,6 +810,11 @@ REJECTED = [
         "model:\n  _target_: nemo_automodel.NeMoAutoModelForSeq2SeqLM.from_pretrained\n",
         2,
         "this model class is not supported",
+    ),
+    (
+        f"optimizer:\n  _target_: {TE_ADAM}\n  bias_correction: false\n",
+        3,
+        "Adam without bias correction is not supported",
     ),
     ("tool_call_eval:\n  max_eval_samples: 3\n", 1, "evaluation of tool calls"),
     ("embedding_row_repair:\n  max_rows: 3\n", 1, "repair of embedding rows"),
@@ -1131,3 +1205,43 @@ def test_a_recipe_for_texts_with_labels_is_translated(tmp_path: Path, first: str
         "split": "test",
         "seq_length": 128,
     }
+
+
+def test_overrides_of_our_length_and_truncation_count_in_a_file_of_automodel(
+    tmp_path: Path,
+) -> None:
+    config = load(tmp_path, SQUAD, "--dataset.seq_length", "64", "--dataset.truncation", "skip")
+    assert config.config.dataset.kwargs["seq_length"] == 64
+    assert config.config.dataset.kwargs["truncation"] == "skip"
+
+
+def test_a_length_that_automodel_ignores_is_named(tmp_path: Path) -> None:
+    lines = report_lines(load(tmp_path, SQUAD + "  seq_length: 64\n").notices)
+    assert any("dataset.seq_length: without truncation: true" in line for line in lines)
+
+
+def test_a_frozen_vision_tower_includes_its_projector_and_a_language_model_no_output_layer(
+    tmp_path: Path,
+) -> None:
+    """The names are those of Qwen2.5-VL, Gemma 4 and Llava; AutoModel looks for words in them."""
+    names = {
+        "model.visual.blocks.0.attn.qkv.weight",
+        "model.visual.merger.mlp.0.weight",
+        "model.embed_vision.embedding_projection.weight",
+        "model.vision_tower.layers.0.q_proj.weight",
+        "model.multi_modal_projector.linear_1.weight",
+        "model.language_model.layers.0.mlp.up_proj.weight",
+        "lm_head.weight",
+    }
+
+    def frozen(part: str) -> set[str]:
+        text = VLM + f"freeze_config:\n  {part}: true\n"
+        if part != "freeze_vision_tower":
+            text += "  freeze_vision_tower: false\n"
+        patterns = load(tmp_path, text).config.model.freeze_if_present
+        return {name for name in names for pattern in patterns if fnmatchcase(name, pattern)}
+
+    assert frozen("freeze_language_model") == {"model.language_model.layers.0.mlp.up_proj.weight"}
+    vision = {name for name in names if "visual" in name or "vision" in name}
+    assert frozen("freeze_audio_tower") == set()
+    assert frozen("freeze_vision_tower") == vision

@@ -14,7 +14,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+)
 
 from automodel_ckpt.checkpoint.export.base_identity import BaseIdentity, identify_base
 from automodel_ckpt.checkpoint.files.durable_file import file_record
@@ -314,6 +320,44 @@ def test_what_cannot_be_merged_is_refused_by_name(
         MergedModel(merge, tmp_path, ModelSignature({}, {}, frozenset(), {})).value(
             "x.weight", "F32"
         )
+
+
+def test_an_adapter_that_learned_nothing_needs_no_tensor_of_the_base(tmp_path: Path) -> None:
+    """The pooler of an encoder takes no part in embeddings, and bases of masked language models lack it."""
+    save_file({"y.weight": torch.ones(4, 3)}, tmp_path / "model.safetensors")
+    factors = {"lora_A.weight": torch.ones(2, 3), "lora_B.weight": torch.zeros(4, 2)}
+    named = {f"base_model.model.x.{name}": value for name, value in factors.items()}
+    save_file(named, tmp_path / "adapter_model.safetensors")
+    tensors = tensors_in_file(tmp_path, "adapter_model.safetensors", follow_links=True)
+    merged = MergedModel(Adapter(tmp_path, tensors, {"lora_alpha": 2}), tmp_path, NO_NAMES)
+    assert set(merged.tensors) == {"y.weight"}
+    assert merged.notes == ["not in the base, and its adapter learned nothing: x.weight"]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_merged_classifier_has_all_of_the_backbone_and_not_the_other_head(
+    tmp_path: Path, is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The base's files have one tensor for each expert, and the model in memory has one for all of them."""
+    base = tmp_path / "base"
+    config = MixtralConfig(**LLAMA, num_local_experts=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(base)
+    config.architectures, config.num_labels = ["MixtralForSequenceClassification"], 3
+    config.save_pretrained(tmp_path)
+    model = AutoModelForSequenceClassification.from_config(config)
+    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="SEQ_CLS")
+    get_peft_model(model, lora).save_pretrained(tmp_path)
+    if not is_known:
+        monkeypatch.setattr("automodel_ckpt.models.signature.read_conversion", lambda model: None)
+    naming = read_signature(base, tmp_path / "config.json")
+    adapter = Adapter(
+        tmp_path, tensors_in_file(tmp_path, "adapter_model.safetensors", follow_links=True), {}
+    )
+    monkeypatch.setattr(Adapter, "model_config", tmp_path / "config.json")
+    merged = MergedModel(adapter, base, naming)
+    with safe_open(base / "model.safetensors", "pt") as file:
+        assert set(merged.tensors) == {*file.keys(), "score.weight"} - {"lm_head.weight"}
 
 
 def test_alphas_of_single_modules_scale_as_in_peft(tmp_path: Path) -> None:

@@ -181,6 +181,29 @@ def test_pack_rejects_links(name: str, tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["model"]
 
 
+def test_pack_rejects_a_directory_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = Path(shutil.copytree(FIXTURES / "unpacked", tmp_path / "model"))
+    (directory / "weights").mkdir()
+    scandir = os.scandir
+
+    # The tests may run as root, who can read everything.
+    def denied(path: Any) -> Any:
+        if os.path.basename(path) in unreadable:
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    unreadable: list[str] = []
+    monkeypatch.setattr(os, "scandir", denied)
+    for name in ("weights", "model"):
+        unreadable.append(name)
+        assert ckpt.main(["pack", str(directory), str(tmp_path / "model.nemo")]) == 3
+        message = capsys.readouterr().err
+        assert "cannot be read" in message and "Permission denied" in message
+        assert os.listdir(tmp_path) == ["model"]
+
+
 def test_unpack_needs_an_empty_directory_and_a_known_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

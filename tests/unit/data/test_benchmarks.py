@@ -105,4 +105,8 @@ def test_long_ones_follow_the_truncation_policy(
     with pytest.raises(RecipeError, match=r"squad\.jsonl:2"):
         squad(tokenizer, path, seq_length=120)
     assert len(squad(tokenizer, path, seq_length=120, truncation="right")) == 1
+    answer = {"text": ["so long " * 80], "answer_start": [0]}
+    path = write(tmp_path / "answers.jsonl", SQUAD, SQUAD | {"answers": answer})
+    assert len(squad(tokenizer, path, seq_length=120, truncation="right")) == 2
+    assert len(squad(tokenizer, path, seq_length=120, truncation="skip")) == 1
     assert "0 of 1 samples were truncated to seq_length 120, 1 more were skipped" in caplog.text

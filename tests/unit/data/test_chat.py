@@ -291,6 +291,14 @@ def test_a_template_that_leaves_out_calls_of_tools_is_refused(
         messages(tokenizer, write(tmp_path, {"messages": [TALK[1], said]}), chat_template=PLAIN)
 
 
+def test_a_template_that_leaves_out_the_tools_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "add_up", "parameters": {}}}
+    path = write(tmp_path, {"messages": TALK, "tools": [tool]})
+    with pytest.raises(RecipeError, match=r"omits the tools[\s\S]*jsonl:1[\s\S]*add_up"):
+        messages(tokenizer, path, chat_template=MARKED)
+    assert messages(tokenizer, path, chat_template=MARKED, tools_field="none")[0]
+
+
 @pytest.mark.parametrize("ending", ["| tojson", ""])
 def test_arguments_in_json_are_written_once(tokenizer: Any, tmp_path: Path, ending: str) -> None:
     calling = (

@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -88,6 +89,10 @@ def test_a_file_has_neither_subsets_nor_other_splits(directory: Path) -> None:
         Source(str(directory / "misspelled" / "directory"), split="validation").texts(["text"])
     with pytest.raises(RecipeError, match="a data file cannot be read"):
         Source(str(directory / "misspelled.jsonl"), split="validation").texts(["text"])
+    # Opening it would wait for a writer forever.
+    os.mkfifo(directory / "pipe.jsonl")
+    with pytest.raises(RecipeError, match="not a regular file"):
+        Source(str(directory / "pipe.jsonl")).fingerprint()
 
 
 def test_a_name_that_the_hub_does_not_give_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,6 +160,10 @@ def test_a_csv_holds_texts_and_an_empty_place_is_none(tmp_path: Path) -> None:
     assert source.values("empty") == [None, None, None]
     path.write_text("a,a\n1,2\n")
     assert Source(str(path)).fields == ["a", "a.1"]
+    path.write_text("a,a,a.1\n1,2,3\n")
+    source = Source(str(path))
+    assert source.fields == ["a", "a.2", "a.1"]
+    assert source.row(0) == {"a": "1", "a.2": "2", "a.1": "3"}
     path.write_text("a,b\n1,2,3\n4,5\n")
     with pytest.raises(
         RecipeError, match=r"more values than the table has columns[\s\S]*3 values for a, b"

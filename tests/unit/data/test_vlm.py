@@ -316,6 +316,10 @@ def test_the_entries_of_other_programs_are_the_same_sample(
         (7, "neither text nor an object"),
         ({"type": "image", "base64": "no!"}, "not base64 text"),
         ({"type": "image", "image": [1]}, "neither a path nor"),
+        (
+            {"type": "image", "image": "a.png", "max_pixels": 784},
+            r"max_pixels: 784[\s\S]*processor",
+        ),
     ],
 )
 def test_a_part_that_no_template_would_write_is_refused(
@@ -348,6 +352,29 @@ def test_a_template_that_leaves_out_calls_of_tools_is_refused_with_images_too(
         conversations(processors["llava"][1], written(tmp_path, {"messages": turns}))[0]
 
 
+@pytest.mark.parametrize("as_text", [False, True])
+def test_the_tools_of_a_conversation_with_images_reach_the_template(
+    as_text: bool, processors: Any, tmp_path: Path
+) -> None:
+    tools = [{"type": "function", "function": {"name": "add_up"}}]
+    turns = one_turn([{**IMAGE, "path": "a.png"}, *text("?")])
+    offered = {"tools": json.dumps(tools) if as_text else tools}
+    rows = written(tmp_path, {"messages": turns} | offered, {"messages": turns, "tools": []})
+    template = "{% if tools %}{{ tools[0].function.name }}{% endif %}" + TEMPLATE
+    template = template.replace("IMAGE", "<image>")
+    processor = processors["llava"][1]
+    samples = conversations(processor, rows, chat_template=template)
+    told, plain = samples[0], samples[1]
+    assert told.text == "add_up" + plain.text
+    start, end = told.labeled_spans[0]
+    assert told.text[start:end] == "red</s>"
+    renamed = conversations(processor, rows, chat_template=template, tools_field="no")
+    assert renamed[0].text == plain.text and renamed.fingerprint() != samples.fingerprint()
+    with pytest.raises(RecipeError, match=r"omits the tools[\s\S]*add_up"):
+        conversations(processor, rows)[0]
+    assert conversations(processor, rows)[1].text == plain.text
+
+
 def encoded(pixels: Any, kind: str = "PNG", **options: Any) -> bytes:
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, kind, **options)
@@ -360,8 +387,20 @@ def test_the_brightness_of_16_bits_is_scaled_and_not_clipped(kind: str, tmp_path
     opened = open_image(encoded(pixels, kind), tmp_path)
     assert opened.mode == "RGB"
     assert np.asarray(opened)[0, :, 0].tolist() == [0, 1, 127, 255]
-    with pytest.raises(UnusableSample, match="32 bits per pixel"):
-        open_image(encoded(pixels.astype(np.float32), "TIFF"), tmp_path)
+    for kind_of_32_bits in (np.float32, np.int32):
+        with pytest.raises(UnusableSample, match="32 bits per pixel"):
+            open_image(encoded(pixels.astype(kind_of_32_bits), "TIFF"), tmp_path)
+
+
+@pytest.mark.parametrize("largest", [0xFFFF, 999])
+def test_the_brightness_of_a_pgm_file_is_relative_to_its_largest_value(
+    largest: int, tmp_path: Path
+) -> None:
+    pixels = np.array([0, largest // 2, largest], dtype=">u2").tobytes()
+    opened = open_image(f"P5 3 1 {largest}\n".encode() + pixels, tmp_path)
+    assert np.asarray(opened)[0, :, 0].tolist() == [0, 127, 255]
+    text = f"P2 3 1 {largest}\n0 {largest // 2} {largest}\n".encode()
+    assert open_image(text, tmp_path).tobytes() == opened.tobytes()
 
 
 def test_images_are_turned_as_their_exif_data_state(tmp_path: Path) -> None:

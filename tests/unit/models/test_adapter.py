@@ -56,6 +56,8 @@ def test_names_wildcards_and_all_linear_choose_layers() -> None:
     ]
     without, _ = find_modules(model, Lora(exclude_modules=["*.layers.0.*", "down_proj"]))
     assert len(without) == 6
+    optional = ["*.layers.0.*", "down_proj", "*vision*"]
+    assert find_modules(model, Lora(exclude_if_present=optional))[0] == without
     targets, saved = find_modules(model, Lora(modules_to_save=["lm_head", "norm", "*.1.mlp"]))
     assert saved == ["model.layers.1.mlp", "model.norm", "lm_head"]
     assert not [name for name in targets if "layers.1.mlp" in name]

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from automodel_ckpt.data.collate import PadCollator
 from automodel_ckpt.data.packing import PackedDataset, RowLayout
 from automodel_ckpt.models.forward import accepts_use_cache, attention_of, forward_parameters
-from automodel_ckpt.models.packing_probe import keeps_samples_apart
+from automodel_ckpt.models.packing_probe import keeps_samples_apart, padding_changes_outputs
 from automodel_ckpt.recipes.model.row_sharing import probe_with_masks
 from automodel_ckpt.training.loss import next_token_loss
 
@@ -111,6 +111,17 @@ def test_models_whose_samples_see_each_other_are_recognised(model_type: str) -> 
 def test_a_little_that_a_recurrent_layer_carries_over_is_recognised(dtype: torch.dtype) -> None:
     # Its attention keeps samples apart, and the state space layers beside it change the outputs by less than 1 %.
     assert not keeps_samples_apart(build("falcon_h1").to(dtype), False, {"use_cache": False})
+
+
+def test_models_whose_outputs_depend_on_padding_are_recognised() -> None:
+    """CPM-Ant takes no attention mask, and expects padding on the left."""
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "dim_head": 8, "dim_ff": 24}
+    lengths = {"prompt_length": 4, "prompt_types": 4, "vocab_size": 50, "num_hidden_layers": 1}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("cpmant", **sizes, **lengths)
+    assert padding_changes_outputs(AutoModelForCausalLM.from_config(config), {})
+    assert not padding_changes_outputs(build("llama"), {})
+    assert not padding_changes_outputs(build("opt"), {})
 
 
 def test_models_with_a_mask_of_a_fixed_length_have_no_longer_rows() -> None:

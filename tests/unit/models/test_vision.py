@@ -89,26 +89,30 @@ def test_what_is_no_transformers_model_keeps_its_names() -> None:
     assert names_in_files(torch.nn.Linear(2, 2)) == ({}, {})
 
 
-@pytest.mark.parametrize(
-    ("revert", "said"),
-    [
-        (lambda tensors: {"a": tensors["a"]}, "the conversion drops, repeats or changes elements"),
-        (
-            lambda tensors: {"a": tensors["a"].t(), "b": tensors["b"]},
-            "a is not only split row by row",
-        ),
-    ],
-)
-def test_a_reversal_that_does_more_than_rename_and_take_apart_is_not_followed(
-    revert: Any, said: str
-) -> None:
-    markers = _Markers({"a": (2, 3), "b": (4,)})
-    assert _read_off(markers, lambda tensors: {"x": tensors["a"], "b": tensors["b"]})[0] == {
-        "a": "x",
-        "b": "b",
-    }
-    with pytest.raises(ValueError, match=said):
-        _read_off(markers, revert)
+def test_only_tensors_with_another_conversion_keep_their_names() -> None:
+    markers = _Markers({"a": (2, 3), "b": (4,), "c": (4,), "d": (4, 1, 2)})
+
+    def revert(tensors: dict[str, Any]) -> dict[str, Any]:
+        first, second = tensors["d"].split(2)
+        joined = torch.cat([tensors["b"], tensors["c"]])
+        return {"x": tensors["a"], "bc": joined, "d1": first, "d2": second}
+
+    found = _read_off(markers, revert)
+    assert (found.names, found.parts) == ({"a": "x"}, {})
+    assert found.combined == {"bc": {"b", "c"}, "d1": {"d"}, "d2": {"d"}}
+    assert found.in_files == {"x", "bc", "d1", "d2"}
+
+
+def test_a_tensor_of_which_only_one_row_has_a_description_keeps_its_name() -> None:
+    markers = _Markers({"a": (3, 2, 2)})
+    found = _read_off(markers, lambda tensors: {"r": tensors["a"][0], "s": tensors["a"][1:]})
+    assert (found.names, found.parts) == ({}, {})
+    assert found.combined == {"r": {"a"}, "s": {"a"}}
+
+
+def test_a_conversion_that_drops_elements_is_not_followed() -> None:
+    with pytest.raises(ValueError, match="drops, repeats or changes elements"):
+        _read_off(_Markers({"a": (2, 3), "b": (4,)}), lambda tensors: {"a": tensors["a"]})
 
 
 def test_a_configuration_of_several_parts_takes_its_ids_from_the_processor() -> None:

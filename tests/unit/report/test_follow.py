@@ -174,10 +174,28 @@ def test_lines_are_handed_on_when_they_are_complete(run: Path) -> None:
 
 
 def test_a_failing_tracker_is_reported_once_and_gets_nothing_more(run: Path) -> None:
-    messages: list[str] = []
-    Follower(run, {"recorder": {"fails_at": 2}}, None, messages.append).close()
+    failures: list[tuple[str, str]] = []
+
+    def warn(*failure: str) -> None:
+        failures.append((failure[0], failure[1]))
+
+    Follower(run, {"recorder": {"fails_at": 2}}, None, warn).close()
     assert steps() == [1]
-    assert messages == ["tracker recorder is disabled, training continues: SystemExit: no"]
+    assert failures == [("recorder", "SystemExit: no")]
+    assert "training continues: SystemExit: no" in follow.disabled_text(*failures[0])
+
+
+def test_the_command_fails_if_the_tracker_does(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(follow.TRACKERS, "tensorboard", Recorder)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    assert main(["track", str(run), "--to", "tensorboard", "--option", "fails_at=2"]) == 4
+    message = capsys.readouterr().err
+    assert "SystemExit: no" in message and "run this command again" in message
+    assert "training" not in message
+    assert main(["track", str(run), "--to", "tensorboard"]) == 0
+    assert steps()[0] == 2, "it has step 1"
 
 
 @pytest.mark.parametrize(
@@ -248,7 +266,7 @@ def test_a_run_is_sent_afterwards_too(tmp_path: Path, capsys: pytest.CaptureFixt
     assert json.loads(capsys.readouterr().out)["step"] == 3
     assert (1, "train/loss") in scalars(run)
     assert (
-        main(["track", str(run), "--to", "tensorboard", "--again", "--option", "nonsense=1"]) == 1
+        main(["track", str(run), "--to", "tensorboard", "--again", "--option", "nonsense=1"]) == 4
     )
     assert "nonsense" in capsys.readouterr().err
     assert main(["track", str(run), "--to", "tensorboard", "--option", "nonsense"]) == 2

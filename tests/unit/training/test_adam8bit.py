@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.training import adam8bit
+from automodel_ckpt.training import adam8bit, transfer
 from automodel_ckpt.training.adam8bit import AdamW8bit, decoded, dynamic_table, nearest
 
 
@@ -34,6 +34,21 @@ def test_values_are_stored_with_the_scale_of_their_block() -> None:
     table = dynamic_table(True)
     found = decoded(nearest(values / scales, table).to(torch.uint8), scales, table)
     assert ((found - values).abs() <= 0.008 * scales).all()
+
+
+def test_settings_reach_a_gpu_where_the_system_locks_no_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(tensor: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("CUDA error: OS call failed or operation not supported on this OS")
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", refuse)
+    monkeypatch.setattr(transfer, "_pinned_memory", transfer.PinnedMemory(refuse))
+    group = {"betas": (0.9, 0.999), "lr": 1e-3, "weight_decay": 0.1, "eps": 1e-8}
+    # This machine may have no GPU.
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *_, **__: tensor)
+    settings = adam8bit._settings(group, 1.0, torch.device("cuda"))
+    assert settings.tolist() == pytest.approx([0.1, 0.001, 1 - 1e-4, 1e-2, 0.001**0.5, 1e-8])
 
 
 def trained(optimizer_class: Any, **options: Any) -> tuple[list[float], torch.optim.Optimizer]:

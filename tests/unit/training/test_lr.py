@@ -28,6 +28,22 @@ def rates(name: str, steps: int, **settings: Any) -> list[float]:
     return found
 
 
+def test_a_warmup_may_begin_above_zero() -> None:
+    found = rates("cosine", 11, total_steps=10, warmup_steps=4, warmup_from=0.2)
+    assert found[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert found[5:] == rates("cosine", 11, total_steps=10, warmup_steps=4)[5:]
+    with pytest.raises(RecipeError, match="does not use warmup_from"):
+        build_schedule(optimizer(), "constant", total_steps=3, warmup_from=0.2)
+
+
+def test_the_rates_of_automodel_are_reached() -> None:
+    """The numbers are those of OptimizerParamScheduler in NeMo AutoModel 36044ad3d: 12 steps, 3 of them warmup."""
+    expected = [0.1, 0.4, 0.7, 1.0, 0.970148, 0.884192, 0.7525, 0.590956, 0.419044, 0.2575]
+    settings = {"warmup_steps": 3, "warmup_from": 0.1, "kwargs": {"min_lr": 0.01}}
+    found = rates("cosine_with_min_lr", 10, total_steps=12, **settings)
+    assert found == pytest.approx(expected, abs=1e-6)
+
+
 def test_cosine_warms_up_and_ends_at_zero() -> None:
     found = rates("cosine", 11, total_steps=10, warmup_steps=2)
     assert found[:3] == [0.0, 0.5, 1.0]

@@ -71,7 +71,7 @@ def products(device: str, size: int, is_small: bool) -> Figures:
 
     yield "bf16 product", product(size, size, size, torch.bfloat16)
     yield "fp32 product", product(size, size, size, torch.float32)
-    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.set_float32_matmul_precision("high")
     yield "tf32 product", product(size, size, size, torch.float32)
     if is_small:
         return

@@ -1,0 +1,114 @@
+"""The properties of GPUs, for code that is imported in a process that forks later.
+
+bitsandbytes and torchao read the compute capability of the GPUs when they are imported, and transformers and peft
+import them wherever they are installed. torch initializes CUDA to answer, and then no process that is forked later can
+use a GPU. A forked process can answer instead.
+
+This module imports nothing of the package, so that the server of the tests' commands can load it alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+
+@contextmanager
+def without_initializing_cuda() -> Iterator[None]:
+    """Let a forked process answer what code of this context asks torch about GPUs; nothing changes without a GPU.
+
+    The functions of torch that only read properties (``get_device_properties`` and those that call it) then do not
+    initialize CUDA in this process. The current device is the first one, as in every new process. All other functions
+    do what they always do.
+    """
+    import torch
+
+    cuda: Any = torch.cuda
+    if cuda.is_initialized():
+        yield
+        return
+    asked, current = cuda.get_device_properties, cuda.current_device
+    known: dict[int, SimpleNamespace] = {}
+
+    def properties(device: Any = None) -> Any:
+        if cuda.is_initialized():
+            return asked(device)
+        number = _index(device)
+        if number not in known:
+            known[number] = SimpleNamespace(**_in_forked_process(lambda: _fields(asked(number))))
+        return known[number]
+
+    cuda.get_device_properties = properties
+    cuda.current_device = lambda: current() if cuda.is_initialized() else 0
+    try:
+        yield
+    finally:
+        cuda.get_device_properties, cuda.current_device = asked, current
+
+
+def _index(device: Any) -> int:
+    """The number of a device in any form that torch accepts. Without a number, it is the first device."""
+    import torch
+
+    if device is None:
+        return 0
+    if isinstance(device, int):
+        return device
+    if isinstance(device, torch.cuda.device):
+        return int(device.idx)
+    return torch.device(device).index or 0
+
+
+def _fields(properties: Any) -> dict[str, Any]:
+    """The public fields of a device's properties. Values that JSON does not have, such as the UUID, are text."""
+    fields: dict[str, Any] = {}
+    for name in dir(properties):
+        value: Any = getattr(properties, name)
+        if name.startswith("_") or callable(value):
+            continue
+        fields[name] = value if isinstance(value, bool | int | float | str) else str(value)
+    return fields
+
+
+def _in_forked_process(function: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What a function returns in a forked process. Raises RuntimeError with the text of its exception."""
+    read_end, write_end = os.pipe()
+    with warnings.catch_warnings():
+        # Python 3.12 warns of a fork in a process with threads. The child runs no code that needs them.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        _answer(function, write_end)
+    try:
+        os.close(write_end)
+        with open(read_end, "rb") as pipe:
+            text = pipe.read()
+    finally:
+        # Also if a signal ended the wait.
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    answer: dict[str, Any] = {"error": "the process that reads them ended"}
+    if text:
+        answer = json.loads(text)
+    if "error" in answer:
+        raise RuntimeError(f"the properties of the GPU cannot be read: {answer['error']}")
+    fields: dict[str, Any] = answer["fields"]
+    return fields
+
+
+def _answer(function: Callable[[], dict[str, Any]], write_end: int) -> NoReturn:
+    """Write the result or the error of a function as JSON, and end this process without its cleanup."""
+    try:
+        try:
+            answer: dict[str, Any] = {"fields": function()}
+        except BaseException as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        os.write(write_end, json.dumps(answer).encode())
+    finally:
+        os._exit(0)

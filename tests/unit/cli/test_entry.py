@@ -1,0 +1,61 @@
+"""A Ctrl-C while the installed commands start: it ends them quietly, whatever they are importing."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+START = """
+import importlib.abc, os, signal, sys
+
+
+class Interrupt(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == AT:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+sys.meta_path.insert(0, Interrupt())
+from automodel_ckpt.cli import entry
+
+sys.argv = [NAME, "--version"]
+sys.exit(getattr(entry, NAME)())
+"""
+
+
+def start(name: str, at: str, prelude: str = "") -> subprocess.CompletedProcess[str]:
+    """Run the command *name* in a new process that gets a SIGINT when it first imports the module *at*."""
+    values = f"NAME, AT = {name!r}, {at!r}\n"
+    return subprocess.run(
+        [sys.executable, "-c", values + prelude + START], capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "at"),
+    [("ckpt", "automodel_ckpt.errors"), ("ckpt_train", "automodel_ckpt.config.load")],
+)
+def test_an_interrupt_during_the_imports_prints_nothing(name: str, at: str) -> None:
+    ended = start(name, at)
+    assert ended.returncode == -signal.SIGINT
+    assert ended.stdout + ended.stderr == ""
+
+
+def test_an_interrupt_that_is_ignored_stays_ignored() -> None:
+    ignore = "import signal\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    ended = start("ckpt", "automodel_ckpt.errors", ignore)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("automodel_ckpt ")
+
+
+def test_an_interrupt_before_the_command_can_report_it_is_one_word() -> None:
+    # parse() runs before the part of main() that reports errors.
+    interrupt = (
+        "import automodel_ckpt.config.overrides as overrides, os, signal\n"
+        "overrides.parse = lambda words: os.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    ended = start("ckpt_train", "none", interrupt)
+    assert (ended.returncode, ended.stderr) == (130, "interrupted\n")

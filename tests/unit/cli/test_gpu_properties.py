@@ -1,0 +1,84 @@
+"""Code that reads properties of a GPU when it is imported leaves a launcher able to fork ranks that use the GPU."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+from automodel_ckpt.cli.launch.gpu_properties import without_initializing_cuda
+from automodel_ckpt.cli.launch.recipe_import import import_before_forks
+from automodel_ckpt.errors import RecipeError
+
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture
+def initialized(monkeypatch: Patch) -> list[int]:
+    """Two GPUs; the processes that have initialized CUDA to read their properties, as this process knows them."""
+    processes: list[int] = []
+
+    def read(device: int) -> SimpleNamespace:
+        processes.append(os.getpid())
+        if device >= 2:
+            raise AssertionError("Invalid device id")
+        return SimpleNamespace(
+            major=9, minor=device, name="NVIDIA H200", total_memory=150 << 30, uuid=b"x", _hidden=1
+        )
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", read)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: bool(processes))
+    return processes
+
+
+def test_properties_that_imported_code_reads_come_from_another_process(
+    initialized: list[int],
+) -> None:
+    found = []
+
+    def prepare() -> Any:
+        # As bitsandbytes and torchao do when they are imported.
+        found.append(torch.cuda.get_device_capability())
+        found.append(torch.cuda.get_device_capability(torch.cuda.device(1)))
+        found.append(torch.cuda.get_device_capability("cuda:1"))
+        found.append(torch.cuda.get_device_properties(torch.device("cuda")).total_memory)
+        found.append(torch.cuda.get_device_name(torch.cuda.current_device()))
+        return "the recipe", "its class"
+
+    assert import_before_forks(prepare) == ("the recipe", "its class")
+    assert found == [(9, 0), (9, 1), (9, 1), 150 << 30, "NVIDIA H200"]
+    assert initialized == []
+    # A rank reads them itself.
+    assert torch.cuda.get_device_capability(1) == (9, 1)
+    assert initialized == [os.getpid()]
+
+
+def test_properties_that_cannot_be_read_are_an_error_of_the_code_that_reads_them(
+    initialized: list[int],
+) -> None:
+    with without_initializing_cuda(), pytest.raises(RuntimeError, match="Invalid device id"):
+        torch.cuda.get_device_capability(2)
+    assert initialized == []
+
+
+def test_after_an_error_of_imported_code_torch_answers_as_before(initialized: list[int]) -> None:
+    before = torch.cuda.get_device_properties, torch.cuda.current_device
+
+    def prepare() -> NoReturn:
+        raise RecipeError("wrong", where="model", value="x", hint="y")
+
+    with pytest.raises(RecipeError):
+        import_before_forks(prepare)
+    assert (torch.cuda.get_device_properties, torch.cuda.current_device) == before
+
+
+def test_a_process_that_has_initialized_cuda_reads_properties_itself(
+    initialized: list[int],
+) -> None:
+    torch.cuda.get_device_capability(0)
+    with without_initializing_cuda():
+        torch.cuda.get_device_capability(1)
+    assert initialized == [os.getpid(), os.getpid()]
