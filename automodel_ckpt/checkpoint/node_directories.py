@@ -281,7 +281,9 @@ class NodeDirectories:
         if held is None or held.digest != postponed.digest:
             return
         directory = self._logs_of(postponed.number)
-        exist = agree.gather_objects(self._group, self.nodes.is_leader and directory.is_dir())
+        # A start creates a directory. The target of a link can be anything.
+        is_here = self.nodes.is_leader and directory.is_dir() and not directory.is_symlink()
+        exist = agree.gather_objects(self._group, is_here)
         with_logs = [rank for rank, exists in enumerate(exist) if exists]
         if with_logs:
             self._copy_logs(directory, with_logs)

@@ -344,7 +344,7 @@ loss_fn: {_target_: os.system}
         "max_steps must be",
         "unknown key dataset.pth\n  where:  recipe.yaml:6\n  value:  x.jsonl\n  hint:   did you mean dataset.path?",
         "dataset.seq_length must be a whole number",
-        "dataset.truncation must be error or right",
+        "dataset.truncation must be error, right or skip",
         "max_samples must be 1",
         "dataset.path is missing",
         "validation_dataset.seq_length must be 2 or more",

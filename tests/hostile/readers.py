@@ -16,6 +16,7 @@ from automodel_ckpt.checkpoint import discover, layout
 from automodel_ckpt.checkpoint.commit import point
 from automodel_ckpt.checkpoint.manifest import Summary
 from automodel_ckpt.checkpoint.memory.opening import open_memory
+from automodel_ckpt.checkpoint.memory.save_files import remove_set_aside, saves_set_aside
 from automodel_ckpt.checkpoint.remote import gone_back, part_uploader, uploader
 from automodel_ckpt.checkpoint.remote.child_process import Status, only_one
 from automodel_ckpt.checkpoint.remote.pending import pending
@@ -158,6 +159,8 @@ def _generation(run: Path) -> int:
     generation.is_current(summary)
     try:
         generation.write(run)
+        saves_set_aside(run)
+        remove_set_aside(run)
     except OSError as error:
         print_error(str(error))
         return 4

@@ -71,9 +71,11 @@ def bring_back(directory: Path) -> None:
 
 
 def saves_set_aside(directory: Path) -> list[Summary]:
-    """The checkpoints in *directory* that were set aside and have a manifest."""
+    """The checkpoints in *directory* that were set aside and have a manifest, but no links."""
     found = []
     for path in _set_aside_in(directory):
+        if path.is_symlink():
+            continue
         with contextlib.suppress(OSError, CheckpointUnusable):
             found.append(Summary.read(path))
     return found
@@ -87,10 +89,11 @@ def remove_set_aside(directory: Path, kept: str = "") -> list[str]:
     removed = []
     if not kept:
         for entry in list(os.scandir(directory)):
-            if entry.name.startswith(EARLIER_LOGS):
+            number = entry.name.removeprefix(EARLIER_LOGS)
+            if number != entry.name and number.isdecimal():
                 _remove(Path(entry.path))
     for path in _set_aside_in(directory):
-        if kept and save_digest(path)[0] == kept:
+        if kept and not path.is_symlink() and save_digest(path)[0] == kept:
             continue
         _remove(path)
         removed.append(path.name.removeprefix(SET_ASIDE))
