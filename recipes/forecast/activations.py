@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import nn
 
 from automodel_ckpt.config.schema import RecipeConfig
@@ -26,11 +28,23 @@ _SMALL_LOGITS = 8
 """On a CPU, up to an eighth of a chunk of logits is computed without chunks."""
 
 
-def activation_bytes(recipe: Recipe) -> int | None:
-    """Bytes of the activations of all micro-batches in progress, and of temporary tensors; None if they are unknown.
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Bytes of the activations and temporary tensors of all micro-batches in progress, without gradients.
 
-    Gradients do not count. Without accumulation, they take the place of activations in the course of a backward pass.
+    They are the peaks in three phases of a micro-batch: the forward pass up to the output layer, the loss, and the
+    backward pass. *step* is the peak of all phases beside the gradients that remain after the step; it is lower where
+    gradients take the place of activations in the course of a backward pass.
     """
+
+    forward: int
+    loss: int
+    backward: int
+    step: int
+
+
+def estimate_activations(recipe: Recipe) -> Activations | None:
+    """Estimate the activations of a dry run's *recipe*; None if they are unknown."""
     layout = recipe.layout
     batch = micro_batch_shape(recipe)
     if batch is None:
@@ -46,9 +60,19 @@ def activation_bytes(recipe: Recipe) -> int | None:
         return None
     head = _head_memory(recipe, batch.rows * tokens_per_row)
     num_batches = num_in_progress(recipe.config, layout.sizes)
-    total = (_peak(recipe, trace, head) + of_images) * num_batches // layout.sizes.pp
     # On a CPU, short-lived tensors leave holes in the heap between long-lived ones (tools/bench_forecast.py).
-    return int(total * (_BLOCKS if layout.device.type == "cuda" else _HEAP))
+    factor = _BLOCKS if layout.device.type == "cuda" else _HEAP
+
+    def of_all(peak: int) -> int:
+        total = (peak + of_images) * num_batches // layout.sizes.pp
+        return int(total * factor)
+
+    return Activations(
+        forward=of_all(trace.forward),
+        loss=of_all(trace.after_forward + head.peak_bytes),
+        backward=of_all(trace.later_backward + head.gradient_bytes),
+        step=of_all(_peak(recipe, trace, head)),
+    )
 
 
 def _peak(recipe: Recipe, trace: StepTrace, head: HeadMemory) -> int:

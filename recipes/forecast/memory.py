@@ -14,7 +14,7 @@ from automodel_ckpt.checkpoint.saving.forecast import forecast_bytes
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.model_layers import decoder_layers, separate_ends
 from automodel_ckpt.models.pipeline_stage import parameters_of_ranks
-from automodel_ckpt.recipes.forecast.activations import activation_bytes
+from automodel_ckpt.recipes.forecast.activations import estimate_activations
 from automodel_ckpt.recipes.forecast.tensor_bytes import bytes_in, nbytes
 from automodel_ckpt.recipes.model.sections import is_fully_sharded, num_micro_batches
 from automodel_ckpt.recipes.precision import compute_dtype
@@ -34,8 +34,9 @@ _COMMUNICATION_BYTES = 2**30
 class Memory:
     """Bytes of one rank at the peak of a step, by content.
 
-    *average* is that of the section ``ema``, *others* are the weights of models that are not trained. *process* is the
-    memory of the process before the model exists. None: activations cannot be estimated.
+    *gradients*, *gathered* and *activations* are those of the phase with the peak: before the first backward pass of a
+    step, there are no gradients. *average* is that of the section ``ema``, *others* are the weights of models that are
+    not trained. *process* is the memory of the process before the model exists. None: activations cannot be estimated.
     """
 
     weights: int
@@ -68,17 +69,14 @@ def estimate_memory(recipe: Recipe) -> Memory:
     average = average_bytes(parameters) if recipe.weight_average is not None else 0
     others = sum(nbytes(model.parameters()) for model in recipe.other_models())
     gathered = _gathered_bytes(recipe, parameters)
-    activations = activation_bytes(recipe)
-    if activations is not None:
-        # The optimizer's step has temporary tensors instead of activations and gathered parameters.
-        temporary = _bytes_of_optimizer_step(recipe, trained) // shards
-        activations = max(activations, temporary - gathered)
+    temporary = _bytes_of_optimizer_step(recipe, trained) // shards
+    peak = _peak(recipe, trained, gathered, temporary)
     memory = Memory(
         weights=nbytes(parameters) // shards,
-        gradients=_gradient_bytes(recipe, trained),
+        gradients=peak.gradients,
         optimizer=_optimizer_bytes(recipe, trained) // shards,
-        gathered=gathered,
-        activations=activations,
+        gathered=peak.gathered,
+        activations=peak.activations,
         process=process,
         average=average // shards,
         others=others // shards,
@@ -151,11 +149,19 @@ def _bytes_of_optimizer_step(recipe: Recipe, trained: list[nn.Parameter]) -> int
     return nbytes(trained) if is_multi_tensor and not is_fused else 0
 
 
-def _gathered_bytes(recipe: Recipe, parameters: list[nn.Parameter]) -> int:
-    """Bytes of the parameters that fsdp2 gathers at one time, in the type that they are computed in; 0 for other
-    strategies."""
+@dataclass(frozen=True, slots=True)
+class _Gathered:
+    """Bytes of the parameters that fsdp2 gathers at one time, in each phase of a micro-batch."""
+
+    forward: int = 0
+    loss: int = 0
+    backward: int = 0
+
+
+def _gathered_bytes(recipe: Recipe, parameters: list[nn.Parameter]) -> _Gathered:
+    """What fsdp2 gathers of *parameters*, in the type that they are computed in; nothing for other strategies."""
     if not is_fully_sharded(recipe.config, recipe.layout):
-        return 0
+        return _Gathered()
     gathered = set(map(id, _gathered(recipe, parameters)))
     dtype = compute_dtype(recipe.config.distributed)
 
@@ -170,8 +176,75 @@ def _gathered_bytes(recipe: Recipe, parameters: list[nn.Parameter]) -> int:
     # A layer and the prefetched next one, or the embedding, with the rest of the model.
     window = rest + max(2 * max(layers, default=0), of_embeddings)
     kept = complete if _defers(recipe) else window
-    # Besides the parameters, the buffer of the collective that they are copied out of, and their gradients.
-    return kept + 2 * window
+    # Besides the parameters, there is the buffer of the collective that they are copied out of. In the backward pass,
+    # there are their gradients, too.
+    return _Gathered(
+        forward=kept + window,
+        loss=complete if _defers(recipe) else rest,
+        backward=kept + 2 * window,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Peak:
+    """Bytes that exist at one time, besides those that exist during the whole step. None: unknown."""
+
+    gradients: int
+    gathered: int
+    activations: int | None
+
+    @property
+    def total(self) -> int:
+        return self.gradients + self.gathered + (self.activations or 0)
+
+
+def _peak(
+    recipe: Recipe, trained: list[nn.Parameter], gathered: _Gathered, temporary: int
+) -> _Peak:
+    """The phase of a step with the largest total. *temporary* are the bytes of the optimizer's step."""
+    gradients = _gradient_bytes(recipe, trained)
+    activations = estimate_activations(recipe)
+    if activations is None:
+        return _Peak(gradients, gathered.backward, None)
+    # The optimizer's step has temporary tensors instead of activations and gathered parameters.
+    phases = [_Peak(gradients, 0, temporary)]
+    if not _has_separate_phases(recipe):
+        phases.append(_Peak(gradients, gathered.backward, activations.step))
+        return max(phases, key=lambda phase: phase.total)
+    at_first, of_layers = 0, gradients - _root_gradient_bytes(recipe, trained)
+    if num_micro_batches(recipe.config, recipe.layout.sizes.dp) > 1:
+        # Those of the micro-batches before.
+        at_first = of_layers = gradients
+    phases += [
+        _Peak(at_first, gathered.forward, activations.forward),
+        _Peak(at_first, gathered.loss, activations.loss),
+        _Peak(of_layers, gathered.backward, activations.backward),
+        _Peak(gradients, gathered.backward, 0),
+    ]
+    return max(phases, key=lambda phase: phase.total)
+
+
+def _root_gradient_bytes(recipe: Recipe, trained: list[nn.Parameter]) -> int:
+    """Bytes of the gradients that fsdp2 reduces at the end of a backward pass, when the activations are freed.
+
+    These are those of *trained* parameters that are neither in a layer nor in an end of the model that is gathered
+    separately, such as an embedding that is also the output layer.
+    """
+    embeddings, outputs = separate_ends(recipe.model)
+    separate = [*decoder_layers(recipe.model), *embeddings, *outputs]
+    elsewhere = {id(parameter) for part in separate for parameter in part.parameters()}
+    root = [parameter for parameter in trained if id(parameter) not in elsewhere]
+    return nbytes(root) // num_shards(recipe)
+
+
+def _has_separate_phases(recipe: Recipe) -> bool:
+    """Whether the phases of a micro-batch follow each other, and memory that one has freed is used by the next one.
+
+    Not with pipeline stages, which have other micro-batches in progress. The heap of a CPU keeps what was freed.
+    """
+    layout = recipe.layout
+    is_on_gpu = layout.device.type == "cuda"
+    return is_on_gpu and layout.sizes.pp == 1 and is_fully_sharded(recipe.config, layout)
 
 
 def _gathered(recipe: Recipe, parameters: list[nn.Parameter]) -> list[nn.Parameter]:

@@ -245,6 +245,38 @@ def test_a_dry_run_for_a_gpu_proposes_settings_that_fit_into_its_memory(
     assert "fits:        no smaller local batch" in forecast("100MB")
 
 
+MIDDLE = """
+model:
+  from_config:
+    {model_type: llama, hidden_size: 1024, intermediate_size: 4096, num_hidden_layers: 8, num_attention_heads: 16,
+     num_key_value_heads: 8, max_position_embeddings: 8192, vocab_size: 128256, tie_word_embeddings: true}
+tokenizer: null
+dataset: {_target_: automodel_ckpt.data.mock.random_tokens, seq_length: 1024, vocab_size: 128256, num_samples: 8}
+step_scheduler: {global_batch_size: 8, local_batch_size: 8, max_steps: 2}
+checkpoint: {enabled: false}
+"""
+# The peaks of torch's allocator for CUDA (torch 2.11), on a device that computes nothing.
+PEAKS = {
+    "": 8.72e9,
+    "--step_scheduler.local_batch_size=2": 7.0e9,
+    "--model.activation_checkpointing=true": 5.23e9,
+}
+
+
+@pytest.mark.parametrize("setting", PEAKS, ids=["one batch", "accumulation", "checkpointing"])
+def test_the_memory_on_a_gpu_is_that_of_the_largest_phase_of_a_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], setting: str
+) -> None:
+    # Before the first backward pass of a step there are no gradients, and fsdp2 has gathered no layers for it.
+    recipe = tmp_path / "middle.yaml"
+    recipe.write_text(MIDDLE)
+    assert main(["--dry-run", str(recipe), "--device-memory", "80GiB", *setting.split()]) == 0
+    report = capsys.readouterr().out
+    total = foretold("about SIZE per rank", report)
+    in_tensors = total - foretold("process SIZE", report)
+    assert in_tensors == pytest.approx(PEAKS[setting], rel=0.05)
+
+
 def test_the_memory_of_a_device_has_a_unit_and_needs_a_dry_run(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
