@@ -12,6 +12,7 @@ import dataclasses
 import importlib
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 from automodel_ckpt.checkpoint.layout import HANGS
@@ -29,6 +30,7 @@ from automodel_ckpt.cli.launch.failures import (
     printed_failure,
     root_cause,
 )
+from automodel_ckpt.cli.launch.gpu_properties import without_initializing_cuda
 from automodel_ckpt.cli.launch.hang_examiner import HangExaminer
 from automodel_ckpt.cli.launch.memory_rescue import keep_memory
 from automodel_ckpt.cli.launch.node_resources import cores, count_ranks, set_threads, visible_gpus
@@ -61,6 +63,7 @@ def run_forked(flags: LaunchFlags, rendezvous: Rendezvous, prepare: Prepare) -> 
     with (
         scratch_directory() as directory,
         SignalForwarder(FailureDirectory(directory), host) as signals,
+        ExitStack() as until_end,
     ):
         # torch reads the number of threads at its import, before it can count the GPUs.
         set_threads(os.environ, _estimated_ranks(flags.nproc_per_node))
@@ -70,6 +73,8 @@ def run_forked(flags: LaunchFlags, rendezvous: Rendezvous, prepare: Prepare) -> 
         torch = importlib.import_module("torch")
         section = getattr(loaded.config, "distributed", None)
         on_gpu = getattr(section, "backend", None) != "gloo"
+        # torch's agents count the GPUs, too, before they fork ranks.
+        until_end.enter_context(without_initializing_cuda())
         num_ranks = count_ranks(flags.nproc_per_node, torch.cuda.device_count(), on_gpu=on_gpu)
         validate_cuda_not_initialized(torch)
         validate_no_autograd_threads()

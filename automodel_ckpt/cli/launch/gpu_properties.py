@@ -2,7 +2,8 @@
 
 bitsandbytes and torchao read the compute capability of the GPUs when they are imported, and transformers and peft
 import them wherever they are installed. torch initializes CUDA to answer, and then no process that is forked later can
-use a GPU. A forked process can answer instead.
+use a GPU. torch's count of the GPUs does the same where NVML cannot count them: in containers without it, on Jetson,
+and with ``CUDA_VISIBLE_DEVICES=MIG-...``. A forked process can answer instead.
 
 This module imports nothing of the package, so that the server of the tests' commands can load it alone.
 """
@@ -23,9 +24,9 @@ from typing import Any, NoReturn
 def without_initializing_cuda() -> Iterator[None]:
     """Let a forked process answer what code of this context asks torch about GPUs; nothing changes without a GPU.
 
-    The functions of torch that only read properties (``get_device_properties`` and those that call it) then do not
-    initialize CUDA in this process. The current device is the first one, as in every new process. All other functions
-    do what they always do.
+    The functions of torch that only read properties (``get_device_properties`` and those that call it) or count the
+    GPUs then do not initialize CUDA in this process. The current device is the first one, as in every new process. All
+    other functions do what they always do.
     """
     import torch
 
@@ -33,8 +34,16 @@ def without_initializing_cuda() -> Iterator[None]:
     if cuda.is_initialized():
         yield
         return
-    asked, current = cuda.get_device_properties, cuda.current_device
+    counted, asked, current = cuda.device_count, cuda.get_device_properties, cuda.current_device
     known: dict[int, SimpleNamespace] = {}
+    counts: list[int] = []
+
+    def count() -> Any:
+        if cuda.is_initialized() or not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+            return counted()
+        if not counts:
+            counts.append(_in_forked_process(lambda: {"count": counted()})["count"])
+        return counts[0]
 
     def properties(device: Any = None) -> Any:
         if cuda.is_initialized():
@@ -44,12 +53,13 @@ def without_initializing_cuda() -> Iterator[None]:
             known[number] = SimpleNamespace(**_in_forked_process(lambda: _fields(asked(number))))
         return known[number]
 
-    cuda.get_device_properties = properties
+    cuda.device_count, cuda.get_device_properties = count, properties
     cuda.current_device = lambda: current() if cuda.is_initialized() else 0
     try:
         yield
     finally:
-        cuda.get_device_properties, cuda.current_device = asked, current
+        cuda.device_count, cuda.get_device_properties = counted, asked
+        cuda.current_device = current
 
 
 def _index(device: Any) -> int:
@@ -97,7 +107,7 @@ def _in_forked_process(function: Callable[[], dict[str, Any]]) -> dict[str, Any]
     if text:
         answer = json.loads(text)
     if "error" in answer:
-        raise RuntimeError(f"the properties of the GPU cannot be read: {answer['error']}")
+        raise RuntimeError(f"the properties of the GPUs cannot be read: {answer['error']}")
     fields: dict[str, Any] = answer["fields"]
     return fields
 

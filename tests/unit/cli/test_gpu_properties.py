@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -62,6 +63,25 @@ def test_properties_that_cannot_be_read_are_an_error_of_the_code_that_reads_them
     with without_initializing_cuda(), pytest.raises(RuntimeError, match="Invalid device id"):
         torch.cuda.get_device_capability(2)
     assert initialized == []
+
+
+def test_gpus_are_counted_by_another_process_once(
+    initialized: list[int], monkeypatch: Patch, tmp_path: Path
+) -> None:
+    # As where NVML cannot count them: the count by CUDA leaves no process that could be forked.
+    counted_by = tmp_path / "pids"
+
+    def count() -> int:
+        with counted_by.open("a") as file:
+            print(os.getpid(), file=file)
+        return 2
+
+    monkeypatch.setattr(torch.cuda, "device_count", count)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    with without_initializing_cuda():
+        assert [torch.cuda.device_count(), torch.cuda.device_count()] == [2, 2]
+    [pid] = counted_by.read_text().split()
+    assert int(pid) != os.getpid() and torch.cuda.device_count is count
 
 
 def test_after_an_error_of_imported_code_torch_answers_as_before(initialized: list[int]) -> None:
