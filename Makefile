@@ -13,6 +13,7 @@ QUICK := .venv-oldest-quick
 TRITON := .venv-triton
 TORCHAO := .venv-torchao
 HARNESS := .venv-harness
+NULL_CUDA := .null-cuda
 LAUNCHERS := .venv-launchers
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
@@ -139,6 +140,20 @@ $(HARNESS)/.ready: $(STAMP)
 	@$(HARNESS)/bin/python -m pip install --quiet "lm_eval>=0.4.13"
 	@touch $@
 
+# torch and transformers are those of the reference machine (tools/gpu/README.md), which has Python 3.12.
+$(NULL_CUDA)/.ready:
+	@echo "preparing $(NULL_CUDA) (downloads torch for CUDA, several GB)"
+	@$(if $(PYTHON),$(PYTHON),$$(command -v python3.12 || command -v python3)) -m venv $(NULL_CUDA)
+	@$(NULL_CUDA)/bin/python -m pip install --quiet torch==2.11.0 torchvision==0.26.0 transformers==5.17 "numpy<2.4" \
+	    peft accelerate safetensors xxhash pyyaml pyarrow datasets omegaconf pillow tensorboard \
+	    pytest pytest-timeout pytest-xdist hypothesis
+	@touch $@
+
+null-cuda: $(NULL_CUDA)/.ready  ## some tests of tests/gpu on a CUDA device without hardware: needs gcc and several GB, minutes
+	@$(NULL_CUDA)/bin/python -m tools.null_cuda --arithmetic --no-triton -- \
+	    python -m pytest -q -p no:cacheprovider tests/gpu/test_losses.py -k "not compiled"
+	@$(NULL_CUDA)/bin/python -m tools.null_cuda -- python -m pytest -q -p no:cacheprovider tests/gpu/test_limits.py -k forecast
+
 harness: $(HARNESS)/.ready  ## `ckpt eval` and `evaluation.harness` with lm-evaluation-harness and local tasks: two minutes
 	@OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(HARNESS)/bin/python -m pytest -q tests/unit/cli/test_eval.py tests/contract/test_benchmarks.py
 
@@ -182,4 +197,4 @@ interop: $(STAMP)  ## Trainer, Lightning, DeepSpeed and others write checkpoints
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tools.interop $(INTEROP_ARGS)
 
 clean:  ## remove .venv, caches and what the demo wrote
-	rm -rf $(VENV) $(OLDEST)* $(TRITON) $(TORCHAO) $(HARNESS) .clients .peers .stores .gpu-wheels runs bases build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST)* $(TRITON) $(TORCHAO) $(HARNESS) $(NULL_CUDA) .clients .peers .stores .gpu-wheels runs bases build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
