@@ -143,7 +143,7 @@ $(HARNESS)/.ready: $(STAMP)
 # torch and transformers are those of the reference machine (tools/gpu/README.md), which has Python 3.12.
 $(NULL_CUDA)/.ready:
 	@echo "preparing $(NULL_CUDA) (downloads torch for CUDA, several GB)"
-	@$(if $(PYTHON),$(PYTHON),$$(command -v python3.12 || command -v python3)) -m venv $(NULL_CUDA)
+	@$(if $(PYTHON),$(PYTHON),$$(python3.12 -c 'print("python3.12")' 2>/dev/null || echo python3)) -m venv $(NULL_CUDA)
 	@$(NULL_CUDA)/bin/python -m pip install --quiet torch==2.11.0 torchvision==0.26.0 transformers==5.17 "numpy<2.4" \
 	    peft accelerate safetensors xxhash pyyaml pyarrow datasets omegaconf pillow tensorboard \
 	    pytest pytest-timeout pytest-xdist hypothesis
