@@ -184,6 +184,7 @@ def _find_cuda() -> Figures:
 def scratch_directory() -> Iterator[Path]:
     """A temporary directory for models and checkpoints. Those of calls that were killed are removed first."""
     place = Path(os.environ.get("GPU_SCRATCH") or tempfile.gettempdir())
+    place.mkdir(parents=True, exist_ok=True)
     for path in place.glob(f"{_SCRATCH}*"):
         owner = path.name.removeprefix(_SCRATCH).partition("-")[0]
         if owner.isdigit() and not Path(f"/proc/{owner}").exists():

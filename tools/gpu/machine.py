@@ -15,7 +15,7 @@ from tools.bench_rounds import ROOT
 
 NEEDED = (
     "datasets", "jinja2", "numpy", "omegaconf", "peft", "pyyaml", "safetensors", "tokenizers",
-    "torch", "transformers", "xxhash", "dill", "multiprocess", "pyarrow",
+    "torch", "transformers", "xxhash", "dill", "multiprocess", "pandas", "pyarrow",
     "pytest", "pytest-timeout", "hypothesis", "pillow",
 )  # fmt: skip
 """Distributions that training, its tests and this tool import."""

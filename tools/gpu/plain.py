@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -138,11 +139,13 @@ def losses(base: Path, device: str, global_batches: Iterable[list[Sample]]) -> l
 
 
 def logged_losses(directory: Path) -> list[float]:
-    """The losses in ``training.jsonl`` of a run."""
-    return [line["loss"] for line in ours.log_lines(directory) if "event" not in line]
+    """The losses in ``training.jsonl`` of a run; NaN for those that are no number, which JSON has as null."""
+    losses = [line["loss"] for line in ours.log_lines(directory) if "event" not in line]
+    return [math.nan if loss is None else loss for loss in losses]
 
 
 def difference(values: Sequence[float], reference: Sequence[float]) -> float:
-    """The largest relative difference of two lists of losses."""
+    """The largest relative difference of two lists of losses; infinite if one of them is no number."""
     pairs = zip(values, reference, strict=True)
-    return max(abs(value - wanted) / abs(wanted) for value, wanted in pairs)
+    differences = [abs(value - wanted) / abs(wanted) for value, wanted in pairs]
+    return math.inf if any(map(math.isnan, differences)) else max(differences)

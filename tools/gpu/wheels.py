@@ -20,6 +20,9 @@ PINS = (
     "httpx==0.28.1",
     "multiprocess==0.70.19",
     "omegaconf==2.4.0",
+    # datasets imports pandas; the list of what is on the machine does not name it.
+    "pandas==3.1.1",
+    "python-dateutil==4.0.0",
     # Optional: QLoRA, 8-bit optimizers and FP8, and other programs' loss heads to compare with.
     "bitsandbytes==0.50.2",
     "cut-cross-entropy==25.1.1",
