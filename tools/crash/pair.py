@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -205,6 +206,9 @@ def progress(message: Any) -> None:
 def _serve(rank: int, directory: str, link: Connection, handover: socket.socket | None) -> NoReturn:
     global _link
     _link = link
+    # What other tests left in cycles is not this process's to destroy: destructors of process groups wait for threads
+    # that do not exist here, or abort it.
+    gc.freeze()
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         _join(rank, directory)

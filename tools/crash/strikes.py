@@ -7,6 +7,7 @@ bit as an undisturbed one, lose at most the promised steps per failure, and leav
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import random
 import signal
@@ -351,6 +352,7 @@ def in_processes(num_processes: int, work: Callable[[int], Result]) -> Result:
 def _work(link: Connection, work: Callable[[int], Result], number: int) -> None:
     # Ctrl-C goes to all processes of the terminal. The first process then ends this one, once.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.freeze()
     link.send(work(number))
 
 

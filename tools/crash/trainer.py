@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -60,6 +61,8 @@ class Trainer:
 
     def _be_the_command(self) -> NoReturn:
         code = 1
+        # What other tests left in cycles is not this process's to destroy: that may abort it.
+        gc.freeze()
         try:
             os.setsid()
             if self.enter is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,7 +63,7 @@ class Workers:
 
         context = multiprocessing.get_context("fork")
         try:
-            with ProcessPoolExecutor(len(shares), context, _die_with_parent) as executor:
+            with ProcessPoolExecutor(len(shares), context, _begin_worker) as executor:
                 futures = [executor.submit(function, share, self.num_threads) for share in shares]
                 return [future.result() for future in futures]
         except BrokenExecutor as error:
@@ -74,8 +75,11 @@ class Workers:
             ) from error
 
 
-def _die_with_parent() -> None:
+def _begin_worker() -> None:
     """Have the kernel kill this worker when its parent dies: it would wait for work forever (PR_SET_PDEATHSIG)."""
+    # What the parent left in cycles must not be destroyed here: destructors of process groups wait for threads that do
+    # not exist in a forked process.
+    gc.freeze()
     ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
 
 

@@ -28,6 +28,7 @@ died first. A rank that is restarted although the root cause is final (way 2 exi
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import signal
 import threading
@@ -93,6 +94,9 @@ def launched_rank(
 
     Returns its exit code, or exits; the docstring of this module describes when.
     """
+    # What the launcher left in cycles must not be destroyed here: destructors of stores and process groups wait for
+    # threads that do not exist in a forked process, or abort it.
+    gc.freeze()
     _die_with(launcher)
     attempt, rank = failure_dir.attempt, this_rank()
     # Importing the packages, which the launcher does once, is a part of the first start.
