@@ -1,7 +1,7 @@
 """The installed commands ``ckpt`` and ``ckpt-train``: import the command and run it.
 
 A Ctrl-C during the imports would print a traceback of them. Until the command runs, and after it, SIGINT therefore has
-its default action, which ends the process at once and prints nothing. This module imports nothing that takes time.
+its default action, which ends the process and prints nothing. This module imports nothing that takes time.
 """
 
 from __future__ import annotations

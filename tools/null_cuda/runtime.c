@@ -1,6 +1,6 @@
 /* A CUDA runtime and driver without a device.
 
-   Memory is host memory, work runs at once, kernels do nothing. A function that only has to succeed is not here:
+   Memory is host memory, work has ended when a call returns, kernels do nothing. A function that only has to succeed is not here:
    build.py generates it. */
 #include "shared.h"
 

@@ -6,7 +6,11 @@ import torch
 from null_tensors import cpu, gpu
 
 
-def scores_mask(tq, tk, causal, left, right):
+def visible_pairs(tq, tk, causal, left, right):
+    """The pairs of *tq* queries and *tk* keys that attention uses: bool [tq, tk].
+
+    *left* and *right* limit the window.
+    """
     i = torch.arange(tq)[:, None] + (tk - tq)
     j = torch.arange(tk)[None]
     m = torch.ones(tq, tk, dtype=torch.bool)
@@ -19,7 +23,8 @@ def scores_mask(tq, tk, causal, left, right):
     return m
 
 
-def forward(q, k, v, scale, mask=None, bias=None):  # [B,H,T,D] float32
+def forward(q, k, v, scale, mask=None, bias=None):
+    """Attention of float32 tensors [B, H, T, D]: the output, and the logarithm of each query's sum [B, H, T]."""
     rep = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(rep, 1), v.repeat_interleave(rep, 1)
     s = q @ k.transpose(-1, -2) * scale
@@ -33,6 +38,7 @@ def forward(q, k, v, scale, mask=None, bias=None):  # [B,H,T,D] float32
 
 
 def backward(do, q, k, v, scale, mask=None, bias=None):
+    """The gradients of :func:`forward` for the gradient *do* of its output: of q, k, v, and of the scores."""
     rep = q.shape[1] // k.shape[1]
     kk, vv = k.repeat_interleave(rep, 1), v.repeat_interleave(rep, 1)
     s = q @ kk.transpose(-1, -2) * scale
@@ -55,28 +61,31 @@ def backward(do, q, k, v, scale, mask=None, bias=None):
 F = torch.float32
 
 
-def like(value, t):
+def as_dtype_of(value, t):
+    """*value* on the device and in the dtype of *t*."""
     return gpu(value.to(t.dtype), t.device)
 
 
-def bhtd(value, t):
+def in_flash_layout(value, t):
     """Memory as flash attention returns it: [B, T, H, D] transposed."""
     return gpu(value.to(t.dtype).transpose(1, 2).contiguous(), t.device).transpose(1, 2)
 
 
-def scl(scale, q):
+def scale_of(scale, q):
+    """The factor of the scores: *scale*, or by default that of the head dimension of *q*."""
     return q.shape[-1] ** -0.5 if scale is None else scale
 
 
-def sdpa_flash(
+def flash_of_batch(
     query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None
 ):
+    """``aten::_scaled_dot_product_flash_attention``, with its arguments and results."""
     q, k, v = (cpu(x).to(F) for x in (query, key, value))
-    mask = scores_mask(q.shape[2], k.shape[2], True, -1, 0) if is_causal else None
-    o, lse = forward(q, k, v, scl(scale, q), mask)
+    mask = visible_pairs(q.shape[2], k.shape[2], True, -1, 0) if is_causal else None
+    o, lse = forward(q, k, v, scale_of(scale, q), mask)
     r = torch.zeros(2, dtype=torch.uint64)
     return (
-        bhtd(o, query),
+        in_flash_layout(o, query),
         gpu(lse, query.device),
         None,
         None,
@@ -88,7 +97,7 @@ def sdpa_flash(
     )
 
 
-def sdpa_flash_b(
+def flash_of_batch_backward(
     grad_out,
     query,
     key,
@@ -106,27 +115,27 @@ def sdpa_flash_b(
     *,
     scale=None,
 ):
+    """``aten::_scaled_dot_product_flash_attention_backward``, with its arguments and results."""
     q, k, v, g = (cpu(x).to(F) for x in (query, key, value, grad_out))
-    mask = scores_mask(q.shape[2], k.shape[2], True, -1, 0) if is_causal else None
-    dq, dk, dv, _ = backward(g, q, k, v, scl(scale, q), mask)
-    return bhtd(dq, query), bhtd(dk, key), bhtd(dv, value)
+    mask = visible_pairs(q.shape[2], k.shape[2], True, -1, 0) if is_causal else None
+    dq, dk, dv, _ = backward(g, q, k, v, scale_of(scale, q), mask)
+    return in_flash_layout(dq, query), in_flash_layout(dk, key), in_flash_layout(dv, value)
 
 
-def sdpa_eff(
+def efficient(
     query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None
 ):
+    """``aten::_scaled_dot_product_efficient_attention``, with its arguments and results."""
     q, k, v = (cpu(x).to(F) for x in (query, key, value))
-    mask = scores_mask(q.shape[2], k.shape[2], True, -1, 0) if is_causal else None
-    if is_causal:
-        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+    mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril() if is_causal else None
     o, lse = forward(
-        q, k, v, scl(scale, q), mask, cpu(attn_bias).to(F) if attn_bias is not None else None
+        q, k, v, scale_of(scale, q), mask, cpu(attn_bias).to(F) if attn_bias is not None else None
     )
     z = gpu(torch.zeros((), dtype=torch.int64), query.device)
-    return bhtd(o, query), gpu(lse, query.device), z, z.clone()
+    return in_flash_layout(o, query), gpu(lse, query.device), z, z.clone()
 
 
-def sdpa_eff_b(
+def efficient_backward(
     grad_out_,
     query,
     key,
@@ -142,18 +151,26 @@ def sdpa_eff_b(
     *,
     scale=None,
 ):
+    """``aten::_scaled_dot_product_efficient_attention_backward``, with its arguments and results."""
     q, k, v, g = (cpu(x).to(F) for x in (query, key, value, grad_out_))
     mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril() if is_causal else None
     dq, dk, dv, ds = backward(
-        g, q, k, v, scl(scale, q), mask, cpu(attn_bias).to(F) if attn_bias is not None else None
+        g,
+        q,
+        k,
+        v,
+        scale_of(scale, q),
+        mask,
+        cpu(attn_bias).to(F) if attn_bias is not None else None,
     )
     db = None
     if grad_input_mask[3] and attn_bias is not None:
-        db = like(ds.sum_to_size(attn_bias.shape), attn_bias)
-    return bhtd(dq, query), bhtd(dk, key), bhtd(dv, value), db
+        db = as_dtype_of(ds.sum_to_size(attn_bias.shape), attn_bias)
+    return in_flash_layout(dq, query), in_flash_layout(dk, key), in_flash_layout(dv, value), db
 
 
 def spans(cum):
+    """The (start, end) of each sequence, from cumulative lengths on the device."""
     c = cpu(cum).tolist()
     return list(itertools.pairwise(c))
 
@@ -177,11 +194,12 @@ def flash(
     alibi_slopes=None,
     **rest,
 ):
+    """``aten::_flash_attention_forward``, with its arguments and results."""
     q, k, v = (cpu(x).to(F) for x in (query, key, value))
-    s = scl(scale, q)
+    s = scale_of(scale, q)
     outs = torch.zeros_like(q)
     if cum_seq_q is None:
-        m = scores_mask(q.shape[1], k.shape[1], is_causal, window_size_left, window_size_right)
+        m = visible_pairs(q.shape[1], k.shape[1], is_causal, window_size_left, window_size_right)
         o, lse = forward(*(x.transpose(1, 2) for x in (q, k, v)), s, m)
         outs = o.transpose(1, 2)
     else:
@@ -190,7 +208,7 @@ def flash(
             if b == a:
                 continue
             assert b - a <= max_q and d - c <= max_k, (b - a, max_q)
-            m = scores_mask(b - a, d - c, is_causal, window_size_left, window_size_right)
+            m = visible_pairs(b - a, d - c, is_causal, window_size_left, window_size_right)
             o, sums = forward(
                 q[a:b].transpose(0, 1)[None],
                 k[c:d].transpose(0, 1)[None],
@@ -202,7 +220,7 @@ def flash(
             lse[:, a:b] = sums[0]
     r = gpu(torch.zeros(2, dtype=torch.uint64), query.device)
     return (
-        like(outs, query),
+        as_dtype_of(outs, query),
         gpu(lse, query.device),
         r,
         gpu(torch.zeros((), dtype=torch.uint64), query.device),
@@ -210,7 +228,7 @@ def flash(
     )
 
 
-def flash_b(
+def flash_backward(
     grad_out,
     query,
     key,
@@ -231,10 +249,11 @@ def flash_b(
     window_size_right=None,
     **rest,
 ):
+    """``aten::_flash_attention_backward``, with its arguments and results."""
     q, k, v, g = (cpu(x).to(F) for x in (query, key, value, grad_out))
-    s = scl(scale, q)
+    s = scale_of(scale, q)
     if cum_seq_q is None:
-        m = scores_mask(q.shape[1], k.shape[1], is_causal, window_size_left, window_size_right)
+        m = visible_pairs(q.shape[1], k.shape[1], is_causal, window_size_left, window_size_right)
         dq, dk, dv, _ = backward(*(x.transpose(1, 2) for x in (g, q, k, v)), s, m)
         dq, dk, dv = (x.transpose(1, 2) for x in (dq, dk, dv))
     else:
@@ -242,7 +261,7 @@ def flash_b(
         for (a, b), (c, d) in zip(spans(cum_seq_q), spans(cum_seq_k), strict=True):
             if b == a:
                 continue
-            m = scores_mask(b - a, d - c, is_causal, window_size_left, window_size_right)
+            m = visible_pairs(b - a, d - c, is_causal, window_size_left, window_size_right)
             x, y, z, _ = backward(
                 g[a:b].transpose(0, 1)[None],
                 q[a:b].transpose(0, 1)[None],
@@ -254,4 +273,4 @@ def flash_b(
             dq[a:b] = x[0].transpose(0, 1)
             dk[c:d] += y[0].transpose(0, 1)
             dv[c:d] += z[0].transpose(0, 1)
-    return like(dq, query), like(dk, key), like(dv, value)
+    return as_dtype_of(dq, query), as_dtype_of(dk, key), as_dtype_of(dv, value)

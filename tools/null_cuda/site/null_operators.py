@@ -199,12 +199,12 @@ for base, fn in (("mm", torch.mm), ("addmm", torch.mm), ("bmm", torch.bmm), ("ba
             dtype_mm(f"{base}.{o}", fn, o.endswith("out"))
 
 for name, fn in (
-    ("_scaled_dot_product_flash_attention", null_attention.sdpa_flash),
-    ("_scaled_dot_product_flash_attention_backward", null_attention.sdpa_flash_b),
-    ("_scaled_dot_product_efficient_attention", null_attention.sdpa_eff),
-    ("_scaled_dot_product_efficient_attention_backward", null_attention.sdpa_eff_b),
+    ("_scaled_dot_product_flash_attention", null_attention.flash_of_batch),
+    ("_scaled_dot_product_flash_attention_backward", null_attention.flash_of_batch_backward),
+    ("_scaled_dot_product_efficient_attention", null_attention.efficient),
+    ("_scaled_dot_product_efficient_attention_backward", null_attention.efficient_backward),
     ("_flash_attention_forward", null_attention.flash),
-    ("_flash_attention_backward", null_attention.flash_b),
+    ("_flash_attention_backward", null_attention.flash_backward),
 ):
     LIB.impl("aten::" + name, fn, "CUDA")
 with warnings.catch_warnings():
