@@ -44,6 +44,7 @@ from automodel_ckpt.checkpoint.options import CheckpointOptions, Options, valida
 from automodel_ckpt.checkpoint.run import resume
 from automodel_ckpt.checkpoint.run.directory import RunDirectory
 from automodel_ckpt.checkpoint.run.generation import NOTE
+from automodel_ckpt.checkpoint.run.writable import OPENING
 from automodel_ckpt.checkpoint.saving.async_saves import AsyncSaves, create_async_saves
 from automodel_ckpt.checkpoint.saving.exports import Exports
 from automodel_ckpt.checkpoint.saving.forecast import Forecast, check_manifest_size
@@ -164,7 +165,7 @@ class Checkpointer:
         With a URL as directory, the nodes need not share the local one. Raises :class:`RecipeError` on all ranks if the
         directory cannot be written, if another run uses it, or if the nodes do not share it although they have to.
         """
-        with self._raise_on_all_ranks("opening checkpoint.checkpoint_dir", RecipeError):
+        with self._raise_on_all_ranks(OPENING, RecipeError):
             if self.is_rank0:
                 self._run.hold()
                 self._transfers.open(self._run)

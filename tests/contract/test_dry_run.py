@@ -114,6 +114,9 @@ def test_what_cannot_train_is_an_error_of_the_dry_run(
     metric = ("--validation_dataset", data, "--checkpoint.best_metric_key", "val_acc")
     assert main(["--dry-run", "recipe.yaml", *metric]) == 2
     assert "this run measures train_loss, val_loss, val_accuracy" in capsys.readouterr().err
+    Path("link").symlink_to("gone")
+    assert main(["--dry-run", "recipe.yaml", "--checkpoint.checkpoint_dir", "link/run"]) == 2
+    assert re.search(r"link is a link to \S+gone, which does not exist", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

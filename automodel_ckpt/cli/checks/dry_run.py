@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.files.file_system import overlay_warning
+from automodel_ckpt.checkpoint.run.writable import check_writable
 from automodel_ckpt.cli.terminal import printable, size_text
 from automodel_ckpt.config.changes import (
     changed_keys,
@@ -49,7 +50,8 @@ def report(
     """Return the text of a dry run with the parallel *sizes*, None if the number of ranks is not known yet.
 
     *device_bytes* is the memory of the GPU that the forecast is for; None: the forecast is for this machine.
-    Raises :class:`RecipeError` if the recipe could not train: unreadable data or model, or sizes that do not fit.
+    Raises :class:`RecipeError` if the recipe could not train: unreadable data or model, sizes that do not fit, or a
+    checkpoint.checkpoint_dir that cannot be written.
     """
     from automodel_ckpt.recipes.forecast.plan import ForecastDevice, plan
     from automodel_ckpt.recipes.recipe import Recipe
@@ -59,6 +61,8 @@ def report(
     recipe: Recipe | None = None
     config_json: bytes | None = None
     if issubclass(recipe_class, Recipe):
+        if loaded.config.checkpoint.enabled:
+            check_writable(Path(loaded.config.checkpoint.checkpoint_dir))
         recipe = recipe_class(loaded.config, config_yaml=loaded.to_yaml())
         device = None
         if device_bytes is not None:

@@ -1,0 +1,44 @@
+"""Checks of a run directory before anything is written there. Imports no torch."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from automodel_ckpt.checkpoint.failures import as_failure
+from automodel_ckpt.checkpoint.files.dangling import dangling_link
+from automodel_ckpt.errors import RecipeError
+
+OPENING = "opening checkpoint.checkpoint_dir"
+
+
+def check_links(directory: Path) -> None:
+    """Raise :class:`RecipeError` if *directory* or one of its parents is a link to nothing."""
+    dangling = dangling_link(directory)
+    if dangling is None:
+        return
+    raise RecipeError(
+        f"{OPENING} failed: a link leads to a directory that does not exist",
+        where=str(directory),
+        value=str(dangling),
+        hint=f"create {dangling.target}, or set checkpoint.checkpoint_dir to another directory",
+    )
+
+
+def check_writable(directory: Path) -> None:
+    """Raise :class:`RecipeError` if a run could not create or write *directory*. Writes nothing."""
+    check_links(directory)
+    existing = directory.absolute()
+    while not os.path.lexists(existing):
+        existing = existing.parent
+    code = 0
+    if not os.path.isdir(existing):
+        code = errno.ENOTDIR
+    elif os.statvfs(existing).f_flag & os.ST_RDONLY:
+        code = errno.EROFS
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        code = errno.EACCES
+    if code:
+        error = OSError(code, os.strerror(code), str(existing))
+        raise as_failure(error, OPENING, directory, RecipeError)
