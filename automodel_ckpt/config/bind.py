@@ -29,7 +29,15 @@ from automodel_ckpt.config.references import (
     resolve,
 )
 from automodel_ckpt.config.rules import MISSING, Condition, Relation, Target
-from automodel_ckpt.config.schema_keys import closest, has_hints, hints_of, is_number, join, keys_of
+from automodel_ckpt.config.schema_keys import (
+    closest,
+    has_hints,
+    hints_of,
+    is_number,
+    join,
+    keys_of,
+    names_in,
+)
 from automodel_ckpt.config.yaml_tree import DEFAULT, NULL_WORDS, Node, node_of, read_text
 from automodel_ckpt.errors import Problem
 
@@ -58,12 +66,21 @@ class Binder:
     """
 
     def __init__(
-        self, schema: type[Any], problems: list[Problem], *, open_top: bool = False
+        self,
+        schema: type[Any],
+        problems: list[Problem],
+        *,
+        open_top: bool = False,
+        other_keys: Iterable[str] = (),
     ) -> None:
-        """``open_top`` accepts unknown top-level sections, which belong to a custom recipe not imported yet."""
+        """``open_top`` accepts unknown top-level sections, which belong to a custom recipe not imported yet.
+
+        ``other_keys`` are dotted keys that the file may also have had, for hints about unknown ones.
+        """
         self.schema = schema
         self.problems = problems
         self.open_top = open_top
+        self.other_keys = frozenset(other_keys)
 
     def section(self, cls: type[Any], node: Node, key: str) -> Any:
         """Convert a node to an instance of a section's dataclass, and add the missing defaults to the node."""
@@ -317,7 +334,7 @@ class Binder:
             self.note(f"unknown key {join(key, name)}", node, node, counterpart.hint)
             return
         meant = None
-        similar = closest(name, hints_of(cls))
+        similar = closest(name, [*hints_of(cls), *names_in(key, self.other_keys)])
         if similar:
             meant = join(key, similar)
         else:

@@ -165,12 +165,18 @@ def bind_recipe(
         root = translation.root
         # The sections of features that do not exist here are missing in the translation, so that
         # binding it would report what follows from that.
+        found += translation.unknown
         if translation.problems:
             raise RecipeError.all_of([*found, *translation.problems])
     translated = root.copy() if translation is not None else None
     root = resolve_keys(root, schema or RecipeConfig, found)
     is_custom = _check_recipe_name(root, found)
-    binder = Binder(schema or RecipeConfig, found, open_top=schema is None and is_custom)
+    binder = Binder(
+        schema or RecipeConfig,
+        found,
+        open_top=schema is None and is_custom,
+        other_keys=translation.known if translation is not None else (),
+    )
     config = binder.section(binder.schema, root, "")
     # It also hides the secrets in URLs from the messages of all problems.
     found += url_problems(root)

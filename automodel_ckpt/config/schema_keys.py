@@ -72,6 +72,13 @@ def closest(word: str, candidates: Iterable[str]) -> str | None:
     return next(iter(matches or longer), None)
 
 
+def names_in(section: str, keys: Iterable[str]) -> list[str]:
+    """Return the names that dotted *keys* have directly in a section, sorted."""
+    prefix = f"{section}." if section else ""
+    names = {key.removeprefix(prefix).partition(".")[0] for key in keys if key.startswith(prefix)}
+    return sorted(names)
+
+
 def is_number(part: str) -> bool:
     """Whether a part of a dotted key is a list index."""
     return part.isascii() and part.isdecimal()

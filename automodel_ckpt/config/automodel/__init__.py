@@ -33,7 +33,7 @@ from automodel_ckpt.config.automodel.rows import (
     is_of_automodel,
     put,
 )
-from automodel_ckpt.config.schema_keys import join
+from automodel_ckpt.config.schema_keys import closest, join, names_in
 from automodel_ckpt.config.yaml_tree import Node
 from automodel_ckpt.errors import Problem
 
@@ -44,7 +44,15 @@ RECIPES = {
     "TrainFinetuneRecipeForSequenceClassification": "sequence_classification",
 }
 """AutoModel's recipe classes, and the recipes that replace them."""
-_PREFIXES = ("Train", "Finetune", "KnowledgeDistillation", "Benchmarking", "Pretrain", "Embedding")
+_PREFIXES = (
+    "Train",
+    "Finetune",
+    "KnowledgeDistillation",
+    "Benchmarking",
+    "Pretrain",
+    "Embedding",
+    "Diffusion",
+)
 """The beginnings of the names of AutoModel's recipe classes, which all contain the word Recipe."""
 _NO_RECIPE = "no recipe here does this; the recipes of NeMo AutoModel that run are " + ", ".join(
     RECIPES
@@ -95,6 +103,10 @@ class Translation:
     root: Node
     notices: tuple[Notice, ...]
     problems: tuple[Problem, ...]
+    unknown: tuple[Problem, ...] = ()
+    """Errors about keys that neither program has, in sections of AutoModel. The recipe is complete without them."""
+    known: frozenset[str] = frozenset()
+    """Dotted keys of AutoModel, which hints about misspelled keys suggest."""
 
 
 def class_name(root: Node) -> str | None:
@@ -144,7 +156,13 @@ def translate(root: Node) -> Translation | None:
     for path, row in SECTIONS:
         row.apply(work.section(path))
     _keep_the_rest(work, source, root, "")
-    return Translation(work.result, tuple(work.notices), tuple(work.problems))
+    return Translation(
+        work.result,
+        tuple(work.notices),
+        tuple(work.problems),
+        tuple(work.unknown),
+        frozenset(work.known),
+    )
 
 
 def _rename_references(node: Node) -> None:
@@ -186,8 +204,11 @@ def _reject_the_rest(work: Work, node: Node, key: str) -> None:
         for name, child in node.children():
             _reject_the_rest(work, child, join(key, name))
     elif not node.is_null:
-        problem = Problem(f"unknown key {key}", node.origin, str(node), f"remove it; {GUIDE}")
-        work.problems.append(problem)
+        section, _, name = key.rpartition(".")
+        meant = closest(name, names_in(section, work.known))
+        hint = f"did you mean {join(section, meant)}?" if meant else f"remove it; {GUIDE}"
+        problem = Problem(f"unknown key {key}", node.origin, str(node), hint)
+        work.unknown.append(problem)
 
 
 def _is_section(node: Node | None) -> bool:

@@ -21,6 +21,7 @@ from automodel_ckpt.config.automodel.dataset_rows import (
 )
 from automodel_ckpt.config.automodel.rows import (
     Key,
+    Needs,
     NoEffect,
     Row,
     Section,
@@ -51,6 +52,18 @@ class Builder:
     fixed: tuple[tuple[str, str], ...] = ()
 
 
+COLUMNS: tuple[Row, ...] = (
+    Key("path_or_dataset_id", "path"),
+    Steps(column_mapping, ("column_mapping", "use_hf_chat_template")),
+    SPLIT,
+    Key("name"),
+    LIMIT,
+    LABELS,
+    LENGTH,
+    TOKENIZER,
+)
+"""Rows for tables of prompts and answers."""
+
 DATASETS: dict[str, Builder] = {
     "llm.squad.make_squad_dataset": Builder(
         "squad.squad",
@@ -70,17 +83,20 @@ DATASETS: dict[str, Builder] = {
         (Key("path_or_dataset", "path"), SPLIT, LIMIT, OWN_LENGTH, TOKENIZER),
     ),
     "llm.column_mapped_text_instruction_dataset.ColumnMappedTextInstructionDataset": Builder(
+        "text.prompt_completion", COLUMNS
+    ),
+    "llm.column_mapped_text_instruction_iterable_dataset."
+    "ColumnMappedTextInstructionIterableDataset": Builder(
         "text.prompt_completion",
         (
-            Key("path_or_dataset_id", "path"),
-            Steps(column_mapping, ("column_mapping", "use_hf_chat_template")),
-            SPLIT,
-            Key("name"),
-            LIMIT,
-            LABELS,
-            LENGTH,
-            TOKENIZER,
+            *COLUMNS,
+            NoEffect("repeat_on_exhaustion", "start_of_turn_token"),
+            *(
+                Needs(name, "reading of Delta Lake tables", "write the data as JSON lines")
+                for name in ("delta_storage_options", "delta_version", "delta_sql_query")
+            ),
         ),
+        (("streaming", "true"),),
     ),
     "llm.chat_dataset.ChatDataset": Builder("chat.messages", CONVERSATION),
     "llm.agent_chat.make_agent_chat_dataset": Builder("chat.messages", CONVERSATION),
@@ -172,6 +188,12 @@ DATASETS: dict[str, Builder] = {
 }
 """AutoModel's data sets, below nemo_automodel.components.datasets, and our builders, below automodel_ckpt.data."""
 
+IN_PACKAGES = {
+    f"{name.partition('.')[0]}.{name.rpartition('.')[2]}": builder
+    for name, builder in DATASETS.items()
+}
+"""The same builders by the names that AutoModel's packages llm and vlm export, without the module."""
+
 FEATURES = {
     "audio.": "training on audio",
     "vlm.": "this data set of images and text",
@@ -187,7 +209,7 @@ def dataset(section: Section) -> None:
     if node is None or not is_of_automodel(str(node.value)):
         return
     name = take_target(section).removeprefix(_DATASETS)
-    builder = DATASETS.get(name)
+    builder = DATASETS.get(name) or IN_PACKAGES.get(name)
     if builder is None:
         feature = "this data set"
         for prefix, described in FEATURES.items():
@@ -198,8 +220,8 @@ def dataset(section: Section) -> None:
         return
     section.put("_target_", replace(node, value=_OURS + builder.ours), was="_target_")
     for key, value in builder.fixed:
-        is_number = value.isdecimal()
-        section.put(key, Node(value, node.origin, quoted=not is_number), was="_target_")
+        is_text = not value.isdecimal() and value != "true"
+        section.put(key, Node(value, node.origin, quoted=is_text), was="_target_")
     apply_rows(builder.rows, section)
 
 

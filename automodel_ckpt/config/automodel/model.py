@@ -41,6 +41,7 @@ _BACKENDS = ("te", "ffpa", "magi", "cudnn", "tilelang")
 
 MODEL = (
     Key("torch_dtype", "dtype", words=DTYPES),
+    Key("router_aux_loss_coef", "config_overrides.router_aux_loss_coef"),
     Key("num_labels", where="classification.num_labels"),
     Degraded(
         "attn_implementation",

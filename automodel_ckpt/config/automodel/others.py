@@ -137,6 +137,7 @@ def _alpha(node: Node) -> Node:
 
 LAUNCH = "start the ranks as docs/guides/multi-node.md describes"
 UNUSED = NoEffect(
+    "autocast",
     "ci",
     "nvtx",
     "benchmark",

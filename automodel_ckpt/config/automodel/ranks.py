@@ -13,6 +13,7 @@ from automodel_ckpt.config.automodel.rows import (
     above_1,
     apply_rows,
     is_true,
+    take_request,
     value_of,
 )
 from automodel_ckpt.config.convert import FALSE_WORDS
@@ -23,7 +24,13 @@ DIST_ENV = (
     Key("timeout_minutes", where="distributed.timeout_minutes"),
 )
 
-STRATEGIES = {"fsdp2": "auto", "megatron_fsdp": "auto", "ddp": "ddp"}
+STRATEGIES = {
+    "fsdp2": "auto",
+    "megatron_fsdp": "auto",
+    "megatron-fsdp": "auto",
+    "mfsdp": "auto",
+    "ddp": "ddp",
+}
 """AutoModel's strategies and ours."""
 SCHEDULES = {"1f1b": "1f1b", "gpipe": "gpipe", "interleaved1f1b": "interleaved1f1b"}
 """AutoModel's schedules of pipeline stages (in lower case) and ours."""
@@ -61,6 +68,39 @@ DISTRIBUTED = (
     Steps(experts, ("ep_size",)),
     NoEffect("moe"),
     NoEffect("autocast_dtype", "activation_checkpointing_scope", "enable_async_tensor_parallel"),
+    # FSDP2: when weights are gathered, and a synchronization that our masks do not need.
+    NoEffect(
+        "enable_fsdp2_prefetch",
+        "fsdp2_forward_prefetch_depth",
+        "fsdp2_backward_prefetch_depth",
+        "patch_is_packed_sequence",
+    ),
+    # DDP: how gradients are reduced.
+    NoEffect(
+        "broadcast_buffers",
+        "find_unused_parameters",
+        "static_graph",
+        "bucket_cap_mb",
+        "gradient_as_bucket_view",
+    ),
+    # Megatron FSDP, which is replaced by fsdp2.
+    NoEffect(
+        "megatron_fsdp_unit_modules",
+        "zero_dp_strategy",
+        "init_fsdp_with_meta_device",
+        "grad_reduce_in_fp32",
+        "preserve_fp32_weights",
+        "overlap_grad_reduce",
+        "overlap_param_gather",
+        "check_for_nan_in_grad",
+        "report_nan_in_param_grad",
+        "average_in_collective",
+        "disable_bucketing",
+        "calculate_per_token_loss",
+        "keep_fp8_transpose_cache",
+        "nccl_ub",
+        "fsdp_double_buffer",
+    ),
     Needs(
         "tp_plan", "a plan by name", "write distributed.tp_plan._target_ (docs/guides/multi-gpu.md)"
     ),
@@ -93,6 +133,7 @@ def distributed(section: Section) -> None:
     is_ddp = strategy is not None and strategy.value == "ddp"
     _precision(section, is_ddp=is_ddp)
     _checkpointing(section)
+    _compilation(section)
     _offloading(section)
     _pipeline(section)
     apply_rows(DISTRIBUTED, section)
@@ -104,7 +145,7 @@ def _strategy(section: Section, node: Node) -> None:
         hint = f"use one of {', '.join(STRATEGIES)}"
         section.reject("strategy", node, "this strategy is not supported", hint)
         return
-    if name == "megatron_fsdp":
+    if name not in ("fsdp2", "ddp"):
         section.degraded("strategy", node, "fsdp2 of torch is used; the same mathematics")
     section.put("strategy", Node(STRATEGIES[name], node.origin), was="strategy")
 
@@ -117,7 +158,9 @@ def _precision(section: Section, *, is_ddp: bool) -> None:
     """
     policy = section.inner("mp_policy")
     node = policy.take("param_dtype")
-    if node is not None:
+    if node is None and is_ddp and section.peek("autocast_dtype") is not None:
+        Key("autocast_dtype", "mixed_precision", words=DTYPES).apply(section)
+    elif node is not None:
         value = DTYPES.get(str(node.value), str(node.value))
         if value == "float32":
             value = "null"
@@ -156,6 +199,19 @@ def _checkpointing(section: Section) -> None:
     root.inner("model").put("activation_checkpointing", value)
     if str(node.value).lower() != mode:
         section.note("activation_checkpointing", node, f"translated to {value}")
+
+
+def _compilation(section: Section) -> None:
+    """Translate the compilation of each layer, which is what the section compile does here."""
+    node = take_request(section, "enable_compile", is_true)
+    if node is None:
+        return
+    given = section.work.source.at("compile.enabled")
+    if given is not None and (given.is_flag or is_true(given)):
+        section.no_effect("enable_compile", node)
+        return
+    section.work.section("").inner("compile").put("enabled", Node("true", node.origin))
+    section.translated("enable_compile", node, "compile.enabled")
 
 
 def _offloading(section: Section) -> None:

@@ -30,6 +30,10 @@ class Work:
     result: Node = field(default_factory=lambda: Node({}, ""))
     notices: list[Notice] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    unknown: list[Problem] = field(default_factory=list)
+    """Errors about keys that neither program has, in sections of AutoModel."""
+    known: set[str] = field(default_factory=set)
+    """The dotted keys that rows have looked for, whether or not the file has them: hints suggest these names."""
 
     def section(self, path: str, to: str | None = None) -> Section:
         """Return the view of AutoModel's section at *path*, translated to our section *to* (the same name if None)."""
@@ -84,6 +88,7 @@ class Section:
 
     def peek(self, name: str) -> Node | None:
         """Return the node at a dotted name; None if it does not exist or is null."""
+        self.work.known.add(join(self.path, name))
         if self.node is None:
             return None
         node = self.node.at(name)
@@ -97,6 +102,7 @@ class Section:
 
     def take(self, name: str) -> Node | None:
         """Remove and return the node at a dotted name; None if it does not exist or is null."""
+        self.work.known.add(join(self.path, name))
         parent, _, last = name.rpartition(".")
         section = self.node
         if section is not None and parent:
@@ -124,7 +130,8 @@ class Section:
 
     def put_default(self, name: str, value: str) -> None:
         """Write a default of AutoModel that differs from ours."""
-        put(self.work.result, join(self.to, name), Node(value, AUTOMODEL_DEFAULT))
+        node = Node(value, AUTOMODEL_DEFAULT)
+        put(self.work.result, join(self.to, name), node, section_origin=self.origin)
         self.work.notices.append(Notice("default", "", "", join(self.to, name)))
 
     def no_effect(self, name: str, node: Node) -> None:
@@ -156,13 +163,16 @@ class Section:
         self.work.problems.append(problem)
 
 
-def put(root: Node, key: str, node: Node) -> None:
-    """Set the node at a dotted key of a tree of mappings, and create missing sections."""
+def put(root: Node, key: str, node: Node, *, section_origin: str = "") -> None:
+    """Set the node at a dotted key of a tree of mappings, and create missing sections.
+
+    These have the *section_origin*, by default that of the node.
+    """
     section = root
     *parents, last = key.split(".")
     for part in parents:
         assert isinstance(section.value, dict)
-        section = section.value.setdefault(part, Node({}, node.origin))
+        section = section.value.setdefault(part, Node({}, section_origin or node.origin))
     assert isinstance(section.value, dict)
     section.value[last] = node
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from automodel_ckpt.config.automodel.rows import (
@@ -48,8 +49,59 @@ OPTIMIZER = (
         "exp_avg_dtype",
         "exp_avg_sq_dtype",
         "store_param_remainders",
+        "compress_state_dict",
     ),
 )
+
+
+_REGEX = re.compile(r"(?P<start>\^?)(?P<body>(?:[A-Za-z0-9_.-]|\.\*|\\\.)+)(?P<end>\$?)")
+_DEFAULT_DECAY = 0.01
+"""The weight decay of AdamW in torch and in AutoModel."""
+_GLOBS = {".*": "*", r"\.": ".", ".": "?"}
+
+
+def _glob(regex: str) -> str:
+    """The glob that matches the same names as a search for a regular expression; empty if there is none here."""
+    found = _REGEX.fullmatch(regex)
+    if found is None:
+        return ""
+    body = re.sub(r"\.\*|\\\.|\.", lambda part: _GLOBS[part[0]], found["body"])
+    return ("" if found["start"] else "*") + body + ("" if found["end"] else "*")
+
+
+def groups(section: Section) -> None:
+    """Translate groups of parameters with multiples of the learning rate and of the weight decay.
+
+    Both are numbers here, so the optimizer's own ones have been translated before.
+    """
+    overrides = section.take("param_group_overrides")
+    if overrides is None:
+        return
+    hint = "write optimizer.groups: [{params: [GLOB], lr: NUMBER, weight_decay: NUMBER}]"
+    made: list[Node] = []
+    for entry in overrides.value if isinstance(overrides.value, list) else [overrides]:
+        given = dict(entry.children()) if isinstance(entry.value, dict) else {}
+        pattern = given.get("pattern")
+        glob = _glob(str(pattern.value)) if pattern is not None else ""
+        if pattern is None or not glob or set(given) - {"pattern", "lr_mult", "wd_mult"}:
+            what = "this group of parameters cannot be translated"
+            section.reject("param_group_overrides", entry, what, hint)
+            continue
+        group = {"params": Node([Node(glob, pattern.origin, quoted=True)], pattern.origin)}
+        for name, ours in (("lr_mult", "lr"), ("wd_mult", "weight_decay")):
+            base = value_of(section.work.result.at(f"optimizer.{ours}"))
+            if base is None and ours == "weight_decay":
+                base = _DEFAULT_DECAY
+            factor = value_of(given[name]) if name in given else 1.0
+            if isinstance(base, int | float) and isinstance(factor, int | float):
+                number = float(f"{base * factor:.12g}")
+                group[ours] = Node(repr(number), given.get(name, entry).origin)
+            elif name in given:
+                what = f"a multiple of the {ours} needs the {ours} as a number"
+                section.reject(f"param_group_overrides.{name}", given[name], what, hint)
+        made.append(Node(dict(group), entry.origin))
+    if made:
+        section.put("groups", Node(made, overrides.origin), was="param_group_overrides")
 
 
 def optimizer(section: Section) -> None:
@@ -79,6 +131,7 @@ def optimizer(section: Section) -> None:
     if target in ("torch.optim.Adam", *TE_ADAM) and decay is None:
         section.put_default("weight_decay", "0.0")
     apply_rows(OPTIMIZER, section)
+    groups(section)
     found = section.work.result.at("optimizer.weight_decay")
     if found is None or value_of(found):
         section.put_default("no_decay", "none")
@@ -147,6 +200,7 @@ def _adam(section: Section) -> None:
     section.put("_target_", replace(node, value="torch.optim.Adam"))
     names = ("lr", "betas", "eps", "weight_decay", "foreach", "fused", "amsgrad")
     apply_rows([Key(name) for name in names], section)
+    groups(section)
     section.put_default("no_decay", "none")
 
 

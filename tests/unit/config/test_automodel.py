@@ -139,7 +139,34 @@ QAT = (
     "    quantizer_type: int4_weight_only\n    groupsize: 256\n"
 )
 PIPELINE = "distributed:\n  pp_size: 2\n  pipeline:\n    pp_schedule: interleaved1f1b\n"
+GROUPS = (
+    "optimizer:\n  lr: 1e-4\n  weight_decay: 0.1\n  param_group_overrides:\n"
+    "    - {pattern: router, lr_mult: 0.1}\n"
+    "    - {pattern: '^model.*gate\\.weight$', wd_mult: 0}\n"
+)
 TRANSLATED: list[tuple[str, str, Any]] = [
+    ("distributed:\n  strategy: megatron-fsdp\n", "distributed.strategy", "auto"),
+    ("distributed:\n  enable_compile: true\n", "compile.enabled", True),
+    ("distributed:\n  enable_compile: false\n", "compile.enabled", False),
+    (
+        MODEL + "  router_aux_loss_coef: 0.5\n",
+        "model.config_overrides",
+        {"router_aux_loss_coef": 0.5},
+    ),
+    (
+        f"dataset:\n  _target_: {DATA}.llm.ChatDataset\n  path_or_dataset_id: rows.jsonl\n",
+        "dataset._target_",
+        "automodel_ckpt.data.chat.messages",
+    ),
+    (
+        (
+            f"dataset:\n  _target_: {DATA}.llm.column_mapped_text_instruction_iterable_dataset."
+            "ColumnMappedTextInstructionIterableDataset\n  path_or_dataset_id: rows.jsonl\n"
+            "  column_mapping:\n    question: q\n    answer: a\n"
+        ),
+        "dataset.streaming",
+        True,
+    ),
     (LLM, "recipe", "llm_finetune"),
     (DISTILLED, "recipe", "distill"),
     (DISTILLED, "distill.teacher.from_pretrained", "some/teacher"),
@@ -216,6 +243,11 @@ TRANSLATED: list[tuple[str, str, Any]] = [
     ("distributed:\n  strategy: fsdp2\n", "distributed.strategy", "auto"),
     ("distributed:\n  strategy: ddp\n", "distributed.strategy", "ddp"),
     ("distributed:\n  strategy: ddp\n", "distributed.mixed_precision", "none"),
+    (
+        "distributed:\n  strategy: ddp\n  autocast_dtype: torch.bfloat16\n",
+        "distributed.mixed_precision",
+        "bfloat16",
+    ),
     ("", "distributed.mixed_precision", "bfloat16"),
     (
         (
@@ -634,6 +666,12 @@ WITHOUT_EFFECT = [
     ("parallelizer:\n  _target_: nemo_automodel.components.moe.parallelizer.f\n", "parallelizer"),
     ("autopipeline:\n  pp_schedule: 1f1b\n", "autopipeline"),
     ("_unused:\n  a: 1\n", "_unused"),
+    ("autocast:\n  enabled: true\n", "autocast"),
+    (
+        "distributed:\n  fsdp2_forward_prefetch_depth: 2\n",
+        "distributed.fsdp2_forward_prefetch_depth",
+    ),
+    ("distributed:\n  strategy: ddp\n  static_graph: true\n", "distributed.static_graph"),
     ("rng:\n  ranked: true\n", "rng.ranked"),
     (MODEL + "  use_liger_kernel: true\n", "model.use_liger_kernel"),
     (MODEL + "  text_config:\n    use_cache: false\n", "model.text_config.use_cache"),
@@ -679,6 +717,39 @@ def test_a_key_without_meaning_here_is_named_in_one_line(
     lines = [line for line in report_lines(load(tmp_path, text).notices) if "no meaning" in line]
     assert len(lines) == 1
     assert key in lines[0].partition(": ")[2].partition(": ")[2].split(", ")
+
+
+def test_groups_of_parameters_get_the_multiples_of_the_rate_and_of_the_weight_decay(
+    tmp_path: Path,
+) -> None:
+    groups = value_at(load(tmp_path, GROUPS), "optimizer.groups")
+    assert [(group.params, group.lr, group.weight_decay) for group in groups] == [
+        (["*router*"], 1e-5, 0.1),
+        (["model*gate.weight"], 1e-4, 0.0),
+    ]
+    for pattern in ("(a|b)", "[ab]"):
+        with pytest.raises(RecipeError, match="cannot be translated"):
+            load(tmp_path, GROUPS.replace("router", f"'{pattern}'"))
+
+
+def test_misspelled_keys_are_reported_at_once_with_names_of_automodel(tmp_path: Path) -> None:
+    text = PEFT + (
+        "  dims: 3\nrng:\n  sead: 1\ndistributed:\n  strategy: ddp\n  statik_graph: true\n"
+        "checkpoint:\n  max_recent_checkpoint: 3\n"
+    )
+    text += MODEL.replace("name_or_path", "name_or_pth")
+    with pytest.raises(RecipeError) as raised:
+        load(tmp_path, text)
+    found = {problem.what: problem for problem in raised.value.problems}
+    for key, meant in (
+        ("peft.dims", "peft.dim"),
+        ("rng.sead", "rng.seed"),
+        ("distributed.statik_graph", "distributed.static_graph"),
+        ("checkpoint.max_recent_checkpoint", "checkpoint.max_recent_checkpoints"),
+        ("model.pretrained_model_name_or_pth", "model.pretrained_model_name_or_path"),
+    ):
+        assert found[f"unknown key {key}"].hint == f"did you mean {meant}?"
+    assert all(problem.where.startswith(str(tmp_path)) for problem in raised.value.problems)
 
 
 def test_multi_token_prediction_is_translated_unless_no_token_is_wanted(tmp_path: Path) -> None:
@@ -794,6 +865,7 @@ def test_a_degraded_key_gives_one_warning_with_its_line(
 
 REJECTED = [
     ("recipe: KnowledgeDistillationRecipeForVLM\n", 1, "unknown recipe"),
+    ("recipe: DiffusionLMSFTRecipe\ndllm:\n  mode: mdlm\n", 1, "unknown recipe"),
     (TEACHER, 1, "a teacher in this recipe is not supported"),
     (
         f"{KD}teacher_model:\n  _target_: nemo_automodel.NeMoAutoModelForImageTextToText.from_pretrained\n",
