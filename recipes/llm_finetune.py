@@ -23,7 +23,12 @@ from automodel_ckpt.data.packing import PackedDataset
 from automodel_ckpt.errors import Problem, RecipeError
 from automodel_ckpt.hub_access import explained
 from automodel_ckpt.models.build import first_line
-from automodel_ckpt.models.repository import asks_for_code, code_not_trusted, from_library_first
+from automodel_ckpt.models.repository import (
+    asks_for_code,
+    code_not_trusted,
+    damaged_config,
+    from_library_first,
+)
 from automodel_ckpt.recipes.model.sections import row_multiple
 from automodel_ckpt.recipes.preprocessors import absent_tokenizer, find_preprocessor
 from automodel_ckpt.recipes.recipe import Recipe
@@ -91,7 +96,9 @@ class LLMFinetune(Recipe):
         except Exception as error:  # for some files, the tokenizers library raises Exception itself
             if asks_for_code(error):
                 raise code_not_trusted("tokenizer", name, where, repository) from error
-            if known := explained(error, name, where) or absent_tokenizer(name, where):
+            revision = repository.revision
+            known = explained(error, name, where) or damaged_config(name, where, revision)
+            if known := known or absent_tokenizer(name, where):
                 raise known from error
             raise RecipeError(
                 "the tokenizer cannot be read",

@@ -14,7 +14,12 @@ from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.hub_access import explained
 from automodel_ckpt.models.build import first_line, require_local
 from automodel_ckpt.models.processor import read_processor, unknown_settings
-from automodel_ckpt.models.repository import RepositoryOptions, asks_for_code, code_not_trusted
+from automodel_ckpt.models.repository import (
+    RepositoryOptions,
+    asks_for_code,
+    code_not_trusted,
+    damaged_config,
+)
 
 AUTO_PROCESSOR = "transformers.AutoProcessor.from_pretrained"
 
@@ -52,7 +57,9 @@ def read_from(source: ProcessorSource) -> Any:
     except Exception as error:  # damaged files make transformers raise anything
         if asks_for_code(error):
             raise code_not_trusted("processor", name, source.where, source.repository) from error
-        if known := explained(error, name, source.where):
+        revision = source.repository.revision
+        known = explained(error, name, source.where)
+        if known := known or damaged_config(name, source.where, revision):
             raise known from error
         raise RecipeError(
             "the processor cannot be read",

@@ -43,6 +43,7 @@ from automodel_ckpt.models.repository import (
     check_code,
     check_revision,
     config_needs_code,
+    damaged_config,
     importing_code,
     model_needs_code,
 )
@@ -177,7 +178,8 @@ def _config_of(
     except RecipeError:
         raise
     except Exception as error:  # transformers raises many classes for damaged files
-        if known := explained(error, name, where):
+        revision = repository.revision
+        if known := explained(error, name, where) or damaged_config(name, where, revision):
             raise known from error
         raise RecipeError(
             "the model's configuration cannot be read",

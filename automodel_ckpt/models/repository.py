@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils.hub import HF_MODULES_CACHE, cached_file
 
+from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.errors import RecipeError
 
 log = logging.getLogger("automodel_ckpt")
@@ -90,6 +91,40 @@ def base_directory(name: str, revision: str | None = None) -> Path | None:
         _raise_exceptions_for_missing_entries=False,
     )
     return Path(found).parent if found else None
+
+
+def damaged_config(name: str, where: str, revision: str | None = None) -> RecipeError | None:
+    """Return the error to raise if the config.json of a pretrained model is not a JSON object; None if it is or is
+    missing.
+
+    *name* is a directory, its config file, or a Hub name in the cache, which the key *where* gives. The libraries read
+    the file also for a tokenizer or a processor, so that their own errors describe it as one of these.
+    """
+    path = Path(name).expanduser()
+    if not path.is_file():
+        try:
+            directory = base_directory(name, revision)
+        except (OSError, ValueError):
+            return None
+        if directory is None:
+            return None
+        path = directory / "config.json"
+    reason = "not a JSON object"
+    try:
+        if isinstance(parse_json(path.read_bytes()), dict):
+            return None
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        reason = error.strerror or str(error)
+    except ValueError as error:
+        reason = str(error) or reason
+    return RecipeError(
+        "the model's config.json cannot be read",
+        where=where,
+        value=f"{path} ({reason})",
+        hint="copy or download the model again",
+    )
 
 
 def check_revision(

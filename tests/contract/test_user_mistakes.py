@@ -162,6 +162,13 @@ MISTAKES = {
     "a model of no type": pretrained(
         "configuration cannot be read", **{"config.json": '{"model_type": ["llama"]}'}
     ),
+    "a truncated config": tokens(
+        r"config.json cannot be read[\s\S]*tok/config.json \(",
+        **{"config.json": '{"model_type": '},
+    ),
+    "a config that is a list": pretrained(
+        r"config.json cannot be read[\s\S]*base/config.json \(not a JSON", **{"config.json": "[1]"}
+    ),
     "a tokenizer of no kind": tokens(
         "the tokenizer cannot be read", **{"tokenizer.json": '{"model": {"type": "x"}}'}
     ),
