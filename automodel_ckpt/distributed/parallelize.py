@@ -23,6 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.nn.parallel import DistributedDataParallel
 
 from automodel_ckpt.distributed.expert_parallel import divide_experts, expert_mesh
+from automodel_ckpt.distributed.fixed_buckets import FixedBucketsDDP
 from automodel_ckpt.distributed.mesh import RankLayout, build_mesh, data_mesh
 from automodel_ckpt.distributed.mesh_sizes import choose_strategy
 from automodel_ckpt.distributed.model_layers import separate_ends, untied_layers
@@ -109,7 +110,7 @@ def parallelize(
         device_ids = [layout.device] if layout.device.type == "cuda" else None
         # Views save a copy of all gradients, but detach_() fails on them (torch's documentation of
         # DDP).
-        return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
+        return FixedBucketsDDP(model, device_ids=device_ids, gradient_as_bucket_view=True)
     return model
 
 
