@@ -110,6 +110,9 @@ class Saves:
         self._gather = gather
         self._sample_noun = sample_noun
         self._unknown_metrics: set[str] = set()
+        self._is_stopping = False
+        self._shown_command: str | None = None
+        """The command in the log that exports the newest checkpoint."""
         self._figures: dict[int, str] = {}
         """What the line about the save of a step says of training, until the save is published."""
 
@@ -312,7 +315,9 @@ class Saves:
         reasoning = self._scheduler.note_published(report.stall_seconds, report.total_seconds)
         self._run_log.progress.note_saved(report.step)
         log.info("%s", saved_line(report, self._figures.get(report.step, "")))
-        if report.export_command and not report.export:
+        # A stop logs the command itself, with the reason.
+        if report.export_command and not report.export and not self._is_stopping:
+            self._shown_command = report.export_command
             log.info("  to export it: %s", report.export_command)
         if reasoning is not None:
             log.info("%s", reasoning)
@@ -354,6 +359,7 @@ class Saves:
     @_measured
     def stop(self, losses: Mapping[str, Any]) -> None:
         """Save the last completed step unless it is saved, without an export. Raises the failure of that save."""
+        self._is_stopping = True
         if self.checkpointer is not None:
             # An export may take longer than a scheduler's grace period. The next start makes it.
             self.checkpointer.disable_exports()
@@ -382,7 +388,9 @@ class Saves:
             # One that was loaded from a store is not on the disk.
             return
         command = self.checkpointer.exports.command(newest.path)
-        if command is not None and not self.checkpointer.exports.is_exported(newest.path):
+        if command in (None, self._shown_command):
+            return
+        if not self.checkpointer.exports.is_exported(newest.path):
             log.info("not exported, since a signal leaves little time; to export it: %s", command)
 
     @_measured

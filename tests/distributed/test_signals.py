@@ -65,6 +65,7 @@ def test_a_stop_exports_nothing_and_says_how_to(tmp_path: Path, is_async: str, t
     (checkpoint,) = chain.root.glob("epoch_*")
     assert not (checkpoint / "model" / "consolidated").exists()
     assert f"to export it: ckpt consolidate {checkpoint}" in trainer.log
+    assert trainer.log.count("to export it: ") == 1
     # The text log has what the start said, the save and why the run ended.
     text = (chain.root / "log.txt").read_text()
     assert "saved epoch_" in text
