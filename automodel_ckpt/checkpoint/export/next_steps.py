@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 
@@ -51,7 +53,7 @@ def hf_lines(directory: Path) -> list[str]:
     return [
         f"try it:       {try_command(directory)}",
         f"vLLM:         vllm serve {path}",
-        f"transformers: AutoModelForCausalLM.from_pretrained({str(directory)!r})",
+        f"transformers: {_auto_class(directory)}.from_pretrained({str(directory)!r})",
     ]
 
 
@@ -73,12 +75,29 @@ def modelfile_text(file: Path) -> str:
 
 
 def _is_classifier(directory: Path) -> bool:
+    return _has_architecture(_config(directory), "ForSequenceClassification")
+
+
+def _auto_class(directory: Path) -> str:
+    """The class of transformers that loads a model which generates text."""
+    config = _config(directory)
+    # A text model of the same family has no vision_config.
+    if "vision_config" in config and _has_architecture(config, "ForConditionalGeneration"):
+        return "AutoModelForImageTextToText"
+    return "AutoModelForCausalLM"
+
+
+def _has_architecture(config: Mapping[str, Any], suffix: str) -> bool:
+    return any(str(name).endswith(suffix) for name in config.get("architectures") or ())
+
+
+def _config(directory: Path) -> Mapping[str, Any]:
+    """The content of config.json; empty if it cannot be read."""
     try:
         config = parse_json((directory / "config.json").read_bytes())
     except (OSError, ValueError):
-        return False
-    architectures = config.get("architectures") if isinstance(config, dict) else None
-    return any(str(name).endswith("ForSequenceClassification") for name in architectures or ())
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def _has_chat_template(directory: Path) -> bool:
