@@ -18,7 +18,7 @@ from automodel_ckpt.convert.sources.dcp_training_state import (
     read_counters,
     read_training_state,
 )
-from automodel_ckpt.convert.sources.files import check_regular_files, names_in
+from automodel_ckpt.convert.sources.files import check_regular_files, names_in, wrapper_prefix
 from automodel_ckpt.convert.sources.format import Counters, Format, Inventory, TensorSummary
 from automodel_ckpt.convert.training_state import Parameters, TrainingState
 from automodel_ckpt.errors import CheckpointUnusable
@@ -70,8 +70,13 @@ class PyTorchDcp(Format):
         return Source(path, path, tensors, notes=tuple(notes), omitted=tuple(omitted))
 
     def names(self, content: DcpContent) -> Mapping[str, str]:
-        """Return {stored name: name in the model} of the model's tensors. A format of one program overrides this."""
-        return model_names(content)
+        """Return {stored name: name in the model} of the model's tensors. A format of one program overrides this.
+
+        Prefixes that wrappers added to all names are removed, as in files of ``torch.save``.
+        """
+        names = model_names(content)
+        prefix = wrapper_prefix(names.values())
+        return {stored: name.removeprefix(prefix) for stored, name in names.items()}
 
     def training_state(self, path: Path, parameters: Parameters) -> TrainingState | None:
         """Return the optimizer's state, counters and LR schedule, if they are in the same directory as the model.

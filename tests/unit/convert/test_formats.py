@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
@@ -14,6 +15,7 @@ from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.convert.open import open_source, open_weights
 from automodel_ckpt.convert.sources.registry import DCP, FORMATS, detect, formats_in
 from automodel_ckpt.errors import CheckpointUnusable
+from tests.support.external_tensors import no_parameters
 from tests.support.shards import checkpoint_in, cut, write_checkpoint
 
 AUTOMODEL = Path(__file__).parents[2] / "fixtures" / "automodel"
@@ -126,6 +128,30 @@ def test_prefixes_of_wrappers_are_removed_from_all_names(tmp_path: Path, name: s
     # Part of the names: they are the model's.
     save_file({**tensors, "module.head": torch.ones(1)}, tmp_path / name)
     assert "_orig_mod.1" in open_weights(tmp_path / name).modules["model"].tensors
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("key", ["", "model"])
+def test_prefixes_of_wrappers_are_removed_from_the_names_in_a_dcp_directory(
+    tmp_path: Path, key: str
+) -> None:
+    """Scripts save ``model.state_dict()`` of a model that torch.compile or DistributedDataParallel wraps."""
+    model = torch.nn.Linear(2, 3)
+    wrapped = {f"module._orig_mod.{name}": value for name, value in model.state_dict().items()}
+    names = list(wrapped)
+    optimizer = {
+        "state": {name: {"exp_avg": torch.ones_like(wrapped[name])} for name in names},
+        "param_groups": [{"params": names, "lr": 0.5}],
+    }
+    directory = tmp_path / "saved"
+    state = {key: wrapped, "optimizer": optimizer} if key else wrapped
+    dcp.save(state, checkpoint_id=directory, no_dist=True)
+    found = open_weights(directory).modules["model"].tensors
+    assert sorted(found) == ["bias", "weight"]
+    if key:
+        training = detect(directory).training_state(directory, no_parameters)
+        assert training is not None and training.optimizer is not None
+        assert sorted(training.optimizer.tensors) == ["bias", "weight"]
 
 
 def test_an_export_of_a_model_that_wraps_another_one_keeps_its_names(tmp_path: Path) -> None:
