@@ -2,7 +2,8 @@
 
 * ``full``: a layer keeps its input and recomputes everything else.
 * ``selective``: a layer also keeps what is expensive to compute: the results of attention, of collectives, and of every
-  second matrix product. The policy is that of torchtitan (torchtitan/distributed/activation_checkpoint.py).
+  second matrix product. The policy is that of torchtitan (torchtitan/distributed/activation_checkpoint.py). Experts
+  that are divided among ranks (expert parallelism) recompute everything.
 * ``offload``: as ``full``, and the inputs of the layers are in the memory of the host between the forward and the
   backward pass.
 """
@@ -21,7 +22,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -58,12 +59,16 @@ _MIN_OFFLOADED_BYTES = 1 << 20
 
 
 def checkpoint_activations(
-    model: Any, mode: str = "full", layers: Sequence[nn.Module] | None = None
+    model: Any,
+    mode: str = "full",
+    layers: Sequence[nn.Module] | None = None,
+    sharded_separately: Sequence[nn.Module] = (),
 ) -> None:
     """Make the layers of *model* recompute activations in the backward pass: which of them, *mode* selects.
 
-    *layers* are the decoder layers, which ``selective`` needs. For ``offload``, the forward passes also need
-    :meth:`HostActivations.saving`. Raises :class:`RecipeError` if the model does not support it.
+    *layers* are the decoder layers, which ``selective`` needs. *sharded_separately* are the modules in them that fsdp2
+    will shard separately from their layer: ``selective`` keeps none of their results. For ``offload``, the forward
+    passes also need :meth:`HostActivations.saving`. Raises :class:`RecipeError` if the model does not support it.
     """
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise RecipeError(
@@ -74,6 +79,8 @@ def checkpoint_activations(
         )
     if mode == "selective":
         _select_activations(model, layers or ())
+        for module in sharded_separately:
+            module.__class__ = _unselected_class(type(module))  # type: ignore[arg-type]
         return
     enable = getattr(model, "activation_checkpointing_enable", None)
     if enable is None:
@@ -138,6 +145,31 @@ def _selective_forward(layer_class: type[nn.Module]) -> Callable[..., Any]:
         return without_contexts(*args, context_fn=contexts)
 
     return selective
+
+
+@functools.cache
+def _unselected_class(module_class: type[nn.Module]) -> type[nn.Module]:
+    """A subclass of *module_class* that is recomputed completely within a selective layer.
+
+    fsdp2 gathers the parameters of a module in hooks of its calls. Its operators differ between the forward pass and
+    the recomputation, where the parameters can be there already, and torch raises an error if a selective layer
+    records operators that differ. So the calls, with their hooks, are not recorded.
+    """
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Fake tensors need their mode, and compilation its own.
+        if torch.compiler.is_compiling() or _has_fakes((args, kwargs)):
+            return module_class.__call__(module, *args, **kwargs)
+        with _disable_current_modes():
+            return module_class.__call__(module, *args, **kwargs)
+
+    names = {
+        "__call__": call,
+        "__module__": module_class.__module__,
+        "__qualname__": module_class.__qualname__,
+        "__doc__": module_class.__doc__,
+    }
+    return type(module_class.__name__, (module_class,), names)
 
 
 def selective_contexts(

@@ -11,6 +11,7 @@ from automodel_ckpt.checkpoint.module_tensors import record_complete_tensors, se
 from automodel_ckpt.config.rules import Target
 from automodel_ckpt.config.sections.model import ModelConfig
 from automodel_ckpt.config.sections.peft import PeftConfig
+from automodel_ckpt.distributed.expert_parallel import experts_of
 from automodel_ckpt.distributed.model_layers import decoder_layers
 from automodel_ckpt.models.activation_memory import checkpoint_activations
 from automodel_ckpt.models.adapter import Adapted, widen_trained
@@ -86,7 +87,7 @@ def change_model(request: ModelRequest, deferred: DeferredModel) -> ChangedModel
     if not request.is_trained:
         _freeze_all(deferred.model)
     elif section.activation_checkpointing:
-        _recompute_activations(deferred.model, activation_mode(section))
+        _recompute_activations(request, deferred.model, activation_mode(section))
     return ChangedModel(
         deferred,
         adapted,
@@ -142,9 +143,12 @@ def _with_adapters(
     return adapted
 
 
-def _recompute_activations(model: nn.Module, mode: str) -> None:
+def _recompute_activations(request: ModelRequest, model: nn.Module, mode: str) -> None:
     layers = decoder_layers(model)
-    checkpoint_activations(model, mode, layers)
+    divided: list[nn.Module] = []
+    if request.layout.sizes.ep > 1:
+        divided = list(experts_of(model).values())
+    checkpoint_activations(model, mode, layers, divided)
     log.info("activations of %s are recomputed (%s)", counted(len(layers), "layer"), mode)
 
 

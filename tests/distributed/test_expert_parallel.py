@@ -139,7 +139,11 @@ def test_ranks_whose_experts_get_no_token_have_gradients_of_zeros(implementation
 @pytest.mark.parametrize(
     ("family", "num_ranks", "sizes"),
     [
-        ("qwen3_moe", 4, ("--distributed.ep_size=2",)),
+        (
+            "qwen3_moe",
+            4,
+            ("--distributed.ep_size=2", "--model.activation_checkpointing=selective"),
+        ),
         ("gpt_oss", 4, ("--distributed.ep_size=2", "--distributed.dp_replicate_size=2")),
         (
             "mixtral",
