@@ -149,7 +149,11 @@ class Stopped(AutomodelError):
 
 
 class SystemLimit(AutomodelError):
-    """A system limit on open files, threads or memory was reached."""
+    """A system limit on open files, file sizes, threads or memory was reached."""
+
+
+class OutputFailed(AutomodelError):
+    """Standard output could not be written, for example because its disk is full."""
 
 
 def replaced_forward_pass(what: str, hint: str) -> RecipeError:
@@ -222,6 +226,12 @@ _DEVICE_MEMORY = _Limit(
     "use less: a smaller step_scheduler.local_batch_size, model.activation_checkpointing, or distributed.strategy "
     "fsdp2 on more GPUs; nvidia-smi shows whether other processes use the GPU",
 )
+_FILE_SIZE = _Limit(
+    "the file is larger than the limit on file sizes",
+    ((resource.RLIMIT_FSIZE, "ulimit -f", 1024),),
+    "raise the limit on file sizes (ulimit -f unlimited, or that of the job); if it is unlimited, use a file system "
+    "that allows larger files",
+)
 # CPython and torch raise RuntimeError without an errno for these: only the text shows the limit.
 _LIMIT_TEXTS = {
     "CUDA out of memory": _DEVICE_MEMORY,
@@ -235,6 +245,7 @@ _LIMIT_CODES = {
     errno_names.EMFILE: _OPEN_FILES,
     errno_names.ENFILE: _OPEN_FILES,
     errno_names.ENOMEM: _MEMORY,
+    errno_names.EFBIG: _FILE_SIZE,
 }
 
 

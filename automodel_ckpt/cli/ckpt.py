@@ -42,7 +42,9 @@ from automodel_ckpt.cli.commands import (
 from automodel_ckpt.cli.remote import reject_urls
 from automodel_ckpt.cli.terminal import (
     leave_reader,
+    naming_output,
     occupy_standard_streams,
+    output_failure,
     print_error,
     problem_json,
 )
@@ -228,7 +230,12 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``ckpt`` and return its exit code. With ``argv=None`` it uses ``sys.argv``."""
     occupy_standard_streams()
-    words = sys.argv[1:] if argv is None else list(argv)
+    with naming_output():
+        return _run(sys.argv[1:] if argv is None else list(argv))
+
+
+def _run(words: list[str]) -> int:
+    """Parse and run a command line, and report its failure. Returns the exit code."""
     # Until the command line is parsed, errors are printed as if it had only these two values.
     arguments = argparse.Namespace(command="", json="--json" in words)
     try:
@@ -245,6 +252,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         leave_reader()
         return EXIT_DONE
     except (AutomodelError, OSError, KeyboardInterrupt) as error:
+        failure = output_failure(error)
+        if failure is not None:
+            return _report_failure(failure, arguments)
         limit = limit_error(error) if isinstance(error, OSError) else None
         return _report_failure(limit or error, arguments)
     # RuntimeError is what Python raises if no thread can be started.

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TextIO, cast
 from unicodedata import category, east_asian_width
 
-from automodel_ckpt.errors import Problem
+from automodel_ckpt.errors import OutputFailed, Problem, os_problem
 from automodel_ckpt.units import size_text
 
 __all__ = [
@@ -25,7 +25,9 @@ __all__ = [
     "forgiving_streams",
     "json_text",
     "leave_reader",
+    "naming_output",
     "occupy_standard_streams",
+    "output_failure",
     "print_error",
     "print_path",
     "printable",
@@ -40,6 +42,7 @@ _COMBINING = ("Mn", "Me")
 """Unicode categories of marks that are printed over the character before."""
 _MIN_NOTE_WIDTH = 24
 """In columns; a narrower column of text would be one word per line."""
+_STANDARD_OUTPUT = "standard output"
 _COLOURS = {"red": "31", "green": "32", "yellow": "33", "dim": "2", "bold": "1"}
 
 
@@ -90,6 +93,55 @@ def forgiving_streams() -> Iterator[None]:
         yield
     finally:
         sys.stdout, sys.stderr = stdout, stderr
+
+
+class _NamedStream:
+    """A text stream whose errors of writing have :data:`_STANDARD_OUTPUT` as their file name."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            error.filename = _STANDARD_OUTPUT
+            raise
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            error.filename = _STANDARD_OUTPUT
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def naming_output() -> Iterator[None]:
+    """Let errors of printing name standard output inside this context, so that :func:`output_failure` knows them."""
+    stdout = sys.stdout
+    sys.stdout = cast(TextIO, _NamedStream(stdout))
+    try:
+        yield
+    finally:
+        sys.stdout = stdout
+
+
+def output_failure(error: BaseException) -> OutputFailed | None:
+    """Return the error to report if *error* is a failed write to standard output; None otherwise.
+
+    Standard output is then redirected to /dev/null: what it still buffers would fail again at exit.
+    """
+    # The identity: a file may have the same name.
+    if not isinstance(error, OSError) or error.filename is not _STANDARD_OUTPUT:
+        return None
+    leave_reader()
+    hint = "write the output to a disk with free space, or to a pipe"
+    problem = os_problem(error, "the output could not be written", hint=hint)
+    return OutputFailed(problem.what, where=problem.where, value=problem.value, hint=problem.hint)
 
 
 def printable(text: str) -> str:

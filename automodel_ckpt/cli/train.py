@@ -20,7 +20,9 @@ from automodel_ckpt.cli.launch.started_ranks import started_world_size
 from automodel_ckpt.cli.terminal import (
     coloured,
     leave_reader,
+    naming_output,
     occupy_standard_streams,
+    output_failure,
     print_error,
     table,
 )
@@ -58,8 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     occupy_standard_streams()
     line = parse(sys.argv[1:] if argv is None else argv)
     try:
-        code = run(line)
-        sys.stdout.flush()
+        with naming_output():
+            code = run(line)
+            sys.stdout.flush()
     except BrokenPipeError:
         if not line.modes.keys() & PRINTING_MODES:
             raise
@@ -72,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:  # raised by user code, or a defect
         from automodel_ckpt.cli.launch.failures import failure_record, failure_text
 
-        record = failure_record(error, 0)
+        record = failure_record(output_failure(error) or error, 0)
         code = record.code
         print_error(failure_text(record, several_ranks=False))
     # The interpreter's teardown sometimes aborts in torch's threads after distributed work.

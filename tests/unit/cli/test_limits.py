@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,13 @@ import pytest
 from automodel_ckpt.checkpoint.failures import as_failure
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.cli.launch.failures import failure_record
+from automodel_ckpt.cli.train import main as train
 from automodel_ckpt.distributed.agree import _portable
 from automodel_ckpt.errors import SaveFailed, SystemLimit, describe, limit_error, os_problem
 from tests.support.shards import checkpoint_in
 
 TOO_MANY = OSError(errno.EMFILE, os.strerror(errno.EMFILE), "/data/x")
+RECIPE = Path(__file__).parents[3] / "examples/llm_finetune/tiny_llama_python_docs.yaml"
 NO_THREAD = RuntimeError("can't start new thread")
 
 
@@ -28,6 +31,7 @@ NO_THREAD = RuntimeError("can't start new thread")
         (NO_THREAD, "ulimit -u is "),
         (MemoryError(), "ulimit -v is "),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "ulimit -v is "),
+        (OSError(errno.EFBIG, "File too large"), "ulimit -f is "),
         (
             RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
             "ulimit -v is ",
@@ -72,6 +76,37 @@ def test_other_errors_are_no_limits() -> None:
         TOO_MANY, "prepared data cannot be stored", hint="choose another directory"
     )
     assert "EMFILE" in str(problem.value) and "ulimit -n" in problem.hint
+
+
+@pytest.mark.parametrize(
+    ("tool", "words"),
+    [
+        (main, ["ls", "RUN"]),
+        (main, ["ls", "RUN", "--json"]),
+        (train, ["--help"]),
+        (train, ["--print-config", "RECIPE"]),
+    ],
+)
+def test_output_that_cannot_be_written_is_reported_in_one_message(
+    tool: Callable[[list[str]], int],
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    checkpoint_in(tmp_path / "run", 1)
+    names = {"RUN": str(tmp_path / "run"), "RECIPE": str(RECIPE)}
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert tool([names.get(word, word) for word in words]) == 1
+        # What is still buffered does not fail again at exit.
+        full.flush()
+    assert capsys.readouterr().err.splitlines() == [
+        "error: the output could not be written",
+        "  where:  standard output",
+        "  value:  ENOSPC (No space left on device)",
+        "  hint:   write the output to a disk with free space, or to a pipe",
+    ]
 
 
 def run(limits: str, *command: str) -> subprocess.CompletedProcess[str]:
