@@ -7,6 +7,12 @@ import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
+
+
+def raise_error(error: OSError) -> NoReturn:
+    """Raise *error*: the ``onerror`` of :func:`os.walk`, which otherwise leaves out directories that cannot be read."""
+    raise error
 
 
 @contextlib.contextmanager

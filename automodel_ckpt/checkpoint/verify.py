@@ -27,7 +27,8 @@ from automodel_ckpt.checkpoint.merkle import (
 )
 from automodel_ckpt.checkpoint.slices import Slice
 from automodel_ckpt.checkpoint.tree import in_rank_files
-from automodel_ckpt.errors import CheckpointUnusable, Problem
+from automodel_ckpt.durable_io import raise_error
+from automodel_ckpt.errors import CheckpointUnusable, Problem, os_problem
 
 Level = Literal["none", "size", "digest"]
 
@@ -346,7 +347,13 @@ def verify_deep(checkpoint: Path, manifest: Manifest) -> list[Problem]:
                     Problem("the manifest's digests disagree", str(checkpoint / path), value, _HINT)
                 )
     problems = [*of_tables, *problems]
-    for path in unlisted_files(checkpoint, manifest):
+    unlisted: Sequence[str] = ()
+    try:
+        unlisted = unlisted_files(checkpoint, manifest)
+    except OSError as error:
+        hint = "check the permissions and the disk"
+        problems.append(os_problem(error, "a directory cannot be read", hint=hint))
+    for path in unlisted:
         hint = "remove it if it is not yours; nothing reads it"
         problems.append(
             Problem("a file that the manifest does not name", str(checkpoint / path), "", hint)
@@ -369,11 +376,11 @@ def _disagreeing(
 
 def unlisted_files(checkpoint: Path, manifest: Manifest) -> Sequence[str]:
     """Files in the checkpoint that the manifest does not list; relative, sorted. The manifest itself, exports, and what
-    killed exports left are not among them."""
+    killed exports left are not among them. Raises OSError for a directory that cannot be read."""
     known = {*manifest.files, layout.MANIFEST}
     found = (
         os.path.relpath(os.path.join(directory, name), checkpoint)
-        for directory, _, names in os.walk(checkpoint)
+        for directory, _, names in os.walk(checkpoint, onerror=raise_error)
         for name in names
     )
     return sorted(path for path in found if path not in known and not _is_of_export(path))

@@ -22,6 +22,7 @@ from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.sources.base_maps import MAPS, BaseMaps
 from automodel_ckpt.checkpoint.sources.model_files import is_side_file
 from automodel_ckpt.checkpoint.sources.source import Source
+from automodel_ckpt.durable_io import raise_error
 from automodel_ckpt.errors import CheckpointUnusable, os_problem
 from automodel_ckpt.units import counted
 
@@ -94,7 +95,7 @@ def _side_names(source: Source, directory: Path) -> Iterable[str]:
 
 def _regular_files(directory: Path) -> Iterable[str]:
     """Yield the relative paths of the files below *directory*. Links are skipped: they could lead anywhere."""
-    for parent, _, names in os.walk(directory):
+    for parent, _, names in os.walk(directory, onerror=raise_error):
         for name in sorted(names):
             path = Path(parent, name)
             if path.is_file() and not path.is_symlink():

@@ -18,7 +18,7 @@ from automodel_ckpt.checkpoint import commit, layout
 from automodel_ckpt.checkpoint.export_leftovers import Log, clear_leftovers
 from automodel_ckpt.checkpoint.export_manifest import ExportManifest
 from automodel_ckpt.checkpoint.files.ownership import owned, owner_digits
-from automodel_ckpt.durable_io import fsync_directory
+from automodel_ckpt.durable_io import fsync_directory, raise_error
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed, os_problem
 
 Check = Callable[[], None]
@@ -69,7 +69,7 @@ def _not_replaceable(target: Path, value: str) -> SaveFailed:
 
 def _files(directory: Path) -> Iterator[str]:
     """Yield the relative paths of all files below *directory*, and of links, which are not followed."""
-    for parent, directories, names in os.walk(directory):
+    for parent, directories, names in os.walk(directory, onerror=raise_error):
         directories.sort()
         links = [name for name in directories if os.path.islink(os.path.join(parent, name))]
         for name in sorted([*names, *links]):

@@ -15,6 +15,7 @@ from automodel_ckpt.checkpoint.manifest import Manifest, Tree
 from automodel_ckpt.checkpoint.slices import Tensor, whole_tensor
 from automodel_ckpt.checkpoint.sources.source import Source, check_no_links, unusable
 from automodel_ckpt.checkpoint.tree import files_of
+from automodel_ckpt.durable_io import raise_error
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.units import left_out, values_text
 
@@ -183,8 +184,14 @@ def _check_no_unlisted_files(directory: Path, listed: set[str]) -> None:
     Somebody else added it, and it must not get into an export.
     """
     names = _shards(directory)
-    for parent, _, file_names in os.walk(directory / layout.HF_METADATA):
-        names += [os.path.relpath(os.path.join(parent, name), directory) for name in file_names]
+    metadata = directory / layout.HF_METADATA
+    if metadata.is_dir():
+        try:
+            for parent, _, found in os.walk(metadata, onerror=raise_error):
+                names += [os.path.relpath(os.path.join(parent, name), directory) for name in found]
+        except OSError as error:
+            what = "the directory of the side files cannot be read"
+            raise unusable(what, Path(error.filename), error.strerror) from error
     for name in names:
         if name not in listed:
             raise unusable("a file that the manifest does not know", directory / name, name)
