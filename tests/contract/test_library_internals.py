@@ -54,6 +54,11 @@ PRIVATE_NAMES: dict[str, str] = {
     "_disable_adapters": "peft.tuners.tuners_utils.BaseTunerLayer",
     # Which layers get_peft_model rejects; it has no public function.
     "_check_lora_target_modules_mamba": "peft.tuners.tuners_utils",
+    # Replicas whose gradients have the same buckets in every step.
+    "_push_all_rebuilt_params": "torch.distributed.Reducer",
+    "_rebuild_buckets": "torch.distributed.Reducer",
+    # Modules that selective activation checkpointing does not record.
+    "_disable_current_modes": "torch.utils._python_dispatch",
     # Process groups, stores, pipelines and compilation.
     "_C": "torch",
     "_get_default_store": "torch.distributed.distributed_c10d",
