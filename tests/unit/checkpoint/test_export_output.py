@@ -201,8 +201,8 @@ def test_a_target_with_many_files_is_refused_without_listing_all(
     visited = []
     walk = os.walk
 
-    def counting(directory: Path) -> Iterator[tuple[str, list[str], list[str]]]:
-        for found in walk(directory):
+    def counting(directory: Path, onerror: Any) -> Iterator[tuple[str, list[str], list[str]]]:
+        for found in walk(directory, onerror=onerror):
             visited.append(found[0])
             yield found
 
