@@ -54,8 +54,11 @@ def import_recipe(prepare: Prepare) -> tuple[Loaded, RecipeClass]:
 
 
 def import_before_forks(prepare: Prepare) -> tuple[Loaded, RecipeClass]:
-    """As :func:`import_recipe`, for a process that forks ranks: code that reads the properties of a GPU when it is
-    imported, such as bitsandbytes and torchao, does not initialize CUDA."""
+    """Import the recipe's code in a process that forks ranks, and return the recipe and its class.
+
+    Code that reads the properties of a GPU when it is imported, such as bitsandbytes and torchao, does not initialize
+    CUDA, which would not survive a fork.
+    """
 
     def prepare_without_cuda() -> tuple[Loaded, RecipeClass]:
         with without_initializing_cuda():
