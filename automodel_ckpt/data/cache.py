@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
+import logging
+import os
 import shutil
+import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 from automodel_ckpt.durable_io import fsync_file
 from automodel_ckpt.errors import RecipeError, os_problem
 from automodel_ckpt.user_cache import cache_directory
+
+log = logging.getLogger(__name__)
+
+_REPORT_AFTER_SECONDS = 10.0
+_SECONDS_BETWEEN_TRIES = 0.05
 
 
 def cached(name: str, key: tuple[object, ...], build: Callable[[Path], None]) -> Path:
@@ -61,7 +72,40 @@ def _build(final: Path, build: Callable[[Path], None]) -> None:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on *path*. It ends with the process, so a killed process blocks no other one."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    """Hold an exclusive lock on *path*, which contains the owner: its host and process.
+
+    The lock ends with the process, so a killed process blocks no other one. A process that waits longer than ten
+    seconds logs for whom: it may be suspended, or on another host that shares the cache.
+    """
+    # Not truncated at opening: until this process has the lock, the content is that of the owner.
+    with path.open("a+") as file:
+        _wait_for_lock(file, path)
+        try:
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.flush()
+            yield
+        finally:
+            # Closing the file is not enough if a process that was forked meanwhile still has it open.
+            fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _wait_for_lock(file: TextIO, path: Path) -> None:
+    report_at = time.monotonic() + _REPORT_AFTER_SECONDS
+    is_reported = False
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError as error:
+            # NFS emulates flock by fcntl, where EACCES can be a conflict (flock(2), fcntl(2)).
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise
+        time.sleep(_SECONDS_BETWEEN_TRIES)
+        if not is_reported and time.monotonic() > report_at:
+            is_reported = True
+            file.seek(0)
+            owner = file.read(200) or "another process"
+            log.warning(
+                "waiting until %s has prepared the same data; it holds the lock %s", owner, path
+            )

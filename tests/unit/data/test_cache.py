@@ -1,11 +1,17 @@
 from __future__ import annotations
 
+import fcntl
 import os
+import socket
 import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from automodel_ckpt.data import cache
 from automodel_ckpt.data.cache import cached
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.user_cache import cache_directory
@@ -53,6 +59,55 @@ def test_a_cache_that_cannot_be_written_is_an_error_that_names_the_variable() ->
     cache_directory().write_text("a file")
     with pytest.raises(RecipeError, match="AUTOMODEL_CKPT_CACHE"):
         cached("samples", (), write)
+
+
+def test_a_process_that_waits_for_another_one_reports_for_which(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cache, "_REPORT_AFTER_SECONDS", 0.1)
+    is_building = threading.Event()
+
+    def build_until_reported(directory: Path) -> None:
+        is_building.set()
+        deadline = time.monotonic() + 60
+        while not caplog.records and time.monotonic() < deadline:
+            time.sleep(0.01)
+        write(directory)
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(cached, "samples", (), build_until_reported)
+        assert is_building.wait(60)
+        second = cached("samples", (), lambda directory: pytest.fail("it was built twice"))
+        assert first.result() == second
+    [message] = caplog.messages
+    assert f"waiting until process {os.getpid()} on {socket.gethostname()}" in message
+    assert str(cache_directory()) in message
+
+
+def test_a_child_that_was_forked_while_the_data_was_built_does_not_keep_the_lock() -> None:
+    children: list[int] = []
+    release = os.pipe()
+
+    def fork_and_fail(directory: Path) -> None:
+        child = os.fork()
+        if child == 0:
+            # Ends when the parent closes the pipe, or with the parent.
+            os.close(release[1])
+            os.read(release[0], 1)
+            os._exit(0)
+        children.append(child)
+        raise KeyboardInterrupt
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            cached("samples", (), fork_and_fail)
+        [path] = cache_directory().glob("*.lock")
+        with path.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(release[1])
+        os.waitpid(children[0], 0)
+        os.close(release[0])
 
 
 def test_without_the_variable_it_is_in_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
