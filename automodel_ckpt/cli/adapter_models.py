@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -12,6 +13,9 @@ if TYPE_CHECKING:
     from automodel_ckpt.models.adapter import Lora
 
 _MAX_NAMED = 5
+_PREFIX = "base_model.model."
+# The layer of the base inside the module that replaces it.
+_INNER = ".base_layer."
 _NOT_FOUND = "the base of the adapter was not found"
 _HINT = "name the directory of the base that the adapter was trained on with --base"
 
@@ -80,12 +84,42 @@ def _build(settings: AdapterSettings, base: str, run: Path) -> AdapterModel:
     files = {name: data for name, data in assets.files.items() if name != EXPECTED_TENSORS}
     shapes = {key: spec.shape for key, spec in tensor_specs(adapted.model).items()}
     parameters = [ModelParameter(*listed) for listed in parameters_of(adapted.model)]
-    section = _section(lora, adapted.peft_config["target_modules"])
-    return AdapterModel(tuple(parameters), shapes, files, directory, section)
+    is_tied = bool(model.all_tied_weights_keys)
+    section = _section(lora, adapted.peft_config["target_modules"], is_tied=is_tied)
+    frozen = [name for name in adapted.model.state_dict(keep_vars=True) if name not in shapes]
+
+    def base_names() -> Mapping[str, Sequence[str]]:
+        return _names_in_base(directory, frozen)
+
+    return AdapterModel(tuple(parameters), shapes, base_names, files, directory, section)
 
 
-def _section(lora: Lora, peft_targets: list[str] | str) -> dict[str, Any]:
-    """Return the ``peft`` section of a recipe with this adapter; *peft_targets* are suffixes of names, if possible."""
+def _names_in_base(directory: Path, names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the names in the files of the base in *directory* of frozen tensors, by their *names* in peft.
+
+    Several tied tensors have one in the files. Their names are all listed.
+    """
+    from automodel_ckpt.models.signature import read_signature
+
+    signature = read_signature(directory)
+    found: dict[str, list[str]] = {}
+    for name in names:
+        in_memory = name.removeprefix(_PREFIX).replace(_INNER, ".")
+        if in_memory not in signature.files:
+            continue
+        aliases = [in_memory]
+        for alias, first in signature.tied.items():
+            if in_memory in (alias, first):
+                aliases += [first, alias]
+        found[name] = [signature.files[alias] for alias in dict.fromkeys(aliases)]
+    return found
+
+
+def _section(lora: Lora, peft_targets: list[str] | str, *, is_tied: bool) -> dict[str, Any]:
+    """Return the ``peft`` section of a recipe with this adapter; *peft_targets* are suffixes of names, if possible.
+
+    *is_tied*: the base has tied weights.
+    """
     section: dict[str, Any] = {"r": lora.r, "alpha": lora.alpha}
     targets = list(lora.target_modules)
     if isinstance(peft_targets, list):
@@ -96,8 +130,8 @@ def _section(lora: Lora, peft_targets: list[str] | str) -> dict[str, Any]:
         value = getattr(lora, name)
         if value != getattr(default, name):
             section[name] = value
-    if lora.modules_to_save:
-        section["ensure_weight_tying"] = lora.ensure_weight_tying
+    if is_tied and not lora.ensure_weight_tying:
+        section["ensure_weight_tying"] = False
     return section
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,11 @@ from automodel_ckpt.checkpoint.export.adapter_record import base_revision
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.sources.model_files import is_tokenizer_file
+from automodel_ckpt.checkpoint.sources.source import Tensors
+from automodel_ckpt.convert.base_copies import check_copies
 from automodel_ckpt.convert.sources.files import read_json
 from automodel_ckpt.convert.training_state import ModelParameter, Parameters
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 _PREFIX = "base_model.model."
 _ADAPTER_PARTS = (
@@ -40,6 +42,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.]+", re.ASCII)
 _MAX_RANK = 1 << 16
 _MAX_SIDE_BYTES = 128 << 20
 _MAX_NAMED = 5
+_MERGE = "merge it into its base with peft (merge_and_unload), and import the result"
 # Options with any value: a recipe has them, or they do not affect the function that the adapter computes.
 _READ_OPTIONS = frozenset(
     {
@@ -100,12 +103,14 @@ class AdapterModel:
     """A model with an adapter, as a recipe builds it.
 
     *parameters* are those that train, in the order of ``named_parameters()``. *shapes* has the tensors of the adapter's
-    file by name. *files* are the side files of a checkpoint, by name. *base* is the directory of the base, and
-    *section* the ``peft`` section of a recipe that continues from the adapter.
+    file by name. *base_names* maps the names that frozen tensors have in peft to their names in the base's files, of
+    which a tied tensor has several. *files* are the side files of a checkpoint, by name. *base* is the directory of the
+    base, and *section* the ``peft`` section of a recipe that continues from the adapter.
     """
 
     parameters: tuple[ModelParameter, ...]
     shapes: Mapping[str, tuple[int, ...]]
+    base_names: Callable[[], Mapping[str, Sequence[str]]]
     files: Mapping[str, bytes]
     base: Path
     section: Mapping[str, Any]
@@ -122,18 +127,36 @@ It raises :class:`CheckpointUnusable` if the base is missing, or has no such lay
 """
 
 
-def adapter_model(
-    directory: Path, tensors: Mapping[str, Tensor], build: AdapterBuilder
-) -> AdapterModel:
-    """Return the model of the adapter in *directory*, whose file has the *tensors*.
+def adapter_model(directory: Path, weights: Tensors, build: AdapterBuilder) -> AdapterModel:
+    """Return the model of the adapter in *directory*, whose file has the tensors *weights*.
 
-    Raises :class:`CheckpointUnusable` if the options are damaged, or a recipe has none of this kind, or if the tensors
-    are not those of the adapter.
+    The file can have more tensors than the model's *shapes*: copies of the base's weights. Raises
+    :class:`CheckpointUnusable` if the options are damaged, or a recipe has none of this kind, or if the tensors are not
+    those of the adapter.
     """
-    model = build(_read_settings(directory, tensors))
+    tensors = weights.tensors
+    model = _built(directory, _read_settings(directory, tensors), build)
+    more = tensors.keys() - model.shapes.keys()
+    if more:
+        base_names = model.base_names()
+        copies = more & base_names.keys()
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in copies}
+        check_copies(directory, weights, copies, model.base, base_names)
     _check_tensors(directory, tensors, model)
     files = {**model.files, **_tokenizer_files(directory)}
     return replace(model, files=files)
+
+
+def _built(directory: Path, settings: AdapterSettings, build: AdapterBuilder) -> AdapterModel:
+    try:
+        return build(settings)
+    except RecipeError as error:
+        # Its hints are for the keys of a recipe, and the user has none.
+        problem = error.problems[0]
+        where = str(directory / layout.ADAPTER_CONFIG)
+        raise CheckpointUnusable(
+            problem.what, where=where, value=problem.value, hint=_MERGE
+        ) from error
 
 
 def _read_settings(directory: Path, names: Iterable[str]) -> AdapterSettings:
@@ -232,8 +255,7 @@ def _check_tensors(directory: Path, tensors: Mapping[str, Tensor], model: Adapte
             "the adapter's tensors are not those of an adapter on this base",
             where=str(directory / layout.ADAPTER_MODEL),
             value="\n    " + "\n    ".join(lines[:_MAX_NAMED]),
-            hint="name the directory of the base that it was trained on with --base; adapters whose embedding was "
-            "resized cannot be imported: start a run from them with init_from",
+            hint="name the directory of the base that it was trained on with --base",
         )
 
 
@@ -251,7 +273,7 @@ def _unsupported(option: str, value: object, path: Path) -> CheckpointUnusable:
         "this kind of adapter cannot be imported, because a recipe has none like it",
         where=str(path),
         value=f"{option}: {value!r:.100}",
-        hint="merge it into its base with peft (merge_and_unload), and import the result",
+        hint=_MERGE,
     )
 
 

@@ -30,6 +30,7 @@ from automodel_ckpt.convert.sources.registry import detect
 from automodel_ckpt.convert.training_import import TrainingImport, training_import
 from automodel_ckpt.convert.training_state import Parameters
 from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.units import counted
 
 _CONFIG = "config.json"
 
@@ -77,6 +78,9 @@ def _prepared(source: ImportSource, run: Path, options: ImportOptions) -> NewChe
         options = replace(options, parameters=adapter.parameters_in)
     renaming = None
     omitted = source.opened.omitted
+    if adapter is not None:
+        weights, copies = _without_copies(weights, adapter)
+        omitted = (*omitted, *copies)
     if options.names is not None:
         renaming = rename(weights, options.names)
         weights = renaming.after
@@ -153,7 +157,18 @@ def _adapter(source: ImportSource, weights: Tensors, options: ImportOptions) -> 
             value=layout.ADAPTER_MODEL,
             hint="name the directory of the base with --base",
         )
-    return adapter_model(source.directory, weights.tensors, options.adapters)
+    return adapter_model(source.directory, weights, options.adapters)
+
+
+def _without_copies(weights: Tensors, adapter: AdapterModel) -> tuple[Tensors, list[str]]:
+    """Return an adapter's tensors without the copies of the base's weights in its file, and a text about these."""
+    tensors = {name: weights.tensors[name] for name in weights.tensors if name in adapter.shapes}
+    num_copies = len(weights.tensors) - len(tensors)
+    if not num_copies:
+        return weights, []
+    return replace(weights, tensors=tensors), [
+        f"{counted(num_copies, 'copy', 'copies')} of the base's weights, equal to the base"
+    ]
 
 
 def _config_directory(config: Path) -> Path:

@@ -1,0 +1,164 @@
+"""Importing adapters that peft saved: every kind is either equal to what peft computes, or an error."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from automodel_ckpt.cli.ckpt import main
+
+Capture = pytest.CaptureFixture[str]
+Error = Callable[..., str]
+TOKENS = torch.arange(3, 15).reshape(1, 12)
+FILE = "adapter_model.safetensors"
+
+
+def base_in(directory: Path, *, tied: bool = False) -> Path:
+    config = LlamaConfig(
+        vocab_size=24,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=tied,
+        initializer_range=0.3,
+    )
+    torch.manual_seed(3)
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def adapter_on(base: Path, directory: Path, dtype: str = "float32", **options: Any) -> Path:
+    """Save an adapter whose values are not those of a new one."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+    config = LoraConfig(r=2, lora_alpha=3, task_type="CAUSAL_LM", **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted = get_peft_model(model, config)
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                torch.nn.init.normal_(parameter, std=0.3)
+        adapted.save_pretrained(str(directory))
+    return directory
+
+
+def logits_of(base: Path, adapter: Path, dtype: str = "float32") -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+        adapted = PeftModel.from_pretrained(model, str(adapter)).eval()
+    with torch.no_grad():
+        logits: torch.Tensor = adapted(input_ids=TOKENS).logits
+    return logits
+
+
+@pytest.fixture
+def imported(tmp_path: Path, capsys: Capture) -> Callable[..., dict[str, Any]]:
+    """Return a function that imports an adapter, and returns the report."""
+
+    def call(adapter: Path, *more: str) -> dict[str, Any]:
+        run = tmp_path / f"run-{adapter.name}"
+        assert main(["import", str(adapter), str(run), "--json", *more]) == 0
+        report: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return report
+
+    return call
+
+
+@pytest.fixture
+def error(tmp_path: Path, capsys: Capture) -> Error:
+    """Return a function that imports an adapter that cannot be imported, and returns the message."""
+
+    def call(adapter: Path, *more: str) -> str:
+        assert main(["import", str(adapter), str(tmp_path / "run"), *more]) == 3
+        assert not (tmp_path / "run").exists()
+        return capsys.readouterr().err
+
+    return call
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "targets", [["lm_head", "q_proj"], ["embed_tokens"], ["embed_tokens", "lm_head"]]
+)
+def test_copies_of_the_base_that_peft_saves_with_an_adapter_are_left_out(
+    tmp_path: Path, imported: Callable[..., dict[str, Any]], tied: bool, targets: list[str]
+) -> None:
+    base = base_in(tmp_path / "base", tied=tied)
+    adapter = adapter_on(base, tmp_path / "adapter", target_modules=targets)
+    num_copies = sum("base_layer" in name for name in load_file(adapter / FILE))
+    assert num_copies
+    report = imported(adapter)
+    assert any("of the base's weights, equal to the base" in text for text in report["left_out"])
+    assert report["peft"].get("ensure_weight_tying", True) != tied
+    model = Path(report["checkpoint"]) / "model"
+    assert not any("base_layer" in name for name in load_file(model / FILE))
+    assert torch.equal(logits_of(base, adapter), logits_of(base, model))
+
+
+def test_a_copy_of_the_base_may_have_the_dtype_of_training(
+    tmp_path: Path, imported: Callable[..., dict[str, Any]]
+) -> None:
+    base = base_in(tmp_path / "base")
+    adapter = adapter_on(base, tmp_path / "adapter", "bfloat16", target_modules=["lm_head"])
+    copy = load_file(adapter / FILE)["base_model.model.lm_head.base_layer.weight"]
+    assert copy.dtype == torch.bfloat16
+    model = Path(imported(adapter)["checkpoint"]) / "model"
+    theirs, ours = (logits_of(base, each, "bfloat16") for each in (adapter, model))
+    assert torch.equal(theirs, ours)
+
+
+def test_embeddings_that_were_saved_unchanged_are_left_out(
+    tmp_path: Path, imported: Callable[..., dict[str, Any]]
+) -> None:
+    base = base_in(tmp_path / "base")
+    adapter = adapter_on(base, tmp_path / "adapter", target_modules=["q_proj"])
+    weights = load_file(adapter / FILE)
+    own = load_file(base / "model.safetensors")
+    # What save_pretrained(save_embedding_layers=True) adds.
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        weights[f"base_model.model.{name}"] = own[name]
+    save_file(weights, adapter / FILE)
+    report = imported(adapter)
+    assert "2 copies of the base's weights, equal to the base" in report["left_out"]
+    assert torch.equal(
+        logits_of(base, adapter), logits_of(base, Path(report["checkpoint"]) / "model")
+    )
+
+
+def test_a_copy_that_differs_from_the_base_is_an_error(tmp_path: Path, error: Error) -> None:
+    base = base_in(tmp_path / "base")
+    adapter = adapter_on(base, tmp_path / "adapter", target_modules=["lm_head"])
+    weights = load_file(adapter / FILE)
+    name = "base_model.model.lm_head.base_layer.weight"
+    changed = weights[name].clone()
+    changed[5, 2] += 0.25
+    save_file({**weights, name: changed}, adapter / FILE)
+    text = error(adapter)
+    assert f"where:  {adapter / FILE}" in text and f"{name}: other values" in text
+    assert "merge_and_unload" in text and "--base" in text
+    resized = torch.cat([weights[name], weights[name][:1]])
+    save_file({**weights, name: resized}, adapter / FILE)
+    assert f"{name}: in the file [25, 8], in the base [24, 8]" in error(adapter)
+
+
+def test_tied_adapters_are_an_error_without_the_key_of_a_recipe(
+    tmp_path: Path, error: Error
+) -> None:
+    base = base_in(tmp_path / "base", tied=True)
+    adapter = adapter_on(
+        base, tmp_path / "adapter", target_modules=["embed_tokens"], ensure_weight_tying=True
+    )
+    text = error(adapter)
+    assert "adapters on an embedding and on its tied output layer" in text
+    assert "merge_and_unload" in text and "peft.ensure_weight_tying" not in text
