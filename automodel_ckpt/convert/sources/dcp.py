@@ -18,8 +18,9 @@ from automodel_ckpt.convert.sources.dcp_training_state import (
     read_counters,
     read_training_state,
 )
-from automodel_ckpt.convert.sources.files import check_regular_files, names_in, wrapper_prefix
+from automodel_ckpt.convert.sources.files import check_regular_files, names_in
 from automodel_ckpt.convert.sources.format import Counters, Format, Inventory, TensorSummary
+from automodel_ckpt.convert.sources.nested_state import Keys, keys_of_model, names_without_wrappers
 from automodel_ckpt.convert.training_state import Parameters, TrainingState
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.units import left_out, others_text, values_text
@@ -27,7 +28,7 @@ from automodel_ckpt.units import left_out, others_text, values_text
 DATA_SUFFIX = ".distcp"
 _UNCHECKED = "the .distcp files are unchecked: there is no manifest with their digests"
 # The keys under which programs nest the state dict of the model in the one that they save.
-_MODEL_KEYS = ("model", "module", "model_state_dict", "state_dict")
+_MODEL_KEYS = ("model", "module", "model_state_dict", "state_dict", "model_state")
 
 
 class PyTorchDcp(Format):
@@ -43,7 +44,7 @@ class PyTorchDcp(Format):
         data_files = [name for name in names_in(path) if name.endswith(DATA_SUFFIX)]
         check_no_links(path, (*data_files, layout.DCP_METADATA, layout.HF_METADATA))
         check_regular_files(path, data_files)
-        content = read_content(path)
+        content = _read(path)
         names = self.names(content)
         model = DcpContent({stored: content.tensors[stored] for stored in names}, {})
         tensors: dict[str, Tensor] = {}
@@ -70,13 +71,8 @@ class PyTorchDcp(Format):
         return Source(path, path, tensors, notes=tuple(notes), omitted=tuple(omitted))
 
     def names(self, content: DcpContent) -> Mapping[str, str]:
-        """Return {stored name: name in the model} of the model's tensors. A format of one program overrides this.
-
-        Prefixes that wrappers added to all names are removed, as in files of ``torch.save``.
-        """
-        names = model_names(content)
-        prefix = wrapper_prefix(names.values())
-        return {stored: name.removeprefix(prefix) for stored, name in names.items()}
+        """Return {stored name: name in the model} of the model's tensors. A format of one program overrides this."""
+        return plain_model_names(content)
 
     def training_state(self, path: Path, parameters: Parameters) -> TrainingState | None:
         """Return the optimizer's state, counters and LR schedule, if they are in the same directory as the model.
@@ -84,14 +80,14 @@ class PyTorchDcp(Format):
         They have the names of the parameters: *parameters* is not called.
         """
         weights = with_fused_attention(self.open(path).tensors)
-        return read_training_state(path, read_content(path), weights)
+        return read_training_state(path, _read(path), weights)
 
     def counters(self, path: Path) -> Counters:
-        return read_counters(path, read_content(path))
+        return read_counters(path, _read(path))
 
     def has_training_state(self, path: Path) -> bool:
         try:
-            return optimizer_key(read_content(path)) is not None
+            return optimizer_key(_read(path)) is not None
         except CheckpointUnusable:
             return False
 
@@ -108,14 +104,51 @@ class PyTorchDcp(Format):
         return Inventory(summaries, len(content.values))
 
 
-def model_names(content: DcpContent) -> Mapping[str, str]:
+def _read(path: Path) -> DcpContent:
+    """Read ``.metadata``. Keys around the model's and the optimizer's state dicts (``app``) are removed from paths."""
+    content = read_content(path)
+    root = _keys_of_model(content)[:-1]
+    if not root:
+        return content
+    paths: dict[str, Keys] = {}
+    for fqn, keys in content.paths.items():
+        is_below = keys[: len(root)] == root and len(keys) > len(root)
+        paths[fqn] = keys[len(root) :] if is_below else keys
+    return replace(content, paths=paths)
+
+
+def _keys_of_model(content: DcpContent) -> Keys:
+    paths: list[Keys] = []
+    for fqn, described in content.tensors.items():
+        path = content.paths.get(fqn, (fqn,))
+        # Random state is a tensor of bytes beside the state dicts.
+        if len(path) > 1 or described.dtype != "U8":
+            paths.append(path)
+    return keys_of_model(paths, _MODEL_KEYS)
+
+
+def plain_model_names(content: DcpContent) -> Mapping[str, str]:
+    """Return {stored name: name in the model} for each tensor that belongs to the model, without those of wrappers."""
+    names = _model_names(content)
+    plain = names_without_wrappers(list(names.values()))
+    return {stored: plain[name] for stored, name in names.items()}
+
+
+def _model_names(content: DcpContent) -> Mapping[str, str]:
     """Return {stored name: name in the model's own state dict} for each tensor that belongs to the model.
 
-    If the saved state dict was nested and has a mapping under ``model`` (or a similar key), that mapping is the model.
-    Otherwise all tensors are, except those of an optimizer and of the program's counters, which torchtitan saves beside
-    the weights.
+    If the saved state dict was nested, the mapping with the names of a state dict is the model, or the one under
+    ``model`` or a similar key. Otherwise all tensors are, except those of an optimizer and of the program's counters,
+    which torchtitan saves beside the weights.
     """
     paths = {fqn: path for fqn, path in content.paths.items() if fqn in content.tensors}
+    keys = _keys_of_model(content)
+    below: dict[str, str] = {}
+    for fqn, path in paths.items():
+        if path[: len(keys)] == keys and len(path) > len(keys):
+            below[fqn] = ".".join(map(str, path[len(keys) :]))
+    if keys and len(set(below.values())) == len(below):
+        return below
     for key in _MODEL_KEYS:
         found = {
             fqn: ".".join(map(str, path[1:]))

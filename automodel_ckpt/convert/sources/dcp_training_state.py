@@ -30,14 +30,12 @@ from automodel_ckpt.convert.sources.dcp_directory import (
     read_values,
 )
 from automodel_ckpt.convert.sources.format import Counters
-from automodel_ckpt.convert.sources.numbered_optimizer import without_wrappers
+from automodel_ckpt.convert.sources.nested_state import OPTIMIZER_KEYS, Keys, without_wrappers
 from automodel_ckpt.convert.sources.plain_values import plain_values
 from automodel_ckpt.convert.sources.torch_files import faults_of
 from automodel_ckpt.convert.training_state import OptimizerState, ParameterGroup, TrainingState
 from automodel_ckpt.errors import CheckpointUnusable
 
-OPTIMIZER_KEYS = ("optimizer", "optim", "optimizers", "optimizer_state", "optimizer_state_dict")
-"""The keys under which programs nest the state dict of an optimizer."""
 _SCHEDULER_KEYS = ("lr_scheduler", "scheduler", "lr_schedulers", "sched", "scheduler_state_dict")
 # Keys of counters, at the top level and in a mapping of the trainer's own state (torchtitan's train_state).
 _COUNTER_KEYS = ("train_state", "trainer_state", "train_progress")
@@ -52,7 +50,6 @@ _PARAMS = "params"
 _NUMBERS = ("F64", "F32", "I64", "I32")
 _MAX_COUNT = 2**53
 
-Keys = tuple[str | int, ...]
 Number = int | float | bool
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,6 @@ from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import is_sparse, open_regular, read_safely
 from automodel_ckpt.checkpoint.sources.source import unusable
 
-# Prefixes that wrappers add to every name: DistributedDataParallel, torch.compile, Lightning's strategy for DeepSpeed.
-_WRAPPER_PREFIXES = ("module.", "_orig_mod.", "_forward_module.")
 # Parsed JSON takes up to 25 times its size in memory.
 _MAX_JSON_BYTES = 16 << 20
 
@@ -70,16 +68,3 @@ def read_json(
     if not isinstance(value, dict):
         raise unusable("this file is not a JSON mapping", path, type(value).__name__)
     return value
-
-
-def wrapper_prefix(names: Collection[str]) -> str:
-    """Return the prefix that wrappers added to all *names* of a model, such as ``module.``; empty if there is none."""
-    prefix = ""
-    is_wrapped = bool(names)
-    while is_wrapped:
-        is_wrapped = False
-        for wrapper in _WRAPPER_PREFIXES:
-            if all(name.startswith(prefix + wrapper) for name in names):
-                prefix += wrapper
-                is_wrapped = True
-    return prefix

@@ -16,8 +16,9 @@ from automodel_ckpt.checkpoint.files.safetensors_header import (
 from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
 from automodel_ckpt.checkpoint.slices import Tensor, whole_tensor
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
-from automodel_ckpt.convert.sources.files import names_in, wrapper_prefix
+from automodel_ckpt.convert.sources.files import names_in
 from automodel_ckpt.convert.sources.format import Format
+from automodel_ckpt.convert.sources.nested_state import names_without_wrappers
 from automodel_ckpt.convert.sources.safetensors_shards import SHARDING_INFO
 from automodel_ckpt.errors import CheckpointUnusable
 
@@ -68,13 +69,12 @@ def source_of_files(
 ) -> Source:
     """Return the source of a model whose *tensors* are those of the files *names* of *directory*.
 
-    Prefixes that wrappers added to all names are removed, except in an *export* of this program, which has the model's
-    own names: accelerate's ``save_state`` of a compiled model writes ``_orig_mod.``.
+    Names that wrappers added are removed, except in an *export* of this program, which has the model's own names:
+    accelerate's ``save_state`` of a compiled model writes ``_orig_mod.``.
     """
-    prefix = wrapper_prefix(tensors) if export is None else ""
-    if prefix:
-        plain = {fqn.removeprefix(prefix): tensor for fqn, tensor in tensors.items()}
-        tensors = {fqn: tensor.renamed(fqn) for fqn, tensor in plain.items()}
+    if export is None:
+        plain = names_without_wrappers(tensors)
+        tensors = {plain[fqn]: tensor.renamed(plain[fqn]) for fqn, tensor in tensors.items()}
     return Source(
         # Behind a link, a file can be anywhere: in the Hub's cache, in another directory than its siblings.
         Path("/") if follow_links else directory,

@@ -19,11 +19,11 @@ from pathlib import Path
 
 from automodel_ckpt.checkpoint.files.safe_open import open_regular
 from automodel_ckpt.checkpoint.files.torch_archive_reading import archive_ranges
-from automodel_ckpt.convert.sources.dcp import PyTorchDcp, model_names
+from automodel_ckpt.convert.sources.dcp import PyTorchDcp, plain_model_names
 from automodel_ckpt.convert.sources.dcp_directory import DcpContent, read_content
 from automodel_ckpt.convert.sources.dcp_training_state import read_optimizer
 from automodel_ckpt.convert.sources.format import Counters
-from automodel_ckpt.convert.sources.numbered_optimizer import without_wrappers
+from automodel_ckpt.convert.sources.nested_state import without_wrappers
 from automodel_ckpt.convert.sources.torch_files import (
     LIGHTNING_VERSION,
     TorchFile,
@@ -69,7 +69,9 @@ class LightningDistributed(PyTorchDcp):
 
     def names(self, content: DcpContent) -> Mapping[str, str]:
         prefix = _prefix(content)
-        return {stored: name.removeprefix(prefix) for stored, name in model_names(content).items()}
+        return {
+            stored: name.removeprefix(prefix) for stored, name in plain_model_names(content).items()
+        }
 
     def counters(self, path: Path) -> Counters:
         return read_counters(path / META_FILE)
@@ -101,7 +103,7 @@ class LightningDistributed(PyTorchDcp):
                 content,
                 keys[0],
                 source.tensors,
-                rename=lambda name: without_wrappers(name.removeprefix(prefix)),
+                rename=lambda name: without_wrappers(name).removeprefix(prefix),
             )
         elif keys:
             omitted.append(f"{len(keys)} optimizers; only one can be transferred")
@@ -116,7 +118,7 @@ class LightningDistributed(PyTorchDcp):
 
 def _prefix(content: DcpContent) -> str:
     """Return the attribute of the LightningModule that all names of the model begin with, with a dot."""
-    names = list(model_names(content).values())
+    names = list(plain_model_names(content).values())
     return attribute_prefix(names) if names else ""
 
 

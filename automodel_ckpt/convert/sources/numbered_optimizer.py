@@ -20,6 +20,7 @@ from typing import Any
 from automodel_ckpt.checkpoint.dtypes import DTYPE_BITS
 from automodel_ckpt.checkpoint.files.safe_open import open_regular
 from automodel_ckpt.checkpoint.slices import Tensor
+from automodel_ckpt.convert.sources.nested_state import without_wrappers
 from automodel_ckpt.convert.sources.parameter_orders import Key, Shape, fitting_names
 from automodel_ckpt.convert.sources.torch_files import check_view, faults_of, tensor_of_view
 from automodel_ckpt.convert.sources.torch_objects import Archive, StoredView
@@ -42,8 +43,6 @@ _NUMBERS = {
     "BOOL": "<?",
 }
 """The dtypes in which optimizers store numbers, as formats of struct."""
-# Prefixes that wrappers add to names, in front or between modules.
-_WRAPPERS = ("module.", "_orig_mod.", "_forward_module.", "_fsdp_wrapped_module.")
 _MAX_OPTIONS = 64
 _MAX_NAMED = 3
 
@@ -74,20 +73,6 @@ def optimizer_state(
             return _read(state_dict, reader, model, root, rename or without_wrappers)
         finally:
             reader.close()
-
-
-def without_wrappers(name: str) -> str:
-    """Return the name of a parameter without the prefixes of DDP, torch.compile and FSDP."""
-    for wrapper in _WRAPPERS[1:]:
-        name = name.replace(f".{wrapper}", ".")
-    is_stripped = True
-    while is_stripped:
-        is_stripped = False
-        for wrapper in _WRAPPERS:
-            if name.startswith(wrapper):
-                name = name.removeprefix(wrapper)
-                is_stripped = True
-    return name
 
 
 def _read(

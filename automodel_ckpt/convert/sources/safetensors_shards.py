@@ -19,6 +19,7 @@ from automodel_ckpt.checkpoint.sources.source import Source, check_no_links, unu
 from automodel_ckpt.checkpoint.tiling import tiling_fault
 from automodel_ckpt.convert.sources.files import check_regular_files, names_in
 from automodel_ckpt.convert.sources.format import Format
+from automodel_ckpt.convert.sources.nested_state import names_without_wrappers
 from automodel_ckpt.errors import CheckpointUnusable
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
@@ -42,7 +43,10 @@ class SafetensorsShards(Format):
         found: dict[str, _Found] = {}
         for name in names:
             _add_slices_of(path / name, found)
-        tensors = {fqn: _tensor(fqn, parts, path) for fqn, parts in found.items()}
+        plain = names_without_wrappers(found)
+        tensors: dict[str, Tensor] = {}
+        for fqn, parts in found.items():
+            tensors[plain[fqn]] = _tensor(fqn, parts, path).renamed(plain[fqn])
         notes = [_UNCHECKED]
         if any(parts.shape is None for parts in found.values()):
             notes.append(_NO_SHAPES)

@@ -25,8 +25,9 @@ from automodel_ckpt.checkpoint.files.weight_map import read_weight_map
 from automodel_ckpt.checkpoint.slices import Tensor, whole_tensor
 from automodel_ckpt.checkpoint.sources.source import Source, unusable
 from automodel_ckpt.checkpoint.tiling import shape_fault
-from automodel_ckpt.convert.sources.files import first_bytes, names_in, wrapper_prefix
+from automodel_ckpt.convert.sources.files import first_bytes, names_in
 from automodel_ckpt.convert.sources.format import Counters, Format
+from automodel_ckpt.convert.sources.nested_state import Keys, keys_of_model, names_without_wrappers
 from automodel_ckpt.convert.sources.torch_objects import (
     Archive,
     Opaque,
@@ -139,7 +140,7 @@ class TorchModelDirectory(Format):
 class TorchModel:
     """The model in one file: its tensors by name, and the number of other tensors and of other values.
 
-    *prefix* was removed from all names.
+    *attribute* is the attribute of a LightningModule that was removed from all names, with a dot.
     """
 
     def __init__(
@@ -147,12 +148,12 @@ class TorchModel:
         views: Mapping[str, StoredView],
         archive: Archive,
         *,
-        prefix: str,
+        attribute: str,
         num_others: int,
         num_values: int,
     ) -> None:
         self.views = views
-        self.prefix = prefix
+        self.attribute = attribute
         self.num_others = num_others
         self.num_values = num_values
         self._archive = archive
@@ -273,26 +274,62 @@ def _model_of(archive: Archive, path: Path) -> TorchModel:
     num_used = len(set(map(id, views.values())))
     if state_dict is not value:
         num_values += len(value) - 1
-    prefix = common_prefix(value, list(views))
-    renamed = {name.removeprefix(prefix): view for name, view in views.items()}
+    attribute = _attribute(value, list(views))
+    plain = plain_names(value, list(views))
+    renamed = {plain[name]: view for name, view in views.items()}
     return TorchModel(
-        renamed, archive, prefix=prefix, num_others=num_all - num_used, num_values=num_values
+        renamed, archive, attribute=attribute, num_others=num_all - num_used, num_values=num_values
     )
 
 
 def _state_dict(value: dict[Any, Any]) -> dict[Any, Any]:
-    key = model_key(value)
-    nested: dict[Any, Any] = value if key is None else value[key]
+    state = state_in(value)
+    key = model_key(state)
+    nested: dict[Any, Any] = state if key is None else state[key]
     return nested
 
 
-def model_key(value: dict[Any, Any]) -> str | None:
-    """Return the first usual key under which *value* has a mapping with tensors; None if it is the model itself."""
+def state_in(value: dict[Any, Any]) -> dict[Any, Any]:
+    """Return *value* with one key for the model's state dict: mappings around it are replaced by their content."""
+    for key in _keys_of_model(value)[:-1]:
+        others = {other: item for other, item in value.items() if other != key}
+        value = {**others, **value[key]}
+    return value
+
+
+def model_key(value: dict[Any, Any]) -> str | int | None:
+    """Return the key under which *value* has the model's state dict; None if it is the model itself.
+
+    Without names of a state dict, it is the first usual key of a mapping with tensors.
+    """
+    keys = _keys_of_model(value)
+    if keys:
+        return keys[0]
     for key in _MODEL_KEYS:
         nested = value.get(key)
         if isinstance(nested, dict) and any(True for _ in views_in(nested)):
             return key
     return None
+
+
+def _keys_of_model(value: dict[Any, Any]) -> Keys:
+    return keys_of_model(list(_paths(value, (), set())), _MODEL_KEYS)
+
+
+def _paths(mapping: dict[Any, Any], keys: Keys, seen: set[int]) -> Iterator[Keys]:
+    """Yield the keys of each tensor in nested mappings. *seen* has the mappings that were visited."""
+    # A pickle can repeat a mapping any number of times, also inside of itself.
+    if len(keys) > _MAX_DEPTH or id(mapping) in seen:
+        return
+    seen.add(id(mapping))
+    for key, item in mapping.items():
+        if not isinstance(key, str | int):
+            continue
+        if isinstance(item, dict):
+            yield from _paths(item, (*keys, key), seen)
+        # Random state is a tensor of bytes beside the state dicts.
+        elif isinstance(item, StoredView) and (keys or item.dtype != "U8"):
+            yield (*keys, key)
 
 
 def _leaves(mapping: dict[Any, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
@@ -358,21 +395,20 @@ def check_view(name: str, view: StoredView, archive: Archive) -> None:
 
 
 def plain_names(value: dict[Any, Any], names: list[str]) -> dict[str, str]:
-    """Return {name in the file: name in the model}: without the prefixes that wrappers and Lightning add."""
-    prefix = common_prefix(value, names)
-    return {name: name.removeprefix(prefix) for name in names}
-
-
-def common_prefix(value: dict[Any, Any], names: list[str]) -> str:
-    """Return the prefix that wrappers and Lightning added to all *names* of a model, such as ``module.``.
+    """Return {name in the file: name in the model}: without the names that wrappers and Lightning add.
 
     *value* is the object in the file.
     """
-    prefix = wrapper_prefix(names)
-    rest = [name.removeprefix(prefix) for name in names]
-    if LIGHTNING_VERSION in value:
-        prefix += attribute_prefix(rest)
-    return prefix
+    attribute = _attribute(value, names)
+    plain = names_without_wrappers(names)
+    return {name: plain[name].removeprefix(attribute) for name in names}
+
+
+def _attribute(value: dict[Any, Any], names: list[str]) -> str:
+    """Return the attribute of a LightningModule that all *names* begin with; empty for a file of another program."""
+    if LIGHTNING_VERSION not in value:
+        return ""
+    return attribute_prefix(list(names_without_wrappers(names).values()))
 
 
 def attribute_prefix(names: Sequence[str]) -> str:

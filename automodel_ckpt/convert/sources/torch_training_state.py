@@ -8,12 +8,13 @@ differ between scripts. PyTorch Lightning (2.6) saves ``optimizer_states`` and `
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from automodel_ckpt.convert.sources.format import Counters
-from automodel_ckpt.convert.sources.numbered_optimizer import optimizer_state, without_wrappers
+from automodel_ckpt.convert.sources.nested_state import without_wrappers
+from automodel_ckpt.convert.sources.numbered_optimizer import optimizer_state
 from automodel_ckpt.convert.sources.plain_values import plain_values
 from automodel_ckpt.convert.sources.torch_files import (
     LIGHTNING_VERSION,
@@ -22,6 +23,7 @@ from automodel_ckpt.convert.sources.torch_files import (
     model_key,
     model_of,
     read_archive,
+    state_in,
 )
 from automodel_ckpt.convert.sources.torch_objects import Archive
 from automodel_ckpt.convert.training_state import OptimizerState, Parameters, TrainingState
@@ -60,9 +62,9 @@ def read_training_state(path: Path, parameters: Parameters) -> TrainingState | N
     """
     archive = read_archive(path)
     model = model_of(archive, path)
-    value = archive.value
-    if not _is_training_state(value):
+    if not _is_training_state(archive.value):
         return None
+    value = state_in(archive.value)
     key = model_key(value)
     optimizer_key = _first(value, _OPTIMIZER_KEYS)
     scheduler_key = _first(value, _SCHEDULER_KEYS)
@@ -98,8 +100,11 @@ def has_training_state(path: Path) -> bool:
 
 
 def _is_training_state(value: object) -> bool:
+    if not isinstance(value, dict):
+        return False
+    value = state_in(value)
     # Without a key of the model, the file is the state dict itself: its keys are names of tensors.
-    if not isinstance(value, dict) or model_key(value) is None:
+    if model_key(value) is None:
         return False
     states = _first(value, (*_OPTIMIZER_KEYS, *_SCHEDULER_KEYS))
     counters = counters_of(value)
@@ -118,6 +123,7 @@ def counters_of(value: object) -> Counters:
     """Return the counters in the object of a file; none if it is a state dict itself."""
     if not isinstance(value, dict):
         return Counters()
+    value = state_in(value)
     step, _ = _count(value, _STEP_KEYS)
     epoch, _ = _count(value, _EPOCH_KEYS)
     samples, _ = _count(value, _SAMPLES_KEYS)
@@ -129,7 +135,7 @@ def _optimizer(
 ) -> OptimizerState:
     def renamed(name: str) -> str:
         # In the order in which the names of the model were changed: all wrappers, then Lightning's attribute.
-        return without_wrappers(name.removeprefix(model.prefix))
+        return without_wrappers(name).removeprefix(model.attribute)
 
     return optimizer_state(
         state, archive, parameters, root=path.parent, file=path.name, rename=renamed
@@ -210,7 +216,7 @@ def _is_count(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 <= value <= _MAX_COUNT
 
 
-def other_keys(value: Mapping[Any, Any], used: set[str | None]) -> Iterable[str]:
+def other_keys(value: Mapping[Any, Any], used: Collection[str | int | None]) -> Iterable[str]:
     """Yield the keys of what is not transferred."""
     others: list[str] = []
     for key, item in value.items():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from automodel_ckpt.checkpoint.export.consolidate import consolidate
+from automodel_ckpt.checkpoint.tensors.stored import whole
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.convert.open import open_source, open_weights
 from automodel_ckpt.convert.sources.registry import DCP, FORMATS, detect, formats_in
@@ -34,7 +37,7 @@ def test_each_format_has_a_name_of_its_own() -> None:
 
 def test_the_first_format_in_the_list_that_recognizes_a_path_is_taken(tmp_path: Path) -> None:
     checkpoint = AUTOMODEL / "safetensors" / "epoch_0_step_1"
-    whole = saved(tmp_path / "hf", "model.safetensors")
+    complete = saved(tmp_path / "hf", "model.safetensors")
     megatron = saved(tmp_path / "megatron", "x.safetensors")
     (megatron / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
     (megatron / ".metadata").touch()
@@ -43,10 +46,10 @@ def test_the_first_format_in_the_list_that_recognizes_a_path_is_taken(tmp_path: 
     for path, name in (
         (checkpoint / "model", "safetensors shards"),
         (checkpoint / "optim", "PyTorch DCP"),
-        (whole, "Hugging Face files"),
+        (complete, "Hugging Face files"),
         (saved(tmp_path / "adapter", "adapter_model.safetensors"), "PEFT adapter"),
         (megatron, "a distributed checkpoint of Megatron-Core"),
-        (whole / "model.safetensors", "a safetensors file"),
+        (complete / "model.safetensors", "a safetensors file"),
         (archive, "a file of torch.save"),
     ):
         known = detect(path)
@@ -90,9 +93,9 @@ def test_data_files_without_their_metadata_are_an_error(tmp_path: Path) -> None:
 
 
 def test_complete_files_of_another_program_need_no_consolidation(tmp_path: Path) -> None:
-    whole = saved(tmp_path / "hf", "model.safetensors")
+    complete = saved(tmp_path / "hf", "model.safetensors")
     with pytest.raises(CheckpointUnusable, match="need no consolidation"):
-        consolidate(whole, tmp_path / "out", opener=open_source)
+        consolidate(complete, tmp_path / "out", opener=open_source)
 
 
 def test_an_adapter_of_another_program_is_imported_before_it_is_merged(
@@ -125,9 +128,74 @@ def test_prefixes_of_wrappers_are_removed_from_all_names(tmp_path: Path, name: s
         found = open_weights(path).modules["model"].tensors
         assert sorted(found) == ["1", "2"]
         assert [stored.fqn for stored in found["1"].slices] == ["1"]
-    # Part of the names: they are the model's.
-    save_file({**tensors, "module.head": torch.ones(1)}, tmp_path / name)
-    assert "_orig_mod.1" in open_weights(tmp_path / name).modules["model"].tensors
+    # A model can have an attribute with the name of one wrapper, and none with those of PyTorch's others.
+    save_file({**tensors, "head": torch.ones(1)}, tmp_path / name)
+    found = open_weights(tmp_path / name).modules["model"].tensors
+    assert sorted(found) == ["head", "module.1", "module.2"]
+    # Both names of one tensor would be the same.
+    save_file({"_orig_mod.w": torch.ones(1), "w": torch.ones(1)}, tmp_path / name)
+    assert sorted(open_weights(tmp_path / name).modules["model"].tensors) == ["_orig_mod.w", "w"]
+
+
+Nested = Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
+NESTED: dict[str, Nested] = {
+    "app": lambda model, optimizer: {"app": {"model": model, "optim": optimizer}},
+    "state.model": lambda model, optimizer: {"state": {"model": model, "optimizer": optimizer}},
+    "model_state": lambda model, optimizer: {"model_state": model, "optimizer_state": optimizer},
+    "model.state_dict": lambda model, optimizer: {
+        "model": {"state_dict": model},
+        "optimizer": optimizer,
+    },
+    "net": lambda model, optimizer: {"net": model, "optimizer": optimizer, "epoch": 3},
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("layout", NESTED)
+@pytest.mark.parametrize("is_dcp", [True, False])
+def test_a_model_is_found_below_any_keys_and_between_wrappers(
+    tmp_path: Path, layout: str, is_dcp: bool
+) -> None:
+    """Layers that were compiled one by one have ``_orig_mod`` in the middle of their names."""
+    names = ["layers.0.weight", "layers.0.bias", "norm.weight"]
+    wrapped = [name.replace("0.", "0._orig_mod._checkpoint_wrapped_module.") for name in names]
+    model = {name: torch.full((2, 3), float(place)) for place, name in enumerate(wrapped)}
+    optimizer = {
+        "state": {name: {"exp_avg": torch.ones(2, 3), "step": 5} for name in wrapped},
+        "param_groups": [{"params": wrapped, "lr": 0.5}],
+    }
+    path = tmp_path / "saved"
+    state = NESTED[layout](model, optimizer)
+    if is_dcp:
+        dcp.save(state, checkpoint_id=path, no_dist=True)
+    else:
+        path = path.with_suffix(".pt")
+        torch.save(state, path)
+    module = open_weights(path).modules["model"]
+    assert list(module.tensors) == names
+    assert whole(module.root, module.tensors["norm.weight"]).tolist() == [[2.0] * 3] * 2
+    known = detect(path)
+    assert known is not None and known.has_training_state(path)
+    if is_dcp:
+        training = known.training_state(path, no_parameters)
+        assert training is not None and training.optimizer is not None
+        assert sorted(training.optimizer.tensors) == sorted(names)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_several_models_in_a_state_keep_their_keys(tmp_path: Path) -> None:
+    parts = {
+        "encoder": {"layers.0.weight": torch.ones(2), "norm.weight": torch.ones(1)},
+        "decoder": {"layers.0.weight": torch.zeros(2)},
+    }
+    dcp.save(parts, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    torch.save(parts, tmp_path / "parts.pt")
+    for path in (tmp_path / "dcp", tmp_path / "parts.pt"):
+        assert sorted(open_weights(path).modules["model"].tensors) == [
+            "decoder.layers.0.weight",
+            "encoder.layers.0.weight",
+            "encoder.norm.weight",
+        ]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
