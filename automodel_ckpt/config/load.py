@@ -20,6 +20,7 @@ from automodel_ckpt.config.key_references import resolve_keys
 from automodel_ckpt.config.overrides import Override, graft
 from automodel_ckpt.config.references import is_reference
 from automodel_ckpt.config.registry import is_name, registered
+from automodel_ckpt.config.sample_kinds import sample_problems
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.schema_keys import closest, join
 from automodel_ckpt.config.urls import url_problems
@@ -181,6 +182,7 @@ def bind_recipe(
     # It also hides the secrets in URLs from the messages of all problems.
     found += url_problems(root)
     in_plugins = builder_problems(root, binder.schema)
+    in_plugins += sample_problems(root)
     if check is not None:
         in_plugins += check(root)
     # If other plug-ins have to be imported, these problems wait, so that there is one report.

@@ -34,11 +34,21 @@ def build(target: Target, /, **supplied: Any) -> Any:
     An argument in ``supplied`` is passed if the callable has this parameter and the recipe does not set it.
 
     Raises:
-        RecipeError: for a plug-in that :func:`check_targets` has not checked and that is not on the allowlist, and for
-            arguments that a library's callable does not accept. Exceptions of user code are not converted.
+        RecipeError: for a plug-in that :func:`check_targets` has not checked and that is not on the allowlist, for a
+            required argument that is missing, and for arguments that a library's callable does not accept. Exceptions
+            of user code are not converted.
     """
     function = callable_of(target)
     arguments = _arguments(target, function, supplied)
+    for name in signature_of(function).missing(arguments):
+        # The checks before the build do not know what a recipe supplies, only what some recipe does.
+        verb = "are" if len(supplied) > 1 else "is"
+        raise RecipeError(
+            f"{name} is missing: {target._target_} requires it, and this recipe does not supply it",
+            where=f"_target_: {target._target_}",
+            value=f"{', '.join(supplied) or 'nothing'} {verb} supplied",
+            hint="use a builder for this kind of training, or a recipe that supplies the argument",
+        )
     try:
         return function(**arguments)
     except Exception as error:

@@ -31,6 +31,14 @@ def own_classes() -> list[str]:
     return [target.replace(":", ".") for target in _OWN.values()]
 
 
+def own_name(recipe: str) -> str | None:
+    """The registered name of a recipe of this package, given by this name or by its class; None for other recipes."""
+    for name, target in _OWN.items():
+        if recipe in (name, target.replace(":", ".")):
+            return name
+    return None
+
+
 def is_own(recipe: str) -> bool:
     """Whether *recipe* is the registered name of a recipe of this package."""
     return recipe in _OWN

@@ -69,15 +69,24 @@ def check_unpadded(sample: Mapping[str, Sequence[int]]) -> None:
         )
 
 
-def _check(sample: Mapping[str, Sequence[int]]) -> None:
-    hint = 'return {"input_ids": [...], "labels": [...]} of the same length, or set dataloader.collate_fn'
+_HINT = (
+    'return {"input_ids": [...], "labels": [...]} of the same length, or set dataloader.collate_fn'
+)
+
+
+def check_has_tokens(sample: object) -> None:
+    """Raise :class:`RecipeError` if a sample is not a mapping with ``input_ids`` and ``labels``."""
     if not isinstance(sample, Mapping) or not {"input_ids", "labels"} <= sample.keys():
         found = sorted(sample) if isinstance(sample, Mapping) else type(sample).__name__
         raise RecipeError(
-            "a sample lacks input_ids or labels", where="dataset", value=found, hint=hint
+            "a sample lacks input_ids or labels", where="dataset", value=found, hint=_HINT
         )
+
+
+def _check(sample: Mapping[str, Sequence[int]]) -> None:
+    check_has_tokens(sample)
     check_unpadded(sample)
     lengths = {name: len(sample[name]) for name in ("input_ids", "labels")}
     if lengths["input_ids"] != lengths["labels"] or lengths["input_ids"] == 0:
         what = "input_ids and labels of a sample must have the same length and must not be empty"
-        raise RecipeError(what, where="dataset", value=lengths, hint=hint)
+        raise RecipeError(what, where="dataset", value=lengths, hint=_HINT)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from automodel_ckpt.data.collate import IGNORE_INDEX
-from automodel_ckpt.data.packing import best_fit_decreasing
+from automodel_ckpt.data.packing import best_fit_decreasing, lengths_of
 
 Row = dict[str, npt.NDArray[Any]]
 """``input_ids`` and ``labels`` of a row, and ``position_ids`` unless attention crosses documents; each of shape [n]."""
@@ -139,7 +139,7 @@ class DocumentRows:
         self.dataset = dataset
         self.rules = rules
         self.identity = getattr(dataset, "identity", None)
-        self._ends = np.cumsum(_lengths(dataset), dtype=np.int64)
+        self._ends = np.cumsum(lengths_of(dataset), dtype=np.int64)
         self.num_tokens = int(self._ends[-1]) if len(self._ends) else 0
 
     def __len__(self) -> int:
@@ -167,10 +167,3 @@ def document_of(sample: Any) -> Document:
     """Make a document of a sample with ``input_ids`` and ``labels``."""
     labels = np.asarray(sample["labels"])
     return Document(np.asarray(sample["input_ids"], np.int32), labels != IGNORE_INDEX)
-
-
-def _lengths(dataset: Any) -> npt.NDArray[np.int64]:
-    known = getattr(dataset, "lengths", None)
-    if known is None:
-        known = [len(dataset[number]["input_ids"]) for number in range(len(dataset))]
-    return np.asarray(known, np.int64)

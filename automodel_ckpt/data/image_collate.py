@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import takewhile
 from typing import Any
@@ -47,8 +47,9 @@ class ImageTextCollator:
     def num_tokens(self, sample: ImageText) -> int:
         """Return the number of tokens of a sample, truncated to its seq_length; 0 if it is skipped.
 
-        Raises :class:`RecipeError` for a sample that is too long and must not be truncated.
+        Raises :class:`RecipeError` for a sample that is too long and must not be truncated, or of another class.
         """
+        check_conversation(sample)
         batch = self._process([sample])
         length = int(batch["attention_mask"].sum())
         tokens: list[int] = batch["input_ids"][0, :length].tolist()
@@ -57,6 +58,8 @@ class ImageTextCollator:
         return min(length, sample.seq_length or length)
 
     def __call__(self, samples: Sequence[ImageText]) -> dict[str, torch.Tensor]:
+        for sample in samples:
+            check_conversation(sample)
         if not any(sample.images for sample in samples):
             samples = [*samples, self.blank]
         batch = self._process(samples)
@@ -261,3 +264,19 @@ class ImageTextCollator:
                 value = value.masked_fill(beyond, padding.get(name, 0))[:, :width]
             truncated[name] = value
         return truncated
+
+
+def check_conversation(sample: object) -> None:
+    """Raise :class:`RecipeError` for a sample that is not an :class:`ImageText`."""
+    if isinstance(sample, ImageText):
+        return
+    found = type(sample).__name__
+    if isinstance(sample, Mapping):
+        found = f"{found} with {', '.join(map(str, sample))}"
+    raise RecipeError(
+        "a sample is not a conversation with images",
+        where="dataset",
+        value=found,
+        hint="use a builder such as automodel_ckpt.data.vlm.conversations, which also reads conversations without "
+        "images; return automodel_ckpt.data.image_conversations.ImageText; or set dataloader.collate_fn",
+    )

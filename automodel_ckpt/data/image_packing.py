@@ -276,15 +276,7 @@ class _Measuring(Dataset[Any]):
 
     def __getitem__(self, number: int) -> int | Failure:
         try:
-            sample = self.dataset[number]
-            if not isinstance(sample, ImageText):
-                raise RecipeError(
-                    "only conversations with images are packed here",
-                    where="packed_sequence",
-                    value=type(sample).__name__,
-                    hint="use a builder of automodel_ckpt.data.vlm, or remove packed_sequence",
-                )
-            return self.collate.num_tokens(sample)
+            return self.collate.num_tokens(self.dataset[number])
         except AutomodelError as error:
             # Not raised: torch would replace it in the rank by one whose only argument is a traceback.
             return Failure(error)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from automodel_ckpt.data.collate import IGNORE_INDEX, check_unpadded
+from automodel_ckpt.data.collate import IGNORE_INDEX, check_has_tokens, check_unpadded
 from automodel_ckpt.errors import RecipeError
 
 _Lengths = npt.NDArray[np.int64]
@@ -90,7 +90,7 @@ class PackedDataset:
         self.attends_across = attends_across
         self.identity = getattr(dataset, "identity", None)
         self.size = size
-        lengths = _lengths(dataset)
+        lengths = lengths_of(dataset)
         num_too_long = int((lengths > size).sum())
         if num_too_long:
             percentile = np.percentile(lengths, 99, method="higher")
@@ -143,12 +143,21 @@ def check_has_length(dataset: Any) -> None:
         )
 
 
-def _lengths(dataset: Any) -> _Lengths:
+def lengths_of(dataset: Any) -> _Lengths:
+    """The number of tokens of each sample of a map-style *dataset*.
+
+    Raises :class:`RecipeError` for other data sets, and for samples without tokens or labels.
+    """
     known = getattr(dataset, "lengths", None)
-    if known is not None:
-        return np.asarray(known, dtype=np.int64)
-    check_has_length(dataset)
-    return np.fromiter((len(dataset[i]["input_ids"]) for i in range(len(dataset))), dtype=np.int64)
+    if known is None:
+        check_has_length(dataset)
+        known = [_num_tokens(dataset[number]) for number in range(len(dataset))]
+    return np.asarray(known, dtype=np.int64)
+
+
+def _num_tokens(sample: Any) -> int:
+    check_has_tokens(sample)
+    return len(sample["input_ids"])
 
 
 @dataclass(frozen=True, slots=True)

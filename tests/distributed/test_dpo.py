@@ -239,8 +239,8 @@ def test_validations_measure_accuracies_and_rewards_of_each_set(tmp_path: Path) 
         ),
         (
             ("--dataset._target_=automodel_ckpt.data.text.text", "--dataset.field=prompt"),
-            "is not a pair",
-            "dataset",
+            "trains on pairs of a preferred and a rejected answer, and dataset has texts",
+            "--dataset._target_",
         ),
         (("--packed_sequence={size: 32}",), "does not support packed_sequence", "packed_sequence"),
     ],

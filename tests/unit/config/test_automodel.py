@@ -92,7 +92,8 @@ peft:
 
 def load(tmp_path: Path, text: str, *words: str) -> LoadedRecipe:
     """Load a recipe that consists of *text* and of the sections that it does not have."""
-    for section, default in (("recipe:", LLM), ("model:", MODEL), ("dataset:", ROWS)):
+    rows = MEDPIX if VLM in text else ROWS
+    for section, default in (("recipe:", LLM), ("model:", MODEL), ("dataset:", rows)):
         if not text.startswith(section) and f"\n{section}" not in text:
             text += default
     recipe = tmp_path / "theirs.yaml"

@@ -650,6 +650,13 @@ def test_an_optimizer_is_built_with_typed_arguments(recipe: Path) -> None:
     assert optimizer.defaults["betas"] == (0.5, 0.6)
 
 
+def test_an_argument_that_this_recipe_does_not_supply_is_missing() -> None:
+    builder = Target("automodel_ckpt.data.vlm.conversations", {"path": "chat.jsonl"})
+    with pytest.raises(RecipeError, match="processor is missing") as caught:
+        build(builder, tokenizer=None)
+    assert caught.value.problems[0].value == "tokenizer is supplied"
+
+
 def test_building_never_runs_what_nobody_trusted() -> None:
     with pytest.raises(RecipeError, match="not trusted"):
         build(Target("os.system", {"command": "true"}))

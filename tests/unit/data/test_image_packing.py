@@ -150,7 +150,10 @@ def test_an_image_that_changed_after_it_was_measured_is_reported(
 
 @pytest.mark.parametrize(
     ("dataset", "message"),
-    [(Stream(3), "an iterable data set"), ([{"input_ids": [1]}], "only conversations with images")],
+    [
+        (Stream(3), "an iterable data set"),
+        ([{"input_ids": [1]}], "a sample is not a conversation with images"),
+    ],
 )
 def test_other_data_sets_are_rejected(
     dataset: Any, message: str, collate: ImageTextCollator

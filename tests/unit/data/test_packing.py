@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from automodel_ckpt.data.collate import PadCollator
+from automodel_ckpt.data.document_rows import DocumentRows, RowRules
 from automodel_ckpt.data.packing import (
     IS_TOKEN,
     PackedDataset,
@@ -77,6 +78,11 @@ def test_what_cannot_be_packed_is_refused() -> None:
         PackedDataset(Samples(4, 8), 7)
     with pytest.raises(RecipeError, match="an iterable data set cannot be packed"):
         PackedDataset(Stream(4), 7)
+    pairs = [{"chosen": [1], "rejected": [2]}]
+    with pytest.raises(RecipeError, match=r"lacks input_ids or labels(?s:.)*chosen"):
+        PackedDataset(pairs, 7)
+    with pytest.raises(RecipeError, match=r"lacks input_ids or labels(?s:.)*chosen"):
+        DocumentRows(pairs, RowRules(7))
 
 
 def collated(*lengths: int) -> dict[str, torch.Tensor]:

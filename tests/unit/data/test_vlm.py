@@ -506,6 +506,14 @@ def test_what_the_processor_refuses_is_named(processors: Any, data: Path) -> Non
         collator(processors["llava"])([sample, no_place])
 
 
+def test_samples_of_a_language_model_are_rejected(processors: Any) -> None:
+    collate = collator(processors["llava"])
+    for function in (lambda sample: collate([sample]), collate.num_tokens):
+        with pytest.raises(RecipeError, match="not a conversation with images") as caught:
+            function({"input_ids": [1], "labels": [1]})
+        assert caught.value.problems[0].value == "dict with input_ids, labels"
+
+
 def test_a_processor_without_a_template_needs_one(processors: Any, data: Path) -> None:
     _, processor = FAMILIES["llava"]()
     processor.chat_template = None

@@ -38,10 +38,10 @@ dpo: {reference: org/reference, reference_revision: v1}
 dataset:
   _target_: automodel_ckpt.data.mixture.mixture
   sources:
-    first: {_target_: automodel_ckpt.data.text.text, path: org/data, seq_length: 8}
+    first: {_target_: automodel_ckpt.data.preference.pairs, path: org/data, seq_length: 8}
     second: {_target_: datasets.load_dataset, path: org/data, revision: v1}
     local: {_target_: datasets.load_dataset, path: json, data_files: rows.json}
-    missing: {_target_: automodel_ckpt.data.text.text, path: rows.jsonl, seq_length: 8}
+    missing: {_target_: automodel_ckpt.data.preference.pairs, path: rows.jsonl, seq_length: 8}
 init_from:
   - {path: org/start}
   - {path: "file:///elsewhere"}

@@ -1,0 +1,145 @@
+"""Which data sets the recipes of this package train on, by the kind of their samples.
+
+Samples of the wrong kind fail in the first batch, after the model was read, or are trained on in a way that nobody
+wants: a language model would learn the completions that people rejected. So the kinds are compared before torch is
+imported. A recipe or a builder of the user can have samples of any kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from automodel_ckpt.config.references import is_reference
+from automodel_ckpt.config.registry import own_name
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.schema_keys import join
+from automodel_ckpt.config.yaml_tree import Node
+from automodel_ckpt.errors import Problem
+
+_PACKAGE = "automodel_ckpt.data."
+MIXTURE = f"{_PACKAGE}mixture.mixture"
+"""The builder whose samples are those of its sources."""
+
+
+@dataclass(frozen=True)
+class SampleKind:
+    """The samples of *builders* (names in the package ``data``), which *recipes* train on.
+
+    The first of both are the ones that messages suggest. *needs* is the argument of the builders that only these
+    recipes supply; None if there is none.
+    """
+
+    samples: str
+    recipes: tuple[str, ...]
+    builders: tuple[str, ...]
+    needs: str | None = None
+
+
+SAMPLE_KINDS: tuple[SampleKind, ...] = (
+    SampleKind(
+        "texts",
+        ("llm_finetune", "pretrain", "distill"),
+        (
+            "text.text",
+            "text.prompt_completion",
+            "chat.messages",
+            "function_calls.xlam",
+            "token_files.megatron",
+            "token_files.nanogpt",
+            "mock.random_tokens",
+            "squad.squad",
+            "hellaswag.hellaswag",
+            "python_docs.language_modeling",
+            "python_docs.docstring_pairs",
+            "python_docs.documents",
+        ),
+    ),
+    SampleKind(
+        "conversations with images",
+        ("vlm_finetune",),
+        (
+            "vlm.conversations",
+            "vlm.image_answers",
+            "mock_images.mock_images",
+            "digits.scans",
+        ),
+        "processor",
+    ),
+    SampleKind(
+        "pairs of a preferred and a rejected answer",
+        ("dpo", "orpo", "reward_model"),
+        ("preference.pairs", "python_docs.preferences"),
+    ),
+    SampleKind(
+        "completions that are judged as desirable or undesirable",
+        ("kto",),
+        ("kto.judged_completions", "kto.split_pairs", "python_docs.judged_docstrings"),
+    ),
+    SampleKind(
+        "pairs of a query and its document",
+        ("embedding",),
+        ("text_pairs.text_pairs", "python_docs.description_pairs"),
+    ),
+    SampleKind(
+        "texts with the names of their labels",
+        ("sequence_classification",),
+        ("classification.texts", "classification.library_topics"),
+        "labels",
+    ),
+)
+
+_OF_BUILDER = {f"{_PACKAGE}{name}": kind for kind in SAMPLE_KINDS for name in kind.builders}
+_OF_RECIPE = {recipe: kind for kind in SAMPLE_KINDS for recipe in kind.recipes}
+
+
+def sample_problems(root: Node) -> list[Problem]:
+    """List the data sets of a recipe's tree whose samples its recipe does not train on."""
+    node = root.at("recipe")
+    recipe = own_name(RecipeConfig.recipe if node is None else str(node.value))
+    expected = _OF_RECIPE.get(recipe) if recipe else None
+    if recipe is None or expected is None:
+        return []
+    collates = root.at("dataloader.collate_fn")
+    has_collate_fn = collates is not None and not collates.is_null
+    problems = []
+    for key, target in _targets(root):
+        kind = _OF_BUILDER.get(str(target.value))
+        # A function of the user may collate samples of any kind, if the recipe can build them.
+        if kind in (None, expected) or (has_collate_fn and kind.needs is None):
+            continue
+        problems.append(_problem(recipe, expected, kind, key, target))
+    return problems
+
+
+def _problem(
+    recipe: str, expected: SampleKind, kind: SampleKind, key: str, target: Node
+) -> Problem:
+    return Problem(
+        f"the recipe {recipe} trains on {expected.samples}, and {key} has {kind.samples}",
+        target.origin,
+        target.value,
+        f"use a builder such as {_PACKAGE}{expected.builders[0]}, or set recipe: {' or '.join(kind.recipes)}",
+    )
+
+
+def _targets(root: Node) -> Iterator[tuple[str, Node]]:
+    """Yield (key of the data set, its ``_target_``) of each data set of a recipe, and of each source of a mixture."""
+    for key in ("dataset", "validation_dataset"):
+        node = root.at(key)
+        if node is not None:
+            yield from _targets_in(node, key)
+    sets = root.at("validation_datasets")
+    for name, node in sets.children() if sets is not None else ():
+        yield from _targets_in(node, join("validation_datasets", name))
+
+
+def _targets_in(section: Node, key: str) -> Iterator[tuple[str, Node]]:
+    target = section.at("_target_")
+    if target is None or not isinstance(target.value, str) or is_reference(target.value):
+        return
+    yield key, target
+    sources = section.at("sources")
+    if target.value == MIXTURE and sources is not None:
+        for name, node in sources.children():
+            yield from _targets_in(node, join(join(key, "sources"), name))
