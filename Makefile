@@ -20,6 +20,7 @@ BENCH_ARGS ?=
 AUTOMODEL_TOOL ?=
 MUTANTS_ARGS ?=
 INTEROP_ARGS ?=
+RECIPES_ARGS ?=
 PART ?=
 GPU_ARGS ?=
 QUICK_TESTS := tests/unit/config tests/unit/data tests/unit/models tests/unit/distributed tests/unit/cli
@@ -181,6 +182,9 @@ reference: $(STAMP)  ## write docs/reference from the code
 reshard: $(STAMP)  ## every layout of 1, 2 and 4 ranks loads what every other saved, in each format; 3000 random layouts: ten minutes
 	@RESHARD=full RESHARD_LAYOUTS=3000 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q --timeout 1800 \
 	    tests/distributed/test_reshard.py tests/distributed/test_planner.py
+
+random-recipes: $(STAMP)  ## recipes with random options: trained, stopped, resumed on as many ranks and others, exported: two hours
+	@$(BIN)/python -m tools.random_recipes $(RECIPES_ARGS)
 
 trees: $(STAMP)  ## every kind of training in every format and layout, on one rank and two: files and resumes; all image families: ten minutes
 	@AUTOMODEL_CKPT_ALL_TREES=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -q --timeout 1800 \

@@ -1,0 +1,60 @@
+"""A sample of tools/random_recipes; `make random-recipes` checks many recipes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from tools.random_recipes.check import check, differences
+from tools.random_recipes.draw import EXAMPLES, KINDS, STEPS, Recipe, draw
+
+
+def test_each_seed_has_a_recipe_of_its_own_without_contradictions() -> None:
+    recipes = [draw(seed) for seed in range(1, 31)]
+    assert recipes == [draw(seed) for seed in range(1, 31)]
+    assert len({recipe.kind for recipe in recipes}) > len(KINDS) / 2
+    assert len({str(recipe.options) for recipe in recipes}) == len(recipes)
+
+
+def test_a_recipe_is_resumed_exactly_and_a_difference_is_reported(tmp_path: Path) -> None:
+    model = {
+        "model_type": "llama",
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    options = {
+        "model": {"from_config": model},
+        "step_scheduler.max_steps": STEPS,
+        "step_scheduler.ckpt_every_steps": 2,
+        "step_scheduler.global_batch_size": 4,
+        "step_scheduler.local_batch_size": 2,
+        "dataset.seq_length": 32,
+        "validation_dataset": None,
+        "ema": {"decay": 0.9},
+        "checkpoint.is_async": True,
+    }
+    example = EXAMPLES / "llm_finetune" / "tiny_llama_python_docs.yaml"
+    recipe = Recipe(2, "llm_finetune", example, ranks=1, other_ranks=2, options=options)
+    result = check(recipe, tmp_path)
+    assert (result.outcome, result.problems) == ("trained", [])
+
+    first, resumed = tmp_path / "first", tmp_path / "resumed"
+    log = resumed / "training.jsonl"
+    text = log.read_text()
+    line = next(json.loads(line) for line in text.splitlines() if f'"step": {STEPS}' in line)
+    log.write_text(text.replace(f'"loss": {line["loss"]}', '"loss": 1.5'))
+    [problem] = differences(first, resumed)
+    assert problem.startswith(f"step {STEPS} differs")
+    log.write_text(text)
+
+    [last] = resumed.glob(f"epoch_*_step_{STEPS}")
+    shutil.rmtree(last)
+    [earlier] = resumed.glob("epoch_*_step_4")
+    shutil.copytree(earlier, last)
+    problems = list(differences(first, resumed))
+    assert any(problem.startswith("model of the last checkpoints differs") for problem in problems)
+    assert any(problem.startswith("optimizer") for problem in problems)
+    assert any(problem.startswith("dataloader/") for problem in problems)

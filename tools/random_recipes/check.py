@@ -1,0 +1,312 @@
+"""Train a recipe, resume it in two ways, verify and export it; and report what differs from the first run."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tools.random_recipes.draw import STEPS, Recipe
+
+TIMEOUT_SECONDS = 600
+"""A start that takes longer is reported as one that hangs."""
+STOPPED = 75
+REJECTED = 2
+_TIMES = {"timestamp", "tps", "tps_per_gpu", "mem", "seconds", "mfu"}
+"""Fields of a step that differ between two runs of the same recipe."""
+_SAME_DATA = ("label_tokens", "sample_ids")
+"""Fields of a step that do not depend on the number of ranks."""
+_COUNTS = {"num_equal", "num_unread"}
+"""What `ckpt diff` reports of tensors that are equal."""
+_SHOWN_CHARACTERS = 1500
+
+Steps = dict[int, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A process that has ended, or was killed because it did not; *output* has stdout and stderr."""
+
+    code: int | None
+    output: str
+
+    @property
+    def problem(self) -> str:
+        code = "did not end" if self.code is None else f"exit code {self.code}"
+        return f"{code}: {self.output[-_SHOWN_CHARACTERS:]}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """*outcome* is "trained", "rejected" or "failed"; *problems* is empty if all is as it should be."""
+
+    outcome: str
+    problems: list[str]
+    reason: str = ""
+    """Why the recipe was rejected."""
+
+
+def check(recipe: Recipe, work: Path) -> Result:
+    """Train the recipe, and compare further runs with the first one. *work* is a directory for their files.
+
+    A recipe can be rejected, with exit code 2, because its options do not fit its model. Otherwise:
+
+    * a copy that resumes from an earlier checkpoint has the same logs and the same final checkpoint, bit for bit;
+    * or a run that is stopped by a signal at a random time, and resumed;
+    * a copy that resumes on another number of ranks trains on the same data, and its losses are nearly the same;
+    * ``ckpt verify`` and ``ckpt export`` succeed.
+    """
+    numbers = random.Random(recipe.seed)
+    first = work / "first"
+    ended = _train(recipe, first, recipe.ranks)
+    if "Traceback" in ended.output:
+        return Result("failed", [f"a traceback was printed, {ended.problem}"])
+    if ended.code == REJECTED:
+        return Result("rejected", [], ended.output[-_SHOWN_CHARACTERS:])
+    if ended.code != 0:
+        return Result("failed", [ended.problem])
+    problems = []
+    if sorted(_steps(first)) != list(range(1, STEPS + 1)):
+        problems.append(f"training.jsonl has the steps {sorted(_steps(first))}")
+    earlier = [step for step in _saved_steps(first) if step < STEPS]
+    if numbers.random() < 0.3:
+        problems += _check_stop(recipe, first, work / "stopped", numbers)
+    elif earlier:
+        problems += _check_resume(recipe, first, work / "resumed", numbers.choice(earlier))
+    if earlier:
+        step = numbers.choice(earlier)
+        problems += _check_other_ranks(recipe, first, work / "other-ranks", step)
+    problems += _check_commands(recipe, first, work)
+    return Result("trained", problems)
+
+
+def _check_resume(recipe: Recipe, first: Path, copy: Path, step: int) -> Iterator[str]:
+    _copy_up_to(first, copy, step)
+    ended = _train(recipe, copy, recipe.ranks)
+    what = f"resumed from step {step}"
+    if ended.code != 0 or "Traceback" in ended.output:
+        yield f"{what}: {ended.problem}"
+        return
+    for problem in differences(first, copy):
+        yield f"{what}: {problem}"
+
+
+def _check_stop(
+    recipe: Recipe, first: Path, stopped: Path, numbers: random.Random
+) -> Iterator[str]:
+    seconds = numbers.uniform(0, 3)
+    number = numbers.choice([signal.SIGTERM, signal.SIGINT])
+    what = f"stopped by {number.name} {seconds:.2f} s after the first step"
+    ended = _train(recipe, stopped, recipe.ranks, stop=(number, seconds))
+    if ended.code not in (0, STOPPED) or "Traceback" in ended.output:
+        yield f"{what}: {ended.problem}"
+        return
+    ended = _train(recipe, stopped, recipe.ranks)
+    if ended.code != 0 or "Traceback" in ended.output:
+        yield f"{what}, resumed: {ended.problem}"
+        return
+    for problem in differences(first, stopped):
+        yield f"{what}: {problem}"
+
+
+def _check_other_ranks(recipe: Recipe, first: Path, copy: Path, step: int) -> Iterator[str]:
+    _copy_up_to(first, copy, step)
+    ended = _train(recipe, copy, recipe.other_ranks)
+    what = f"resumed from step {step} on {recipe.other_ranks} ranks"
+    if ended.code == REJECTED and "Traceback" not in ended.output:
+        # The global batch may not be a multiple of what the ranks have.
+        return
+    if ended.code != 0 or "Traceback" in ended.output:
+        yield f"{what}: {ended.problem}"
+        return
+    expected, found = _steps(first), _steps(copy)
+    for number in range(step + 1, STEPS + 1):
+        ours, theirs = expected.get(number), found.get(number)
+        if ours is None or theirs is None:
+            yield f"{what}: no step {number}"
+            return
+        if any(ours.get(key) != theirs.get(key) for key in _SAME_DATA):
+            yield f"{what}: other data in step {number}: {ours} {theirs}"
+            return
+        allowed = _allowed_difference(recipe)
+        if allowed and abs(ours["loss"] - theirs["loss"]) > allowed * abs(ours["loss"]):
+            yield f"{what}: another loss in step {number}: {ours} {theirs}"
+            return
+
+
+def _allowed_difference(recipe: Recipe) -> float | None:
+    """The relative difference of losses on another number of ranks; None if their random numbers differ."""
+    text = json.dumps(recipe.options)
+    per_rank = ('dropout": 0.1', "neftune_alpha", '"micro_batch"')
+    example = recipe.example.read_text()
+    if any(each in text for each in per_rank) or "dropout: 0.1" in example:
+        return None
+    return 2e-2 if "bfloat16" in text else 5e-4
+
+
+def _check_commands(recipe: Recipe, run: Path, work: Path) -> Iterator[str]:
+    ended = _end(_ckpt("verify", str(run)))
+    if ended.code != 0:
+        yield f"ckpt verify: {ended.problem}"
+    kind = ["--merge"] if "peft.r" in recipe.options else ["--to", "hf"]
+    newest = _checkpoint(run, max(_saved_steps(run)))
+    ended = _end(_ckpt("export", *kind, str(newest), "--output", str(work / "export")))
+    if ended.code != 0:
+        yield f"ckpt export: {ended.problem}"
+
+
+# ---------------------------------------------------------------- what a run has written
+
+
+def _steps(run: Path) -> Steps:
+    """The steps of training.jsonl, without the fields that measure time and memory."""
+    records = [json.loads(line) for line in (run / "training.jsonl").read_text().splitlines()]
+    return {
+        record["step"]: {key: value for key, value in record.items() if key not in _TIMES}
+        for record in records
+        if "event" not in record
+    }
+
+
+def _validations(run: Path) -> list[dict[str, Any]]:
+    path = run / "validation.jsonl"
+    if not path.exists():
+        return []
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{key: record[key] for key in record if key not in _TIMES} for record in records]
+
+
+def _saved_steps(run: Path) -> list[int]:
+    return sorted(int(path.name.rpartition("_")[2]) for path in run.glob("epoch_*_step_*"))
+
+
+def _checkpoint(run: Path, step: int) -> Path:
+    [path] = run.glob(f"epoch_*_step_{step}")
+    return path
+
+
+def _copy_up_to(run: Path, copy: Path, step: int) -> None:
+    """Copy a run directory without the checkpoints after *step*."""
+    shutil.copytree(run, copy, symlinks=True)
+    for later in _saved_steps(copy):
+        if later > step:
+            shutil.rmtree(_checkpoint(copy, later))
+    shutil.rmtree(copy / "averaged", ignore_errors=True)
+
+
+def differences(first: Path, second: Path) -> Iterator[str]:
+    """What differs between two runs that should be equal."""
+    ours, theirs = _steps(first), _steps(second)
+    for step in sorted(ours.keys() | theirs.keys()):
+        if ours.get(step) != theirs.get(step):
+            yield f"step {step} differs: {ours.get(step)} {theirs.get(step)}"
+            break
+    if _validations(first) != _validations(second):
+        yield f"validation.jsonl differs: {_validations(first)} {_validations(second)}"
+    last = max(_saved_steps(first))
+    if last not in _saved_steps(second):
+        yield f"the checkpoints are those of {_saved_steps(second)}, not of {_saved_steps(first)}"
+        return
+    pair = _checkpoint(first, last), _checkpoint(second, last)
+    yield from _tensor_differences(*pair)
+    for name in ("rng", "dataloader"):
+        yield from _file_differences(pair[0] / name, pair[1] / name)
+
+
+def _tensor_differences(first: Path, second: Path) -> Iterator[str]:
+    ended = _end(_ckpt("diff", "--json", str(first), str(second)))
+    if ended.code != 0:
+        yield f"ckpt diff: {ended.problem}"
+        return
+    found = json.loads(ended.output)
+    for tree, changes in found["trees"].items():
+        different = {key: value for key, value in changes.items() if value and key not in _COUNTS}
+        if different:
+            yield f"{tree} of the last checkpoints differs: {str(different)[:_SHOWN_CHARACTERS]}"
+    if found["not_compared"]:
+        yield f"not compared: {found['not_compared']}"
+
+
+def _file_differences(first: Path, second: Path) -> Iterator[str]:
+    names = {
+        str(path.relative_to(directory))
+        for directory in (first, second)
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
+    for name in sorted(names):
+        ours, theirs = first / name, second / name
+        both = ours.exists() and theirs.exists()
+        if not both or ours.read_bytes() != theirs.read_bytes():
+            yield f"{first.name}/{name} differs"
+
+
+# ---------------------------------------------------------------- processes
+
+
+def _train(
+    recipe: Recipe, run: Path, ranks: int, stop: tuple[signal.Signals, float] | None = None
+) -> Ended:
+    """Train to the end, or until the signal *stop*, so many seconds after the first step."""
+    command = [_program("ckpt-train"), *recipe.flags(run, ranks)]
+    if stop is None:
+        return _end(command)
+    process = _start(command)
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while process.poll() is None and time.monotonic() < deadline:
+        if _has_steps(run):
+            time.sleep(stop[1])
+            process.send_signal(stop[0])
+            break
+        time.sleep(0.02)
+    return _wait(process)
+
+
+def _has_steps(run: Path) -> bool:
+    log = run / "training.jsonl"
+    return log.exists() and log.stat().st_size > 0
+
+
+def _ckpt(*arguments: str) -> list[str]:
+    return [_program("ckpt"), *arguments]
+
+
+def _program(name: str) -> str:
+    return str(Path(sys.executable).with_name(name))
+
+
+def _end(command: Sequence[str]) -> Ended:
+    return _wait(_start(command))
+
+
+def _start(command: Sequence[str]) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def _wait(process: subprocess.Popen[str]) -> Ended:
+    try:
+        output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+    except subprocess.TimeoutExpired:
+        # Its ranks have the session of the process.
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        return Ended(None, output)
+    return Ended(process.returncode, output)

@@ -1,0 +1,309 @@
+"""Random options for the recipes of the examples, as flags of ``ckpt-train``."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from automodel_ckpt.config.load import load_recipe
+from automodel_ckpt.config.overrides import parse
+from automodel_ckpt.errors import RecipeError
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+STEPS = 6
+BASE = "BASE"
+"""Stands for the directory of the base, which the frozen model of an adapter is read from."""
+
+Options = dict[str, Any]
+"""The values of the flags, by the key in the recipe. Those that are not text are written as JSON, a subset of YAML."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe with random options, and the ranks that it is trained and then resumed with."""
+
+    seed: int
+    kind: str
+    example: Path
+    ranks: int
+    other_ranks: int
+    options: Options
+
+    def flags(self, run: Path, ranks: int) -> list[str]:
+        """The arguments of ``ckpt-train`` for the directory *run*; a mesh fits only the ranks it was drawn for."""
+        options = self.options
+        if ranks != self.ranks:
+            options = {key: value for key, value in options.items() if not _is_of_mesh(key)}
+        values = {
+            key: value if isinstance(value, str) else json.dumps(value)
+            for key, value in options.items()
+        }
+        values["checkpoint.checkpoint_dir"] = str(run)
+        base = str(run.parent / "base")
+        named = [f"--{key}={value.replace(BASE, base)}" for key, value in values.items()]
+        return [f"--nproc-per-node={ranks}", str(self.example), *named]
+
+
+def _is_of_mesh(key: str) -> bool:
+    return key == "distributed.strategy" or re.fullmatch(r"distributed\..*_size", key) is not None
+
+
+def draw(seed: int) -> Recipe:
+    """Return the recipe of *seed*: the first of the random ones whose keys do not contradict each other."""
+    numbers = random.Random(seed)
+    while True:
+        recipe = _draw_once(seed, numbers)
+        if _is_consistent(recipe):
+            return recipe
+
+
+def _is_consistent(recipe: Recipe) -> bool:
+    line = parse(recipe.flags(Path("run"), recipe.ranks))
+    try:
+        return not load_recipe(recipe.example, line.overrides, problems=line.problems).problems
+    except RecipeError:
+        return False
+
+
+def _draw_once(seed: int, numbers: random.Random) -> Recipe:
+    kind = numbers.choice(sorted(KINDS))
+    example, add = KINDS[kind]
+    ranks = numbers.choice([1, 2, 2, 3, 4, 4])
+    some = _Some(numbers)
+    _add_schedule(some, kind)
+    add(some)
+    _add_mesh(some, ranks)
+    _add_model(some)
+    _add_checkpoints(some)
+    _add_training(some)
+    others = [count for count in (1, 2, 3) if count != ranks]
+    return Recipe(
+        seed=seed,
+        kind=kind,
+        example=EXAMPLES / example,
+        ranks=ranks,
+        other_ranks=numbers.choice(others),
+        options=some.options,
+    )
+
+
+class _Some:
+    """The options drawn so far."""
+
+    def __init__(self, numbers: random.Random) -> None:
+        self.numbers = numbers
+        self.options: Options = {}
+
+    def always(self, key: str, *values: Any) -> None:
+        """Set *key* to one of the values."""
+        self.options[key] = self.numbers.choice(values)
+
+    def maybe(self, probability: float, key: str, *values: Any) -> None:
+        """Set *key* to one of the values with this probability."""
+        if self.numbers.random() < probability:
+            self.always(key, *values)
+
+
+def _add_schedule(some: _Some, kind: str) -> None:
+    rows = {"embedding": 4, "vlm_finetune": 2}.get(kind, 1)
+    some.always("step_scheduler.max_steps", STEPS)
+    some.always("step_scheduler.num_epochs", None)
+    some.always("step_scheduler.ckpt_every_steps", 2)
+    some.always("step_scheduler.global_batch_size", 12 * rows, 24 * rows)
+    some.always("step_scheduler.local_batch_size", rows, 2 * rows)
+    some.maybe(0.3, "step_scheduler.val_every_steps", 1, 3)
+    some.maybe(0.1, "step_scheduler.on_spike", {"rollback": 1, "window": 2, "loss_factor": 1.02})
+
+
+# ---------------------------------------------------------------- kinds of training
+
+
+_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+_HEADS = {"head_dim": 8}
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_DECODERS: dict[str, dict[str, Any]] = {
+    "llama": _HEADS,
+    "qwen3": _HEADS,
+    "gemma2": {**_HEADS, "sliding_window": 16},
+    "gemma3_text": _HEADS,
+    "mixtral": {**_HEADS, **_EXPERTS},
+    "gpt_oss": {**_HEADS, **_EXPERTS},
+    "olmo2": {},
+    "phi3": {},
+    "granite": {},
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    },
+    "falcon_h1": {
+        "mamba_d_ssm": 32,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+        "mamba_n_groups": 1,
+        "mamba_chunk_size": 16,
+    },
+}
+_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
+
+
+def _add_decoder(some: _Some) -> None:
+    name = some.numbers.choice(["llama", *sorted(_DECODERS), "gpt2"])
+    sizes: dict[str, Any] = dict(_GPT2) if name == "gpt2" else {**_SIZES, **_DECODERS[name]}
+    if name != "gpt2":
+        sizes["attention_dropout"] = some.numbers.choice([0.0, 0.1])
+    sizes["tie_word_embeddings"] = some.numbers.random() < 0.4
+    some.always("model", {"from_config": {"model_type": name, **sizes}})
+    some.maybe(0.1, "model.vocab_size", 1100, "tokenizer")
+
+
+def _add_adapters(some: _Some) -> None:
+    if some.numbers.random() < 0.35:
+        some.always("peft.base_dir", BASE)
+        some.always("peft.r", 2, 4)
+        some.always("peft.dropout", 0.0, 0.1)
+        some.maybe(0.2, "peft.use_dora", True)
+        some.maybe(0.2, "peft.use_rslora", True)
+        some.maybe(0.2, "peft.modules_to_save", ["lm_head"])
+        some.maybe(0.3, "peft.init", "gaussian")
+
+
+def _add_texts(some: _Some) -> None:
+    _add_decoder(some)
+    _add_adapters(some)
+    some.always("dataset.seq_length", 32, 64)
+    some.always("validation_dataset.seq_length", 32)
+    some.maybe(0.3, "packed_sequence.size", 64, 128)
+    some.maybe(0.2, "model.neftune_alpha", 5)
+
+
+def _add_pretraining(some: _Some) -> None:
+    _add_decoder(some)
+    some.always("packed_sequence.size", 64, 128)
+    some.maybe(0.5, "pretrain.base_width", None)
+    some.maybe(0.3, "pretrain.split_documents", False)
+
+
+def _add_pairs(section: str) -> Callable[[_Some], None]:
+    def add(some: _Some) -> None:
+        _add_decoder(some)
+        _add_adapters(some)
+        if section in ("dpo", "kto"):
+            some.maybe(0.3, f"{section}.beta", 0.5)
+        if section == "dpo":
+            some.maybe(0.4, "dpo.precompute", True)
+            some.maybe(0.3, "dpo.loss", "ipo", "hinge", "robust")
+
+    return add
+
+
+def _add_distillation(some: _Some) -> None:
+    _add_decoder(some)
+    _add_adapters(some)
+    some.maybe(0.3, "packed_sequence.size", 128)
+    some.maybe(0.4, "distill.top_k", 16)
+    some.maybe(0.4, "distill.divergence", "reverse_kl", "mixed")
+    some.maybe(0.3, "distill.temperature", 2.0)
+
+
+def _add_classes(some: _Some) -> None:
+    if some.numbers.random() < 0.5:
+        _add_decoder(some)
+    _add_adapters(some)
+
+
+def _add_embeddings(some: _Some) -> None:
+    if some.numbers.random() < 0.3:
+        _add_decoder(some)
+    _add_adapters(some)
+    some.maybe(0.3, "embedding.symmetric", True)
+    some.maybe(0.3, "embedding.negatives", "micro_batch", "global_batch")
+    some.maybe(0.3, "embedding.pooling", "cls", "last")
+
+
+def _add_images(some: _Some) -> None:
+    _add_adapters(some)
+    some.maybe(0.3, "packed_sequence.size", 128)
+
+
+KINDS: dict[str, tuple[str, Callable[[_Some], None]]] = {
+    "llm_finetune": ("llm_finetune/tiny_llama_python_docs.yaml", _add_texts),
+    "pretrain": ("pretrain/tiny_mixture.yaml", _add_pretraining),
+    "dpo": ("preference/tiny_dpo.yaml", _add_pairs("dpo")),
+    "kto": ("preference/tiny_kto.yaml", _add_pairs("kto")),
+    "orpo": ("preference/tiny_orpo.yaml", _add_pairs("orpo")),
+    "reward_model": ("preference/tiny_reward.yaml", _add_pairs("reward_model")),
+    "distill": ("distill/tiny_distill.yaml", _add_distillation),
+    "sequence_classification": ("classification/tiny_topics.yaml", _add_classes),
+    "embedding": ("embedding/tiny_pairs.yaml", _add_embeddings),
+    "vlm_finetune": ("vlm_finetune/tiny_digits.yaml", _add_images),
+}
+"""The example of each kind of training, and what adds the options that only this kind has."""
+
+
+# ---------------------------------------------------------------- options of all kinds
+
+
+def _add_mesh(some: _Some, ranks: int) -> None:
+    if ranks == 1:
+        return
+    mesh = some.numbers.choice(["auto", "fsdp2", "fsdp2", "ddp", "tp", "hsdp", "cp", "pp", "ep"])
+    if mesh in ("fsdp2", "ddp"):
+        some.always("distributed.strategy", mesh)
+    elif mesh in ("tp", "cp", "pp", "ep"):
+        some.always(f"distributed.{mesh}_size", 2)
+    elif mesh == "hsdp" and ranks == 4:
+        some.always("distributed.strategy", "fsdp2")
+        some.always("distributed.dp_replicate_size", 2)
+
+
+def _add_model(some: _Some) -> None:
+    some.maybe(0.3, "model.dtype", "bfloat16", "float32")
+    some.maybe(0.3, "distributed.mixed_precision", "bfloat16")
+    some.maybe(0.2, "model.activation_checkpointing", "full", "selective")
+    some.maybe(0.15, "model.freeze", ["*embed*"], ["*layers.0.*"])
+    some.maybe(
+        0.25, "ema", {"decay": 0.9}, {"decay": 0.5, "start_step": 2, "update_every_steps": 2}
+    )
+
+
+def _add_checkpoints(some: _Some) -> None:
+    some.maybe(0.4, "checkpoint.is_async", True)
+    some.maybe(0.3, "checkpoint.model_save_format", "torch_save")
+    some.maybe(0.25, "checkpoint.model_layout", "hf", "shards")
+    some.maybe(0.2, "checkpoint.files_per_node", 1)
+    some.maybe(0.2, "checkpoint.incremental", True, False)
+    some.maybe(0.3, "checkpoint.save_consolidated", "every", "final", False)
+    some.maybe(0.2, "checkpoint.keep_last", 1, 2)
+    some.maybe(0.15, "checkpoint.average_last", 2)
+    some.maybe(0.2, "checkpoint.export_best", True)
+    some.maybe(0.1, "checkpoint.memory", {}, {"every_steps": 1})
+    some.maybe(0.1, "checkpoint.verify_replicas", True)
+
+
+_OPTIMIZERS = ("SGD", "Adafactor", "RMSprop", "Muon", "Adam", "NAdam", "Adagrad")
+
+
+def _add_training(some: _Some) -> None:
+    schedules = ("linear", "constant", "wsd", "polynomial", "inverse_sqrt")
+    some.maybe(0.2, "lr_scheduler.name", *schedules)
+    optimizers = [f"torch.optim.{name}" for name in _OPTIMIZERS]
+    some.maybe(0.25, "optimizer._target_", *optimizers)
+    some.maybe(0.15, "clip_grad_norm", None, 0.1)
+    some.maybe(0.1, "dataloader.num_workers", 1, 2)
+    some.maybe(0.1, "seed", 0, 7)
+    some.maybe(0.15, "logging.sample_ids", True)
