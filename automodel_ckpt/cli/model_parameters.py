@@ -1,14 +1,15 @@
-"""The parameters of a model for commands that name numbered optimizer state; torch is imported when they are needed."""
+"""The names of a model's tensors for commands that import them; torch is imported when they are needed."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from automodel_ckpt.convert.model_names import NameDifferences
     from automodel_ckpt.convert.training_state import ModelParameter, Parameters
 
 _SCIPY = "scipy"
@@ -30,6 +31,27 @@ def parameters_in(directory: Path) -> Parameters:
             return [ModelParameter(*listed) for listed in list_parameters(directory)]
 
     return parameters
+
+
+def compare_names(config: bytes, names: Collection[str]) -> NameDifferences | None:
+    """Compare *names* with those of the model whose config.json has the content *config*.
+
+    It is built on the meta device, by torch and transformers. Returns None if the names of the model are unknown.
+    """
+    from automodel_ckpt.checkpoint.files.bounded_json import parse_json
+    from automodel_ckpt.convert.model_names import NameDifferences
+
+    try:
+        content = parse_json(config)
+    except ValueError:
+        return None
+    if not isinstance(content, dict):
+        return None
+    with _without_scipy():
+        from automodel_ckpt.models.model_names import list_differences
+
+        found = list_differences(content, names)
+    return None if found is None else NameDifferences(*found)
 
 
 @contextlib.contextmanager

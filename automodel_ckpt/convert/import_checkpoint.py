@@ -21,6 +21,7 @@ from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.convert.adapter_import import AdapterBuilder, AdapterModel, adapter_model
 from automodel_ckpt.convert.external import losses_in
 from automodel_ckpt.convert.import_source import ImportSource, check_not_sparse
+from automodel_ckpt.convert.model_names import NameComparer
 from automodel_ckpt.convert.names.conversion import check_converted
 from automodel_ckpt.convert.names_file import Renaming, rename
 from automodel_ckpt.convert.new_checkpoint import NewCheckpoint, check_free
@@ -44,7 +45,8 @@ class ImportOptions:
     or of its directory, by default the source; the names of Megatron, and of torchtitan's Llama, are converted to those
     of this model, and the import has its config and tokenizer. With *parameters*, the training state is imported, too.
     It is called with the directory of config.json, and returns a function that lists the model's parameters. *adapters*
-    builds the model of an adapter, which cannot be imported without it.
+    builds the model of an adapter, which cannot be imported without it. *compare_names* compares the names of tensors
+    with those of the model; None: they are not compared.
     """
 
     step: int | None = None
@@ -53,6 +55,7 @@ class ImportOptions:
     names: Path | None = None
     config: Path | None = None
     adapters: AdapterBuilder | None = None
+    compare_names: NameComparer | None = None
 
 
 def prepare(source: Path, run: Path, options: ImportOptions = ImportOptions()) -> NewCheckpoint:
@@ -87,6 +90,9 @@ def _prepared(source: ImportSource, run: Path, options: ImportOptions) -> NewChe
         omitted = (*omitted, *renaming.left_out)
     check_converted(weights.tensors, str(source.path))
     check_not_sparse(weights)
+    name_notes: tuple[str, ...] = ()
+    if adapter is None and source.known.has_own_names:
+        name_notes = _name_notes(source, weights, options)
     training = _training(source, weights, options, renaming)
     if training is not None:
         # The omitted parts of the model's files are what the training state consists of.
@@ -113,6 +119,7 @@ def _prepared(source: ImportSource, run: Path, options: ImportOptions) -> NewChe
         has_training_state=source.has_training_state,
         position_from=position.origin,
         adapter=adapter,
+        name_notes=name_notes,
     )
 
 
@@ -133,6 +140,27 @@ def _training(
         step=options.step,
         epoch=options.epoch,
     )
+
+
+def _name_notes(source: ImportSource, weights: Tensors, options: ImportOptions) -> tuple[str, ...]:
+    """Compare the names of *weights* with those of the model in config.json, and state what differs.
+
+    Raises :class:`CheckpointUnusable` if they are not the names of that model, unless the user chose them.
+    """
+    has_config_of_model = source.known.saves_config and options.config is None
+    if options.compare_names is None or has_config_of_model:
+        return ()
+    config = source.side_files(options.config).get(_CONFIG)
+    if config is None:
+        return (
+            f"unchecked, because there is no config.json; the first is {next(iter(weights.tensors))}",
+        )
+    found = options.compare_names(config, [*weights.tensors, *weights.tied])
+    if found is None:
+        return ("unchecked, because those of this type of model are unknown",)
+    if options.names is None:
+        found.check(str(source.path))
+    return tuple(found.lines())
 
 
 def _side_files(

@@ -60,7 +60,7 @@ class NewCheckpoint:
     it is read from the source. *lineage* is recorded in the manifest, by default the path and kind of the source.
     *training* is the training state, if it was asked for; without it, *has_training_state* is whether the format has
     one. *position_from* states where step and epoch in the name come from, in words. *adapter* is the model
-    of an adapter.
+    of an adapter. *name_notes* state which names of tensors are not those of the model, or that this is unknown.
     """
 
     source: Path
@@ -79,6 +79,7 @@ class NewCheckpoint:
     has_training_state: bool = False
     position_from: str = ""
     adapter: AdapterModel | None = None
+    name_notes: tuple[str, ...] = ()
 
     @property
     def absent(self) -> tuple[str, ...]:

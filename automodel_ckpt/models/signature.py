@@ -112,14 +112,7 @@ def empty_model(path: Path, *, hint: str) -> Any:
     Raises :class:`CheckpointUnusable` with *hint* if its class is not part of transformers.
     """
     try:
-        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
-        model_class = getattr(transformers, (config.architectures or ["?"])[0])
-        # The file may name any attribute of transformers, also a function.
-        is_class = isinstance(model_class, type)
-        if not is_class or not issubclass(model_class, transformers.PreTrainedModel):
-            raise ValueError(f"{config.architectures} is not a model")
-        with torch.device("meta"):
-            return model_class(config)
+        return model_of(transformers.AutoConfig.from_pretrained(path, trust_remote_code=False))
     except (OSError, ValueError, AttributeError) as error:
         raise CheckpointUnusable(
             "this is not a model of the transformers library",
@@ -127,6 +120,20 @@ def empty_model(path: Path, *, hint: str) -> Any:
             value=str(error).strip()[:300],
             hint=hint,
         ) from error
+
+
+def model_of(config: transformers.PreTrainedConfig) -> Any:
+    """Build the transformers model that *config* describes, on the meta device.
+
+    Raises ValueError or AttributeError if its class is not part of transformers.
+    """
+    model_class = getattr(transformers, (config.architectures or ["?"])[0])
+    # The file may name any attribute of transformers, also a function.
+    is_class = isinstance(model_class, type)
+    if not is_class or not issubclass(model_class, transformers.PreTrainedModel):
+        raise ValueError(f"{config.architectures} is not a model")
+    with torch.device("meta"):
+        return model_class(config)
 
 
 def _stored_names(directory: Path) -> set[str]:

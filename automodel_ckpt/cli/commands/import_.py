@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from automodel_ckpt.cli.adapter_models import adapter_builder
 from automodel_ckpt.cli.arguments import add_checkpoint_name
-from automodel_ckpt.cli.model_parameters import parameters_in
+from automodel_ckpt.cli.model_parameters import compare_names, parameters_in
 from automodel_ckpt.cli.terminal import coloured, print_path, printable, size_text, table
 from automodel_ckpt.errors import EXIT_DONE, RecipeError
 from automodel_ckpt.units import counted
@@ -89,6 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
         names=None if arguments.names is None else Path(arguments.names),
         config=None if arguments.config is None else Path(arguments.config).expanduser(),
         adapters=adapter_builder(arguments.base, Path(arguments.run)),
+        compare_names=compare_names,
     )
     planned = prepare(Path(arguments.source), Path(arguments.run), options)
     if arguments.base is not None and planned.adapter is None:
@@ -125,6 +126,7 @@ def _document(planned: NewCheckpoint, dry_run: bool) -> dict[str, Any]:
         "epoch": planned.name.epoch,
         "position_from": planned.position_from,
         "has_training_state": planned.has_training_state,
+        "names": list(planned.name_notes),
         "absent": list(planned.absent),
         "left_out": list(planned.left_out),
         "base": str(planned.adapter.base) if planned.adapter is not None else None,
@@ -139,6 +141,8 @@ def _lines(planned: NewCheckpoint) -> Iterator[str]:
     checked = "digests verified" if planned.has_digests else "unverified"
     weights = f"{counted(num_tensors, 'tensor')}, {size}, {checked}: {planned.kind}"
     rows = [("weights", weights), ("other files", _side_files_text(planned))]
+    if planned.name_notes:
+        rows.append(("names", "; ".join(planned.name_notes)))
     if planned.training is None and planned.position_from:
         position = f"step {planned.name.step}, epoch {planned.name.epoch}"
         rows.append(("position", f"{position} ({planned.position_from})"))

@@ -62,6 +62,9 @@ class AccelerateFsdp(Format):
     """A directory of ``Accelerator.save_state``, or a checkpoint of transformers' Trainer, with FSDP."""
 
     name = "accelerate with FSDP"
+    has_own_names = True
+    # accelerate saves none, and transformers' Trainer that of its model.
+    saves_config = True
 
     def detect(self, path: Path, *, follow_links: bool = False) -> bool:
         return _MODEL_FILE in names_in(path) or _is_dcp(path / _MODEL_DIRECTORY)
@@ -112,6 +115,7 @@ class AccelerateState(Format):
     """A directory of ``Accelerator.save_state`` without FSDP: one process, or DistributedDataParallel."""
 
     name = "accelerate"
+    has_own_names = True
 
     def detect(self, path: Path, *, follow_links: bool = False) -> bool:
         # The Trainer writes optimizer.pt, and DeepSpeed writes separate directories.

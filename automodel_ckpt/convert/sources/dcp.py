@@ -35,6 +35,7 @@ class PyTorchDcp(Format):
     """A directory with ``.metadata``. The state dict can contain more than the model, such as optimizer state."""
 
     name = "PyTorch DCP"
+    has_own_names = True
 
     def detect(self, path: Path, *, follow_links: bool = False) -> bool:
         return os.path.lexists(path / layout.DCP_METADATA)

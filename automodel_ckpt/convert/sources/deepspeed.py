@@ -46,6 +46,7 @@ class DeepSpeed(Format):
     """A run of DeepSpeed (``latest`` and the directories of tags), or the directory of one tag."""
 
     name = "DeepSpeed"
+    has_own_names = True
 
     def detect(self, path: Path, *, follow_links: bool = False) -> bool:
         names = names_in(path)

@@ -57,6 +57,12 @@ class Format(ABC):
     has_own_config: ClassVar[bool] = False
     """True if a file config.json beside the weights is not that of a Hugging Face model."""
 
+    saves_config: ClassVar[bool] = False
+    """True if a file config.json beside the weights is that of the module whose names they have."""
+
+    has_own_names: ClassVar[bool] = False
+    """True if the names of tensors are those of any module that a user's program saved, not only of a known model."""
+
     @abstractmethod
     def detect(self, path: Path, *, follow_links: bool = False) -> bool:
         """Return whether the directory or file *path* has this format, by its file names and first bytes.

@@ -31,6 +31,7 @@ class SafetensorsShards(Format):
     """A directory with safetensors files. Register it after the formats of complete safetensors files."""
 
     name = "safetensors shards"
+    has_own_names = True
 
     def detect(self, path: Path, *, follow_links: bool = False) -> bool:
         return any(name.endswith(".safetensors") for name in names_in(path))

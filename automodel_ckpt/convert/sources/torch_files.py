@@ -71,6 +71,7 @@ class TorchFile(Format):
     """A single file of ``torch.save``, in the zip format that PyTorch has written since 1.6."""
 
     name = "a file of torch.save"
+    has_own_names = True
 
     def detect(self, path: Path, *, follow_links: bool = False) -> bool:
         if not path.is_file():

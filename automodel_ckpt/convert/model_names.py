@@ -1,0 +1,67 @@
+"""Whether the tensors of an import have the names of the model that its config.json describes. Imports no torch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.units import counted
+
+_MAX_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class NameDifferences:
+    """The differences between stored names and those of a model, the name of whose class is *model*.
+
+    *unknown* are stored, and no tensor of the model has them. *missing* are tensors of the model that are not stored.
+    """
+
+    model: str
+    unknown: tuple[str, ...]
+    missing: tuple[str, ...]
+
+    def check(self, where: str) -> None:
+        """Raise :class:`CheckpointUnusable` if stored tensors have other names than the model's."""
+        # Either alone is usual: a head that another model has or lacks, or buffers of another version.
+        if not self.unknown or not self.missing:
+            return
+        name = self.unknown[0]
+        similar = max(self.missing, key=lambda each: _num_common(each[::-1], name[::-1]))
+        raise CheckpointUnusable(
+            f"these tensors do not have the names of a {self.model}, whose config.json this is",
+            where=where,
+            value="\n    " + "\n    ".join(self.lines()),
+            hint="use the config.json of this model; or give --names a file with lines such as "
+            f"`{name[:200]}: {similar}`, in which {{i}} is any number",
+        )
+
+    def lines(self) -> Iterator[str]:
+        """Describe the differences."""
+        if self.unknown:
+            names = _listed(self.unknown)
+            yield f"{counted(len(self.unknown), 'tensor')} that a {self.model} does not have: {names}"
+        if self.missing:
+            names = _listed(self.missing)
+            yield f"{counted(len(self.missing), 'tensor')} of a {self.model} not found: {names}"
+
+
+NameComparer = Callable[[bytes, Collection[str]], NameDifferences | None]
+"""Compares names with those of the model that the content of a config.json describes; None if these are unknown.
+
+The command that imports passes it: it builds the model, which needs torch and transformers.
+"""
+
+
+def _num_common(one: str, other: str) -> int:
+    """Return how many characters two texts begin with in common."""
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _listed(names: Collection[str]) -> str:
+    shown = [name[:200] for name in list(names)[:_MAX_NAMED]]
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return ", ".join(shown) + more

@@ -1,0 +1,119 @@
+"""Compare the names of stored tensors with those of the model that a config.json describes: no weights are read."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from transformers import CONFIG_MAPPING
+
+from automodel_ckpt.models.hf_names import Conversion, read_conversion
+from automodel_ckpt.models.signature import model_of
+
+log = logging.getLogger(__name__)
+
+_MAX_LAYERS = 4096
+
+
+class ListedDifferences(NamedTuple):
+    """The differences between stored names and those of a model, the name of whose class is *model*.
+
+    *unknown* are stored, and no tensor of the model has them. *missing* are tensors of the model that are not stored.
+    """
+
+    model: str
+    unknown: tuple[str, ...]
+    missing: tuple[str, ...]
+
+
+def list_differences(
+    content: Mapping[str, Any], stored: Collection[str]
+) -> ListedDifferences | None:
+    """Compare the names *stored* with those of the model whose config.json has this *content*.
+
+    Names may be those in memory or in Hugging Face files, with or without the prefix of the backbone, and those of tied
+    tensors may be missing. Returns None if the names of the model are unknown: its class is not part of transformers,
+    it cannot be built from this config, or transformers computes its tensors from those in files.
+    """
+    try:
+        config = CONFIG_MAPPING[content["model_type"]].from_dict({**content})
+        # A damaged number would build layers for hours.
+        if getattr(config.get_text_config(), "num_hidden_layers", 0) > _MAX_LAYERS:
+            return None
+        model = model_of(config)
+    except (
+        Exception
+    ) as error:  # a class of transformers can raise anything for values that it does not expect
+        log.debug("the names of tensors are not compared: %s: %s", type(error).__name__, error)
+        return None
+    model.tie_weights()
+    conversion = read_conversion(model)
+    if conversion is None:
+        return None
+    names = {*stored}
+    in_memory = set(model.state_dict(keep_vars=True))
+    known: set[str] = set()
+    for name in (*in_memory, *conversion.in_files):
+        known.update(_spellings(name, model.base_model_prefix))
+    unknown = [name for name in stored if name not in known]
+    # The names of both are rarely mixed: the list that fits better is the one that the program used.
+    missing = min(
+        (_missing(in_memory, {}, names, model), _missing_in_files(conversion, names, model)),
+        key=len,
+    )
+    return ListedDifferences(
+        type(model).__name__,
+        tuple(_without(unknown, model._keys_to_ignore_on_load_unexpected)),
+        tuple(_without(missing, model._keys_to_ignore_on_load_missing)),
+    )
+
+
+def _missing_in_files(conversion: Conversion, names: set[str], model: Any) -> list[str]:
+    in_memory = {file_name: name for name, file_name in conversion.names.items()}
+    return _missing(conversion.in_files, in_memory, names, model)
+
+
+def _missing(
+    wanted: Iterable[str], in_memory: Mapping[str, str], names: set[str], model: Any
+) -> list[str]:
+    """List the *wanted* names of the model's tensors that neither they nor their ties have in *names*.
+
+    *in_memory* has the names in memory of those that are wanted under another one.
+    """
+    in_files = {name: file_name for file_name, name in in_memory.items()}
+    missing: list[str] = []
+    for name in wanted:
+        tied = [in_files.get(each, each) for each in _tied_to(in_memory.get(name, name), model)]
+        candidates = [name, *tied]
+        spellings = {
+            spelling
+            for candidate in candidates
+            for spelling in _spellings(candidate, model.base_model_prefix)
+        }
+        if names.isdisjoint(spellings):
+            missing.append(name)
+    return sorted(missing)
+
+
+def _tied_to(name: str, model: Any) -> Iterator[str]:
+    ties: Mapping[str, str] = model.all_tied_weights_keys
+    first = ties.get(name, name)
+    yield first
+    for alias, target in ties.items():
+        if target == first:
+            yield alias
+
+
+def _spellings(name: str, prefix: str) -> tuple[str, ...]:
+    """Return the spellings of a name with and without the *prefix* of the backbone (base_model_prefix)."""
+    if not prefix:
+        return (name,)
+    return name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"
+
+
+def _without(names: Iterable[str], patterns: Collection[str] | None) -> list[str]:
+    """Remove the names that one of transformers' *patterns* matches."""
+    found = [re.compile(pattern) for pattern in patterns or ()]
+    return [name for name in names if not any(pattern.search(name) for pattern in found)]

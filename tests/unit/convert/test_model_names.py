@@ -1,0 +1,132 @@
+"""The tensors of an import have the names of the model in config.json, or the import is an error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration
+
+from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.models.model_names import list_differences
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("llama")
+    config = LlamaConfig(
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def state_of(directory: Path) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = LlamaForCausalLM.from_pretrained(directory).state_dict()
+    return state
+
+
+def imported(source: Path, config: Path, run: Path, *more: str) -> int:
+    return main(["import", str(source), str(run), "--config", str(config), *more])
+
+
+def test_names_that_the_model_does_not_have_are_an_error(
+    llama: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    state = {name.replace(".mlp.", ".ffn."): value for name, value in state_of(llama).items()}
+    torch.save(state, tmp_path / "model.pt")
+    assert imported(tmp_path / "model.pt", llama, tmp_path / "run") == 3
+    assert not (tmp_path / "run").exists()
+    text = capsys.readouterr().err
+    assert "6 tensors that a LlamaForCausalLM does not have: model.layers.0.ffn." in text
+    assert "6 tensors of a LlamaForCausalLM not found: model.layers.0.mlp.down_proj.weight" in text
+    assert "`model.layers.0.ffn.gate_proj.weight: model.layers.0.mlp.gate_proj.weight`" in text
+    names = tmp_path / "names.yaml"
+    lines = [
+        f"model.layers.{{i}}.ffn.{name}_proj.weight: model.layers.{{i}}.mlp.{name}_proj.weight"
+        for name in ("up", "down", "gate")
+    ]
+    names.write_text("\n".join(lines))
+    assert imported(tmp_path / "model.pt", llama, tmp_path / "run", "--names", str(names)) == 0
+
+
+def test_more_or_fewer_tensors_than_the_model_has_are_reported(
+    llama: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    def notes(state: dict[str, torch.Tensor]) -> list[str]:
+        torch.save(state, tmp_path / "model.pt")
+        arguments = (tmp_path / "model.pt", llama, tmp_path / "run", "--dry-run", "--json")
+        assert imported(*arguments) == 0
+        report: dict[str, Any] = json.loads(capsys.readouterr().out)
+        names: list[str] = report["names"]
+        return names
+
+    state = state_of(llama)
+    assert notes(state) == []
+    # The names of the files: tied weights once, and those of the backbone without its prefix.
+    del state["lm_head.weight"]
+    assert notes(state) == []
+    assert notes({name.removeprefix("model."): value for name, value in state.items()}) == []
+    assert notes({**state, "extra": torch.ones(1)}) == [
+        "1 tensor that a LlamaForCausalLM does not have: extra"
+    ]
+    del state["model.norm.weight"]
+    assert notes(state) == ["1 tensor of a LlamaForCausalLM not found: model.norm.weight"]
+
+
+def test_names_without_a_config_are_reported_as_unchecked(tmp_path: Path, capsys: Capture) -> None:
+    torch.save({"a.b": torch.ones(1), "c": torch.ones(1)}, tmp_path / "model.pt")
+    assert main(["import", str(tmp_path / "model.pt"), str(tmp_path / "run"), "--dry-run"]) == 0
+    assert "unchecked, because there is no config.json; the first is a.b" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("changes", [{"num_hidden_layers": 10**9}, {"hidden_size": "many"}])
+def test_a_config_that_no_model_has_is_not_compared(llama: Path, changes: dict[str, Any]) -> None:
+    config = json.loads((llama / "config.json").read_text())
+    assert list_differences(config, ["w"]) is not None
+    assert list_differences({**config, **changes}, ["w"]) is None
+
+
+def test_names_may_be_those_in_memory_or_in_files() -> None:
+    """transformers renames the tensors of LLaVA between files and memory."""
+    text = LlamaConfig(
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    vision = {
+        "model_type": "clip_vision_model",
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 4,
+        "patch_size": 2,
+    }
+    with torch.device("meta"):
+        model = LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=vision))
+    config = {**model.config.to_dict(), "architectures": ["LlavaForConditionalGeneration"]}
+    in_memory = list(model.state_dict())
+    in_files = [
+        name.replace("model.language_model.", "language_model.model.") for name in in_memory
+    ]
+    in_files = [name.replace("model.vision_tower.", "vision_tower.") for name in in_files]
+    in_files = [name.replace("model.multi_modal", "multi_modal") for name in in_files]
+    in_files = ["language_model.lm_head.weight" if n == "lm_head.weight" else n for n in in_files]
+    assert in_files != in_memory
+    for names in (in_memory, in_files):
+        found = list_differences(config, names)
+        assert found is not None
+        assert (found.unknown, found.missing) == ((), ())
