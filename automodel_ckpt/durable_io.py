@@ -1,4 +1,7 @@
-"""Durable files and directories: fsync, complete writes and atomic replacement. Imports nothing of the package."""
+"""Durable files and directories: fsync, complete writes and atomic replacement, and walks that miss no directory.
+
+Imports nothing of the package.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,19 @@ from pathlib import Path
 from typing import NoReturn
 
 
-def raise_error(error: OSError) -> NoReturn:
-    """Raise *error*: the ``onerror`` of :func:`os.walk`, which otherwise leaves out directories that cannot be read."""
-    raise error
+def walk(
+    directory: str | os.PathLike[str], *, topdown: bool = True
+) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Like :func:`os.walk`, but raise OSError for a directory that cannot be read or is missing.
+
+    ``os.walk`` and ``Path.rglob`` leave out such directories, and what is copied, verified or made durable by them is
+    then incomplete.
+    """
+
+    def fail(error: OSError) -> NoReturn:
+        raise error
+
+    return os.walk(directory, topdown=topdown, onerror=fail)
 
 
 @contextlib.contextmanager
@@ -39,6 +52,15 @@ def fsync_directory(path: Path) -> None:
         # of their directory succeeds. Reading an entry raises EIO.
         with os.scandir(descriptor) as entries:
             next(entries, None)
+
+
+def fsync_directories(directory: str | os.PathLike[str]) -> None:
+    """Make the entries of *directory* and of all directories below it durable, the deepest first.
+
+    Raises OSError naming the directory.
+    """
+    for parent, _, _ in walk(directory, topdown=False):
+        fsync_directory(Path(parent))
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ from automodel_ckpt.checkpoint.digests import FileRecord
 from automodel_ckpt.checkpoint.files.durable_file import DurableFile
 from automodel_ckpt.checkpoint.files.ownership import is_abandoned
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
-from automodel_ckpt.durable_io import fsync_directory, naming, replace_file
+from automodel_ckpt.durable_io import fsync_directories, fsync_directory, naming, replace_file
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -88,8 +88,7 @@ def finalize(staging: Path, manifest: bytes) -> None:
     for part in os.listdir(staging / layout.PARTS):
         os.unlink(staging / layout.PARTS / part)
     os.rmdir(staging / layout.PARTS)
-    for directory, _, _ in os.walk(staging, topdown=False):
-        fsync_directory(Path(directory))
+    fsync_directories(staging)
     # Last, because it makes the directory complete: all that it lists must be durable before.
     replace_file(staging / layout.MANIFEST, manifest)
 

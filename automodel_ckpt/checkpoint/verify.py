@@ -27,7 +27,7 @@ from automodel_ckpt.checkpoint.merkle import (
 )
 from automodel_ckpt.checkpoint.slices import Slice
 from automodel_ckpt.checkpoint.tree import in_rank_files
-from automodel_ckpt.durable_io import raise_error
+from automodel_ckpt.durable_io import walk
 from automodel_ckpt.errors import CheckpointUnusable, Problem, os_problem
 
 Level = Literal["none", "size", "digest"]
@@ -380,7 +380,7 @@ def unlisted_files(checkpoint: Path, manifest: Manifest) -> Sequence[str]:
     known = {*manifest.files, layout.MANIFEST}
     found = (
         os.path.relpath(os.path.join(directory, name), checkpoint)
-        for directory, _, names in os.walk(checkpoint, onerror=raise_error)
+        for directory, _, names in walk(checkpoint)
         for name in names
     )
     return sorted(path for path in found if path not in known and not _is_of_export(path))

@@ -60,7 +60,8 @@ from automodel_ckpt.convert.merge_rules import (
 from automodel_ckpt.convert.merged_model import Adapter, MergedModel
 from automodel_ckpt.convert.sources.files import read_json
 from automodel_ckpt.convert.sources.hugging_face import tensors_in_file
-from automodel_ckpt.errors import CheckpointUnusable, RecipeError
+from automodel_ckpt.durable_io import walk
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError, os_problem
 
 
 def merge(
@@ -203,6 +204,13 @@ def _adapter(checkpoint: Path, name: str, manifest: Manifest) -> Iterator[Adapte
         yield Adapter(directory, tensors, config)
 
 
+def _names_below(directory: Path) -> Iterator[str]:
+    """Yield the relative paths of all files below *directory*. Raises OSError for a directory that cannot be read."""
+    for parent, _, names in walk(directory):
+        for name in names:
+            yield Path(parent, name).relative_to(directory).as_posix()
+
+
 def _side_files(
     adapter: Adapter, base_dir: Path, model: MergedModel, plan: Plan
 ) -> tuple[dict[str, bytes], list[str]]:
@@ -213,12 +221,18 @@ def _side_files(
     """
     tokenizer: dict[str, bytes] = {}
     of_embeddings: dict[str, bytes] = {}
-    for path in adapter.directory.rglob("*"):
-        name = path.relative_to(adapter.directory).as_posix()
-        if path.is_file() and is_tokenizer_file(name):
-            tokenizer[name] = path.read_bytes()
-        elif path.is_file() and is_embedding_file(name):
-            of_embeddings[name] = path.read_bytes()
+    try:
+        for name in _names_below(adapter.directory):
+            path = adapter.directory / name
+            if path.is_file() and is_tokenizer_file(name):
+                tokenizer[name] = path.read_bytes()
+            elif path.is_file() and is_embedding_file(name):
+                of_embeddings[name] = path.read_bytes()
+    except OSError as error:
+        problem = os_problem(
+            error, "the adapter's files cannot be read", hint="check the permissions and the disk"
+        )
+        raise CheckpointUnusable.all_of([problem]) from error
     files: dict[str, bytes] = {}
     for name, data in base_files(base_dir).items():
         if tokenizer and is_tokenizer_file(name):

@@ -16,7 +16,7 @@ from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.commit import make_run_directory
 from automodel_ckpt.checkpoint.export_leftovers import Log
 from automodel_ckpt.checkpoint.files.ownership import is_abandoned, owned, owner_digits
-from automodel_ckpt.durable_io import fsync_directory, fsync_file
+from automodel_ckpt.durable_io import fsync_directories, fsync_directory, fsync_file, walk
 from automodel_ckpt.errors import SaveFailed, os_problem
 
 _HINT = "free space or choose another --output"
@@ -78,10 +78,10 @@ def published_directory(target: Path, log: Log, *, what: str) -> Iterator[Path]:
         staging.mkdir()
         with owned(staging):
             yield staging
-            for parent, _, names in os.walk(staging, topdown=False):
+            for parent, _, names in walk(staging):
                 for name in names:
                     fsync_file(Path(parent, name))
-                fsync_directory(Path(parent))
+            fsync_directories(staging)
             # Replaces nothing but an empty directory: rename(2) raises ENOTEMPTY for any other.
             os.rename(staging, target)
         fsync_directory(target.parent)

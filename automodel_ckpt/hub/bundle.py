@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from automodel_ckpt.checkpoint import commit, layout
 from automodel_ckpt.checkpoint.digests import digest_of
@@ -25,6 +25,7 @@ from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.files.safetensors_header import read_header
 from automodel_ckpt.checkpoint.manifest import Manifest
 from automodel_ckpt.checkpoint.verify import verify
+from automodel_ckpt.durable_io import walk
 from automodel_ckpt.errors import CheckpointUnusable
 
 README = "README.md"
@@ -163,12 +164,8 @@ def _names_in(directory: Path) -> list[str]:
 
     Raises :class:`CheckpointUnusable` if there is no model, OSError for a directory that cannot be read.
     """
-
-    def fail(error: OSError) -> NoReturn:
-        raise error
-
     names = []
-    for parent, directories, files in os.walk(directory, onerror=fail):
+    for parent, directories, files in walk(directory):
         directories[:] = [name for name in directories if not name.startswith(".")]
         names += [os.path.relpath(os.path.join(parent, name), directory) for name in files]
     names = sorted(name for name in names if _is_uploaded(name))

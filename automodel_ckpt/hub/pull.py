@@ -11,7 +11,7 @@ from pathlib import Path
 from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.export_manifest import find_export_manifest
 from automodel_ckpt.checkpoint.files.ownership import owned
-from automodel_ckpt.durable_io import fsync_directory
+from automodel_ckpt.durable_io import fsync_directories, fsync_directory
 from automodel_ckpt.errors import CheckpointUnusable, Problem, RecipeError
 from automodel_ckpt.hub.address import HubAddress
 from automodel_ckpt.hub.client import client, reporting
@@ -54,8 +54,7 @@ def pull(address: HubAddress, directory: Path, log: Log, *, num_threads: int = 8
         if problems:
             raise CheckpointUnusable.all_of(problems)
         shutil.rmtree(staging / _LIBRARY_CACHE, ignore_errors=True)
-        for parent, _, _ in os.walk(staging, topdown=False):
-            fsync_directory(Path(parent))
+        fsync_directories(staging)
         check_destination(directory)
         if directory.exists():
             directory.rmdir()

@@ -6,7 +6,6 @@ Imports no torch.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -22,7 +21,7 @@ from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.sources.base_maps import MAPS, BaseMaps
 from automodel_ckpt.checkpoint.sources.model_files import is_side_file
 from automodel_ckpt.checkpoint.sources.source import Source
-from automodel_ckpt.durable_io import raise_error
+from automodel_ckpt.durable_io import walk
 from automodel_ckpt.errors import CheckpointUnusable, os_problem
 from automodel_ckpt.units import counted
 
@@ -95,7 +94,7 @@ def _side_names(source: Source, directory: Path) -> Iterable[str]:
 
 def _regular_files(directory: Path) -> Iterable[str]:
     """Yield the relative paths of the files below *directory*. Links are skipped: they could lead anywhere."""
-    for parent, _, names in os.walk(directory, onerror=raise_error):
+    for parent, _, names in walk(directory):
         for name in sorted(names):
             path = Path(parent, name)
             if path.is_file() and not path.is_symlink():

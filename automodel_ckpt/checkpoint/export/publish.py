@@ -18,7 +18,7 @@ from automodel_ckpt.checkpoint import commit, layout
 from automodel_ckpt.checkpoint.export_leftovers import Log, clear_leftovers
 from automodel_ckpt.checkpoint.export_manifest import ExportManifest
 from automodel_ckpt.checkpoint.files.ownership import owned, owner_digits
-from automodel_ckpt.durable_io import fsync_directory, raise_error
+from automodel_ckpt.durable_io import fsync_directories, fsync_directory, walk
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed, os_problem
 
 Check = Callable[[], None]
@@ -69,7 +69,7 @@ def _not_replaceable(target: Path, value: str) -> SaveFailed:
 
 def _files(directory: Path) -> Iterator[str]:
     """Yield the relative paths of all files below *directory*, and of links, which are not followed."""
-    for parent, directories, names in os.walk(directory, onerror=raise_error):
+    for parent, directories, names in walk(directory):
         directories.sort()
         links = [name for name in directories if os.path.islink(os.path.join(parent, name))]
         for name in sorted([*names, *links]):
@@ -116,8 +116,7 @@ def staged(target: Path, log: Log, *, before_publishing: Check = lambda: None) -
 
 def _publish(staging: Path, target: Path, log: Log) -> None:
     # The names in each directory must be durable before the staging directory gets the export's name.
-    for directory, _, _ in os.walk(staging, topdown=False):
-        fsync_directory(Path(directory))
+    fsync_directories(staging)
     if not os.path.lexists(target):
         os.rename(staging, target)
     elif not commit.exchange(staging, target):

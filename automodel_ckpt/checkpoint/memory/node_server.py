@@ -32,7 +32,7 @@ from automodel_ckpt.checkpoint.memory.save_files import (
 )
 from automodel_ckpt.checkpoint.run import links
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
-from automodel_ckpt.durable_io import fsync_directory
+from automodel_ckpt.durable_io import fsync_directories
 
 _MAX_COMMAND_BYTES = 64 << 10
 _BLOCK_BYTES = 1 << 20
@@ -95,8 +95,7 @@ class NodeServer(ThreadingHTTPServer):
             raise Refused(HTTPStatus.BAD_REQUEST)
         mark_save(self.root / staging, digest)
         # Their files were synchronized when they were written.
-        for directory, _, _ in os.walk(self.root / staging, topdown=False):
-            fsync_directory(Path(directory))
+        fsync_directories(self.root / staging)
         if is_of_save(self.root / name):
             commit.discard(commit.withdraw(self.root / name))
         elif os.path.lexists(self.root / name):

@@ -24,7 +24,7 @@ from automodel_ckpt.checkpoint.run import links
 from automodel_ckpt.checkpoint.run.lease import Lease
 from automodel_ckpt.checkpoint.run.resume import checkpoint_names
 from automodel_ckpt.checkpoint.verify import verify
-from automodel_ckpt.durable_io import fsync_directory, fsync_file
+from automodel_ckpt.durable_io import fsync_directories, fsync_file
 from automodel_ckpt.errors import CheckpointUnusable, Problem, RecipeError
 
 _LEASE_SECONDS = 30.0
@@ -169,8 +169,7 @@ def _publish(run: Path, copy: _Copy) -> None:
     try:
         if copy.is_published:
             return
-        for folder, _, _ in os.walk(copy.staging, topdown=False):
-            fsync_directory(Path(folder))
+        fsync_directories(copy.staging)
         if os.path.lexists(copy.final):
             # It is damaged: otherwise, nothing would have been copied.
             links.set_aside(run, copy.final.name)

@@ -10,7 +10,7 @@ from pathlib import Path
 from automodel_ckpt.checkpoint import commit, layout
 from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.manifest import Summary
-from automodel_ckpt.durable_io import fsync_directory
+from automodel_ckpt.durable_io import fsync_directory, walk
 from automodel_ckpt.errors import CheckpointUnusable
 
 SAVE = ".save"
@@ -115,8 +115,11 @@ def _remove(path: Path) -> None:
 
 
 def files_below(directory: Path) -> Iterator[str]:
-    """Yield the complete files of a save below *directory*, by their paths relative to it; not the rank manifests."""
-    for folder, directories, files in os.walk(directory):
+    """Yield the complete files of a save below *directory*, by their paths relative to it; not the rank manifests.
+
+    Raises OSError for a directory that cannot be read.
+    """
+    for folder, directories, files in walk(directory):
         if layout.PARTS in directories:
             directories.remove(layout.PARTS)
         for file in files:

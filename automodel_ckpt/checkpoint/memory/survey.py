@@ -8,6 +8,7 @@ reads what it needs, from its node or from others, by byte ranges.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import uuid
 from collections.abc import Mapping, Sequence
@@ -42,6 +43,8 @@ from automodel_ckpt.checkpoint.tree import files_of
 from automodel_ckpt.checkpoint.verify import Level
 from automodel_ckpt.distributed import agree
 from automodel_ckpt.errors import CheckpointUnusable
+
+log = logging.getLogger("automodel_ckpt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +165,11 @@ def _holdings(directory: Path) -> list[_Holding]:
         path = directory / str(name)
         digest, has_manifest = save_digest(path)
         if digest is not None:
-            sizes = {file: (path / file).stat().st_size for file in files_below(path)}
+            try:
+                sizes = {file: (path / file).stat().st_size for file in files_below(path)}
+            except OSError as error:
+                log.warning("%s in memory is not used: %s", path, error)
+                continue
             found.append(_Holding(str(name), digest, sizes, has_manifest))
     return found
 

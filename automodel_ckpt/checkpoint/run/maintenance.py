@@ -6,14 +6,13 @@ import os
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
 
 from automodel_ckpt.checkpoint import commit, layout, policy
 from automodel_ckpt.checkpoint.manifest import NOT_SAVED, Manifest
 from automodel_ckpt.checkpoint.run import links, resume
 from automodel_ckpt.checkpoint.run.shared_files import freed_bytes
 from automodel_ckpt.checkpoint.verify import verify
-from automodel_ckpt.durable_io import fsync_directory
+from automodel_ckpt.durable_io import fsync_directory, walk
 from automodel_ckpt.errors import CheckpointUnusable, SaveFailed
 
 
@@ -176,11 +175,7 @@ def _link_files(source: Path, target: Path, *, omit: Collection[str]) -> None:
 
     Raises OSError also for a directory that cannot be read, whose files would be lost.
     """
-
-    def fail(error: OSError) -> NoReturn:
-        raise error
-
-    for parent, directories, names in os.walk(source, onerror=fail):
+    for parent, directories, names in walk(source):
         relative = Path(parent).relative_to(source)
         for directory in directories:
             (target / relative / directory).mkdir()

@@ -15,7 +15,7 @@ from automodel_ckpt.checkpoint.manifest import Manifest, Tree
 from automodel_ckpt.checkpoint.slices import Tensor, whole_tensor
 from automodel_ckpt.checkpoint.sources.source import Source, check_no_links, unusable
 from automodel_ckpt.checkpoint.tree import files_of
-from automodel_ckpt.durable_io import raise_error
+from automodel_ckpt.durable_io import walk
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.units import left_out, values_text
 
@@ -187,7 +187,7 @@ def _check_no_unlisted_files(directory: Path, listed: set[str]) -> None:
     metadata = directory / layout.HF_METADATA
     if metadata.is_dir():
         try:
-            for parent, _, found in os.walk(metadata, onerror=raise_error):
+            for parent, _, found in walk(metadata):
                 names += [os.path.relpath(os.path.join(parent, name), directory) for name in found]
         except OSError as error:
             what = "the directory of the side files cannot be read"

@@ -201,8 +201,8 @@ def test_a_target_with_many_files_is_refused_without_listing_all(
     visited = []
     walk = os.walk
 
-    def counting(directory: Path, onerror: Any) -> Iterator[tuple[str, list[str], list[str]]]:
-        for found in walk(directory, onerror=onerror):
+    def counting(directory: Path, **options: Any) -> Iterator[tuple[str, list[str], list[str]]]:
+        for found in walk(directory, **options):
             visited.append(found[0])
             yield found
 
