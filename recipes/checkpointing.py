@@ -11,11 +11,11 @@ from automodel_ckpt.checkpoint import Checkpointer
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.sections.checkpoint import CheckpointConfig
 from automodel_ckpt.distributed.mesh import RankLayout
-from automodel_ckpt.distributed.mesh_sizes import choose_strategy
+from automodel_ckpt.distributed.mesh_sizes import choose_strategy, require_replicas
 from automodel_ckpt.distributed.peers import dead_ranks
 from automodel_ckpt.recipes.exports import check_without_shared_storage, model_layout
 from automodel_ckpt.recipes.memory_saves import MemorySaves, forget_memory_saves
-from automodel_ckpt.recipes.replica_check import ReplicaCheck
+from automodel_ckpt.recipes.replica_check import KEY, ReplicaCheck
 
 
 def open_checkpointer(
@@ -72,6 +72,7 @@ def replica_check(
     if not config.checkpoint.verify_replicas:
         return None
     strategy = choose_strategy(config.distributed.strategy, layout.sizes)
+    require_replicas(strategy, layout.sizes, KEY)
     return ReplicaCheck(model, layout, is_replicated=strategy == "ddp")
 
 

@@ -18,9 +18,9 @@ from automodel_ckpt.checkpoint.collective_errors import gather_or_raise
 from automodel_ckpt.checkpoint.module_tensors import unwrap
 from automodel_ckpt.distributed import agree
 from automodel_ckpt.distributed.mesh import RankLayout
-from automodel_ckpt.errors import AutomodelError, RecipeError
+from automodel_ckpt.errors import AutomodelError
 
-_KEY = "checkpoint.verify_replicas"
+KEY = "checkpoint.verify_replicas"
 _MAX_NAMED = 8
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -28,29 +28,18 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class ReplicaCheck:
     """Compares the parameters of *model* between the ranks that hold replicas of them.
 
-    *is_replicated* states whether the strategy replicates the model over all data-parallel ranks (DDP). Raises
-    :class:`RecipeError` if the strategy has no replicas.
+    *is_replicated* states whether the strategy replicates the model over all data-parallel ranks (DDP).
     """
 
     def __init__(self, model: nn.Module, layout: RankLayout, *, is_replicated: bool) -> None:
         self._model = unwrap(model)
         self._group = layout.gloo_group
         self._rank = layout.rank
-        sizes = layout.sizes
         if is_replicated:
             self._shard: tuple[int, ...] = (layout.pp_rank, layout.tp_rank)
-            num_replicas = sizes.token_parts
         else:
-            shard_rank = layout.dp_rank % sizes.dp_shard
+            shard_rank = layout.dp_rank % layout.sizes.dp_shard
             self._shard = (layout.pp_rank, shard_rank, layout.cp_rank, layout.tp_rank)
-            num_replicas = sizes.dp_replicate
-        if num_replicas == 1:
-            raise RecipeError(
-                "the model has no replicas to compare",
-                where=_KEY,
-                value=f"mesh: {sizes}",
-                hint=f"use distributed.strategy ddp or dp_replicate_size above 1, or remove {_KEY}",
-            )
 
     def check(self, step: int) -> None:
         """Raise :class:`AutomodelError` on all ranks if replicas differ after *step*. Collective.
@@ -65,7 +54,7 @@ class ReplicaCheck:
 
         # A short exchange first: in a correct run, it is the only one.
         digests = gather_or_raise(
-            self._group, digest_here, f"comparing replicas after step {step}", _KEY, AutomodelError
+            self._group, digest_here, f"comparing replicas after step {step}", KEY, AutomodelError
         )
         shards = [shard for shard, _ in digests]
         if len(set(digests)) == len(set(shards)):
@@ -109,7 +98,7 @@ def _difference(
     more = f" and {len(ranks) - _MAX_NAMED} more" if len(ranks) > _MAX_NAMED else ""
     return AutomodelError(
         f"replicas of the model differ after step {step}: rank {listed}{more} has other values",
-        where=f"{_KEY}: {differing[ranks[0]]}",
+        where=f"{KEY}: {differing[ranks[0]]}",
         value="silent data corruption",
         hint="check the memory and the GPU of each of these ranks; the same command continues from the last checkpoint",
     )

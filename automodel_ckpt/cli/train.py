@@ -33,7 +33,12 @@ from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import CommandLine, parse
 from automodel_ckpt.config.schema_keys import closest
 from automodel_ckpt.config.yaml_tree import Node
-from automodel_ckpt.distributed.mesh_sizes import Sizes, choose_strategy, share_out
+from automodel_ckpt.distributed.mesh_sizes import (
+    Sizes,
+    choose_strategy,
+    require_replicas,
+    share_out,
+)
 from automodel_ckpt.errors import EXIT_DONE, AutomodelError, Problem, RecipeError, describe
 from automodel_ckpt.user_code import reporting_user_failures
 
@@ -137,7 +142,7 @@ def _run_recipe(line: CommandLine) -> int:
     if "selftest_resume" in line.modes:
         return selftest(loaded, line, lambda *arguments: _observed(line, *arguments))
     ranks = known_ranks(line.flags)
-    check_batches(loaded, ranks)
+    check_ranks(loaded, ranks)
     check_node_counts(loaded, line.flags)
     finished = None if "dry_run" in line.modes else finished_text(loaded, line.flags)
     if finished is not None:
@@ -167,7 +172,7 @@ def _write_launcher(loaded: LoadedRecipe, line: CommandLine, options: LauncherOp
 
     check_flags(line.flags)
     num_ranks = int(line.flags.nnodes) * int(line.flags.nproc_per_node)
-    check_batches(loaded, num_ranks)
+    check_ranks(loaded, num_ranks)
     write_launcher(loaded, line, options, mesh_sizes(loaded, num_ranks))
     return EXIT_DONE
 
@@ -283,12 +288,19 @@ def known_ranks(flags: LaunchFlags) -> int | None:
     return None
 
 
-def check_batches(loaded: LoadedRecipe, ranks: int | None) -> None:
-    """Raise :class:`RecipeError` if the parallel sizes or the global batch size do not fit the number of *ranks*."""
+def check_ranks(loaded: LoadedRecipe, ranks: int | None) -> None:
+    """Raise :class:`RecipeError` if what the recipe says of ranks does not fit their number.
+
+    That are the parallel sizes, the global batch size, and the comparison of replicas.
+    """
     if ranks is None:
         return
+    sizes = mesh_sizes(loaded, ranks)
+    if loaded.config.checkpoint.verify_replicas:
+        strategy = choose_strategy(loaded.config.distributed.strategy, sizes)
+        require_replicas(strategy, sizes, loaded.origins["checkpoint.verify_replicas"])
     steps = loaded.config.step_scheduler
-    dp_size = mesh_sizes(loaded, ranks).dp
+    dp_size = sizes.dp
     if steps.global_batch_size % (steps.local_batch_size * dp_size) == 0:
         return
     global_batch = loaded.tree.at("step_scheduler.global_batch_size")
@@ -314,7 +326,7 @@ def check_node_counts(loaded: LoadedRecipe, flags: LaunchFlags) -> None:
     errors: dict[int, RecipeError] = {}
     for num_nodes in node_counts:
         try:
-            check_batches(loaded, num_nodes * int(flags.nproc_per_node))
+            check_ranks(loaded, num_nodes * int(flags.nproc_per_node))
         except RecipeError as error:
             errors[num_nodes] = error
     if not errors:

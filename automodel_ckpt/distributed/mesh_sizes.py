@@ -135,6 +135,21 @@ def choose_strategy(strategy: str, sizes: Sizes) -> Strategy:
     return strategy  # type: ignore[return-value]  # the schema knows no others
 
 
+def require_replicas(strategy: Strategy, sizes: Sizes, where: str) -> None:
+    """Raise :class:`RecipeError` if no two ranks store the same parameters.
+
+    *where* is the origin of ``checkpoint.verify_replicas``, which compares them.
+    """
+    num_replicas = sizes.token_parts if strategy == "ddp" else sizes.dp_replicate
+    if num_replicas == 1:
+        raise RecipeError(
+            "the model has no replicas to compare",
+            where=where,
+            value=f"mesh: {sizes}",
+            hint="use distributed.strategy ddp or dp_replicate_size above 1, or remove verify_replicas",
+        )
+
+
 def _problems(strategy: str, sizes: Sizes) -> list[Problem]:
     where = f"{_WHERE}.strategy"
     problems = []

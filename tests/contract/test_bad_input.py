@@ -149,6 +149,11 @@ TABLE: list[tuple[str, list[str], list[str]]] = [
         ["--nproc-per-node=4", "--distributed.tp_size=2"],
         ["global_batch_size must be a multiple of local_batch_size x ranks", "ranks: 2"],
     ),
+    (
+        "checkpoint:\n  verify_replicas: true\n",
+        ["--nproc-per-node=4", "--distributed.strategy=fsdp2"],
+        ["no replicas to compare", "recipe.yaml:7", "dp_shard 4"],
+    ),
     ("step_scheduler:\n  ckpt_on_best: true\n", [], ["need a validation_dataset"]),
     (
         "checkpoint:\n  save_consolidated: sometimes\n",

@@ -9,7 +9,12 @@ import torch
 from torch.distributed import ProcessGroup
 
 from automodel_ckpt.distributed.mesh import RankLayout
-from automodel_ckpt.distributed.mesh_sizes import Sizes, choose_strategy, share_out
+from automodel_ckpt.distributed.mesh_sizes import (
+    Sizes,
+    choose_strategy,
+    require_replicas,
+    share_out,
+)
 from automodel_ckpt.distributed.parallelize import Parallelism, check_parallelism
 from automodel_ckpt.errors import RecipeError
 
@@ -70,6 +75,14 @@ def test_a_strategy_that_cannot_use_the_grid_is_refused(
 ) -> None:
     with pytest.raises(RecipeError, match=what):
         choose_strategy(strategy, sizes)
+
+
+def test_only_ddp_and_hsdp_have_replicas() -> None:
+    require_replicas("ddp", Sizes(dp_shard=2), "recipe.yaml:3")
+    require_replicas("fsdp2", Sizes(dp_replicate=2, dp_shard=2), "recipe.yaml:3")
+    for strategy, sizes in (("fsdp2", Sizes(dp_shard=4, tp=2)), ("single", Sizes())):
+        with pytest.raises(RecipeError, match=r"no replicas to compare\n  where:  recipe.yaml:3"):
+            require_replicas(strategy, sizes, "recipe.yaml:3")
 
 
 def test_tensor_parallel_ranks_share_a_part_of_the_data_and_one_of_them_speaks_for_it() -> None:
