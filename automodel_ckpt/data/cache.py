@@ -65,8 +65,11 @@ def _build(final: Path, build: Callable[[Path], None]) -> None:
             fsync_file(path)
         # The parent is not flushed: if a power failure undoes the rename, the data is built again.
         partial.rename(final)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
+        # Errors of write(), such as that of a full disk, do not contain a path.
+        if isinstance(error, OSError) and not error.filename:
+            error.filename = str(final.parent)
         raise
 
 
