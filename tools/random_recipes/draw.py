@@ -261,14 +261,19 @@ KINDS: dict[str, tuple[str, Callable[[_Some], None]]] = {
 def _add_mesh(some: _Some, ranks: int) -> None:
     if ranks == 1:
         return
-    mesh = some.numbers.choice(["auto", "fsdp2", "fsdp2", "ddp", "tp", "hsdp", "cp", "pp", "ep"])
+    meshes = ["auto", "fsdp2", "fsdp2", "ddp"]
+    if ranks % 2 == 0:
+        meshes += ["tp", "hsdp", "cp", "pp", "ep"]
+    mesh = some.numbers.choice(meshes)
     if mesh in ("fsdp2", "ddp"):
         some.always("distributed.strategy", mesh)
-    elif mesh in ("tp", "cp", "pp", "ep"):
-        some.always(f"distributed.{mesh}_size", 2)
-    elif mesh == "hsdp" and ranks == 4:
+    elif mesh == "hsdp":
         some.always("distributed.strategy", "fsdp2")
         some.always("distributed.dp_replicate_size", 2)
+    elif mesh != "auto":
+        some.always(f"distributed.{mesh}_size", 2)
+    if mesh in ("ddp", "hsdp"):
+        some.maybe(0.3, "checkpoint.verify_replicas", True)
 
 
 def _add_model(some: _Some) -> None:
@@ -292,17 +297,23 @@ def _add_checkpoints(some: _Some) -> None:
     some.maybe(0.15, "checkpoint.average_last", 2)
     some.maybe(0.2, "checkpoint.export_best", True)
     some.maybe(0.1, "checkpoint.memory", {}, {"every_steps": 1})
-    some.maybe(0.1, "checkpoint.verify_replicas", True)
 
 
-_OPTIMIZERS = ("SGD", "Adafactor", "RMSprop", "Muon", "Adam", "NAdam", "Adagrad")
+_SCHEDULES = (
+    {"name": "linear", "warmup_steps": 2},
+    {"name": "constant"},
+    {"name": "warmup_stable_decay", "warmup_steps": 1, "kwargs": {"num_decay_steps": 2}},
+    {"name": "polynomial", "kwargs": {"power": 2.0}},
+    {"name": "inverse_sqrt", "warmup_steps": 2},
+    {"name": "cosine_with_restarts", "kwargs": {"num_cycles": 2}},
+)
+_OPTIMIZERS = ("SGD", "Adafactor", "RMSprop", "Adam", "NAdam", "Adagrad")
 
 
 def _add_training(some: _Some) -> None:
-    schedules = ("linear", "constant", "wsd", "polynomial", "inverse_sqrt")
-    some.maybe(0.2, "lr_scheduler.name", *schedules)
-    optimizers = [f"torch.optim.{name}" for name in _OPTIMIZERS]
-    some.maybe(0.25, "optimizer._target_", *optimizers)
+    some.maybe(0.2, "lr_scheduler", *_SCHEDULES)
+    optimizers = [{"_target_": f"torch.optim.{name}", "lr": 0.002} for name in _OPTIMIZERS]
+    some.maybe(0.25, "optimizer", *optimizers)
     some.maybe(0.15, "clip_grad_norm", None, 0.1)
     some.maybe(0.1, "dataloader.num_workers", 1, 2)
     some.maybe(0.1, "seed", 0, 7)
