@@ -13,6 +13,15 @@ if TYPE_CHECKING:
     from automodel_ckpt.models.adapter import Lora
 
 _MAX_NAMED = 5
+_OPTIONS = (
+    "rank_pattern",
+    "alpha_pattern",
+    "dropout",
+    "modules_to_save",
+    "use_dora",
+    "use_rslora",
+    "bias",
+)
 _PREFIX = "base_model.model."
 # The layer of the base inside the module that replaces it.
 _INNER = ".base_layer."
@@ -62,6 +71,8 @@ def _build(settings: AdapterSettings, base: str, run: Path) -> AdapterModel:
     lora = Lora(
         r=settings.r,
         alpha=settings.alpha,
+        rank_pattern=settings.rank_pattern,
+        alpha_pattern=settings.alpha_pattern,
         dropout=settings.dropout,
         target_modules=settings.targets,
         modules_to_save=settings.saved,
@@ -126,7 +137,7 @@ def _section(lora: Lora, peft_targets: list[str] | str, *, is_tied: bool) -> dic
         targets = peft_targets
     section["target_modules"] = targets
     default = type(lora)()
-    for name in ("dropout", "modules_to_save", "use_dora", "use_rslora", "bias"):
+    for name in _OPTIONS:
         value = getattr(lora, name)
         if value != getattr(default, name):
             section[name] = value

@@ -144,6 +144,8 @@ _MODEL = {
 _ADAPTERS = {
     **_same("lora_r lora_rank", "peft.r"),
     **_same("lora_alpha", "peft.alpha"),
+    **_same("lora_rank_pattern", "peft.rank_pattern"),
+    **_same("lora_alpha_pattern", "peft.alpha_pattern"),
     **_same("lora_dropout", "peft.dropout"),
     **_same(
         "lora_target_modules lora_target lora_attn_modules lora_target_linear",

@@ -3,7 +3,7 @@
 ``adapter_config.json`` (peft 0.21, ``LoraConfig``) states the kind of an adapter, and the names in
 ``adapter_model.safetensors`` state where it is: ``base_model.model.<layer>.lora_A.weight``. Only options that a
 recipe's ``peft`` section has are accepted. peft itself never reads the file: it imports modules that the file names
-(``megatron_core``), and evaluates its regular expressions.
+(``megatron_core``), and evaluates its regular expressions, which can take forever.
 
 The command that imports builds the model with these settings, without memory, because the base and its layers decide
 the names and the order of the parameters.
@@ -25,6 +25,7 @@ from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.sources.model_files import is_tokenizer_file
 from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.convert.base_copies import check_copies
+from automodel_ckpt.convert.layer_patterns import matches_layer
 from automodel_ckpt.convert.sources.files import read_json
 from automodel_ckpt.convert.training_state import ModelParameter, Parameters
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
@@ -40,12 +41,14 @@ _ADAPTER_PARTS = (
 _BIASES = ("none", "all", "lora_only")
 _NAME = re.compile(r"[A-Za-z0-9_.]+", re.ASCII)
 _MAX_RANK = 1 << 16
+_MAX_PATTERNS = 1 << 14
 _MAX_SIDE_BYTES = 128 << 20
 _MAX_NAMED = 5
 _MERGE = "merge it into its base with peft (merge_and_unload), and import the result"
 # Options with any value: a recipe has them, or they do not affect the function that the adapter computes.
 _READ_OPTIONS = frozenset(
     {
+        "alpha_pattern",
         "auto_mapping",
         "base_model_name_or_path",
         "bias",
@@ -64,6 +67,7 @@ _READ_OPTIONS = frozenset(
         "peft_version",
         "qalora_group_size",
         "r",
+        "rank_pattern",
         "revision",
         "target_modules",
         "task_type",
@@ -80,12 +84,15 @@ class AdapterSettings:
     """The kind and the location of an adapter: fields of a recipe's ``peft`` section.
 
     *targets* are the full names of the layers with an adapter, *saved* those of the modules that are trained in full.
+    *rank_pattern* and *alpha_pattern* have the ranks and alphas of layers with others than *r* and *alpha*.
     *base* is the name of the base in the file: a directory or a name on the Hub, empty if the file has none. *revision*
     is its branch, tag or commit on the Hub; None: the main branch.
     """
 
     r: int
     alpha: int
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, int]
     dropout: float
     targets: tuple[str, ...]
     saved: tuple[str, ...]
@@ -159,18 +166,22 @@ def _built(directory: Path, settings: AdapterSettings, build: AdapterBuilder) ->
         ) from error
 
 
-def _read_settings(directory: Path, names: Iterable[str]) -> AdapterSettings:
+def _read_settings(directory: Path, tensors: Mapping[str, Tensor]) -> AdapterSettings:
     path = directory / layout.ADAPTER_CONFIG
     options = read_json(directory, layout.ADAPTER_CONFIG)
     if options is None:
         raise _unusable("the adapter has no description", path, "no such file")
     _check_options(options, path)
-    targets, others = _modules_of(names, path)
+    targets, others = _modules_of(tensors, path)
+    ranks = _numbers_of(options, "rank_pattern", targets, path)
+    alphas = _numbers_of(options, "alpha_pattern", targets, path)
     saved_names = options.get("modules_to_save") or []
     saved = [name for name in others if name.endswith(tuple(saved_names))]
     return AdapterSettings(
         r=options["r"],
         alpha=options["lora_alpha"],
+        rank_pattern=ranks,
+        alpha_pattern=alphas,
         dropout=float(options.get("lora_dropout", 0.0)),
         targets=tuple(targets),
         saved=tuple(saved),
@@ -182,6 +193,40 @@ def _read_settings(directory: Path, names: Iterable[str]) -> AdapterSettings:
         base=options.get("base_model_name_or_path") or "",
         revision=base_revision(options, path),
     )
+
+
+def _numbers_of(
+    options: Mapping[str, Any], option: str, targets: Sequence[str], path: Path
+) -> dict[str, int]:
+    """Return the numbers that patterns give to layers: by the patterns, if a recipe has them, else by full names.
+
+    peft ignores patterns that match no layer.
+    """
+    patterns = options.get(option) or {}
+    if not isinstance(patterns, dict) or len(patterns) > _MAX_PATTERNS:
+        raise _unusable("an option of the adapter is damaged", path, f"{option}: {patterns!r:.100}")
+    by_layer: dict[str, int] = {}
+    used: dict[str, int] = {}
+    for pattern, number in patterns.items():
+        if type(number) is not int or not 0 < number <= _MAX_RANK:
+            what = "an option of the adapter is not a positive number"
+            raise _unusable(what, path, f"{option}: {pattern[:100]!r}: {number!r:.100}")
+        try:
+            matches = [name for name in targets if matches_layer(pattern, name)]
+        except ValueError as error:
+            raise CheckpointUnusable(
+                "a pattern of the adapter is not read, because it can take forever to match",
+                where=str(path),
+                value=f"{option}: {pattern[:100]!r} ({error})",
+                hint=f"replace it in the file by names of layers; or {_MERGE}",
+            ) from error
+        if matches:
+            used[pattern] = number
+        for name in matches:
+            by_layer.setdefault(name, number)
+    if all(_NAME.fullmatch(pattern) for pattern in used):
+        return used
+    return by_layer
 
 
 def _check_options(options: Mapping[str, Any], path: Path) -> None:

@@ -17,11 +17,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from automodel_ckpt.checkpoint.tensors.float_cast import Array
+from automodel_ckpt.convert.layer_patterns import matches_layer
 from automodel_ckpt.errors import CheckpointUnusable
 
 _LARGEST_ALPHA = 1e9
 _PREFIX = "base_model.model."
-_MODULE_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _FACTOR = re.compile(
     r"(.+)\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(?:\.weight)?"
 )
@@ -218,16 +218,10 @@ def scale_of(config: Mapping[str, Any], rank: int, module: str) -> float:
 
 
 def _names_module(pattern: str, module: str) -> bool:
-    """Whether a key of ``alpha_pattern`` names the module: by its end, or with ``^`` by its whole name.
-
-    peft accepts regular expressions too. They are rejected here, because one from a file can take forever to match.
-    """
-    name = pattern.removeprefix("^").removesuffix("$")
-    if not _MODULE_NAME.fullmatch(name):
-        raise ValueError(f"alpha_pattern has a regular expression: {pattern[:50]}")
-    if module == name:
-        return True
-    return not pattern.startswith("^") and module.endswith(f".{name}")
+    try:
+        return matches_layer(pattern, module)
+    except ValueError as error:
+        raise ValueError(f"alpha_pattern has a regular expression: {pattern[:50]}") from error
 
 
 def merged(

@@ -14,7 +14,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -45,6 +45,8 @@ class Lora:
 
     r: int = 8
     alpha: int = 16
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, int] = field(default_factory=dict)
     dropout: float = 0.0
     target_modules: Sequence[str] | str = ALL_LINEAR
     target_parameters: Sequence[str] | str = ()
@@ -97,7 +99,11 @@ def add_adapters(
         "base_model_class": type(model).__name__,
         "parent_library": type(model).__module__,
     }
+    ranks, alphas = _numbers_of_layers(lora, targets)
     peft_config = _lora_config(model, lora, targets, parameters, saved, task_type)
+    all_names = [*targets, *(name.rpartition(".")[0] for name in parameters)]
+    peft_config.rank_pattern = _peft_patterns(lora.rank_pattern, ranks, all_names)
+    peft_config.alpha_pattern = _peft_patterns(lora.alpha_pattern, alphas, all_names)
     wrapped = _wrap(model, peft_config, autocast=lora.dtype == "float32")
     _draw_without_base(wrapped, peft_config.init_lora_weights)
     was_resized = num_base_rows is not None and num_base_rows != num_embeddings(model)
@@ -110,6 +116,8 @@ def add_adapters(
         document["auto_mapping"] = base_class
     description = asdict(lora) | {"targets": targets, "saved": saved, "resized": was_resized}
     description["parameters"] = parameters
+    description["ranks"] = {name: rank for name, rank in ranks.items() if rank != lora.r}
+    description["alphas"] = {name: alpha for name, alpha in alphas.items() if alpha != lora.alpha}
     _log_what_is_saved(wrapped, [*targets, *parameters], saved)
     return Adapted(wrapped, document, description)
 
@@ -249,6 +257,52 @@ def find_modules(
     if problems:
         raise RecipeError.all_of(problems)
     return [name for name in modules if name in found], saved
+
+
+def _numbers_of_layers(lora: Lora, targets: Sequence[str]) -> tuple[dict[str, int], dict[str, int]]:
+    """The ranks and the alphas of the layers *targets* that a pattern matches.
+
+    Raises :class:`RecipeError` with every pattern that matches none of them.
+    """
+    found: list[dict[str, int]] = []
+    problems: list[Problem] = []
+    for key, patterns in (
+        ("peft.rank_pattern", lora.rank_pattern),
+        ("peft.alpha_pattern", lora.alpha_pattern),
+    ):
+        numbers: dict[str, int] = {}
+        for pattern, number in patterns.items():
+            matches = [name for name in targets if _matches(pattern, name)]
+            for name in matches:
+                numbers.setdefault(name, number)
+            if not matches:
+                what = "no adapted layer has this name"
+                problems.append(Problem(what, key, pattern, _available(targets)))
+        found.append(numbers)
+    if problems:
+        raise RecipeError.all_of(problems)
+    ranks, alphas = found
+    return ranks, alphas
+
+
+def _peft_patterns(
+    patterns: Mapping[str, int], numbers: Mapping[str, int], names: Sequence[str]
+) -> dict[str, int]:
+    """The patterns by which peft gives the *numbers* to exactly their layers, among *names*.
+
+    peft's are regular expressions for the end of a name. These are the *patterns* themselves if possible, otherwise
+    full names.
+    """
+    selected: dict[str, int] = {}
+    if all(re.fullmatch(r"[\w.]+", pattern) for pattern in patterns):
+        for name in names:
+            for pattern, number in patterns.items():
+                if re.match(rf"(.*\.)?({pattern})$", name):
+                    selected[name] = number
+                    break
+        if selected == numbers:
+            return dict(patterns)
+    return {f"^{name}": number for name, number in numbers.items()}
 
 
 def find_parameters(model: nn.Module, patterns: Sequence[str] | str) -> list[str]:

@@ -971,6 +971,8 @@ EFFECTS: dict[str, Observed | Proven | OneValue] = {
     "peft.method": OneValue(),
     "peft.r": Observed(adapters, "4", ADAPTED),
     "peft.alpha": Observed(adapters, "32", ADAPTED),
+    "peft.rank_pattern": Observed(adapters, "{q_proj: 4}", ADAPTED),
+    "peft.alpha_pattern": Observed(adapters, "{q_proj: 4}", ADAPTED),
     "peft.dropout": Observed(adapters, "0.1", ADAPTED),
     "peft.target_modules": Observed(adapters, "[q_proj]", ADAPTED),
     "peft.target_parameters": Proven(

@@ -90,7 +90,8 @@ def test_an_adapter_that_does_not_fit_is_an_error(tmp_path: Path, capsys: Captur
     base = f"--base={BASE}"
     text = error(base, r=3)
     assert "lora_A.weight: in the file [2, 8], in the model [3, 8]" in text
-    assert "a recipe has none like it" in error(base, rank_pattern={"q_proj": 4})
+    text = error(base, rank_pattern={"q_proj": 4})
+    assert "q_proj.lora_A.weight: in the file [2, 8], in the model [4, 8]" in text
     assert "a recipe has none like it" in error(base, init_lora_weights="pissa")
     assert "not a positive number" in error(base, r=True)
     assert "--base" in error("--config", str(BASE))

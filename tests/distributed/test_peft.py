@@ -40,6 +40,8 @@ SHORT = (
 VARIANTS = {
     "lora": (
         "--peft.target_modules=[q_proj,v_proj]",
+        "--peft.rank_pattern={v_proj: 4}",
+        "--peft.alpha_pattern={'*.1.self_attn.*': 20}",
         "--checkpoint.model_save_format=torch_save",
         "--checkpoint.save_consolidated=final",
     ),
@@ -233,6 +235,7 @@ def test_another_base_of_the_same_shapes_is_refused_and_a_moved_one_is_not(tmp_p
     ("overrides", "said"),
     [
         (("--peft.alpha=32",), "alpha: saved 16, here 32"),
+        (("--peft.alpha_pattern={q_proj: 32}",), "alphas: saved {}, here {'model.layers.0."),
         (("--peft.use_rslora",), "use_rslora: saved False, here True"),
         (("--peft.target_modules=q_proj",), "targets: saved"),
         (("--peft=null",), "does not match this recipe"),

@@ -20,8 +20,18 @@ from automodel_ckpt.checkpoint.sources.base_maps import EXPECTED_TENSORS, BaseMa
 from automodel_ckpt.errors import CheckpointUnusable
 
 # Settings that decide which function an adapter computes. Others affect only training, or the shapes of tensors.
-_BINDING = ("r", "alpha", "use_dora", "use_rslora", "targets", "parameters", "saved")
-_NEW_SETTINGS: Mapping[str, Any] = {"parameters": []}
+_BINDING = (
+    "r",
+    "alpha",
+    "ranks",
+    "alphas",
+    "use_dora",
+    "use_rslora",
+    "targets",
+    "parameters",
+    "saved",
+)
+_NEW_SETTINGS: Mapping[str, Any] = {"parameters": [], "ranks": {}, "alphas": {}}
 """The values of settings that checkpoints of earlier versions do not have."""
 
 

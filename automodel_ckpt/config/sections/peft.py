@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from automodel_ckpt.config.rules import (
     AT_LEAST_1,
     BELOW_1,
     Relation,
+    Rule,
     setting,
+)
+
+_NUMBERS_BY_NAME = Rule(
+    lambda numbers: all(type(number) is int and number >= 1 for number in numbers.values()),
+    "a mapping from names of layers to whole numbers of 1 or more",
 )
 
 
@@ -23,6 +29,14 @@ class PeftConfig:
     """LoRA rank."""
     alpha: int = setting(16, AT_LEAST_1)
     """LoRA alpha. The adapter's output is scaled by alpha / r, or by alpha / sqrt(r) with use_rslora."""
+    rank_pattern: dict[str, Any] = field(
+        default_factory=dict, metadata={"rules": (_NUMBERS_BY_NAME,)}
+    )
+    """Ranks of some layers of target_modules, by name or glob pattern; the first that matches a layer is used."""
+    alpha_pattern: dict[str, Any] = field(
+        default_factory=dict, metadata={"rules": (_NUMBERS_BY_NAME,)}
+    )
+    """Alphas of some layers of target_modules, by name or glob pattern; the first that matches a layer is used."""
     dropout: float = setting(0.0, BELOW_1)
     """Dropout probability of the adapter's input during training."""
     target_modules: list[str] | str = "all-linear"
@@ -55,10 +69,13 @@ class PeftConfig:
 
     relations: ClassVar[tuple[Relation, ...]] = (
         Relation(
-            ("init", "r"),
-            lambda peft: peft.init != "orthogonal" or peft.r % 2 == 0,
-            "init orthogonal needs an even r",
-            "use an even r, or remove init",
+            ("init", "r", "rank_pattern"),
+            lambda peft: (
+                peft.init != "orthogonal"
+                or all(rank % 2 == 0 for rank in (peft.r, *peft.rank_pattern.values()))
+            ),
+            "init orthogonal needs even ranks (r and rank_pattern)",
+            "use even ranks, or remove init",
         ),
         Relation(
             ("dropout", "use_dora", "init", "target_parameters"),

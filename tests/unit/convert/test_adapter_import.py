@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.convert.layer_patterns import matches_layer
 
 Capture = pytest.CaptureFixture[str]
 Error = Callable[..., str]
@@ -162,3 +164,59 @@ def test_tied_adapters_are_an_error_without_the_key_of_a_recipe(
     text = error(adapter)
     assert "adapters on an embedding and on its tied output layer" in text
     assert "merge_and_unload" in text and "peft.ensure_weight_tying" not in text
+
+
+@pytest.mark.parametrize(
+    "patterns",
+    [
+        {"q_proj": 4, "layers.1.self_attn.v_proj": 1},
+        {r"^model\.layers\.0\..*": 4, "nothing": 3},
+        {r".*1.self_attn.v_proj$": 4, "v_proj": 1},
+    ],
+)
+def test_ranks_and_alphas_of_single_layers_are_imported(
+    tmp_path: Path, imported: Callable[..., dict[str, Any]], patterns: dict[str, int]
+) -> None:
+    base = base_in(tmp_path / "base")
+    alphas = {pattern: 7 * number for pattern, number in patterns.items()}
+    adapter = adapter_on(
+        base,
+        tmp_path / "adapter",
+        target_modules=["q_proj", "v_proj"],
+        rank_pattern=patterns,
+        alpha_pattern=alphas,
+        use_rslora=True,
+    )
+    report = imported(adapter)
+    model = Path(report["checkpoint"]) / "model"
+    assert torch.equal(logits_of(base, adapter), logits_of(base, model))
+    config = json.loads((model / "adapter_config.json").read_text())
+    assert config["rank_pattern"] == report["peft"]["rank_pattern"]
+
+
+def test_an_expression_that_can_take_forever_is_an_error(tmp_path: Path, error: Error) -> None:
+    base = base_in(tmp_path / "base")
+    adapter = adapter_on(base, tmp_path / "adapter", target_modules=["q_proj"])
+    path = adapter / "adapter_config.json"
+    config = json.loads(path.read_text())
+
+    def message(**changed: Any) -> str:
+        path.write_text(json.dumps({**config, **changed}))
+        return error(adapter)
+
+    text = message(alpha_pattern={"(.*.*.*)+x": 4})
+    assert "alpha_pattern: '(.*.*.*)+x'" in text and "replace it in the file" in text
+    assert "not a positive number" in message(rank_pattern={"q_proj": True})
+    assert "an option of the adapter is damaged" in message(rank_pattern=["q_proj"])
+    text = message(rank_pattern={"q_proj": 4})
+    assert "lora_A.weight: in the file [2, 8], in the model [4, 8]" in text
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["q_proj", "1.q_proj", "a.q", "^a.q_proj", "a", ".*", "^.*q_proj", r"1\.q_proj$", "a.*j", "^q"],
+)
+def test_patterns_match_what_peft_matches(pattern: str) -> None:
+    names = ["a.1.q_proj", "a.q_proj", "aXq_proj", "q_proj", "a", "b.a.1.q_proj", "a1.q_projj"]
+    theirs = [name for name in names if re.match(rf"(.*\.)?({pattern})$", name)]
+    assert [name for name in names if matches_layer(pattern, name)] == theirs

@@ -87,6 +87,38 @@ def test_names_that_choose_nothing_or_contradict_each_other_are_refused(
     assert said in str(caught.value) and "peft." in str(caught.value)
 
 
+def test_single_layers_have_other_ranks_and_alphas() -> None:
+    lora = Lora(
+        target_modules=["q_proj", "v_proj"],
+        rank_pattern={"1.self_attn.q_proj": 3, "q_proj": 8},
+        alpha_pattern={"*.1.*": 5},
+    )
+    added = add_adapters(llama(), lora, task_type="CAUSAL_LM")
+    found = {}
+    for name, layer in added.model.named_modules():
+        if hasattr(layer, "lora_A") and layer.lora_A:
+            rank = layer.lora_A["default"].weight.shape[0]
+            found[name.removeprefix("base_model.model.model.")] = rank, layer.scaling["default"]
+    assert found == {
+        "layers.0.self_attn.q_proj": (8, 2.0),
+        "layers.0.self_attn.v_proj": (8, 2.0),
+        "layers.1.self_attn.q_proj": (3, 5 / 3),
+        "layers.1.self_attn.v_proj": (8, 5 / 8),
+    }
+    assert added.peft_config["rank_pattern"] == lora.rank_pattern
+    # A glob has no equal in peft's language but names.
+    assert added.peft_config["alpha_pattern"] == {
+        "^model.layers.1.self_attn.q_proj": 5,
+        "^model.layers.1.self_attn.v_proj": 5,
+    }
+    assert added.description["ranks"] == {"model.layers.1.self_attn.q_proj": 3}
+    wrong = Lora(target_modules=["q_proj"], rank_pattern={"v_proj": 3}, alpha_pattern={"x": 3})
+    with pytest.raises(RecipeError) as caught:
+        add_adapters(llama(), wrong, task_type="CAUSAL_LM")
+    assert "peft.rank_pattern" in str(caught.value) and "peft.alpha_pattern" in str(caught.value)
+    assert "there are q_proj" in str(caught.value)
+
+
 def test_layers_that_peft_would_take_for_experts_or_refuses_get_no_adapter(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -1,0 +1,42 @@
+"""Match the patterns of peft's ``rank_pattern`` and ``alpha_pattern`` in linear time, without regular expressions.
+
+peft evaluates ``re.match(rf"(.*\\.)?({pattern})$", name)``. An expression from a file can take forever to match, so
+that only the part of the language that names of layers need is accepted: text, ``.``, ``\\.``, ``.*``, ``^``, ``$``.
+"""
+
+from __future__ import annotations
+
+import re
+
+_PART = re.compile(r"\.\*|\\\.|[A-Za-z0-9_.-]", re.ASCII)
+_MANY = ".*"
+
+
+def matches_layer(pattern: str, name: str) -> bool:
+    """Return whether peft's *pattern* matches the end of the *name* of a layer, or with ``^`` the whole name.
+
+    Raises ValueError for a pattern with other characters of regular expressions.
+    """
+    inner = pattern.removeprefix("^").removesuffix("$")
+    parts = _PART.findall(inner)
+    if "".join(parts) != inner or not parts:
+        raise ValueError("only names, `.`, `.*`, `^` and `$` are read")
+    starts = [0]
+    if not pattern.startswith("^"):
+        starts += [place + 1 for place, character in enumerate(name) if character == "."]
+    # The places in the name up to which the parts so far match.
+    places = set(starts)
+    for part in parts:
+        if part == _MANY:
+            places = set(range(min(places), len(name) + 1))
+        else:
+            places = {place + 1 for place in places if _matches(part, name[place : place + 1])}
+        if not places:
+            return False
+    return len(name) in places
+
+
+def _matches(part: str, character: str) -> bool:
+    if part == ".":
+        return bool(character)
+    return character == part[-1]
