@@ -55,6 +55,18 @@ def without_hidden(text: str) -> str:
     return text
 
 
+def printable(text: str) -> str:
+    """Escape the characters of *text* that control a terminal: controls, escape sequences, direction marks."""
+    if text.isprintable():
+        return text
+    characters = []
+    for character in text:
+        if not character.isprintable():
+            character = character.encode("unicode_escape").decode()
+        characters.append(character)
+    return "".join(characters)
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """One problem: *what* failed, *where* (file and line, flag, or path), the *value*, and a *hint*."""
@@ -66,7 +78,9 @@ class Problem:
 
     def __str__(self) -> str:
         lines = [self.what]
-        for label, text in (("where", self.where), ("value", self.value), ("hint", self.hint)):
+        # A newline in a path would begin a line of the message. Values may have several lines.
+        where = printable(self.where) if self.where else self.where
+        for label, text in (("where", where), ("value", self.value), ("hint", self.hint)):
             if text is not None and text != "":
                 lines.append(f"  {label + ':':8}{text}")
         return without_hidden("\n".join(lines))

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, TextIO, cast
 from unicodedata import category, east_asian_width
 
-from automodel_ckpt.errors import OutputFailed, Problem, os_problem
+from automodel_ckpt.errors import OutputFailed, Problem, os_problem, printable
 from automodel_ckpt.units import size_text
 
 __all__ = [
@@ -142,16 +142,6 @@ def output_failure(error: BaseException) -> OutputFailed | None:
     hint = "write the output to a disk with free space, or to a pipe"
     problem = os_problem(error, "the output could not be written", hint=hint)
     return OutputFailed(problem.what, where=problem.where, value=problem.value, hint=problem.hint)
-
-
-def printable(text: str) -> str:
-    """Escape the characters of *text* that control a terminal: controls, escape sequences, direction marks."""
-    characters = []
-    for character in text:
-        if not character.isprintable():
-            character = character.encode("unicode_escape").decode()
-        characters.append(character)
-    return "".join(characters)
 
 
 def printable_lines(text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import sys
 import threading
 import time
@@ -13,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TextIO
 
+from automodel_ckpt.errors import printable
 from automodel_ckpt.training.text_log import TextLog
 from automodel_ckpt.units import duration, folded, size_text
 
@@ -23,6 +25,7 @@ _SMOOTHING = 0.9
 _BAR_CELLS = 10
 _TICK_SECONDS = 0.2
 _COLUMNS = 80
+_BREAK = re.compile(r"[\n\r](?! )")
 _DROPPED_FIRST = ("epoch", "aux", "mem", "lr", "MFU", "tok/s", "left")
 """The figures that a narrow terminal omits, in this order."""
 
@@ -306,18 +309,32 @@ class ProgressHandler(logging.Handler):
         self.setFormatter(logging.Formatter("%(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = self.format(record)
+        text = self.format(_with_plain_arguments(record))
         if record.levelno >= logging.WARNING:
             text = f"{record.levelname.lower()}: {text}"
         # Records contain names from files, whose control characters must not reach the terminal.
-        characters = []
-        for character in text:
-            is_safe = character.isprintable() or character in "\n\t"
-            characters.append(character if is_safe else f"\\x{ord(character):02x}")
-        text = "".join(characters)
+        lines = [[printable(part) for part in line.split("\t")] for line in text.split("\n")]
+        text = "\n".join(map("\t".join, lines))
         self.progress.write_above(text)
         if self.text_log is not None:
             self.text_log.write(text)
+
+
+def _with_plain_arguments(record: logging.LogRecord) -> logging.LogRecord:
+    """The record with escaped line breaks in its arguments that are paths and texts: names must not begin new lines.
+
+    A break before a space begins a further line of a message, and an argument that is the whole message may have lines.
+    """
+    if record.msg == "%s" or not isinstance(record.args, tuple):
+        return record
+    arguments = []
+    for argument in record.args:
+        if isinstance(argument, os.PathLike):
+            argument = printable(str(argument))
+        elif isinstance(argument, str):
+            argument = _BREAK.sub(lambda found: printable(found[0]), argument)
+        arguments.append(argument)
+    return logging.makeLogRecord({**record.__dict__, "args": tuple(arguments)})
 
 
 def set_up_logging(
