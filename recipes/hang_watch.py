@@ -36,6 +36,8 @@ log = logging.getLogger("automodel_ckpt")
 _PAUSE_POLLS = 20
 _JOIN_SECONDS = 15.0
 _WORKING = (STEPS, DATA)
+_SUSPENDED_SECONDS = 1.0
+"""If a poll is so much late, the process was suspended."""
 _STOP_MIN_SECONDS = 60.0
 """In place of a longer ``min_seconds`` after a stop request. Launchers leave a run two minutes at least."""
 _STOP_POLL_SECONDS = 1.0
@@ -48,9 +50,10 @@ class HangWatch:
     """A thread on each rank that notices a step which takes much longer than usual; a context manager.
 
     Time in saves, validations and start-up does not count, nor does the wait for the data of the first step: a stream
-    may have to go to its position. The first steps of a run may take long, but a rank must not wait in a collective for
-    most of its timeout. The thread works while the main thread waits in a collective. The rank with the lowest number
-    that responds reports what all ranks have written.
+    may have to go to its position. Neither does the time in which this process is suspended: if a rank is suspended
+    alone, the others report it, and if all are, none is late. The first steps of a run may take long, but a rank must
+    not wait in a collective for most of its timeout. The thread works while the main thread waits in a collective. The
+    rank with the lowest number that responds reports what all ranks have written.
     """
 
     def __init__(
@@ -86,6 +89,8 @@ class HangWatch:
         self._collectives: dict[str, int] = {}
         self._worked_at_collective = 0.0
         """The time in steps when this rank was last seen to begin a collective."""
+        self._times_guard = threading.Lock()
+        """Held while the thread changes the two times above, which the main thread sets after each step."""
         self._reported: set[int] = set()
         self._answered: set[int] = set()
         self._newest_reported: int | None = None
@@ -138,9 +143,10 @@ class HangWatch:
 
     def note_step(self, step: int) -> None:
         """Note that *step* is complete on this rank."""
-        self._times.note(self._worked() - self._worked_before)
-        self._timeline.step_times = self._times.record
-        self._worked_before, self._completed = self._worked(), step
+        with self._times_guard:
+            self._times.note(self._worked() - self._worked_before)
+            self._timeline.step_times = self._times.record
+            self._worked_before, self._completed = self._worked(), step
 
     def _worked(self) -> float:
         return self._timeline.seconds_in(_WORKING if self._times.has_noted else (STEPS,))
@@ -162,12 +168,26 @@ class HangWatch:
         return min(seconds, _STOP_MIN_SECONDS) if self._is_stopping else seconds
 
     def _watch(self) -> None:
-        while not self._done.wait(self._poll_seconds):
+        while True:
+            seconds, begin = self._poll_seconds, time.monotonic()
+            if self._done.wait(seconds):
+                return
             try:
+                self._leave_out(time.monotonic() - begin - seconds)
                 self._check()
             except Exception:
                 # Nothing here may fail a run.
                 log.debug("the watch for steps that hang failed", exc_info=True)
+
+    def _leave_out(self, seconds: float) -> None:
+        """Do not count *seconds* in which this thread could not run as a part of the present step."""
+        if seconds < _SUSPENDED_SECONDS:
+            return
+        with self._times_guard:
+            worked = self._worked()
+            # At most to now: the step may have begun later, or the process was suspended in a save.
+            self._worked_before = min(self._worked_before + seconds, worked)
+            self._worked_at_collective = min(self._worked_at_collective + seconds, worked)
 
     def _check(self) -> None:
         self._follow()

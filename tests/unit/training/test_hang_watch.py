@@ -411,6 +411,42 @@ def start_again(run: Path, steps: int, times: StepTimes) -> tuple[Timeline, Hang
     return timeline, watched
 
 
+def polled(watched: HangWatch, clock: Clock, *seconds: float) -> list[int]:
+    """The steps that the thread reports in polls that take so many seconds each."""
+    reports: list[int] = []
+    waits = iter(seconds)
+
+    def wait(_: float) -> bool:
+        lasts = next(waits, None)
+        clock.now += lasts or 0.0
+        return lasts is None
+
+    watched._done = SimpleNamespace(wait=wait)  # type: ignore[assignment]
+    watched._report = lambda step, _: reports.append(step)  # type: ignore[method-assign]
+    watched._watch()
+    return reports
+
+
+def test_the_time_in_which_the_process_is_suspended_does_not_count(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("automodel_ckpt.recipes.hang_watch.time", clock)
+    timeline = Timeline()
+    watched = watch(timeline, tmp_path, min_seconds=60.0, factor=10.0)
+    timeline.enter(STEPS)
+    for step in range(1, 10):
+        clock.now += 2
+        watched.note_step(step)
+    assert polled(watched, clock, 3, 500, 3, 3, 40, 3, 3) == []
+    assert polled(watched, clock, *[3] * 12) == []
+    assert polled(watched, clock, 3, 3, 3) == [10], "it hangs all the same"
+    watched.note_step(10)
+    assert watched._times.usual == 2
+    with timeline.phase(SAVES):
+        assert polled(watched, clock, 3, 500) == []
+    assert polled(watched, clock, *[3] * 22) == [11], "a suspension in a save"
+
+
 @pytest.mark.parametrize(
     ("configuration", "compiles", "steps", "limit"),
     [
