@@ -193,6 +193,18 @@ def os_problem(error: OSError, what: str, *, hint: str) -> Problem:
     return Problem(what, " -> ".join(paths), value, hint)
 
 
+NOT_ALLOWED = (errno_names.EACCES, errno_names.EPERM, errno_names.EROFS)
+"""The codes of system calls that the system does not permit."""
+PERMISSIONS_HINT = (
+    "check the owner and the permissions of the directory, and whether it is mounted read-only"
+)
+
+
+def writing_hint(error: OSError) -> str:
+    """What to do first if a file could not be written, as the beginning of a hint."""
+    return PERMISSIONS_HINT if error.errno in NOT_ALLOWED else "free space"
+
+
 @dataclass(frozen=True, slots=True)
 class _Limit:
     """A kind of system limit: the message, the limits in ``resource`` that may cause it, and the hint."""
@@ -255,6 +267,7 @@ _LIMIT_TEXTS = {
     "Cannot allocate memory": _MEMORY,
     "DefaultCPUAllocator: can't allocate memory": _MEMORY,
 }
+_NOT_MAPPED = "failed to map segment from shared object"
 _LIMIT_CODES = {
     errno_names.EMFILE: _OPEN_FILES,
     errno_names.ENFILE: _OPEN_FILES,
@@ -269,6 +282,10 @@ def _limit(error: BaseException) -> _Limit | None:
         return _LIMIT_CODES[error.errno]
     if isinstance(error, MemoryError):
         return _MEMORY
+    # The dynamic loader, which does not state the reason. Without a limit, the file system may forbid to execute files.
+    if isinstance(error, ImportError) and _NOT_MAPPED in str(error):
+        soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+        return None if soft == resource.RLIM_INFINITY else _MEMORY
     if isinstance(error, RuntimeError):
         for text, limit in _LIMIT_TEXTS.items():
             if text in str(error):

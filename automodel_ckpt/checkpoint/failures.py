@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 from dataclasses import replace
 from pathlib import Path
 
 from automodel_ckpt.errors import (
+    NOT_ALLOWED,
+    PERMISSIONS_HINT,
     AutomodelError,
     ExportFailed,
     RecipeError,
@@ -24,10 +25,6 @@ START_AGAIN = "free disk space or repair the directory, then run the same comman
 _NAME_ANOTHER = "set checkpoint.checkpoint_dir to a writable directory with enough free space"
 _EXPORT_AGAIN = (
     "free disk space or repair the directory, then run `ckpt consolidate` to export the checkpoint"
-)
-_NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
-_PERMISSIONS = (
-    "check the owner and the permissions of the directory, and whether it is mounted read-only"
 )
 _HINTS = {RecipeError: _NAME_ANOTHER, ExportFailed: _EXPORT_AGAIN}
 _DEFECT = "this is a defect, not a mistake of yours: please report it (logging.level: debug shows the traceback)"
@@ -51,8 +48,8 @@ def as_failure(
     if isinstance(error, OSError):
         # Errors of a descriptor's system calls do not contain a path.
         error.filename = error.filename or str(where)
-        if error.errno in _NOT_ALLOWED:
-            hint = _PERMISSIONS if hint is None else f"{_PERMISSIONS}; {hint}"
+        if error.errno in NOT_ALLOWED:
+            hint = PERMISSIONS_HINT if hint is None else f"{PERMISSIONS_HINT}; {hint}"
         hint = hint or _HINTS.get(kind, RETRY)
         return kind.all_of([os_problem(error, f"{doing} failed", hint=hint)])
     log.debug("unexpected", exc_info=error)

@@ -257,8 +257,8 @@ def _run(words: list[str]) -> int:
             return _report_failure(failure, arguments)
         limit = limit_error(error) if isinstance(error, OSError) else None
         return _report_failure(limit or error, arguments)
-    # RuntimeError is what Python raises if no thread can be started.
-    except (RuntimeError, MemoryError) as error:
+    # RuntimeError is what Python raises if no thread can be started, and ImportError for a library without memory.
+    except (RuntimeError, MemoryError, ImportError) as error:
         limit = limit_error(error)
         if limit is None:
             raise

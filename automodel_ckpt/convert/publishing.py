@@ -17,9 +17,7 @@ from automodel_ckpt.checkpoint.commit import make_run_directory
 from automodel_ckpt.checkpoint.export_leftovers import Log
 from automodel_ckpt.checkpoint.files.ownership import is_abandoned, owned, owner_digits
 from automodel_ckpt.durable_io import fsync_directories, fsync_directory, fsync_file, walk
-from automodel_ckpt.errors import SaveFailed, os_problem
-
-_HINT = "free space or choose another --output"
+from automodel_ckpt.errors import SaveFailed, os_problem, writing_hint
 
 
 def check_file_target(target: Path, *, overwrite: bool) -> None:
@@ -98,7 +96,8 @@ def _staged(target: Path, log: Log, what: str) -> Iterator[Path]:
         yield staging
     except OSError as error:
         error.filename = error.filename or str(target)
-        problem = os_problem(error, f"{what} could not be written", hint=_HINT)
+        hint = f"{writing_hint(error)}, or choose another --output"
+        problem = os_problem(error, f"{what} could not be written", hint=hint)
         raise SaveFailed.all_of([problem]) from error
     finally:
         if staging is not None:

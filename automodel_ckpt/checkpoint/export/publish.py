@@ -19,12 +19,11 @@ from automodel_ckpt.checkpoint.export_leftovers import Log, clear_leftovers
 from automodel_ckpt.checkpoint.export_manifest import ExportManifest
 from automodel_ckpt.checkpoint.files.ownership import owned, owner_digits
 from automodel_ckpt.durable_io import fsync_directories, fsync_directory, walk
-from automodel_ckpt.errors import CheckpointUnusable, SaveFailed, os_problem
+from automodel_ckpt.errors import CheckpointUnusable, SaveFailed, os_problem, writing_hint
 
 Check = Callable[[], None]
 
 _NUM_SHOWN = 5
-_HINT = "free space or choose another --output; nothing was changed"
 
 
 def resolved_target(output: str | os.PathLike[str] | None, default: Path) -> Path:
@@ -106,7 +105,8 @@ def staged(target: Path, log: Log, *, before_publishing: Check = lambda: None) -
             before_publishing()
             _publish(staging, target, log)
     except OSError as error:
-        problem = os_problem(error, "the export could not be written", hint=_HINT)
+        hint = f"{writing_hint(error)}, or choose another --output; nothing was changed"
+        problem = os_problem(error, "the export could not be written", hint=hint)
         raise SaveFailed.all_of([problem]) from error
     finally:
         # After a swap, the export that was replaced has the staging directory's name.

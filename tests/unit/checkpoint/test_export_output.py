@@ -19,9 +19,10 @@ import torch
 from automodel_ckpt.checkpoint import Manifest, discover
 from automodel_ckpt.checkpoint.export import output
 from automodel_ckpt.checkpoint.export.consolidate import _workers, consolidate
-from automodel_ckpt.checkpoint.export.publish import check_target
+from automodel_ckpt.checkpoint.export.publish import check_target, staged
 from automodel_ckpt.checkpoint.files.direct import SECTOR_BYTES, block_of
 from automodel_ckpt.checkpoint.tensors.box_reader import boxes
+from automodel_ckpt.convert.publishing import published_directory
 from automodel_ckpt.errors import RecipeError, SaveFailed
 from tests.support import tiny
 from tests.support.shards import cut, write_checkpoint
@@ -211,6 +212,20 @@ def test_a_target_with_many_files_is_refused_without_listing_all(
         check_target(tmp_path)
     assert "'file_4'" in str(failed.value) and "'file_5'" not in str(failed.value)
     assert visited == [str(tmp_path)]
+
+
+def test_a_directory_without_permission_is_no_full_disk(tmp_path: Path) -> None:
+    target = tmp_path / "export"
+    for publishing in (
+        lambda: staged(target, print),
+        lambda: published_directory(target, print, what="the model"),
+    ):
+        for code, hint in ((errno.EACCES, "permissions"), (errno.ENOSPC, "free space")):
+            with pytest.raises(SaveFailed) as caught, publishing():
+                raise OSError(code, os.strerror(code), str(target))
+            (problem,) = caught.value.problems
+            other = {"permissions", "free space"} - {hint}
+            assert hint in problem.hint and other.pop() not in problem.hint
 
 
 @pytest.mark.parametrize("number", [0, -1, 10**8])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from automodel_ckpt.checkpoint.failures import as_failure
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.cli.launch.failures import failure_record
 from automodel_ckpt.cli.train import main as train
+from automodel_ckpt.config.trust import import_failure
 from automodel_ckpt.distributed.agree import _portable
 from automodel_ckpt.errors import SaveFailed, SystemLimit, describe, limit_error, os_problem
 from tests.support.shards import checkpoint_in
@@ -60,6 +62,19 @@ def test_the_limit_is_named_wherever_the_error_passes(error: Exception, limit: s
     failure = as_failure(error, "saving step 3", Path("run"))
     assert isinstance(failure, SaveFailed) and limit in str(failure)
     assert "saving step 3 failed" in str(failure) and "defect" not in str(failure)
+
+
+def test_a_library_that_a_limit_on_memory_keeps_from_loading_names_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    error = ImportError("libtorch_cpu.so: failed to map segment from shared object")
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (300_000 * 1024, -1))
+    for message in (describe(error)[1], str(import_failure("torch", error))):
+        assert "out of memory" in message and "ulimit -v is 300000" in message
+    # Without a limit, the file system may be mounted with noexec.
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (-1, -1))
+    assert limit_error(error) is None
+    assert limit_error(ImportError("no module named x")) is None
 
 
 def test_other_errors_are_no_limits() -> None:
