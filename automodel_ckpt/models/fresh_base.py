@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from automodel_ckpt.durable_io import fsync_directory, fsync_file
 from automodel_ckpt.errors import RecipeError, os_problem
 from automodel_ckpt.models.build import build_model
-from automodel_ckpt.models.repository import RepositoryOptions, code_directory
+from automodel_ckpt.models.repository import RepositoryOptions, code_directory, damaged_config
 
 log = logging.getLogger("automodel_ckpt")
 
@@ -38,10 +38,10 @@ def make_base(
     Returns whether it was created. The directory appears complete or not at all. Raises :class:`RecipeError` if it
     cannot be written, or contains another model.
     """
+    if directory.exists():
+        _check_is_same_base(directory, config)
+        return False
     try:
-        if directory.exists():
-            _check_is_same_base(directory, config)
-            return False
         partial = directory.with_name(f".{directory.name}.partial-{uuid.uuid4().hex}")
         partial.mkdir(parents=True)
         try:
@@ -101,9 +101,13 @@ def _without_added(value: Any) -> Any:
 
 
 def _check_is_same_base(directory: Path, config: PreTrainedConfig) -> None:
-    """Raise :class:`RecipeError` unless an existing base has the settings of the recipe."""
-    path = directory / "config.json"
-    stored = json.loads(path.read_bytes()) if path.is_file() else {}
+    """Raise :class:`RecipeError` unless an existing base can be read and has the settings of the recipe."""
+    if damaged := damaged_config(str(directory), _WHERE):
+        raise damaged
+    stored: dict[str, Any] = {}
+    if (directory / "config.json").is_file():
+        # Not from JSON alone: infinity is a mapping in the file ({"__float__": "Infinity"}).
+        stored, _ = PreTrainedConfig.get_config_dict(directory, local_files_only=True)
     differ: list[str] = []
     if stored:
         # Through the class: a file has no keys without a value, and one of another version of transformers can lack

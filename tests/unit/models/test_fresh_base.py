@@ -7,7 +7,13 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForImageTextToText, LlavaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    FalconH1Config,
+    LlavaConfig,
+    PreTrainedConfig,
+)
 
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.fresh_base import make_base
@@ -21,12 +27,16 @@ CONFIG = LlavaConfig(
 )
 
 
-def base_is_made(directory: Path, config: LlavaConfig) -> bool:
+def base_is_made(
+    directory: Path,
+    config: PreTrainedConfig,
+    auto_class: type = AutoModelForImageTextToText,
+) -> bool:
     """Whether the base of *config* is created in *directory*; False if it is there."""
     return make_base(
         directory,
         config,
-        auto_class=AutoModelForImageTextToText,
+        auto_class=auto_class,
         dtype="float32",
         seed=1,
         preprocessor=None,
@@ -48,6 +58,19 @@ def test_a_base_of_several_parts_is_recognized(tmp_path: Path) -> None:
     del stored["text_config"]["attention_bias"]
     (base / "config.json").write_text(json.dumps(stored))
     assert not base_is_made(base, copy.deepcopy(CONFIG))
+    (base / "config.json").write_text("{")
+    with pytest.raises(RecipeError, match=r"config.json cannot be read\n  where:  peft.base_dir"):
+        base_is_made(base, copy.deepcopy(CONFIG))
     (base / "config.json").unlink()
     with pytest.raises(RecipeError, match=r"another model[\s\S]*no config.json"):
         base_is_made(base, copy.deepcopy(CONFIG))
+
+
+def test_a_base_whose_config_has_an_infinite_number_is_recognized(tmp_path: Path) -> None:
+    config = FalconH1Config(
+        **SIZES, vocab_size=32, mamba_d_ssm=8, mamba_n_heads=2, mamba_d_head=4, mamba_d_state=4
+    )
+    assert config.time_step_limit[1] == float("inf")
+    base = tmp_path / "base"
+    assert base_is_made(base, copy.deepcopy(config), AutoModelForCausalLM)
+    assert not base_is_made(base, copy.deepcopy(config), AutoModelForCausalLM)
