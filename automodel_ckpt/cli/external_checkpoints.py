@@ -16,7 +16,7 @@ from automodel_ckpt.cli.checkpoint_tables import (
     tensor_lines,
     totals,
 )
-from automodel_ckpt.cli.terminal import age_text, coloured, printable, problem_json, size_text
+from automodel_ckpt.cli.terminal import age_facts, coloured, printable, problem_json, size_text
 from automodel_ckpt.units import values_text
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def lines(document: Mapping[str, Any], *, everything: bool) -> Iterator[str]:
     """
     yield coloured(printable(document["path"]), "bold", sys.stdout)
     yield coloured(document["note"], "yellow", sys.stdout)
-    facts = [size_text(document["nbytes"]), f"{age_text(document['created'])} old"]
+    facts = [size_text(document["nbytes"]), *age_facts(document["created"])]
     counters = [f"{key} {document[key]}" for key in ("step", "epoch") if document[key] is not None]
     facts = [*counters, *facts]
     yield f"{printable(document['kind'])}; {', '.join(facts)}"

@@ -18,6 +18,7 @@ from automodel_ckpt.errors import OutputFailed, Problem, os_problem, printable
 from automodel_ckpt.units import size_text
 
 __all__ = [
+    "age_facts",
     "age_text",
     "can_print",
     "coloured",
@@ -285,6 +286,12 @@ def age_text(created: float) -> str:
         if seconds < limit:
             return f"{seconds / unit:.0f} {name}"
     return f"{seconds / 86_400:.0f} d"
+
+
+def age_facts(created: float) -> list[str]:
+    """Return the time since *created* as a fact, such as ``5 min old``; no fact where :func:`age_text` has none."""
+    age = age_text(created)
+    return [f"{age} old"] if age else []
 
 
 def json_text(document: Any) -> str:

@@ -24,7 +24,7 @@ from automodel_ckpt.cli.checkpoint_tables import (
 from automodel_ckpt.cli.paths import whole_checkpoint
 from automodel_ckpt.cli.remote import locate_one, reject_url, sparse_copy
 from automodel_ckpt.cli.terminal import (
-    age_text,
+    age_facts,
     coloured,
     json_text,
     print_error,
@@ -174,8 +174,8 @@ def _lines(document: Mapping[str, Any], *, everything: bool) -> Iterator[str]:
     yield coloured(printable(document["path"]), "bold", sys.stdout)
     num_ranks = document["world_size"]
     ranks = counted(num_ranks, "rank")
-    size, age = size_text(document["nbytes"]), age_text(document["created"])
-    yield f"step {document['step']}, epoch {document['epoch']}, {ranks}, {size}, {age} old"
+    facts = [ranks, size_text(document["nbytes"]), *age_facts(document["created"])]
+    yield f"step {document['step']}, epoch {document['epoch']}, {', '.join(facts)}"
     losses = dict(document["losses"])
     for name in ("step", "epoch"):  # the line above has them
         losses.pop(name, None)
