@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 _MAX_NAMED = 5
 _OPTIONS = (
+    "target_parameters",
     "rank_pattern",
     "alpha_pattern",
     "dropout",
@@ -23,8 +24,10 @@ _OPTIONS = (
     "bias",
 )
 _PREFIX = "base_model.model."
+# peft's tasks of models that transformers builds with another head than that of the base's config.json.
+_OTHER_HEADS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION")
 # The layer of the base inside the module that replaces it.
-_INNER = ".base_layer."
+_WRAPPED = ".base_layer"
 _NOT_FOUND = "the base of the adapter was not found"
 _HINT = "name the directory of the base that the adapter was trained on with --base"
 
@@ -47,7 +50,7 @@ def _build(settings: AdapterSettings, base: str, run: Path) -> AdapterModel:
     from automodel_ckpt.checkpoint.sources.base_maps import EXPECTED_TENSORS
     from automodel_ckpt.convert.adapter_import import AdapterModel
     from automodel_ckpt.convert.training_state import ModelParameter
-    from automodel_ckpt.models.adapter import Lora, add_adapters
+    from automodel_ckpt.models.adapter import Lora, add_adapters, find_parameters
     from automodel_ckpt.models.parameter_list import parameters_of
     from automodel_ckpt.models.repository import base_directory
     from automodel_ckpt.models.signature import empty_model
@@ -65,16 +68,24 @@ def _build(settings: AdapterSettings, base: str, run: Path) -> AdapterModel:
     model = empty_model(directory, hint=_HINT)
     model.tie_weights()
     modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    wanted = (*settings.targets, *settings.saved)
+    parameters = find_parameters(model, settings.parameters)
+    with_parameters = {name.rpartition(".")[0] for name in parameters}
+    targets: list[str] = []
+    for name in settings.targets:
+        # Each adapted parameter of a module wraps it once more.
+        if name.replace(_WRAPPED, "") not in with_parameters:
+            targets.append(name)
+    wanted = (*targets, *settings.saved)
     if missing := [name for name in wanted if name not in modules]:
-        _raise("the base has no such layers", str(directory), ", ".join(missing[:_MAX_NAMED]))
+        _raise_missing(missing, settings.task_type, type(model).__name__, directory)
     lora = Lora(
         r=settings.r,
         alpha=settings.alpha,
         rank_pattern=settings.rank_pattern,
         alpha_pattern=settings.alpha_pattern,
         dropout=settings.dropout,
-        target_modules=settings.targets,
+        target_modules=targets,
+        target_parameters=settings.parameters,
         modules_to_save=settings.saved,
         use_dora=settings.use_dora,
         use_rslora=settings.use_rslora,
@@ -94,7 +105,7 @@ def _build(settings: AdapterSettings, base: str, run: Path) -> AdapterModel:
     # It belongs to the shards of a model, and the weights of an import are one file.
     files = {name: data for name, data in assets.files.items() if name != EXPECTED_TENSORS}
     shapes = {key: spec.shape for key, spec in tensor_specs(adapted.model).items()}
-    parameters = [ModelParameter(*listed) for listed in parameters_of(adapted.model)]
+    trained = [ModelParameter(*listed) for listed in parameters_of(adapted.model)]
     is_tied = bool(model.all_tied_weights_keys)
     section = _section(lora, adapted.peft_config["target_modules"], is_tied=is_tied)
     frozen = [name for name in adapted.model.state_dict(keep_vars=True) if name not in shapes]
@@ -102,7 +113,7 @@ def _build(settings: AdapterSettings, base: str, run: Path) -> AdapterModel:
     def base_names() -> Mapping[str, Sequence[str]]:
         return _names_in_base(directory, frozen)
 
-    return AdapterModel(tuple(parameters), shapes, base_names, files, directory, section)
+    return AdapterModel(tuple(trained), shapes, base_names, files, directory, section)
 
 
 def _names_in_base(directory: Path, names: Iterable[str]) -> dict[str, list[str]]:
@@ -115,7 +126,7 @@ def _names_in_base(directory: Path, names: Iterable[str]) -> dict[str, list[str]
     signature = read_signature(directory)
     found: dict[str, list[str]] = {}
     for name in names:
-        in_memory = name.removeprefix(_PREFIX).replace(_INNER, ".")
+        in_memory = name.removeprefix(_PREFIX).replace(f"{_WRAPPED}.", ".")
         if in_memory not in signature.files:
             continue
         aliases = [in_memory]
@@ -144,6 +155,21 @@ def _section(lora: Lora, peft_targets: list[str] | str, *, is_tied: bool) -> dic
     if is_tied and not lora.ensure_weight_tying:
         section["ensure_weight_tying"] = False
     return section
+
+
+def _raise_missing(
+    missing: list[str], task_type: str | None, model: str, directory: Path
+) -> NoReturn:
+    names = ", ".join(missing[:_MAX_NAMED])
+    if task_type not in _OTHER_HEADS:
+        _raise("the base has no such layers", str(directory), names)
+    raise CheckpointUnusable(
+        "this adapter was trained on the base with another head, or without its head",
+        where=str(directory),
+        value=f"task_type: {task_type}; a {model} has no {names}",
+        hint="merge it in your own code (load that model and the adapter with peft, merge_and_unload, "
+        "save_pretrained), and import the result",
+    )
 
 
 def _raise(what: str, where: str, value: str) -> NoReturn:

@@ -44,7 +44,28 @@ _MAX_RANK = 1 << 16
 _MAX_PATTERNS = 1 << 14
 _MAX_SIDE_BYTES = 128 << 20
 _MAX_NAMED = 5
+_CONTINUE = (
+    "continue it with peft: it is no change of the base's weights, and cannot be merged into them"
+)
 _MERGE = "merge it into its base with peft (merge_and_unload), and import the result"
+# What these add is no change of the base's weights (peft 0.21: their merge_and_unload raises an error).
+_UNMERGEABLE = frozenset(
+    {
+        "ADAPTION_PROMPT",
+        "CARTRIDGE",
+        "CPT",
+        "MULTITASK_PROMPT_TUNING",
+        "PREFIX_TUNING",
+        "PROMPT_TUNING",
+        "P_TUNING",
+        "XLORA",
+        "SHADOW",
+        "alora_invocation_tokens",
+        "arrow_config",
+        "layer_replication",
+        "use_qalora",
+    }
+)
 # Options with any value: a recipe has them, or they do not affect the function that the adapter computes.
 _READ_OPTIONS = frozenset(
     {
@@ -70,6 +91,7 @@ _READ_OPTIONS = frozenset(
         "rank_pattern",
         "revision",
         "target_modules",
+        "target_parameters",
         "task_type",
         "use_dora",
         "use_rslora",
@@ -84,6 +106,8 @@ class AdapterSettings:
     """The kind and the location of an adapter: fields of a recipe's ``peft`` section.
 
     *targets* are the full names of the layers with an adapter, *saved* those of the modules that are trained in full.
+    *parameters* are ends of names of other parameters with an adapter (fused experts), whose modules are among
+    *targets*, too.
     *rank_pattern* and *alpha_pattern* have the ranks and alphas of layers with others than *r* and *alpha*.
     *base* is the name of the base in the file: a directory or a name on the Hub, empty if the file has none. *revision*
     is its branch, tag or commit on the Hub; None: the main branch.
@@ -95,6 +119,7 @@ class AdapterSettings:
     alpha_pattern: Mapping[str, int]
     dropout: float
     targets: tuple[str, ...]
+    parameters: tuple[str, ...]
     saved: tuple[str, ...]
     use_dora: bool
     use_rslora: bool
@@ -184,6 +209,7 @@ def _read_settings(directory: Path, tensors: Mapping[str, Tensor]) -> AdapterSet
         alpha_pattern=alphas,
         dropout=float(options.get("lora_dropout", 0.0)),
         targets=tuple(targets),
+        parameters=tuple(options.get("target_parameters") or ()),
         saved=tuple(saved),
         use_dora=bool(options.get("use_dora")),
         use_rslora=bool(options.get("use_rslora")),
@@ -258,12 +284,23 @@ def _check_options(options: Mapping[str, Any], path: Path) -> None:
             raise _unusable(
                 "an option of the adapter is damaged", path, f"{name}: {options[name]!r:.100}"
             )
-    saved = options.get("modules_to_save")
-    is_names = isinstance(saved, list) and all(isinstance(name, str) and name for name in saved)
-    if saved is not None and not is_names:
-        raise _unusable(
-            "an option of the adapter is damaged", path, f"modules_to_save: {saved!r:.100}"
-        )
+    _check_names(options, path)
+
+
+def _check_names(options: Mapping[str, Any], path: Path) -> None:
+    for option in ("modules_to_save", "target_parameters"):
+        names = options.get(option)
+        if names is None:
+            continue
+        is_list = isinstance(names, list)
+        if not is_list or not all(isinstance(name, str) and name for name in names):
+            raise _unusable(
+                "an option of the adapter is damaged", path, f"{option}: {names!r:.100}"
+            )
+    for name in options.get("target_parameters") or ():
+        # Patterns of the recipe's section are globs.
+        if _NAME.fullmatch(name) is None:
+            raise _unsupported("target_parameters", name, path)
 
 
 def _modules_of(names: Iterable[str], path: Path) -> tuple[list[str], list[str]]:
@@ -318,7 +355,7 @@ def _unsupported(option: str, value: object, path: Path) -> CheckpointUnusable:
         "this kind of adapter cannot be imported, because a recipe has none like it",
         where=str(path),
         value=f"{option}: {value!r:.100}",
-        hint=_MERGE,
+        hint=_CONTINUE if {option, str(value)} & _UNMERGEABLE else _MERGE,
     )
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.convert.layer_patterns import matches_layer
@@ -220,3 +220,73 @@ def test_patterns_match_what_peft_matches(pattern: str) -> None:
     names = ["a.1.q_proj", "a.q_proj", "aXq_proj", "q_proj", "a", "b.a.1.q_proj", "a1.q_projj"]
     theirs = [name for name in names if re.match(rf"(.*\.)?({pattern})$", name)]
     assert [name for name in names if matches_layer(pattern, name)] == theirs
+
+
+def test_adapters_on_fused_experts_are_imported(
+    tmp_path: Path, imported: Callable[..., dict[str, Any]]
+) -> None:
+    config = AutoConfig.for_model(
+        "qwen3_moe",
+        vocab_size=24,
+        hidden_size=8,
+        moe_intermediate_size=4,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        num_experts=3,
+        num_experts_per_tok=2,
+        initializer_range=0.3,
+    )
+    base = tmp_path / "base"
+    AutoModelForCausalLM.from_config(config).save_pretrained(base)
+    parameters = ["mlp.experts.gate_up_proj", "down_proj"]
+    adapter = adapter_on(
+        base, tmp_path / "adapter", target_modules=["q_proj"], target_parameters=parameters
+    )
+    report = imported(adapter)
+    assert report["peft"]["target_modules"] == ["q_proj"]
+    assert report["peft"]["target_parameters"] == parameters
+    assert torch.equal(
+        logits_of(base, adapter), logits_of(base, Path(report["checkpoint"]) / "model")
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "hint"),
+    [
+        ({"init_lora_weights": "pissa"}, "merge it into its base with peft"),
+        ({"trainable_token_indices": [1]}, "merge it into its base with peft"),
+        ({"peft_type": "VERA"}, "merge it into its base with peft"),
+        ({"peft_type": "PREFIX_TUNING"}, "continue it with peft"),
+        ({"alora_invocation_tokens": [1]}, "continue it with peft"),
+        ({"target_parameters": ["gate.weight"]}, "merge it into its base with peft"),
+        ({"target_parameters": ["*"]}, "merge it into its base with peft"),
+        ({"target_parameters": "gate"}, "restore the file from another copy"),
+    ],
+)
+def test_the_hint_for_another_kind_of_adapter_is_possible(
+    tmp_path: Path, error: Error, changes: dict[str, Any], hint: str
+) -> None:
+    base = base_in(tmp_path / "base")
+    adapter = adapter_on(base, tmp_path / "adapter", target_modules=["q_proj"])
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    text = error(adapter)
+    assert hint in text
+    assert str(next(iter(changes))) in text or "gate.weight" in text
+
+
+def test_an_adapter_of_another_head_is_an_error_that_names_it(tmp_path: Path, error: Error) -> None:
+    base = base_in(tmp_path / "base")
+    adapter = adapter_on(
+        base, tmp_path / "adapter", target_modules=["q_proj"], modules_to_save=["lm_head"]
+    )
+    path = adapter / "adapter_config.json"
+    config = json.loads(path.read_text())
+    weights = load_file(adapter / FILE)
+    weights["base_model.model.score.weight"] = weights.pop("base_model.model.lm_head.weight")
+    save_file(weights, adapter / FILE)
+    path.write_text(json.dumps({**config, "task_type": "SEQ_CLS", "modules_to_save": ["score"]}))
+    text = error(adapter)
+    assert "another head" in text and "task_type: SEQ_CLS; a LlamaForCausalLM has no score" in text
