@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,15 +67,15 @@ def unread(reader: str, case: Attacked) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _warm() -> Iterator[None]:
+def _warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Whatever a reader imports is imported here, once, and not in each child."""
     with kept_logging():
         for name in READERS:
-            with tempfile.TemporaryDirectory() as directory:
-                case = Attacked(Path(directory), form_for(name))
-                prepare(name, case.run)
-                with contextlib.suppress(SystemExit):
-                    READERS[name](case.run)
+            # Not a TemporaryDirectory, which an interrupted run would leave: pytest removes this one later.
+            case = Attacked(tmp_path_factory.mktemp("warm"), form_for(name))
+            prepare(name, case.run)
+            with contextlib.suppress(SystemExit):
+                READERS[name](case.run)
         logging.basicConfig(force=True)
         yield
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -30,6 +31,8 @@ from tests.support.llamas import llama_checkpoint
 from tests.support.shards import cut, write_assets, write_checkpoint
 
 NAME, BASE = "epoch_0_step_20", "base"
+_SESSION_DIR = Path(os.environ["AUTOMODEL_CKPT_CACHE"]).parent
+"""The directory that tests/conftest.py removes at the end of the tests. Read here, because readers set the variable."""
 Document = dict[str, Any]
 
 
@@ -85,7 +88,7 @@ class _Assets:
 def pristine(form: str = "shards") -> Path:
     """The untouched checkpoint, made once per process: in shards, with an export; as Hugging Face files (``hf``); with
     ``tables`` of slices; an ``adapter``, with its base in the run directory; or a ``llama`` with a tokenizer."""
-    holder = Path(tempfile.mkdtemp(prefix="automodel-ckpt-hostile-"))
+    holder = Path(tempfile.mkdtemp(prefix="hostile-", dir=_SESSION_DIR))
     if form == "adapter":
         return _adapter(holder)
     if form == "llama":
