@@ -65,7 +65,7 @@ class Saves:
     failure: AutomodelError | None
     """The last save's failure, if training continues after it; the run ends with it."""
     last_save: SaveReport | None
-    """The newest checkpoint of this process."""
+    """The newest checkpoint of this process. An asynchronous one may still fail, until :meth:`wait` returns."""
     resumed: Resumed | None
     """The checkpoint that this process resumed from."""
     memory: MemorySaves | None
@@ -94,6 +94,8 @@ class Saves:
         self.checkpointer = checkpointer
         self.failure = None
         self.last_save = None
+        self._save_before: SaveReport | None = None
+        """The checkpoint before :attr:`last_save`, while that is being written."""
         self.resumed = None
         self.memory = None
         self.replica_check = None
@@ -183,7 +185,7 @@ class Saves:
         self._compared_step = None
         self.hub_uploads.roll_back(resumed.step)
         # It may be of a step after this one, and is renamed by the next save.
-        self.last_save = None
+        self.last_save = self._save_before = None
         self.resumed = resumed
         if resumed.in_memory:
             # A stop must save this step on disk.
@@ -234,7 +236,7 @@ class Saves:
             self._handle(failure)
             return
         self._scheduler.note_save(time.monotonic() - started)
-        self.last_save = report
+        self.last_save, self._save_before = report, self.last_save
         # An asynchronous save is not published yet: wait() clears an earlier failure then.
         if report.published:
             self.failure = None
@@ -341,6 +343,7 @@ class Saves:
             # If only the export failed, the checkpoint is published, and the step counts as saved.
             if not isinstance(failure, ExportFailed):
                 self._scheduler.note_lost_save()
+                self.last_save = self._save_before
             self._handle(failure)
 
     def _handle(self, failure: AutomodelError) -> None:

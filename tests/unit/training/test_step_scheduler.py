@@ -317,6 +317,47 @@ def test_after_a_failed_save_the_next_attempt_waits_until_it_is_due(is_async: bo
     assert by_cost.train() == [10, 20, 30, 35]
 
 
+class LostInTheBackground(FullDisk):
+    """Asynchronous saves, of which those of *lost* steps fail after they returned."""
+
+    def __init__(self, *lost: int) -> None:
+        super().__init__(Cadence(max_steps=4, ckpt_every_steps=1), is_async=True)
+        self.checkpointer: Any = SimpleNamespace(
+            check_lease_on_all_ranks=lambda: None, wait_for_save=self._wait_for_save
+        )
+        self._lost = lost
+
+    def save_now(self, *_: Any, **options: Any) -> SaveReport:
+        self.attempts.append(self.step_scheduler.step)
+        path = Path(f"step_{self.step_scheduler.step}")
+        return SaveReport(path, self.step_scheduler.step, 0.0, published=False)
+
+    def _wait_for_save(self) -> bool:
+        steps, self.attempts = self.attempts, []
+        if steps and steps[0] in self._lost:
+            raise SaveFailed("no space", where="", value="", hint="")
+        return bool(steps)
+
+    def wait(self) -> None:
+        Saves.wait(self)
+
+
+@pytest.mark.parametrize(
+    ("lost", "newest"), [((), "step_4"), ((2, 3, 4), "step_1"), ((1, 2, 4), "step_3")]
+)
+def test_the_newest_checkpoint_is_none_whose_save_failed_in_the_background(
+    lost: tuple[int, ...], newest: str
+) -> None:
+    saves = LostInTheBackground(*lost)
+    saves.train()
+    saves.wait()
+    assert saves.last_save is not None and saves.last_save.path.name == newest
+    nothing = LostInTheBackground(1, 2, 3, 4)
+    nothing.train()
+    nothing.wait()
+    assert nothing.last_save is None
+
+
 def test_max_time_leaves_room_for_the_next_step_and_the_saves() -> None:
     clock = Clock()
     scheduler = StepScheduler(Cadence(max_time_seconds=100.0), clock=clock)
