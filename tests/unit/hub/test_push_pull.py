@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from automodel_ckpt.checkpoint.commit import recover
 from automodel_ckpt.checkpoint.export_manifest import export_problems
 from automodel_ckpt.checkpoint.files.ownership import owned, owner_digits
 from automodel_ckpt.cli.ckpt import main
+from automodel_ckpt.hub import pull
 from tests.support.hub_server import (
     PART_BYTES,
     TOKEN,
@@ -284,6 +286,38 @@ def test_an_interrupted_download_is_continued_and_damage_is_found(
     hub.fault = lambda request: Reply(200, damaged, etag) if weights in request.path else None
     assert main(["pull", TARGET, str(tmp_path / "other")]) in (3, 4)
     assert weights in capsys.readouterr().err and not (tmp_path / "other").exists()
+
+
+def test_a_failed_download_names_the_directory_and_the_repository_and_no_temporary_file(
+    hub: HubServer,
+    runs: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert main(["push", str(runs / "full"), TARGET]) == 0
+    target = tmp_path / "model"
+    full = OSError(errno.ENOSPC, "No space left on device")
+
+    def failing(repo: str, commit: str, staging: Path, num_threads: int) -> None:
+        raise RuntimeError("a thread failed") from full
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pull, "_download", failing)
+        assert main(["pull", TARGET, str(target)]) == 4
+        printed = capsys.readouterr().err
+        assert f"where:  {target}\n" in printed and "ENOSPC" in printed and "free space" in printed
+        full.filename = str(next(tmp_path.glob(".model*")) / "config.json")
+        assert main(["pull", TARGET, str(target)]) == 4
+        assert f"where:  {target / 'config.json'}\n" in capsys.readouterr().err
+
+    for files in hub.repository(REPO).commits.values():
+        if "config.json" in files:
+            files["config.json"] = files["config.json"].replace(b"llama", b"LLAMA")
+    assert main(["pull", TARGET, str(target)]) == 3
+    printed = capsys.readouterr().err
+    assert f"where:  config.json in {TARGET}\n" in printed and "ckpt push" in printed
+    assert ".model" not in printed and not target.exists()
 
 
 def test_local_damage_is_found_before_the_upload(
