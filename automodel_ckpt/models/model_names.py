@@ -56,7 +56,7 @@ def list_differences(
     in_memory = set(model.state_dict(keep_vars=True))
     known: set[str] = set()
     for name in (*in_memory, *conversion.in_files):
-        known.update(_spellings(name, model.base_model_prefix))
+        known.update(_spellings(name, model))
     unknown = [name for name in stored if name not in known]
     # The names of both are rarely mixed: the list that fits better is the one that the program used.
     missing = min(
@@ -88,9 +88,7 @@ def _missing(
         tied = [in_files.get(each, each) for each in _tied_to(in_memory.get(name, name), model)]
         candidates = [name, *tied]
         spellings = {
-            spelling
-            for candidate in candidates
-            for spelling in _spellings(candidate, model.base_model_prefix)
+            spelling for candidate in candidates for spelling in _spellings(candidate, model)
         }
         if names.isdisjoint(spellings):
             missing.append(name)
@@ -106,11 +104,18 @@ def _tied_to(name: str, model: Any) -> Iterator[str]:
             yield alias
 
 
-def _spellings(name: str, prefix: str) -> tuple[str, ...]:
-    """Return the spellings of a name with and without the *prefix* of the backbone (base_model_prefix)."""
+def _spellings(name: str, model: Any) -> tuple[str, ...]:
+    """Return the spellings of a name that transformers accepts for the same tensor.
+
+    Files of a backbone lack its prefix (base_model_prefix) in a model with a head, and files of that have it in excess
+    in the backbone.
+    """
+    prefix = model.base_model_prefix
     if not prefix:
         return (name,)
-    return name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"
+    if hasattr(model, prefix):
+        return name, name.removeprefix(f"{prefix}.")
+    return name, f"{prefix}.{name}"
 
 
 def _without(names: Iterable[str], patterns: Collection[str] | None) -> list[str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from automodel_ckpt.checkpoint import layout
@@ -21,7 +23,10 @@ from automodel_ckpt.convert.sources.format import Format
 from automodel_ckpt.convert.sources.nested_state import names_without_wrappers
 from automodel_ckpt.convert.sources.safetensors_shards import SHARDING_INFO
 from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.units import counted
 
+# How transformers numbers the files of a model.
+_NUMBERED = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.safetensors", re.ASCII)
 UNCHECKED = "these files are unchecked: there is no manifest with their digests"
 
 
@@ -51,12 +56,35 @@ class HuggingFaceFiles(Format):
         names = safetensors_in(path)
         if weight_map is not None:
             names = sorted(set(weight_map.values()))
+        else:
+            _check_numbers(path, names)
         tensors, files = _tensors_in_files(path, names, export, follow_links)
         # An index may list a tied name that has no tensor, which transformers accepts. Weights that fill a model
         # (follow_links) are compared with the model's names later; without that comparison it is an error here.
         if weight_map is not None and not follow_links:
             _check_index(path, weight_map, files)
-        return source_of_files(path, names, tensors, export, follow_links=follow_links)
+        source = source_of_files(path, names, tensors, export, follow_links=follow_links)
+        absent = sorted((weight_map or {}).keys() - files.keys())
+        if absent:
+            what = f"{counted(len(absent), 'tensor')} that the index lists and no file has"
+            source = replace(
+                source, omitted=(*source.omitted, f"{what}, such as {absent[0][:200]}")
+            )
+        return source
+
+
+def _check_numbers(directory: Path, names: Iterable[str]) -> None:
+    """Raise :class:`CheckpointUnusable` if files are missing, by the numbers in the *names* of the others."""
+    present: dict[tuple[str, str], set[int]] = {}
+    for name in names:
+        match = _NUMBERED.fullmatch(name)
+        if match is not None:
+            present.setdefault((match[1], match[3]), set()).add(int(match[2]))
+    for (stem, total), numbers in present.items():
+        if len(numbers) < int(total):
+            first = next(number for number in range(1, int(total) + 1) if number not in numbers)
+            missing = f"{stem}-{first:0{len(total)}d}-of-{total}.safetensors"
+            raise unusable("a file of weights is missing", directory / missing, "no such file")
 
 
 def source_of_files(

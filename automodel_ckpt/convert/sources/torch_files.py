@@ -35,6 +35,7 @@ from automodel_ckpt.convert.sources.torch_objects import (
     describe_archive,
     views_in,
 )
+from automodel_ckpt.convert.sources.unsupported_files import Pickle
 from automodel_ckpt.convert.training_state import Parameters, TrainingState
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.units import left_out, others_text, values_text
@@ -223,6 +224,8 @@ def read_archive(path: Path, *, start: int = 0, nbytes: int | None = None) -> Ar
             memoryview(content) as everything,
         ):
             end = len(everything) if nbytes is None else start + nbytes
+            if Pickle().matches(bytes(everything[start : start + 2])):
+                Pickle().open(path)  # raises an error with the command that converts it
             # The views must be released before the map can be closed.
             with everything[start:end] as data:
                 archive = describe_archive(data)
@@ -286,8 +289,16 @@ def _model_of(archive: Archive, path: Path) -> TorchModel:
 def _state_dict(value: dict[Any, Any]) -> dict[Any, Any]:
     state = state_in(value)
     key = model_key(state)
-    nested: dict[Any, Any] = state if key is None else state[key]
-    return nested
+    if key is not None:
+        nested: dict[Any, Any] = state[key]
+        return nested
+    others = {name: item for name, item in state.items() if not is_optimizer(item)}
+    return state if len(others) == len(state) else others
+
+
+def is_optimizer(value: object) -> bool:
+    """Return whether *value* is the state dict of an optimizer."""
+    return isinstance(value, dict) and {"state", "param_groups"} <= value.keys()
 
 
 def state_in(value: dict[Any, Any]) -> dict[Any, Any]:

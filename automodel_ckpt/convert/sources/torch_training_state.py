@@ -20,6 +20,7 @@ from automodel_ckpt.convert.sources.torch_files import (
     LIGHTNING_VERSION,
     TorchModel,
     faults_of,
+    is_optimizer,
     model_key,
     model_of,
     read_archive,
@@ -66,7 +67,7 @@ def read_training_state(path: Path, parameters: Parameters) -> TrainingState | N
         return None
     value = state_in(archive.value)
     key = model_key(value)
-    optimizer_key = _first(value, _OPTIMIZER_KEYS)
+    optimizer_key = _optimizer_key(value)
     scheduler_key = _first(value, _SCHEDULER_KEYS)
     step, step_key = _count(value, _STEP_KEYS)
     epoch, epoch_key = _count(value, _EPOCH_KEYS)
@@ -106,7 +107,7 @@ def _is_training_state(value: object) -> bool:
     # Without a key of the model, the file is the state dict itself: its keys are names of tensors.
     if model_key(value) is None:
         return False
-    states = _first(value, (*_OPTIMIZER_KEYS, *_SCHEDULER_KEYS))
+    states = _optimizer_key(value) or _first(value, _SCHEDULER_KEYS)
     counters = counters_of(value)
     return states is not None or counters.step is not None or counters.epoch is not None
 
@@ -188,6 +189,15 @@ def finished_epochs(loops: Any, epoch: int | None) -> int | None:
     if is_running and batches.get("is_last_batch") is True:
         return completed + 1
     return completed
+
+
+def _optimizer_key(value: Mapping[Any, Any]) -> str | None:
+    """Return the key of the optimizer's state: a usual one, or that of the only state dict of an optimizer."""
+    usual = _first(value, _OPTIMIZER_KEYS)
+    found = [key for key, item in value.items() if isinstance(key, str) and is_optimizer(item)]
+    if usual is None and len(found) == 1:
+        return found[0]
+    return usual
 
 
 def _first(value: Mapping[Any, Any], keys: Iterable[str]) -> str | None:

@@ -182,6 +182,28 @@ def test_a_model_is_found_below_any_keys_and_between_wrappers(
         assert sorted(training.optimizer.tensors) == sorted(names)
 
 
+def test_a_file_that_the_numbers_of_the_others_imply_must_be_there(tmp_path: Path) -> None:
+    for number in (1, 3):
+        save_file(
+            {f"w{number}": torch.ones(1)}, tmp_path / f"model-0000{number}-of-00003.safetensors"
+        )
+    with pytest.raises(CheckpointUnusable) as caught:
+        open_weights(tmp_path)
+    text = str(caught.value)
+    assert "a file of weights is missing" in text and "model-00002-of-00003.safetensors" in text
+    save_file({"w2": torch.ones(1)}, tmp_path / "model-00002-of-00003.safetensors")
+    assert sorted(open_weights(tmp_path).modules["model"].tensors) == ["w1", "w2", "w3"]
+
+
+def test_tensors_that_only_the_index_has_are_reported(tmp_path: Path) -> None:
+    """An index may list a tied name, which has no tensor, so that this is no error."""
+    save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(("w", "v"), "model.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (text,) = open_weights(tmp_path).omitted
+    assert text == "1 tensor that the index lists and no file has, such as v"
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_several_models_in_a_state_keep_their_keys(tmp_path: Path) -> None:
     parts = {

@@ -60,6 +60,15 @@ def test_names_that_the_model_does_not_have_are_an_error(
     assert imported(tmp_path / "model.pt", llama, tmp_path / "run", "--names", str(names)) == 0
 
 
+def test_a_prefix_in_excess_is_an_error(llama: Path, tmp_path: Path, capsys: Capture) -> None:
+    """The attribute of a script's module may be called like the backbone's."""
+    torch.save(
+        {f"model.{name}": value for name, value in state_of(llama).items()}, tmp_path / "m.pt"
+    )
+    assert imported(tmp_path / "m.pt", llama, tmp_path / "run") == 3
+    assert "does not have: model.model.embed_tokens.weight" in capsys.readouterr().err
+
+
 def test_more_or_fewer_tensors_than_the_model_has_are_reported(
     llama: Path, tmp_path: Path, capsys: Capture
 ) -> None:

@@ -18,6 +18,7 @@ from automodel_ckpt.checkpoint.manifest import Tree
 from automodel_ckpt.checkpoint.state.stored_rows import rows_of
 from automodel_ckpt.cli import ckpt
 from automodel_ckpt.convert.open import open_source, open_weights
+from automodel_ckpt.convert.sources.registry import detect
 from automodel_ckpt.convert.sources.torch_objects import describe_archive, views_in
 from automodel_ckpt.errors import CheckpointUnusable
 from tests.support.external_tensors import values
@@ -76,6 +77,38 @@ def test_a_training_state_gives_its_model(tmp_path: Path, key: str) -> None:
     assert_equal(values(path), state_dict())
     others, rest = open_weights(path).omitted
     assert others.startswith("6 tensors") and rest.startswith("5 values")
+
+
+def test_the_state_of_an_optimizer_is_never_a_part_of_the_model(tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    names = {f"layer.{name}": value for name, value in model.state_dict().items()}
+    # No key is a usual one, and there are two state dicts of models.
+    saved = {
+        "net": names,
+        "ema": {**names},
+        "opt": optimizer.state_dict(),
+        "rng": torch.get_rng_state(),
+    }
+    found = open_weights(write(tmp_path / "two.pt", saved))
+    expected = {f"{key}.{name}" for key in ("net", "ema") for name in names}
+    assert found.modules["model"].tensors.keys() == {*expected, "rng"}
+    del saved["ema"]
+    path = write(tmp_path / "one.pt", saved)
+    assert open_weights(path).modules["model"].tensors.keys() == names.keys()
+    known = detect(path)
+    assert known is not None and known.has_training_state(path)
+
+
+def test_a_pickle_in_the_place_of_pytorchs_archive_is_an_error_with_a_command(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    torch.save(state_dict(), path, _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointUnusable, match=r"before PyTorch 1\.6[\s\S]*torch\.load"):
+        open_weights(tmp_path)
 
 
 def test_the_prefixes_of_wrappers_and_of_lightning_are_removed(tmp_path: Path) -> None:
