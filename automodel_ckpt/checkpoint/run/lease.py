@@ -221,7 +221,8 @@ class Lease:
                     # The owner removed the file, and another run may have created a new one, between opening and
                     # locking it or during the watch. A lock on a file without a name excludes no process.
                     continue
-                self._place(replace=True)
+                if not self._place(replace=True):
+                    continue
                 self.taken_over = before
             finally:
                 os.close(descriptor)
@@ -252,7 +253,8 @@ class Lease:
     def _place(self, *, replace: bool) -> bool:
         """Create the lock file with a complete record, already locked.
 
-        Without *replace*, returns False if another run has created the file meanwhile.
+        Returns False if the file has to be looked at again: another run removed the temporary one as a leftover, or,
+        without *replace*, has created the file meanwhile.
         """
         temporary = self._path.with_name(f"{LOCK_FILE}.{uuid.uuid4().hex}")
         descriptor = open_lock_file(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -260,11 +262,13 @@ class Lease:
         try:
             lock(descriptor)
             os.pwrite(descriptor, self._record(descriptor).to_bytes(), 0)
-            if replace:
-                os.rename(temporary, self._path)
-                placed = True
-            else:
-                placed = link_or_rename(temporary, self._path)
+            # The owner of the directory removes temporary files, which usually are those of killed runs.
+            with contextlib.suppress(FileNotFoundError):
+                if replace:
+                    os.rename(temporary, self._path)
+                    placed = True
+                else:
+                    placed = link_or_rename(temporary, self._path)
         finally:
             if not placed:
                 os.close(descriptor)

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from automodel_ckpt.checkpoint import commit
 from automodel_ckpt.checkpoint.layout import LOCK_FILE
 from automodel_ckpt.checkpoint.policy import KeepPolicy
 from automodel_ckpt.checkpoint.run import lease, lock_file
@@ -308,6 +309,29 @@ def test_a_run_that_starts_during_the_watch_is_respected(
         Lease(tmp_path)
     others[0].check()
     others[0].release()
+
+
+@pytest.mark.parametrize("is_left_over", [False, True])
+def test_a_start_whose_temporary_file_the_owner_removes_tries_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_left_over: bool
+) -> None:
+    """An owner that ends meanwhile has taken it for a leftover of a killed run."""
+    if is_left_over:
+        (tmp_path / LOCK_FILE).touch()
+    lock = lease.lock
+    removed: list[str] = []
+
+    def removing(descriptor: int) -> bool:
+        if not removed:
+            temporary = [path.name for path in tmp_path.iterdir() if path.name != LOCK_FILE]
+            removed.extend(temporary)
+            commit.recover(tmp_path)
+        return lock(descriptor)
+
+    monkeypatch.setattr(lease, "lock", removing)
+    held = Lease(tmp_path, watch_seconds=0.1)
+    assert len(removed) == 1 and os.listdir(tmp_path) == [LOCK_FILE]
+    held.release()
 
 
 def test_where_there_are_no_hard_links_the_lock_file_gets_its_name_by_rename(
