@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from tools.crash.record import Record
-from tools.random_recipes.check import check
+from tools.random_recipes.check import CPU, NULL_CUDA, Device, check
 from tools.random_recipes.draw import Recipe, draw
 
 
@@ -21,31 +21,37 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=1, help="the first seed (1)")
     parser.add_argument("--recipes", type=int, default=100, help="how many recipes (100)")
     parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="start no recipe after as long"
+        "--seconds", type=float, default=float("inf"), help="start no further recipe after as long"
+    )
+    parser.add_argument(
+        "--null-cuda",
+        action="store_true",
+        help="train on the device of tools/null_cuda with one rank, and resume on CPUs",
     )
     parser.add_argument(
         "--show", action="store_true", help="print the flags of the recipes, and run none"
     )
     options = parser.parse_args()
     seeds = range(options.first, options.first + options.recipes)
+    recipes = (draw(seed, (1,)) if options.null_cuda else draw(seed) for seed in seeds)
     if options.show:
-        for seed in seeds:
-            print(_text(draw(seed)))
+        for recipe in recipes:
+            print(_text(recipe))
         return 0
     record = Record("random recipes", vars(options))
-    for seed in seeds:
+    for recipe in recipes:
+        _check(recipe, NULL_CUDA if options.null_cuda else CPU, record)
         if time.time() - record.started > options.seconds:
             break
-        _check_seed(seed, record)
     return record.finish()
 
 
-def _check_seed(seed: int, record: Record) -> None:
-    recipe = draw(seed)
+def _check(recipe: Recipe, device: Device, record: Record) -> None:
+    seed = recipe.seed
     # The files of a recipe that fails are kept, and their place is part of the report.
     work = Path(tempfile.mkdtemp(prefix=f"random-recipe-{seed}-"))
     started = time.time()
-    result = check(recipe, work)
+    result = check(recipe, work, device)
     if not result.problems:
         shutil.rmtree(work)
     print(f"{seed}: {result.outcome}, {time.time() - started:.0f} s", flush=True)

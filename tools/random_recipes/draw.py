@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,11 +53,14 @@ def _is_of_mesh(key: str) -> bool:
     return key == "distributed.strategy" or re.fullmatch(r"distributed\..*_size", key) is not None
 
 
-def draw(seed: int) -> Recipe:
-    """Return the recipe of *seed*: the first of the random ones whose keys do not contradict each other."""
+def draw(seed: int, ranks: Sequence[int] = (1, 2, 2, 3, 4, 4)) -> Recipe:
+    """Return the recipe of *seed*: the first of the random ones whose keys do not contradict each other.
+
+    Its number of ranks is one of *ranks*.
+    """
     numbers = random.Random(seed)
     while True:
-        recipe = _draw_once(seed, numbers)
+        recipe = _draw_once(seed, numbers, ranks)
         if _is_consistent(recipe):
             return recipe
 
@@ -70,10 +73,10 @@ def _is_consistent(recipe: Recipe) -> bool:
         return False
 
 
-def _draw_once(seed: int, numbers: random.Random) -> Recipe:
+def _draw_once(seed: int, numbers: random.Random, possible_ranks: Sequence[int]) -> Recipe:
     kind = numbers.choice(sorted(KINDS))
     example, add = KINDS[kind]
-    ranks = numbers.choice([1, 2, 2, 3, 4, 4])
+    ranks = numbers.choice(possible_ranks)
     some = _Some(numbers)
     _add_schedule(some, kind)
     add(some)
@@ -179,7 +182,10 @@ def _add_adapters(some: _Some) -> None:
         some.maybe(0.2, "peft.use_dora", True)
         some.maybe(0.2, "peft.use_rslora", True)
         some.maybe(0.2, "peft.modules_to_save", ["lm_head"])
-        some.maybe(0.3, "peft.init", "gaussian")
+        some.maybe(0.3, "peft.init", "gaussian", "orthogonal")
+        some.maybe(0.2, "peft.bias", "lora_only", "all")
+        some.maybe(0.2, "peft.dtype", "base")
+        some.maybe(0.2, "peft.target_modules", ["q_proj", "v_proj"], ["q_proj", "down_proj"])
 
 
 def _add_texts(some: _Some) -> None:
@@ -272,6 +278,12 @@ def _add_mesh(some: _Some, ranks: int) -> None:
         some.always("distributed.dp_replicate_size", 2)
     elif mesh != "auto":
         some.always(f"distributed.{mesh}_size", 2)
+    if mesh == "tp":
+        some.maybe(0.3, "distributed.sequence_parallel", True)
+    if mesh == "pp":
+        some.maybe(0.5, "distributed.pp_schedule", "gpipe", "interleaved1f1b")
+    some.maybe(0.2, "distributed.reshard_after_forward", False)
+    some.maybe(0.2, "distributed.defer_gradient_sync", True)
     if mesh in ("ddp", "hsdp"):
         some.maybe(0.3, "checkpoint.verify_replicas", True)
 
@@ -279,7 +291,9 @@ def _add_mesh(some: _Some, ranks: int) -> None:
 def _add_model(some: _Some) -> None:
     some.maybe(0.3, "model.dtype", "bfloat16", "float32")
     some.maybe(0.3, "distributed.mixed_precision", "bfloat16")
-    some.maybe(0.2, "model.activation_checkpointing", "full", "selective")
+    some.maybe(0.2, "model.activation_checkpointing", "full", "selective", "offload")
+    some.maybe(0.15, "model.attn_implementation", "eager", "sdpa")
+    some.maybe(0.1, "qat.scheme", "W8A8", "W8A16", "FP8_DYNAMIC")
     some.maybe(0.15, "model.freeze", ["*embed*"], ["*layers.0.*"])
     some.maybe(
         0.25, "ema", {"decay": 0.9}, {"decay": 0.5, "start_step": 2, "update_every_steps": 2}
@@ -296,6 +310,8 @@ def _add_checkpoints(some: _Some) -> None:
     some.maybe(0.2, "checkpoint.keep_last", 1, 2)
     some.maybe(0.15, "checkpoint.average_last", 2)
     some.maybe(0.2, "checkpoint.export_best", True)
+    some.maybe(0.1, "checkpoint.keep_best", 1)
+    some.maybe(0.1, "checkpoint.keep_every_steps", 4)
     some.maybe(0.1, "checkpoint.memory", {}, {"every_steps": 1})
 
 
@@ -316,5 +332,9 @@ def _add_training(some: _Some) -> None:
     some.maybe(0.25, "optimizer", *optimizers)
     some.maybe(0.15, "clip_grad_norm", None, 0.1)
     some.maybe(0.1, "dataloader.num_workers", 1, 2)
+    some.maybe(0.1, "dataloader.padding_free", False)
+    some.maybe(0.1, "dataloader.drop_last", True)
+    some.maybe(0.1, "deterministic", True)
+    some.maybe(0.1, "profile", {"start_step": 3, "num_steps": 1})
     some.maybe(0.1, "seed", 0, 7)
     some.maybe(0.15, "logging.sample_ids", True)
