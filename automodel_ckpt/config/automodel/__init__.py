@@ -54,6 +54,7 @@ _PREFIXES = (
     "Diffusion",
 )
 """The beginnings of the names of AutoModel's recipe classes, which all contain the word Recipe."""
+_DIFFUSION = "TrainDiffusionRecipe"
 _NO_RECIPE = "no recipe here does this; the recipes of NeMo AutoModel that run are " + ", ".join(
     RECIPES
 )
@@ -112,10 +113,11 @@ class Translation:
 def class_name(root: Node) -> str | None:
     """Return the name of AutoModel's recipe class in a file; None if the file is a recipe of this program.
 
-    Recipes of AutoModel before 2026 have no key recipe. They are recognized by the class of the model.
+    Recipes of AutoModel before 2026 have no key recipe. They are recognized by the class of the model. Recipes for
+    diffusion models never have one.
     """
     if root.at("recipe") is None:
-        return _class_for_model(root)
+        return _DIFFUSION if _diffusion_section(root) is not None else _class_for_model(root)
     node = root.at("recipe._target_") or root.at("recipe")
     if node is None or not isinstance(node.value, str):
         return None
@@ -125,6 +127,16 @@ def class_name(root: Node) -> str | None:
     if not package and name.startswith(_PREFIXES) and "Recipe" in name:
         return name
     return None
+
+
+def _diffusion_section(root: Node) -> Node | None:
+    """The node that shows that a file without ``recipe`` trains a diffusion model; None if it does not."""
+    section = root.at("flow_matching")
+    if section is not None:
+        return section
+    target = root.at("data.dataloader._target_")
+    is_theirs = target is not None and is_of_automodel(str(target.value))
+    return target if is_theirs and ".diffusion." in str(target.value) else None
 
 
 def _class_for_model(root: Node) -> str | None:
@@ -143,6 +155,11 @@ def translate(root: Node) -> Translation | None:
     name = class_name(root)
     if name is None:
         return None
+    diffusion = _diffusion_section(root)
+    if name == _DIFFUSION and diffusion is not None:
+        what = "diffusion models cannot be trained here"
+        hint = f"{_NO_RECIPE}; {GUIDE}"
+        return Translation(root, (), (Problem(what, diffusion.origin, name, hint),))
     source = root.copy()
     _rename_references(source)
     assert isinstance(source.value, dict)

@@ -1172,6 +1172,26 @@ def test_a_file_without_recipe_is_recognized_by_its_model(tmp_path: Path) -> Non
     assert load_recipe(recipe).config.recipe == "vlm_finetune"
 
 
+@pytest.mark.parametrize(
+    "section",
+    [
+        "flow_matching:\n  adapter_type: flux\n",
+        "recipe: TrainDiffusionRecipe\nflow_matching:\n  adapter_type: flux\n",
+        f"data:\n  dataloader:\n    _target_: {DATA}.diffusion.build_dataloader\n",
+    ],
+)
+def test_a_recipe_for_a_diffusion_model_is_one_error(tmp_path: Path, section: str) -> None:
+    recipe = tmp_path / "theirs.yaml"
+    text = "model:\n  pretrained_model_name_or_path: some/model\nfsdp:\n  dp_size: 8\n"
+    recipe.write_text(section + text)
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(recipe, [])
+    (problem,) = caught.value.problems
+    assert problem.what == "diffusion models cannot be trained here"
+    assert problem.value == "TrainDiffusionRecipe" and problem.where.startswith(f"{recipe}:")
+    assert "TrainFinetuneRecipeForNextTokenPrediction" in problem.hint
+
+
 def test_only_recipes_of_automodel_are_converted(tmp_path: Path) -> None:
     text = LLM.replace("TrainFinetuneRecipeForNextTokenPrediction", "llm_finetune")
     text += "model:\n  from_pretrained: some/model\n"
