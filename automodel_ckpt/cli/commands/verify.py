@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 _LEFTOVER = "an export is in progress or was interrupted; the next start of the run removes it"
 
+_REMOVED = "not verified, since its run or another command removed it meanwhile"
+
 Result = tuple[Path, list[Problem]]
 """A checkpoint or an export, and all problems that were found in it."""
 
@@ -59,17 +61,26 @@ def run(arguments: argparse.Namespace) -> int:
     """Run ``ckpt verify`` and print every problem. The exit code is 3 if there is one."""
     if is_url(arguments.path):
         return _verify_remote(arguments)
-    targets = _targets(Path(arguments.path))
+    run_path, targets = _targets(Path(arguments.path))
     results: list[Result] = []
+    removed: list[Path] = []
     for target in targets:
-        results.append((target, _problems(target, arguments)))
-        for export in _exports(target):
-            results.append((export, _export_problems(export, arguments)))
+        found = [(target, _problems(target, arguments))]
+        found += [(export, _export_problems(export, arguments)) for export in _exports(target)]
+        if os.path.lexists(target):
+            results += found
+        elif run_path is not None:
+            removed.append(target)
+        else:
+            results.append((target, [_removal(target)]))
+    targets = [target for target in targets if target not in removed]
     _record(results)
     if arguments.json:
         _print_json(results)
     else:
         _print_results(results)
+        for target in removed:
+            print(f"{printable(str(target))}: {_REMOVED}")
         _print_shared(targets)
         _print_leftovers(targets)
     is_damaged = any(problems for _, problems in results)
@@ -109,14 +120,20 @@ def _verify_remote(arguments: argparse.Namespace) -> int:
     return EXIT_UNUSABLE if is_damaged else EXIT_DONE
 
 
-def _targets(path: Path) -> list[Path]:
-    """Return the checkpoints to verify: all of a run, oldest first, or the one that *path* names."""
+def _targets(path: Path) -> tuple[Path | None, list[Path]]:
+    """Return the run and its checkpoints, oldest first; or no run, and the one checkpoint that *path* names."""
     from automodel_ckpt.checkpoint.run import resume
 
     run = run_directory(path) if path.is_dir() else None
     if run is None:
-        return [whole_checkpoint(path)]
-    return [run / str(name) for name in reversed(resume.checkpoint_names(run))]
+        return None, [whole_checkpoint(path)]
+    return run, [run / str(name) for name in reversed(resume.checkpoint_names(run))]
+
+
+def _removal(checkpoint: Path) -> Problem:
+    """Describe the removal of *checkpoint* while it was verified."""
+    hint = "its run keeps only some checkpoints; verify another one, or `ckpt pin` it first"
+    return Problem("the checkpoint was removed while it was verified", str(checkpoint), "", hint)
 
 
 def _problems(checkpoint: Path, arguments: argparse.Namespace) -> list[Problem]:
@@ -214,6 +231,8 @@ def _print_results(results: Sequence[Result]) -> None:
 def _verdict(target: Path, problems: list[Problem]) -> str:
     if not problems:
         return coloured("ok", "green", sys.stdout)
+    if not os.path.lexists(target):
+        return coloured("removed", "yellow", sys.stdout)
     if _is_external(target):
         return coloured("unverifiable: no manifest", "yellow", sys.stdout)
     return coloured("damaged", "red", sys.stdout)

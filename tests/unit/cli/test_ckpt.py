@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
+from automodel_ckpt.checkpoint import verify as verify_module
 from automodel_ckpt.cli.arguments import PATHS
 from automodel_ckpt.cli.ckpt import main, parser
 from automodel_ckpt.cli.terminal import coloured, printable, size_text, table
+from automodel_ckpt.errors import Problem
 from tests.support.measure import seconds_of_children
 from tests.support.shards import checkpoint_in
 
@@ -282,6 +284,37 @@ def test_a_command_that_uses_an_earlier_checkpoint_of_a_run_says_so(
     warning = capsys.readouterr().err.splitlines()[0]
     assert warning.startswith(f"warning: using {tmp_path}/run/epoch_0_step_1: epoch_0_step_2 ")
     assert "the manifest is damaged" in warning
+
+
+def test_a_checkpoint_that_its_run_removes_during_a_verification_is_not_damaged(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verify = verify_module.verify
+
+    def removing(checkpoint: Path, *rest: Any, **options: Any) -> list[Problem]:
+        if checkpoint.name == "epoch_0_step_1":
+            checkpoint.rename(tmp_path / "trash")
+        return verify(checkpoint, *rest, **options)
+
+    monkeypatch.setattr(verify_module, "verify", removing)
+    run = tmp_path / "run"
+    for as_json in (True, False):
+        for step in (1, 2):
+            checkpoint_in(run, step)
+        code = main(["verify", str(run), "--deep", *["--json"] * as_json])
+        output = capsys.readouterr().out
+        assert code == 0, output
+        shutil.rmtree(tmp_path / "trash")
+        if as_json:
+            assert [each["path"] for each in json.loads(output)] == [f"{run}/epoch_0_step_2"]
+        else:
+            assert "epoch_0_step_1: not verified, since its run" in output
+            assert "epoch_0_step_2: ok" in output
+            assert "damaged" not in output
+    checkpoint_in(run, 1)
+    assert main(["verify", str(run / "epoch_0_step_1")]) == 3
+    output = capsys.readouterr().out
+    assert "epoch_0_step_1: removed\n  the checkpoint was removed while it was verified" in output
 
 
 def test_a_directory_of_another_user_does_not_hide_the_other_checkpoints(
