@@ -135,8 +135,8 @@ def _diffusion_section(root: Node) -> Node | None:
     if section is not None:
         return section
     target = root.at("data.dataloader._target_")
-    is_theirs = target is not None and is_of_automodel(str(target.value))
-    return target if is_theirs and ".diffusion." in str(target.value) else None
+    name = "" if target is None else str(target.value)
+    return target if is_of_automodel(name) and ".diffusion." in name else None
 
 
 def _class_for_model(root: Node) -> str | None:
