@@ -144,8 +144,8 @@ def _run_recipe(line: CommandLine) -> int:
     ranks = known_ranks(line.flags)
     check_ranks(loaded, ranks)
     check_node_counts(loaded, line.flags)
-    finished = None if "dry_run" in line.modes else finished_text(loaded, line.flags)
-    if finished is not None:
+    finished = finished_text(loaded, line.flags)
+    if finished is not None and "dry_run" not in line.modes:
         print_error(finished)
         return EXIT_DONE
     from automodel_ckpt.config.prepare import prepare
@@ -158,7 +158,7 @@ def _run_recipe(line: CommandLine) -> int:
         loaded, recipe_class = prepare(loaded, trust)
         sizes = mesh_sizes(loaded, ranks) if ranks else None
         with reporting_user_failures(RecipeError):
-            text = report(loaded, recipe_class, line.flags, sizes, device_bytes)
+            text = report(loaded, recipe_class, line.flags, sizes, device_bytes, finished)
         print(text, end="")
         return EXIT_DONE
     from automodel_ckpt.cli.launch.launcher import launch

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from automodel_ckpt.cli.checks.finished_run import finished_text
+from automodel_ckpt.cli.train import main
 from automodel_ckpt.config.load import LoadedRecipe, load_recipe
 from automodel_ckpt.config.overrides import parse
 from automodel_ckpt.distributed.stop import stop_request
@@ -63,6 +66,18 @@ def copy(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     shutil.copytree(finished, tmp_path / "copy", symlinks=True)
     monkeypatch.chdir(tmp_path / "copy")
     return tmp_path / "copy"
+
+
+def test_a_dry_run_of_a_finished_run_needs_no_directory_that_can_be_written(
+    copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    read_only = SimpleNamespace(f_flag=os.ST_RDONLY, f_bavail=10**6, f_frsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda path: read_only)
+    assert main(["recipe.yaml", "--dry-run", *GIVEN]) == 0
+    assert f"  start:       {TEXT}\n" in capsys.readouterr().out
+    # A start that would train has to write.
+    assert main(["recipe.yaml", "--dry-run", *GIVEN, "--step_scheduler.max_steps=3"]) == 2
+    assert "EROFS" in capsys.readouterr().err
 
 
 def test_the_command_reports_a_finished_run_without_torch(copy: Path) -> None:

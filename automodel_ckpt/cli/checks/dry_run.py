@@ -46,10 +46,12 @@ def report(
     flags: LaunchFlags,
     sizes: Sizes | None,
     device_bytes: int | None = None,
+    finished: str | None = None,
 ) -> str:
     """Return the text of a dry run with the parallel *sizes*, None if the number of ranks is not known yet.
 
-    *device_bytes* is the memory of the GPU that the forecast is for; None: the forecast is for this machine.
+    *device_bytes* is the memory of the GPU that the forecast is for; None: the forecast is for this machine. *finished*
+    is what a start would print for a complete run, instead of writing anything.
     Raises :class:`RecipeError` if the recipe could not train: unreadable data or model, sizes that do not fit, or a
     checkpoint.checkpoint_dir that cannot be written.
     """
@@ -61,7 +63,7 @@ def report(
     recipe: Recipe | None = None
     config_json: bytes | None = None
     if issubclass(recipe_class, Recipe):
-        if loaded.config.checkpoint.enabled:
+        if loaded.config.checkpoint.enabled and finished is None:
             check_writable(Path(loaded.config.checkpoint.checkpoint_dir))
         recipe = recipe_class(loaded.config, config_yaml=loaded.to_yaml())
         device = None
@@ -72,6 +74,8 @@ def report(
         rows += _resource_rows(loaded, planned, flags)
     if loaded.config.checkpoint.enabled:
         rows += _resume_rows(loaded, sizes, config_json)
+    if finished is not None:
+        rows.append(("start", finished))
     resumes = any(title == "resume" and text.startswith("from ") for title, text in rows)
     if not resumes:
         rows += _init_from_rows(loaded, recipe)
