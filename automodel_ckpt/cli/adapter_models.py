@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from automodel_ckpt.errors import CheckpointUnusable
+from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 if TYPE_CHECKING:
     from automodel_ckpt.convert.adapter_import import AdapterBuilder, AdapterModel, AdapterSettings
@@ -54,6 +54,7 @@ def _build(settings: AdapterSettings, base: str, run: Path) -> AdapterModel:
     from automodel_ckpt.models.parameter_list import parameters_of
     from automodel_ckpt.models.repository import base_directory
     from automodel_ckpt.models.signature import empty_model
+    from automodel_ckpt.models.vocabulary import num_embeddings
     from automodel_ckpt.recipes.model.adapters import adapter_assets
 
     directory = None
@@ -69,12 +70,7 @@ def _build(settings: AdapterSettings, base: str, run: Path) -> AdapterModel:
     model.tie_weights()
     modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
     parameters = find_parameters(model, settings.parameters)
-    with_parameters = {name.rpartition(".")[0] for name in parameters}
-    targets: list[str] = []
-    for name in settings.targets:
-        # Each adapted parameter of a module wraps it once more.
-        if name.replace(_WRAPPED, "") not in with_parameters:
-            targets.append(name)
+    targets = _layers(settings.targets, parameters)
     wanted = (*targets, *settings.saved)
     if missing := [name for name in wanted if name not in modules]:
         _raise_missing(missing, settings.task_type, type(model).__name__, directory)
@@ -92,7 +88,9 @@ def _build(settings: AdapterSettings, base: str, run: Path) -> AdapterModel:
         bias=settings.bias,  # type: ignore[arg-type]
         ensure_weight_tying=settings.ensure_weight_tying,
     )
-    adapted = add_adapters(model, lora, task_type=settings.task_type)
+    num_base_rows = num_embeddings(model)
+    vocab_size = _resize(model, settings.rows)
+    adapted = add_adapters(model, lora, task_type=settings.task_type, num_base_rows=num_base_rows)
     assets = adapter_assets(
         adapted.model,
         adapted,
@@ -113,7 +111,43 @@ def _build(settings: AdapterSettings, base: str, run: Path) -> AdapterModel:
     def base_names() -> Mapping[str, Sequence[str]]:
         return _names_in_base(directory, frozen)
 
-    return AdapterModel(tuple(trained), shapes, base_names, files, directory, section)
+    return AdapterModel(tuple(trained), shapes, base_names, files, directory, section, vocab_size)
+
+
+def _layers(targets: Iterable[str], parameters: Iterable[str]) -> list[str]:
+    """Return the names in *targets* without those of modules that have one of the adapted *parameters*."""
+    with_parameters = {name.rpartition(".")[0] for name in parameters}
+    # Each adapted parameter of a module wraps it once more.
+    return [name for name in targets if name.replace(_WRAPPED, "") not in with_parameters]
+
+
+def _resize(model: Any, rows: Mapping[str, int]) -> int | None:
+    """Resize the vocabulary of *model* to the *rows* of its embedding, by module; None if that is not necessary.
+
+    Raises :class:`RecipeError` if only one of embedding and output layer is stored, and they are not tied: peft does
+    not save the other one if it is not adapted.
+    """
+    from automodel_ckpt.models.vocabulary import num_embeddings
+
+    names = {id(module): name for name, module in model.named_modules()}
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    ends = [names[id(end)] for end in ends if id(end) in names]
+    found = {rows[end] for end in ends if end in rows}
+    if not found or found == {num_embeddings(model)}:
+        return None
+    lost = [end for end in ends if end not in rows]
+    if len(found) > 1 or (lost and not model.all_tied_weights_keys):
+        # The caller adds where the adapter is, and that it can be merged by the program that has it.
+        raise RecipeError(
+            "the vocabulary was resized, and the adapter's file does not have all weights of the new size",
+            where="model.vocab_size",
+            value=", ".join(f"{end}: {rows.get(end, 'not there')}" for end in ends),
+            hint="",
+        )
+    (vocab_size,) = found
+    model.resize_token_embeddings(vocab_size, mean_resizing=False)
+    model.tie_weights()
+    return vocab_size
 
 
 def _names_in_base(directory: Path, names: Iterable[str]) -> dict[str, list[str]]:

@@ -24,13 +24,17 @@ from automodel_ckpt.checkpoint.files.safe_open import read_safely
 from automodel_ckpt.checkpoint.slices import Tensor
 from automodel_ckpt.checkpoint.sources.model_files import is_tokenizer_file
 from automodel_ckpt.checkpoint.sources.source import Tensors
-from automodel_ckpt.convert.base_copies import check_copies
+from automodel_ckpt.convert.base_copies import check_copies, check_same
 from automodel_ckpt.convert.layer_patterns import matches_layer
 from automodel_ckpt.convert.sources.files import read_json
 from automodel_ckpt.convert.training_state import ModelParameter, Parameters
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 _PREFIX = "base_model.model."
+# Between the name of a module and those of its tensors, in a module that is trained in full.
+_TRAINED = ".modules_to_save."
+_UNTRAINED = ".original_module."
+_MATRIX = 2
 _ADAPTER_PARTS = (
     ".lora_A.",
     ".lora_B.",
@@ -109,6 +113,7 @@ class AdapterSettings:
     *parameters* are ends of names of other parameters with an adapter (fused experts), whose modules are among
     *targets*, too.
     *rank_pattern* and *alpha_pattern* have the ranks and alphas of layers with others than *r* and *alpha*.
+    *rows* has the number of rows of each module whose weight is in the file, which an embedding that was resized has.
     *base* is the name of the base in the file: a directory or a name on the Hub, empty if the file has none. *revision*
     is its branch, tag or commit on the Hub; None: the main branch.
     """
@@ -121,6 +126,7 @@ class AdapterSettings:
     targets: tuple[str, ...]
     parameters: tuple[str, ...]
     saved: tuple[str, ...]
+    rows: Mapping[str, int]
     use_dora: bool
     use_rslora: bool
     bias: str
@@ -137,7 +143,8 @@ class AdapterModel:
     *parameters* are those that train, in the order of ``named_parameters()``. *shapes* has the tensors of the adapter's
     file by name. *base_names* maps the names that frozen tensors have in peft to their names in the base's files, of
     which a tied tensor has several. *files* are the side files of a checkpoint, by name. *base* is the directory of the
-    base, and *section* the ``peft`` section of a recipe that continues from the adapter.
+    base, and *section* the ``peft`` section of a recipe that continues from the adapter. *vocab_size* is that of the
+    recipe's model, if the vocabulary of the base was resized.
     """
 
     parameters: tuple[ModelParameter, ...]
@@ -146,6 +153,7 @@ class AdapterModel:
     files: Mapping[str, bytes]
     base: Path
     section: Mapping[str, Any]
+    vocab_size: int | None = None
 
     def parameters_in(self, _: Path) -> Parameters:
         """Return a function that lists the parameters, whatever the directory of config.json is."""
@@ -155,7 +163,8 @@ class AdapterModel:
 AdapterBuilder = Callable[[AdapterSettings], AdapterModel]
 """Builds the model of an adapter. The command that imports passes it: building needs torch, transformers and peft.
 
-It raises :class:`CheckpointUnusable` if the base is missing, or has no such layers.
+It raises :class:`CheckpointUnusable` if the base is missing, or has no such layers, and :class:`RecipeError` if a
+recipe cannot have the adapter.
 """
 
 
@@ -166,7 +175,7 @@ def adapter_model(directory: Path, weights: Tensors, build: AdapterBuilder) -> A
     :class:`CheckpointUnusable` if the options are damaged, or a recipe has none of this kind, or if the tensors are not
     those of the adapter.
     """
-    tensors = weights.tensors
+    tensors = _without_wrapped(directory, weights)
     model = _built(directory, _read_settings(directory, tensors), build)
     more = tensors.keys() - model.shapes.keys()
     if more:
@@ -177,6 +186,31 @@ def adapter_model(directory: Path, weights: Tensors, build: AdapterBuilder) -> A
     _check_tensors(directory, tensors, model)
     files = {**model.files, **_tokenizer_files(directory)}
     return replace(model, files=files)
+
+
+def _without_wrapped(directory: Path, weights: Tensors) -> dict[str, Tensor]:
+    """Return the tensors without those that peft adds for modules trained in full, with ``save_embedding_layers``.
+
+    These are the module of the base, which is not used, and a second copy of the trained one. Raises
+    :class:`CheckpointUnusable` if the two copies differ.
+    """
+    found: dict[str, Tensor] = {}
+    for name, tensor in weights.tensors.items():
+        trained = weights.tensors.get(name.replace(_TRAINED, "."))
+        if _TRAINED in name and trained is not None:
+            check_same(directory / layout.ADAPTER_MODEL, weights.root, tensor, trained)
+        elif _UNTRAINED not in name:
+            found[name] = tensor
+    return found
+
+
+def _rows_in(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    rows: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        module = name.removeprefix(_PREFIX).removesuffix(".weight").removesuffix(".base_layer")
+        if name.endswith(".weight") and len(tensor.shape) == _MATRIX:
+            rows[module] = tensor.shape[0]
+    return rows
 
 
 def _built(directory: Path, settings: AdapterSettings, build: AdapterBuilder) -> AdapterModel:
@@ -211,6 +245,7 @@ def _read_settings(directory: Path, tensors: Mapping[str, Tensor]) -> AdapterSet
         targets=tuple(targets),
         parameters=tuple(options.get("target_parameters") or ()),
         saved=tuple(saved),
+        rows=_rows_in(tensors),
         use_dora=bool(options.get("use_dora")),
         use_rslora=bool(options.get("use_rslora")),
         bias=options.get("bias", "none"),
@@ -337,7 +372,8 @@ def _check_tensors(directory: Path, tensors: Mapping[str, Tensor], model: Adapte
             "the adapter's tensors are not those of an adapter on this base",
             where=str(directory / layout.ADAPTER_MODEL),
             value="\n    " + "\n    ".join(lines[:_MAX_NAMED]),
-            hint="name the directory of the base that it was trained on with --base",
+            hint="name the directory of the base that it was trained on with --base, or restore the file from "
+            "another copy",
         )
 
 

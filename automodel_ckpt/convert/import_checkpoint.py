@@ -189,13 +189,13 @@ def _adapter(source: ImportSource, weights: Tensors, options: ImportOptions) -> 
 
 
 def _without_copies(weights: Tensors, adapter: AdapterModel) -> tuple[Tensors, list[str]]:
-    """Return an adapter's tensors without the copies of the base's weights in its file, and a text about these."""
+    """Return an adapter's tensors without the copies of other weights in its file, and a text about these."""
     tensors = {name: weights.tensors[name] for name in weights.tensors if name in adapter.shapes}
     num_copies = len(weights.tensors) - len(tensors)
     if not num_copies:
         return weights, []
     return replace(weights, tensors=tensors), [
-        f"{counted(num_copies, 'copy', 'copies')} of the base's weights, equal to the base"
+        f"{counted(num_copies, 'copy', 'copies')} of weights that the base or the adapter has"
     ]
 
 

@@ -131,6 +131,7 @@ def _document(planned: NewCheckpoint, dry_run: bool) -> dict[str, Any]:
         "left_out": list(planned.left_out),
         "base": str(planned.adapter.base) if planned.adapter is not None else None,
         "peft": dict(planned.adapter.section) if planned.adapter is not None else None,
+        "vocab_size": planned.adapter.vocab_size if planned.adapter is not None else None,
     }
 
 
@@ -155,12 +156,10 @@ def _lines(planned: NewCheckpoint) -> Iterator[str]:
         rows.append(("not imported", ", ".join(planned.left_out)))
     if planned.adapter is not None:
         rows.append(("base", str(planned.adapter.base)))
-        rows.append(
-            (
-                "recipe",
-                f"model.from_pretrained: the base; peft: {json.dumps(planned.adapter.section)}",
-            )
-        )
+        model = "model.from_pretrained: the base"
+        if planned.adapter.vocab_size is not None:
+            model += f"; model.vocab_size: {planned.adapter.vocab_size}"
+        rows.append(("recipe", f"{model}; peft: {json.dumps(planned.adapter.section)}"))
     for line in table(rows):
         yield printable(line)
     run = shlex.quote(str(planned.run))
