@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from automodel_ckpt import __version__
@@ -52,6 +52,7 @@ from automodel_ckpt.errors import (
     EXIT_DONE,
     AutomodelError,
     CheckpointUnusable,
+    OutputFailed,
     RecipeError,
     SaveFailed,
     describe,
@@ -268,6 +269,11 @@ def _run(words: list[str]) -> int:
 def _report_failure(error: BaseException, arguments: argparse.Namespace) -> int:
     """Print an error, with ``--json`` also as a document on standard output; return the exit code."""
     is_writing = arguments.command in {verb.name for verb in VERBS if verb.writes}
+    if isinstance(error, OutputFailed) and is_writing and not getattr(arguments, "dry_run", False):
+        # These commands print their results at the end.
+        (problem,) = error.problems
+        done = f"what ckpt {arguments.command} wrote or removed is complete, only its output is missing"
+        error = OutputFailed.all_of([replace(problem, hint=f"{problem.hint}; {done}")])
     if isinstance(error, OSError):
         problem = os_problem(
             error,

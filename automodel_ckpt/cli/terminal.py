@@ -103,21 +103,24 @@ class _NamedStream:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        try:
+        with _naming_errors():
             return self._stream.write(text)
-        except OSError as error:
-            error.filename = _STANDARD_OUTPUT
-            raise
 
     def flush(self) -> None:
-        try:
+        with _naming_errors():
             self._stream.flush()
-        except OSError as error:
-            error.filename = _STANDARD_OUTPUT
-            raise
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def _naming_errors() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        error.filename = _STANDARD_OUTPUT
+        raise
 
 
 @contextlib.contextmanager
@@ -171,7 +174,8 @@ def print_path(path: str | os.PathLike[str]) -> None:
         return
     sys.stdout.flush()
     # The bytes of the path: a name that is not valid UTF-8 cannot be printed as text.
-    sys.stdout.buffer.write(os.fsencode(path) + b"\n")
+    with _naming_errors():
+        sys.stdout.buffer.write(os.fsencode(path) + b"\n")
     sys.stdout.flush()
 
 

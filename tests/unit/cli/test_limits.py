@@ -15,6 +15,7 @@ import pytest
 from automodel_ckpt.checkpoint.failures import as_failure
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.cli.launch.failures import failure_record
+from automodel_ckpt.cli.terminal import naming_output, output_failure, print_path
 from automodel_ckpt.cli.train import main as train
 from automodel_ckpt.config.trust import import_failure
 from automodel_ckpt.distributed.agree import _portable
@@ -122,6 +123,32 @@ def test_output_that_cannot_be_written_is_reported_in_one_message(
         "  value:  ENOSPC (No space left on device)",
         "  hint:   write the output to a disk with free space, or to a pipe",
     ]
+
+
+@pytest.mark.parametrize("command", ["pin", "prune"])
+def test_a_command_whose_results_cannot_be_printed_states_that_its_work_is_done(
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    checkpoint_in(tmp_path / "run", 1)
+    newest = checkpoint_in(tmp_path / "run", 2)
+    words = {"pin": [str(newest)], "prune": [str(tmp_path / "run"), "--keep-last", "1"]}
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main([command, *words[command]]) == 1
+        full.flush()
+    assert f"what ckpt {command} wrote or removed is complete" in capsys.readouterr().err
+
+
+def test_a_path_that_cannot_be_printed_is_output_that_cannot_be_written() -> None:
+    with Path("/dev/full").open("w", buffering=1) as full, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", full)
+        with naming_output(), pytest.raises(OSError, match="No space") as caught:
+            print_path("x" * 100_000)
+        assert output_failure(caught.value) is not None
+        full.flush()
 
 
 def run(limits: str, *command: str) -> subprocess.CompletedProcess[str]:
