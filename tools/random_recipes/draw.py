@@ -5,14 +5,22 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS,
+)
+
+from automodel_ckpt.cli.train import check_ranks
 from automodel_ckpt.config.load import load_recipe
 from automodel_ckpt.config.overrides import parse
+from automodel_ckpt.config.prepare import resolve_recipe
+from automodel_ckpt.config.trust import Trust
 from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.recipes.unsupported import unsupported_keys
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 STEPS = 6
@@ -68,9 +76,14 @@ def draw(seed: int, ranks: Sequence[int] = (1, 2, 2, 3, 4, 4)) -> Recipe:
 def _is_consistent(recipe: Recipe) -> bool:
     line = parse(recipe.flags(Path("run"), recipe.ranks))
     try:
-        return not load_recipe(recipe.example, line.overrides, problems=line.problems).problems
+        loaded = load_recipe(recipe.example, line.overrides, problems=line.problems)
+        check_ranks(loaded, recipe.ranks)
     except RecipeError:
         return False
+    kind = resolve_recipe(loaded.config.recipe, Trust(()))
+    return not loaded.problems and not unsupported_keys(
+        loaded.config, getattr(kind, "unsupported", ())
+    )
 
 
 def _draw_once(seed: int, numbers: random.Random, possible_ranks: Sequence[int]) -> Recipe:
@@ -164,8 +177,9 @@ _DECODERS: dict[str, dict[str, Any]] = {
 _GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
 
 
-def _add_decoder(some: _Some) -> None:
-    name = some.numbers.choice(["llama", *sorted(_DECODERS), "gpt2"])
+def _add_decoder(some: _Some, supported: Container[str] | None = None) -> None:
+    names = ["llama", *sorted(_DECODERS), "gpt2"]
+    name = some.numbers.choice([name for name in names if supported is None or name in supported])
     sizes: dict[str, Any] = dict(_GPT2) if name == "gpt2" else {**_SIZES, **_DECODERS[name]}
     if name != "gpt2":
         sizes["attention_dropout"] = some.numbers.choice([0.0, 0.1])
@@ -206,7 +220,7 @@ def _add_pretraining(some: _Some) -> None:
 
 def _add_pairs(section: str) -> Callable[[_Some], None]:
     def add(some: _Some) -> None:
-        _add_decoder(some)
+        _add_decoder(some, CLASSIFIERS if section == "reward_model" else None)
         _add_adapters(some)
         if section in ("dpo", "kto"):
             some.maybe(0.3, f"{section}.beta", 0.5)
@@ -228,7 +242,7 @@ def _add_distillation(some: _Some) -> None:
 
 def _add_classes(some: _Some) -> None:
     if some.numbers.random() < 0.5:
-        _add_decoder(some)
+        _add_decoder(some, CLASSIFIERS)
     _add_adapters(some)
 
 
