@@ -21,7 +21,7 @@ from automodel_ckpt.checkpoint.sources.source import Tensors
 from automodel_ckpt.convert.adapter_import import AdapterBuilder, AdapterModel, adapter_model
 from automodel_ckpt.convert.external import losses_in
 from automodel_ckpt.convert.import_source import ImportSource, check_not_sparse
-from automodel_ckpt.convert.model_names import NameComparer
+from automodel_ckpt.convert.model_names import NameComparer, has_odd_prefix
 from automodel_ckpt.convert.names.conversion import check_converted
 from automodel_ckpt.convert.names_file import Renaming, rename
 from automodel_ckpt.convert.new_checkpoint import NewCheckpoint, check_free
@@ -91,7 +91,7 @@ def _prepared(source: ImportSource, run: Path, options: ImportOptions) -> NewChe
     check_converted(weights.tensors, str(source.path))
     check_not_sparse(weights)
     name_notes: tuple[str, ...] = ()
-    if adapter is None and source.known.has_own_names:
+    if adapter is None and (source.known.has_own_names or has_odd_prefix(weights.tensors)):
         name_notes = _name_notes(source, weights, options)
     training = _training(source, weights, options, renaming)
     if training is not None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from automodel_ckpt.errors import CheckpointUnusable
 from automodel_ckpt.units import counted
 
 _MAX_NAMED = 3
+# Usual names of the backbone in a model, which all tensors are in if the output layer is tied.
+_BACKBONES = ("model", "transformer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,23 @@ NameComparer = Callable[[bytes, Collection[str]], NameDifferences | None]
 
 The command that imports passes it: it builds the model, which needs torch and transformers.
 """
+
+
+def has_odd_prefix(names: Iterable[str]) -> bool:
+    """Return whether all *names* begin with a component that models rarely have, such as an attribute of a script.
+
+    Comparing names takes seconds, which an import of Hugging Face files does not need otherwise.
+    """
+    prefixes: set[str] = set()
+    seconds: set[str] = set()
+    for name in names:
+        first, _, rest = name.partition(".")
+        prefixes.add(first)
+        seconds.add(rest.partition(".")[0])
+    if len(prefixes) != 1:
+        return False
+    (prefix,) = prefixes
+    return prefix not in _BACKBONES or bool(seconds & {prefix, "lm_head"})
 
 
 def _num_common(one: str, other: str) -> int:

@@ -15,6 +15,7 @@ from automodel_ckpt.models.signature import model_of
 log = logging.getLogger(__name__)
 
 _MAX_LAYERS = 4096
+_OLD_NAMES = {"gamma": "weight", "beta": "bias"}
 
 
 class ListedDifferences(NamedTuple):
@@ -52,12 +53,12 @@ def list_differences(
     conversion = read_conversion(model)
     if conversion is None:
         return None
-    names = {*stored}
+    names = {*stored, *map(_present_name, stored)}
     in_memory = set(model.state_dict(keep_vars=True))
     known: set[str] = set()
     for name in (*in_memory, *conversion.in_files):
         known.update(_spellings(name, model))
-    unknown = [name for name in stored if name not in known]
+    unknown = [name for name in stored if known.isdisjoint((name, _present_name(name)))]
     # The names of both are rarely mixed: the list that fits better is the one that the program used.
     missing = min(
         (_missing(in_memory, {}, names, model), _missing_in_files(conversion, names, model)),
@@ -68,6 +69,12 @@ def list_differences(
         tuple(_without(unknown, model._keys_to_ignore_on_load_unexpected)),
         tuple(_without(missing, model._keys_to_ignore_on_load_missing)),
     )
+
+
+def _present_name(name: str) -> str:
+    """Return the name under which transformers loads a tensor of the first versions of BERT."""
+    layer, _, own_name = name.rpartition(".")
+    return f"{layer}.{_OLD_NAMES[own_name]}" if own_name in _OLD_NAMES else name
 
 
 def _missing_in_files(conversion: Conversion, names: set[str], model: Any) -> list[str]:

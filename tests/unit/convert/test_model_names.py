@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration
+from safetensors.torch import save_file
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
 
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.models.model_names import list_differences
@@ -69,6 +78,18 @@ def test_a_prefix_in_excess_is_an_error(llama: Path, tmp_path: Path, capsys: Cap
     assert "does not have: model.model.embed_tokens.weight" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("prefix", ["net", "model"])
+def test_a_prefix_of_a_script_in_hugging_face_files_is_an_error(
+    llama: Path, tmp_path: Path, capsys: Capture, prefix: str
+) -> None:
+    """accelerate's ``save_model`` writes the names of the module that a script trained."""
+    shutil.copy(llama / "config.json", tmp_path)
+    state = {f"{prefix}.{name}": value.clone() for name, value in state_of(llama).items()}
+    save_file(state, tmp_path / "model.safetensors")
+    assert main(["import", str(tmp_path), str(tmp_path / "run")]) == 3
+    assert f"does not have: {prefix}.lm_head.weight" in capsys.readouterr().err
+
+
 def test_more_or_fewer_tensors_than_the_model_has_are_reported(
     llama: Path, tmp_path: Path, capsys: Capture
 ) -> None:
@@ -104,6 +125,24 @@ def test_a_config_that_no_model_has_is_not_compared(llama: Path, changes: dict[s
     config = json.loads((llama / "config.json").read_text())
     assert list_differences(config, ["w"]) is not None
     assert list_differences({**config, **changes}, ["w"]) is None
+
+
+def test_names_of_the_first_versions_of_bert_are_known() -> None:
+    config = BertConfig(
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    with torch.device("meta"):
+        names = list(BertForMaskedLM(config).state_dict())
+    content = {**config.to_dict(), "architectures": ["BertForMaskedLM"]}
+    old = [name.replace("LayerNorm.weight", "LayerNorm.gamma") for name in names]
+    assert old != names
+    for stored in (names, old):
+        found = list_differences(content, stored)
+        assert found is not None and (found.unknown, found.missing) == ((), ())
 
 
 def test_names_may_be_those_in_memory_or_in_files() -> None:
