@@ -160,7 +160,9 @@ def check_library(url: str, where: str) -> None:
 def check_options(options: Mapping[str, Any], where: str) -> None:
     """Raise :class:`RecipeError` for options of a store that are secrets, which would be in config.yaml, or unknown."""
     for name, value in options.items():
-        if name in OPTIONS and not (isinstance(value, str) and has_credentials(value)):
+        # The other options, such as the name of a region, are no URLs.
+        is_url = isinstance(value, str) and (name == "endpoint_url" or "://" in value)
+        if name in OPTIONS and not (is_url and has_credentials(value)):
             continue
         is_secret = name in OPTIONS or _SECRET.search(name) is not None
         hint = f"options are {', '.join(sorted(OPTIONS))}"

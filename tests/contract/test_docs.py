@@ -7,6 +7,7 @@ train.jsonl examples`` asks for a small model, data, this repository's examples.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -17,7 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 
+from automodel_ckpt.config.load import load_recipe
+from automodel_ckpt.config.schema import RecipeConfig
+from automodel_ckpt.config.schema_keys import hints_of
 from tests.contract.test_readme import BIN, ROOT, make_model, write_samples
 from tests.support.command_server import CommandServer
 from tools import make_reference
@@ -95,6 +100,35 @@ def test_a_guide_can_be_followed(page: Path, tmp_path: Path, commands: CommandSe
             compile(textwrap.dedent(block.body), str(page), "exec")
         else:
             assert block.language in SHOWN_ONLY or block.options["norun"]
+
+
+def test_the_sections_of_recipes_that_pages_only_show_are_valid(tmp_path: Path) -> None:
+    """Each snippet is put into a recipe of the page's kind of training, with validation data."""
+    recipe = tmp_path / "recipe.yaml"
+    for page in PAGES:
+        for block in blocks(page):
+            shown = yaml.safe_load(block.body) if block.language == "yaml" else None
+            is_section = isinstance(shown, dict) and set(shown) <= hints_of(RecipeConfig).keys()
+            if not is_section or "file" in block.options:
+                continue
+            builder = {"_target_": "automodel_ckpt.data.text.text", "path": "x"}
+            model = {"from_pretrained": "some/model"}
+            kind = "llm_finetune"
+            if page.stem == "pretrain":
+                kind, model = "pretrain", {"from_config": {"model_type": "llama"}}
+            if page.stem == "vision-language-models":
+                kind, builder["_target_"] = "vlm_finetune", "automodel_ckpt.data.vlm.conversations"
+            base = {
+                "recipe": kind,
+                "model": model,
+                "dataset": builder,
+                "validation_dataset": builder,
+                "step_scheduler": {"max_steps": 1, "val_every_steps": 1},
+            }
+            recipe.write_text(json.dumps(base))
+            shown_file = tmp_path / "shown.yaml"
+            shown_file.write_text(f"extends: {recipe}\n{block.body}")
+            load_recipe(shown_file)
 
 
 def test_there_are_guides_and_each_runs_something() -> None:

@@ -679,7 +679,11 @@ def test_urls_that_cannot_be_used_are_errors_without_their_secrets(url: str, wha
 
 
 def test_secrets_among_the_options_are_errors_that_do_not_show_them() -> None:
-    check_options({"endpoint_url": "http://localhost", "anon": True}, "checkpoint.remote.options")
+    options = {"endpoint_url": "http://localhost", "anon": True, "region_name": "eu-central-1"}
+    check_options({**options, "profile": "mine", "project": "a-b"}, "checkpoint.remote.options")
+    for url in ("http://user:word@localhost", "user:word@localhost"):
+        with pytest.raises(RecipeError, match="a secret must not be in a recipe"):
+            check_options({"endpoint_url": url}, "checkpoint.remote.options")
     with pytest.raises(RecipeError, match="a secret must not be in a recipe") as failure:
         check_options({"secret": "word"}, "checkpoint.remote.options")
     assert "word" not in str(failure.value)
