@@ -25,7 +25,8 @@ class SignalForwarder:
     """Forwards this process's signals to the ranks while it is entered. A second signal ends a run without ranks.
 
     *failure_dir* is the directory of the ranks, whose process ids it has; set it again for each new launch. *received*
-    is the first signal, or 0.
+    is the first signal, or 0. If there was one, further signals are ignored afterwards, until another run: the exit
+    code of a run that was stopped must not change while this process ends.
     """
 
     def __init__(self, failure_dir: FailureDirectory, rendezvous_host: RendezvousHost) -> None:
@@ -43,7 +44,7 @@ class SignalForwarder:
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, _ignore if self.received else handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
@@ -80,6 +81,10 @@ class SignalForwarder:
         if cause is not None:
             sys.stderr.write(printed_failure(cause, several_ranks=len(ranks) > 1) + "\n")
         os._exit(code)
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Handle a signal after the work is done. SIG_IGN in its place would be taken for nohup's by a later run."""
 
 
 def _send(process: int, number: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -56,6 +57,35 @@ with SignalForwarder(failure_dir, RendezvousHost(choose_rendezvous(LaunchFlags()
         time.sleep(pause)
     print("not reached")
 """
+
+
+AFTERWARDS = """
+import os, signal, sys
+from pathlib import Path
+from automodel_ckpt.cli.launch.failure_directory import FailureDirectory
+from automodel_ckpt.cli.launch.signal_forwarder import SignalForwarder
+from automodel_ckpt.cli.launch.rendezvous_host import RendezvousHost
+from automodel_ckpt.cli.launch.rendezvous_flags import choose_rendezvous
+from automodel_ckpt.config.flags import LaunchFlags
+forwarder = SignalForwarder(
+    FailureDirectory(Path(sys.argv[1])), RendezvousHost(choose_rendezvous(LaunchFlags(), {}))
+)
+with forwarder:
+    if sys.argv[2] == "stopped":
+        os.kill(os.getpid(), signal.SIGUSR1)
+for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    os.kill(os.getpid(), number)
+sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize(("outcome", "code"), [("stopped", 75), ("done", -signal.SIGUSR1)])
+def test_signals_to_a_launcher_that_was_stopped_do_not_change_its_exit_code(
+    tmp_path: Path, outcome: str, code: int
+) -> None:
+    command = [sys.executable, "-c", AFTERWARDS, str(tmp_path), outcome]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", "")
 
 
 @pytest.mark.parametrize(
