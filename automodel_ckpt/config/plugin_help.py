@@ -16,6 +16,7 @@ from automodel_ckpt.config.allowlist_entries import Exact
 from automodel_ckpt.config.bind import INVALID
 from automodel_ckpt.config.builders import Parameter, definition, signature
 from automodel_ckpt.config.convert import describe, members
+from automodel_ckpt.config.sample_kinds import recipes_of_builder
 
 PACKAGE = "automodel_ckpt."
 SUPPLIED = ("tokenizer", "processor", "params", "reduction", "model", "labels")
@@ -23,6 +24,7 @@ SUPPLIED = ("tokenizer", "processor", "params", "reduction", "model", "labels")
 
 DATA = (
     "A data section names a builder in _target_, with the builder's arguments beside it.",
+    "A recipe trains on the samples of certain builders. Each builder states its recipes.",
     "Only tokens with labels are trained on. The end token of an answer or a document is added, and has a label.",
     "Relative paths start from the working directory, and images in a data file from the directory of that file.",
     "A sample that is longer than seq_length is an error with its location, unless truncation is set.",
@@ -160,7 +162,11 @@ def builder_help(name: str) -> BuilderHelp:
             about = ARGUMENTS.get(f"{parameter_name} of {short_name}")
             about = about or ARGUMENTS.get(parameter_name, "")
             arguments.append(Argument(parameter_name, _kind(parameter), default, about))
-    return BuilderHelp(name, summary, text.strip(), tuple(arguments))
+    paragraphs = [text.strip()] if text.strip() else []
+    recipes = recipes_of_builder(name)
+    if recipes:
+        paragraphs.append(f"For ``recipe: {'`` or ``'.join(recipes)}``.")
+    return BuilderHelp(name, summary, "\n\n".join(paragraphs), tuple(arguments))
 
 
 def _kind(parameter: Parameter) -> str:

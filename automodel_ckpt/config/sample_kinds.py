@@ -93,6 +93,12 @@ _OF_BUILDER = {f"{_PACKAGE}{name}": kind for kind in SAMPLE_KINDS for name in ki
 _OF_RECIPE = {recipe: kind for kind in SAMPLE_KINDS for recipe in kind.recipes}
 
 
+def recipes_of_builder(name: str) -> tuple[str, ...]:
+    """The recipes that train on the samples of a builder; empty for a mixture and for what is no builder of data."""
+    kind = _OF_BUILDER.get(name)
+    return kind.recipes if kind is not None else ()
+
+
 def sample_problems(root: Node) -> list[Problem]:
     """List the data sets of a recipe's tree whose samples its recipe does not train on."""
     node = root.at("recipe")
