@@ -19,7 +19,7 @@ import torch
 
 from automodel_ckpt.checkpoint.files.bounded_json import parse_json
 from automodel_ckpt.checkpoint.files.safe_open import open_regular
-from automodel_ckpt.durable_io import replace_file
+from automodel_ckpt.durable_io import naming, replace_file
 from automodel_ckpt.errors import SaveFailed, os_problem
 
 log = logging.getLogger("automodel_ckpt")
@@ -35,7 +35,7 @@ class JsonlLog:
     :meth:`append` passes lines to the operating system, so a killed process loses none, or with ``soon`` at most those
     of the last tenth of a second. :meth:`flush` makes them survive a power cut; it is called before a checkpoint is
     published. A full disk does not stop the run: lines that could not be written are written with the next ones, and
-    the next save fails if they still cannot be written.
+    the next save fails if they still cannot be written. An error names the file.
 
     *before_writing* is called before each change of the file. If it raises an error, nothing is written.
     """
@@ -65,15 +65,17 @@ class JsonlLog:
                 self._write()
             except OSError as error:
                 if not has_failed_before:
-                    what = f"{self.path} cannot be written now"
-                    log.warning("%s", os_problem(error, what, hint="free space"))
+                    what = "a log of the run cannot be written now"
+                    hint = "free space, or check the disk: the lines are kept, and written later"
+                    log.warning("%s", os_problem(error, what, hint=hint))
 
     def flush(self) -> None:
         """Write all appended records and wait until they are on disk. Raises OSError."""
         with self._lock:
             self._write()
             if self._file is not None:
-                os.fsync(self._file.fileno())
+                with naming(self.path):
+                    os.fsync(self._file.fileno())
 
     def _write(self) -> None:
         for record in self._records:
@@ -85,7 +87,9 @@ class JsonlLog:
             self._before_writing()
         # An unbuffered write may write only a part, for example on a full disk.
         while self._unwritten:
-            count = self._open().write(self._unwritten)
+            file = self._open()
+            with naming(self.path):
+                count = file.write(self._unwritten)
             # What is left of a line after an error is written first next time, and completes the
             # line.
             self._unwritten = self._unwritten[count:]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 import logging
 import struct
@@ -196,14 +195,17 @@ def test_a_checkpoint_that_no_reader_would_accept_is_not_published(
 def test_a_log_line_that_cannot_be_written_now_is_a_warning(
     tmp_path: Path, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log = JsonlLog(tmp_path / "training.jsonl")
-
-    def full() -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", str(log.path))
-
-    monkeypatch.setattr(log, "_write", full)
+    path = tmp_path / "training.jsonl"
+    log = JsonlLog(path)
     monkeypatch.setattr(logging.getLogger("automodel_ckpt"), "propagate", True)
-    log.append({"step": 1})
+    with open("/dev/full", "wb", buffering=0) as full:
+        monkeypatch.setattr(log, "_open", lambda: full)
+        log.append({"step": 1})
+        # The save that needs the line fails, and says which file it is about.
+        with pytest.raises(OSError, match="No space left") as caught:
+            log.flush()
+    assert caught.value.filename == str(path)
+    assert f"where:  {path}" in caplog.text
     assert "cannot be written now" in caplog.text and "ENOSPC" in caplog.text
 
 
