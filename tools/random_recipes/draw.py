@@ -132,6 +132,8 @@ def _add_schedule(some: _Some, kind: str) -> None:
     some.always("step_scheduler.ckpt_every_steps", 2)
     some.always("step_scheduler.global_batch_size", 12 * rows, 24 * rows)
     some.always("step_scheduler.local_batch_size", rows, 2 * rows)
+    if kind not in ("pretrain", "sequence_classification"):
+        some.always("validation_dataset.max_samples", 16)
     some.maybe(0.3, "step_scheduler.val_every_steps", 1, 3)
     some.maybe(0.1, "step_scheduler.on_spike", {"rollback": 1, "window": 2, "loss_factor": 1.02})
 
@@ -283,7 +285,8 @@ def _add_mesh(some: _Some, ranks: int) -> None:
         return
     meshes = ["auto", "fsdp2", "fsdp2", "ddp"]
     if ranks % 2 == 0:
-        meshes += ["tp", "hsdp", "cp", "pp", "ep"]
+        meshes += ["tp", "hsdp", "cp", "pp"]
+        meshes += ["ep"] * _has_experts(some.options)
     mesh = some.numbers.choice(meshes)
     if mesh in ("fsdp2", "ddp"):
         some.always("distributed.strategy", mesh)
@@ -302,12 +305,17 @@ def _add_mesh(some: _Some, ranks: int) -> None:
         some.maybe(0.3, "checkpoint.verify_replicas", True)
 
 
+def _has_experts(options: Options) -> bool:
+    config = options.get("model", {}).get("from_config", {})
+    return "num_experts_per_tok" in config
+
+
 def _add_model(some: _Some) -> None:
     some.maybe(0.3, "model.dtype", "bfloat16", "float32")
     some.maybe(0.3, "distributed.mixed_precision", "bfloat16")
     some.maybe(0.2, "model.activation_checkpointing", "full", "selective", "offload")
     some.maybe(0.15, "model.attn_implementation", "eager", "sdpa")
-    some.maybe(0.1, "qat.scheme", "W8A8", "W8A16", "FP8_DYNAMIC")
+    some.maybe(0.1, "qat", {"scheme": "W8A8"}, {"scheme": "W8A16", "group_size": 16})
     some.maybe(0.15, "model.freeze", ["*embed*"], ["*layers.0.*"])
     some.maybe(
         0.25, "ema", {"decay": 0.9}, {"decay": 0.5, "start_step": 2, "update_every_steps": 2}
