@@ -296,7 +296,8 @@ def test_adapters_on_fused_experts_are_imported(
     )
     report = imported(adapter)
     assert report["peft"]["target_modules"] == ["q_proj"]
-    assert report["peft"]["target_parameters"] == parameters
+    # peft writes them in any order.
+    assert sorted(report["peft"]["target_parameters"]) == sorted(parameters)
     assert torch.equal(
         logits_of(base, adapter), logits_of(base, Path(report["checkpoint"]) / "model")
     )
