@@ -195,8 +195,12 @@ def _lines(document: Mapping[str, Any], *, everything: bool) -> Iterator[str]:
         yield from section("recipe", pairs(recipe))
         yield from section("environment", pairs(document["environment"]))
     else:
+        listed = "all tensors and files"
+        # An imported checkpoint has no recipe.
+        if recipe:
+            listed = f"all tensors, files, and the recipe ({counted(len(recipe), 'value')})"
         yield ""
-        yield f"`ckpt show --tensors` lists all tensors, files, and the recipe ({len(recipe)} values)"
+        yield f"`ckpt show --tensors` lists {listed}"
 
 
 def _tree_lines(tree: Mapping[str, Any], everything: bool) -> list[str]:

@@ -183,6 +183,14 @@ def test_a_head_that_is_the_embedding_is_stored_as_tied(
     )
 
 
+def test_the_summary_of_a_checkpoint_without_a_recipe_names_none(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    imported(capsys, hugging_face(tmp_path / "source", weights()), tmp_path / "run")
+    assert main(["show", str(tmp_path / "run" / "LATEST")]) == 0
+    assert "`ckpt show --tensors` lists all tensors and files\n" in capsys.readouterr().out
+
+
 def test_a_dry_run_shows_it_and_writes_nothing(tmp_path: Path, capsys: Capture) -> None:
     source = hugging_face(tmp_path / "source", weights())
     assert main(["import", str(source), str(tmp_path / "run"), "--dry-run"]) == 0
