@@ -45,7 +45,8 @@ _ADAPTER_PARTS = (
 _BIASES = ("none", "all", "lora_only")
 _NAME = re.compile(r"[A-Za-z0-9_.]+", re.ASCII)
 _MAX_RANK = 1 << 16
-_MAX_PATTERNS = 1 << 14
+# Pairs of a pattern and a layer. A million pairs take seconds.
+_MAX_MATCHES = 1 << 22
 _MAX_SIDE_BYTES = 128 << 20
 _MAX_NAMED = 5
 _CONTINUE = (
@@ -264,7 +265,7 @@ def _numbers_of(
     peft ignores patterns that match no layer.
     """
     patterns = options.get(option) or {}
-    if not isinstance(patterns, dict) or len(patterns) > _MAX_PATTERNS:
+    if not isinstance(patterns, dict) or len(patterns) * len(targets) > _MAX_MATCHES:
         raise _unusable("an option of the adapter is damaged", path, f"{option}: {patterns!r:.100}")
     by_layer: dict[str, int] = {}
     used: dict[str, int] = {}

@@ -6,6 +6,7 @@ that only the part of the language that names of layers need is accepted: text, 
 
 from __future__ import annotations
 
+import functools
 import re
 
 _PART = re.compile(r"\.\*|\\\.|[A-Za-z0-9_.-]", re.ASCII)
@@ -17,12 +18,15 @@ def matches_layer(pattern: str, name: str) -> bool:
 
     Raises ValueError for a pattern with other characters of regular expressions.
     """
-    inner = pattern.removeprefix("^").removesuffix("$")
-    parts = _PART.findall(inner)
-    if "".join(parts) != inner or not parts:
-        raise ValueError("only names, `.`, `.*`, `^` and `$` are read")
+    parts = _parts(pattern)
+    is_whole = pattern.startswith("^")
+    if _MANY not in parts:
+        start = len(name) - len(parts)
+        if start < 0 or (start and (is_whole or name[start - 1] != ".")):
+            return False
+        return all(map(_matches, parts, name[start:]))
     starts = [0]
-    if not pattern.startswith("^"):
+    if not is_whole:
         starts += [place + 1 for place, character in enumerate(name) if character == "."]
     # The places in the name up to which the parts so far match.
     places = set(starts)
@@ -34,6 +38,15 @@ def matches_layer(pattern: str, name: str) -> bool:
         if not places:
             return False
     return len(name) in places
+
+
+@functools.lru_cache(maxsize=1024)
+def _parts(pattern: str) -> tuple[str, ...]:
+    inner = pattern.removeprefix("^").removesuffix("$")
+    parts = tuple(_PART.findall(inner))
+    if "".join(parts) != inner or not parts:
+        raise ValueError("only names, `.`, `.*`, `^` and `$` are read")
+    return parts
 
 
 def _matches(part: str, character: str) -> bool:
