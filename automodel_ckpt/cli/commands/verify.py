@@ -79,8 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         _print_json(results)
     else:
         _print_results(results)
-        for target in removed:
-            print(f"{printable(str(target))}: {_REMOVED}")
+        _print_removed(removed)
         _print_shared(targets)
         _print_leftovers(targets)
     is_damaged = any(problems for _, problems in results)
@@ -101,19 +100,27 @@ def _verify_remote(arguments: argparse.Namespace) -> int:
             hint="check the URL; `ckpt ls URL` also lists incomplete checkpoints",
         )
     results: list[Result] = []
+    removed: list[Path] = []
     for each in reversed(names):
-        where = Path(each)
         try:
             manifest = read_manifest(run, each)
+            problems = remote_problems(run, each, manifest, deep=arguments.deep)
         except CheckpointUnusable as error:
-            results.append((where, list(error.problems)))
-            continue
-        problems = remote_problems(run, each, manifest, deep=arguments.deep)
-        results.append((where, problems))
+            problems = list(error.problems)
+        except FileNotFoundError as error:
+            where = str(error.filename or f"{run.store}/{each}")
+            hint = "list the checkpoints with `ckpt ls`: it may have been removed"
+            problems = [Problem("a file of the checkpoint is missing", where, "", hint)]
+        # Uploads of a live run remove checkpoints.
+        if problems and name is None and run.manifest(each) is None:
+            removed.append(Path(each))
+        else:
+            results.append((Path(each), problems))
     if arguments.json:
         _print_json(results)
     else:
         _print_results(results)
+        _print_removed(removed)
         if not arguments.deep:
             print("names and sizes only; --deep reads each file and verifies its digest")
     is_damaged = any(problems for _, problems in results)
@@ -226,6 +233,11 @@ def _print_results(results: Sequence[Result]) -> None:
         for problem in problems:
             indented = f"  {problem}".replace("\n", "\n  ")
             print(printable_lines(indented))
+
+
+def _print_removed(removed: Sequence[Path]) -> None:
+    for target in removed:
+        print(f"{printable(str(target))}: {_REMOVED}")
 
 
 def _verdict(target: Path, problems: list[Problem]) -> str:

@@ -20,11 +20,13 @@ from automodel_ckpt.checkpoint import layout
 from automodel_ckpt.checkpoint.digests import digest_of
 from automodel_ckpt.checkpoint.export_manifest import export_problems
 from automodel_ckpt.checkpoint.manifest import Manifest
+from automodel_ckpt.checkpoint.remote import deep_verification
 from automodel_ckpt.checkpoint.remote.push import push_checkpoint
 from automodel_ckpt.checkpoint.remote.run import RemoteRun
 from automodel_ckpt.checkpoint.remote.store import Store
 from automodel_ckpt.cli.ckpt import VERBS
 from automodel_ckpt.cli.ckpt import main as ckpt
+from automodel_ckpt.cli.commands import verify as verify_command
 from tests.support import tiny
 from tests.support.object_store import ObjectStore, object_store
 
@@ -301,6 +303,34 @@ def test_a_checkpoint_that_is_removed_while_it_is_pushed(
         # The store has no complete checkpoint.
         assert ckpt(["verify", f"file://{store}"]) == 3
         assert "no complete checkpoint found" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("call", ["remote.remote_problems", "deep_verification.digest_problems"])
+def test_a_checkpoint_that_is_removed_from_the_store_during_a_verification_is_not_damaged(
+    local: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    call: str,
+) -> None:
+    url = f"file://{tmp_path}/store"
+    for name in (FIRST, SECOND):
+        assert ckpt(["push", str(local / name), url]) == 0
+    module = verify_command if call.startswith("remote.") else deep_verification
+    attribute = call.partition(".")[2]
+    original = module.__dict__[attribute]
+
+    def after_removal(run: Any, name: str, *rest: Any, **options: Any) -> Any:
+        if name == FIRST:
+            shutil.rmtree(tmp_path / "store" / FIRST)
+        return original(run, name, *rest, **options)
+
+    monkeypatch.setattr(module, attribute, after_removal)
+    capsys.readouterr()
+    assert ckpt(["verify", url, "--deep"]) == 0
+    printed = capsys.readouterr().out
+    assert f"{FIRST}: not verified, since its run" in printed
+    assert printed.count(": ok") >= 1 and "damaged" not in printed
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS])
