@@ -110,6 +110,7 @@ PRIVATE_NAMES: dict[str, str] = {
     "_attn_implementation_internal": "transformers.PreTrainedConfig",
     "_init_weights": "transformers.PreTrainedModel",
     "_is_stateful": "transformers.PreTrainedModel",
+    "_keys_to_ignore_on_load_missing": "transformers.PreTrainedModel",
     "_keys_to_ignore_on_load_unexpected": "transformers.PreTrainedModel",
     "_keep_in_fp32_modules": "transformers.PreTrainedModel",
     "_keep_in_fp32_modules_strict": "transformers.PreTrainedModel",
