@@ -10,7 +10,7 @@ from automodel_ckpt.errors import CheckpointUnusable, RecipeError
 
 if TYPE_CHECKING:
     from automodel_ckpt.convert.adapter_import import AdapterBuilder, AdapterModel, AdapterSettings
-    from automodel_ckpt.models.adapter import Lora
+    from automodel_ckpt.models.lora import Lora
 
 _MAX_NAMED = 5
 _OPTIONS = (
@@ -50,7 +50,9 @@ def _build(settings: AdapterSettings, base: str, run: Path) -> AdapterModel:
     from automodel_ckpt.checkpoint.sources.base_maps import EXPECTED_TENSORS
     from automodel_ckpt.convert.adapter_import import AdapterModel
     from automodel_ckpt.convert.training_state import ModelParameter
-    from automodel_ckpt.models.adapter import Lora, add_adapters, find_parameters
+    from automodel_ckpt.models.adapter import add_adapters
+    from automodel_ckpt.models.adapter_layers import find_parameters
+    from automodel_ckpt.models.lora import Lora
     from automodel_ckpt.models.parameter_list import parameters_of
     from automodel_ckpt.models.repository import base_directory
     from automodel_ckpt.models.signature import empty_model

@@ -21,9 +21,10 @@ from automodel_ckpt.config.sections.peft import PeftConfig
 from automodel_ckpt.distributed.agree import raise_on_all_ranks
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.mesh_sizes import choose_strategy
-from automodel_ckpt.models.adapter import Adapted, Lora, add_adapters, copy_saved_modules
+from automodel_ckpt.models.adapter import Adapted, add_adapters, copy_saved_modules
 from automodel_ckpt.models.forward import model_without_adapters
 from automodel_ckpt.models.fresh_base import make_base
+from automodel_ckpt.models.lora import Lora
 from automodel_ckpt.models.quantize import quantized_loading
 from automodel_ckpt.models.repository import base_directory
 from automodel_ckpt.recipes.model.deferred_model import DeferredModel

@@ -19,7 +19,8 @@ from transformers import (
 
 from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.adapter import Lora, add_adapters
+from automodel_ckpt.models.adapter import add_adapters
+from automodel_ckpt.models.lora import Lora
 from tests.distributed.test_peft import TOKENS, WithLogits, assert_is_whole
 from tests.support import ranks
 from tests.support.training import RECIPE, Recipe, train, write_recipe

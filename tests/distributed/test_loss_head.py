@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from automodel_ckpt.distributed.parallelize import Parallelism, parallelize
-from automodel_ckpt.models.adapter import Lora, add_adapters
+from automodel_ckpt.models.adapter import add_adapters
 from automodel_ckpt.models.fused_cross_entropy import CHUNK_ELEMENTS
 from automodel_ckpt.models.fused_distillation import CapturedHidden
+from automodel_ckpt.models.lora import Lora
 from automodel_ckpt.models.loss_head import ComputesLoss, LossHead, ModuleLossHead
 from automodel_ckpt.models.loss_head_probe import install_loss_head
 from automodel_ckpt.models.position_losses import PositionLosses

@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from automodel_ckpt.checkpoint import Manifest
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.distributed.parallelize import Parallelism, parallelize
-from automodel_ckpt.models.adapter import Lora, add_adapters, copy_saved_modules, widen_trained
+from automodel_ckpt.models.adapter import add_adapters, copy_saved_modules, widen_trained
+from automodel_ckpt.models.lora import Lora
 from automodel_ckpt.recipes.llm_finetune import LLMFinetune
 from automodel_ckpt.recipes.trainable import Trainable
 from tests.distributed.test_training import lines_of_steps

@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from automodel_ckpt.distributed.parallelize import Parallelism, parallelize, reshard
-from automodel_ckpt.models.adapter import Lora, add_adapters
+from automodel_ckpt.models.adapter import add_adapters
+from automodel_ckpt.models.lora import Lora
 from tests.support import ranks
 from tests.support.parallel import VOCABULARY, layout_here, model_of
 

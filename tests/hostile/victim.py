@@ -25,7 +25,8 @@ from automodel_ckpt.checkpoint.module_tensors import module_state
 from automodel_ckpt.checkpoint.saving.adapter_assets import AdapterAssets
 from automodel_ckpt.checkpoint.sources.base_maps import BaseMaps
 from automodel_ckpt.checkpoint.writing import rank_manifest
-from automodel_ckpt.models.adapter import Lora, add_adapters
+from automodel_ckpt.models.adapter import add_adapters
+from automodel_ckpt.models.lora import Lora
 from tests.support import tiny
 from tests.support.llamas import llama_checkpoint
 from tests.support.shards import cut, write_assets, write_checkpoint

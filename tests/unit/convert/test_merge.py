@@ -31,7 +31,8 @@ from automodel_ckpt.cli.ckpt import main
 from automodel_ckpt.convert.merged_model import Adapter, MergedModel
 from automodel_ckpt.convert.sources.hugging_face import tensors_in_file
 from automodel_ckpt.errors import CheckpointUnusable, RecipeError
-from automodel_ckpt.models.adapter import Lora, add_adapters
+from automodel_ckpt.models.adapter import add_adapters
+from automodel_ckpt.models.lora import Lora
 from automodel_ckpt.models.signature import ModelSignature, read_signature
 from tests.support import tiny
 from tests.support.shards import cut, write_assets, write_checkpoint

@@ -14,7 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from automodel_ckpt.checkpoint.module_tensors import adapter_keys
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.adapter import Lora, add_adapters, find_modules, peft_targets
+from automodel_ckpt.models.adapter import add_adapters
+from automodel_ckpt.models.adapter_layers import find_modules
+from automodel_ckpt.models.lora import Lora
+from automodel_ckpt.models.peft_names import peft_targets
 from automodel_ckpt.models.quantize import quantized_loading
 from automodel_ckpt.recipes.unused_parameters import check_all_trained
 

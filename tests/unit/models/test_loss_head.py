@@ -13,13 +13,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from automodel_ckpt.models import fused_cross_entropy
-from automodel_ckpt.models.adapter import Lora, add_adapters
+from automodel_ckpt.models.adapter import add_adapters
 from automodel_ckpt.models.fused_cross_entropy import (
     CHUNK_ELEMENTS,
     chunk_rows,
     linear_cross_entropy,
     peak_bytes,
 )
+from automodel_ckpt.models.lora import Lora
 from automodel_ckpt.models.loss_head import ComputesLoss, LossHead, ModuleLossHead
 from automodel_ckpt.models.loss_head_probe import install_loss_head
 from automodel_ckpt.models.loss_inputs import IDENTITY, LogitTransform
