@@ -29,7 +29,7 @@ from automodel_ckpt.hub_access import (
     is_commit,
     resolve_commit,
 )
-from automodel_ckpt.models.build import require_local
+from automodel_ckpt.models.model_files import require_local
 from automodel_ckpt.recipes.hub_names import (
     HubName,
     Place,

@@ -18,8 +18,8 @@ from automodel_ckpt.config.rules import Target
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.sections.model import ModelConfig
 from automodel_ckpt.errors import Problem, RecipeError
-from automodel_ckpt.models.build import fetched_directory
 from automodel_ckpt.models.hf_names import tensor_names_in
+from automodel_ckpt.models.model_files import fetched_directory
 from automodel_ckpt.models.repository import base_directory
 from automodel_ckpt.recipes.unsupported import Unsupported
 

@@ -30,7 +30,7 @@ from automodel_ckpt.config.sections.init_from import InitFromConfig, InitFromSou
 from automodel_ckpt.convert.open import Weights, open_weights
 from automodel_ckpt.distributed.agree import raise_on_all_ranks
 from automodel_ckpt.errors import CheckpointUnusable, Problem, RecipeError
-from automodel_ckpt.models.build import fetched_directory, require_local
+from automodel_ckpt.models.model_files import fetched_directory, require_local
 from automodel_ckpt.models.repository import base_directory, check_revision
 from automodel_ckpt.models.weight_matching import Names, Verdict, compare
 from automodel_ckpt.recipes.init_config import config_directory

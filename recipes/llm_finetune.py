@@ -22,7 +22,7 @@ from automodel_ckpt.data.mixture import for_each_source
 from automodel_ckpt.data.packing import PackedDataset
 from automodel_ckpt.errors import Problem, RecipeError
 from automodel_ckpt.hub_access import explained
-from automodel_ckpt.models.build import first_line
+from automodel_ckpt.models.error_texts import first_line
 from automodel_ckpt.models.repository import (
     asks_for_code,
     code_not_trusted,

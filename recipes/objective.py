@@ -17,7 +17,7 @@ from automodel_ckpt.config.rules import Target
 from automodel_ckpt.data.packing import IS_TOKEN, longest_sample
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.build import check_context
+from automodel_ckpt.models.config_checks import check_context
 from automodel_ckpt.models.forward import last_layer_output, logits_of
 from automodel_ckpt.models.fused_cross_entropy import widened
 from automodel_ckpt.models.mtp import MultiTokenPrediction

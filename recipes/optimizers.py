@@ -25,7 +25,7 @@ from automodel_ckpt.config.sections.optimizer import (
     TargetGroup,
 )
 from automodel_ckpt.errors import Problem, RecipeError
-from automodel_ckpt.models.build import did_you_mean
+from automodel_ckpt.models.error_texts import did_you_mean
 from automodel_ckpt.models.vision import PARTS, parameters_of
 from automodel_ckpt.training.adam8bit import AdamW8bit
 from automodel_ckpt.training.combined_optimizer import CombinedOptimizer

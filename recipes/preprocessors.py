@@ -9,7 +9,7 @@ from typing import Literal
 from automodel_ckpt.config.schema import RecipeConfig
 from automodel_ckpt.config.sections.model import ModelConfig
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.build import require_local
+from automodel_ckpt.models.model_files import require_local
 from automodel_ckpt.models.repository import check_revision
 from automodel_ckpt.recipes.init_from import verify_side_files
 from automodel_ckpt.recipes.repository import preprocessor_options

@@ -12,7 +12,8 @@ from automodel_ckpt.config.sections.preprocessor import PROCESSOR_SETTINGS
 from automodel_ckpt.config.trust import trusts_remote_code
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.hub_access import explained
-from automodel_ckpt.models.build import first_line, require_local
+from automodel_ckpt.models.error_texts import first_line
+from automodel_ckpt.models.model_files import require_local
 from automodel_ckpt.models.processor import read_processor, unknown_settings
 from automodel_ckpt.models.repository import (
     RepositoryOptions,

@@ -25,7 +25,7 @@ from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.mesh_sizes import choose_strategy
 from automodel_ckpt.distributed.parallelize import gather_root, reshard
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.build import load_model_config
+from automodel_ckpt.models.config_reading import load_model_config
 from automodel_ckpt.models.forward import logits_of
 from automodel_ckpt.models.fused_distillation import CapturedHidden, LogitTargets
 from automodel_ckpt.models.repository import base_directory

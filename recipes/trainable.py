@@ -19,11 +19,11 @@ from automodel_ckpt.distributed.mesh_sizes import choose_strategy
 from automodel_ckpt.distributed.model_layers import decoder_layers
 from automodel_ckpt.models.activation_memory import check_offload
 from automodel_ckpt.models.adapter import Adapted
-from automodel_ckpt.models.build import check_attention, check_trained_types
 from automodel_ckpt.models.fake_quantization import FakeQuantization
 from automodel_ckpt.models.flop_count import FlopCount, count_flops
 from automodel_ckpt.models.forward import accepts_use_cache
 from automodel_ckpt.models.loss_head import LossHead, ModuleLossHead
+from automodel_ckpt.models.model_checks import check_attention, check_trained_types
 from automodel_ckpt.models.mtp import MultiTokenPrediction
 from automodel_ckpt.models.neftune import EmbeddingNoise
 from automodel_ckpt.models.routers import router_settings

@@ -23,7 +23,7 @@ from automodel_ckpt.models.adapter_limits import (
 from automodel_ckpt.models.lora import ALL_EXPERTS, ALL_LINEAR, Lora
 from automodel_ckpt.models.module_patterns import (
     available,
-    did_you_mean,
+    pattern_hint,
     is_match,
     leaf_names,
     within,
@@ -196,7 +196,7 @@ def _matching(
             if others:
                 kind = type(modules[others[0]]).__name__
                 what = f"{others[0]} is a {kind}: only single layers can have an adapter"
-            problems.append(Problem(what, key, pattern, did_you_mean(pattern, wanted)))
+            problems.append(Problem(what, key, pattern, pattern_hint(pattern, wanted)))
     return [name for name in wanted if name in found]
 
 

@@ -29,7 +29,7 @@ def leaf_names(names: Iterable[str]) -> list[str]:
     return [leaf for leaf in leaves if not leaf.isdecimal()]
 
 
-def did_you_mean(pattern: str, wanted: Mapping[str, nn.Module]) -> str:
+def pattern_hint(pattern: str, wanted: Mapping[str, nn.Module]) -> str:
     """A hint with the names that are similar to the unknown component of *pattern*, and with all names.
 
     The suggestion for a component that is not the last one of a name is a glob.

@@ -15,8 +15,8 @@ from automodel_ckpt.distributed.expert_parallel import experts_of
 from automodel_ckpt.distributed.model_layers import decoder_layers
 from automodel_ckpt.models.activation_memory import checkpoint_activations
 from automodel_ckpt.models.adapter import Adapted, widen_trained
-from automodel_ckpt.models.build import freeze
 from automodel_ckpt.models.fp8 import convert_to_fp8
+from automodel_ckpt.models.freezing import freeze
 from automodel_ckpt.models.hf_names import tensor_names_in
 from automodel_ckpt.models.quantize import check_not_quantized
 from automodel_ckpt.models.repository import base_directory

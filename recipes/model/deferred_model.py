@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from automodel_ckpt.config.sections.model import ModelConfig
 from automodel_ckpt.distributed.agree import gather_or_raise, raise_on_all_ranks
 from automodel_ckpt.distributed.parallelize import Materialise
-from automodel_ckpt.models.build import build_model, fetched_directory, fresh_dtype, uses_code
+from automodel_ckpt.models.build import build_model, fresh_dtype, uses_code
 from automodel_ckpt.models.meta_init import (
     InitialValues,
     allocate,
@@ -25,6 +25,7 @@ from automodel_ckpt.models.meta_init import (
     is_transient,
     on_meta,
 )
+from automodel_ckpt.models.model_files import fetched_directory
 from automodel_ckpt.models.mtp import add_mtp
 from automodel_ckpt.models.mtp_families import MtpPlan, patterns_in_files
 from automodel_ckpt.models.repository import importing_code

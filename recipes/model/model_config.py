@@ -14,12 +14,8 @@ from automodel_ckpt.distributed.context_parallel import check_context_heads
 from automodel_ckpt.distributed.mesh import RankLayout
 from automodel_ckpt.distributed.mesh_sizes import Sizes
 from automodel_ckpt.distributed.tensor_parallel import check_heads
-from automodel_ckpt.models.build import (
-    check_context,
-    check_task,
-    check_vocabulary,
-    load_model_config,
-)
+from automodel_ckpt.models.config_checks import check_context, check_task, check_vocabulary
+from automodel_ckpt.models.config_reading import load_model_config
 from automodel_ckpt.models.config_values import context_length, layer_configs
 from automodel_ckpt.models.vocabulary import set_size, wanted_size
 from automodel_ckpt.recipes.repository import repository_options

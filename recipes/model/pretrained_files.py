@@ -31,8 +31,8 @@ from automodel_ckpt.checkpoint.state.quantized_tensors import (
 from automodel_ckpt.config.sections.model import ModelConfig
 from automodel_ckpt.convert.open import open_weights
 from automodel_ckpt.errors import CheckpointUnusable
-from automodel_ckpt.models.build import fetched_directory
 from automodel_ckpt.models.hf_names import names_in_files, tensor_names_in
+from automodel_ckpt.models.model_files import fetched_directory
 from automodel_ckpt.models.mtp import copies_in_files, is_of_mtp, mtp_of, with_mtp_names
 from automodel_ckpt.models.mtp_families import patterns_in_files
 from automodel_ckpt.models.task_head import HeadDifferences, head_differences

@@ -9,7 +9,7 @@ from automodel_ckpt.config.rules import Target
 from automodel_ckpt.config.sections.model import ModelConfig
 from automodel_ckpt.errors import RecipeError
 from automodel_ckpt.models.adapter import why_whole
-from automodel_ckpt.models.build import check_complete
+from automodel_ckpt.models.model_checks import check_complete
 from automodel_ckpt.models.mtp_families import MtpPlan, plan_mtp
 from automodel_ckpt.models.vocabulary import wanted_size
 from automodel_ckpt.recipes.init_from import verify_base

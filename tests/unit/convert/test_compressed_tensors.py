@@ -21,7 +21,8 @@ from transformers import (
 )
 
 from automodel_ckpt.cli.ckpt import main
-from automodel_ckpt.models.build import build_model, load_model_config
+from automodel_ckpt.models.build import build_model
+from automodel_ckpt.models.config_reading import load_model_config
 from automodel_ckpt.models.quantize import check_not_quantized
 
 Capture = pytest.CaptureFixture[str]

@@ -18,16 +18,11 @@ from transformers.utils.hub import cached_file
 
 from automodel_ckpt.distributed.model_layers import decoder_layers, untied_layers
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.build import (
-    _build_errors,
-    build_model,
-    check_context,
-    check_vocabulary,
-    fetched_directory,
-    freeze,
-    load_model_config,
-    require_local,
-)
+from automodel_ckpt.models.build import _build_errors, build_model
+from automodel_ckpt.models.config_checks import check_context, check_vocabulary
+from automodel_ckpt.models.config_reading import load_model_config
+from automodel_ckpt.models.freezing import freeze
+from automodel_ckpt.models.model_files import fetched_directory, require_local
 from automodel_ckpt.models.quantize import check_not_quantized
 from automodel_ckpt.models.repository import base_directory
 from tests.support.serving import serve
@@ -156,7 +151,7 @@ def test_the_weights_of_a_hub_name_are_fetched_before_they_are_read_in_parts(
     monkeypatch.setattr(f"{constants}.HUGGINGFACE_CO_URL_TEMPLATE", template)
     # The library asks the Hub for the list of files first, which is more than is served here.
     monkeypatch.setattr(
-        "automodel_ckpt.models.build.get_checkpoint_shard_files",
+        "automodel_ckpt.models.model_files.get_checkpoint_shard_files",
         lambda name, index, revision: [
             cached_file(name, f, revision=revision)
             for f in json.loads(Path(index).read_text())["weight_map"].values()

@@ -11,7 +11,9 @@ from huggingface_hub import constants
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.build import build_model, fetched_directory, load_model_config
+from automodel_ckpt.models.build import build_model
+from automodel_ckpt.models.config_reading import load_model_config
+from automodel_ckpt.models.model_files import fetched_directory
 from automodel_ckpt.models.repository import RepositoryOptions, base_directory
 from tests.support.hub_cache import write_repository
 

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from automodel_ckpt.data.image_collate import ImageTextCollator
 from automodel_ckpt.data.vlm import conversations
 from automodel_ckpt.distributed.model_layers import decoder_layers
-from automodel_ckpt.models.build import freeze
 from automodel_ckpt.models.flop_count import FlopCount, count_flops, document_lengths
+from automodel_ckpt.models.freezing import freeze
 from automodel_ckpt.models.mtp import add_mtp, mtp_of
 from automodel_ckpt.models.mtp_families import plan_mtp
 from automodel_ckpt.models.vision import image_token_ids

@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForImageTextToText
 
 from automodel_ckpt.errors import RecipeError
-from automodel_ckpt.models.build import freeze, load_model_config
+from automodel_ckpt.models.config_reading import load_model_config
+from automodel_ckpt.models.freezing import freeze
 from automodel_ckpt.models.hf_names import _Markers, _read_off, names_in_files
 from automodel_ckpt.models.vision import image_token_ids, parameters_of
 from tests.support.vision import FAMILIES, make_base

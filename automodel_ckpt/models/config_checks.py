@@ -1,0 +1,104 @@
+"""Validate the configuration of a model: the task, the length of samples, the vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING
+
+from automodel_ckpt.errors import RecipeError
+from automodel_ckpt.models.config_values import context_length
+
+
+def check_task(config: PreTrainedConfig, auto_class: Any) -> None:
+    """Raise :class:`RecipeError` if the recipe's *auto_class* of transformers does not support the model."""
+    # Private in transformers 5.17 to 5.23. Custom classes may have no mapping.
+    mapping = getattr(auto_class, "_model_mapping", None)
+    remote_classes = getattr(config, "auto_map", None) or {}
+    if mapping is None or type(config) in mapping or auto_class.__name__ in remote_classes:
+        _check_causality(config, auto_class)
+        return
+    architectures = getattr(config, "architectures", None) or ()
+    listed = ", ".join(architectures) or "no class listed in its config"
+    raise RecipeError(
+        "this recipe does not support this kind of model",
+        where="model",
+        value=f"a {config.model_type} model ({listed}), which {auto_class.__name__} does not support",
+        hint="name a causal language model, or for a vision-language model recipe: vlm_finetune; encoders and "
+        "encoder-decoders need a recipe of your own",
+    )
+
+
+def _check_causality(config: PreTrainedConfig, auto_class: Any) -> None:
+    """Raise :class:`RecipeError` for an encoder such as BERT, which sees the tokens that it would learn to predict."""
+    setting = _setting_of_encoder(config.get_text_config())
+    if auto_class is not AutoModelForCausalLM or setting is None:
+        return
+    name, value, causal = setting
+    hint = "name a causal language model; recipe: sequence_classification and recipe: embedding train encoders"
+    if causal:
+        override = f"model.config_overrides: {{{name}: {causal}}}"
+        hint += f"; or let tokens see only earlier ones with {override}"
+    raise RecipeError(
+        "this model is an encoder: each token sees the later ones, which it would learn to predict",
+        where="model",
+        value=f"a {config.model_type} model with {name}: {value}",
+        hint=hint,
+    )
+
+
+def _setting_of_encoder(config: PreTrainedConfig) -> tuple[str, str, str] | None:
+    """Return the setting that lets tokens see later ones, or None if the model is causal.
+
+    The setting is its name, its value, and the value with which the model is causal. That one is empty if the model
+    would differ in more than that.
+    """
+    # Some decoders have an is_decoder of False too, but no class for masked tokens. BertGeneration has none either.
+    is_encoder = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not config.is_encoder_decoder
+    is_encoder = is_encoder or config.model_type == "bert-generation"
+    if is_encoder and not getattr(config, "is_decoder", True):
+        return "is_decoder", "false", "true"
+    # XLM and FlauBERT.
+    if is_encoder and not getattr(config, "causal", True):
+        return "causal", "false", "true"
+    # XLNet learns permutations of a sequence, with masks that a recipe does not have.
+    if config.model_type == "xlnet" and config.attn_type == "bi":
+        return "attn_type", "bi", "uni"
+    # Gemma, as in EmbeddingGemma; "vision" concerns the tokens of an image only. Its config has already halved the
+    # sliding window when overrides are applied.
+    bidirectional = getattr(config, "use_bidirectional_attention", None)
+    if bidirectional in (True, "all"):
+        return "use_bidirectional_attention", str(bidirectional).lower(), ""
+    # transformers' masks follow it for any model.
+    if getattr(config, "is_causal", True) is False:
+        return "is_causal", "false", "true"
+    return None
+
+
+def check_context(config: PreTrainedConfig, seq_length: int, where: str) -> None:
+    """Raise :class:`RecipeError` if samples of *seq_length* tokens are longer than the model's context."""
+    limit = context_length(config)
+    if limit is not None and seq_length > limit:
+        raise RecipeError(
+            "samples may be longer than the model's context",
+            where=where,
+            value=f"{seq_length} tokens; the model's max_position_embeddings is {limit}",
+            hint=f"set it to {limit} or less, or use a model with a longer context",
+        )
+
+
+def check_vocabulary(config: PreTrainedConfig, tokenizer: Any, *, size: int | None = None) -> None:
+    """Raise :class:`RecipeError` if the tokenizer has ids without an embedding in the model.
+
+    *size* is the value of ``model.vocab_size``; None is the size of the model's vocabulary.
+    """
+    size = size or getattr(config.get_text_config(), "vocab_size", None)
+    if tokenizer is not None and isinstance(size, int) and len(tokenizer) > size:
+        raise RecipeError(
+            "the tokenizer has more tokens than the model's vocabulary",
+            where="tokenizer",
+            value=f"{len(tokenizer)} tokens; the model's vocab_size is {size}",
+            hint="set model.vocab_size tokenizer, so that the model gets room for them; or use the model's own "
+            "tokenizer (leave the tokenizer section out)",
+        )

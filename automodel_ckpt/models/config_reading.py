@@ -1,0 +1,193 @@
+"""Read or create the configuration of a model, and validate its settings, before weights are created or read."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from automodel_ckpt.errors import Problem, RecipeError
+from automodel_ckpt.hub_access import explained
+from automodel_ckpt.models.config_overrides import merged_config
+from automodel_ckpt.models.error_texts import did_you_mean, first_line
+from automodel_ckpt.models.model_files import require_local
+from automodel_ckpt.models.repository import (
+    RepositoryOptions,
+    check_code,
+    check_revision,
+    config_needs_code,
+    damaged_config,
+    importing_code,
+    model_needs_code,
+)
+from automodel_ckpt.models.vision import image_settings
+
+_SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_MAIN_REVISION = RepositoryOptions()
+
+
+def load_model_config(
+    *,
+    from_pretrained: str | None = None,
+    from_config: Mapping[str, Any] | str | None = None,
+    tokenizer: Any = None,
+    processor: Any = None,
+    overrides: Mapping[str, Any] | None = None,
+    repository: RepositoryOptions = _MAIN_REVISION,
+    auto_class: Any = None,
+) -> PreTrainedConfig:
+    """Read or create the transformers configuration of the model, without reading weights.
+
+    If a *from_config* mapping does not set them, ``vocab_size`` and the ids of special tokens come from *tokenizer*,
+    and the ids of image tokens from *processor*. *overrides* are settings that replace those of the config; they may be
+    nested. *auto_class* is the class of transformers that will build the model; None: no check of its code.
+
+    Raises :class:`RecipeError` for a missing or unreadable configuration, for settings that this type of model does not
+    have, and for a model whose code is in its repository, unless *repository* allows to run it.
+    """
+    changes = overrides or {}
+    if from_pretrained is not None:
+        where = "model.from_pretrained"
+        return _read_config(from_pretrained, where, changes, repository, auto_class)
+    if isinstance(from_config, str):
+        return _read_config(from_config, "model.from_config", changes, repository, auto_class)
+    return _config_from_mapping(dict(from_config or {}), tokenizer, processor, changes)
+
+
+def _read_config(
+    name: str,
+    where: str,
+    overrides: Mapping[str, Any],
+    repository: RepositoryOptions,
+    auto_class: Any,
+) -> PreTrainedConfig:
+    require_local(name, where)
+    check_revision(name, repository.revision)
+    config, content = _config_of(name, where, repository)
+    if overrides:
+        merged = merged_config(content, config, overrides)
+        try:
+            changed = type(config).from_dict(merged)
+        except (ValueError, TypeError, ZeroDivisionError, StrictDataclassError) as error:
+            raise _rejected(config.model_type, "model.config_overrides", error) from error
+        changed.name_or_path = config.name_or_path
+        config = changed
+    needs_code = config_needs_code(content) or model_needs_code(config, auto_class)
+    references = content.get("auto_map")
+    check_code(
+        name, where, references, repository, is_needed=needs_code, kind=content.get("model_type")
+    )
+    return config
+
+
+def _config_of(
+    name: str, where: str, repository: RepositoryOptions
+) -> tuple[PreTrainedConfig, dict[str, Any]]:
+    """The config of a directory or Hub name, and the content of its config.json."""
+    path = os.path.expanduser(name)
+    try:
+        content, _ = PreTrainedConfig.get_config_dict(path, revision=repository.revision)
+        needs_code = config_needs_code(content)
+        if needs_code and not repository.runs_code:
+            kind = content.get("model_type")
+            check_code(name, where, None, repository, is_needed=True, kind=kind)
+        with importing_code(needs_code):
+            config: PreTrainedConfig = AutoConfig.from_pretrained(
+                path, trust_remote_code=needs_code, revision=repository.revision
+            )
+        return config, content
+    except RecipeError:
+        raise
+    except Exception as error:  # transformers raises many classes for damaged files
+        revision = repository.revision
+        if known := explained(error, name, where) or damaged_config(name, where, revision):
+            raise known from error
+        raise RecipeError(
+            "the model's configuration cannot be read",
+            where=where,
+            value=f"{name} ({first_line(error)})",
+            hint="name a directory with a config.json; a Hub name needs the network or a filled cache, and for a "
+            "model that asks for it a login (hf auth login)",
+        ) from error
+
+
+def _config_from_mapping(
+    settings: dict[str, Any], tokenizer: Any, processor: Any, overrides: Mapping[str, Any]
+) -> PreTrainedConfig:
+    model_type = settings.pop("model_type", None)
+    config_class = _config_class(model_type)
+    try:
+        default = config_class()
+        settings = _completed(settings, default, tokenizer, processor)
+        _check_known(settings, default)
+        settings = merged_config(settings, default, overrides)
+        return config_class(**copy.deepcopy(settings))
+    except (ValueError, TypeError, ZeroDivisionError, StrictDataclassError) as error:
+        raise _rejected(model_type, "model.from_config", error) from error
+
+
+def _rejected(model_type: object, where: str, error: Exception) -> RecipeError:
+    return RecipeError(
+        f"transformers rejects this configuration of a {model_type} model",
+        where=where,
+        value=first_line(error, 3),
+        hint="correct the value; the settings are those of the model type's config.json",
+    )
+
+
+def _config_class(model_type: object) -> type[PreTrainedConfig]:
+    known = list(CONFIG_MAPPING.keys())
+    if isinstance(model_type, str) and model_type in known:
+        found: type[PreTrainedConfig] = CONFIG_MAPPING[model_type]
+        return found
+    near = difflib.get_close_matches(str(model_type), known, n=3)
+    raise RecipeError(
+        "from_config requires a model_type that transformers supports",
+        where="model.from_config.model_type",
+        value=model_type,
+        hint=f"did you mean {' or '.join(near)}?" if near else "for example llama, qwen3 or gpt2",
+    )
+
+
+def _completed(
+    settings: dict[str, Any], default: PreTrainedConfig, tokenizer: Any, processor: Any
+) -> dict[str, Any]:
+    """Complete *settings* from the tokenizer and the processor; a model of several parts has a section for text."""
+    if "text_config" not in default.sub_configs:
+        return {**_settings_of(tokenizer), **settings}
+    text = settings.get("text_config") or {}
+    return {
+        **image_settings(processor, default),
+        **settings,
+        "text_config": {**_settings_of(tokenizer), **text},
+    }
+
+
+def _settings_of(tokenizer: Any) -> dict[str, Any]:
+    if tokenizer is None:
+        return {}
+    ids = {name: getattr(tokenizer, name, None) for name in _SPECIAL_IDS}
+    return {"vocab_size": len(tokenizer), **ids}
+
+
+def _check_known(settings: Mapping[str, Any], default: PreTrainedConfig) -> None:
+    """Raise :class:`RecipeError` for unknown settings.
+
+    transformers would store them as attributes and build the model without them.
+    """
+    names = {*vars(default), *type(default).attribute_map}
+    known = {name for name in names if not name.startswith("_")}
+    problems = []
+    for name, value in settings.items():
+        if not hasattr(default, name):
+            what = f"{default.model_type} models have no setting {name!r}"
+            where = f"model.from_config.{name}"
+            problems.append(Problem(what, where, value, did_you_mean(name, known)))
+    if problems:
+        raise RecipeError.all_of(problems)

@@ -1,0 +1,21 @@
+"""Texts of error messages: the first lines of an exception, and names that are similar to an unknown one."""
+
+from __future__ import annotations
+
+import difflib
+import textwrap
+
+
+def first_line(error: BaseException, num_lines: int = 1) -> str:
+    """The first lines of an exception's message, at most 400 characters; its class if the message is empty."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = textwrap.shorten(" ".join(lines[:num_lines]), 400, placeholder=" ...")
+    return text or type(error).__name__
+
+
+def did_you_mean(name: str, known: set[str]) -> str:
+    """A hint with the known names that are similar to *name*, or else with a few known names."""
+    near = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.5)
+    if near:
+        return f"did you mean {', '.join(near)}?"
+    return f"there are, for example, {', '.join(sorted(known)[:5])}"
