@@ -289,9 +289,9 @@ def known_ranks(flags: LaunchFlags) -> int | None:
 
 
 def check_ranks(loaded: LoadedRecipe, ranks: int | None) -> None:
-    """Raise :class:`RecipeError` if what the recipe says of ranks does not fit their number.
+    """Raise :class:`RecipeError` if the recipe does not fit the number of *ranks*; None: the number is not known yet.
 
-    That are the parallel sizes, the global batch size, and the comparison of replicas.
+    Checked are the parallel sizes, the global batch size, and ``checkpoint.verify_replicas``.
     """
     if ranks is None:
         return

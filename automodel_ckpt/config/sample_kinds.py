@@ -1,8 +1,8 @@
 """Which data sets the recipes of this package train on, by the kind of their samples.
 
-Samples of the wrong kind fail in the first batch, after the model was read, or are trained on in a way that nobody
-wants: a language model would learn the completions that people rejected. So the kinds are compared before torch is
-imported. A recipe or a builder of the user can have samples of any kind.
+Samples of the wrong kind fail in the first batch, after the model was read, or train the model on the wrong thing: a
+language model would learn rejected completions. The kinds are therefore compared before torch is imported. A recipe or
+a builder of the user can have samples of any kind.
 """
 
 from __future__ import annotations

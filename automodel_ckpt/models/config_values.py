@@ -1,4 +1,4 @@
-"""Values of transformers' configurations: those that differ between layers, and the length of the context.
+"""Values of transformers' configurations: those that differ between layers, the context length, infinite numbers.
 
 Values can differ between the layers of a model (``per_layer_config`` of transformers 5.23). It then raises an
 error if one of these values is read for the whole model (Gemma 4: heads of full attention are wider than others).
@@ -7,6 +7,9 @@ error if one of these values is read for the whole model (Gemma 4: heads of full
 from __future__ import annotations
 
 from typing import Any
+
+_FLOAT = "__float__"
+_FLOATS = ("Infinity", "-Infinity", "NaN")
 
 
 def config_of_layer(config: Any, number: int) -> Any:
@@ -32,3 +35,17 @@ def context_length(config: Any) -> int | None:
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     # XLNet has -1: no limit.
     return limit if isinstance(limit, int) and limit > 0 else None
+
+
+def decoded_floats(value: Any) -> Any:
+    """Return the content of a config.json with its numbers that JSON does not have: infinity and NaN.
+
+    transformers (5.23, ``PreTrainedConfig.to_json_string``) writes them as ``{"__float__": "Infinity"}``.
+    """
+    if isinstance(value, list):
+        return [decoded_floats(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {_FLOAT} and value[_FLOAT] in _FLOATS:
+        return float(value[_FLOAT])
+    return {key: decoded_floats(each) for key, each in value.items()}

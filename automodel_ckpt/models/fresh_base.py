@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,8 @@ def _without_added(value: Any) -> Any:
 def _check_is_same_base(directory: Path, config: PreTrainedConfig) -> None:
     """Raise :class:`RecipeError` unless an existing base can be read and has the settings of the recipe."""
     if damaged := damaged_config(str(directory), _WHERE):
-        raise damaged
+        hint = "restore the file, or remove the directory: the next start creates it again"
+        raise RecipeError.all_of([replace(problem, hint=hint) for problem in damaged.problems])
     stored: dict[str, Any] = {}
     if (directory / "config.json").is_file():
         # Not from JSON alone: infinity is a mapping in the file ({"__float__": "Infinity"}).

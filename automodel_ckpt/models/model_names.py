@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from transformers import CONFIG_MAPPING
 
+from automodel_ckpt.models.config_values import decoded_floats
 from automodel_ckpt.models.hf_names import Conversion, read_conversion
 from automodel_ckpt.models.signature import model_of
 
@@ -39,14 +40,13 @@ def list_differences(
     it cannot be built from this config, or transformers computes its tensors from those in files.
     """
     try:
-        config = CONFIG_MAPPING[content["model_type"]].from_dict({**content})
+        config = CONFIG_MAPPING[content["model_type"]].from_dict(decoded_floats(content))
         # A damaged number would build layers for hours.
         if getattr(config.get_text_config(), "num_hidden_layers", 0) > _MAX_LAYERS:
             return None
         model = model_of(config)
-    except (
-        Exception
-    ) as error:  # a class of transformers can raise anything for values that it does not expect
+    # A class of transformers can raise anything for values that it does not expect.
+    except Exception as error:
         log.debug("the names of tensors are not compared: %s: %s", type(error).__name__, error)
         return None
     model.tie_weights()

@@ -100,9 +100,8 @@ def _image_text_models() -> frozenset[str]:
 
     They are read from the source of transformers: its import takes seconds, and an export needs no torch.
     """
-    package = importlib.util.find_spec(
-        "transformers"
-    )  # imports nothing, because it is a top-level package
+    # It imports nothing, because the name is that of a top-level package.
+    package = importlib.util.find_spec("transformers")
     if package is None or package.origin is None:
         return frozenset()
     source = Path(package.origin).parent / "models" / "auto" / "modeling_auto.py"

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from transformers import (
     BertConfig,
     BertForMaskedLM,
+    FalconH1Config,
     LlamaConfig,
     LlamaForCausalLM,
     LlavaConfig,
@@ -67,6 +68,26 @@ def test_names_that_the_model_does_not_have_are_an_error(
     ]
     names.write_text("\n".join(lines))
     assert imported(tmp_path / "model.pt", llama, tmp_path / "run", "--names", str(names)) == 0
+
+
+def test_a_config_with_an_infinite_number_is_compared() -> None:
+    config = FalconH1Config(
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        mamba_d_ssm=8,
+        mamba_n_heads=2,
+        mamba_d_head=4,
+        mamba_d_state=4,
+    )
+    text = config.to_json_string()
+    assert "Infinity" in text
+    found = list_differences(json.loads(text), ["model.unknown.weight"])
+    assert found is not None
+    assert found.unknown == ("model.unknown.weight",)
 
 
 def test_a_prefix_in_excess_is_an_error(llama: Path, tmp_path: Path, capsys: Capture) -> None:

@@ -59,7 +59,7 @@ def test_a_base_of_several_parts_is_recognized(tmp_path: Path) -> None:
     (base / "config.json").write_text(json.dumps(stored))
     assert not base_is_made(base, copy.deepcopy(CONFIG))
     (base / "config.json").write_text("{")
-    with pytest.raises(RecipeError, match=r"config.json cannot be read\n  where:  peft.base_dir"):
+    with pytest.raises(RecipeError, match=r"config.json cannot be read[\s\S]*remove the directory"):
         base_is_made(base, copy.deepcopy(CONFIG))
     (base / "config.json").unlink()
     with pytest.raises(RecipeError, match=r"another model[\s\S]*no config.json"):
