@@ -72,6 +72,7 @@ def test_names_that_the_model_does_not_have_are_an_error(
 
 def test_a_config_with_an_infinite_number_is_compared() -> None:
     config = FalconH1Config(
+        architectures=["FalconH1ForCausalLM"],
         vocab_size=16,
         hidden_size=8,
         intermediate_size=8,
