@@ -23,9 +23,9 @@ from automodel_ckpt.models.adapter_limits import (
 from automodel_ckpt.models.lora import ALL_EXPERTS, ALL_LINEAR, Lora
 from automodel_ckpt.models.module_patterns import (
     available,
-    pattern_hint,
     is_match,
     leaf_names,
+    pattern_hint,
     within,
 )
 from automodel_ckpt.models.mtp import is_of_mtp, mtp_of
