@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import time
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -54,3 +57,30 @@ def test_the_greetings_of_gloo_are_not_taken_for_output_of_the_ranks(
 ) -> None:
     printed = greetings_and_first_line + "rank 1 trained\n"
     assert ranks.without_gloo_greetings(printed) == "rank 0 trained\nrank 1 trained\n"
+
+
+def test_ranks_that_wait_for_a_failed_one_are_killed_and_their_stacks_printed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ranks, "AFTER_FAILURE_SECONDS", 1.0)
+
+    def rank_0_fails() -> None:
+        if os.environ["RANK"] == "0":
+            raise ValueError("this rank")
+        waits_for_rank_0()
+
+    def waits_for_rank_0() -> None:
+        time.sleep(60)
+
+    started = time.monotonic()
+    failed, waiting = ranks.outcomes(rank_0_fails, 2, init=False)
+    assert time.monotonic() - started < 30
+    assert isinstance(failed.error, ValueError)
+    assert (waiting.error, waiting.exitcode) == (None, None)
+    assert not ranks.outcomes(waits_for_rank_0, 1, init=False, timeout=3)[0].ok
+    assert "in waits_for_rank_0" in capfd.readouterr().err
+
+
+def test_no_port_is_given_twice() -> None:
+    ports = [ranks.free_port() for _ in range(200)]
+    assert len(set(ports)) == len(ports)

@@ -10,6 +10,7 @@ stands; it reads its rank from ``dist.get_rank()``. What it returns must be pick
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -21,6 +22,7 @@ import tempfile
 import time
 import traceback
 import warnings
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,8 +35,14 @@ import torch.distributed as dist
 
 DEFAULT_TIMEOUT_SECONDS = 120.0
 """Below the limit of a test (pyproject.toml), and long enough where other processes keep the machine busy."""
+LONGEST_TIMEOUT_SECONDS = 150.0
+"""For several functions. At the limit of a test, pytest-timeout would report the stack of this process only."""
+AFTER_FAILURE_SECONDS = 45.0
+"""How long the other ranks have after one has failed: they often wait for it until the timeout of their group."""
 _ATTEMPTS_TO_FORM = 3
 _JOINED = b"joined"
+_PORTS_PER_WORKER = 2_500
+_given_ports: deque[int] = deque(maxlen=_PORTS_PER_WORKER // 2)
 
 
 @dataclass
@@ -85,8 +93,7 @@ def outcomes(
             if last or _formed(started, timeout):
                 break
             _end(started)
-        end = time.monotonic() + timeout
-        return [_collect(process, receiver, end) for process, receiver in started]
+        return _collect(started, timeout)
 
 
 def run_each(
@@ -109,7 +116,8 @@ def run_each(
             values.append(function())
         return values
 
-    by_rank = run(all_of_them, num_ranks, timeout=timeout * len(functions), init=False)
+    timeout = min(timeout * len(functions), LONGEST_TIMEOUT_SECONDS)
+    by_rank = run(all_of_them, num_ranks, timeout=timeout, init=False)
     return [list(values) for values in zip(*by_rank, strict=True)]
 
 
@@ -193,11 +201,16 @@ def without_gloo_greetings(text: str) -> str:
 
 def free_port() -> int:
     """A TCP port without a listener, outside the range that the system assigns: until it is used, connections
-    of neighbours do not take it."""
+    of neighbours do not take it. Each worker of pytest-xdist has ports of its own, and a process gets no port twice."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    first = 10_000 + worker % 8 * _PORTS_PER_WORKER
     while True:
-        port = 10_000 + secrets.randbelow(20_000)
+        port = first + secrets.randbelow(_PORTS_PER_WORKER)
+        if port in _given_ports:
+            continue
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
+            _given_ports.append(port)
             return port
 
 
@@ -210,6 +223,8 @@ def _rank(
     sender: Connection,
 ) -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest-timeout's is the parent's
+    # Shortly before the parent kills this rank: where it waits is in the captured standard error.
+    faulthandler.dump_traceback_later(max(1.0, timeout - 2), file=2)
     gc.freeze()  # or each full collection would search what the parent has, and copy its pages
     os.environ.update(environment)
     torch.set_num_threads(1)
@@ -247,25 +262,42 @@ def _pickled(outcome: Outcome) -> bytes:
         )
 
 
-def _collect(process: BaseProcess, receiver: Connection, end: float) -> Outcome:
-    outcome = Outcome()
+def _collect(started: list[_Started], timeout: float) -> list[Outcome]:
+    """The outcomes of all ranks. Ranks that have not ended at the time limit are killed."""
+    end = time.monotonic() + timeout
+    ended = [Outcome() for _ in started]
+    waiting = {receiver: rank for rank, (_, receiver) in enumerate(started)}
+    while waiting and (ready := wait(list(waiting), max(0.0, end - time.monotonic()))):
+        for receiver in ready:
+            assert isinstance(receiver, Connection)
+            outcome = _received(receiver)
+            if outcome is None:
+                continue
+            ended[waiting.pop(receiver)] = outcome
+            if not outcome.ok:
+                end = min(end, time.monotonic() + AFTER_FAILURE_SECONDS)
+    for (process, receiver), outcome in zip(started, ended, strict=True):
+        process.join(max(1.0, end - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
+            outcome.exitcode = None
+        else:
+            outcome.exitcode = process.exitcode
+        process.close()
+        receiver.close()
+    return ended
+
+
+def _received(receiver: Connection) -> Outcome | None:
+    """What a rank has sent: None for the message that it joined, an outcome without an exit code when it died."""
     try:
-        while receiver.poll(max(0.0, end - time.monotonic())):
-            message = receiver.recv_bytes()
-            if message != _JOINED:
-                outcome = pickle.loads(message)
-                break
+        message = receiver.recv_bytes()
     except EOFError:
-        pass
-    process.join(max(1.0, end - time.monotonic()))
-    if process.is_alive():
-        process.kill()
-        process.join()
-        outcome.exitcode = None
-    else:
-        outcome.exitcode = process.exitcode
-    process.close()
-    receiver.close()
+        return Outcome()
+    if message == _JOINED:
+        return None
+    outcome: Outcome = pickle.loads(message)
     return outcome
 
 
